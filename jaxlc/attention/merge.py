@@ -1,0 +1,25 @@
+"""Joining attention over two disjoint sets of keys: the one place where partial results meet."""
+
+import jax
+import jax.numpy as jnp
+
+
+def merge(
+    out_a_BTNH: jax.Array, lse_a_BNT: jax.Array, out_b_BTNH: jax.Array, lse_b_BNT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the union of two sets of keys, exactly, from the (out, lse) of each; all float32.
+
+    out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), with the larger lse subtracted first: no exp
+    overflows. A side without keys (lse -inf) weighs 0; two such sides stay (0, -inf). Commutative.
+    """
+    max_BNT = jnp.maximum(lse_a_BNT, lse_b_BNT)
+    is_empty_BNT = jnp.isneginf(max_BNT)
+    max_BNT = jnp.where(is_empty_BNT, 0.0, max_BNT)
+    weight_a_BNT, weight_b_BNT = jnp.exp(lse_a_BNT - max_BNT), jnp.exp(lse_b_BNT - max_BNT)
+    total_BNT = jnp.where(is_empty_BNT, 1.0, weight_a_BNT + weight_b_BNT)
+
+    def per_query(x_BNT):
+        return x_BNT.swapaxes(1, 2)[..., None]
+
+    out_BTNH = out_a_BTNH * per_query(weight_a_BNT / total_BNT) + out_b_BTNH * per_query(weight_b_BNT / total_BNT)
+    return out_BTNH, jnp.where(is_empty_BNT, -jnp.inf, max_BNT + jnp.log(total_BNT))

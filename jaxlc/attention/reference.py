@@ -1,0 +1,62 @@
+"""The oracle: attention written as its definition, float32, O(T x S) memory. Everything else is compared to it."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxlc.attention.contract import AttentionSpec, Masks
+
+
+def _visible_BNTS(masks: Masks, spec: AttentionSpec, shape_BNTS: tuple[int, ...]) -> jax.Array:
+    visible_BTS = masks.visible_BTS(spec)
+    return jnp.ones(shape_BNTS, bool) if visible_BTS is None else jnp.broadcast_to(visible_BTS[:, None], shape_BNTS)
+
+
+def forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, masks: Masks, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """softmax(scale q k^T) v over the visible keys. Returns (out_BTNH, lse_BNT), both float32."""
+    q_BTNH, k_BSKH, v_BSKH = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
+    num_groups = q_BTNH.shape[2] // k_BSKH.shape[2]
+    k_BSNH, v_BSNH = (jnp.repeat(x, num_groups, axis=2) for x in (k_BSKH, v_BSKH))
+    scores_BNTS = spec.scale_for(q_BTNH.shape[-1]) * jnp.einsum(
+        "BTNH,BSNH->BNTS", q_BTNH, k_BSNH, precision=jax.lax.Precision.HIGHEST
+    )
+    visible_BNTS = _visible_BNTS(masks, spec, scores_BNTS.shape)
+    # A row without keys: its maximum is replaced before, its sum after, so that no gradient meets inf - inf.
+    is_empty_BNT = ~visible_BNTS.any(axis=-1)
+    masked_BNTS = jnp.where(visible_BNTS, scores_BNTS, -jnp.inf)
+    max_BNT = jax.lax.stop_gradient(jnp.where(is_empty_BNT, 0.0, masked_BNTS.max(axis=-1)))
+    weights_BNTS = jnp.where(visible_BNTS, jnp.exp(jnp.where(visible_BNTS, scores_BNTS - max_BNT[..., None], 0.0)), 0.0)
+    total_BNT = jnp.where(is_empty_BNT, 1.0, weights_BNTS.sum(axis=-1))
+    out_BTNH = jnp.einsum(
+        "BNTS,BSNH->BTNH", weights_BNTS / total_BNT[..., None], v_BSNH, precision=jax.lax.Precision.HIGHEST
+    )
+    return out_BTNH, jnp.where(is_empty_BNT, -jnp.inf, max_BNT + jnp.log(total_BNT))
+
+
+def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT):
+    """The kernel contract's backward, from the same definition. Returns float32 (dq, dk, dv) of this block.
+
+    With the global lse, p = exp(scores - lse) are the row's true weights on this block's keys, and
+    ds = p (dout . v - dout . out + dlse) (FlashAttention, section 3.1 and appendix B.2).
+    """
+    scale = spec.scale_for(q_BTNH.shape[-1])
+    q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH = (
+        x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)
+    )
+    batch, num_keys, num_kv_heads = k_BSKH.shape[:3]
+    num_groups = q_BTNH.shape[2] // num_kv_heads
+    k_BSNH, v_BSNH = (jnp.repeat(x, num_groups, axis=2) for x in (k_BSKH, v_BSKH))
+    scores_BNTS = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
+    visible_BNTS = _visible_BNTS(masks, spec, scores_BNTS.shape)
+    p_BNTS = jnp.where(visible_BNTS, jnp.exp(scores_BNTS - lse_BNT[..., None]), 0.0)
+    delta_BNT = jnp.einsum("BTNH,BTNH->BNT", dout_BTNH, out_BTNH) - dlse_BNT
+    ds_BNTS = p_BNTS * (jnp.einsum("BTNH,BSNH->BNTS", dout_BTNH, v_BSNH) - delta_BNT[..., None])
+
+    def sum_groups(x_BSNH):
+        return x_BSNH.reshape(batch, num_keys, num_kv_heads, num_groups, -1).sum(axis=3)
+
+    dq_BTNH = scale * jnp.einsum("BNTS,BSNH->BTNH", ds_BNTS, k_BSNH)
+    dk_BSNH = scale * jnp.einsum("BNTS,BTNH->BSNH", ds_BNTS, q_BTNH)
+    dv_BSNH = jnp.einsum("BNTS,BTNH->BSNH", p_BNTS, dout_BTNH)
+    return dq_BTNH, sum_groups(dk_BSNH), sum_groups(dv_BSNH)

@@ -1,0 +1,221 @@
+"""Ring attention: queries stay, K and V travel once around the context axis (Liu et al. 2023, arXiv:2310.01889).
+
+Runs inside `shard_map`; each rank holds its piece of the sequence in zigzag order, two chunks (lo, hi) of equal
+length. Causality then needs no control flow, and every rank does the same work at every step:
+
+    step 0   the rank's own block: one plain causal call over (lo, hi)
+    step s   the block of rank - s. Two half-by-half products are due, both without a causal mask: (q_hi, k_lo)
+             always; (q_lo, k_lo) if the block comes from an earlier rank, else (q_hi, k_hi). `where` picks
+             the operands and one kernel call does both, as a batch of two.
+
+The backward goes round again with the global out and lse, and dK/dV travel with the block they belong to. All
+running sums are float32. What overlaps, and why it is written in this order:
+
+    - K and V are one array: XLA runs one collective at a time, so the second of two permutes would be exposed.
+    - A hop starts before the attention that hides it, and `optimization_barrier` ties the next hop to that
+      attention's result: without it the compiler runs every hop first and holds all of K and V at once.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.attention.merge import merge
+from jaxlc.core.axes import CONTEXT
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def attend(
+    q_btnH: jax.Array,
+    k_bskH: jax.Array,
+    v_bskH: jax.Array,
+    masks: Masks,
+    kernel: Kernel,
+    spec: AttentionSpec,
+    num_ranks: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the whole sequence, this rank's piece of it; call inside `shard_map`.
+
+    Args:
+      q_btnH, k_bskH, v_bskH: this rank's queries, keys and values, zigzag order.
+      masks: of this rank's piece against itself.
+      kernel: does the blocks; a module that satisfies `contract.Kernel`.
+      num_ranks: size of the context axis, any number from 1.
+    Returns:
+      out_btnH in q's dtype, lse_bnt float32.
+    """
+    return _forward(q_btnH, k_bskH, v_bskH, masks, kernel, spec, num_ranks)
+
+
+def _forward(q, k, v, masks, kernel, spec, num_ranks):
+    ring = _Ring(kernel, spec, num_ranks, _segments_of_ranks(masks, num_ranks))
+    block = ring.send(_pack(k, v))  # while the rank's own block is computed
+    out_lse = kernel.forward(q, k, v, masks, spec)
+    block, out_lse = lax.optimization_barrier((block, out_lse))
+
+    def step(s, carry):
+        block, out_lse = carry
+        next_block = ring.send(block)  # while this block is computed
+        out_lse = ring.forward_hop(s, q, *_unpack(block, k, v), out_lse)
+        return lax.optimization_barrier((next_block, out_lse))
+
+    block, out_lse = lax.fori_loop(1, num_ranks - 1, step, (block, out_lse))
+    if num_ranks > 1:  # the last block goes nowhere
+        out_lse = ring.forward_hop(num_ranks - 1, q, *_unpack(block, k, v), out_lse)
+    out, lse = out_lse
+    return out.astype(q.dtype), lse
+
+
+def _forward_rule(q, k, v, masks, kernel, spec, num_ranks):
+    out, lse = _forward(q, k, v, masks, kernel, spec, num_ranks)
+    # Named here, inside the rule: a remat policy that keeps both then has all that the backward asks of the
+    # forward ring. Named outside, the residuals would be other values, and the ring would run again.
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), (q, k, v, masks, out, lse)
+
+
+def _backward_rule(kernel, spec, num_ranks, residuals, cotangents):
+    q, k, v, masks, out, lse = residuals
+    rows = _RowResults(out, lse, *cotangents)
+    ring = _Ring(kernel, spec, num_ranks, _segments_of_ranks(masks, num_ranks))
+    block = ring.send(_pack(k, v))
+    dq, dk, dv = kernel.backward(q, k, v, masks, spec, *rows)
+    block, dblock, dq = lax.optimization_barrier((block, _pack(dk, dv), dq))
+
+    def step(s, carry):
+        block, dblock, dq = carry
+        next_block, dblock = ring.send(block), ring.send(dblock)
+        dq, dk, dv = ring.backward_hop(s, q, *_unpack(block, k, v), rows, dq)
+        return lax.optimization_barrier((next_block, dblock + _pack(dk, dv), dq))
+
+    block, dblock, dq = lax.fori_loop(1, num_ranks - 1, step, (block, dblock, dq))
+    if num_ranks > 1:
+        dblock = ring.send(dblock)
+        dq, dk, dv = ring.backward_hop(num_ranks - 1, q, *_unpack(block, k, v), rows, dq)
+        dblock = ring.send(dblock + _pack(dk, dv))  # home
+    dk, dv = _unpack(dblock, k, v)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+attend.defvjp(_forward_rule, _backward_rule)
+
+
+class _RowResults(NamedTuple):
+    """What the backward knows of each query row: over all keys on all ranks, not one block's."""
+
+    out_btnH: jax.Array
+    lse_bnt: jax.Array
+    dout_btnH: jax.Array
+    dlse_bnt: jax.Array
+
+
+class _Ring(NamedTuple):
+    """The hops: who sends to whom, and what a rank computes with a block that has come `s` steps."""
+
+    kernel: Kernel
+    spec: AttentionSpec
+    num_ranks: int
+    segments_rbs: jax.Array | None  # segment ids of every rank's piece
+
+    def send(self, x: jax.Array) -> jax.Array:
+        if self.num_ranks == 1:
+            return x
+        return lax.ppermute(x, CONTEXT, [(rank, (rank + 1) % self.num_ranks) for rank in range(self.num_ranks)])
+
+    def forward_hop(self, s, q, k, v, out_lse):
+        """Merges the block of rank - s into (out_btnH, lse_bnt)."""
+        source, masks, spec = self._block(s)
+        if not self.spec.causal:
+            return merge(*out_lse, *self.kernel.forward(q, k, v, masks, spec))
+        pick = _Pick(is_earlier=source < lax.axis_index(CONTEXT))
+        results = self.kernel.forward(*pick.operands(q, k, v), pick.masks(masks), spec)
+        (always, chosen) = zip(*(jnp.split(x, 2) for x in results))
+        out, lse = out_lse
+        (lo, hi) = zip(jnp.split(out, 2, axis=1), jnp.split(lse, 2, axis=2))
+        hi = merge(*hi, *always)
+        merged = merge(*pick.select(lo, hi), *chosen)
+        lo, hi = pick.select(merged, lo), pick.select(hi, merged)
+        return jnp.concatenate([lo[0], hi[0]], axis=1), jnp.concatenate([lo[1], hi[1]], axis=2)
+
+    def backward_hop(self, s, q, k, v, rows: _RowResults, dq):
+        """Returns dq with this block's share added, and this rank's share of the block's dk, dv; float32."""
+        source, masks, spec = self._block(s)
+        if not self.spec.causal:
+            dq_share, dk, dv = self.kernel.backward(q, k, v, masks, spec, *rows)
+            return dq + dq_share, dk, dv
+        pick = _Pick(is_earlier=source < lax.axis_index(CONTEXT))
+        pair = pick.operands(q, k, v), pick.masks(masks), pick.rows(rows)
+        (dq_always, dq_chosen), *dkv = (jnp.split(x, 2) for x in self.kernel.backward(*pair[0], pair[1], spec, *pair[2]))
+        dq += jnp.concatenate(pick.place(dq_chosen, plus_hi=dq_always), axis=1)
+        dk, dv = (jnp.concatenate(pick.place(chosen, plus_lo=always), axis=1) for always, chosen in dkv)
+        return dq, dk, dv
+
+    def _block(self, s):
+        """Where the block came from, its masks against this rank's queries, and the hop's spec: not causal, for
+        whatever of a foreign block is visible at all is visible whole."""
+        rank = lax.axis_index(CONTEXT)
+        source = (rank - s) % self.num_ranks
+        spec = AttentionSpec(**{**vars(self.spec), "causal": False})
+        if self.segments_rbs is None:
+            return source, Masks(None, None, None, None), spec
+        own, theirs = (lax.dynamic_index_in_dim(self.segments_rbs, r, keepdims=False) for r in (rank, source))
+        return source, Masks(None, None, own, theirs), spec
+
+
+class _Pick(NamedTuple):
+    """The zigzag choice at one step, without control flow: halves are lo and hi along the sequence."""
+
+    is_earlier: jax.Array  # the block comes from an earlier rank
+
+    def select(self, if_earlier, otherwise):
+        return jax.tree.map(lambda a, b: jnp.where(self.is_earlier, a, b), if_earlier, otherwise)
+
+    def queries(self, x, axis=1):
+        lo, hi = jnp.split(x, 2, axis)
+        return jnp.concatenate([hi, self.select(lo, hi)])
+
+    def keys(self, x):
+        lo, hi = jnp.split(x, 2, axis=1)
+        return jnp.concatenate([lo, self.select(lo, hi)])
+
+    def operands(self, q, k, v):
+        return self.queries(q), self.keys(k), self.keys(v)
+
+    def masks(self, masks: Masks) -> Masks:
+        if masks.q_segments_BT is None:
+            return masks
+        return Masks(None, None, self.queries(masks.q_segments_BT), self.keys(masks.k_segments_BS))
+
+    def rows(self, rows: _RowResults) -> _RowResults:
+        return _RowResults(
+            self.queries(rows.out_btnH),
+            self.queries(rows.lse_bnt, axis=2),
+            self.queries(rows.dout_btnH),
+            self.queries(rows.dlse_bnt, axis=2),
+        )
+
+    def place(self, chosen, plus_lo=0.0, plus_hi=0.0):
+        """The chosen product's gradient, in the half it belongs to, plus the other product's."""
+        zero = jnp.zeros_like(chosen)
+        return self.select(chosen, zero) + plus_lo, self.select(zero, chosen) + plus_hi
+
+
+def _segments_of_ranks(masks: Masks, num_ranks: int) -> jax.Array | None:
+    """Everybody's segment ids: a few bytes a token, gathered once instead of travelling with each hop."""
+    if masks.q_segments_BT is None or num_ranks == 1:
+        return None
+    return lax.all_gather(masks.q_segments_BT, CONTEXT)
+
+
+def _pack(k: jax.Array, v: jax.Array) -> jax.Array:
+    """K and V, whose head dims may differ, as one contiguous array."""
+    return jnp.concatenate([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpack(block: jax.Array, k_like: jax.Array, v_like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return block[: k_like.size].reshape(k_like.shape), block[k_like.size :].reshape(v_like.shape)

@@ -1,0 +1,40 @@
+"""What a run is: `defaults()` to edit, `load()` to check and freeze. Imports no jax.
+
+    config = defaults()
+    config.mesh.context = 4
+    frozen = load(config)
+"""
+
+from jaxlc.config.checks import check_num_devices
+from jaxlc.config.door import defaults, load, to_dict
+from jaxlc.config.presets import PRESETS
+from jaxlc.config.schema import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RuntimeConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "PRESETS",
+    "AttentionConfig",
+    "Config",
+    "DataConfig",
+    "MemoryConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "RuntimeConfig",
+    "TrainConfig",
+    "check_num_devices",
+    "defaults",
+    "load",
+    "to_dict",
+]

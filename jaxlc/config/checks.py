@@ -1,0 +1,242 @@
+"""Everything about a config that can be checked before JAX starts. Each mistake is one sentence. Imports no jax."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from jaxlc.config.schema import Config, MeshConfig
+from jaxlc.core.axes import MESH_AXES
+from jaxlc.core.errors import UserError
+
+
+class _Range(NamedTuple):
+    text: str
+    holds: Callable[[float], bool]
+
+
+_FROM_0 = _Range("at least 0", lambda x: x >= 0)
+_FROM_1 = _Range("at least 1", lambda x: x >= 1)
+_POSITIVE = _Range("greater than 0", lambda x: x > 0)
+_SHARE = _Range("at least 0 and less than 1", lambda x: 0 <= x < 1)
+_SHARE_OR_1 = _Range("between 0 and 1", lambda x: 0 <= x <= 1)
+
+RANGES: dict[str, dict[str, _Range]] = {
+    "model": dict(
+        vocab_size=_FROM_1,
+        num_layers=_FROM_1,
+        model_dim=_FROM_1,
+        num_heads=_FROM_1,
+        num_kv_heads=_FROM_1,
+        head_dim=_FROM_1,
+        ffn_dim=_FROM_1,
+        norm_epsilon=_POSITIVE,
+        rope_theta=_POSITIVE,
+        rope_scaling_factor=_FROM_1,
+        rope_scaling_low_freq_factor=_POSITIVE,
+        rope_scaling_high_freq_factor=_POSITIVE,
+        rope_scaling_original_tokens=_FROM_1,
+    ),
+    "mesh": dict.fromkeys(MESH_AXES, _FROM_1),
+    "attention": dict(query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
+    "data": dict(sequence_tokens=_FROM_1, eval_fraction=_SHARE, seed=_FROM_0, prefetch_steps=_FROM_0),
+    "optimizer": dict(
+        learning_rate=_FROM_0,
+        warmup_steps=_FROM_0,
+        decay_steps=_FROM_0,
+        final_learning_rate_ratio=_SHARE_OR_1,
+        beta1=_SHARE,
+        beta2=_SHARE,
+        epsilon=_POSITIVE,
+        weight_decay=_FROM_0,
+        clip_norm=_FROM_0,
+    ),
+    "precision": {},
+    "memory": dict(loss_chunk_tokens=_FROM_1),
+    "runtime": dict(simulated_devices=_FROM_0, num_processes=_FROM_1, process_id=_FROM_0, heartbeat_seconds=_FROM_1),
+    "train": dict(
+        steps=_FROM_0,
+        rows_per_step=_FROM_1,
+        accumulation_steps=_FROM_1,
+        seed=_FROM_0,
+        z_loss=_FROM_0,
+        eval_every_steps=_FROM_0,
+        eval_rows=_FROM_1,
+        checkpoint_every_steps=_FROM_0,
+        keep_checkpoints=_FROM_1,
+        log_every_steps=_FROM_1,
+    ),
+}
+
+
+def check(config: Config) -> None:
+    """Raises UserError at the first value that is out of range or contradicts another one."""
+    for section, ranges in RANGES.items():
+        for name, allowed in ranges.items():
+            value = getattr(getattr(config, section), name)
+            if not allowed.holds(value):
+                raise UserError(f"config.{section}.{name} is {value}; it must be {allowed.text}")
+    for problems in (_model_problems, _optimizer_problems, _data_problems, _runtime_problems):
+        _raise_first(problems(config))
+    # Before the splits: advice on the mesh must not lead to a mesh of another size.
+    if config.runtime.simulated_devices:
+        check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")
+    for problem in _tensor_problems(config):
+        mesh = working_mesh(config, config.mesh.num_devices)
+        advice = f"use {mesh_overrides(config.mesh, mesh)}" if mesh else "use a smaller --config.mesh.tensor"
+        raise UserError(f"{problem}; {advice}")
+    _raise_first(_length_problems(config))
+
+
+def check_num_devices(config: Config, num_devices: int, there_are: str) -> None:
+    """Raises UserError unless the mesh has `num_devices` devices; names overrides that do work.
+
+    Args:
+      there_are: how the sentence tells the number, such as "the devices here are" (the number is appended).
+    """
+    if config.mesh.num_devices == num_devices:
+        return
+    wanted = " x ".join(f"{axis}={size}" for axis, size in _sizes(config.mesh).items())
+    sentence = f"the mesh {wanted} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
+    mesh = working_mesh(config, num_devices)
+    ways = [] if mesh is None else [mesh_overrides(config.mesh, mesh)]
+    if config.runtime.simulated_devices:
+        ways.append(f"--config.runtime.simulated_devices={config.mesh.num_devices}")
+    advice = f"use {', or '.join(ways)}" if ways else "no mesh of that size splits this model and these rows"
+    raise UserError(f"{sentence}; {advice}")
+
+
+def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:
+    """The mesh of `num_devices` nearest to the config's that splits its model and rows; None if none does."""
+
+    def distance(mesh: MeshConfig) -> float:
+        old, new = _sizes(config.mesh), _sizes(mesh)
+        return sum(abs(math.log(new[axis] / old[axis])) for axis in MESH_AXES)
+
+    def splits(mesh: MeshConfig) -> bool:
+        changed = dataclasses.replace(config, mesh=mesh)
+        return not any((*_tensor_problems(changed), *_length_problems(changed)))
+
+    return min(filter(splits, _meshes(num_devices)), key=distance, default=None)
+
+
+def mesh_overrides(old: MeshConfig, new: MeshConfig) -> str:
+    """The command line that turns one mesh into the other: "--config.mesh.context=2"."""
+    sizes = _sizes(new)
+    return " ".join(f"--config.mesh.{axis}={sizes[axis]}" for axis, size in _sizes(old).items() if size != sizes[axis])
+
+
+def _sizes(mesh: MeshConfig) -> dict[str, int]:
+    return {axis: getattr(mesh, axis) for axis in MESH_AXES}
+
+
+def _meshes(num_devices: int) -> Iterator[MeshConfig]:
+    """Every mesh of that many devices."""
+    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    for tensor in divisors:
+        for context in divisors:
+            for fsdp in divisors:
+                if num_devices % (tensor * context * fsdp) == 0:
+                    data = num_devices // (tensor * context * fsdp)
+                    yield MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor)
+
+
+def _raise_first(problems: Iterator[str]) -> None:
+    problem = next(problems, None)
+    if problem is not None:
+        raise UserError(problem)
+
+
+def _model_problems(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.num_heads % model.num_kv_heads:
+        yield (
+            f"config.model.num_heads={model.num_heads} is not a multiple of num_kv_heads={model.num_kv_heads};"
+            " every key/value head serves the same number of query heads"
+        )
+    if model.head_dim % 2:
+        yield f"config.model.head_dim={model.head_dim} is odd, and RoPE turns pairs; use {model.head_dim + 1}"
+    if model.rope_scaling_factor > 1 and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
+        yield (
+            f"config.model.rope_scaling_low_freq_factor={model.rope_scaling_low_freq_factor} must be less than"
+            f" rope_scaling_high_freq_factor={model.rope_scaling_high_freq_factor}"
+        )
+
+
+def _optimizer_problems(config: Config) -> Iterator[str]:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.schedule == "wsd":
+        if optimizer.decay_steps == 0:
+            yield "config.optimizer.schedule='wsd' needs config.optimizer.decay_steps; a tenth of train.steps is usual"
+        if optimizer.warmup_steps + optimizer.decay_steps > steps:
+            yield (
+                f"config.optimizer.warmup_steps={optimizer.warmup_steps} and decay_steps={optimizer.decay_steps} do not"
+                f" fit into config.train.steps={steps}; shorten them or train for"
+                f" {optimizer.warmup_steps + optimizer.decay_steps} steps or more"
+            )
+
+
+def _data_problems(config: Config) -> Iterator[str]:
+    if not config.data.sources:
+        yield "config.data.sources is empty; name files, directories or globs, or 'python-stdlib'"
+    if "" in config.data.sources:
+        yield f"config.data.sources is {config.data.sources}, with an empty name in it; leave that one out"
+
+
+def _runtime_problems(config: Config) -> Iterator[str]:
+    runtime = config.runtime
+    if runtime.process_id >= runtime.num_processes:
+        yield (
+            f"config.runtime.process_id={runtime.process_id} is too large for num_processes={runtime.num_processes};"
+            " processes are numbered from 0"
+        )
+    if runtime.simulated_devices % runtime.num_processes:
+        yield (
+            f"config.runtime.simulated_devices={runtime.simulated_devices} does not divide among"
+            f" num_processes={runtime.num_processes}; use a multiple of {runtime.num_processes}"
+        )
+    host, _, port = runtime.coordinator_address.rpartition(":")
+    if runtime.num_processes > 1 and not (host and port.isdigit()):
+        yield f"config.runtime.coordinator_address is {runtime.coordinator_address!r}; write it as host:port"
+
+
+def _tensor_problems(config: Config) -> Iterator[str]:
+    """Heads and features that mesh.tensor does not divide."""
+    model, tensor = config.model, config.mesh.tensor
+    if model.num_heads % tensor:
+        yield f"config.model.num_heads={model.num_heads} is not divisible by config.mesh.tensor={tensor}"
+    if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
+        yield (
+            f"config.model.num_kv_heads={model.num_kv_heads} is neither a multiple nor a divisor of"
+            f" config.mesh.tensor={tensor}"
+        )
+    if model.ffn_dim % tensor:
+        yield f"config.model.ffn_dim={model.ffn_dim} is not divisible by config.mesh.tensor={tensor}"
+
+
+def _length_problems(config: Config) -> Iterator[str]:
+    """Sequence and batch sizes that the mesh does not divide."""
+    mesh, train = config.mesh, config.train
+    num_tokens, piece = config.data.sequence_tokens, 2 * mesh.context * mesh.tensor
+    if num_tokens % piece:
+        yield (
+            f"config.data.sequence_tokens={num_tokens} is not divisible by 2 x mesh.context x mesh.tensor = {piece};"
+            f" use {_nearest_multiples(num_tokens, piece)}"
+        )
+    replicas = mesh.data * mesh.fsdp
+    parts = train.accumulation_steps * replicas
+    if train.rows_per_step % parts:
+        yield (
+            f"config.train.rows_per_step={train.rows_per_step} is not divisible by train.accumulation_steps x mesh.data"
+            f" x mesh.fsdp = {parts}; use {_nearest_multiples(train.rows_per_step, parts)}"
+        )
+    if train.eval_rows % replicas:
+        yield (
+            f"config.train.eval_rows={train.eval_rows} is not divisible by mesh.data x mesh.fsdp = {replicas};"
+            f" use {_nearest_multiples(train.eval_rows, replicas)}"
+        )
+
+
+def _nearest_multiples(value: int, divisor: int) -> str:
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"

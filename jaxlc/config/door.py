@@ -1,0 +1,127 @@
+"""The one door: an editable ConfigDict outside, checked and frozen dataclasses inside. Imports no jax."""
+
+import dataclasses
+import difflib
+import math
+import numbers
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from ml_collections import ConfigDict, config_dict
+
+from jaxlc.config.checks import check
+from jaxlc.config.presets import PRESETS
+from jaxlc.config.schema import Config, ModelConfig
+from jaxlc.core.errors import UserError
+
+SECTIONS: dict[str, type] = typing.get_type_hints(Config)
+_DEFAULT_PRESET = "tiny"
+
+
+def field_types(section: str) -> dict[str, Any]:
+    """The fields of a section and their declared types: {"data": int, ...} for "mesh"."""
+    return typing.get_type_hints(SECTIONS[section])
+
+
+def defaults() -> ConfigDict:
+    """Every setting at its default, for a config file to edit.
+
+    `model` is a preset's name; its other fields are placeholders, which mean "as in the preset" until set.
+    """
+    shape = {name: config_dict.placeholder(hint) for name, hint in field_types("model").items()}
+    sections = {name: dataclasses.asdict(cls()) for name, cls in SECTIONS.items() if cls is not ModelConfig}
+    return ConfigDict({"model": shape | {"preset": _DEFAULT_PRESET}, **sections})
+
+
+def load(config: ConfigDict | Config) -> Config:
+    """Checks a config and freezes it. What it leaves out has its default; a Config is checked again.
+
+    Raises:
+      UserError: an unknown key, a value of the wrong type or out of range, or two values that contradict each
+        other. One sentence, with the value and what to do.
+    """
+    values = to_dict(config) if isinstance(config, Config) else config.to_dict()
+    for section, section_values in values.items():
+        if section not in SECTIONS or not isinstance(section_values, dict):
+            check_key(section)
+        for name in section_values:
+            check_key(f"{section}.{name}")
+    sections = {section: _checked_section(section, values.get(section, {})) for section in SECTIONS}
+    loaded = Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
+    check(loaded)
+    return loaded
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` is `config` again."""
+    values = dataclasses.asdict(config)
+    return {
+        section: {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        for section, fields in values.items()
+    }
+
+
+def check_key(path: str) -> None:
+    """Raises UserError unless `path` is a setting such as "mesh.context"; names the nearest one."""
+    section, _, name = path.partition(".")
+    if section not in SECTIONS or (name and name not in field_types(section)):
+        raise UserError(f"there is no config.{path}; {_nearest_key(path)}")
+    if not name:
+        example = next(iter(field_types(section)))
+        raise UserError(f"config.{section} is a section; set a key in it, such as config.{section}.{example}")
+
+
+def _nearest_key(path: str) -> str:
+    keys = [f"{section}.{name}" for section in SECTIONS for name in field_types(section)]
+    same_name = [key for key in keys if key.endswith("." + path.rpartition(".")[2])]
+    nearest = same_name or difflib.get_close_matches(path, [*keys, *SECTIONS], n=1)
+    return did_you_mean([f"config.{key}" for key in nearest], [f"config.{section}" for section in SECTIONS])
+
+
+def did_you_mean(nearest: list[str], known: Iterable[str]) -> str:
+    """A question with the nearest names, or a list of the known ones where none is near."""
+    return f"did you mean {' or '.join(nearest)}?" if nearest else f"there are {', '.join(sorted(known))}"
+
+
+def _checked_section(section: str, values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with their declared types; for the model, on top of its preset."""
+    hints = field_types(section)
+    is_set = {name: value for name, value in values.items() if value is not None or section != "model"}
+    checked = {name: _typed(f"{section}.{name}", value, hints[name]) for name, value in is_set.items()}
+    if section != "model":
+        return checked
+    preset = checked.get("preset", _DEFAULT_PRESET)
+    if preset not in PRESETS:
+        nearest = difflib.get_close_matches(preset, PRESETS, n=1)
+        raise UserError(f"config.model.preset is {preset!r}, which is no preset; {did_you_mean(nearest, PRESETS)}")
+    return dataclasses.asdict(PRESETS[preset]) | checked
+
+
+def _typed(path: str, value: Any, hint: Any) -> Any:
+    """`value` as the type `hint`; an int serves as a float, and nothing else serves as another."""
+    is_bool = isinstance(value, bool)
+    if typing.get_origin(hint) is Literal:
+        if value in typing.get_args(hint):
+            return value
+    elif typing.get_origin(hint) is tuple:
+        if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+    elif hint is float:
+        if isinstance(value, numbers.Real) and not is_bool and math.isfinite(value):
+            return float(value)
+    elif hint is int:
+        if isinstance(value, numbers.Integral) and not is_bool:
+            return int(value)
+    elif isinstance(value, hint):
+        return value
+    raise UserError(f"config.{path} is {value!r}, which is not {describe_type(hint)}")
+
+
+def describe_type(hint: Any) -> str:
+    """A declared type in words: "a whole number"."""
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
+    if typing.get_origin(hint) is tuple:
+        return "a list of strings"
+    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[hint]

@@ -1,0 +1,106 @@
+"""Published model shapes by name: the `preset` values of `config.model`. Pure data.
+
+Each entry is checked in tests against the parameter count its authors publish. Sources: the `config.json`
+that each model's authors publish beside its weights.
+"""
+
+from jaxlc.config.schema import ModelConfig
+
+_NO_ROPE_SCALING = dict(
+    rope_scaling_factor=1.0,
+    rope_scaling_low_freq_factor=1.0,
+    rope_scaling_high_freq_factor=4.0,
+    rope_scaling_original_tokens=8192,
+)
+_LLAMA_3_1 = dict(_NO_ROPE_SCALING, rope_scaling_factor=8.0)
+_LLAMA_3_2 = dict(_NO_ROPE_SCALING, rope_scaling_factor=32.0)
+_LLAMA_3 = dict(vocab_size=128_256, head_dim=128, qk_norm=False, norm_epsilon=1e-5, rope_theta=500_000.0)
+
+_PRESETS = (
+    ModelConfig(
+        preset="tiny",
+        vocab_size=512,
+        num_layers=4,
+        model_dim=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        ffn_dim=384,
+        tie_embeddings=True,
+        qk_norm=False,
+        norm_epsilon=1e-5,
+        rope_theta=10_000.0,
+        **_NO_ROPE_SCALING,
+    ),
+    ModelConfig(
+        preset="llama3.2-1b",
+        num_layers=16,
+        model_dim=2048,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_dim=8192,
+        tie_embeddings=True,
+        **{**_LLAMA_3, **_LLAMA_3_2, "head_dim": 64},
+    ),
+    ModelConfig(
+        preset="llama3.2-3b",
+        num_layers=28,
+        model_dim=3072,
+        num_heads=24,
+        num_kv_heads=8,
+        ffn_dim=8192,
+        tie_embeddings=True,
+        **{**_LLAMA_3, **_LLAMA_3_2},
+    ),
+    ModelConfig(
+        preset="llama3-8b",
+        num_layers=32,
+        model_dim=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_dim=14_336,
+        tie_embeddings=False,
+        **{**_LLAMA_3, **_LLAMA_3_1},
+    ),
+    ModelConfig(
+        preset="llama3-70b",
+        num_layers=80,
+        model_dim=8192,
+        num_heads=64,
+        num_kv_heads=8,
+        ffn_dim=28_672,
+        tie_embeddings=False,
+        **{**_LLAMA_3, **_LLAMA_3_1},
+    ),
+    ModelConfig(
+        preset="qwen3-8b",
+        vocab_size=151_936,
+        num_layers=36,
+        model_dim=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_dim=12_288,
+        tie_embeddings=False,
+        qk_norm=True,
+        norm_epsilon=1e-6,
+        rope_theta=1_000_000.0,
+        **_NO_ROPE_SCALING,
+    ),
+    ModelConfig(
+        preset="mistral-7b",  # v0.3
+        vocab_size=32_768,
+        num_layers=32,
+        model_dim=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_dim=14_336,
+        tie_embeddings=False,
+        qk_norm=False,
+        norm_epsilon=1e-5,
+        rope_theta=1_000_000.0,
+        **_NO_ROPE_SCALING,
+    ),
+)
+PRESETS: dict[str, ModelConfig] = {preset.preset: preset for preset in _PRESETS}

@@ -1,0 +1,128 @@
+"""Every setting there is: frozen dataclasses with their defaults. Imports no jax.
+
+A field's comment is its documentation. Values arrive through `jaxlc.config.load`, the one door, which checks
+types and everything that can be checked before JAX starts; below it each function takes the sub-config it needs.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Llama-shaped decoder. In a config file, `preset` names the shapes and the other fields override it."""
+
+    preset: str  # a name in jaxlc/config/presets.py
+    vocab_size: int  # V; stored padded to a multiple of mesh.tensor
+    num_layers: int  # L
+    model_dim: int  # D
+    num_heads: int  # N, query heads
+    num_kv_heads: int  # K, key/value heads; N % K == 0
+    head_dim: int  # H
+    ffn_dim: int  # F
+    tie_embeddings: bool  # the output head is the embedding, transposed
+    qk_norm: bool  # RMSNorm over H on queries and keys, before RoPE (Qwen 3)
+    norm_epsilon: float
+    rope_theta: float
+    rope_scaling_factor: float  # Llama 3 frequency scaling; 1.0 is none
+    rope_scaling_low_freq_factor: float
+    rope_scaling_high_freq_factor: float
+    rope_scaling_original_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Number of devices along each mesh axis; their product is the number of devices."""
+
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.fsdp * self.context * self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    strategy: Literal["ring"] = "ring"  # how the sequence is split over mesh.context
+    kernel: Literal["auto", "blockwise", "reference"] = "auto"  # a named kernel never falls back
+    query_block_tokens: int = 256  # tile of the blockwise kernel, queries
+    key_block_tokens: int = 256  # tile of the blockwise kernel, keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    sources: tuple[str, ...] = ("python-stdlib",)  # files, directories, globs, or the built-in corpus
+    tokenizer: str = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
+    sequence_tokens: int = 4096  # tokens per row, over all ranks
+    text_field: str = "text"  # the field of .jsonl and .parquet records that holds the document
+    eval_fraction: float = 0.05  # share of documents held out, chosen by a hash of the document's name
+    seed: int = 0  # order of the rows
+    cache_dir: str = "~/.cache/jaxlc"  # tokenized corpora are kept here
+    prefetch_steps: int = 2  # batches prepared ahead of the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay on matrices only, after clipping by the global norm."""
+
+    learning_rate: float = 3e-4  # peak
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # each after a linear warm-up
+    warmup_steps: int = 10
+    decay_steps: int = 0  # wsd: length of the final linear decay
+    final_learning_rate_ratio: float = 0.1  # cosine and wsd end at this share of the peak
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # 0 is no clipping
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    compute: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 on GPU, fp32 on CPU; master weights are float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    remat: Literal["none", "full", "attention", "matmuls"] = "attention"  # what a layer keeps for its backward
+    loss_chunk_tokens: int = 1024  # tokens per device whose logits exist at one time
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    simulated_devices: int = 0  # > 0: run on that many simulated CPU devices (over all processes)
+    num_processes: int = 1  # > 1: jax.distributed over coordinator_address
+    process_id: int = 0
+    coordinator_address: str = "127.0.0.1:9753"
+    heartbeat_seconds: int = 100  # a peer silent for this long is dead, and this process exits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int = 100  # optimizer steps
+    rows_per_step: int = 1  # global batch: rows of data.sequence_tokens per optimizer step
+    accumulation_steps: int = 1  # the batch is processed in this many parts, one after the other
+    seed: int = 0  # initial weights
+    z_loss: float = 0.0  # weight of mean(log(Z)^2), PaLM section 5
+    nonfinite: Literal["stop", "skip"] = "stop"  # what a NaN or infinite loss or gradient does
+    eval_every_steps: int = 0  # 0: at the end only
+    eval_rows: int = 4  # held-out rows per evaluation
+    checkpoint_every_steps: int = 0  # 0: at the end only
+    keep_checkpoints: int = 2
+    log_every_steps: int = 1  # loss is fetched, and one metrics row written, every so many steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    model: ModelConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,0 +1,159 @@
+"""The decoder, and the pure functions around it: parameters are a plain nested dict.
+
+    init(model, vocab_size_padded, key) -> params        dims_of(model) -> the same tree, of dimension names
+    apply(params, model, tokens, positions, ...) -> final hidden states and output head
+
+There are no logits here: they exist in chunks only, in the loss. The decoder is given `attend` and knows no
+strategy, and is given a `Sharder` and knows no mesh.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlc.config import ModelConfig
+from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, matrix
+from jaxlc.models.rope import RopeTables
+from jaxlc.sharding.rules import Sharder
+
+_LAYERS = "layers"  # Decoder.layers: every parameter under it has a leading dimension L
+
+
+class Decoder(nnx.Module):
+    """Embedding, L equal layers stored as one stacked layer, final norm, and a head unless it is the embedding."""
+
+    def __init__(self, model: ModelConfig, vocab_size_padded: int, rngs: nnx.Rngs):
+        D, V = model.model_dim, model.vocab_size
+        padding = vocab_size_padded - V
+        self.embedding = _pad_vocab(matrix(rngs, fan_in=D, vocab=V, model=D), padding)
+        self.head = None if model.tie_embeddings else _pad_vocab(matrix(rngs, fan_in=D, model=D, vocab=V), padding)
+        self.layers = nnx.vmap(lambda key: DecoderLayer(model, nnx.Rngs(key)))(
+            jax.random.split(rngs.params(), model.num_layers)
+        )
+        self.final_norm = RMSNorm(D, model.norm_epsilon)
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        attend: Callable,
+        shard: Sharder,
+        remat: Callable,
+        compute_dtype,
+        tables: RopeTables,
+    ) -> jax.Array:
+        """Final hidden states x_BTD, normed; see `apply`."""
+        layer_def, stacked = nnx.split(self.layers)
+
+        def run_layer(x_BTD, params):
+            layer = nnx.merge(layer_def, params)
+            return layer(x_BTD, positions_BT, attend=attend, shard=shard, tables=tables), None
+
+        x_BTD = shard.residual(lookup(self.embedding[...], tokens_BT, shard, compute_dtype))
+        x_BTD, _ = jax.lax.scan(remat(run_layer), x_BTD, stacked)
+        return self.final_norm(x_BTD)
+
+    def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
+        """The output head, split over tensor along V."""
+        if self.head is None:
+            return in_use(self.embedding, shard, compute_dtype).T
+        return in_use(self.head, shard, compute_dtype)
+
+
+def init(model: ModelConfig, vocab_size_padded: int, key: jax.Array) -> dict:
+    """First parameters, float32; run it under `jit` with out_shardings.
+
+    Values depend on the key alone: not on the mesh, and not on the padding of the vocabulary, which is 0.
+    """
+    return nnx.to_pure_dict(nnx.state(Decoder(model, vocab_size_padded, nnx.Rngs(key))))
+
+
+def abstract_params(model: ModelConfig, vocab_size_padded: int) -> dict:
+    """Shapes and dtypes of `init`'s result; nothing is computed."""
+    return jax.eval_shape(lambda: init(model, vocab_size_padded, jax.random.key(0)))
+
+
+def dims_of(model: ModelConfig) -> dict:
+    """The parameters' tree, with a tuple of dimension names for each: ("layers", "model", "heads", "head_dim")."""
+    _, state = _abstract_decoder(model, model.vocab_size)
+    declared = {path: param.dims for path, param in nnx.to_flat_state(state)}
+    stacked = {path: (_LAYERS, *dims) if path[0] == _LAYERS else dims for path, dims in declared.items()}
+    return nnx.traversals.unflatten_mapping(stacked)
+
+
+def apply(
+    params: dict,
+    model: ModelConfig,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    *,
+    attend: Callable,
+    shard: Sharder,
+    remat: Callable,
+    compute_dtype,
+    tables: RopeTables,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the decoder, under `jit`.
+
+    Args:
+      params: as `init` makes them.
+      tokens_BT, positions_BT: int32, in the same (any) sequence order; split over batch and context.
+      attend: `(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`, in the compute dtype, with its masks already bound.
+      remat: wraps the function of one layer (train/remat.py).
+      compute_dtype: of matmuls and of the residual stream.
+      tables: of `rope_tables`.
+    Returns:
+      x_BTD, final hidden states, normed, split over context and tensor along T; and head_DV, split over tensor along
+      V, padded. Both in compute_dtype.
+    """
+    vocab_size_padded = params["embedding"].shape[0]
+    graph_def, _ = _abstract_decoder(model, vocab_size_padded)
+    decoder = nnx.merge(graph_def, params)
+    x_BTD = decoder(
+        tokens_BT,
+        positions_BT,
+        attend=attend,
+        shard=shard,
+        remat=remat,
+        compute_dtype=compute_dtype,
+        tables=tables,
+    )
+    return x_BTD, decoder.head_DV(shard, compute_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def lookup(embedding_VD: jax.Array, tokens_BT: jax.Array, shard: Sharder, dtype) -> jax.Array:
+    """Rows of the embedding, in `dtype`: x_BTD.
+
+    The rows move in `dtype`, but their gradients are summed in float32: in a long sequence a common token occurs
+    thousands of times, and a bfloat16 sum stands still after some 256 equal terms.
+    """
+    return shard.weight(embedding_VD, ("vocab", "model"), dtype)[tokens_BT]
+
+
+def _lookup_forward(embedding_VD, tokens_BT, shard, dtype):
+    return lookup(embedding_VD, tokens_BT, shard, dtype), (embedding_VD, tokens_BT)
+
+
+def _lookup_backward(_shard, _dtype, residuals, dx_BTD):
+    embedding_VD, tokens_BT = residuals
+    return jnp.zeros_like(embedding_VD).at[tokens_BT].add(dx_BTD.astype(jnp.float32)), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+@functools.cache
+def _abstract_decoder(model: ModelConfig, vocab_size_padded: int):
+    """(graph definition, state of shapes) of the decoder; nothing is computed."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, nnx.Rngs(0))))
+
+
+def _pad_vocab(param: nnx.Param, padding: int) -> nnx.Param:
+    """Appends zeros to the vocabulary: the values before them do not depend on how many."""
+    widths = [(0, padding if name == "vocab" else 0) for name in param.dims]
+    return param.replace(jnp.pad(param[...], widths))

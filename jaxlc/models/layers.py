@@ -1,0 +1,124 @@
+"""The parts of a Llama (Touvron et al. 2023, arXiv:2302.13971): RMSNorm, grouped-query attention, SwiGLU.
+
+A parameter is declared once, by `matrix` or in RMSNorm: its shape, the names of its dimensions, its first value.
+Everything else (abstract tree, shardings, byte counts, table) is derived. Values are float32; a layer computes in
+the dtype of its input.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlc.config import ModelConfig
+from jaxlc.models.rope import RopeTables, apply_rope
+from jaxlc.sharding.rules import Sharder
+
+_TRUNCATED_STD = 0.87962566  # of a standard normal cut at -2 and 2
+
+
+def matrix(rngs: nnx.Rngs, *, fan_in: int, depth_scale: float = 1.0, **dims: int) -> nnx.Param:
+    """Declares a weight with its dimensions, e.g. `matrix(rngs, fan_in=D, model=D, heads=N, head_dim=H)`.
+
+    The first value is a normal of standard deviation 1/sqrt(fan_in), cut at two deviations: a unit input gives a
+    unit output at every width. At D = 4096 that is 0.016, near the 0.02 that Llama-sized models start from, and for
+    a D of 128 it is still right, which a constant is not. `depth_scale` multiplies it.
+    """
+    std = depth_scale / fan_in**0.5
+    unit_variance = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, tuple(dims.values())) / _TRUNCATED_STD
+    return nnx.Param(std * unit_variance, dims=tuple(dims))
+
+
+def residual_depth_scale(model: ModelConfig) -> float:
+    """Scale of the two matrices a layer that write to the residual stream, so that the sum of 2L of them stays of
+    the size of one (GPT-2, Radford et al. 2019, section 2.3)."""
+    return (2 * model.num_layers) ** -0.5
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last dimension; float32 inside, x's dtype outside."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32), dims=("norm",))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * inverse_rms * self.scale[...]).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al. 2023): N query heads share K key/value heads."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        D, N, K, H = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
+        self.wq = matrix(rngs, fan_in=D, model=D, heads=N, head_dim=H)
+        self.wk = matrix(rngs, fan_in=D, model=D, kv_heads=K, head_dim=H)
+        self.wv = matrix(rngs, fan_in=D, model=D, kv_heads=K, head_dim=H)
+        self.wo = matrix(
+            rngs, fan_in=N * H, depth_scale=residual_depth_scale(model), heads=N, head_dim=H, model=D
+        )
+        self.q_norm = RMSNorm(H, model.norm_epsilon) if model.qk_norm else None
+        self.k_norm = RMSNorm(H, model.norm_epsilon) if model.qk_norm else None
+
+    def __call__(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, *, attend: Callable, shard: Sharder, tables: RopeTables
+    ) -> jax.Array:
+        """`x_BTD` is normed and gathered over tensor. `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` knows the masks."""
+        q_BTNH = shard.heads(jnp.einsum("BTD,DNH->BTNH", x_BTD, in_use(self.wq, shard, x_BTD.dtype)))
+        k_BTKH = shard.heads(jnp.einsum("BTD,DKH->BTKH", x_BTD, in_use(self.wk, shard, x_BTD.dtype)))
+        v_BTKH = shard.heads(jnp.einsum("BTD,DKH->BTKH", x_BTD, in_use(self.wv, shard, x_BTD.dtype)))
+        if self.q_norm is not None:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        q_BTNH = checkpoint_name(apply_rope(q_BTNH, positions_BT, tables), "query")
+        k_BTKH = checkpoint_name(apply_rope(k_BTKH, positions_BT, tables), "key")
+        v_BTKH = checkpoint_name(v_BTKH, "value")
+        out_BTNH = shard.heads(attend(q_BTNH, k_BTKH, v_BTKH))
+        out_BTD = jnp.einsum("BTNH,NHD->BTD", out_BTNH, in_use(self.wo, shard, x_BTD.dtype))
+        return checkpoint_name(shard.residual(out_BTD), "attention_projected")
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): silu(x w_gate) * (x w_up), times w_down."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        D, F = model.model_dim, model.ffn_dim
+        self.w_gate = matrix(rngs, fan_in=D, model=D, ffn=F)
+        self.w_up = matrix(rngs, fan_in=D, model=D, ffn=F)
+        self.w_down = matrix(rngs, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D)
+
+    def __call__(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
+        """`x_BTD` is normed and gathered over tensor."""
+        gate_BTF = shard.ffn(jnp.einsum("BTD,DF->BTF", x_BTD, in_use(self.w_gate, shard, x_BTD.dtype)))
+        up_BTF = shard.ffn(jnp.einsum("BTD,DF->BTF", x_BTD, in_use(self.w_up, shard, x_BTD.dtype)))
+        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
+        hidden_BTF = jax.nn.silu(gate_BTF) * up_BTF
+        return shard.residual(jnp.einsum("BTF,FD->BTD", hidden_BTF, in_use(self.w_down, shard, x_BTD.dtype)))
+
+
+class DecoderLayer(nnx.Module):
+    """One block of attention and one of MLP, each normed before and added to the residual stream."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(model.model_dim, model.norm_epsilon)
+        self.attention = Attention(model, rngs)
+        self.mlp_norm = RMSNorm(model.model_dim, model.norm_epsilon)
+        self.mlp = MLP(model, rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, *, attend: Callable, shard: Sharder, tables: RopeTables
+    ) -> jax.Array:
+        """x_BTD lies split over context and tensor along T; each block gathers its normed input over tensor once."""
+        x_BTD = checkpoint_name(x_BTD, "residual")
+        normed_BTD = shard.gathered(self.attention_norm(x_BTD))
+        x_BTD += self.attention(normed_BTD, positions_BT, attend=attend, shard=shard, tables=tables)
+        normed_BTD = shard.gathered(self.mlp_norm(x_BTD))
+        return x_BTD + self.mlp(normed_BTD, shard=shard)
+
+
+def in_use(param: nnx.Param, shard: Sharder, dtype) -> jax.Array:
+    """A declared weight, cast and gathered for the matmul that reads it."""
+    return shard.weight(param[...], param.dims, dtype)

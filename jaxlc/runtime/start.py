@@ -1,0 +1,83 @@
+"""Prepares the environment that JAX reads when it starts, and joins the processes of a run."""
+
+import os
+import shutil
+from pathlib import Path
+
+from jaxlc.config import RuntimeConfig
+from jaxlc.core.errors import UserError
+
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# Simulated devices share few cores, so one may wait for another far longer than the 40 s after which XLA takes a
+# collective on CPU for dead and aborts. Both flags are known to the XLA of every jax from 0.10.1 to 0.12.
+_PATIENT_COLLECTIVES = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
+)
+
+
+def start(config: RuntimeConfig) -> None:
+    """Starts JAX as `config` asks. May be called again, and in a notebook, as long as it asks for the same.
+
+    Raises:
+      UserError: JAX has already started with something else, or XLA_FLAGS contradicts the config.
+    """
+    import jax
+    from jax._src import xla_bridge  # the only place that tells whether JAX has started, without starting it
+
+    if not xla_bridge.backends_are_initialized():
+        _set_environment(config, os.environ)
+        # jax reads JAX_PLATFORMS when it is imported, which may have been long ago.
+        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
+        if config.num_processes > 1 and not jax.distributed.is_initialized():
+            jax.distributed.initialize(
+                config.coordinator_address,
+                num_processes=config.num_processes,
+                process_id=config.process_id,
+                heartbeat_timeout_seconds=config.heartbeat_seconds,
+            )
+    _check_started(config, jax.devices()[0].platform, jax.local_device_count(), jax.process_count())
+
+
+def _set_environment(config: RuntimeConfig, environment: dict[str, str]) -> None:
+    """Writes JAX_PLATFORMS, XLA_FLAGS and the log level; what the user has set stays."""
+    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, not its notes
+    if config.simulated_devices:
+        environment["JAX_PLATFORMS"] = "cpu"
+        environment["XLA_FLAGS"] = _simulation_flags(config, environment.get("XLA_FLAGS", ""))
+    elif not _has_nvidia_driver():
+        # The CUDA plugin may be installed all the same; without a driver it prints a traceback.
+        environment.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
+    """XLA_FLAGS for this process's share of the simulated devices; of two equal flags the user's comes last, and wins."""
+    wanted = f"{_DEVICE_COUNT_FLAG}={config.simulated_devices // config.num_processes}"
+    theirs = [flag for flag in users_flags.split() if flag.startswith(_DEVICE_COUNT_FLAG)]
+    if theirs and theirs[-1] != wanted:
+        raise UserError(
+            f"XLA_FLAGS holds {theirs[-1]}, but config.runtime.simulated_devices={config.simulated_devices} over"
+            f" {config.num_processes} processes needs {wanted}; remove it from XLA_FLAGS"
+        )
+    ours = [wanted, *_PATIENT_COLLECTIVES]
+    return " ".join([*(flag for flag in ours if flag not in users_flags.split()), users_flags]).strip()
+
+
+def _has_nvidia_driver() -> bool:
+    places = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia")  # under WSL there is only nvidia-smi
+    return any(Path(place).exists() for place in places) or shutil.which("nvidia-smi") is not None
+
+
+def _check_started(config: RuntimeConfig, platform: str, num_local_devices: int, num_processes: int) -> None:
+    if num_processes != config.num_processes:
+        raise UserError(
+            f"JAX has already started with {num_processes} processes and config.runtime.num_processes is"
+            f" {config.num_processes}; call jaxlc.runtime.start(config.runtime) before anything uses a device"
+        )
+    wanted = config.simulated_devices // config.num_processes
+    if wanted and (platform != "cpu" or num_local_devices != wanted):
+        raise UserError(
+            f"JAX has already started with {num_local_devices} {platform} devices and"
+            f" config.runtime.simulated_devices={config.simulated_devices} needs {wanted} of cpu; restart Python (in a"
+            " notebook, the kernel) and call jaxlc.runtime.start(config.runtime) first"
+        )

@@ -1,0 +1,45 @@
+"""AdamW and its learning-rate schedules, from optax."""
+
+import jax
+import optax
+
+from jaxlc.config import OptimizerConfig
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """step -> learning rate: a linear warm-up, then
+
+    cosine    down to final_learning_rate_ratio x peak at the last step (Loshchilov and Hutter 2017);
+    wsd       stable, then a linear decay over the last decay_steps (MiniCPM, Hu et al. 2024, section 4);
+    constant  the peak to the end.
+    """
+    peak, final = config.learning_rate, config.learning_rate * config.final_learning_rate_ratio
+    after_warmup = max(1, steps - config.warmup_steps)
+    if config.schedule == "cosine":
+        main = optax.cosine_decay_schedule(peak, after_warmup, alpha=config.final_learning_rate_ratio)
+    elif config.schedule == "wsd":
+        decay = optax.linear_schedule(peak, final, config.decay_steps)
+        main = optax.join_schedules([optax.constant_schedule(peak), decay], [after_warmup - config.decay_steps])
+    else:
+        main = optax.constant_schedule(peak)
+    # The first step already learns: step 0 has peak / warmup_steps.
+    warmup = optax.linear_schedule(peak / max(1, config.warmup_steps), peak, max(1, config.warmup_steps - 1))
+    return optax.join_schedules([warmup, main], [config.warmup_steps])
+
+
+def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> optax.GradientTransformation:
+    """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019).
+
+    Args:
+      dims: the parameters' tree with each one's dimension names; weight decay leaves norm scales alone.
+    """
+    is_matrix = jax.tree.map(lambda names: "norm" not in names, dims, is_leaf=lambda x: isinstance(x, tuple))
+    adamw = optax.adamw(
+        schedule,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        mask=is_matrix,
+    )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw

@@ -1,0 +1,3 @@
+# TEMPORARY
+import os
+os.environ["JAX_PLATFORMS"]="cpu"; os.environ["XLA_FLAGS"]="--xla_force_host_platform_device_count=8"

@@ -1,0 +1,93 @@
+import collections
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jaxlc.data import ngrams
+from jaxlc.data.ngrams import ngram_losses
+from jaxlc.data.packing import PackedRows
+from jaxlc.data.store import TokenStore
+
+V = 12
+ONCE = 10  # occurs once in training, 11 never
+RNG = np.random.RandomState(0)
+DOCUMENTS = [RNG.zipf(1.5, length).clip(1, V - 2) - 1 for length in (30, 1, 7, 50, 12, 3, 20, 25)]
+DOCUMENTS[3][20] = ONCE
+DOCUMENTS[5][:2] = (ONCE, 11)
+DOCUMENTS[6][5] = ONCE
+DOCUMENTS[7][9] = 11
+STORE = TokenStore(
+    tokens=np.concatenate(DOCUMENTS).astype(np.uint8),
+    offsets=np.concatenate([[0], np.cumsum([len(document) for document in DOCUMENTS])]),
+    split_hashes=np.zeros(len(DOCUMENTS)),
+    fingerprint="test",
+)
+TRAIN = PackedRows(STORE, np.array([0, 1, 2, 3, 4]), 16, seed=0)
+HELDOUT = PackedRows(STORE, np.array([5, 6, 7]), 16, seed=None)
+
+
+def brute_force_losses(num_rows: int) -> tuple[float, float]:
+    pairs = collections.Counter((int(x), int(y)) for d in range(5) for x, y in itertools.pairwise(DOCUMENTS[d]))
+    after = collections.Counter(y for _, y in pairs.elements())
+    before = collections.Counter(x for x, _ in pairs.elements())
+    distinct = collections.Counter(x for x, _ in pairs)
+    losses = []
+    for i in range(num_rows):
+        row = HELDOUT[i]
+        for x, y, weight in zip(*(row[name].tolist() for name in ("tokens", "targets", "loss_weights")), strict=True):
+            unigram = (after[y] + 1) / (after.total() + V)
+            bigram = (pairs[x, y] + distinct[x] * unigram) / (before[x] + distinct[x]) if before[x] else unigram
+            losses += [(-math.log(unigram), -math.log(bigram))] if weight else []
+    return tuple(np.mean(losses, axis=0))
+
+
+@pytest.mark.parametrize("num_rows", [1, HELDOUT.num_rows])
+@pytest.mark.parametrize("chunk_tokens", [20, 4_000_000])
+def test_against_brute_force(num_rows: int, chunk_tokens: int, monkeypatch):
+    monkeypatch.setattr(ngrams, "_CHUNK_TOKENS", chunk_tokens)
+    assert ngram_losses(TRAIN, HELDOUT, num_rows, V) == pytest.approx(brute_force_losses(num_rows), rel=1e-12)
+
+
+def test_probabilities_sum_to_one():
+    """Each pair (x, y) held out once: the mean over x of sum over y of p(y | x) is 1, so exp(-loss) can't cheat."""
+    for x in range(V):
+        losses = [ngram_losses(TRAIN, FixedRow([x], [y], [1]), 1, V) for y in range(V)]
+        assert np.exp(-np.array(losses)).sum(axis=0) == pytest.approx([1, 1])
+
+
+class FixedRow:
+    def __init__(self, tokens: list[int], targets: list[int], weights: list[float]):
+        self._row = {
+            "tokens": np.array(tokens, np.int32),
+            "targets": np.array(targets, np.int32),
+            "loss_weights": np.array(weights, np.float32),
+        }
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return self._row
+
+
+def test_weights_are_honoured():
+    one, two = (ngram_losses(TRAIN, FixedRow([1], [y], [1]), 1, V)[1] for y in (0, 3))
+    assert ngram_losses(TRAIN, FixedRow([1, 1], [0, 3], [1, 3]), 1, V)[1] == pytest.approx((one + 3 * two) / 4)
+
+
+def test_the_cap_limits_what_is_read(monkeypatch):
+    monkeypatch.setattr(ngrams, "_MAX_TRAIN_TOKENS", len(DOCUMENTS[0]) + 5)
+    capped = ngram_losses(TRAIN, HELDOUT, 2, V)
+    store = TokenStore(
+        tokens=STORE.tokens[:35], offsets=np.array([0, 30, 31, 35]), split_hashes=np.zeros(3), fingerprint="cut"
+    )
+    assert capped == ngram_losses(PackedRows(store, np.arange(3), 16, seed=0), HELDOUT, 2, V)
+
+
+def test_large_vocabularies_need_no_square():
+    """And x * V + y is past int32."""
+    vocab_size, tokens = 200_000, np.array([150_000, 160_000] * 10, np.uint32)
+    store = TokenStore(tokens=tokens, offsets=np.array([0, 20]), split_hashes=np.zeros(1), fingerprint="two tokens")
+    rows = PackedRows(store, np.array([0]), 2, seed=None)
+    unigram = 11 / (19 + vocab_size)
+    expected = (-math.log(unigram), -math.log((10 + unigram) / (10 + 1)))
+    assert ngram_losses(rows, FixedRow([150_000], [160_000], [1]), 1, vocab_size) == pytest.approx(expected)

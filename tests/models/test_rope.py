@@ -1,0 +1,74 @@
+"""RoPE against float64, far beyond where float32 angles fail."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlc.config.presets import PRESETS
+from jaxlc.models.rope import LOW_TOKENS, apply_rope, rope_tables
+from tests.models.small import plain_rope
+
+MAX_TOKENS = 2**25 + 4096
+
+
+def _x(num_tokens, head_dim):
+    return np.random.default_rng(0).standard_normal((num_tokens, head_dim)).astype(np.float32)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "llama3-8b", "llama3.2-1b", "qwen3-8b"])
+@pytest.mark.parametrize("start", [0, LOW_TOKENS - 8, 2**20 - 8, 2**25 - 8])
+def test_within_1e_6_of_float64(preset, start):
+    """A unit vector per pair, so that the error is that of cos and sin."""
+    model = PRESETS[preset]
+    positions = np.arange(start, start + 16, dtype=np.int32)
+    x_TH = np.concatenate([np.ones((16, model.head_dim // 2)), np.zeros((16, model.head_dim // 2))], axis=-1)
+    got = apply_rope(jnp.asarray(x_TH, jnp.float32)[None, :, None], positions[None], rope_tables(model, MAX_TOKENS))
+    np.testing.assert_allclose(got[0, :, 0], plain_rope(x_TH, positions, model), rtol=0, atol=1e-6)
+
+
+def test_float32_angles_would_fail():
+    """Why the tables exist: the plain way is off by more than 0.1 at 2^25."""
+    model, position = PRESETS["llama3-8b"], 2**25 - 1
+    frequency = model.rope_theta ** (-2 / model.head_dim)
+    plain_float32 = np.cos(np.float32(position) * np.float32(frequency), dtype=np.float64)
+    assert abs(plain_float32 - np.cos(position * frequency)) > 0.1
+
+
+def test_a_long_row_on_any_heads_like_hugging_face():
+    model = dataclasses.replace(PRESETS["llama3-8b"], head_dim=8)
+    x_BTNH = _x(2 * 5000 * 3, 8).reshape(2, 5000, 3, 8)
+    positions_BT = np.stack([np.arange(5000), np.arange(5000)[::-1]]).astype(np.int32)
+    got = jax.jit(apply_rope)(x_BTNH, positions_BT, rope_tables(model, 5000))
+    for b, n in ((0, 0), (1, 2)):
+        wanted = plain_rope(x_BTNH[b, :, n].astype(np.float64), positions_BT[b], model)
+        np.testing.assert_allclose(got[b, :, n], wanted, atol=3e-6)
+
+
+def test_scores_depend_on_the_distance_alone():
+    model = PRESETS["llama3-8b"]
+    tables, (q, k) = rope_tables(model, MAX_TOKENS), _x(2, 128)
+
+    def score(q_position, k_position):
+        at = lambda x, position: apply_rope(x[None, None, None], np.array([[position]], np.int32), tables)
+        return float((at(q, q_position) * at(k, k_position)).sum())
+
+    assert score(2**25 + 100, 2**25 + 7) == pytest.approx(score(93, 0), abs=1e-4)
+
+
+def test_float32_inside_and_the_dtype_of_x_outside():
+    model = PRESETS["tiny"]
+    x, positions = jnp.asarray(_x(16, 32), jnp.bfloat16)[None, :, None], np.arange(16, dtype=np.int32)[None]
+    got = apply_rope(x, positions, rope_tables(model, 16))
+    assert got.dtype == jnp.bfloat16
+    exact = apply_rope(x.astype(jnp.float32), positions, rope_tables(model, 16))
+    np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
+
+
+def test_tables_are_small():
+    tables = rope_tables(PRESETS["llama3-8b"], 2**20)
+    assert tables.high_cos.shape == (256, 64) and tables.low_sin.shape == (4096, 64)
+    assert {table.dtype for table in tables} == {np.dtype(np.float32)}
+    assert rope_tables(PRESETS["llama3-8b"], 100).low_cos.shape == (100, 64)

@@ -1,0 +1,97 @@
+"""Small models and batches for tests of the training step."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jaxlc.config import Config, MeshConfig, defaults, load
+from jaxlc.core.axes import CONTEXT
+from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.train.step import Batch, TrainStep, build_step
+
+TOKENS = 96  # splits over every context x tensor that the tests use
+ROWS = 4
+
+
+def small_config(**sections: dict) -> Config:
+    """Two layers on rows of 96 tokens; `sections` override, e.g. `mesh=dict(context=2)`."""
+    config = defaults()
+    config.model.update(
+        vocab_size=61,
+        num_layers=2,
+        model_dim=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        ffn_dim=64,
+        tie_embeddings=False,
+    )
+    config.data.sequence_tokens = TOKENS
+    config.attention.update(query_block_tokens=32, key_block_tokens=32)
+    config.memory.loss_chunk_tokens = 20
+    config.precision.compute = "fp32"
+    config.train.update(rows_per_step=ROWS, eval_rows=ROWS)
+    for section, values in sections.items():
+        config[section].update(values)
+    return load(config)
+
+
+def small_step(config: Config) -> TrainStep:
+    """The step on the first devices of this machine that its mesh needs."""
+    return build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
+
+
+def natural_rows(vocab_size: int = 61, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Rows that differ in what they ask: one document; packed; a few tokens and padding; padding only.
+
+    So some ranks hold no target at all, and ranks and microbatches hold different numbers of them.
+    """
+    documents = ((TOKENS,), (40, 3, 1, 29, 23), (10, -86), (-96,))
+    rows = []
+    for row, lengths in enumerate(documents):
+        tokens = np.random.default_rng([seed, row]).integers(0, vocab_size, TOKENS, dtype=np.int32)
+        positions = np.concatenate([np.arange(abs(n)) for n in lengths])
+        segments = np.concatenate([np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)])
+        weights = (segments > 0).astype(np.float32)
+        weights[np.cumsum(np.abs(lengths)) - 1] = 0  # a document's last token has no target
+        targets = np.append(tokens[1:], np.int32(0))
+        rows.append(dict(
+            tokens=tokens,
+            targets=targets,
+            loss_weights=weights,
+            positions=positions.astype(np.int32),
+            segment_ids=segments.astype(np.int32),
+        ))
+    return rows
+
+
+def make_batch(step: TrainStep, rows: list[dict[str, np.ndarray]]) -> Batch:
+    """`rows` as the step wants them: [accumulation, rows, tokens] in layout order, on its devices."""
+    order = zigzag_order(TOKENS, step.mesh.shape[CONTEXT])
+
+    def stacked(name, like):
+        array = np.stack([row[name][order] for row in rows]).reshape(like.shape)
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
+
+    return Batch(*(stacked(name, like) for name, like in step.abstract_batch._asdict().items()))
+
+
+def put_params(step: TrainStep, params):
+    """Copies parameters onto the step's mesh, with its shardings and its padding of the vocabulary."""
+
+    def put(x, like):
+        padding = [(0, wide - narrow) for wide, narrow in zip(like.shape, x.shape)]
+        return jax.device_put(np.pad(np.asarray(x), padding), like.sharding)
+
+    return jax.tree.map(put, params, step.abstract_state.params)
+
+
+def without_padding(x, like) -> np.ndarray:
+    """The part of a parameter-shaped array that a mesh without vocabulary padding has."""
+    return np.asarray(x)[tuple(slice(size) for size in like.shape)]
+
+
+def with_mesh(config: Config, **axes) -> Config:
+    return dataclasses.replace(config, mesh=MeshConfig(**axes))

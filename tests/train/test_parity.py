@@ -1,0 +1,118 @@
+"""Context, tensor and fsdp parallel training against one device: the same loss and the same gradients."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_PARITY, max_relative_error
+from tests.train.synthetic import (
+    make_batch,
+    natural_rows,
+    put_params,
+    small_config,
+    small_step,
+    with_mesh,
+    without_padding,
+)
+
+MESHES = [
+    dict(context=context, tensor=tensor, fsdp=fsdp)
+    for context, tensor, fsdp in itertools.product((1, 2, 3, 4, 6, 8), (1, 2), (1, 2))
+    if context * tensor * fsdp <= 8
+]
+
+
+@functools.cache
+def _on_one_device(**overrides):
+    """(parameters, gradients, cross entropy) of one device; overrides are config sections as sorted tuples."""
+    config = small_config(**{section: dict(values) for section, values in overrides.items()})
+    step = small_step(config)
+    params = step.init().params
+    gradients, loss = jax.jit(step.gradients)(params, make_batch(step, natural_rows()))
+    return params, gradients, loss
+
+
+def _assert_close(got, gradients, tolerance=FLOAT32_PARITY):
+    """`gradients` are of one device, without padding."""
+    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
+    assert max(jax.tree.leaves(errors)) <= tolerance, errors
+
+
+def _assert_same(axes, tolerance=FLOAT32_PARITY, **overrides):
+    """Parameters are copied, so that the comparison is of the step alone."""
+    frozen = {section: tuple(sorted(values.items())) for section, values in overrides.items()}
+    params, gradients, loss = _on_one_device(**frozen)
+    step = small_step(with_mesh(small_config(**overrides), **axes))
+    got, got_loss = jax.jit(step.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    np.testing.assert_allclose(got_loss, loss, rtol=tolerance)
+    _assert_close(got, gradients, tolerance)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{k}{v}" for k, v in axes.items()))
+def test_loss_and_gradients_do_not_depend_on_the_mesh(axes):
+    _assert_same(axes)
+
+
+@pytest.mark.parametrize("axes", [dict(context=2, data=2), dict(context=2, fsdp=2, tensor=2)], ids=str)
+def test_accumulation_over_unequal_microbatches(axes):
+    """Microbatches hold 95 + 91 and 9 + 0 targets: their sums are added and divided once."""
+    _assert_same(axes, train=dict(accumulation_steps=2))
+
+
+def test_accumulation_itself_changes_nothing():
+    _, gradients, loss = _on_one_device()
+    _, accumulated, accumulated_loss = _on_one_device(train=(("accumulation_steps", 4),))
+    np.testing.assert_allclose(accumulated_loss, loss, rtol=FLOAT32_PARITY)
+    _assert_close(accumulated, gradients)
+
+
+@pytest.mark.parametrize("axes", [dict(tensor=4), dict(context=2, tensor=4)], ids=str)
+def test_more_tensor_ranks_than_key_value_heads(axes):
+    _assert_same(axes)
+
+
+@pytest.mark.parametrize("model", [
+    dict(tie_embeddings=True, vocab_size=64),
+    dict(qk_norm=True),
+    dict(rope_scaling_factor=8.0, rope_scaling_original_tokens=32),
+], ids=["tied", "qk_norm", "rope_scaling"])
+def test_model_variants(model):
+    _assert_same(dict(context=2, tensor=2, fsdp=2), model=model)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "matmuls"])  # the others run with "attention"
+def test_remat_changes_nothing(remat):
+    params, gradients, _ = _on_one_device()
+    step = small_step(small_config(memory=dict(remat=remat), mesh=dict(context=2, tensor=2)))
+    got, _ = jax.jit(step.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    _assert_close(got, gradients)
+
+
+@pytest.mark.parametrize("context", [1, 2, 4, 8])
+def test_bfloat16_error_does_not_grow_with_the_ring(context):
+    """bfloat16 on a ring against float32 on one device: one bound for every size."""
+    params, gradients, loss = _on_one_device()
+    step = small_step(small_config(precision=dict(compute="bf16"), mesh=dict(context=context)))
+    got, got_loss = jax.jit(step.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    np.testing.assert_allclose(got_loss, loss, rtol=BFLOAT16_GRADIENT)
+    _assert_close(got, gradients, BFLOAT16_GRADIENT)
+
+
+def test_gradients_against_finite_differences():
+    """The whole model's gradient along one random direction, on a mesh."""
+    step = small_step(small_config(mesh=dict(context=2, tensor=2)))
+    params, batch = step.init().params, make_batch(step, natural_rows())
+    gradients, _ = jax.jit(step.gradients)(params, batch)
+    keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
+    keys = jax.tree.unflatten(jax.tree.structure(params), list(keys))
+    direction = jax.tree.map(lambda p, key: jax.random.normal(key, p.shape) * np.abs(p).mean(), params, keys)
+    loss = jax.jit(lambda params: step.gradients(params, batch)[1])
+
+    def at(distance):
+        return float(loss(jax.tree.map(lambda p, d: p + distance * d, params, direction)))
+
+    slope = sum(float((g * d).sum()) for g, d in zip(jax.tree.leaves(gradients), jax.tree.leaves(direction)))
+    assert abs((at(1e-2) - at(-1e-2)) / 2e-2 - slope) <= 2e-2 * abs(slope)
