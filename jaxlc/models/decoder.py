@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
-from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, matrix
+from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, lookup, matrix
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
 
@@ -53,7 +53,7 @@ class Decoder(nnx.Module):
             layer = nnx.merge(layer_def, params)
             return layer(x_BTD, positions_BT, attend=attend, shard=shard, tables=tables), None
 
-        x_BTD = shard.residual(lookup(self.embedding[...], tokens_BT, shard, compute_dtype))
+        x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
         x_BTD, _ = jax.lax.scan(remat(run_layer), x_BTD, stacked)
         return self.final_norm(x_BTD)
 
@@ -101,7 +101,7 @@ def apply(
 
     Args:
       params: as `init` makes them.
-      tokens_BT, positions_BT: int32, in the same (any) sequence order; split over batch and context.
+      tokens_BT, positions_BT: int32, in the same (any) sequence order; T a multiple of context x tensor.
       attend: `(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`, in the compute dtype, with its masks already bound.
       remat: wraps the function of one layer (train/remat.py).
       compute_dtype: of matmuls and of the residual stream.
@@ -123,28 +123,6 @@ def apply(
         tables=tables,
     )
     return x_BTD, decoder.head_DV(shard, compute_dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def lookup(embedding_VD: jax.Array, tokens_BT: jax.Array, shard: Sharder, dtype) -> jax.Array:
-    """Rows of the embedding, in `dtype`: x_BTD.
-
-    The rows move in `dtype`, but their gradients are summed in float32: in a long sequence a common token occurs
-    thousands of times, and a bfloat16 sum stands still after some 256 equal terms.
-    """
-    return shard.weight(embedding_VD, ("vocab", "model"), dtype)[tokens_BT]
-
-
-def _lookup_forward(embedding_VD, tokens_BT, shard, dtype):
-    return lookup(embedding_VD, tokens_BT, shard, dtype), (embedding_VD, tokens_BT)
-
-
-def _lookup_backward(_shard, _dtype, residuals, dx_BTD):
-    embedding_VD, tokens_BT = residuals
-    return jnp.zeros_like(embedding_VD).at[tokens_BT].add(dx_BTD.astype(jnp.float32)), None
-
-
-lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 @functools.cache

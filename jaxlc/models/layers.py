@@ -5,17 +5,23 @@ Everything else (abstract tree, shardings, byte counts, table) is derived. Value
 the dtype of its input.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from jaxlc.config import ModelConfig
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.rope import RopeTables, apply_rope
 from jaxlc.sharding.rules import Sharder
 
+_TOKENS = PartitionSpec(BATCH_AXES, CONTEXT)
+_RESIDUAL = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR), None)
+_VOCAB_SPLIT = PartitionSpec(TENSOR, None)
 _TRUNCATED_STD = 0.87962566  # of a standard normal cut at -2 and 2
 
 
@@ -122,3 +128,50 @@ class DecoderLayer(nnx.Module):
 def in_use(param: nnx.Param, shard: Sharder, dtype) -> jax.Array:
     """A declared weight, cast and gathered for the matmul that reads it."""
     return shard.weight(param[...], param.dims, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def lookup(embedding_VD: jax.Array, tokens_BT: jax.Array, shard: Sharder, dtype) -> jax.Array:
+    """Rows of the float32 embedding as the residual stream x_BTD, in `dtype`.
+
+    Each rank looks up the ids in its piece of the vocabulary, and the pieces are summed over tensor (Megatron-LM,
+    Shoeybi et al. 2019, section 3). Written out in `shard_map`, because the compiler left alone gathers the whole
+    table, and in the backward the whole sequence. Rows move in `dtype`, but their gradients are summed in float32: in
+    a long sequence a common token occurs thousands of times, and a bfloat16 sum stands still after 256 equal terms.
+    """
+
+    def local(table_vD, tokens_bt):
+        ids_bt = _local_ids(tokens_bt, len(table_vD))
+        rows_btD = table_vD.at[ids_bt].get(mode="fill", fill_value=0)
+        return jax.lax.psum_scatter(rows_btD, TENSOR, scatter_dimension=1, tiled=True)
+
+    table_VD = shard.weight(embedding_VD, ("vocab", "model"), dtype)
+    specs = dict(in_specs=(_VOCAB_SPLIT, _TOKENS), out_specs=_RESIDUAL, check_vma=False)
+    return jax.shard_map(local, mesh=shard.mesh, **specs)(table_VD, tokens_BT)
+
+
+def _lookup_forward(embedding_VD, tokens_BT, shard, dtype):
+    return lookup(embedding_VD, tokens_BT, shard, dtype), (embedding_VD, tokens_BT)
+
+
+def _lookup_backward(shard, _dtype, residuals, dx_BTD):
+    embedding_VD, tokens_BT = residuals
+    num_rows = len(embedding_VD) // shard.mesh.shape[TENSOR]
+
+    def local(tokens_bt, dx_btD):
+        dx_btD = jax.lax.all_gather(dx_btD, TENSOR, axis=1, tiled=True).astype(jnp.float32)
+        zeros_vD = jnp.zeros((num_rows, dx_btD.shape[-1]), jnp.float32)
+        gradient_vD = zeros_vD.at[_local_ids(tokens_bt, num_rows)].add(dx_btD, mode="drop")
+        return jax.lax.psum(gradient_vD, (*BATCH_AXES, CONTEXT))
+
+    specs = dict(in_specs=(_TOKENS, _RESIDUAL), out_specs=_VOCAB_SPLIT, check_vma=False)
+    return jax.shard_map(local, mesh=shard.mesh, **specs)(tokens_BT, dx_BTD), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+def _local_ids(tokens_bt: jax.Array, num_rows: int) -> jax.Array:
+    """Row numbers in this rank's piece of the vocabulary; num_rows, which is none, for ids in another's."""
+    ids_bt = tokens_bt - jax.lax.axis_index(TENSOR) * num_rows
+    return jnp.where((ids_bt >= 0) & (ids_bt < num_rows), ids_bt, num_rows)

@@ -27,8 +27,8 @@ def start(config: RuntimeConfig) -> None:
 
     if not xla_bridge.backends_are_initialized():
         _set_environment(config, os.environ)
-        # jax reads JAX_PLATFORMS when it is imported, which may have been long ago.
-        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
+        if "JAX_PLATFORMS" in os.environ:  # jax reads it when it is imported, which may have been long ago
+            jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
         if config.num_processes > 1 and not jax.distributed.is_initialized():
             jax.distributed.initialize(
                 config.coordinator_address,

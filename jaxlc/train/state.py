@@ -17,7 +17,7 @@ class TrainState(NamedTuple):
     step: jax.Array  # int32: optimizer steps done
     params: dict  # float32 master weights
     opt_state: optax.OptState
-    rng: jax.Array  # PRNG key; a new one each step, for whatever in a model is random
+    rng: jax.Array  # PRNG key data, uint32; a new one each step, for whatever in a model is random
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -29,7 +29,7 @@ def make_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformati
     """The state of step 0, a pure function of config.train.seed, the same on every mesh up to vocabulary padding."""
     init_key, rng = jax.random.split(jax.random.key(config.train.seed))
     params = decoder.init(config.model, padded_vocab_size(config.model.vocab_size, mesh.shape[TENSOR]), init_key)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), rng)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(rng))
 
 
 def abstract_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformation, dims) -> TrainState:

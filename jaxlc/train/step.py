@@ -176,5 +176,5 @@ class TrainStep:
             target_tokens=target_tokens,
             is_finite=is_finite,
         )
-        rng = jax.random.split(state.rng)[0]
+        rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
         return TrainState(state.step + 1, params, opt_state, rng), metrics

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ B, T = 2, 16
 
 
 def small_model(**overrides):
-    sizes = dict(vocab_size=29, num_layers=2, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, ffn_dim=24)
+    sizes = dict(vocab_size=32, num_layers=2, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, ffn_dim=24)
     return dataclasses.replace(PRESETS["tiny"], **{**sizes, **overrides})
 
 
@@ -29,18 +30,16 @@ def small_inputs(model):
     return tokens_BT, positions_BT
 
 
-def small_params(model, vocab_size_padded=None, seed=0):
-    """Norm scales are moved off 1, so that forgetting one shows."""
-    params = _init(model, vocab_size_padded or model.vocab_size, jax.random.key(seed))
-    rng = np.random.default_rng(seed)
+def small_params(model):
+    """Numpy values of the size of the first ones, but norm scales are moved off 1, so that forgetting one shows."""
+    rng = np.random.default_rng(0)
 
-    def jitter(path, x):
-        return x * rng.uniform(0.5, 1.5, x.shape).astype(np.float32) if path[-1].key == "scale" else x
+    def draw(path, x):
+        if path[-1].key == "scale":
+            return rng.uniform(0.5, 1.5, x.shape).astype(np.float32)
+        return (rng.standard_normal(x.shape) * 0.25).astype(np.float32)
 
-    return jax.tree.map_with_path(jitter, params)
-
-
-_init = jax.jit(decoder.init, static_argnums=(0, 1))
+    return jax.tree.map_with_path(draw, decoder.abstract_params(model, model.vocab_size))
 
 
 def dense_attend(q_BTNH, k_BTKH, v_BTKH):
@@ -113,7 +112,7 @@ def _plain_norm(x, scale, model):
 def _plain_row(params, model, tokens_T, positions_T):
     x_TD = params["embedding"][tokens_T]
     for layer in range(model.num_layers):
-        p = jax.tree.map(lambda x: x[layer], params["layers"])
+        p = jax.tree.map(operator.itemgetter(layer), params["layers"])
         normed_TD = _plain_norm(x_TD, p["attention_norm"]["scale"], model)
         x_TD = x_TD + _plain_attention(p["attention"], model, normed_TD, positions_T)
         normed_TD = _plain_norm(x_TD, p["mlp_norm"]["scale"], model)

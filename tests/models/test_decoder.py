@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlc.config.presets import PRESETS
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models import decoder
-from jaxlc.sharding.rules import Sharder, storage_spec
+from jaxlc.sharding.rules import storage_spec
 from tests.models.small import B, T, plain_llama, run, small_inputs, small_mesh, small_model, small_params
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
@@ -24,12 +24,9 @@ PUBLISHED = {
     "mistral-7b": 7_248_023_552,
 }
 VARIANTS = {
-    "tied": dict(tie_embeddings=True),
-    "untied": dict(tie_embeddings=False),
-    "qk_norm": dict(qk_norm=True),
-    "rope_scaling": dict(rope_scaling_factor=8.0, rope_scaling_original_tokens=32),
-    "one_kv_head": dict(num_kv_heads=1),
-    "odd_vocabulary": dict(vocab_size=31, tie_embeddings=False),
+    "tied": dict(),
+    "untied": dict(tie_embeddings=False, qk_norm=True, rope_scaling_factor=8.0, rope_scaling_original_tokens=32),
+    "odd": dict(tie_embeddings=False, num_kv_heads=1, vocab_size=29, num_layers=3),
 }
 
 
@@ -48,7 +45,13 @@ def test_every_preset_but_tiny_is_counted():
 def test_dims_name_every_parameter(variant):
     model = small_model(**VARIANTS[variant])
     sizes = dict(
-        model=16, heads=4, kv_heads=model.num_kv_heads, head_dim=6, ffn=24, vocab=model.vocab_size, layers=2
+        model=16,
+        heads=4,
+        kv_heads=model.num_kv_heads,
+        head_dim=6,
+        ffn=24,
+        vocab=model.vocab_size,
+        layers=model.num_layers,
     )
     params, dims = decoder.abstract_params(model, model.vocab_size), decoder.dims_of(model)
 
@@ -60,10 +63,10 @@ def test_dims_name_every_parameter(variant):
     assert dims["layers"]["attention"]["wq"] == ("layers", "model", "heads", "head_dim")
 
 
-def _step(model, inputs, **options):
-    """Jitted: params -> (gradients of a scalar that every part of every parameter moves, (x_BTD, head_DV))."""
+def _step(model, **options):
+    """Jitted: (params, inputs) -> (gradients, (x_BTD, head_DV)); every part of every parameter moves the objective."""
 
-    def objective(params):
+    def objective(params, inputs):
         x_BTD, head_DV = run(params, model, *inputs, **options)
         logits_BTV = (x_BTD @ head_DV)[..., : model.vocab_size].astype(jnp.float32)
         return jnp.sin(logits_BTV).sum(), (x_BTD, head_DV)
@@ -73,15 +76,15 @@ def _step(model, inputs, **options):
 
 @functools.cache
 def _on_one_device(variant):
-    """(model, params, inputs, (gradients, (x_BTD, head_DV)))"""
+    """(model, params, inputs, step, step(params, inputs))"""
     model = small_model(**VARIANTS[variant])
-    params, inputs = small_params(model), small_inputs(model)
-    return model, params, inputs, _step(model, inputs)(params)
+    params, inputs, step = small_params(model), small_inputs(model), _step(model)
+    return model, params, inputs, step, step(params, inputs)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_against_a_plain_float64_llama(variant):
-    model, params, inputs, (gradients, (x_BTD, head_DV)) = _on_one_device(variant)
+    model, params, inputs, _, (gradients, (x_BTD, head_DV)) = _on_one_device(variant)
     wanted_BTD, wanted_BTV = plain_llama(params, model, *inputs)
     assert x_BTD.shape == (B, T, 16) and x_BTD.dtype == jnp.float32
     assert max_relative_error(x_BTD, wanted_BTD) <= FLOAT32_PARITY
@@ -99,82 +102,69 @@ def _stored(params, model, mesh):
 
 @pytest.mark.parametrize("variant, axes", [
     ("tied", dict(context=2, tensor=2, fsdp=2)),
-    ("tied", dict(context=8)),
     ("untied", dict(context=2, tensor=4)),  # tensor exceeds the 2 key/value heads
-    ("odd_vocabulary", dict(data=2, tensor=2)),
+    ("odd", dict(data=2, context=4)),
 ], ids=str)
 def test_output_and_gradient_do_not_depend_on_the_mesh(variant, axes):
-    model, params, inputs, (gradients, (x_BTD, _)) = _on_one_device(variant)
+    model, params, inputs, _, (gradients, (x_BTD, _)) = _on_one_device(variant)
     mesh = small_mesh(**axes)
-    got, (got_BTD, got_DV) = _step(model, inputs, mesh=mesh)(_stored(params, model, mesh))
+    got, (got_BTD, got_DV) = _step(model, mesh=mesh)(_stored(params, model, mesh), inputs)
     assert max_relative_error(got_BTD, x_BTD) <= FLOAT32_PARITY
     assert got_BTD.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(BATCH_AXES, (CONTEXT, TENSOR), None)), 3)
-    vocab_axis = TENSOR if model.vocab_size % axes.get(TENSOR, 1) == 0 else None
-    assert got_DV.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(None, vocab_axis)), 2)
+    assert got_DV.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(None, TENSOR)), 2)
     errors = jax.tree.map(max_relative_error, got, gradients)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
 
 @pytest.mark.parametrize("changed", [0, 7, T - 1])
 def test_causality(changed):
-    model, params, (tokens, positions), (_, (x_BTD, _)) = _on_one_device("tied")
+    model, params, (tokens, positions), step, (_, (x_BTD, _)) = _on_one_device("tied")
     other = tokens.copy()
     other[:, changed] = (other[:, changed] + 1) % model.vocab_size
-    _, (got_BTD, _) = _step(model, (other, positions))(params)
+    _, (got_BTD, _) = step(params, (other, positions))
     np.testing.assert_array_equal(got_BTD[:, :changed], x_BTD[:, :changed])
     assert (got_BTD[:, changed:] != x_BTD[:, changed:]).any(axis=(0, 2)).all()
 
 
 def test_bfloat16_runs_and_stays_near():
-    model, params, inputs, (_, (x_BTD, _)) = _on_one_device("tied")
-    gradients, (got_BTD, got_DV) = _step(model, inputs, compute_dtype=jnp.bfloat16)(params)
+    model, params, inputs, _, (gradients, (x_BTD, _)) = _on_one_device("tied")
+    got, (got_BTD, got_DV) = _step(model, compute_dtype=jnp.bfloat16)(params, inputs)
     assert got_BTD.dtype == got_DV.dtype == jnp.bfloat16
-    assert max_relative_error(got_BTD.astype(jnp.float32), x_BTD) < 0.03
-    assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
+    assert max_relative_error(got_BTD.astype(jnp.float32), x_BTD) < 0.05
+    assert {g.dtype for g in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize("variant", ["tied", "untied"])
-def test_padding_of_the_vocabulary_changes_nothing(variant):
-    """Same first values, zeros after them, same hidden states, no gradient."""
-    model, params, inputs, (_, (x_BTD, _)) = _on_one_device(variant)
-    padded = small_params(model, vocab_size_padded=32)
-    assert padded["embedding"].shape == (32, 16) and (padded["embedding"][29:] == 0).all()
-
-    def cut(x, like):
-        return x[tuple(slice(size) for size in like.shape)]
-
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(cut(a, b), b), padded, params)
-    gradients, (got_BTD, got_DV) = _step(model, inputs)(padded)
-    np.testing.assert_array_equal(got_BTD, x_BTD)
-    assert got_DV.shape == (16, 32) and (got_DV[:, 29:] == 0).all()
-    assert (gradients["embedding"][29:] == 0).all()
+def test_padding_of_the_vocabulary_changes_nothing():
+    """The same hidden states, and no gradient for the padding."""
+    model, params, inputs, step, (gradients, (x_BTD, _)) = _on_one_device("odd")
+    padding = dict(embedding=[(0, 3), (0, 0)], head=[(0, 0), (0, 3)])
+    padded = {**params, **{name: np.pad(params[name], widths) for name, widths in padding.items()}}
+    got, (got_BTD, got_DV) = step(padded, inputs)
+    np.testing.assert_allclose(got_BTD, x_BTD, rtol=1e-6)
+    assert got_DV.shape == (16, 32)
+    for name, widths in padding.items():
+        assert max_relative_error(got[name], np.pad(gradients[name], widths)) <= FLOAT32_PARITY
+    assert (got["embedding"][29:] == 0).all() and (got["head"][:, 29:] == 0).all()
 
 
-def test_init_does_not_depend_on_the_mesh():
-    model = small_model()
-    mesh = small_mesh(fsdp=2, context=2, tensor=2)
-    dims, key = decoder.dims_of(model), jax.random.key(3)
-    abstract = decoder.abstract_params(model, 30)
+def test_first_values_do_not_depend_on_mesh_or_padding():
+    model, key = small_model(vocab_size=61, model_dim=64, tie_embeddings=False), jax.random.key(3)
+    mesh, dims = small_mesh(fsdp=2, context=2, tensor=2), decoder.dims_of(model)
     shardings = jax.tree.map(
-        lambda x, names: jax.NamedSharding(mesh, storage_spec(names, x.shape, mesh)), abstract, dims
+        lambda x, names: jax.NamedSharding(mesh, storage_spec(names, x.shape, mesh)),
+        decoder.abstract_params(model, 64),
+        dims,
     )
-    split = jax.jit(lambda: decoder.init(model, 30, key), out_shardings=shardings)()
-    whole = jax.jit(lambda: decoder.init(model, 30, key))()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), split, whole)
-    assert (whole["layers"]["mlp"]["w_up"][0] != whole["layers"]["mlp"]["w_up"][1]).any()  # layers differ
+    split = jax.jit(lambda: decoder.init(model, 64, key), out_shardings=shardings)()
+    whole = jax.jit(lambda: decoder.init(model, 61, key))()
+    assert split["embedding"].shape == (64, 64) and (split["embedding"][61:] == 0).all()
+    assert split["head"].shape == (64, 64) and (split["head"][:, 61:] == 0).all()
 
+    def compare(a, b):
+        np.testing.assert_allclose(np.asarray(a)[tuple(slice(size) for size in b.shape)], b, rtol=1e-6)
 
-def test_the_first_residual_stream_is_of_unit_size():
-    """Final hidden states are normed; the logits of an untrained model are near 0 to 1, its loss near log(V)."""
-    model = small_model(vocab_size=512, model_dim=64, tie_embeddings=False)
-    tokens, positions = small_inputs(model)
-    x_BTD, head_DV = jax.jit(lambda key: run(decoder.init(model, 512, key), model, tokens, positions))(jax.random.key(0))
-    assert 0.8 < float(jnp.std(x_BTD @ head_DV)) < 1.2
-
-
-def test_a_common_token_has_its_gradient_summed_in_float32():
-    """4096 gradients of 1 for one token: a bfloat16 sum stops at 256."""
-    embedding, tokens = jnp.ones((4, 2)), jnp.full((1, 4096), 3)
-    shard = Sharder(small_mesh())
-    gradient = jax.grad(lambda e: decoder.lookup(e, tokens, shard, jnp.bfloat16).astype(jnp.float32).sum())(embedding)
-    np.testing.assert_array_equal(gradient, [[0, 0], [0, 0], [0, 0], [4096, 4096]])
+    jax.tree.map(compare, split, whole)
+    w_up_LDF = whole["layers"]["mlp"]["w_up"]
+    assert (w_up_LDF[0] != w_up_LDF[1]).any()  # each layer has its own
+    # A normed hidden state gives logits of unit size, so that the first loss is near log(V).
+    assert float(whole["head"].std()) == pytest.approx(64**-0.5, rel=0.05)

@@ -1,15 +1,17 @@
 """The layers' parts: first values, norm, what a remat policy can name."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxlc.config.presets import PRESETS
-from jaxlc.models.layers import RMSNorm, in_use, matrix, residual_depth_scale
+from jaxlc.models.layers import RMSNorm, in_use, lookup, matrix, residual_depth_scale
 from jaxlc.sharding.rules import Sharder
 from tests.models.small import run, small_inputs, small_mesh, small_model, small_params
 
@@ -77,6 +79,49 @@ def test_weights_are_gathered_in_the_compute_dtype():
     model = dataclasses.replace(small_model(), tie_embeddings=False)
     params, (tokens, positions) = small_params(model), small_inputs(model)
     mesh = small_mesh(context=2, tensor=2)
-    jaxpr = str(jax.make_jaxpr(lambda p: run(p, model, tokens, positions, mesh=mesh, compute_dtype=jnp.bfloat16))(params))
+
+    def forward(params):
+        return run(params, model, tokens, positions, mesh=mesh, compute_dtype=jnp.bfloat16)
+
+    jaxpr = str(jax.make_jaxpr(forward)(params))
     for weight in ("16,4,6", "16,2,6", "4,6,16", "16,24", "24,16"):
         assert f"bf16[{weight}] = sharding_constraint" in jaxpr
+
+
+def test_lookup_is_indexing():
+    """Both ways, with the vocabulary split over tensor and the sequence over context."""
+    rng = np.random.default_rng(0)
+    embedding, dx = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (2, 16, 6)))
+    tokens = rng.integers(0, 12, (2, 16), dtype=np.int32)
+    shard = Sharder(small_mesh(data=2, context=2, tensor=2))
+    x, pull_back = jax.vjp(jax.jit(lambda e: lookup(e, tokens, shard, jnp.float32)), embedding)
+    np.testing.assert_array_equal(x, embedding[tokens])
+    wanted = np.zeros_like(embedding)
+    np.add.at(wanted, tokens, dx)
+    np.testing.assert_allclose(pull_back(dx)[0], wanted, atol=1e-5)
+
+
+def test_lookup_moves_neither_the_table_nor_the_sequence():
+    """On 4 tensor ranks no array of the program is as large as the table, or as one rank's row over all of context."""
+    shard, num_tokens, vocab_size = Sharder(small_mesh(context=2, tensor=4)), 512, 1024
+    tokens, dx = jnp.zeros((1, num_tokens), jnp.int32), jnp.zeros((1, num_tokens, 8))
+
+    def gradient(embedding, dx):
+        return jax.vjp(lambda e: lookup(e, tokens, shard, jnp.float32), embedding)[1](dx)[0]
+
+    inputs = jax.device_put((jnp.zeros((vocab_size, 8)), dx), (
+        jax.NamedSharding(shard.mesh, P("tensor", "context")),
+        jax.NamedSharding(shard.mesh, P(None, ("context", "tensor"))),
+    ))
+    for function in (lambda e, dx: lookup(e, tokens, shard, jnp.float32), gradient):
+        text = jax.jit(function).lower(*inputs).compile().as_text()
+        sizes = {int(size) for size in re.findall(r"f32\[(?:1,)?(\d+),\d", text)}
+        assert sizes and not sizes & {vocab_size, num_tokens}
+
+
+def test_a_common_token_has_its_gradient_summed_in_float32():
+    """4096 gradients of 1 for one token: a bfloat16 sum stops at 256."""
+    embedding, tokens = jnp.ones((4, 2)), jnp.full((1, 4096), 3)
+    shard = Sharder(small_mesh())
+    gradient = jax.grad(lambda e: lookup(e, tokens, shard, jnp.bfloat16).astype(jnp.float32).sum())(embedding)
+    np.testing.assert_array_equal(gradient, [[0, 0], [0, 0], [0, 0], [4096, 4096]])

@@ -1,0 +1,166 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxlc.config import MeshConfig
+from jaxlc.config.command_line import parse, run_main
+from jaxlc.config.door import SECTIONS, field_types
+from jaxlc.config.help import field_comments, settings_help
+from jaxlc.core.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = f"--config={ROOT}/configs/quickstart.py"
+
+
+def sentence(*arguments: str, **kwargs) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(["program", *arguments], **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def config_file(folder: Path, body: str) -> str:
+    """A config file whose get_config does `body`."""
+    path = folder / "mine.py"
+    path.write_text(f"from jaxlc.config import defaults\n\n\ndef get_config(variant=''):\n    {body}\n")
+    return str(path)
+
+
+def test_overrides_of_every_type():
+    config = parse([
+        "program",
+        QUICKSTART,
+        "--config.model.num_layers=2",  # a placeholder
+        "--config.optimizer.learning_rate=1",  # a whole number for a float
+        "--config.train.steps", "7",
+        "--config.model.qk_norm",
+        "--noconfig.model.tie_embeddings",
+        "--config.optimizer.schedule=constant",
+        "--config.data.sources=here,/there/*.txt",
+    ]).config  # fmt: skip
+    assert (config.model.num_layers, config.train.steps, config.optimizer.learning_rate) == (2, 7, 1.0)
+    assert (config.model.qk_norm, config.model.tie_embeddings) == (True, False)
+    assert (config.optimizer.schedule, config.data.sources) == ("constant", ("here", "/there/*.txt"))
+    assert config.mesh == MeshConfig(context=4, tensor=2)  # as in the file
+
+
+def test_repeated_sources_add_up():
+    config = parse(["program", QUICKSTART, "--config.data.sources=a", "--config.data.sources=b"]).config
+    assert config.data.sources == ("a", "b")
+
+
+def test_workdir_and_extra_flags(tmp_path):
+    path = config_file(tmp_path, "return defaults()")
+    plain = parse(["program", f"--config={path}"], extra_flags={"topology": "GPUs"})
+    assert (plain.workdir, plain.config_path, plain.variant, plain.extra) == ("runs/mine", path, "", {"topology": None})
+    named = parse(
+        ["program", f"--config={path}:big/er", "--workdir=x", "--topology=h100"], extra_flags={"topology": "GPUs"}
+    )
+    assert (named.workdir, named.variant, named.extra) == ("x", "big/er", {"topology": "h100"})
+    assert parse(["program", f"--config={path}:big/er"]).workdir == "runs/mine-big-er"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no config is given"),
+        (["--config=configs/quikstart.py"], "did you mean configs/quickstart.py?"),
+        (["--config=nowhere/x.py"], "there is no config file 'nowhere/x.py'"),
+        (["--config=Makefile"], "'Makefile' is not a Python file"),
+        (["--config"], "Missing value for flag --config"),
+        ([QUICKSTART + ":mini"], "has no variants, so 'mini' is not one"),
+        ([QUICKSTART, "--config.train.step=3"], "there is no config.train.step; did you mean config.train.steps?"),
+        ([QUICKSTART, "--config.steps=3"], "did you mean config.train.steps?"),
+        ([QUICKSTART, "--config.mesh=3"], "config.mesh is a section"),
+        ([QUICKSTART, "--config.train.steps=1e3"], "config.train.steps is '1e3', which is not a whole number"),
+        ([QUICKSTART, "--config.model.num_layers=two"], "is 'two', which is not a whole number"),
+        ([QUICKSTART, "--config.optimizer.beta1=x"], "config.optimizer.beta1 is 'x', which is not a finite number"),
+        ([QUICKSTART, "--config.model.qk_norm=maybe"], "is 'maybe', which is not true or false"),
+        ([QUICKSTART, "--config.attention.strategy=rng"], "is 'rng', which is not one of 'ring'"),
+        ([QUICKSTART, "--config.train.steps"], "Missing value for flag --config.train.steps; write it as --name=value"),
+        ([QUICKSTART, "--worddir=x"], "there is no flag --worddir; did you mean --workdir?"),
+        ([QUICKSTART, "extra"], "'extra' is not a flag"),
+        ([QUICKSTART, "--config.mesh.context=3"], "needs 6 devices but config.runtime.simulated_devices is 8"),
+    ],
+)
+def test_mistakes_are_sentences(arguments, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert words in sentence(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("config = defaults(); config.modle.preset = 'x'", "line 5 fails with AttributeError"),
+        ("config = defaults(); config.train.steps = 'x'", "line 5 fails with TypeError"),
+        ("return 1 / 0", "mine.py line 5 fails with ZeroDivisionError: division by zero"),
+        ("return {}", "returned dict"),
+        ("return (", "fails with SyntaxError"),
+        ("raise ValueError('there is no variant of that name')", "there is no variant of that name"),
+    ],
+)
+def test_a_config_file_that_fails_is_told_with_its_line(body, words, tmp_path):
+    assert words in sentence(f"--config={config_file(tmp_path, body)}")
+
+
+def test_a_config_file_without_get_config(tmp_path):
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    assert "has no get_config" in sentence(f"--config={tmp_path}/mine.py")
+
+
+def test_run_main_returns_the_status_of_main():
+    assert run_main(lambda command: command.config.train.steps, ["program", QUICKSTART], description="") == 130
+
+
+@pytest.mark.parametrize("where", ["parsing", "main"])
+def test_a_user_error_is_one_line_and_status_2(where, capsys):
+    def main(command):
+        raise UserError("the disk is full; free some")
+
+    arguments = ["--config=nowhere.py"] if where == "parsing" else [QUICKSTART]
+    assert run_main(main, ["program", *arguments], description="") == 2
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"error: [^\n]+\n", captured.err)
+    assert captured.out == ""
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run_main(lambda command: 1 // 0, ["program", QUICKSTART], description="")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help(flag, capsys):
+    assert run_main(lambda command: 1, ["program", flag], description="How to.", extra_flags={"topology": "GPUs"}) == 0
+    text = capsys.readouterr().out
+    for part in ("How to.", "--workdir", "--topology", "GPUs", "--config.mesh.context=1"):
+        assert part in text
+
+
+def test_help_has_every_key_with_default_and_comment():
+    lines = settings_help().splitlines()
+    for section in SECTIONS:
+        for name in field_types(section):
+            assert sum(line.startswith(f"  --config.{section}.{name}=") for line in lines) == 1, name
+    text = "\n".join(lines)
+    assert re.search(r"--config\.data\.sequence_tokens=4096 +tokens per row, over all ranks", text)
+    assert re.search(r"--config\.model\.num_layers=from the preset +L$", text, re.MULTILINE)
+    assert "'cosine', 'wsd', 'constant'" in text
+
+
+def test_field_comments_are_those_of_the_fields():
+    comments = field_comments(SECTIONS["runtime"])
+    assert comments["process_id"] == ""
+    assert comments["simulated_devices"].startswith("> 0: run on that many simulated CPU devices")
+
+
+def test_a_command_ends_without_traceback():
+    """The whole way: interpreter, wrong key, exit status."""
+    code = "import sys; from jaxlc.config.command_line import run_main; sys.exit(run_main(print, sys.argv, description=''))"
+    arguments = [sys.executable, "-c", code, QUICKSTART, "--config.mesh.contxt=2"]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: there is no config.mesh.contxt; did you mean config.mesh.context?\n"

@@ -1,0 +1,44 @@
+import dataclasses
+
+import pytest
+
+from jaxlc.config import PRESETS
+from jaxlc.core.flops import num_matmul_params, num_params, training_flops
+
+# As Hugging Face counts them in each model's published weights (`safetensors.total` of its model API).
+PUBLISHED = {
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "qwen3-8b": 8_190_735_360,
+    "mistral-7b": 7_248_023_552,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name):
+    assert num_params(PRESETS[name]) == PUBLISHED[name]
+
+
+def test_training_flops_of_a_model_small_enough_to_count_by_hand():
+    model = dataclasses.replace(
+        PRESETS["tiny"],
+        vocab_size=7, num_layers=1, model_dim=4, num_heads=2, num_kv_heads=1, head_dim=2, ffn_dim=5,
+    )  # fmt: skip
+    matmul_params = 4 * 4 + 4 * 2 + 4 * 2 + 4 * 4 + 3 * 4 * 5 + 4 * 7  # q k v o, feed-forward, head
+    assert num_matmul_params(model) == matmul_params
+    per_pair = 3 * (2 * 2 + 2 * 2) * 2  # forward and twice that backward; q.k and value; 2 heads of 2
+    full = training_flops(model, rows=3, sequence_tokens=5, attention="full")
+    causal = training_flops(model, rows=3, sequence_tokens=5, attention="causal")
+    assert full == 3 * (6 * matmul_params * 5 + per_pair * 25)
+    assert causal == 3 * (6 * matmul_params * 5 + per_pair * (5 + 4 + 3 + 2 + 1))
+
+
+def test_a_step_at_1m_tokens_with_full_recomputation_takes_1_36e18_flop():
+    """Recomputed, a matrix product is done 4 times for the model's 3. Attention's 6 products a pair (2 forward, 4
+    backward) become 9: 2 forward, 2 again for the layer, and 5 in a flash backward, which also redoes q . k."""
+    model, tokens = PRESETS["llama3-8b"], 2**20
+    matmul_flops = 6 * num_matmul_params(model) * tokens
+    attention_flops = training_flops(model, rows=1, sequence_tokens=tokens, attention="causal") - matmul_flops
+    assert matmul_flops * 4 / 3 + attention_flops * 9 / 6 == pytest.approx(1.36e18, rel=1e-3)

@@ -1,0 +1,28 @@
+import dataclasses
+
+import pytest
+
+from jaxlc.core.hardware import DEVICES, find
+
+
+def test_find_by_name_and_by_device_kind():
+    assert find("h100") is find("NVIDIA H100 80GB HBM3")
+    assert find("h100").name == "h100"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", ""])
+def test_a_device_with_other_figures_is_not_found(kind):
+    assert find(kind) is None
+
+
+def test_figures_are_in_the_units_their_names_say():
+    bounds = dict(
+        bf16_flops_per_second=(1e14, 1e16),
+        memory_bytes=(4e10, 4e11),
+        memory_bandwidth_bytes_per_second=(1e12, 1e13),
+        nvlink_bandwidth_bytes_per_second=(1e11, 1e12),
+    )
+    for device in DEVICES:
+        for name, (low, high) in bounds.items():
+            assert low < dataclasses.asdict(device)[name] < high, (device.name, name)
+    assert len({device.device_kind for device in DEVICES}) == len({device.name for device in DEVICES}) == len(DEVICES)
