@@ -137,7 +137,8 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
         positional = overrides(argv)[1:]
     except flags.UnrecognizedFlagError as error:
         nearest = difflib.get_close_matches(error.flagname, known, n=1)
-        raise UserError(f"there is no flag --{error.flagname}; {did_you_mean(_dashed(nearest), _dashed(known))}") from None
+        advice = did_you_mean(_dashed(nearest), _dashed(known))
+        raise UserError(f"there is no flag --{error.flagname}; {advice}") from None
     except flags.IllegalFlagValueError as error:
         raise UserError(_wrong_type(str(error))) from None
     except flags.Error as error:

@@ -27,7 +27,7 @@ def settings_help() -> str:
 
 def field_comments(cls: type) -> dict[str, str]:
     """The comment behind each field of a dataclass; "" where there is none."""
-    comments = {name: "" for name in cls.__dataclass_fields__}
+    comments = dict.fromkeys(cls.__dataclass_fields__, "")
     name = ""
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):
         first = token.line.split(":")[0].strip()

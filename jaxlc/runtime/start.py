@@ -51,7 +51,7 @@ def _set_environment(config: RuntimeConfig, environment: dict[str, str]) -> None
 
 
 def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
-    """XLA_FLAGS for this process's share of the simulated devices; of two equal flags the user's comes last, and wins."""
+    """XLA_FLAGS for this process's share of the simulated devices; the user's flags come last, and so win."""
     wanted = f"{_DEVICE_COUNT_FLAG}={config.simulated_devices // config.num_processes}"
     theirs = [flag for flag in users_flags.split() if flag.startswith(_DEVICE_COUNT_FLAG)]
     if theirs and theirs[-1] != wanted:

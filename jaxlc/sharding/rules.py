@@ -80,16 +80,19 @@ class Sharder:
         """A float32 parameter as a layer uses it: cast first and gathered after, so that the gather moves `dtype`.
 
         The first constraint does nothing on the way in. On the way back it cuts the gradient to its piece at once,
-        and the sum over ranks becomes a reduce-scatter.
+        and the sum over ranks becomes a reduce-scatter. The barrier keeps the cast before the gather: without it XLA
+        moved it behind, in the recomputation of a layer, and gathered float32.
         """
         stored = self._constrain(stored, storage_spec(dims, stored.shape, self.mesh, self.rules))
-        return self._constrain(stored.astype(dtype), compute_spec(dims, stored.shape, self.mesh, self.rules))
+        cast = jax.lax.optimization_barrier(stored.astype(dtype))
+        return self._constrain(cast, compute_spec(dims, stored.shape, self.mesh, self.rules))
 
     def residual(self, x_BTD: jax.Array) -> jax.Array:
         return self._activation(x_BTD, self.rules.residual)
 
     def gathered(self, x_BTD: jax.Array) -> jax.Array:
-        return self._activation(x_BTD, self.rules.gathered)
+        # The barrier: as in `weight`, a cast before the gather stays before it.
+        return self._activation(jax.lax.optimization_barrier(x_BTD), self.rules.gathered)
 
     def heads(self, x_BTNH: jax.Array) -> jax.Array:
         return self._activation(x_BTNH, self.rules.heads_out)

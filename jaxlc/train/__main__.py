@@ -6,9 +6,14 @@ from jaxlc.config.command_line import ParsedCommand, run_main
 
 
 def main(command: ParsedCommand) -> int:
+    """Returns the exit status: 0, 143 after SIGTERM, 1 where the training stopped at a loss that is not finite."""
     from jaxlc.train import loop
 
-    return loop.run(command.config, command.workdir).exit_code
+    try:
+        return loop.run(command.config, command.workdir).exit_status
+    except loop.TrainingStopped as stopped:
+        print(f"error: {stopped}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -120,17 +120,19 @@ class Checkpoints:
         its part would leave the others waiting there.
         """
         directory = self._directory / str(step)
-        described, problem = _on_every_process(lambda: _read_description(directory))
+        meta, problem = _on_every_process(lambda: _read_meta(directory))
         if problem:
             return None, problem
-        meta, checksums, stored_shapes = described
         _check_same_model(directory, meta["config"]["model"], model)
+        described, problem = _on_every_process(lambda: _read_checksums_and_shapes(directory))
+        if problem:
+            return None, problem
+        checksums, stored_shapes = described
         padded = _check_same_shapes(directory, stored_shapes, _shapes(abstract_state), model["vocab_size"])
         arguments = ocp.args.StandardRestore(abstract_state, strict=not padded)  # not strict: may cut and pad
-        with _quiet_failures():
-            state, problem = _on_every_process(
-                lambda: ocp.StandardCheckpointHandler().restore(epath.Path(directory) / "state", args=arguments)
-            )
+        state, problem = _on_every_process(
+            lambda: ocp.StandardCheckpointHandler().restore(epath.Path(directory) / "state", args=arguments)
+        )
         if problem:
             return None, problem
         for name, checksum in _checksums(state).items():
@@ -157,7 +159,8 @@ def _on_every_process(read: Callable):
     """(read(), None), or (None, what went wrong) on all processes if it went wrong on any: they go on together."""
     result, problem = None, None
     try:
-        result = read()
+        with _quiet_failures():
+            result = read()
     except (jax.errors.JaxRuntimeError, MemoryError):
         raise  # out of memory is not the checkpoint's fault
     except Exception as error:  # Orbax and TensorStore raise a bare Exception, ValueError and others for damaged files
@@ -184,11 +187,17 @@ def _quiet_failures() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def _read_description(directory: Path) -> tuple[dict, dict[str, int], dict[str, tuple[int, ...]]]:
-    """(meta, checksums, shapes) of a checkpoint: all that can be known before reading arrays."""
-    meta, checksums = (json.loads((directory / item / "metadata").read_text()) for item in ("meta", "checksums"))
-    assert isinstance(meta["config"]["model"], dict)
-    return meta, checksums, _shapes(ocp.StandardCheckpointHandler().metadata(epath.Path(directory) / "state").tree)
+def _read_meta(directory: Path) -> dict:
+    meta = json.loads((directory / "meta" / "metadata").read_text())
+    meta["config"]["model"].keys()  # raises where it is not what `save` asks for
+    return meta
+
+
+def _read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    checksums = json.loads((directory / "checksums" / "metadata").read_text())
+    shapes = _shapes(ocp.StandardCheckpointHandler().metadata(epath.Path(directory) / "state").tree)
+    assert checksums.keys() == shapes.keys()
+    return checksums, shapes
 
 
 def _check_same_model(directory: Path, stored: dict, wanted: dict) -> None:

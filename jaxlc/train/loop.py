@@ -55,7 +55,10 @@ def run(config: ConfigDict | Config, workdir: str | Path) -> Result:
     """
     config = load(config)
     runtime.start(config.runtime)
-    with Progress(config.train.steps, is_primary=jax.process_index() == 0) as progress:
+    flops = training_flops(
+        config.model, rows=config.train.rows_per_step, sequence_tokens=config.data.sequence_tokens, attention="causal"
+    )
+    with Progress(config.train.steps, flops_per_step=flops, is_primary=jax.process_index() == 0) as progress:
         return _Training(config, prepare_workdir(workdir), progress).run()
 
 
@@ -88,9 +91,9 @@ class _Training:
             )
         stopped_early = self.done < self.config.train.steps
         if not stopped_early:
-            self.evaluation = self.evaluation or self._evaluate()
+            self.evaluation = self.evaluation or self.evaluate(self.state.params)
             if self.is_primary:
-                write_report(self.workdir, self.config, self.corpus, self.evaluation, self.progress)
+                self.progress.say(write_report(self.workdir, self.config, self.corpus, self.evaluation))
         self.checkpoints.close()
         self.metrics.close()
         return Result(
@@ -112,6 +115,8 @@ class _Training:
             sharding=NamedSharding(self.mesh, BATCH_SPEC),
             prefetch_steps=self.config.data.prefetch_steps,
         )
+        if self.done == 0 and config.eval_every_steps:
+            self._evaluate()
         window = _Window(self.done)
         for arrays in stream:
             self.state, metrics = run_step(self.state, Batch(**arrays))
@@ -121,15 +126,14 @@ class _Training:
             is_told_to_stop = self.sigterm.arrived(self.done)
             evaluates = is_last or _is_due(self.done, config.eval_every_steps)
             saves = is_last or is_told_to_stop or _is_due(self.done, config.checkpoint_every_steps)
-            logs = is_last or evaluates or saves or _is_due(self.done, config.log_every_steps)
-            if logs or window.in_flight >= _MAX_STEPS_IN_FLIGHT:
+            logs = is_last or _is_due(self.done, config.log_every_steps)
+            if logs or evaluates or saves or window.in_flight >= _MAX_STEPS_IN_FLIGHT:
                 self._check_finite(window.fetch())
             if logs:
                 self._log(window)
             if evaluates:
-                self.evaluation = self._evaluate()
-                self.metrics.write(step=self.done, eval_loss=self.evaluation.loss)
-            if saves:
+                self._evaluate()
+            if saves:  # after the rows of this step, so that none is missing where a run goes on from here
                 self._save()
             if evaluates or saves:
                 window.restart(self.done)
@@ -139,10 +143,9 @@ class _Training:
 
     def _first_state(self) -> tuple[TrainState, int]:
         """The newest checkpoint and the row after it, or the state of step 0."""
-        model = to_dict(self.config)["model"] | {"sequence_dims": None}
         restored = self.checkpoints.restore_latest(self.step.abstract_state, model=to_dict(self.config)["model"])
         if restored is None:
-            self.metrics.rewind(0)
+            self.metrics.rewind(-1)
             return self.step.init(), 0
         state, meta = restored
         self.metrics.rewind(int(state.step))
@@ -163,9 +166,10 @@ class _Training:
         )
         self.checkpoints.save(self.done, self.state, meta)
 
-    def _evaluate(self) -> Evaluation:
-        with self.progress.compiling("the evaluation"):
-            return self.evaluate(self.state.params)
+    def _evaluate(self) -> None:
+        with self.progress.working("evaluating"):
+            self.evaluation = self.evaluate(self.state.params)
+        self.metrics.write(step=self.done, eval_loss=self.evaluation.loss)
 
     def _log(self, window: "_Window") -> None:
         metrics, seconds = window.last, window.seconds_per_step
@@ -254,7 +258,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _open_corpus(config: Config, progress: Progress) -> Corpus:
-    with progress.counting("reading the corpus", unit="bytes") as count:
+    with progress.counting("reading the corpus") as count:
         corpus = open_corpus(config.data, progress=count)
     if corpus.tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(

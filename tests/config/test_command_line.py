@@ -159,7 +159,8 @@ def test_field_comments_are_those_of_the_fields():
 
 def test_a_command_ends_without_traceback():
     """The whole way: interpreter, wrong key, exit status."""
-    code = "import sys; from jaxlc.config.command_line import run_main; sys.exit(run_main(print, sys.argv, description=''))"
+    imports = "import sys; from jaxlc.config.command_line import run_main"
+    code = f"{imports}; sys.exit(run_main(print, sys.argv, description=''))"
     arguments = [sys.executable, "-c", code, QUICKSTART, "--config.mesh.contxt=2"]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

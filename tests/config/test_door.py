@@ -70,7 +70,7 @@ def test_what_is_left_out_has_its_default():
         ("train", "steps", 3.0, "config.train.steps is 3.0, which is not a whole number"),
         ("train", "steps", True, "config.train.steps is True, which is not a whole number"),
         ("train", "steps", None, "config.train.steps is None, which is not a whole number"),
-        ("optimizer", "learning_rate", "1e-3", "config.optimizer.learning_rate is '1e-3', which is not a finite number"),
+        ("optimizer", "learning_rate", "1e-3", "optimizer.learning_rate is '1e-3', which is not a finite number"),
         ("optimizer", "learning_rate", True, "which is not a finite number"),
         ("optimizer", "learning_rate", float("nan"), "which is not a finite number"),
         ("model", "qk_norm", 1, "config.model.qk_norm is 1, which is not true or false"),

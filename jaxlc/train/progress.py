@@ -1,0 +1,97 @@
+"""What a person sees while a run goes: a live line in a terminal, plain lines elsewhere. Only the primary process."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as LiveBars
+
+_PLAIN_SECONDS = 5.0  # at least so long between two plain progress lines
+
+
+class Progress:
+    """The progress of one run of `total_steps`; a context manager, open while the run goes."""
+
+    def __init__(self, total_steps: int, *, flops_per_step: float, is_primary: bool, console: Console | None = None):
+        """`flops_per_step`: model FLOPs with causal attention, over all devices."""
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console.quiet = not is_primary
+        self._is_live = is_primary and self._console.is_terminal
+        self._total_steps, self._flops_per_step = total_steps, flops_per_step
+        columns = SpinnerColumn(), BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn()
+        self._bars = LiveBars(*columns, console=self._console, transient=True)
+        self._steps_bar = None  # there from the first step on
+        self._last_line_seconds = float("-inf")
+
+    def __enter__(self) -> "Progress":
+        if self._is_live:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """Prints above the live line."""
+        self._console.print(text, markup=False)
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """A spinner with the elapsed time, while something goes on that cannot be counted; nothing without terminal."""
+        bar = self._bars.add_task(what, total=None)
+        try:
+            yield
+        finally:
+            self._bars.remove_task(bar)
+
+    @contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """`working`, and a line that stays: compilation may take minutes, also where nothing spins."""
+        if not self._is_live:
+            self.say(f"compiling {what} ...")
+        start_seconds = time.perf_counter()
+        with self.working(f"compiling {what}"):
+            yield
+        self.say(f"compiled {what} in {time.perf_counter() - start_seconds:.1f} s")
+
+    @contextmanager
+    def counting(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Gives a function (done, total) that moves a bar."""
+        bar = self._bars.add_task(what, total=None)
+        try:
+            yield lambda done, total: self._bars.update(bar, completed=done, total=total)
+        finally:
+            self._bars.remove_task(bar)
+
+    def update(self, *, step: int, loss: float, tokens_per_second: float, step_seconds: float, **_) -> None:
+        """After a step (or several). Takes a whole metrics row, and leaves the rest of it alone."""
+        text = (
+            f"step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            f"  {_flops_text(self._flops_per_step / step_seconds)} (model, causal)"
+            f"  {_duration_text((self._total_steps - step) * step_seconds)} left"
+        )
+        if self._is_live:
+            if self._steps_bar is None:
+                self._steps_bar = self._bars.add_task("", total=self._total_steps)
+            self._bars.update(self._steps_bar, completed=step, description=text)
+            return
+        now_seconds = time.perf_counter()
+        if step == self._total_steps or now_seconds - self._last_line_seconds >= _PLAIN_SECONDS:
+            self._last_line_seconds = now_seconds
+            self.say(text)
+
+
+def _flops_text(flops_per_second: float) -> str:
+    """Three digits and a unit: 5.43 GFLOP/s, 3.2 PFLOP/s."""
+    for exponent, unit in ((15, "P"), (12, "T"), (9, "G")):
+        if flops_per_second >= 10**exponent:
+            break
+    return f"{flops_per_second / 10**exponent:.3g} {unit}FLOP/s"
+
+
+def _duration_text(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,97 @@
+"""Real runs of `python -m jaxlc.train` in processes of their own, on a model small enough for tests."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from jaxlc.train.metrics import METRICS_FILE, read_rows
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240  # after which a run counts as hanging
+_CONFIG = """
+from jaxlc.config import defaults
+
+def get_config(variant):
+    config = defaults()
+    config.model.update(vocab_size=257, num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64)
+    config.mesh.update(context=4, tensor=2)
+    config.runtime.simulated_devices = 8
+    config.data.sources = ({corpus!r},)
+    config.data.cache_dir = {cache!r}
+    config.data.sequence_tokens = 128
+    config.data.eval_fraction = 0.3
+    config.optimizer.learning_rate = 3e-3
+    config.train.update(steps=12, rows_per_step=2, eval_every_steps=6, eval_rows=2, checkpoint_every_steps=4)
+    return config
+"""
+
+
+def write_config(directory: Path) -> Path:
+    """A config file, and beside it the corpus that it names: sixteen documents of a few hundred bytes."""
+    corpus = directory / "corpus"
+    corpus.mkdir()
+    for i in range(16):
+        text = " ".join(f"{word} {(i * word) % 17}" for word in range(20 + 11 * i))
+        (corpus / f"document{i}.txt").write_text(text)
+    path = directory / "config.py"
+    path.write_text(_CONFIG.format(corpus=str(corpus), cache=str(directory / "cache")))
+    return path
+
+
+def start(config: Path, workdir: Path, **overrides) -> subprocess.Popen:
+    """Starts a run; `mesh__context=2` is --config.mesh.context=2."""
+    settings = [f"--config.{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+    command = [sys.executable, "-m", "jaxlc.train", f"--config={config}", f"--workdir={workdir}", *settings]
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def finish(run: subprocess.Popen, status: int = 0) -> str:
+    """Waits for a run, checks its exit status, and returns what it printed."""
+    try:
+        output, _ = run.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        raise AssertionError(f"hangs:\n{run.communicate()[0]}") from None
+    assert run.returncode == status, output
+    return output
+
+
+def train(config: Path, workdir: Path, status: int = 0, **overrides) -> str:
+    """A run from start to end."""
+    return finish(start(config, workdir, **overrides), status)
+
+
+def start_pair(config: Path, workdir: Path, **overrides) -> list[subprocess.Popen]:
+    """The same run as two processes with half of the devices each; the context axis lies across them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = dict(runtime__num_processes=2, runtime__coordinator_address=address)
+    return [start(config, workdir, **processes, runtime__process_id=i, **overrides) for i in range(2)]
+
+
+def wait_until(condition, run: subprocess.Popen) -> None:
+    """Waits for something that a run does while it goes."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert run.poll() is None, f"ended before:\n{run.communicate()[0]}"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def rows(workdir: Path) -> list[dict]:
+    """The rows of metrics.jsonl without their timings."""
+    timings = ("tokens_per_second", "step_seconds")
+    return [{k: v for k, v in row.items() if k not in timings} for row in read_rows(workdir / METRICS_FILE)]
+
+
+def step_of(workdir: Path) -> int:
+    """The step of the newest whole row, 0 before the first; safe while the run writes."""
+    path = workdir / METRICS_FILE
+    return max((row["step"] for row in read_rows(path)), default=0) if path.exists() else 0

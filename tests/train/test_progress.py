@@ -1,0 +1,119 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from jaxlc.train import progress as module
+from jaxlc.train.progress import Progress, _duration_text, _flops_text
+
+ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, learning_rate=1e-3)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only when a test says so."""
+
+    class Clock:
+        seconds = 0.0
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: Clock.seconds)
+    return Clock
+
+
+def make_progress(total_steps=130, *, is_primary=True, is_terminal=False) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=160, highlight=False, soft_wrap=True)
+    return Progress(total_steps, flops_per_step=2e9, is_primary=is_primary, console=console), out
+
+
+def test_a_plain_line_says_everything(clock):
+    progress, out = make_progress()
+    with progress:
+        progress.update(step=10, **ROW)
+    assert out.getvalue() == (
+        "step 10/130  loss 2.5000  4,321 tokens/s  4 GFLOP/s (model, causal)  1:00 left\n"
+    )
+
+
+def test_plain_lines_are_first_last_and_every_few_seconds(clock):
+    progress, out = make_progress(total_steps=40)
+    with progress:
+        for step in range(1, 41):
+            clock.seconds += 0.3
+            progress.update(step=step, **ROW)
+    shown = [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
+    assert shown == [1, 18, 35, 40]
+
+
+def test_the_console_that_is_made_here_prints_plainly_to_a_pipe(capsys, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    with Progress(2, flops_per_step=1e9, is_primary=True) as progress:
+        with progress.compiling("the step"), progress.counting("reading") as count:
+            count(1, 2)
+        progress.say("[bold]not markup[/bold] " + 200 * "x")
+        progress.update(step=2, **ROW)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    assert lines[0] == "compiling the step ..."
+    assert lines[1].startswith("compiled the step in ")
+    assert lines[2] == "[bold]not markup[/bold] " + 200 * "x"
+    assert lines[3].startswith("step 2/2 ")
+    assert len(lines) == 4
+
+
+def test_compiling_times(clock):
+    progress, out = make_progress()
+    with progress, progress.compiling("the training step"):
+        clock.seconds += 12.34
+    assert "compiled the training step in 12.3 s" in out.getvalue()
+
+
+def test_a_terminal_gets_a_live_line():
+    progress, out = make_progress(is_terminal=True)
+    with progress:
+        with progress.compiling("the training step"):
+            progress._bars.refresh()
+        progress.say("above the line")
+        progress.update(step=10, **ROW)
+        with progress.working("evaluating"), progress.counting("reading"):
+            progress._bars.refresh()
+    text = out.getvalue()
+    assert "\x1b[" in text
+    for part in ("compiling the training step", "above the line", "step 10/130", "evaluating", "reading"):
+        assert part in text
+    assert "compiling the training step ..." not in text  # the spinner says it
+
+
+@pytest.mark.parametrize("section", ["compiling", "working", "counting"])
+def test_an_error_passes_through_and_leaves_no_bar(section):
+    progress, out = make_progress(is_terminal=True)
+    with progress, pytest.raises(ZeroDivisionError):
+        with getattr(progress, section)("something"):
+            raise ZeroDivisionError
+    assert progress._bars.tasks == []
+    assert "compiled" not in out.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_only_the_primary_prints(is_terminal):
+    progress, out = make_progress(is_primary=False, is_terminal=is_terminal)
+    with progress:
+        progress.say("hello")
+        with progress.compiling("the training step"):
+            pass
+        progress.update(step=130, **ROW)
+    assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(5.43e9, "5.43 GFLOP/s"), (2e6, "0.002 GFLOP/s"), (6.71e14, "671 TFLOP/s"), (3.2e16, "32 PFLOP/s")],
+)
+def test_flops_text(value, text):
+    assert _flops_text(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3 * 3600 + 62, "3:01:02")])
+def test_duration_text(seconds, text):
+    assert _duration_text(seconds) == text
