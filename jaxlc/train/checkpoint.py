@@ -1,10 +1,10 @@
 """Checkpoints that survive a kill at any moment: Orbax behind one small class.
 
-    DIRECTORY/STEP/             one committed checkpoint: Orbax writes under another name and renames when all is on disk
-        state/                  the arrays; any mesh and any number of processes can read them
-        meta/                   JSON: what else is needed to go on (next row, corpus, config, step)
-        checksums/              JSON: one number an array, against silent damage
-    DIRECTORY/STEP.unreadable/  was found damaged; nothing reads it any more
+DIRECTORY/STEP/             one committed checkpoint: Orbax writes under another name and renames when all is there
+    state/                  the arrays; any mesh and any number of processes can read them
+    meta/                   JSON: what else is needed to go on (next row, corpus, config, step)
+    checksums/              JSON: one number an array, against silent damage
+DIRECTORY/STEP.unreadable/  was found damaged; nothing reads it any more
 """
 
 import contextlib

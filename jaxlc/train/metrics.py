@@ -20,6 +20,8 @@ from jaxlc.core.errors import UserError
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
 
+Row = dict[str, float | None]  # "step" and what was measured then; None is a value that was not finite
+
 
 class MetricsLog:
     """Appends rows. Call `rewind` first: with 0 for a new run. On processes other than the primary it does nothing."""
@@ -84,7 +86,7 @@ class _TensorBoard:
         self._events.close()
 
 
-def read_rows(path: str | Path) -> list[dict]:
+def read_rows(path: str | Path) -> list[Row]:
     """The rows of a metrics.jsonl, in order; a torn last line is left out.
 
     Raises:
@@ -94,7 +96,7 @@ def read_rows(path: str | Path) -> list[dict]:
     return [_parse(line, f"line {number} of {path}") for number, line in enumerate(lines[:-1], start=1)]
 
 
-def _parse(line: str, where: str) -> dict:
+def _parse(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
         row["step"] + 0
@@ -103,5 +105,5 @@ def _parse(line: str, where: str) -> dict:
     return row
 
 
-def _line(row: dict) -> str:
+def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"

@@ -1,17 +1,17 @@
-"""The two pictures at the end of a run."""
+"""The two pictures at the end of a run. Imported only then: matplotlib is slow to start."""
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot: it would take over the backend of a notebook
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.metrics import Row
 
-_MODEL, _HELDOUT, _BASELINE, _QUIET = "#1f5fa8", "#d1495b", "#6b7280", "#e5e7eb"
+_MODEL, _HELDOUT, _QUIET, _FAINT = "#1f5fa8", "#d1495b", "#6b7280", "#dde1e6"
+_ZERO_BIN = (0.3, 0.5)  # where a logarithmic axis shows the tokens that have nothing before them
 
 
 def plot_loss(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
@@ -21,19 +21,28 @@ def plot_loss(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
       rows: of metrics.jsonl.
       baselines: name -> held-out loss in nats.
     """
-    figure, axes = _new_figure()
-    train = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
-    heldout = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
-    axes.plot(*zip(*train), color=_MODEL, linewidth=1.2, label="training")
-    if heldout:
-        axes.plot(*zip(*heldout), "o-", color=_HELDOUT, markersize=5, linewidth=1.2, label="held out")
+    figure = Figure(figsize=(7.5, 4.4), dpi=150)
+    axes = figure.subplots()
+    axes.plot(*_points(rows, "loss"), color=_MODEL, linewidth=1.2, label="training")
+    steps, losses = _points(rows, "eval_loss")
+    if losses:
+        label = f"held out, {losses[-1]:.2f} at the end"
+        axes.plot(steps, losses, "o:", color=_HELDOUT, markersize=6, linewidth=1.0, label=label)
     for name, loss in baselines.items():
-        axes.axhline(loss, color=_BASELINE, linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.axhline(loss, color=_QUIET, linewidth=0.9, linestyle=(0, (5, 4)), zorder=1)
+        is_highest = loss == max(baselines.values())
         axes.annotate(
-            f"{name} {loss:.2f}", (1.0, loss), (-4, 3), ha="right", fontsize=8, color=_BASELINE,
-            xycoords=("axes fraction", "data"), textcoords="offset points",
+            f"{name} {loss:.2f}",
+            (1.0, loss),
+            (5, 1 if is_highest else -1),  # points; above one line and below the other, close as they may be
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="bottom" if is_highest else "top",
+            fontsize=9,
+            color=_QUIET,
         )
-    axes.set(xlabel="step", ylabel="loss, nats per token", title="Loss")
+    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.set_title("Loss in training", loc="left")
     axes.legend(frameon=False)
     _save(figure, path)
 
@@ -41,39 +50,56 @@ def plot_loss(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
 def plot_loss_by_position(evaluation: Evaluation, path: Path) -> None:
     """Held-out loss against the number of earlier tokens of the same document in the row: does long context pay?
 
-    The band is two standard errors of the mean; below, how many tokens each point rests on.
+    The band is two standard errors of the mean, the spread over tokens taken for independent; below, how many
+    tokens each point rests on.
     """
-    weight, loss, loss_squared = evaluation.sums
-    used = weight > 0
-    counts = weight[used]
-    mean = loss[used] / counts
-    error = np.sqrt(np.maximum(loss_squared[used] / counts - mean**2, 0.0) / counts)
-    centers = (np.sqrt(evaluation.edges[:-1] * (evaluation.edges[1:] - 1.0)) + 1.0)[used]  # + 1: 0 has a place on a log axis
-    figure, (axes, below) = plt.subplots(
-        2, 1, figsize=(7, 4.6), dpi=150, sharex=True, gridspec_kw=dict(height_ratios=(5, 1), hspace=0.08)
-    )
-    axes.fill_between(centers, mean - 2 * error, mean + 2 * error, color=_MODEL, alpha=0.18, linewidth=0)
-    axes.plot(centers, mean, "o-", color=_MODEL, markersize=3.5, linewidth=1.3)
-    axes.set(xscale="log", ylabel="held-out loss, nats per token", title="Loss by position")
-    below.bar(centers, counts, width=0.28 * centers, color=_QUIET, edgecolor=_BASELINE, linewidth=0.4)
-    below.set(yscale="log", ylabel="tokens", xlabel="earlier tokens of the same document in the row, plus 1")
-    for each in (axes, below):
-        _clean(each)
+    is_used = np.asarray(evaluation.sums.weight) > 0
+    weight, loss, loss_squared = (np.asarray(sums)[is_used] for sums in evaluation.sums)
+    mean = loss / weight
+    error = np.sqrt(np.maximum(loss_squared / weight - mean**2, 0.0) / weight)
+    first, last = evaluation.edges[:-1][is_used], evaluation.edges[1:][is_used] - 1  # earlier tokens in each bin
+    left = np.where(first == 0, _ZERO_BIN[0], first - 0.5)  # half a token more on both sides, and bars touch
+    right = last + 0.5
+    center = np.where(first == 0, np.sqrt(np.prod(_ZERO_BIN)), np.sqrt(first * last))
+
+    figure = Figure(figsize=(7.5, 4.8), dpi=150)
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1), gridspec_kw=dict(hspace=0.08))
+    axes.fill_between(center, mean - 2 * error, mean + 2 * error, color=_MODEL, alpha=0.15, linewidth=0)
+    axes.plot(center, mean, "o-", color=_MODEL, markersize=3.5, linewidth=1.3)
+    # Bins of few tokens have bands of several nats: they are cut off, so that they do not flatten the curve.
+    margin = max(0.15 * np.ptp(mean), 3 * np.median(error))
+    axes.set(ylim=(mean.min() - margin, mean.max() + margin), ylabel="held-out loss, nats per token")
+    axes.set_title("Does long context pay?  Loss by position", loc="left")
+    below.bar(left, weight, width=right - left, align="edge", color=_FAINT, edgecolor="white", linewidth=0.8)
+    below.set(yscale="log", ylim=(0.5, 2 * weight.max()), ylabel="tokens")
+    below.set_xlabel("earlier tokens of the same document in the row")
+    below.yaxis.set(major_formatter=_COUNT, minor_locator=NullLocator())
+    _count_axis(axes, below, right.max())
     _save(figure, path)
 
 
-def _new_figure():
-    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=150)
-    _clean(axes)
-    return figure, axes
+_COUNT = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
-def _clean(axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color=_QUIET, linewidth=0.6)
-    axes.set_axisbelow(True)
+def _points(rows: list[Row], name: str) -> tuple[list[float], list[float]]:
+    """(steps, values) of the rows that have a finite value."""
+    found = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in found], [row[name] for row in found]
 
 
-def _save(figure, path: Path) -> None:
+def _count_axis(axes: Axes, below: Axes, largest: float) -> None:
+    """A logarithmic axis of numbers of tokens on which 0 has a place, for both."""
+    powers = 10.0 ** np.arange(0, np.log10(largest))
+    below.set_xscale("log")
+    below.set_xlim(0.9 * _ZERO_BIN[0], 1.1 * largest)
+    below.xaxis.set(major_locator=FixedLocator([np.sqrt(np.prod(_ZERO_BIN)), *powers]), minor_locator=NullLocator())
+    below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "0"))
+    axes.tick_params(axis="x", length=0)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=_FAINT, linewidth=0.6)
+        axes.set_axisbelow(True)
     figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)

@@ -31,7 +31,8 @@ class Progress:
         return self
 
     def __exit__(self, *_) -> None:
-        self._bars.stop()
+        if self._is_live:
+            self._bars.stop()
 
     def say(self, text: str) -> None:
         """Prints above the live line."""
@@ -85,10 +86,9 @@ class Progress:
 
 def _flops_text(flops_per_second: float) -> str:
     """Three digits and a unit: 5.43 GFLOP/s, 3.2 PFLOP/s."""
-    for exponent, unit in ((15, "P"), (12, "T"), (9, "G")):
-        if flops_per_second >= 10**exponent:
-            break
-    return f"{flops_per_second / 10**exponent:.3g} {unit}FLOP/s"
+    units = (("P", 1e15), ("T", 1e12), ("G", 1e9))
+    unit, size = next((pair for pair in units if flops_per_second >= pair[1]), units[-1])
+    return f"{flops_per_second / size:.3g} {unit}FLOP/s"
 
 
 def _duration_text(seconds: float) -> str:

@@ -30,9 +30,7 @@ def test_a_plain_line_says_everything(clock):
     progress, out = make_progress()
     with progress:
         progress.update(step=10, **ROW)
-    assert out.getvalue() == (
-        "step 10/130  loss 2.5000  4,321 tokens/s  4 GFLOP/s (model, causal)  1:00 left\n"
-    )
+    assert out.getvalue() == ("step 10/130  loss 2.5000  4,321 tokens/s  4 GFLOP/s (model, causal)  1:00 left\n")
 
 
 def test_plain_lines_are_first_last_and_every_few_seconds(clock):
@@ -88,9 +86,8 @@ def test_a_terminal_gets_a_live_line():
 @pytest.mark.parametrize("section", ["compiling", "working", "counting"])
 def test_an_error_passes_through_and_leaves_no_bar(section):
     progress, out = make_progress(is_terminal=True)
-    with progress, pytest.raises(ZeroDivisionError):
-        with getattr(progress, section)("something"):
-            raise ZeroDivisionError
+    with progress, pytest.raises(ZeroDivisionError), getattr(progress, section)("something"):
+        raise ZeroDivisionError
     assert progress._bars.tasks == []
     assert "compiled" not in out.getvalue()
 

@@ -28,9 +28,9 @@ def uninterrupted(config, tmp_path_factory) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def halfway(config, tmp_path_factory) -> Path:
-    """A workdir whose run was told to stop after step 8's checkpoint."""
+    """A workdir whose run was killed when it had two checkpoints, of steps 4 and 8."""
     workdir = tmp_path_factory.mktemp("halfway")
-    run = runs.start(config, workdir, train__steps=12)
+    run = runs.start(config, workdir)
     runs.wait_until(lambda: (workdir / "checkpoints" / "8").exists(), run)
     run.kill()
     run.communicate()
@@ -45,11 +45,11 @@ def test_the_log_of_a_whole_run(uninterrupted):
 
 def test_killed_in_mid_run(config, uninterrupted, tmp_path):
     run = runs.start(config, tmp_path)
-    runs.wait_until(lambda: runs.step_of(tmp_path) >= 6, run)
+    runs.wait_until(lambda: (tmp_path / "checkpoints" / "4").exists(), run)
     run.send_signal(signal.SIGKILL)
     run.communicate()
     output = runs.train(config, tmp_path)
-    assert re.search(r"resuming from step (4|8|12) ", output), output
+    assert re.search(r"resuming from step (4|8) ", output), output
     assert runs.rows(tmp_path) == uninterrupted  # bitwise: floats survive JSON
 
 
@@ -84,9 +84,9 @@ def _assert_same_losses(got: list[dict], wanted: list[dict], tolerance: float) -
 
 
 @pytest.mark.parametrize("mesh", [
-    dict(mesh__context=2, mesh__tensor=1, mesh__fsdp=2, mesh__data=2),
+    dict(mesh__fsdp=2, mesh__context=4, mesh__tensor=1),
     dict(mesh__context=3, mesh__tensor=2, runtime__simulated_devices=6, data__sequence_tokens=132),
-], ids=["fsdp_and_data", "other_length"])
+], ids=["fsdp", "other_length"])
 def test_resumed_on_another_mesh(config, uninterrupted, halfway, tmp_path, mesh):
     """The same next rows, and the same losses; where rows have another length, it says so."""
     workdir = shutil.copytree(halfway, tmp_path / "copy")
@@ -101,7 +101,8 @@ def test_resumed_by_two_processes(config, uninterrupted, halfway, tmp_path):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     primary, other = runs.start_pair(config, workdir)
     runs.finish(primary)
-    assert runs.finish(other) == ""  # only process 0 prints
+    printed = runs.finish(other).splitlines()
+    assert all(line.startswith("[Gloo]") for line in printed), printed  # C++, and not ours; only process 0 prints
     _assert_same_losses(runs.rows(workdir), uninterrupted, 1e-5)
 
 
@@ -124,12 +125,13 @@ def test_sigterm_to_both_processes(config, tmp_path):
 
 def test_a_damaged_checkpoint_is_passed_over(config, uninterrupted, halfway, tmp_path):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
-    newest = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    saved = [int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()]
+    newest = workdir / "checkpoints" / str(max(saved))
     for file in (newest / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     output = runs.train(config, workdir)
-    assert f"checkpoint {newest} cannot be read" in output and "resuming from step 4 " in output, output
+    assert f"checkpoint {newest} cannot be read" in output and f"resuming from step {min(saved)} " in output, output
     assert runs.rows(workdir) == uninterrupted
 
 
@@ -151,6 +153,6 @@ def test_a_loss_that_is_not_finite(config, tmp_path, nonfinite, status):
         config, tmp_path, status, train__nonfinite=nonfinite, train__steps=6, train__checkpoint_every_steps=1,
         optimizer__learning_rate=1e20, optimizer__clip_norm=0, optimizer__warmup_steps=0,
     )
-    assert re.search(r"step [1-6] has loss (nan|inf)", output), output
+    assert re.search(r"step [1-6] has loss \S+ and gradient norm (nan|inf)", output), output
     if nonfinite == "stop":
         assert re.search(r"the last good checkpoint is step \d", output), output
