@@ -26,15 +26,12 @@ test-heavy: $(READY)  ## large compile checks; status 5 of pytest is "no such te
 	$(VENV)/bin/python $(PYTEST) -m heavy || test $$? -eq 5
 
 test-jax0.12:  ## the tests on JAX 0.12, where a Python 3.12 or newer is
-	@python=$$($(FIND_PYTHON_312)); \
-	if [ -z "$$python" ]; then echo "no Python 3.12 or newer here: the tests on JAX 0.12 are left out"; \
-	else $(MAKE) --no-print-directory .venv-jax0.12/.ready PYTHON="$$python" \
-	  && .venv-jax0.12/bin/python $(PYTEST) -m "not heavy"; fi
+	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "not heavy")
 
-smoke-jax0.11: .venv-jax0.11/.ready  ## a few steps on JAX 0.11.2, which GPU machines often carry
-	workdir=$$(mktemp -d) && .venv-jax0.11/bin/python -m jaxlc.train --config=configs/quickstart.py --workdir="$$workdir" \
-	  --config.train.steps=3 --config.data.sequence_tokens=512 --config.train.eval_every_steps=0; \
-	status=$$?; rm -rf "$$workdir"; exit $$status
+smoke-jax0.11:  ## a few steps on JAX 0.11.2, which GPU machines often carry; needs Python 3.12 or newer too
+	@rm -rf .cache/smoke
+	$(call WITH_PYTHON_312,.venv-jax0.11,-m jaxlc.train --config=configs/quickstart.py --workdir=.cache/smoke \
+	  --config.train.steps=3 --config.data.sequence_tokens=512)
 
 lint: $(READY)  ## ruff
 	$(VENV)/bin/python -m ruff check .
@@ -55,6 +52,13 @@ UV_COMPILE = $(VENV)/bin/uv pip compile pyproject.toml --quiet --constraint $(VE
 # The first that runs and is new enough: a pyenv shim may be there and not run.
 FIND_PYTHON_312 = for python in python3.12 python3.13 $$HOME/.pyenv/versions/3.1[23]*/bin/python $(PYTHON); do \
   "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo "$$python"; break; }; done
+
+# $(1) environment, $(2) what its Python runs
+define WITH_PYTHON_312
+@python=$$($(FIND_PYTHON_312)); \
+	if [ -z "$$python" ]; then echo "no Python 3.12 or newer here: $@ is left out"; \
+	else $(MAKE) --no-print-directory $(1)/.ready PYTHON="$$python" && $(1)/bin/python $(2); fi
+endef
 
 # jaxlc is installed editable, with the setuptools of the lock: --no-build-isolation downloads nothing more.
 define INSTALL

@@ -4,12 +4,13 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention import blockwise, reference, ring
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
 from jaxlc.config import AttentionConfig
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.layout import natural_order, zigzag_order
 
@@ -101,7 +102,7 @@ def attend(
 def _attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, config, mesh, causal, scale):
     batch, num_tokens = q_BTNH.shape[:2]
     order = zigzag_order(num_tokens, mesh.shape[CONTEXT])
-    positions_BT = jax.numpy.broadcast_to(jax.numpy.asarray(order, "int32"), (batch, num_tokens))
+    positions_BT = jnp.broadcast_to(jnp.asarray(order, jnp.int32), (batch, num_tokens))
     in_layout = (None if x is None else x[:, order] for x in (q_BTNH, k_BSKH, v_BSKH))
     segments_BT = None if segments_BT is None else segments_BT[:, order]
     out_BTNH, _ = make(config, mesh, causal=causal, scale=scale)(*in_layout, positions_BT, segments_BT)
@@ -112,7 +113,7 @@ def _repeat_heads(x_BSKH: jax.Array, tensor: int) -> jax.Array:
     num_kv_heads = x_BSKH.shape[2]
     if num_kv_heads % tensor == 0:
         return x_BSKH
-    return jax.numpy.repeat(x_BSKH, tensor // num_kv_heads, axis=2)
+    return jnp.repeat(x_BSKH, tensor // num_kv_heads, axis=2)
 
 
 def _known(name: str, table: dict, what: str) -> str:
@@ -124,9 +125,10 @@ def _known(name: str, table: dict, what: str) -> str:
 def _check_shapes(q_BTNH, k_BSKH, v_BSKH, mesh: Mesh) -> None:
     batch, num_tokens, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BSKH.shape[2]
-    rows, context, tensor = mesh.shape[BATCH_AXES[0]] * mesh.shape[BATCH_AXES[1]], mesh.shape[CONTEXT], mesh.shape[TENSOR]
+    rows, context, tensor = mesh.shape[DATA] * mesh.shape[FSDP], mesh.shape[CONTEXT], mesh.shape[TENSOR]
     if k_BSKH.shape[:2] != (batch, num_tokens) or v_BSKH.shape[:3] != k_BSKH.shape[:3] or k_BSKH.shape[3] != head_dim:
-        raise UserError(f"q {q_BTNH.shape}, k {k_BSKH.shape} and v {v_BSKH.shape} do not match; wanted BTNH, BTKH, BTKH")
+        shapes = f"q {q_BTNH.shape}, k {k_BSKH.shape} and v {v_BSKH.shape}"
+        raise UserError(f"{shapes} do not match; give q as [B, T, N, H], k and v as [B, T, K, H]")
     if num_heads % num_kv_heads:
         raise UserError(f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads")
     if num_heads % tensor or (num_kv_heads % tensor and tensor % num_kv_heads):

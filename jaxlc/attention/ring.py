@@ -149,8 +149,9 @@ class _Ring(NamedTuple):
             dq_share, dk, dv = self.kernel.backward(q, k, v, masks, spec, *rows)
             return dq + dq_share, dk, dv
         pick = _Pick(is_earlier=source < lax.axis_index(CONTEXT))
-        pair = pick.operands(q, k, v), pick.masks(masks), pick.rows(rows)
-        (dq_always, dq_chosen), *dkv = (jnp.split(x, 2) for x in self.kernel.backward(*pair[0], pair[1], spec, *pair[2]))
+        operands, masks, rows = pick.operands(q, k, v), pick.masks(masks), pick.rows(rows)
+        gradients = self.kernel.backward(*operands, masks, spec, *rows)
+        (dq_always, dq_chosen), *dkv = (jnp.split(x, 2) for x in gradients)
         dq += jnp.concatenate(pick.place(dq_chosen, plus_hi=dq_always), axis=1)
         dk, dv = (jnp.concatenate(pick.place(chosen, plus_lo=always), axis=1) for always, chosen in dkv)
         return dq, dk, dv

@@ -84,7 +84,8 @@ class TrainStep:
     def jitted(self):
         """(state, batch) -> (state, StepMetrics); the state's buffers are given up to its successor."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, PartitionSpec())))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, everywhere))
 
     def compile(self):
         """The executable for the mesh's devices, with the options their platform wants."""
@@ -160,7 +161,7 @@ class TrainStep:
         target_tokens = batch.loss_weights.sum()
         per_token = 1.0 / jnp.maximum(target_tokens, 1.0)
         gradients = jax.tree.map(lambda g: g * per_token, gradients)
-        loss, grad_norm = cross_entropy * per_token, optax.global_norm(gradients)
+        loss, grad_norm = cross_entropy * per_token, optax.tree.norm(gradients)
 
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -43,7 +43,9 @@ def row_offsets(batch: int = ROWS) -> jax.Array:
 
 def masks(packed: bool) -> Masks:
     """Of all rows; not packed: no segment ids at all, each row is one document."""
-    return Masks.of_row(jnp.asarray(positions()), jnp.asarray(segments())) if packed else Masks.of_row(row_offsets(), None)
+    if packed:
+        return Masks.of_row(jnp.asarray(positions()), jnp.asarray(segments()))
+    return Masks.of_row(row_offsets(), None)
 
 
 def inputs(

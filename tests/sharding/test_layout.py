@@ -24,5 +24,5 @@ def test_inverse_and_balance(context):
 
 
 def test_a_length_that_does_not_split_is_named():
-    with pytest.raises(UserError, match="a sequence of 10 tokens does not split into 2 x 4 equal chunks; use a multiple of 8"):
+    with pytest.raises(UserError, match="10 tokens does not split into 2 x 4 equal chunks; use a multiple of 8"):
         zigzag_order(10, 4)

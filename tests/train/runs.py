@@ -45,8 +45,9 @@ def start(config: Path, workdir: Path, **overrides) -> subprocess.Popen:
     """Starts a run; `mesh__context=2` is --config.mesh.context=2."""
     settings = [f"--config.{name.replace('__', '.')}={value}" for name, value in overrides.items()]
     command = [sys.executable, "-m", "jaxlc.train", f"--config={config}", f"--workdir={workdir}", *settings]
-    # As in a user's shell: without what tests/conftest.py sets, the compilation cache included.
+    # As in a user's shell: without what tests/conftest.py sets, but for leaving out LLVM's optimizer.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -6,8 +6,8 @@ import pytest
 
 from jaxlc.attention import ring
 from jaxlc.sharding.layout import zigzag_order
-from tests.train.synthetic import small_config, small_step
 from jaxlc.train.step import Batch
+from tests.train.synthetic import small_config, small_step
 
 ROWS, TOKENS, CONTEXT, STEPS = 16, 64, 4, 120
 FACTS = 8  # tokens 0..7 are facts, 8 asks, 9..15 are noise

@@ -1,0 +1,59 @@
+"""Whatever a user can get wrong is one sentence on stderr and exit status 2, before anything is compiled."""
+
+import re
+
+import pytest
+
+from jaxlc.config.command_line import run_main
+from jaxlc.train import step
+from jaxlc.train.__main__ import main
+from tests.train import runs
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return runs.write_config(tmp_path_factory.mktemp("errors"))
+
+
+@pytest.mark.parametrize("overrides, words", [
+    (["mesh.contxt=2"], "there is no config.mesh.contxt; did you mean config.mesh.context?"),
+    (["mesh.context=two"], "config.mesh.context is 'two', which is not a whole number"),
+    (["mesh.context=2"], "--config.mesh."),
+    (["mesh.context=2", "runtime.simulated_devices=0"], "the mesh .* needs 4 devices and there are 8; use e.g. --config.mesh"),
+    (["model.num_heads=3", "model.num_kv_heads=3"], "3"),
+    (["data.sequence_tokens=100"], "100"),
+    (["data.sources=/nowhere/at/all"], "/nowhere/at/all"),
+    (["data.sources={empty}"], "empty"),
+    (["data.tokenizer=/nowhere/tokenizer.json"], "/nowhere/tokenizer.json"),
+    (["model.vocab_size=100"], "the tokenizer bytes has 257 tokens and the model 100; set --config.model.vocab_size=257"),
+    (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3-8b?"),
+    (["precision.compute=fp8"], "config.precision.compute is 'fp8', which is not one of 'auto', 'bf16', 'fp32'"),
+], ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_wrong_settings(config, tmp_path, monkeypatch, capsys, overrides, words):
+    monkeypatch.setattr(step.TrainStep, "compile", lambda self: pytest.fail("compiled before it was checked"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    settings = [f"--config.{override}".format(empty=empty) for override in overrides]
+    _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'run'}", *settings], words, capsys)
+
+
+def test_a_workdir_that_cannot_be_written(config, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'file' / 'run'}"], "choose another --workdir", capsys)
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], "no config is given; name a config file, such as --config=configs/quickstart.py"),
+    (["--config=configs/quickstrat.py"], "there is no config file 'configs/quickstrat.py'; did you mean configs/quickstart.py?"),
+    (["--config=configs/quickstart.py:mini"], "has no variants, so 'mini' is not one"),
+    (["--config=configs/quickstart.py", "--wrokdir=x"], "there is no flag --wrokdir; did you mean --workdir?"),
+], ids=["none", "file", "variant", "flag"])
+def test_wrong_command_lines(argv, words, capsys):
+    _assert_refused(argv, words, capsys)
+
+
+def _assert_refused(argv: list[str], words: str, capsys) -> None:
+    assert run_main(main, ["jaxlc.train", *argv], description="") == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
+    assert re.search(words.replace("?", r"\?"), stderr), stderr

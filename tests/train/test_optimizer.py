@@ -1,0 +1,65 @@
+"""Schedules at their corners, and what weight decay and clipping touch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlc.config import OptimizerConfig
+from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer
+
+CONFIG = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_learning_rate_ratio=0.1)
+
+
+def _rates(steps=20, **changes):
+    schedule = learning_rate_schedule(dataclasses.replace(CONFIG, **changes), steps)
+    return np.array([schedule(step) for step in range(steps + 1)])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_warmup_rises_in_equal_steps_and_learns_from_the_first(schedule):
+    np.testing.assert_allclose(_rates(schedule=schedule, decay_steps=5)[:4], [0.25, 0.5, 0.75, 1.0], rtol=1e-6)
+
+
+def test_cosine_falls_from_the_peak_to_the_final_rate():
+    rates = _rates(schedule="cosine")
+    assert rates[4] == 1.0 and np.isclose(rates[12], 0.55) and np.isclose(rates[20], 0.1)
+    assert (np.diff(rates[4:]) < 0).all()
+
+
+def test_wsd_is_stable_and_then_falls_in_a_line():
+    rates = _rates(schedule="wsd", decay_steps=5)
+    np.testing.assert_allclose(rates[4:16], 1.0)
+    np.testing.assert_allclose(np.diff(rates[15:]), -0.18, rtol=1e-5)
+    assert np.isclose(rates[20], 0.1)
+
+
+def test_constant_stays():
+    np.testing.assert_allclose(_rates(schedule="constant")[4:], 1.0)
+
+
+def test_no_warmup_starts_at_the_peak():
+    assert _rates(schedule="cosine", warmup_steps=0)[0] == 1.0
+
+
+def test_weight_decay_leaves_norm_scales_alone():
+    params = {"weight": jnp.ones((2, 3)), "norm": jnp.ones(3)}
+    dims = {"weight": ("model", "ffn"), "norm": ("layers", "norm")}
+    optimizer = make_optimizer(CONFIG, learning_rate_schedule(CONFIG, 20), dims)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    assert (updates["weight"] < 0).all() and (updates["norm"] == 0).all()
+
+
+@pytest.mark.parametrize("clip_norm, same", [(1.0, True), (0.0, False)])
+def test_clipping_by_the_norm_over_all_parameters(clip_norm, same):
+    """With clipping a gradient of norm 50 and one of norm 500 leave the same first moment."""
+    params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
+    dims = {"a": ("norm",), "b": ("model",)}
+    config = dataclasses.replace(CONFIG, clip_norm=clip_norm)
+    optimizer = make_optimizer(config, learning_rate_schedule(config, 20), dims)
+    small = {"a": jnp.array([30.0, 0, 0]), "b": jnp.array([0.0, 40, 0, 0])}
+    states = [optimizer.update(jax.tree.map(lambda g: g * k, small), optimizer.init(params), params)[1] for k in (1, 10)]
+    moments = [[leaf for leaf in jax.tree.leaves(state) if jnp.ndim(leaf)] for state in states]
+    assert all(np.allclose(a, b) for a, b in zip(*moments)) == same
