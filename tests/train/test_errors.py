@@ -19,13 +19,13 @@ def config(tmp_path_factory):
     (["mesh.contxt=2"], "there is no config.mesh.contxt; did you mean config.mesh.context?"),
     (["mesh.context=two"], "config.mesh.context is 'two', which is not a whole number"),
     (["mesh.context=2"], "--config.mesh."),
-    (["mesh.context=2", "runtime.simulated_devices=0"], "the mesh .* needs 4 devices and there are 8; use e.g. --config.mesh"),
+    (["mesh.context=2", "runtime.simulated_devices=0"], "the mesh .* needs 4 devices and there are 8; use e.g. --"),
     (["model.num_heads=3", "model.num_kv_heads=3"], "3"),
     (["data.sequence_tokens=100"], "100"),
     (["data.sources=/nowhere/at/all"], "/nowhere/at/all"),
     (["data.sources={empty}"], "empty"),
     (["data.tokenizer=/nowhere/tokenizer.json"], "/nowhere/tokenizer.json"),
-    (["model.vocab_size=100"], "the tokenizer bytes has 257 tokens and the model 100; set --config.model.vocab_size=257"),
+    (["model.vocab_size=100"], "tokenizer bytes has 257 tokens and the model 100; set --config.model.vocab_size=257"),
     (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3-8b?"),
     (["precision.compute=fp8"], "config.precision.compute is 'fp8', which is not one of 'auto', 'bf16', 'fp32'"),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")
@@ -39,12 +39,13 @@ def test_wrong_settings(config, tmp_path, monkeypatch, capsys, overrides, words)
 
 def test_a_workdir_that_cannot_be_written(config, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'file' / 'run'}"], "choose another --workdir", capsys)
+    argv = [f"--config={config}", f"--workdir={tmp_path / 'file' / 'run'}"]
+    _assert_refused(argv, "choose another --workdir", capsys)
 
 
 @pytest.mark.parametrize("argv, words", [
     ([], "no config is given; name a config file, such as --config=configs/quickstart.py"),
-    (["--config=configs/quickstrat.py"], "there is no config file 'configs/quickstrat.py'; did you mean configs/quickstart.py?"),
+    (["--config=configs/quickstrat.py"], "no config file 'configs/quickstrat.py'; did you mean configs/quickstart.py?"),
     (["--config=configs/quickstart.py:mini"], "has no variants, so 'mini' is not one"),
     (["--config=configs/quickstart.py", "--wrokdir=x"], "there is no flag --wrokdir; did you mean --workdir?"),
 ], ids=["none", "file", "variant", "flag"])
