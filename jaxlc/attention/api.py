@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention import blockwise, reference, ring
@@ -50,6 +51,9 @@ def make(config: AttentionConfig, mesh: Mesh, *, causal: bool = True, scale: flo
     results = heads, PartitionSpec(BATCH_AXES, TENSOR, CONTEXT)
 
     def local(q_btnH, k_bskH, v_bskH, positions_bt, segments_bt):
+        # Masks are the same in every layer, and differentiating a scan over layers takes what is the same out of the
+        # loop: all tiles of all masks, T x S numbers. Tied to the queries, they stay inside, one tile at a time.
+        q_btnH, positions_bt, segments_bt = lax.optimization_barrier((q_btnH, positions_bt, segments_bt))
         masks = Masks.of_row(positions_bt, segments_bt)
         return strategy(q_btnH, k_bskH, v_bskH, masks, KERNELS[kernel_name], spec, num_ranks)
 

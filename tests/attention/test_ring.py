@@ -91,16 +91,19 @@ def test_bfloat16_error_does_not_grow_with_the_ring(context):
     assert_rows_match(got, _oracle(packed=False, dtype=jnp.bfloat16), BFLOAT16_ATTENTION)
 
 
+def _inner_jaxprs(eqn):
+    for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        param = getattr(param, "jaxpr", param)
+        if hasattr(param, "eqns"):
+            yield param
+
+
 def _count(jaxpr, primitive: str) -> int:
     """How often a primitive stands in a jaxpr, inner jaxprs included."""
     count = 0
     for eqn in jaxpr.eqns:
         count += eqn.primitive.name == primitive
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            if hasattr(inner, "jaxpr"):
-                inner = inner.jaxpr
-            if hasattr(inner, "eqns"):
-                count += _count(inner, primitive)
+        count += sum(_count(inner, primitive) for inner in _inner_jaxprs(eqn))
     return count
 
 
@@ -119,6 +122,32 @@ def test_remat_runs_the_forward_ring_again_only_when_asked_to(remat, rings):
     # Permutes as written: first hop and loop body forward; those, twice for dK/dV, and the way home backward.
     forward, backward = 2, 2 + 3
     assert _count(jaxpr, "ppermute") == rings * forward + backward
+
+
+def _largest_array(jaxpr) -> int:
+    """Entries of the largest array that anything in a jaxpr makes, inner jaxprs included."""
+    largest = 0
+    for eqn in jaxpr.eqns:
+        largest = max([largest, *(getattr(v.aval, "size", 0) for v in eqn.outvars)])
+        for inner in _inner_jaxprs(eqn):
+            largest = max(largest, _largest_array(inner))
+    return largest
+
+
+def test_a_scan_over_layers_keeps_no_mask():
+    """Masks are the same in every layer; differentiation would take them out of the loop, all tiles at once."""
+    num_tokens = 2048
+    layout = make(AttentionConfig(query_block_tokens=64, key_block_tokens=64), _mesh(context=4))
+    positions = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (1, num_tokens))
+
+    def loss(x):
+        def layer(x, _):
+            return x + layout(2 * x, 3 * x, 4 * x, positions, positions)[0], None
+
+        return jax.lax.scan(layer, x, length=3)[0].sum()
+
+    x = jax.ShapeDtypeStruct((1, num_tokens, 4, 16), jnp.float32)
+    assert _largest_array(jax.make_jaxpr(jax.grad(loss))(x).jaxpr) <= 4 * x.size  # all tiles would be 32 times x
 
 
 @pytest.fixture
