@@ -22,7 +22,9 @@ def get_config(variant: str = "") -> ConfigDict:
     config.data.sequence_tokens = 4096
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 10
+    config.memory.remat = "none"  # it fits, and nothing is computed twice
     config.train.steps = 130
+    config.train.eval_rows = 8
     config.train.eval_every_steps = 65
     config.train.checkpoint_every_steps = 50
     return config

@@ -100,10 +100,8 @@ def check_num_devices(config: Config, num_devices: int, there_are: str) -> None:
     sentence = f"the mesh {wanted} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
     mesh = working_mesh(config, num_devices)
     ways = [] if mesh is None else [mesh_overrides(config.mesh, mesh)]
-    if config.runtime.simulated_devices:
-        ways.append(f"--config.runtime.simulated_devices={config.mesh.num_devices}")
-    advice = f"use {', or '.join(ways)}" if ways else "no mesh of that size splits this model and these rows"
-    raise UserError(f"{sentence}; {advice}")
+    ways.append(f"--config.runtime.simulated_devices={config.mesh.num_devices}, on CPU")
+    raise UserError(f"{sentence}; use {', or '.join(ways)}")
 
 
 def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxlc import runtime
 from jaxlc.attention import choose_kernel
-from jaxlc.config import Config, load, to_dict
+from jaxlc.config import Config, check_num_devices, load, to_dict
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import training_flops
@@ -67,6 +67,7 @@ class _Training:
     def __init__(self, config: Config, workdir: Path, progress: Progress):
         self.config, self.workdir, self.progress = config, workdir, progress
         self.is_primary = jax.process_index() == 0
+        check_num_devices(config, jax.device_count(), "the devices here are")
         self.mesh = make_mesh(config.mesh)
         self.step: TrainStep = build_step(config, self.mesh)
         self.order = zigzag_order(config.data.sequence_tokens, self.mesh.shape[CONTEXT])

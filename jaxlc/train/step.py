@@ -87,10 +87,10 @@ class TrainStep:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, everywhere))
 
-    def compile(self):
-        """The executable for the mesh's devices, with the options their platform wants."""
+    def compile(self, extra_options: dict[str, bool | int | str] | None = None):
+        """The executable for the mesh's devices, with the compiler options of their platform and `extra_options`."""
         lowered = self.jitted.lower(self.abstract_state, self.abstract_batch)
-        return lowered.compile(compiler_options=compile_options(self._platform))
+        return lowered.compile(compiler_options=compile_options(self._platform) | (extra_options or {}))
 
     def init(self) -> TrainState:
         """The state of step 0, each device making its own part."""

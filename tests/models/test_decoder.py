@@ -161,7 +161,8 @@ def test_first_values_do_not_depend_on_mesh_or_padding():
     assert split["head"].shape == (64, 64) and (split["head"][:, 61:] == 0).all()
 
     def compare(a, b):
-        np.testing.assert_allclose(np.asarray(a)[tuple(slice(size) for size in b.shape)], b, rtol=1e-6)
+        a = np.asarray(a)[tuple(slice(size) for size in b.shape)]
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)  # other programs: other last bits
 
     jax.tree.map(compare, split, whole)
     w_up_LDF = whole["layers"]["mlp"]["w_up"]

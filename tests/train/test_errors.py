@@ -19,7 +19,7 @@ def config(tmp_path_factory):
     (["mesh.contxt=2"], "there is no config.mesh.contxt; did you mean config.mesh.context?"),
     (["mesh.context=two"], "config.mesh.context is 'two', which is not a whole number"),
     (["mesh.context=2"], "--config.mesh."),
-    (["mesh.context=2", "runtime.simulated_devices=0"], "the mesh .* needs 4 devices and there are 8; use e.g. --"),
+    (["mesh.context=2", "runtime.simulated_devices=0"], "needs 4 devices but the devices here are 8; use --config"),
     (["model.num_heads=3", "model.num_kv_heads=3"], "3"),
     (["data.sequence_tokens=100"], "100"),
     (["data.sources=/nowhere/at/all"], "/nowhere/at/all"),
