@@ -109,7 +109,7 @@ def test_no_advice_that_does_not_work():
     config.runtime.simulated_devices = 8
     assert "--config.mesh" not in rejected(config)
     config.runtime.simulated_devices = 0
-    with pytest.raises(ValueError, match="no mesh of that size splits this model and these rows"):
+    with pytest.raises(ValueError, match="the devices here are 8; use --config.runtime.simulated_devices=1, on CPU"):
         check_num_devices(load(config), 8, "the devices here are")
 
 
