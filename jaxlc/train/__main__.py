@@ -6,7 +6,7 @@ from jaxlc.config.command_line import ParsedCommand, run_main
 
 
 def main(command: ParsedCommand) -> int:
-    """Returns the exit status: 0, 143 after SIGTERM, 1 where the training stopped at a loss that is not finite."""
+    """Returns the exit status: 0; 143 after SIGTERM, 130 after Ctrl-C; 1 at a loss that is not finite."""
     from jaxlc.train import loop
 
     try:
@@ -14,6 +14,9 @@ def main(command: ParsedCommand) -> int:
     except loop.TrainingStopped as stopped:
         print(f"error: {stopped}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on from the newest checkpoint in {command.workdir}", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ class _Training:
 
     def run(self) -> Result:
         if self.done < self.config.train.steps:
-            self._train()
+            with self.sigterm:
+                self._train()
         else:
             self.progress.say(
                 f"{self.workdir} is already trained to step {self.done}; train on with"
@@ -149,7 +150,7 @@ class _Training:
             return self.step.init(), 0
         state, meta = restored
         self.metrics.rewind(int(state.step))
-        self.progress.say(f"resuming from step {int(state.step)} of {self.workdir}")
+        self.progress.say(f"resuming from step {int(state.step)} of {self.workdir}; another --workdir starts anew")
         if meta["corpus"] != self.corpus.fingerprint:
             self.progress.say(
                 "the corpus, tokenizer, data.sequence_tokens, data.eval_fraction or data.seed changed since that"
@@ -241,8 +242,16 @@ class _SigtermWatch:
     def __init__(self):
         self._arrived = False
         # jax.distributed catches SIGTERM itself; in threads other than the main one signals cannot be caught.
-        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._note)
+        self._catches = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> "_SigtermWatch":
+        if self._catches:
+            self._previous = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._catches:
+            signal.signal(signal.SIGTERM, self._previous)
 
     def _note(self, _signal, _frame) -> None:
         self._arrived = True
