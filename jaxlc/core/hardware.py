@@ -18,7 +18,7 @@ class Device:
 # memory_bytes and memory bandwidth: XLA's own specs, xla/backends/gpu/target_config/specs.
 # NVLink: the published total, halved, since that counts both directions.
 # [1] glennklockwood.com/garden/processors/h100 and /garden/peak-FLOPS, [2] .../processors/B200, both after NVIDIA's
-#     papers; [3] verda.com/blog/gb300-nvl72-architecture. Secondary sources: check against NVIDIA's before publishing.
+#     papers; [3] verda.com/blog/gb300-nvl72-architecture. Secondary sources.
 DEVICES = (
     Device(
         name="a100",

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from jaxlc import runtime
 from jaxlc.attention import choose_kernel
 from jaxlc.config import Config, check_num_devices, load, to_dict
+from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import training_flops
@@ -57,7 +58,13 @@ def run(config: ConfigDict | Config, workdir: str | Path) -> Result:
     flops = training_flops(
         config.model, rows=config.train.rows_per_step, sequence_tokens=config.data.sequence_tokens, attention="causal"
     )
-    with Progress(config.train.steps, flops_per_step=flops, is_primary=jax.process_index() == 0) as progress:
+    device = hardware.find(jax.devices()[0].device_kind)
+    with Progress(
+        config.train.steps,
+        flops_per_step=flops,
+        peak_flops_per_second=device and device.bf16_flops_per_second * jax.device_count(),
+        is_primary=jax.process_index() == 0,
+    ) as progress:
         return _Training(config, prepare_workdir(workdir), progress).run()
 
 

@@ -14,12 +14,24 @@ _PLAIN_SECONDS = 5.0  # at least so long between two plain progress lines
 class Progress:
     """The progress of one run of `total_steps`; a context manager, open while the run goes."""
 
-    def __init__(self, total_steps: int, *, flops_per_step: float, is_primary: bool, console: Console | None = None):
-        """`flops_per_step`: model FLOPs with causal attention, over all devices."""
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        flops_per_step: float,
+        peak_flops_per_second: float | None,
+        is_primary: bool,
+        console: Console | None = None,
+    ):
+        """
+        Args:
+          flops_per_step: model FLOPs with causal attention, over all devices.
+          peak_flops_per_second: bf16, over all devices; None where it is not known, as of CPUs.
+        """
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._console.quiet = not is_primary
         self._is_live = is_primary and self._console.is_terminal
-        self._total_steps, self._flops_per_step = total_steps, flops_per_step
+        self._total_steps, self._flops_per_step, self._peak = total_steps, flops_per_step, peak_flops_per_second
         columns = SpinnerColumn(), BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn()
         self._bars = LiveBars(*columns, console=self._console, transient=True)
         self._steps_bar = None  # there from the first step on
@@ -68,9 +80,11 @@ class Progress:
 
     def update(self, *, step: int, loss: float, tokens_per_second: float, step_seconds: float, **_) -> None:
         """After a step (or several). Takes a whole metrics row, and leaves the rest of it alone."""
+        rate = self._flops_per_step / step_seconds
+        share = f", {rate / self._peak:.1%} of the bf16 peak" if self._peak else ""
         text = (
             f"step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
-            f"  {_flops_text(self._flops_per_step / step_seconds)} (model, causal)"
+            f"  {_flops_text(rate)} (model, causal{share})"
             f"  {_duration_text((self._total_steps - step) * step_seconds)} left"
         )
         if self._is_live:

@@ -20,10 +20,11 @@ def clock(monkeypatch):
     return Clock
 
 
-def make_progress(total_steps=130, *, is_primary=True, is_terminal=False) -> tuple[Progress, io.StringIO]:
+def make_progress(total_steps=130, *, is_primary=True, is_terminal=False, peak=None) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, force_terminal=is_terminal, width=160, highlight=False, soft_wrap=True)
-    return Progress(total_steps, flops_per_step=2e9, is_primary=is_primary, console=console), out
+    flops = dict(flops_per_step=2e9, peak_flops_per_second=peak)
+    return Progress(total_steps, **flops, is_primary=is_primary, console=console), out
 
 
 def test_a_plain_line_says_everything(clock):
@@ -31,6 +32,12 @@ def test_a_plain_line_says_everything(clock):
     with progress:
         progress.update(step=10, **ROW)
     assert out.getvalue() == ("step 10/130  loss 2.5000  4,321 tokens/s  4 GFLOP/s (model, causal)  1:00 left\n")
+
+
+def test_the_share_of_the_peak_where_it_is_known(clock):
+    progress, out = make_progress(peak=16e9)
+    progress.update(step=10, **ROW)
+    assert "4 GFLOP/s (model, causal, 25.0% of the bf16 peak)" in out.getvalue()
 
 
 def test_plain_lines_are_first_last_and_every_few_seconds(clock):
@@ -45,7 +52,7 @@ def test_plain_lines_are_first_last_and_every_few_seconds(clock):
 
 def test_the_console_that_is_made_here_prints_plainly_to_a_pipe(capsys, monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    with Progress(2, flops_per_step=1e9, is_primary=True) as progress:
+    with Progress(2, flops_per_step=1e9, peak_flops_per_second=None, is_primary=True) as progress:
         with progress.compiling("the step"), progress.counting("reading") as count:
             count(1, 2)
         progress.say("[bold]not markup[/bold] " + 200 * "x")
