@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.attention import blockwise, reference, ring
+from jaxlc.attention import all_gather, blockwise, reference, ring, ulysses
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
 from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, DATA, FSDP, TENSOR
@@ -16,7 +16,11 @@ from jaxlc.core.errors import UserError
 from jaxlc.sharding.layout import natural_order, zigzag_order
 
 KERNELS: dict[str, Kernel] = {"blockwise": blockwise, "reference": reference}
-STRATEGIES: dict[str, Callable] = {"ring": ring.attend}
+STRATEGIES: dict[str, Callable] = {
+    "ring": ring.attend,
+    "all_gather": all_gather.attend,
+    "ulysses": ulysses.attend,
+}
 
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -86,7 +90,7 @@ def attend(
       q_BTNH: queries; N a multiple of K. Any float dtype.
       k_BSKH, v_BSKH: keys and values, S == T.
       mesh: has the axes data, fsdp, context and tensor.
-      strategy: how the sequence is split over context: "ring".
+      strategy: how the sequence is split over context: "ring", "all_gather" or "ulysses".
       kernel: "auto", or one by name, which then never falls back.
       causal: a query sees its own and earlier positions only.
       segment_ids: [B, T] int32; tokens see their own segment only, and 0 is padding. None: one segment.
@@ -95,6 +99,7 @@ def attend(
       out_BTNH in q's dtype, in natural order.
     Raises:
       UserError: a shape that does not split over the mesh, or an unknown strategy or kernel; says which.
+      NotImplementedError: the strategy cannot do what is asked; names the limit and the value.
     """
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, mesh)
     config = AttentionConfig(strategy=_known(strategy, STRATEGIES, "strategy"), kernel=kernel)

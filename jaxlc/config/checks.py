@@ -199,17 +199,27 @@ def _runtime_problems(config: Config) -> Iterator[str]:
 
 
 def _tensor_problems(config: Config) -> Iterator[str]:
-    """Heads and features that mesh.tensor does not divide."""
+    """Heads and features that the mesh does not divide."""
     model, tensor = config.model, config.mesh.tensor
     if model.num_heads % tensor:
-        yield f"config.model.num_heads={model.num_heads} is not divisible by config.mesh.tensor={tensor}"
+        yield (
+            f"config.model.num_heads={model.num_heads} is not divisible by config.mesh.tensor={tensor}"
+        )
     if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
         yield (
             f"config.model.num_kv_heads={model.num_kv_heads} is neither a multiple nor a divisor of"
             f" config.mesh.tensor={tensor}"
         )
     if model.ffn_dim % tensor:
-        yield f"config.model.ffn_dim={model.ffn_dim} is not divisible by config.mesh.tensor={tensor}"
+        yield (
+            f"config.model.ffn_dim={model.ffn_dim} is not divisible by config.mesh.tensor={tensor}"
+        )
+    heads, kv_heads, context = model.num_heads // tensor, max(1, model.num_kv_heads // tensor), config.mesh.context
+    if config.attention.strategy == "ulysses" and (heads % context or (kv_heads % context and context % kv_heads)):
+        yield (
+            f"config.attention.strategy='ulysses' splits heads over mesh.context={context}, and each tensor rank has"
+            f" {heads} query and {kv_heads} key/value heads, which must split or repeat evenly"
+        )
 
 
 def _length_problems(config: Config) -> Iterator[str]:

@@ -46,7 +46,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    strategy: Literal["ring"] = "ring"  # how the sequence is split over mesh.context
+    strategy: Literal["ring", "all_gather", "ulysses"] = "ring"  # how the sequence is split over mesh.context
     kernel: Literal["auto", "blockwise", "reference"] = "auto"  # a named kernel never falls back
     query_block_tokens: int = 256  # tile of the blockwise kernel, queries
     key_block_tokens: int = 256  # tile of the blockwise kernel, keys

@@ -1,10 +1,16 @@
 """Masks that have broken somebody's attention. They are the rows of one batch, so one compilation tests them all."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxlc.attention.contract import Masks
+from jaxlc.attention import attend, reference
+from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.config import MeshConfig
+from jaxlc.sharding.mesh import make_mesh
 from tests.tolerances import max_relative_error
 
 TOKENS = 96
@@ -56,6 +62,38 @@ def inputs(
     value_dim = value_dim or head_dim
     widths = ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, value_dim), (num_heads, value_dim))
     return tuple(jax.random.normal(k, (batch, num_tokens, *w)).astype(dtype) for k, w in zip(keys, widths, strict=True))
+
+
+def split_mesh(**axes: int) -> Mesh:
+    """A mesh of the first devices of this machine."""
+    config = MeshConfig(**axes)
+    return make_mesh(config, jax.devices()[: config.num_devices])
+
+
+@functools.cache
+def oracle(packed=True, causal=True, dtype=jnp.float32, **heads):
+    """(out, gradients) on one device, in float32, of inputs rounded to `dtype`; heads as in `inputs`."""
+    q, k, v, dout = (x.astype(jnp.float32) for x in inputs(dtype=dtype, **heads))
+
+    def objective(q, k, v):
+        out, _ = reference.forward(q, k, v, masks(packed), AttentionSpec(causal=causal))
+        return (out * dout).sum(), out
+
+    gradients, out = jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(q, k, v)
+    return out, gradients
+
+
+def sharded(mesh, packed=True, causal=True, dtype=jnp.float32, strategy="ring", kernel="auto", **heads):
+    """The same through the public door, on a mesh."""
+    q, k, v, dout = inputs(dtype=dtype, **heads)
+    how = dict(strategy=strategy, kernel=kernel, causal=causal, segment_ids=jnp.asarray(segments()) if packed else None)
+
+    def objective(q, k, v):
+        out = attend(q, k, v, mesh=mesh, **how)
+        return (out * dout).sum(), out
+
+    gradients, out = jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(q, k, v)
+    return out, gradients
 
 
 def assert_rows_match(got, wanted, tolerance: float) -> None:

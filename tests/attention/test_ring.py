@@ -1,58 +1,35 @@
 """Ring attention over simulated devices against the oracle on one."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.attention import attend, make, reference, ring
-from jaxlc.attention.contract import AttentionSpec
-from jaxlc.config import AttentionConfig, MeshConfig
+from jaxlc.attention import attend, make, ring
+from jaxlc.config import AttentionConfig
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.layout import zigzag_order
-from jaxlc.sharding.mesh import make_mesh
 from jaxlc.train.remat import make_remat
-from tests.attention.cases import ROWS, TOKENS, assert_rows_match, inputs, masks, positions, row_offsets, segments
+from tests.attention.cases import (
+    ROWS,
+    TOKENS,
+    assert_rows_match,
+    inputs,
+    oracle,
+    positions,
+    row_offsets,
+    segments,
+    sharded,
+    split_mesh,
+)
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
-
-
-def _mesh(**axes):
-    config = MeshConfig(**axes)
-    return make_mesh(config, jax.devices()[: config.num_devices])
-
-
-@functools.cache
-def _oracle(packed=True, causal=True, dtype=jnp.float32):
-    """(out, gradients) on one device, in float32, of inputs rounded to `dtype`."""
-    q, k, v, dout = (x.astype(jnp.float32) for x in inputs(dtype=dtype))
-
-    def objective(q, k, v):
-        out, _ = reference.forward(q, k, v, masks(packed), AttentionSpec(causal=causal))
-        return (out * dout).sum(), out
-
-    gradients, out = jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(q, k, v)
-    return out, gradients
-
-
-def _ring(mesh, packed=True, causal=True, dtype=jnp.float32, kernel="auto"):
-    q, k, v, dout = inputs(dtype=dtype)
-    segment_ids = jnp.asarray(segments()) if packed else None
-
-    def objective(q, k, v):
-        out = attend(q, k, v, mesh=mesh, kernel=kernel, causal=causal, segment_ids=segment_ids)
-        return (out * dout).sum(), out
-
-    gradients, out = jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(q, k, v)
-    return out, gradients
 
 
 @pytest.mark.parametrize("context", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_every_mask_on_every_ring(context, packed, causal):
-    assert_rows_match(_ring(_mesh(context=context), packed, causal), _oracle(packed, causal), FLOAT32_PARITY)
+    assert_rows_match(sharded(split_mesh(context=context), packed, causal), oracle(packed, causal), FLOAT32_PARITY)
 
 
 @pytest.mark.parametrize("axes", [
@@ -62,24 +39,24 @@ def test_every_mask_on_every_ring(context, packed, causal):
     dict(fsdp=2, context=3),
 ], ids=str)
 def test_other_mesh_axes_beside_context(axes):
-    assert_rows_match(_ring(_mesh(**axes)), _oracle(), FLOAT32_PARITY)
+    assert_rows_match(sharded(split_mesh(**axes)), oracle(), FLOAT32_PARITY)
 
 
 def test_the_reference_kernel_in_the_ring():
-    assert_rows_match(_ring(_mesh(context=4), kernel="reference"), _oracle(), FLOAT32_PARITY)
+    assert_rows_match(sharded(split_mesh(context=4), kernel="reference"), oracle(), FLOAT32_PARITY)
 
 
 def test_tiles_smaller_than_a_chunk_in_layout_order():
     order = zigzag_order(TOKENS, 2)
-    layout = make(AttentionConfig(query_block_tokens=16, key_block_tokens=8), _mesh(context=2))
+    layout = make(AttentionConfig(query_block_tokens=16, key_block_tokens=8), split_mesh(context=2))
     q, k, v, _ = (x[:, order] for x in inputs())
     out, lse = jax.jit(layout)(q, k, v, jnp.asarray(positions()[:, order]), jnp.asarray(segments()[:, order]))
     assert lse.dtype == jnp.float32 and lse.shape == (ROWS, 4, TOKENS)
-    assert_rows_match(out, _oracle()[0][:, order], FLOAT32_PARITY)
+    assert_rows_match(out, oracle()[0][:, order], FLOAT32_PARITY)
 
 
 def test_bitwise_the_same_when_run_again():
-    first, second = _ring(_mesh(context=4)), _ring(_mesh(context=4))
+    first, second = sharded(split_mesh(context=4)), sharded(split_mesh(context=4))
     for mine, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(second)):
         np.testing.assert_array_equal(mine, theirs)
 
@@ -87,8 +64,8 @@ def test_bitwise_the_same_when_run_again():
 @pytest.mark.parametrize("context", [1, 2, 4, 8])
 def test_bfloat16_error_does_not_grow_with_the_ring(context):
     """The same bound for every size: partial results meet in float32."""
-    got = _ring(_mesh(context=context), packed=False, dtype=jnp.bfloat16)
-    assert_rows_match(got, _oracle(packed=False, dtype=jnp.bfloat16), BFLOAT16_ATTENTION)
+    got = sharded(split_mesh(context=context), packed=False, dtype=jnp.bfloat16)
+    assert_rows_match(got, oracle(packed=False, dtype=jnp.bfloat16), BFLOAT16_ATTENTION)
 
 
 def _inner_jaxprs(eqn):
@@ -110,7 +87,7 @@ def _count(jaxpr, primitive: str) -> int:
 @pytest.mark.parametrize("remat, rings", [("none", 1), ("attention", 1), ("matmuls", 1), ("full", 2)])
 def test_remat_runs_the_forward_ring_again_only_when_asked_to(remat, rings):
     context = 4
-    layout = make(AttentionConfig(), _mesh(context=context))
+    layout = make(AttentionConfig(), split_mesh(context=context))
     q, k, v, dout = inputs()
     positions = row_offsets()[:, zigzag_order(TOKENS, context)]
 
@@ -137,7 +114,7 @@ def _largest_array(jaxpr) -> int:
 def test_a_scan_over_layers_keeps_no_mask():
     """Masks are the same in every layer; differentiation would take them out of the loop, all tiles at once."""
     num_tokens = 2048
-    layout = make(AttentionConfig(query_block_tokens=64, key_block_tokens=64), _mesh(context=4))
+    layout = make(AttentionConfig(query_block_tokens=64, key_block_tokens=64), split_mesh(context=4))
     positions = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (1, num_tokens))
 
     def loss(x):
@@ -161,7 +138,7 @@ def without_hops(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_the_hops_parity_is_lost(without_hops):
     """The comparison can fail."""
-    assert max_relative_error(_ring(_mesh(context=2), packed=False)[0], _oracle(packed=False)[0]) > 0.1
+    assert max_relative_error(sharded(split_mesh(context=2), packed=False)[0], oracle(packed=False)[0]) > 0.1
 
 
 @pytest.mark.parametrize("change, words", [
@@ -172,17 +149,17 @@ def test_without_the_hops_parity_is_lost(without_hops):
 def test_shapes_that_do_not_split_are_named(change, words):
     q, k, v, _ = inputs(**change)
     with pytest.raises(UserError, match=words):
-        attend(q, k, v, mesh=_mesh(context=4, tensor=2))
+        attend(q, k, v, mesh=split_mesh(context=4, tensor=2))
 
 
 def test_rows_that_do_not_split_are_named():
     q, k, v, _ = inputs(batch=3)
     with pytest.raises(UserError, match="3 rows do not split over data x fsdp = 2"):
-        attend(q, k, v, mesh=_mesh(data=2, context=2))
+        attend(q, k, v, mesh=split_mesh(data=2, context=2))
 
 
 @pytest.mark.parametrize("what", ["strategy", "kernel"])
 def test_unknown_names_are_refused(what):
     q, k, v, _ = inputs()
     with pytest.raises(UserError, match=f"no attention {what} 'rnig'; known: "):
-        attend(q, k, v, mesh=_mesh(context=2), **{what: "rnig"})
+        attend(q, k, v, mesh=split_mesh(context=2), **{what: "rnig"})

@@ -27,6 +27,7 @@ def config(tmp_path_factory):
     (["data.tokenizer=/nowhere/tokenizer.json"], "/nowhere/tokenizer.json"),
     (["model.vocab_size=100"], "tokenizer bytes has 257 tokens and the model 100; set --config.model.vocab_size=257"),
     (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3-8b?"),
+    (["attention.strategy=ulysses"], "context=4, and each tensor rank has 2 query and 1 key/value heads"),
     (["precision.compute=fp8"], "config.precision.compute is 'fp8', which is not one of 'auto', 'bf16', 'fp32'"),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_wrong_settings(config, tmp_path, monkeypatch, capsys, overrides, words):

@@ -74,6 +74,11 @@ def test_more_tensor_ranks_than_key_value_heads(axes):
     _assert_same(axes)
 
 
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])  # the ring is everywhere else
+def test_other_strategies(strategy):
+    _assert_same(dict(context=2, tensor=2, fsdp=2), attention=dict(strategy=strategy))
+
+
 @pytest.mark.parametrize("model", [
     dict(tie_embeddings=True, vocab_size=64),
     dict(qk_norm=True),

@@ -1,0 +1,65 @@
+"""Queries stay, all of K and V come at once: context parallelism of Llama 3 (2024, section 3.3.2).
+
+One gather instead of hops, so nothing overlaps with it, and every rank holds K and V of the whole sequence while its
+layer runs: for sequences where that fits, and for few key/value heads. Zigzag order balances the work of the ranks.
+The backward gathers again, so that nothing of that size is kept.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.core.axes import CONTEXT
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def attend(
+    q_btnH: jax.Array,
+    k_bskH: jax.Array,
+    v_bskH: jax.Array,
+    masks: Masks,
+    kernel: Kernel,
+    spec: AttentionSpec,
+    num_ranks: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the whole sequence, this rank's piece of it; call inside `shard_map`. As `ring.attend`."""
+    out, lse = kernel.forward(q_btnH, *_gathered(k_bskH, v_bskH), _masks_of_all_keys(masks), spec)
+    return out.astype(q_btnH.dtype), lse
+
+
+def _forward_rule(q, k, v, masks, kernel, spec, num_ranks):
+    out, lse = attend(q, k, v, masks, kernel, spec, num_ranks)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")  # see ring.py
+    return (out, lse), (q, k, v, masks, out, lse)
+
+
+def _backward_rule(kernel, spec, num_ranks, residuals, cotangents):
+    q, k, v, masks, out, lse = residuals
+    k_all, v_all = _gathered(k, v)
+    dq, dk, dv = kernel.backward(q, k_all, v_all, _masks_of_all_keys(masks), spec, out, lse, *cotangents)
+    # Every rank has a share in every key's gradient: summed in float32, each rank keeps its own piece.
+    dk, dv = (lax.psum_scatter(x, CONTEXT, scatter_dimension=1, tiled=True) for x in (dk, dv))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+attend.defvjp(_forward_rule, _backward_rule)
+
+
+def _gathered(k_bskH: jax.Array, v_bskH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """K and V of all ranks, in one collective."""
+    head_dim = k_bskH.shape[-1]
+    kv_bSkH = lax.all_gather(jnp.concatenate([k_bskH, v_bskH], axis=-1), CONTEXT, axis=1, tiled=True)
+    return kv_bSkH[..., :head_dim], kv_bSkH[..., head_dim:]
+
+
+def _masks_of_all_keys(masks: Masks) -> Masks:
+    def gathered(x_bs):
+        return None if x_bs is None else lax.all_gather(x_bs, CONTEXT, axis=1, tiled=True)
+
+    return masks._replace(
+        k_positions_BS=gathered(masks.k_positions_BS), k_segments_BS=gathered(masks.k_segments_BS)
+    )
