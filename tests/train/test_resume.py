@@ -49,7 +49,7 @@ def test_killed_in_mid_run(config, uninterrupted, tmp_path):
     run.send_signal(signal.SIGKILL)
     run.communicate()
     output = runs.train(config, tmp_path)
-    assert re.search(r"resuming from step (4|8) ", output), output
+    assert re.search(r"resuming from step (4|8|12) ", output), output
     assert runs.rows(tmp_path) == uninterrupted  # bitwise: floats survive JSON
 
 
@@ -66,7 +66,7 @@ def test_killed_while_a_checkpoint_is_written(config, uninterrupted, tmp_path):
 
 def test_sigterm_saves_and_exits(config, uninterrupted, tmp_path):
     run = runs.start(config, tmp_path, train__checkpoint_every_steps=0)
-    runs.wait_until(lambda: runs.step_of(tmp_path) >= 3, run)
+    runs.wait_until(lambda: runs.step_of(tmp_path) >= 1, run)
     run.send_signal(signal.SIGTERM)
     runs.finish(run, status=128 + signal.SIGTERM)
     saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
