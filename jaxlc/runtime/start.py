@@ -1,12 +1,17 @@
 """Prepares the environment that JAX reads when it starts, and joins the processes of a run."""
 
+import contextlib
 import os
 import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 
+_DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # Simulated devices share few cores, so one may wait for another far longer than the 40 s after which XLA takes a
 # collective on CPU for dead and aborts. Both flags are known to the XLA of every jax from 0.10.1 to 0.12.
@@ -22,8 +27,10 @@ def start(config: RuntimeConfig) -> None:
     Raises:
       UserError: JAX has already started with something else, or XLA_FLAGS contradicts the config.
     """
-    import jax
-    from jax._src import xla_bridge  # the only place that tells whether JAX has started, without starting it
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, not its notes; read at jax's import
+    with _without_driver_notes():
+        import jax
+        from jax._src import xla_bridge  # the only place that tells whether JAX has started, without starting it
 
     if not xla_bridge.backends_are_initialized():
         _set_environment(config, os.environ)
@@ -36,12 +43,13 @@ def start(config: RuntimeConfig) -> None:
                 process_id=config.process_id,
                 heartbeat_timeout_seconds=config.heartbeat_seconds,
             )
-    _check_started(config, jax.devices()[0].platform, jax.local_device_count(), jax.process_count())
+    with _without_driver_notes():
+        platform = jax.devices()[0].platform
+    _check_started(config, platform, jax.local_device_count(), jax.process_count())
 
 
 def _set_environment(config: RuntimeConfig, environment: dict[str, str]) -> None:
-    """Writes JAX_PLATFORMS, XLA_FLAGS and the log level; what the user has set stays."""
-    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, not its notes
+    """Writes JAX_PLATFORMS and XLA_FLAGS; what the user has set stays."""
     if config.simulated_devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["XLA_FLAGS"] = _simulation_flags(config, environment.get("XLA_FLAGS", ""))
@@ -61,6 +69,27 @@ def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
         )
     ours = [wanted, *_PATIENT_COLLECTIVES]
     return " ".join([*(flag for flag in ours if flag not in users_flags.split()), users_flags]).strip()
+
+
+@contextlib.contextmanager
+def _without_driver_notes() -> Iterator[None]:
+    """Where the CUDA plugin is installed for compiling and there is no driver, its C++ says so on stderr, several
+    times, whatever the log level. Those lines are left out; anything else comes a moment late."""
+    if _has_nvidia_driver():
+        yield
+        return
+    sys.stderr.flush()
+    real_stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held_back:
+        os.dup2(held_back.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(real_stderr, 2)
+            os.close(real_stderr)
+            held_back.seek(0)
+            lines = held_back.read().decode(errors="replace").splitlines(keepends=True)
+            sys.stderr.write("".join(line for line in lines if not any(note in line for note in _DRIVER_NOTES)))
 
 
 def _has_nvidia_driver() -> bool:

@@ -2,11 +2,13 @@
 
 import sys
 
+from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, run_main
 
 
 def main(command: ParsedCommand) -> int:
     """Returns the exit status: 0; 143 after SIGTERM, 130 after Ctrl-C; 1 at a loss that is not finite."""
+    runtime.start(command.config.runtime)  # before anything imports jax
     from jaxlc.train import loop
 
     try:

@@ -86,14 +86,32 @@ def test_started_on_a_gpu_where_cpu_devices_are_asked_for():
         start._check_started(RuntimeConfig(simulated_devices=8), "gpu", 8, 1)
 
 
+_START_TWICE = (
+    "from jaxlc import runtime; from jaxlc.config import RuntimeConfig\n"
+    "config = RuntimeConfig(simulated_devices=3); runtime.start(config); runtime.start(config)\n"
+    "import jax; print(jax.default_backend(), jax.device_count())"
+)
+
+
 def test_a_process_of_its_own():
-    """With jax imported beforehand, as in a notebook; and nothing but what was asked for is printed."""
-    (done,) = run_python(
-        "import jax; from jaxlc import runtime; from jaxlc.config import RuntimeConfig\n"
-        "config = RuntimeConfig(simulated_devices=3); runtime.start(config); runtime.start(config)\n"
-        "print(jax.default_backend(), jax.device_count())"
-    )
+    """Nothing but what was asked for is printed, also where the CUDA plugin is installed and no driver."""
+    (done,) = run_python(_START_TWICE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "cpu 3\n", "")
+
+
+def test_jax_imported_beforehand():
+    """As in a notebook."""
+    (done,) = run_python(f"import jax\n{_START_TWICE}")
+    assert (done.returncode, done.stdout) == (0, "cpu 3\n"), done.stderr
+
+
+def test_errors_on_stderr_are_not_held_back_for_good():
+    (done,) = run_python(
+        "import os; from jaxlc.runtime import start\n"
+        "with start._without_driver_notes():\n"
+        "    os.write(2, b'Could not find cuda drivers\\nan error\\n')"
+    )
+    assert (done.returncode, done.stderr) == (0, "an error\n")
 
 
 def test_two_processes():

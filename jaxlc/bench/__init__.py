@@ -1,0 +1,1 @@
+"""What scripts/bench_* call: measurements that say what was measured, on what, and with which versions."""

@@ -1,0 +1,94 @@
+"""Many attention measurements: a row each as it is done, a table at the end, and a picture over sequence lengths."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from jaxlc.bench import ringattention
+from jaxlc.bench.attention import Case, measure, measure_function
+from jaxlc.bench.timing import circumstances
+from jaxlc.config import AttentionConfig, MeshConfig
+from jaxlc.core.errors import UserError
+from jaxlc.sharding.mesh import make_mesh
+
+CONTESTANT = "ringattention"  # the package, in place of a strategy of ours
+
+
+def cases(strategies: list[str], lengths: list[int], **settings) -> list[Case]:
+    """Every strategy at every length; all lengths of one after the other, the strategies in turn within a length."""
+    return [Case(strategy=name, sequence_tokens=n, **settings) for n, name in product(lengths, strategies)]
+
+
+def run(cases: list[Case], mesh_config: MeshConfig, repeats: int, out: Path) -> list[dict]:
+    """Measures, prints, and writes out/attention.jsonl and out/attention.png.
+
+    Raises:
+      UserError: fewer devices than the mesh has, or a contestant that is not installed.
+    """
+    if len(jax.devices()) < mesh_config.num_devices:
+        raise UserError(f"the mesh needs {mesh_config.num_devices} devices and there are {len(jax.devices())}")
+    mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
+    out.mkdir(parents=True, exist_ok=True)
+    console, rows = Console(), []
+    with (out / "attention.jsonl").open("a") as file:
+        for case in track(cases, "measuring", console=console, transient=True):
+            rows.append(_measure(case, mesh, repeats) | circumstances())
+            file.write(json.dumps(rows[-1]) + "\n")
+            file.flush()
+    console.print(_table(rows))
+    _plot(rows, out / "attention.png")
+    console.print(f"{out / 'attention.jsonl'}, {out / 'attention.png'}", highlight=False)
+    return rows
+
+
+def _measure(case: Case, mesh, repeats: int) -> dict:
+    if case.strategy == CONTESTANT:
+        chunk_tokens = min(512, case.sequence_tokens // mesh.size)
+        return measure_function(case, mesh, ringattention.make(mesh, chunk_tokens), repeats)
+    return measure(case, mesh, AttentionConfig(strategy=case.strategy, kernel=case.kernel), repeats)
+
+
+def _table(rows: list[dict]) -> Table:
+    first = rows[0]
+    what = "forward + backward" if first["backward"] else "forward"
+    table = Table(
+        title=f"{what}, {first['num_heads']} heads of {first['head_dim']} ({first['num_kv_heads']} key/value),"
+        f" {first['dtype']}, {first['mesh'] or 'one device'}",
+        caption=f"{first['device']}, jax {first['jax']}, {first['commit']}; median of the calls; causal FLOPs",
+    )
+    for heading in ("tokens", "strategy", "ms", "min ms", "TFLOP/s", "of peak", "temp MiB/device"):
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for row in rows:
+        share = row["share_of_peak"]
+        table.add_row(
+            f"{row['sequence_tokens']:,}",
+            row["strategy"],
+            f"{1e3 * row['seconds']:,.1f}",
+            f"{1e3 * row['seconds_min']:,.1f}",
+            f"{row['tflops']:.3g}",
+            "" if share is None else f"{share:.1%}",
+            f"{row['temp_bytes'] / 2**20:,.1f}",
+        )
+    return table
+
+
+def _plot(rows: list[dict], path: Path) -> None:
+    """TFLOP/s over sequence length, a line a strategy."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        points = [(row["sequence_tokens"], row["tflops"]) for row in rows if row["strategy"] == strategy]
+        axes.plot(*zip(*points), "o-", label=strategy)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens", ylabel="TFLOP/s, causal, all devices", title="Attention by sequence length")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
