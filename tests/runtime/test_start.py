@@ -107,8 +107,8 @@ def test_jax_imported_beforehand():
 
 def test_errors_on_stderr_are_not_held_back_for_good():
     (done,) = run_python(
-        "import os; from jaxlc.runtime import start\n"
-        "with start._without_driver_notes():\n"
+        "import os; from jaxlc.runtime.start import _without_driver_notes\n"
+        "with _without_driver_notes():\n"
         "    os.write(2, b'Could not find cuda drivers\\nan error\\n')"
     )
     assert (done.returncode, done.stderr) == (0, "an error\n")
