@@ -23,8 +23,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 10
     config.memory.remat = "none"  # it fits, and nothing is computed twice
-    config.train.steps = 130
+    config.train.steps = 150
     config.train.eval_rows = 8
-    config.train.eval_every_steps = 65
+    config.train.eval_every_steps = 75
     config.train.checkpoint_every_steps = 50
     return config

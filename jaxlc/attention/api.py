@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxlc.attention import all_gather, blockwise, reference, ring, ulysses
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
@@ -89,7 +89,7 @@ def attend(
     Args:
       q_BTNH: queries; N a multiple of K. Any float dtype.
       k_BSKH, v_BSKH: keys and values, S == T.
-      mesh: has the axes data, fsdp, context and tensor.
+      mesh: has the axes data, fsdp, context and tensor, of type Auto.
       strategy: how the sequence is split over context: "ring", "all_gather" or "ulysses".
       kernel: "auto", or one by name, which then never falls back.
       causal: a query sees its own and earlier positions only.
@@ -101,7 +101,12 @@ def attend(
       UserError: a shape that does not split over the mesh, or an unknown strategy or kernel; says which.
       NotImplementedError: the strategy cannot do what is asked; names the limit and the value.
     """
-    _check_shapes(q_BTNH, k_BSKH, v_BSKH, mesh)
+    _check_shapes(q_BTNH, k_BSKH, v_BSKH, segment_ids, mesh)
+    if any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
+        raise UserError(
+            "the mesh has Explicit or Manual axes, as jax.make_mesh makes them unless told otherwise; make it with"
+            " axis_types=(jax.sharding.AxisType.Auto,) * 4, or with jaxlc.sharding.mesh.make_mesh"
+        )
     config = AttentionConfig(strategy=_known(strategy, STRATEGIES, "strategy"), kernel=kernel)
     choose_kernel(kernel, "any")
     return _attend(q_BTNH, k_BSKH, v_BSKH, segment_ids, config, mesh, causal, scale)
@@ -131,13 +136,15 @@ def _known(name: str, table: dict, what: str) -> str:
     return name
 
 
-def _check_shapes(q_BTNH, k_BSKH, v_BSKH, mesh: Mesh) -> None:
+def _check_shapes(q_BTNH, k_BSKH, v_BSKH, segments_BT, mesh: Mesh) -> None:
     batch, num_tokens, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BSKH.shape[2]
     rows, context, tensor = mesh.shape[DATA] * mesh.shape[FSDP], mesh.shape[CONTEXT], mesh.shape[TENSOR]
     if k_BSKH.shape[:2] != (batch, num_tokens) or v_BSKH.shape[:3] != k_BSKH.shape[:3] or k_BSKH.shape[3] != head_dim:
         shapes = f"q {q_BTNH.shape}, k {k_BSKH.shape} and v {v_BSKH.shape}"
         raise UserError(f"{shapes} do not match; give q as [B, T, N, H], k and v as [B, T, K, H]")
+    if segments_BT is not None and segments_BT.shape != (batch, num_tokens):
+        raise UserError(f"segment_ids are {segments_BT.shape} and must be [B, T] = {(batch, num_tokens)}")
     if num_heads % num_kv_heads:
         raise UserError(f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads")
     if num_heads % tensor or (num_kv_heads % tensor and tensor % num_kv_heads):

@@ -55,7 +55,7 @@ RANGES: dict[str, dict[str, _Range]] = {
     "memory": dict(loss_chunk_tokens=_FROM_1),
     "runtime": dict(simulated_devices=_FROM_0, num_processes=_FROM_1, process_id=_FROM_0, heartbeat_seconds=_FROM_1),
     "train": dict(
-        steps=_FROM_0,
+        steps=_FROM_1,
         rows_per_step=_FROM_1,
         accumulation_steps=_FROM_1,
         seed=_FROM_0,
@@ -83,7 +83,8 @@ def check(config: Config) -> None:
         check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")
     for problem in _tensor_problems(config):
         mesh = working_mesh(config, config.mesh.num_devices)
-        advice = f"use {mesh_overrides(config.mesh, mesh)}" if mesh else "use a smaller --config.mesh.tensor"
+        smaller = "a smaller --config.mesh.tensor or --config.mesh.context"
+        advice = f"use {mesh_overrides(config.mesh, mesh)}" if mesh else f"use {smaller}"
         raise UserError(f"{problem}; {advice}")
     _raise_first(_length_problems(config))
 
@@ -100,8 +101,10 @@ def check_num_devices(config: Config, num_devices: int, there_are: str) -> None:
     sentence = f"the mesh {wanted} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
     mesh = working_mesh(config, num_devices)
     ways = [] if mesh is None else [mesh_overrides(config.mesh, mesh)]
-    ways.append(f"--config.runtime.simulated_devices={config.mesh.num_devices}, on CPU")
-    raise UserError(f"{sentence}; use {', or '.join(ways)}")
+    if _splits(config):
+        ways.append(f"--config.runtime.simulated_devices={config.mesh.num_devices}, on CPU")
+    advice = f"use {', or '.join(ways)}" if ways else "no mesh of either size splits this model and these rows"
+    raise UserError(f"{sentence}; {advice}")
 
 
 def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:
@@ -111,11 +114,12 @@ def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:
         old, new = _sizes(config.mesh), _sizes(mesh)
         return sum(abs(math.log(new[axis] / old[axis])) for axis in MESH_AXES)
 
-    def splits(mesh: MeshConfig) -> bool:
-        changed = dataclasses.replace(config, mesh=mesh)
-        return not any((*_tensor_problems(changed), *_length_problems(changed)))
+    meshes = [mesh for mesh in _meshes(num_devices) if _splits(dataclasses.replace(config, mesh=mesh))]
+    return min(meshes, key=distance, default=None)
 
-    return min(filter(splits, _meshes(num_devices)), key=distance, default=None)
+
+def _splits(config: Config) -> bool:
+    return not any((*_tensor_problems(config), *_length_problems(config)))
 
 
 def mesh_overrides(old: MeshConfig, new: MeshConfig) -> str:
@@ -218,7 +222,7 @@ def _tensor_problems(config: Config) -> Iterator[str]:
     if config.attention.strategy == "ulysses" and (heads % context or (kv_heads % context and context % kv_heads)):
         yield (
             f"config.attention.strategy='ulysses' splits heads over mesh.context={context}, and each tensor rank has"
-            f" {heads} query and {kv_heads} key/value heads, which must split or repeat evenly"
+            f" {heads} query and {kv_heads} key/value heads, which must split or repeat evenly, though not with 'ring'"
         )
 
 

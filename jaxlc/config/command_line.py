@@ -21,7 +21,7 @@ from jaxlc.config.help import settings_help
 from jaxlc.config.schema import Config
 from jaxlc.core.errors import UserError
 
-_OVERRIDE = re.compile(r"--?(no)?config\.(?P<key>[^=]+)")
+_OVERRIDE = re.compile(r"--?(no)?config\.(?P<key>[^=]*)")
 _STANDARD_FLAGS = {
     "config": "the config file, and after a colon which of its variants: FILE[:variant]",
     "workdir": "where checkpoints, metrics and pictures go; runs/FILE[-variant] by default",
@@ -152,7 +152,9 @@ class _CommaSeparated(tuple_parser.TupleParser):
     """"a,b" -> ("a", "b")."""
 
     def parse(self, argument: str | tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(argument.split(",")) if isinstance(argument, str) else super().parse(argument)
+        if isinstance(argument, str) and argument[:1] not in ("(", "["):
+            return tuple(argument.split(","))
+        return super().parse(argument)
 
 
 def _dashed(names: list[str]) -> list[str]:

@@ -55,7 +55,8 @@ def list_files(config: DataConfig) -> list[SourceFile]:
         if not found:
             raise UserError(f"data.sources {source!r} holds no file that ends in {', '.join(_SUFFIXES)}; give another")
         for name, path in sorted(found):
-            files.setdefault(path.resolve(), _source_file(name, path))
+            file = _source_file(name, path)  # first: it tells of files that cannot be read, loops of links among them
+            files.setdefault(path.resolve(), file)
     return list(files.values())
 
 
@@ -79,7 +80,7 @@ def read_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
 
 def split_hash(name: str) -> float:
     """A number in [0, 1) that depends on a document's name alone; below `eval_fraction` it is held out."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) / 2**48
+    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:6]) / 2**48
 
 
 def _source_file(name: str, path: Path) -> SourceFile:

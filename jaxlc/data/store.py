@@ -110,7 +110,7 @@ def _write(
         for document, ids in _tokenized(files, config.text_field, tokenizer):
             stored = np.append(ids, tokenizer.end_of_document_id).astype(dtype).tobytes()
             out.write(stored)
-            content_hash.update(f"{document.name}\0{len(stored)}\0".encode())
+            content_hash.update(f"{document.name}\0{len(stored)}\0".encode(errors="surrogateescape"))
             content_hash.update(stored)
             lengths.append(len(ids) + 1)
             split_hashes.append(split_hash(document.name))

@@ -83,11 +83,15 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True  # a document that spells "</s>" does not end there
         self.name = name
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have gaps
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1  # ids may have gaps
         self.end_of_document_id = self._find_end_of_document()
 
     def encode(self, text: bytes) -> np.ndarray:
-        encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        try:
+            encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        except Exception as error:  # the package raises nothing more particular
+            raise UserError(f"data.tokenizer {self.name!r} cannot encode the corpus ({error}); give another") from None
         return np.asarray(encoding.ids, np.int32)
 
     def decode(self, ids: np.ndarray) -> str:

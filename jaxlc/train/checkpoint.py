@@ -9,6 +9,7 @@ DIRECTORY/STEP.unreadable/  was found damaged; nothing reads it any more
 
 import contextlib
 import gc
+import hashlib
 import json
 import shutil
 import sys
@@ -24,6 +25,10 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxlc.core.errors import UserError
+from jaxlc.train.metrics import METRICS_FILE
+
+CHECKPOINTS_DIRECTORY = "checkpoints"
+_DIGEST = "sha256"  # key in the stored meta: of the rest of it
 
 
 def prepare_workdir(workdir: str | Path) -> Path:
@@ -35,7 +40,8 @@ def prepare_workdir(workdir: str | Path) -> Path:
     path = Path(workdir).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+        (path / CHECKPOINTS_DIRECTORY).mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=path), (path / METRICS_FILE).open("a"):
             pass
     except OSError as error:
         raise UserError(f"cannot write to {path} ({error.strerror}): choose another --workdir") from error
@@ -74,7 +80,7 @@ class Checkpoints:
             return
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
-            meta=ocp.args.JsonSave(meta),
+            meta=ocp.args.JsonSave(meta | {_DIGEST: _digest(meta)}),
             checksums=ocp.args.JsonSave(_checksums(state)),
         )
         self._manager.save(step, args=arguments, force=True)  # force: when to save is the caller's decision
@@ -189,8 +195,13 @@ def _quiet_failures() -> Iterator[None]:
 
 def _read_meta(directory: Path) -> dict:
     meta = json.loads((directory / "meta" / "metadata").read_text())
-    meta["config"]["model"].keys()  # raises where it is not what `save` asks for
+    if meta.pop(_DIGEST, None) != _digest(meta):
+        raise ValueError("meta is not what was saved")
     return meta
+
+
+def _digest(meta: dict) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def _read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:

@@ -22,7 +22,7 @@ from jaxlc.data import Corpus, batches, open_corpus
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.report import sharding_table
-from jaxlc.train.checkpoint import Checkpoints, prepare_workdir
+from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, prepare_workdir
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.metrics import MetricsLog
 from jaxlc.train.progress import Progress
@@ -80,7 +80,8 @@ class _Training:
         self.order = zigzag_order(config.data.sequence_tokens, self.mesh.shape[CONTEXT])
         progress.say(_description(config, self.step))
         self.corpus = _open_corpus(config, progress)
-        self.checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep_checkpoints, warn=progress.say)
+        directory = workdir / CHECKPOINTS_DIRECTORY
+        self.checkpoints = Checkpoints(directory, keep=config.train.keep_checkpoints, warn=progress.say)
         self.metrics = MetricsLog(workdir, is_primary=self.is_primary)
         self.evaluate = Evaluator(self.step, self.corpus.heldout, config.train.eval_rows, self.order)
         self.sigterm = _SigtermWatch()

@@ -27,6 +27,11 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.join_schedules([warmup, main], [config.warmup_steps])
 
 
+def updates_made(opt_state: optax.OptState) -> jax.Array:
+    """How many updates the optimizer has counted, int32; its schedule is at this step."""
+    return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
+
+
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019).
 

@@ -18,18 +18,24 @@ def write_report(workdir: Path, config: Config, corpus: Corpus, evaluation: Eval
     rows = read_rows(workdir / "metrics.jsonl")
     plot_loss(rows, {"unigram": unigram, "bigram": bigram}, workdir / "loss.png")
     plot_loss_by_position(evaluation, workdir / "loss_by_position.png")
-    steps = [row for row in rows if "loss" in row]
-    evaluations = [row for row in rows if "eval_loss" in row]
+    losses = [row["loss"] for row in rows if row.get("loss") is not None]
+    eval_losses = [row["eval_loss"] for row in rows if row.get("eval_loss") is not None]
+    rates = sorted(row["tokens_per_second"] for row in rows if "tokens_per_second" in row)
     tokens = config.train.steps * config.train.rows_per_step * config.data.sequence_tokens
-    median_rate = sorted(row["tokens_per_second"] for row in steps)[len(steps) // 2]
+    speed = f", {rates[len(rates) // 2]:,.0f} tokens/s (median)" if rates else ""
     return "\n".join([
         "",
-        f"trained         {config.train.steps} steps, {tokens:,} tokens, {median_rate:,.0f} tokens/s (median)",
-        f"training loss   {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f} nats per token",
-        f"held-out loss   {evaluations[0]['eval_loss']:.3f} -> {evaluation.loss:.3f}, over {num_rows} rows",
+        f"trained         {config.train.steps} steps, {tokens:,} tokens{speed}",
+        f"training loss   {_from_to(losses[:1], losses[-1:])} nats per token",
+        f"held-out loss   {_from_to(eval_losses[:1], [evaluation.loss])}, over {num_rows} rows",
         f"  for comparison, on the same rows: unigram {unigram:.3f}, bigram {bigram:.3f}",
         f"pictures        {workdir / 'loss.png'}",
         f"                {workdir / 'loss_by_position.png'}",
         f"metrics         {workdir / 'metrics.jsonl'}, tensorboard --logdir {workdir / 'tensorboard'}",
         f"checkpoints     {workdir / 'checkpoints'}",
     ])
+
+
+def _from_to(first: list[float], last: list[float]) -> str:
+    """"5.118 -> 2.491"; what is not known, as after a lost metrics file, is left out."""
+    return " -> ".join(f"{loss:.3f}" for loss in [*first, *last]) or "not known"

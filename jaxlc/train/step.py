@@ -17,7 +17,7 @@ from jaxlc.models.rope import rope_tables
 from jaxlc.runtime.xla_flags import compile_options
 from jaxlc.sharding.rules import Sharder
 from jaxlc.train.loss import LossSpec, loss_sums, token_losses
-from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer
+from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
 from jaxlc.train.remat import make_remat
 from jaxlc.train.state import TrainState, abstract_state, make_state
 
@@ -159,7 +159,7 @@ class TrainStep:
         gradients, cross_entropy = self.gradients(state.params, batch)
         # Divided once, by the weights of all ranks and microbatches: one of either may have no target at all.
         target_tokens = batch.loss_weights.sum()
-        per_token = 1.0 / jnp.maximum(target_tokens, 1.0)
+        per_token = jnp.where(target_tokens > 0, 1.0 / target_tokens, 0.0)
         gradients = jax.tree.map(lambda g: g * per_token, gradients)
         loss, grad_norm = cross_entropy * per_token, optax.tree.norm(gradients)
 
@@ -173,7 +173,8 @@ class TrainStep:
         metrics = StepMetrics(
             loss=loss,
             grad_norm=grad_norm,
-            learning_rate=jnp.float32(self._schedule(state.step)),
+            # The optimizer counts the updates it made; a step that was left out is not among them.
+            learning_rate=jnp.float32(self._schedule(updates_made(state.opt_state))),
             target_tokens=target_tokens,
             is_finite=is_finite,
         )

@@ -152,6 +152,21 @@ def test_shapes_that_do_not_split_are_named(change, words):
         attend(q, k, v, mesh=split_mesh(context=4, tensor=2))
 
 
+def test_segment_ids_of_another_shape_are_named():
+    q, k, v, _ = inputs()
+    with pytest.raises(UserError, match=r"segment_ids are \(6, 99\) and must be \[B, T\] = \(6, 96\)"):
+        attend(q, k, v, mesh=split_mesh(context=2), segment_ids=jnp.ones((6, 99), jnp.int32))
+
+
+def test_a_mesh_with_explicit_axes_is_refused():
+    """`jax.make_mesh` makes such axes unless told otherwise."""
+    q, k, v, _ = inputs()
+    axis_types = (jax.sharding.AxisType.Explicit,) * 4
+    mesh = jax.make_mesh((1, 1, 2, 1), ("data", "fsdp", "context", "tensor"), axis_types=axis_types)
+    with pytest.raises(UserError, match="Explicit .* make it with axis_types="):
+        attend(q, k, v, mesh=mesh)
+
+
 def test_rows_that_do_not_split_are_named():
     q, k, v, _ = inputs(batch=3)
     with pytest.raises(UserError, match="3 rows do not split over data x fsdp = 2"):

@@ -112,7 +112,8 @@ def test_a_config_file_without_get_config(tmp_path):
 
 
 def test_run_main_returns_the_status_of_main():
-    assert run_main(lambda command: command.config.train.steps, ["program", QUICKSTART], description="") == 130
+    argv = ["program", QUICKSTART, "--config.train.steps=130"]
+    assert run_main(lambda command: command.config.train.steps, argv, description="") == 130
 
 
 @pytest.mark.parametrize("where", ["parsing", "main"])

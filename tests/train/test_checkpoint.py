@@ -125,7 +125,13 @@ def empty_everything(run: Run, step: int) -> None:
     (run.directory / str(step)).mkdir()
 
 
-DAMAGES = (truncate, delete_arrays, delete_manifest, flip_a_bit, garble_meta, empty_everything)
+def change_meta(run: Run, step: int) -> None:
+    """A digit of the next row: still JSON, and silently other data."""
+    path = run.directory / str(step) / "meta" / "metadata"
+    path.write_text(path.read_text().replace('"next_row": ', '"next_row": 1'))
+
+
+DAMAGES = (truncate, delete_arrays, delete_manifest, flip_a_bit, garble_meta, change_meta, empty_everything)
 
 
 def test_every_leaf_and_the_meta_come_back(tmp_path):
@@ -289,7 +295,7 @@ def test_other_arrays_are_refused(tmp_path, change, told):
 def test_prepare_workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert prepare_workdir("runs/new") == tmp_path / "runs" / "new"
-    assert list((tmp_path / "runs" / "new").iterdir()) == []
+    assert {path.name for path in (tmp_path / "runs" / "new").iterdir()} == {"checkpoints", "metrics.jsonl"}
     (tmp_path / "file").touch()
     for unwritable in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         with pytest.raises(UserError, match=f"cannot write to {unwritable} .*--workdir"):

@@ -26,6 +26,9 @@ def config(tmp_path_factory):
     (["data.sources={empty}"], "empty"),
     (["data.tokenizer=/nowhere/tokenizer.json"], "/nowhere/tokenizer.json"),
     (["model.vocab_size=100"], "tokenizer bytes has 257 tokens and the model 100; set --config.model.vocab_size=257"),
+    (["=3"], "there is no config."),
+    (["data.sources=('a',3)"], "config.data.sources is .* which is not a list of strings"),
+    (["train.steps=0"], "config.train.steps is 0; it must be at least 1"),
     (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3-8b?"),
     (["attention.strategy=ulysses"], "context=4, and each tensor rank has 2 query and 1 key/value heads"),
     (["precision.compute=fp8"], "config.precision.compute is 'fp8', which is not one of 'auto', 'bf16', 'fp32'"),
@@ -38,10 +41,12 @@ def test_wrong_settings(config, tmp_path, monkeypatch, capsys, overrides, words)
     _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'run'}", *settings], words, capsys)
 
 
-def test_a_workdir_that_cannot_be_written(config, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    argv = [f"--config={config}", f"--workdir={tmp_path / 'file' / 'run'}"]
-    _assert_refused(argv, "choose another --workdir", capsys)
+@pytest.mark.parametrize("obstacle", ["run", "run/checkpoints", "run/metrics.jsonl/directory"])
+def test_a_workdir_that_cannot_be_written(config, tmp_path, capsys, obstacle):
+    path = tmp_path / obstacle
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'run'}"], "choose another --workdir", capsys)
 
 
 @pytest.mark.parametrize("argv, words", [
