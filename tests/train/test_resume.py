@@ -101,8 +101,9 @@ def test_resumed_by_two_processes(config, uninterrupted, halfway, tmp_path):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     primary, other = runs.start_pair(config, workdir)
     runs.finish(primary)
-    printed = runs.finish(other).splitlines()
-    assert all(line.startswith("[Gloo]") for line in printed), printed  # C++, and not ours; only process 0 prints
+    # Only process 0 prints. Gloo's own lines come from several C++ threads at once, and may be torn.
+    output = runs.finish(other)
+    assert not re.search(r"mesh|compil|loss|resuming|checkpoint", output), output
     _assert_same_losses(runs.rows(workdir), uninterrupted, 1e-5)
 
 
