@@ -1,13 +1,10 @@
 """The trainer, read top to bottom: config, mesh, step, corpus, state, loop."""
 
-import signal
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
@@ -27,12 +24,12 @@ from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.metrics import MetricsLog
 from jaxlc.train.progress import Progress
 from jaxlc.train.report import write_report
+from jaxlc.train.sigterm import SIGTERM_EXIT_STATUS, SigtermWatch
 from jaxlc.train.state import TrainState
 from jaxlc.train.step import BATCH_SPEC, Batch, StepMetrics, TrainStep, build_step
 
 # Simulated CPU devices of jax 0.10 and 0.11 hang with many steps in flight, so some are fetched between log rows too.
 _MAX_STEPS_IN_FLIGHT = 8
-SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 
 
 class TrainingStopped(RuntimeError):
@@ -84,7 +81,7 @@ class _Training:
         self.checkpoints = Checkpoints(directory, keep=config.train.keep_checkpoints, warn=progress.say)
         self.metrics = MetricsLog(workdir, is_primary=self.is_primary)
         self.evaluate = Evaluator(self.step, self.corpus.heldout, config.train.eval_rows, self.order)
-        self.sigterm = _SigtermWatch()
+        self.sigterm = SigtermWatch()
         self.state, self.next_row = self._first_state()
         self.done = int(self.state.step)
         self.evaluation: Evaluation | None = None
@@ -242,32 +239,6 @@ class _Window:
     @property
     def seconds_per_step(self) -> float:
         return (time.perf_counter() - self._start_seconds) / (self._last_step - self._first_step)
-
-
-class _SigtermWatch:
-    """Whether somebody asked the run to end. With several processes they agree on the step at which it ends."""
-
-    def __init__(self):
-        self._arrived = False
-        # jax.distributed catches SIGTERM itself; in threads other than the main one signals cannot be caught.
-        self._catches = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
-
-    def __enter__(self) -> "_SigtermWatch":
-        if self._catches:
-            self._previous = signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._catches:
-            signal.signal(signal.SIGTERM, self._previous)
-
-    def _note(self, _signal, _frame) -> None:
-        self._arrived = True
-
-    def arrived(self, step: int) -> bool:
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._arrived
 
 
 def _is_due(step: int, every: int) -> bool:
