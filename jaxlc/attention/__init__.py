@@ -1,5 +1,5 @@
 """Attention over a sequence that is split across devices. `attend` is the public door."""
 
-from jaxlc.attention.api import attend, choose_kernel, make
+from jaxlc.attention.api import Choice, attend, choose, make
 
-__all__ = ["attend", "choose_kernel", "make"]
+__all__ = ["Choice", "attend", "choose", "make"]

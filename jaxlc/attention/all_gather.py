@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlc.attention import halo
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
-from jaxlc.core.axes import CONTEXT
+from jaxlc.sharding.mesh import Ranks
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def attend(
     q_btnH: jax.Array,
     k_bskH: jax.Array,
@@ -24,41 +24,51 @@ def attend(
     masks: Masks,
     kernel: Kernel,
     spec: AttentionSpec,
-    num_ranks: int,
+    ranks: Ranks,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the whole sequence, this rank's piece of it; call inside `shard_map`. As `ring.attend`."""
-    out, lse = kernel.forward(q_btnH, *_gathered(k_bskH, v_bskH), _masks_of_all_keys(masks), spec)
-    return out.astype(q_btnH.dtype), lse
+    if spec.window is not None:  # gathers the halo instead of everything
+        return halo.attend(q_btnH, k_bskH, v_bskH, masks, kernel, spec, ranks)
+    if masks.q_positions_BT is None:
+        positions_bt = ranks.positions(*q_btnH.shape[:2])
+        masks = masks._replace(q_positions_BT=positions_bt, k_positions_BS=positions_bt)
+    return _attend(q_btnH, k_bskH, v_bskH, masks, kernel, spec, ranks)
 
 
-def _forward_rule(q, k, v, masks, kernel, spec, num_ranks):
-    out, lse = attend(q, k, v, masks, kernel, spec, num_ranks)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attend(q, k, v, masks, kernel, spec, ranks):
+    out, lse = kernel.forward(q, *_gathered(k, v, ranks), _masks_of_all_keys(masks, ranks), spec)
+    return out.astype(q.dtype), lse
+
+
+def _forward_rule(q, k, v, masks, kernel, spec, ranks):
+    out, lse = _attend(q, k, v, masks, kernel, spec, ranks)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")  # see ring.py
     return (out, lse), (q, k, v, masks, out, lse)
 
 
-def _backward_rule(kernel, spec, num_ranks, residuals, cotangents):
+def _backward_rule(kernel, spec, ranks, residuals, cotangents):
     q, k, v, masks, out, lse = residuals
-    k_all, v_all = _gathered(k, v)
-    dq, dk, dv = kernel.backward(q, k_all, v_all, _masks_of_all_keys(masks), spec, out, lse, *cotangents)
+    k_all, v_all = _gathered(k, v, ranks)
+    dq, dk, dv = kernel.backward(q, k_all, v_all, _masks_of_all_keys(masks, ranks), spec, out, lse, *cotangents)
     # Every rank has a share in every key's gradient: summed in float32, each rank keeps its own piece.
-    dk, dv = (lax.psum_scatter(x, CONTEXT, scatter_dimension=1, tiled=True) for x in (dk, dv))
+    dk, dv = (lax.psum_scatter(x, ranks.axis, scatter_dimension=1, tiled=True) for x in (dk, dv))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-attend.defvjp(_forward_rule, _backward_rule)
+_attend.defvjp(_forward_rule, _backward_rule)
 
 
-def _gathered(k_bskH: jax.Array, v_bskH: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gathered(k_bskH: jax.Array, v_bskH: jax.Array, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
     """K and V of all ranks, in one collective."""
     head_dim = k_bskH.shape[-1]
-    kv_bSkH = lax.all_gather(jnp.concatenate([k_bskH, v_bskH], axis=-1), CONTEXT, axis=1, tiled=True)
+    kv_bSkH = lax.all_gather(jnp.concatenate([k_bskH, v_bskH], axis=-1), ranks.axis, axis=1, tiled=True)
     return kv_bSkH[..., :head_dim], kv_bSkH[..., head_dim:]
 
 
-def _masks_of_all_keys(masks: Masks) -> Masks:
+def _masks_of_all_keys(masks: Masks, ranks: Ranks) -> Masks:
     def gathered(x_bs):
-        return None if x_bs is None else lax.all_gather(x_bs, CONTEXT, axis=1, tiled=True)
+        return None if x_bs is None else lax.all_gather(x_bs, ranks.axis, axis=1, tiled=True)
 
     return masks._replace(
         k_positions_BS=gathered(masks.k_positions_BS), k_segments_BS=gathered(masks.k_segments_BS)

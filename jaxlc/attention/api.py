@@ -2,34 +2,64 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxlc.attention import all_gather, blockwise, reference, ring, ulysses
-from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.attention import all_gather, hybrid, ring, ulysses
+from jaxlc.attention.choose import Choice, choose_kernel
+from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
 from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.layout import natural_order, zigzag_order
+from jaxlc.sharding.mesh import split_context
 
-KERNELS: dict[str, Kernel] = {"blockwise": blockwise, "reference": reference}
-STRATEGIES: dict[str, Callable] = {
-    "ring": ring.attend,
-    "all_gather": all_gather.attend,
-    "ulysses": ulysses.attend,
+
+class Strategy(NamedTuple):
+    """A way to split a sequence over the context axis."""
+
+    attend: Callable  # runs inside shard_map
+    by_index: bool  # its kernel calls need no positions where nothing is packed
+    by_index_in_windows: bool = False  # nor in sliding windows
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "ring": Strategy(ring.attend, by_index=True),
+    "all_gather": Strategy(all_gather.attend, by_index=False),
+    "ulysses": Strategy(ulysses.attend, by_index=True, by_index_in_windows=True),
+    "hybrid": Strategy(hybrid.attend, by_index=True),
 }
 
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def choose_kernel(name: str, platform: str) -> tuple[str, str]:
-    """The kernel that `name` means on `platform`, and a sentence that says why."""
-    if name != "auto":
-        return _known(name, KERNELS, "kernel"), "named in the config"
-    return "blockwise", f"auto: the portable XLA kernel runs on {platform}; no vendor kernel is wired in yet"
+def choose(
+    config: AttentionConfig, mesh: Mesh, *, head_dim: int, dtype, packed: bool, value_dim: int | None = None
+) -> Choice:
+    """The kernel that `make(config, mesh)` will call for such arrays, and why; see `choose_kernel` for what it raises.
+
+    Args:
+      head_dim, value_dim: of queries and keys, and of values where it is another.
+      dtype: of q, k and v.
+      packed: whether segment ids come with the tokens.
+    """
+    strategy = STRATEGIES[_known_strategy(config.strategy)]
+    device = mesh.devices.flat[0]
+    by_index = strategy.by_index_in_windows if config.window else strategy.by_index
+    case = KernelCase(
+        platform=device.platform,
+        compute_capability=getattr(device, "compute_capability", None),
+        dtype=jnp.dtype(dtype).name,
+        head_dim=head_dim,
+        value_dim=value_dim or head_dim,
+        window=config.window or None,
+        by_index=by_index and not packed,
+    )
+    return choose_kernel(config.kernel, case)
 
 
 def make(config: AttentionConfig, mesh: Mesh, *, causal: bool = True, scale: float | None = None) -> Attend:
@@ -37,36 +67,43 @@ def make(config: AttentionConfig, mesh: Mesh, *, causal: bool = True, scale: flo
 
     Returns:
       `attend(q_BTNH, k_BSKH, v_BSKH, positions_BT, segments_BT) -> (out_BTNH, lse_BNT float32)`, to be called under
-      `jit`. positions and segments are int32 and travel in the same layout order; segments may be None. B is split
-      over data and fsdp, T over context, N over tensor. Where tensor exceeds K, key/value heads are repeated here,
-      outside `shard_map`, so that their gradients are summed.
+      `jit`. positions and segments are int32 and travel in the same layout order. Segments may be None: each row is
+      one document. Then positions may be None too: tokens stand where the layout says. B is split over data and fsdp,
+      T over context, N over tensor. Where tensor exceeds K, key/value heads are repeated here, outside `shard_map`, so
+      that their gradients are summed.
     """
-    kernel_name, _ = choose_kernel(config.kernel, mesh.devices.flat[0].platform)
+    strategy = STRATEGIES[_known_strategy(config.strategy)]
     spec = AttentionSpec(
         causal=causal,
+        window=config.window or None,
         scale=scale,
         query_block_tokens=config.query_block_tokens,
         key_block_tokens=config.key_block_tokens,
     )
-    strategy = STRATEGIES[_known(config.strategy, STRATEGIES, "strategy")]
-    num_ranks, tensor = mesh.shape[CONTEXT], mesh.shape[TENSOR]
-    tokens = PartitionSpec(BATCH_AXES, CONTEXT)
-    heads = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None)
-    results = heads, PartitionSpec(BATCH_AXES, TENSOR, CONTEXT)
-
-    def local(q_btnH, k_bskH, v_bskH, positions_bt, segments_bt):
-        # Masks are the same in every layer, and differentiating a scan over layers takes what is the same out of the
-        # loop: all tiles of all masks, T x S numbers. Tied to the queries, they stay inside, one tile at a time.
-        q_btnH, positions_bt, segments_bt = lax.optimization_barrier((q_btnH, positions_bt, segments_bt))
-        masks = Masks.of_row(positions_bt, segments_bt)
-        return strategy(q_btnH, k_bskH, v_bskH, masks, KERNELS[kernel_name], spec, num_ranks)
+    tensor = mesh.shape[TENSOR]
+    split_mesh, ranks = split_context(mesh, config.ulysses_ranks if config.strategy == "hybrid" else None)
+    context = tuple(each.axis for each in ranks)
+    tokens = PartitionSpec(BATCH_AXES, context)
+    heads = PartitionSpec(BATCH_AXES, context, TENSOR, None)
+    results = heads, PartitionSpec(BATCH_AXES, TENSOR, context)
 
     def attend(q_BTNH, k_BSKH, v_BSKH, positions_BT, segments_BT):
+        kernel = choose(
+            config, mesh, head_dim=q_BTNH.shape[-1], value_dim=v_BSKH.shape[-1], dtype=q_BTNH.dtype,
+            packed=segments_BT is not None,
+        ).kernel  # fmt: skip
+
+        def local(q_btnH, k_bskH, v_bskH, *positions_and_segments):
+            # Masks are the same in every layer, and differentiating a scan over layers takes what is the same out of
+            # the loop: all tiles of all masks, T x S numbers. Tied to the queries, they stay inside, tile by tile.
+            q_btnH, masks = lax.optimization_barrier((q_btnH, Masks.of_row(*positions_and_segments)))
+            return strategy.attend(q_btnH, k_bskH, v_bskH, masks, kernel, spec, *ranks)
+
         k_BSKH, v_BSKH = (_repeat_heads(x, tensor) for x in (k_BSKH, v_BSKH))
-        in_specs = (heads, heads, heads, tokens, None if segments_BT is None else tokens)
+        in_specs = (heads, heads, heads, *(None if x is None else tokens for x in (positions_BT, segments_BT)))
         # check_vma: custom_vjp rules and Pallas interpret mode hold values whose variance is not tracked; every
         # operand varies over every axis here, so nothing needs the tracking.
-        split = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=results, check_vma=False)
+        split = jax.shard_map(local, mesh=split_mesh, in_specs=in_specs, out_specs=results, check_vma=False)
         return split(q_BTNH, k_BSKH, v_BSKH, positions_BT, segments_BT)
 
     return attend
@@ -81,7 +118,9 @@ def attend(
     strategy: str = "ring",
     kernel: str = "auto",
     causal: bool = True,
+    window: int | None = None,
     segment_ids: jax.Array | None = None,
+    ulysses_ranks: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
     """Exact attention over a sequence split on `mesh`; arrays in natural order. Works under `jit` and `grad`.
@@ -90,10 +129,12 @@ def attend(
       q_BTNH: queries; N a multiple of K. Any float dtype.
       k_BSKH, v_BSKH: keys and values, S == T.
       mesh: has the axes data, fsdp, context and tensor, of type Auto.
-      strategy: how the sequence is split over context: "ring", "all_gather" or "ulysses".
+      strategy: how the sequence is split over context: "ring", "all_gather", "ulysses" or "hybrid".
       kernel: "auto", or one by name, which then never falls back.
       causal: a query sees its own and earlier positions only.
+      window: a query sees itself and the window - 1 tokens before it; needs causal. None: all earlier tokens.
       segment_ids: [B, T] int32; tokens see their own segment only, and 0 is padding. None: one segment.
+      ulysses_ranks: of "hybrid", how many neighbouring ranks exchange heads; the context size over it is the ring's.
       scale: multiplies q . k; None is 1/sqrt(H).
     Returns:
       out_BTNH in q's dtype, in natural order.
@@ -107,19 +148,24 @@ def attend(
             "the mesh has Explicit or Manual axes, as jax.make_mesh makes them unless told otherwise; make it with"
             " axis_types=(jax.sharding.AxisType.Auto,) * 4, or with jaxlc.sharding.mesh.make_mesh"
         )
-    config = AttentionConfig(strategy=_known(strategy, STRATEGIES, "strategy"), kernel=kernel)
-    choose_kernel(kernel, "any")
+    if window is not None and (window < 1 or not causal):
+        raise UserError(f"window={window} with causal={causal}; a window is of 1 token or more, and looks back only")
+    config = AttentionConfig(
+        strategy=_known_strategy(strategy), kernel=kernel, window=window or 0, ulysses_ranks=ulysses_ranks or 1
+    )
     return _attend(q_BTNH, k_BSKH, v_BSKH, segment_ids, config, mesh, causal, scale)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, config, mesh, causal, scale):
-    batch, num_tokens = q_BTNH.shape[:2]
-    order = zigzag_order(num_tokens, mesh.shape[CONTEXT])
-    positions_BT = jnp.broadcast_to(jnp.asarray(order, jnp.int32), (batch, num_tokens))
-    in_layout = (None if x is None else x[:, order] for x in (q_BTNH, k_BSKH, v_BSKH))
-    segments_BT = None if segments_BT is None else segments_BT[:, order]
-    out_BTNH, _ = make(config, mesh, causal=causal, scale=scale)(*in_layout, positions_BT, segments_BT)
+    order = zigzag_order(q_BTNH.shape[1], mesh.shape[CONTEXT])
+    q_BTNH, k_BSKH, v_BSKH, segments_BT = (
+        None if x is None else x[:, order] for x in (q_BTNH, k_BSKH, v_BSKH, segments_BT)
+    )
+    positions_BT = None
+    if segments_BT is not None:
+        positions_BT = jnp.broadcast_to(jnp.asarray(order, jnp.int32), segments_BT.shape)
+    out_BTNH, _ = make(config, mesh, causal=causal, scale=scale)(q_BTNH, k_BSKH, v_BSKH, positions_BT, segments_BT)
     return out_BTNH[:, natural_order(order)]
 
 
@@ -130,9 +176,9 @@ def _repeat_heads(x_BSKH: jax.Array, tensor: int) -> jax.Array:
     return jnp.repeat(x_BSKH, tensor // num_kv_heads, axis=2)
 
 
-def _known(name: str, table: dict, what: str) -> str:
-    if name not in table:
-        raise UserError(f"there is no attention {what} {name!r}; known: {', '.join(sorted(table))}")
+def _known_strategy(name: str) -> str:
+    if name not in STRATEGIES:
+        raise UserError(f"there is no attention strategy {name!r}; known: {', '.join(sorted(STRATEGIES))}")
     return name
 
 

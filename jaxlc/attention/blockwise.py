@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
 
 
 class _Queries(NamedTuple):
@@ -38,6 +38,10 @@ class _RowResults(NamedTuple):
     dout_ZTGH: jax.Array
     lse_ZTG: jax.Array  # -inf replaced by 0: such a row has no visible key in any tile
     delta_ZTG: jax.Array  # sum_H(dout out) - dlse
+
+
+def unsupported(case: KernelCase) -> None:
+    """See `contract.Kernel.unsupported`: it does everything, everywhere."""
 
 
 def forward(
@@ -177,7 +181,9 @@ def _tiled_operands(q_BTNH, k_BSKH, v_BSKH, masks: Masks, spec: AttentionSpec):
     if q_segments is None and (num_queries % tile_T or num_keys % tile_S):
         q_segments = jnp.ones((batch, num_queries), jnp.int32)
         k_segments = jnp.ones((batch, num_keys), jnp.int32)
-    q_positions, k_positions = (masks.q_positions_BT, masks.k_positions_BS) if spec.causal else (None, None)
+    q_positions, k_positions = None, None
+    if spec.causal:
+        q_positions, k_positions, _, _ = masks.with_positions(batch, num_queries, num_keys)
     queries = _Queries(_fold(q_BTNH, num_kv_heads), q_positions, q_segments)
     keys = _Keys(*(_fold(x, num_kv_heads)[:, :, 0] for x in (k_BSKH, v_BSKH)), k_positions, k_segments)
     padded_queries = jax.tree.map(lambda x: _pad(x, tile_T), queries)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +24,13 @@ class AttentionSpec:
     """What is static about an attention call; hashable, so that it can be a static argument of `jit`."""
 
     causal: bool = True  # a query sees keys of its segment at its own and earlier positions
+    window: int | None = None  # a query sees itself and the window - 1 tokens before it; only with causal
     scale: float | None = None  # multiplies q . k; None is 1/sqrt(H)
     query_block_tokens: int = 256  # tiles of the kernels that are tiled
     key_block_tokens: int = 256
+
+    def __post_init__(self):
+        assert self.window is None or (self.causal and self.window > 0), self
 
     def scale_for(self, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
@@ -35,11 +40,14 @@ class Masks(NamedTuple):
     """Who may see whom, in O(T + S) numbers: a T x S mask exists nowhere but inside a tile.
 
     A query sees a key when their segment ids are equal and not 0 (0 is padding: it sees nothing and nobody
-    sees it) and, if the spec is causal, when the key's position is not greater. Positions need only be
-    ordered within a segment, so both row offsets and positions that restart per document serve.
+    sees it) and, if the spec is causal, when the key's position is not greater, nor smaller by the window or more.
+    Positions count the tokens of a segment, from anywhere, so both row offsets and positions that restart per
+    document serve.
     """
 
-    q_positions_BT: jax.Array | None  # int32: float32 stops counting at 2^24. None only where nothing is causal
+    # int32: float32 stops counting at 2^24. None: tokens are in natural order and the last query stands at the last
+    # key, so that masks go by index, which is all that some kernels know.
+    q_positions_BT: jax.Array | None
     k_positions_BS: jax.Array | None
     q_segments_BT: jax.Array | None  # int32. None: the whole row is one document, without padding
     k_segments_BS: jax.Array | None
@@ -51,9 +59,18 @@ class Masks(NamedTuple):
             q_segments_BT1 = self.q_segments_BT[:, :, None]
             visible_BTS = (q_segments_BT1 == self.k_segments_BS[:, None, :]) & (q_segments_BT1 != 0)
         if spec.causal:
-            is_past_BTS = self.q_positions_BT[:, :, None] >= self.k_positions_BS[:, None, :]
+            age_BTS = self.q_positions_BT[:, :, None] - self.k_positions_BS[:, None, :]
+            is_past_BTS = age_BTS >= 0 if spec.window is None else (age_BTS >= 0) & (age_BTS < spec.window)
             visible_BTS = is_past_BTS if visible_BTS is None else visible_BTS & is_past_BTS
         return visible_BTS
+
+    def with_positions(self, batch: int, num_queries: int, num_keys: int) -> "Masks":
+        """The same masks with positions written out, for kernels that go by them."""
+        if self.q_positions_BT is not None:
+            return self
+        positions_BS = jnp.broadcast_to(jnp.arange(num_keys, dtype=jnp.int32), (batch, num_keys))
+        queries_BT = jnp.broadcast_to(jnp.arange(num_keys - num_queries, num_keys, dtype=jnp.int32), (batch, num_queries))
+        return self._replace(q_positions_BT=queries_BT, k_positions_BS=positions_BS)
 
     @classmethod
     def of_row(cls, positions_BT: jax.Array | None, segments_BT: jax.Array | None) -> "Masks":
@@ -61,8 +78,24 @@ class Masks(NamedTuple):
         return cls(positions_BT, positions_BT, segments_BT, segments_BT)
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """All that a choice of kernel may depend on."""
+
+    platform: str  # as `jax.Device.platform` has it: "gpu", "cpu"
+    compute_capability: str | None  # of a GPU: "9.0"
+    dtype: str  # of q, k and v: "bfloat16"
+    head_dim: int  # of queries and keys
+    value_dim: int
+    window: int | None
+    by_index: bool  # neither positions nor segment ids are needed: masks go by index, causal or not at all
+
+
 class Kernel(Protocol):
-    """Attention of one device's queries over one block of keys: no mesh, no collectives."""
+    """Attention of one device's queries over one block of keys: no mesh, no collectives. A module."""
+
+    def unsupported(self, case: KernelCase) -> str | None:
+        """Why the kernel cannot do this, with the limit and the value: "head dim 256, and it does 64, 96 and 128"."""
 
     def forward(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, masks: Masks, spec: AttentionSpec

@@ -3,11 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
+
+
+def unsupported(case: KernelCase) -> None:
+    """See `contract.Kernel.unsupported`: it does everything, everywhere."""
 
 
 def _visible_BNTS(masks: Masks, spec: AttentionSpec, shape_BNTS: tuple[int, ...]) -> jax.Array:
-    visible_BTS = masks.visible_BTS(spec)
+    batch, _, num_queries, num_keys = shape_BNTS
+    visible_BTS = masks.with_positions(batch, num_queries, num_keys).visible_BTS(spec)
     return jnp.ones(shape_BNTS, bool) if visible_BTS is None else jnp.broadcast_to(visible_BTS[:, None], shape_BNTS)
 
 

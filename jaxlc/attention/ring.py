@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlc.attention import halo
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
 from jaxlc.attention.merge import merge
-from jaxlc.core.axes import CONTEXT
+from jaxlc.sharding.mesh import Ranks
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def attend(
     q_btnH: jax.Array,
     k_bskH: jax.Array,
@@ -37,7 +37,7 @@ def attend(
     masks: Masks,
     kernel: Kernel,
     spec: AttentionSpec,
-    num_ranks: int,
+    ranks: Ranks,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the whole sequence, this rank's piece of it; call inside `shard_map`.
 
@@ -45,15 +45,23 @@ def attend(
       q_btnH, k_bskH, v_bskH: this rank's queries, keys and values, zigzag order.
       masks: of this rank's piece against itself.
       kernel: does the blocks; a module that satisfies `contract.Kernel`.
-      num_ranks: size of the context axis, any number from 1.
+      spec: with a window, only what it reaches is sent and computed (halo.py).
+      ranks: the axis that splits the sequence, of any size from 1.
     Returns:
       out_btnH in q's dtype, lse_bnt float32.
     """
-    return _forward(q_btnH, k_bskH, v_bskH, masks, kernel, spec, num_ranks)
+    if spec.window is not None:
+        return halo.attend(q_btnH, k_bskH, v_bskH, masks, kernel, spec, ranks)
+    return _attend(q_btnH, k_bskH, v_bskH, masks, kernel, spec, ranks)
 
 
-def _forward(q, k, v, masks, kernel, spec, num_ranks):
-    ring = _Ring(kernel, spec, num_ranks, _segments_of_ranks(masks, num_ranks))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attend(q, k, v, masks, kernel, spec, ranks):
+    return _forward(q, k, v, masks, kernel, spec, ranks)
+
+
+def _forward(q, k, v, masks, kernel, spec, ranks):
+    ring = _Ring(kernel, spec, ranks, _segments_of_ranks(masks, ranks))
     block = ring.send(_pack(k, v))  # while the rank's own block is computed
     out_lse = kernel.forward(q, k, v, masks, spec)
     block, out_lse = lax.optimization_barrier((block, out_lse))
@@ -64,25 +72,25 @@ def _forward(q, k, v, masks, kernel, spec, num_ranks):
         out_lse = ring.forward_hop(s, q, *_unpack(block, k, v), out_lse)
         return lax.optimization_barrier((next_block, out_lse))
 
-    block, out_lse = lax.fori_loop(1, num_ranks - 1, step, (block, out_lse))
-    if num_ranks > 1:  # the last block goes nowhere
-        out_lse = ring.forward_hop(num_ranks - 1, q, *_unpack(block, k, v), out_lse)
+    block, out_lse = lax.fori_loop(1, ranks.size - 1, step, (block, out_lse))
+    if ranks.size > 1:  # the last block goes nowhere
+        out_lse = ring.forward_hop(ranks.size - 1, q, *_unpack(block, k, v), out_lse)
     out, lse = out_lse
     return out.astype(q.dtype), lse
 
 
-def _forward_rule(q, k, v, masks, kernel, spec, num_ranks):
-    out, lse = _forward(q, k, v, masks, kernel, spec, num_ranks)
+def _forward_rule(q, k, v, masks, kernel, spec, ranks):
+    out, lse = _forward(q, k, v, masks, kernel, spec, ranks)
     # Named here, inside the rule: a remat policy that keeps both then has all that the backward asks of the
     # forward ring. Named outside, the residuals would be other values, and the ring would run again.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return (out, lse), (q, k, v, masks, out, lse)
 
 
-def _backward_rule(kernel, spec, num_ranks, residuals, cotangents):
+def _backward_rule(kernel, spec, ranks, residuals, cotangents):
     q, k, v, masks, out, lse = residuals
     rows = _RowResults(out, lse, *cotangents)
-    ring = _Ring(kernel, spec, num_ranks, _segments_of_ranks(masks, num_ranks))
+    ring = _Ring(kernel, spec, ranks, _segments_of_ranks(masks, ranks))
     block = ring.send(_pack(k, v))
     dq, dk, dv = kernel.backward(q, k, v, masks, spec, *rows)
     block, dblock, dq = lax.optimization_barrier((block, _pack(dk, dv), dq))
@@ -93,16 +101,16 @@ def _backward_rule(kernel, spec, num_ranks, residuals, cotangents):
         dq, dk, dv = ring.backward_hop(s, q, *_unpack(block, k, v), rows, dq)
         return lax.optimization_barrier((next_block, dblock + _pack(dk, dv), dq))
 
-    block, dblock, dq = lax.fori_loop(1, num_ranks - 1, step, (block, dblock, dq))
-    if num_ranks > 1:
+    block, dblock, dq = lax.fori_loop(1, ranks.size - 1, step, (block, dblock, dq))
+    if ranks.size > 1:
         dblock = ring.send(dblock)
-        dq, dk, dv = ring.backward_hop(num_ranks - 1, q, *_unpack(block, k, v), rows, dq)
+        dq, dk, dv = ring.backward_hop(ranks.size - 1, q, *_unpack(block, k, v), rows, dq)
         dblock = ring.send(dblock + _pack(dk, dv))  # home
     dk, dv = _unpack(dblock, k, v)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-attend.defvjp(_forward_rule, _backward_rule)
+_attend.defvjp(_forward_rule, _backward_rule)
 
 
 class _RowResults(NamedTuple):
@@ -119,20 +127,24 @@ class _Ring(NamedTuple):
 
     kernel: Kernel
     spec: AttentionSpec
-    num_ranks: int
+    ranks: Ranks
     segments_rbs: jax.Array | None  # segment ids of every rank's piece
 
+    @property
+    def rank(self) -> jax.Array:
+        return lax.axis_index(self.ranks.axis)
+
     def send(self, x: jax.Array) -> jax.Array:
-        if self.num_ranks == 1:
+        if self.ranks.size == 1:
             return x
-        return lax.ppermute(x, CONTEXT, [(rank, (rank + 1) % self.num_ranks) for rank in range(self.num_ranks)])
+        return lax.ppermute(x, self.ranks.axis, [(rank, (rank + 1) % self.ranks.size) for rank in range(self.ranks.size)])
 
     def forward_hop(self, s, q, k, v, out_lse):
         """Merges the block of rank - s into (out_btnH, lse_bnt)."""
         source, masks, spec = self._block(s)
         if not self.spec.causal:
             return merge(*out_lse, *self.kernel.forward(q, k, v, masks, spec))
-        pick = _Pick(is_earlier=source < lax.axis_index(CONTEXT))
+        pick = _Pick(is_earlier=source < self.rank)
         results = self.kernel.forward(*pick.operands(q, k, v), pick.masks(masks), spec)
         (always, chosen) = zip(*(jnp.split(x, 2) for x in results))
         out, lse = out_lse
@@ -148,7 +160,7 @@ class _Ring(NamedTuple):
         if not self.spec.causal:
             dq_share, dk, dv = self.kernel.backward(q, k, v, masks, spec, *rows)
             return dq + dq_share, dk, dv
-        pick = _Pick(is_earlier=source < lax.axis_index(CONTEXT))
+        pick = _Pick(is_earlier=source < self.rank)
         operands, masks, rows = pick.operands(q, k, v), pick.masks(masks), pick.rows(rows)
         gradients = self.kernel.backward(*operands, masks, spec, *rows)
         (dq_always, dq_chosen), *dkv = (jnp.split(x, 2) for x in gradients)
@@ -159,12 +171,11 @@ class _Ring(NamedTuple):
     def _block(self, s):
         """Where the block came from, its masks against this rank's queries, and the hop's spec: not causal, for
         whatever of a foreign block is visible at all is visible whole."""
-        rank = lax.axis_index(CONTEXT)
-        source = (rank - s) % self.num_ranks
+        source = (self.rank - s) % self.ranks.size
         spec = AttentionSpec(**{**vars(self.spec), "causal": False})
         if self.segments_rbs is None:
             return source, Masks(None, None, None, None), spec
-        own, theirs = (lax.dynamic_index_in_dim(self.segments_rbs, r, keepdims=False) for r in (rank, source))
+        own, theirs = (lax.dynamic_index_in_dim(self.segments_rbs, r, keepdims=False) for r in (self.rank, source))
         return source, Masks(None, None, own, theirs), spec
 
 
@@ -206,11 +217,11 @@ class _Pick(NamedTuple):
         return self.select(chosen, zero) + plus_lo, self.select(zero, chosen) + plus_hi
 
 
-def _segments_of_ranks(masks: Masks, num_ranks: int) -> jax.Array | None:
+def _segments_of_ranks(masks: Masks, ranks: Ranks) -> jax.Array | None:
     """Everybody's segment ids: a few bytes a token, gathered once instead of travelling with each hop."""
-    if masks.q_segments_BT is None or num_ranks == 1:
+    if masks.q_segments_BT is None or ranks.size == 1:
         return None
-    return lax.all_gather(masks.q_segments_BT, CONTEXT)
+    return lax.all_gather(masks.q_segments_BT, ranks.axis)
 
 
 def _pack(k: jax.Array, v: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         rope_scaling_original_tokens=_FROM_1,
     ),
     "mesh": dict.fromkeys(MESH_AXES, _FROM_1),
-    "attention": dict(query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
+    "attention": dict(ulysses_ranks=_FROM_1, window=_FROM_0, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
     "data": dict(sequence_tokens=_FROM_1, eval_fraction=_SHARE, seed=_FROM_0, prefetch_steps=_FROM_0),
     "optimizer": dict(
         learning_rate=_FROM_0,
@@ -81,7 +81,7 @@ def check(config: Config) -> None:
     # Before the splits: advice on the mesh must not lead to a mesh of another size.
     if config.runtime.simulated_devices:
         check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")
-    for problem in _tensor_problems(config):
+    for problem in _split_problems(config):
         mesh = working_mesh(config, config.mesh.num_devices)
         smaller = "a smaller --config.mesh.tensor or --config.mesh.context"
         advice = f"use {mesh_overrides(config.mesh, mesh)}" if mesh else f"use {smaller}"
@@ -119,7 +119,7 @@ def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:
 
 
 def _splits(config: Config) -> bool:
-    return not any((*_tensor_problems(config), *_length_problems(config)))
+    return not any((*_split_problems(config), *_length_problems(config)))
 
 
 def mesh_overrides(old: MeshConfig, new: MeshConfig) -> str:
@@ -202,6 +202,12 @@ def _runtime_problems(config: Config) -> Iterator[str]:
         yield f"config.runtime.coordinator_address is {runtime.coordinator_address!r}; write it as host:port"
 
 
+def _split_problems(config: Config) -> Iterator[str]:
+    """Whatever of the model the mesh does not divide."""
+    yield from _tensor_problems(config)
+    yield from _strategy_problems(config)
+
+
 def _tensor_problems(config: Config) -> Iterator[str]:
     """Heads and features that the mesh does not divide."""
     model, tensor = config.model, config.mesh.tensor
@@ -218,11 +224,24 @@ def _tensor_problems(config: Config) -> Iterator[str]:
         yield (
             f"config.model.ffn_dim={model.ffn_dim} is not divisible by config.mesh.tensor={tensor}"
         )
-    heads, kv_heads, context = model.num_heads // tensor, max(1, model.num_kv_heads // tensor), config.mesh.context
-    if config.attention.strategy == "ulysses" and (heads % context or (kv_heads % context and context % kv_heads)):
+
+
+def _strategy_problems(config: Config) -> Iterator[str]:
+    """A context that the strategy does not cut, and heads that do not split over its ranks."""
+    attention, model, mesh = config.attention, config.model, config.mesh
+    if attention.strategy == "hybrid" and mesh.context % attention.ulysses_ranks:
         yield (
-            f"config.attention.strategy='ulysses' splits heads over mesh.context={context}, and each tensor rank has"
-            f" {heads} query and {kv_heads} key/value heads, which must split or repeat evenly, though not with 'ring'"
+            f"config.mesh.context={mesh.context} is not divisible by config.attention.ulysses_ranks="
+            f"{attention.ulysses_ranks}, which cuts it for 'hybrid'"
+        )
+    ranks = {"ulysses": mesh.context, "hybrid": attention.ulysses_ranks}.get(attention.strategy, 1)
+    heads, kv_heads = model.num_heads // mesh.tensor, max(1, model.num_kv_heads // mesh.tensor)
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        setting = "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_ranks"
+        yield (
+            f"config.attention.strategy={attention.strategy!r} splits heads over {setting}={ranks}, and each tensor rank"
+            f" has {heads} query and {kv_heads} key/value heads, which must split or repeat evenly, though not with"
+            " 'ring'"
         )
 
 

@@ -46,10 +46,13 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    strategy: Literal["ring", "all_gather", "ulysses"] = "ring"  # how the sequence is split over mesh.context
-    kernel: Literal["auto", "blockwise", "reference"] = "auto"  # a named kernel never falls back
-    query_block_tokens: int = 256  # tile of the blockwise kernel, queries
-    key_block_tokens: int = 256  # tile of the blockwise kernel, keys
+    strategy: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"  # how mesh.context splits the sequence
+    ulysses_ranks: int = 1  # of hybrid: so many neighbouring ranks exchange heads; mesh.context over it is the ring
+    window: int = 0  # sliding window: a token sees itself and window - 1 tokens before it; 0: all of them
+    document_mask: bool = True  # tokens see their own document only; False: all earlier tokens of the row
+    kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference"] = "auto"  # a named kernel never falls back
+    query_block_tokens: int = 256  # tile of the tiled kernels, queries
+    key_block_tokens: int = 256  # tile of the tiled kernels, keys
 
 
 @dataclass(frozen=True, kw_only=True)

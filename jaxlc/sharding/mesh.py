@@ -1,14 +1,18 @@
 """The device mesh: devices in a grid, whose directions are named in core/axes.py."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from jaxlc.config import MeshConfig
-from jaxlc.core.axes import MESH_AXES
+from jaxlc.core.axes import CONTEXT, MESH_AXES
 from jaxlc.core.errors import UserError
+from jaxlc.sharding.layout import zigzag_order
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -25,3 +29,27 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         raise UserError(f"{config} needs {config.num_devices} devices and there are {len(devices)}; give it that many")
     shape = tuple(vars(config)[axis] for axis in MESH_AXES)
     return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+class Ranks(NamedTuple):
+    """A mesh axis that splits a sequence, as code inside `shard_map` needs it; tokens are in zigzag order over it."""
+
+    axis: str
+    size: int
+
+    def positions(self, batch: int, num_tokens: int) -> jax.Array:
+        """[batch, num_tokens] int32: where in the row this rank's piece of `num_tokens` tokens stands."""
+        order_RT = zigzag_order(self.size * num_tokens, self.size).reshape(self.size, num_tokens)
+        positions_T = jnp.asarray(order_RT, jnp.int32)[lax.axis_index(self.axis)]
+        return jnp.broadcast_to(positions_T, (batch, num_tokens))
+
+
+def split_context(mesh: Mesh, inner: int | None) -> tuple[Mesh, tuple[Ranks, ...]]:
+    """The same devices with the context axis cut in two, `inner` ranks next to each other; None: as it is."""
+    if inner is None:
+        return mesh, (Ranks(CONTEXT, mesh.shape[CONTEXT]),)
+    at = mesh.axis_names.index(CONTEXT)
+    ranks = Ranks("context_outer", mesh.shape[CONTEXT] // inner), Ranks("context_inner", inner)
+    names = (*mesh.axis_names[:at], *(each.axis for each in ranks), *mesh.axis_names[at + 1 :])
+    shape = (*mesh.devices.shape[:at], *(each.size for each in ranks), *mesh.devices.shape[at + 1 :])
+    return Mesh(mesh.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)), ranks

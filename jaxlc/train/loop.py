@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from jaxlc import runtime
-from jaxlc.attention import choose_kernel
 from jaxlc.config import Config, check_num_devices, load, to_dict
 from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT
@@ -260,13 +259,12 @@ def _description(config: Config, step: TrainStep) -> str:
     """What is printed at the start: the mesh, where the parameters lie, the kernel, the work of a step."""
     device = step.mesh.devices.flat[0]
     axes = " x ".join(f"{axis}={size}" for axis, size in step.mesh.shape.items())
-    kernel, reason = choose_kernel(config.attention.kernel, device.platform)
     flops = training_flops(
         config.model, rows=config.train.rows_per_step, sequence_tokens=config.data.sequence_tokens, attention="causal"
     )
     return "\n".join([
         f"mesh       {axes}: {step.mesh.size} x {device.device_kind}, {jax.process_count()} processes",
-        f"attention  {config.attention.strategy}, tokens in zigzag order; kernel {kernel} ({reason})",
+        f"attention  {config.attention.strategy}, tokens in zigzag order; kernel {step.kernel.name} ({step.kernel.reason})",
         f"step       {config.train.rows_per_step} rows of {config.data.sequence_tokens:,} tokens,"
         f" {flops / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
         "",

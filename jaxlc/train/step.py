@@ -98,6 +98,17 @@ class TrainStep:
         return jax.jit(lambda: make_state(self.config, self.mesh, self._optimizer), out_shardings=shardings)()
 
     @property
+    def kernel(self) -> attention.Choice:
+        """The attention kernel of the step, and why that one."""
+        return attention.choose(
+            self.config.attention,
+            self.mesh,
+            head_dim=self.config.model.head_dim,
+            dtype=compute_dtype(self.config.precision.compute, self._platform),
+            packed=self.config.attention.document_mask,
+        )
+
+    @property
     def _platform(self) -> str:
         return self.mesh.devices.flat[0].platform
 
@@ -121,9 +132,11 @@ class TrainStep:
     def _hidden_and_head(self, params, batch: Batch):
         """Final hidden states and the output head, both in the compute dtype."""
         attend = attention.make(self.config.attention, self.mesh)
+        # Without the mask of documents, tokens go by their place in the row, for which nothing need be sent along.
+        masks = (batch.positions, batch.segment_ids) if self.config.attention.document_mask else (None, None)
 
         def attend_row(q, k, v):
-            return attend(q, k, v, batch.positions, batch.segment_ids)[0]
+            return attend(q, k, v, *masks)[0]
 
         return decoder.apply(
             params,

@@ -71,22 +71,22 @@ def split_mesh(**axes: int) -> Mesh:
 
 
 @functools.cache
-def oracle(packed=True, causal=True, dtype=jnp.float32, **heads):
+def oracle(packed=True, causal=True, dtype=jnp.float32, window=None, **heads):
     """(out, gradients) on one device, in float32, of inputs rounded to `dtype`; heads as in `inputs`."""
     q, k, v, dout = (x.astype(jnp.float32) for x in inputs(dtype=dtype, **heads))
 
     def objective(q, k, v):
-        out, _ = reference.forward(q, k, v, masks(packed), AttentionSpec(causal=causal))
+        out, _ = reference.forward(q, k, v, masks(packed), AttentionSpec(causal=causal, window=window))
         return (out * dout).sum(), out
 
     gradients, out = jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(q, k, v)
     return out, gradients
 
 
-def sharded(mesh, packed=True, causal=True, dtype=jnp.float32, strategy="ring", kernel="auto", **heads):
-    """The same through the public door, on a mesh."""
-    q, k, v, dout = inputs(dtype=dtype, **heads)
-    how = dict(strategy=strategy, kernel=kernel, causal=causal, segment_ids=jnp.asarray(segments()) if packed else None)
+def sharded(mesh, packed=True, causal=True, dtype=jnp.float32, window=None, heads=None, **how):
+    """The same through the public door, on a mesh; `how` goes to `attend`."""
+    q, k, v, dout = inputs(dtype=dtype, **(heads or {}))
+    how.update(causal=causal, window=window, segment_ids=jnp.asarray(segments()) if packed else None)
 
     def objective(q, k, v):
         out = attend(q, k, v, mesh=mesh, **how)

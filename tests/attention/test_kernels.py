@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlc.attention import reference
-from jaxlc.attention.api import KERNELS
+from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionSpec, Masks
 from jaxlc.attention.merge import merge
 from tests.attention.cases import assert_rows_match, inputs, masks, row_offsets
