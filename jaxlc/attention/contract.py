@@ -69,8 +69,9 @@ class Masks(NamedTuple):
         if self.q_positions_BT is not None:
             return self
         positions_BS = jnp.broadcast_to(jnp.arange(num_keys, dtype=jnp.int32), (batch, num_keys))
-        queries_BT = jnp.broadcast_to(jnp.arange(num_keys - num_queries, num_keys, dtype=jnp.int32), (batch, num_queries))
-        return self._replace(q_positions_BT=queries_BT, k_positions_BS=positions_BS)
+        first_query = num_keys - num_queries  # below 0 for queries that come before all keys
+        positions_BT = jnp.broadcast_to(jnp.arange(first_query, num_keys, dtype=jnp.int32), (batch, num_queries))
+        return self._replace(q_positions_BT=positions_BT, k_positions_BS=positions_BS)
 
     @classmethod
     def of_row(cls, positions_BT: jax.Array | None, segments_BT: jax.Array | None) -> "Masks":

@@ -4,8 +4,8 @@ The context axis is cut in two: neighbouring ranks exchange heads for tokens, gr
 alone stops at the number of heads; a ring alone sends K and V once around all ranks. Put the exchange, which has
 nothing to hide behind, on NVLink and the hops, which hide behind attention, on the network between nodes.
 
-Zigzag order over all ranks is zigzag order over the groups as well: rank r = o I + i holds chunks r and 2 R - 1 - r, and
-for i = 0 .. I - 1 those are two runs of I neighbouring chunks, o and 2 O - 1 - o when counted in runs.
+Zigzag order over all ranks is zigzag order over the groups as well: rank r = o I + i holds chunks r and 2 R - 1 - r,
+and for i = 0 .. I - 1 those are two runs of I neighbouring chunks, o and 2 O - 1 - o when counted in runs.
 """
 
 import functools

@@ -137,7 +137,8 @@ class _Ring(NamedTuple):
     def send(self, x: jax.Array) -> jax.Array:
         if self.ranks.size == 1:
             return x
-        return lax.ppermute(x, self.ranks.axis, [(rank, (rank + 1) % self.ranks.size) for rank in range(self.ranks.size)])
+        size = self.ranks.size
+        return lax.ppermute(x, self.ranks.axis, [(rank, (rank + 1) % size) for rank in range(size)])
 
     def forward_hop(self, s, q, k, v, out_lse):
         """Merges the block of rank - s into (out_btnH, lse_bnt)."""

@@ -239,9 +239,9 @@ def _strategy_problems(config: Config) -> Iterator[str]:
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         setting = "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_ranks"
         yield (
-            f"config.attention.strategy={attention.strategy!r} splits heads over {setting}={ranks}, and each tensor rank"
-            f" has {heads} query and {kv_heads} key/value heads, which must split or repeat evenly, though not with"
-            " 'ring'"
+            f"config.attention.strategy={attention.strategy!r} splits heads over {setting}={ranks}, and each tensor"
+            f" rank has {heads} query and {kv_heads} key/value heads, which must split or repeat evenly, though not"
+            " with 'ring'"
         )
 
 

@@ -264,7 +264,8 @@ def _description(config: Config, step: TrainStep) -> str:
     )
     return "\n".join([
         f"mesh       {axes}: {step.mesh.size} x {device.device_kind}, {jax.process_count()} processes",
-        f"attention  {config.attention.strategy}, tokens in zigzag order; kernel {step.kernel.name} ({step.kernel.reason})",
+        f"attention  {config.attention.strategy}, tokens in zigzag order;"
+        f" kernel {step.kernel.name} ({step.kernel.reason})",
         f"step       {config.train.rows_per_step} rows of {config.data.sequence_tokens:,} tokens,"
         f" {flops / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
         "",

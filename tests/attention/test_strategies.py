@@ -1,71 +1,87 @@
-"""The strategies other than the ring, which has a suite of its own, against the oracle."""
+"""Strategies x kernels x masks x mesh against the oracle: the cases of support.py, and what only some have."""
+
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.attention import attend
+from jaxlc.attention import attend, halo
+from tests.attention import support
 from tests.attention.cases import assert_rows_match, inputs, oracle, sharded, split_mesh
-from tests.tolerances import FLOAT32_PARITY
+from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
 
-CONTEXTS = (1, 2, 3, 4, 6, 8)
-STRATEGIES = ("ring", "all_gather", "ulysses", "hybrid")
-strategies = pytest.mark.parametrize("strategy", STRATEGIES[1:])
+strategies = pytest.mark.parametrize("strategy", support.STRATEGIES)
 
 
-def sizes(strategy: str, context: int) -> dict:
-    """The arguments of `sharded`: heads that the strategy can split, and how hybrid cuts the context."""
-    if strategy == "hybrid":
-        inner = {1: 1, 2: 2, 3: 3, 4: 2, 6: 2, 8: 4}[context]  # 6 is a ring of 3, 3 is no ring
-    else:
-        inner = None
-    # Key/value heads: as many as ranks or more, and fewer, which ulysses repeats.
-    heads = dict(num_heads=24, num_kv_heads=6 if context == 3 else 2)
-    return dict(strategy=strategy, heads=heads, ulysses_ranks=inner)
+@pytest.mark.parametrize("case", support.covering(), ids=lambda case: " ".join(map(str, case)))
+def test_matches_the_oracle_or_says_what_it_cannot_do(case: support.Case):
+    packed, causal, window = support.MASKS[case.mask]
+    num_heads, num_kv_heads = support.HEADS[case.heads]
+    what = dict(packed=packed, causal=causal, window=window, dtype=jnp.dtype(case.dtype))
+    heads = dict(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    how = dict(strategy=case.strategy, kernel=case.kernel, ulysses_ranks=case.ulysses_ranks)
+    if case.limit is not None:
+        with pytest.raises(NotImplementedError, match=case.limit):
+            sharded(split_mesh(**case.axes), **what, **how, heads=heads)
+        return
+    tolerance = FLOAT32_PARITY if case.dtype == "float32" else BFLOAT16_ATTENTION
+    assert_rows_match(sharded(split_mesh(**case.axes), **what, **how, heads=heads), oracle(**what, **heads), tolerance)
 
 
-@strategies
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_every_mask_on_every_context(strategy, context):
-    how = sizes(strategy, context)
-    assert_rows_match(sharded(split_mesh(context=context), **how), oracle(**how["heads"]), FLOAT32_PARITY)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("window", [1, 5, 40, 1000])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
-def test_sliding_windows(strategy, context, window, packed):
-    """Itself alone, less than a chunk, several chunks, more than the row."""
-    how = sizes(strategy, context)
-    got = sharded(split_mesh(context=context), packed, window=window, **how)
-    assert_rows_match(got, oracle(packed, window=window, **how["heads"]), FLOAT32_PARITY)
-
-
-@strategies
-@pytest.mark.parametrize("packed, causal", [(True, False), (False, True), (False, False)], ids=str)
-def test_the_other_masks(strategy, packed, causal):
-    got = sharded(split_mesh(context=4), packed, causal, strategy=strategy)
-    assert_rows_match(got, oracle(packed, causal), FLOAT32_PARITY)
-
-
-@strategies
-@pytest.mark.parametrize("axes", [dict(context=2, tensor=2), dict(fsdp=2, context=2)], ids=str)
-def test_other_mesh_axes_beside_context(strategy, axes):
-    assert_rows_match(sharded(split_mesh(**axes), strategy=strategy), oracle(), FLOAT32_PARITY)
+def test_the_page_is_the_table_that_is_tested():
+    page = Path(__file__).parents[2] / "docs" / "support.md"
+    assert page.read_text() == support.matrix(), "python -m tests.attention.support > docs/support.md"
 
 
 @strategies
 def test_bitwise_the_same_when_run_again(strategy):
-    first, second = (sharded(split_mesh(context=4), strategy=strategy) for _ in range(2))
+    first, second = (sharded(split_mesh(context=4), strategy=strategy, ulysses_ranks=2) for _ in range(2))
     for mine, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(second)):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("context, heads", [(3, dict()), (8, dict()), (3, dict(num_heads=6, num_kv_heads=2))], ids=str)
-def test_ulysses_says_what_it_cannot_split(context, heads):
-    sizes = {**dict(num_heads=4, num_kv_heads=2), **heads}
-    words = f"over {context} ranks, and each of them has {sizes['num_heads']} query and {sizes['num_kv_heads']} key"
-    q, k, v, _ = inputs(**heads)
-    with pytest.raises(NotImplementedError, match=words):
-        attend(q, k, v, mesh=split_mesh(context=context), strategy="ulysses")
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_a_window_sends_its_halo_and_no_more(strategy):
+    """Of a chunk of 12 tokens, the 4 before it: K and V packed, to both neighbours."""
+    q, k, v, _ = inputs()
+    mesh = split_mesh(context=4)
+    jaxpr = jax.make_jaxpr(lambda *qkv: attend(*qkv, mesh=mesh, strategy=strategy, window=5))(q, k, v)
+    sent = [line for line in str(jaxpr).splitlines() if "ppermute[" in line or "all_gather[" in line]
+    assert len(sent) == 4 and all("ppermute" in line for line in sent), sent  # K/V and masks, two directions
+    assert sum("f32[6,4,2,32]" in line for line in sent) == 2, sent
+
+
+@pytest.fixture
+def without_the_fold(monkeypatch: pytest.MonkeyPatch):
+    """The last rank's second chunk does not see the first one before it."""
+    honest = halo._predecessors
+
+    def broken(pair, ranks):
+        lo, hi = pair
+        return honest((lo, hi), ranks)[0], jnp.zeros_like(hi)
+
+    monkeypatch.setattr(halo, "_predecessors", broken)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_without_the_fold_parity_is_lost(without_the_fold):
+    """The comparison can fail."""
+    got = sharded(split_mesh(context=2), packed=False, window=5)
+    assert max_relative_error(got[0], oracle(packed=False, window=5)[0]) > 0.1
+
+
+@pytest.mark.parametrize("settings", [dict(window=0), dict(window=5, causal=False)], ids=str)
+def test_windows_that_mean_nothing_are_refused(settings):
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match=f"window={settings['window']} with causal="):
+        attend(q, k, v, mesh=split_mesh(context=2), **settings)
+
+
+def test_hybrid_needs_a_cut_that_divides_the_context():
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match="ulysses_ranks=3 does not divide context=4"):
+        attend(q, k, v, mesh=split_mesh(context=4), strategy="hybrid", ulysses_ranks=3)

@@ -1,5 +1,6 @@
 """Context, tensor and fsdp parallel training against one device: the same loss and the same gradients."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -41,11 +42,12 @@ def _assert_close(got, gradients, tolerance=FLOAT32_PARITY):
     assert max(jax.tree.leaves(errors)) <= tolerance, errors
 
 
-def _assert_same(axes, tolerance=FLOAT32_PARITY, **overrides):
-    """Parameters are copied, so that the comparison is of the step alone."""
+def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), **overrides):
+    """Parameters are copied, so that the comparison is of the step alone. `split` is how attention is split."""
     frozen = {section: tuple(sorted(values.items())) for section, values in overrides.items()}
     params, gradients, loss = _on_one_device(**frozen)
-    step = small_step(with_mesh(small_config(**overrides), **axes))
+    config = with_mesh(small_config(**overrides), **axes)
+    step = small_step(dataclasses.replace(config, attention=dataclasses.replace(config.attention, **dict(split))))
     got, got_loss = jax.jit(step.gradients)(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=tolerance)
     _assert_close(got, gradients, tolerance)
@@ -74,9 +76,18 @@ def test_more_tensor_ranks_than_key_value_heads(axes):
     _assert_same(axes)
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])  # the ring is everywhere else
-def test_other_strategies(strategy):
-    _assert_same(dict(context=2, tensor=2, fsdp=2), attention=dict(strategy=strategy))
+@pytest.mark.parametrize("split", [
+    dict(strategy="all_gather"),
+    dict(strategy="ulysses"),
+    dict(strategy="hybrid", ulysses_ranks=2),
+], ids=str)  # the ring is everywhere else
+def test_other_strategies(split):
+    _assert_same(dict(context=4, fsdp=2), split=split)
+
+
+@pytest.mark.parametrize("attention", [dict(window=20), dict(document_mask=False)], ids=str)
+def test_other_masks(attention):
+    _assert_same(dict(context=4, tensor=2), attention=attention)
 
 
 @pytest.mark.parametrize("model", [
