@@ -23,9 +23,16 @@ def zigzag_order(num_tokens: int, context: int) -> np.ndarray:
             f"a sequence of {num_tokens} tokens does not split into 2 x {context} equal chunks;"
             f" use a multiple of {2 * context}"
         )
-    chunks = np.arange(num_tokens).reshape(2 * context, num_tokens // (2 * context))
-    ranks = np.arange(context)
-    return np.stack([chunks[ranks], chunks[2 * context - 1 - ranks]], axis=1).reshape(-1)
+    return token_at(np.arange(num_tokens), num_tokens, context)
+
+
+def token_at(place, num_tokens: int, context: int):
+    """`zigzag_order(num_tokens, context)[place]` by arithmetic, for integers of numpy or of a traced program."""
+    chunk_tokens = num_tokens // (2 * context)
+    rank, offset = place // (2 * chunk_tokens), place % (2 * chunk_tokens)
+    is_hi = offset // chunk_tokens
+    chunk = rank + is_hi * (2 * context - 1 - 2 * rank)
+    return chunk * chunk_tokens + offset % chunk_tokens
 
 
 def natural_order(layout_order: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import CONTEXT, MESH_AXES
 from jaxlc.core.errors import UserError
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.layout import token_at
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -39,9 +39,8 @@ class Ranks(NamedTuple):
 
     def positions(self, batch: int, num_tokens: int) -> jax.Array:
         """[batch, num_tokens] int32: where in the row this rank's piece of `num_tokens` tokens stands."""
-        order_RT = zigzag_order(self.size * num_tokens, self.size).reshape(self.size, num_tokens)
-        positions_T = jnp.asarray(order_RT, jnp.int32)[lax.axis_index(self.axis)]
-        return jnp.broadcast_to(positions_T, (batch, num_tokens))
+        places_T = lax.axis_index(self.axis) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
+        return jnp.broadcast_to(token_at(places_T, self.size * num_tokens, self.size), (batch, num_tokens))
 
 
 def split_context(mesh: Mesh, inner: int | None) -> tuple[Mesh, tuple[Ranks, ...]]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc import attention
@@ -15,6 +16,7 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT
 from jaxlc.models import decoder
 from jaxlc.models.rope import rope_tables
 from jaxlc.runtime.xla_flags import compile_options
+from jaxlc.sharding.layout import token_at
 from jaxlc.sharding.rules import Sharder
 from jaxlc.train.loss import LossSpec, loss_sums, token_losses
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
@@ -42,7 +44,8 @@ class StepMetrics(NamedTuple):
     is_finite: jax.Array  # bool: loss and gradient; where they are not, the update was left out
 
 
-BATCH_SPEC = PartitionSpec(None, BATCH_AXES, CONTEXT)
+_ROW_SPEC = PartitionSpec(BATCH_AXES, CONTEXT)
+BATCH_SPEC = PartitionSpec(None, *_ROW_SPEC)
 _DTYPES = Batch(jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32)
 
 
@@ -50,6 +53,13 @@ def compute_dtype(precision: str, platform: str) -> jnp.dtype:
     """config.precision.compute as a dtype; "auto" is bfloat16 except on CPU, which emulates it."""
     name = {"auto": "fp32" if platform == "cpu" else "bf16"}.get(precision, precision)
     return jnp.dtype({"bf16": jnp.bfloat16, "fp32": jnp.float32}[name])
+
+
+def row_positions(shape: tuple[int, int], mesh: Mesh) -> jax.Array:
+    """[rows, tokens] int32: each token's place in its row, in layout order."""
+    num_tokens = shape[1]
+    positions_T = token_at(jnp.arange(num_tokens, dtype=jnp.int32), num_tokens, mesh.shape[CONTEXT])
+    return lax.with_sharding_constraint(jnp.broadcast_to(positions_T, shape), NamedSharding(mesh, _ROW_SPEC))
 
 
 def build_step(config: Config, mesh: Mesh) -> "TrainStep":
@@ -132,8 +142,10 @@ class TrainStep:
     def _hidden_and_head(self, params, batch: Batch):
         """Final hidden states and the output head, both in the compute dtype."""
         attend = attention.make(self.config.attention, self.mesh)
-        # Without the mask of documents, tokens go by their place in the row, for which nothing need be sent along.
-        masks = (batch.positions, batch.segment_ids) if self.config.attention.document_mask else (None, None)
+        if self.config.attention.document_mask:
+            positions, masks = batch.positions, (batch.positions, batch.segment_ids)
+        else:  # a row is one document; attention then knows the order of tokens by their place in it
+            positions, masks = row_positions(batch.positions.shape, self.mesh), (None, None)
 
         def attend_row(q, k, v):
             return attend(q, k, v, *masks)[0]
@@ -142,7 +154,7 @@ class TrainStep:
             params,
             self.config.model,
             batch.tokens,
-            batch.positions,
+            positions,
             attend=attend_row,
             shard=Sharder(self.mesh),
             remat=make_remat(self.config.memory.remat),
@@ -165,7 +177,7 @@ class TrainStep:
             part_gradients, cross_entropy = jax.grad(objective, has_aux=True)(params, part)
             return jax.tree.map(jnp.add, gradients, part_gradients), cross_entropy
 
-        gradients, cross_entropy = jax.lax.scan(add_microbatch, jax.tree.map(jnp.zeros_like, params), batch)
+        gradients, cross_entropy = lax.scan(add_microbatch, jax.tree.map(jnp.zeros_like, params), batch)
         return gradients, cross_entropy.sum()
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
