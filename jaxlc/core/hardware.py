@@ -1,6 +1,13 @@
-"""What the GPUs can do, each number with its source. Imports nothing of jax."""
+"""What the GPUs can do, each number with its source, and the one model of time made from them. Imports nothing of jax.
+
+The model: a kernel takes FLOPs / (peak x the share of it that its kind reaches), a transfer takes latency + bytes /
+(bandwidth x the share of it that copies reach). Nothing slows anything else down. It is for questions such as "is this
+hop hidden?", whose answer is far from the border; it is no measurement.
+"""
 
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,10 +20,46 @@ class Device:
     memory_bytes: int
     memory_bandwidth_bytes_per_second: float
     nvlink_bandwidth_bytes_per_second: float  # to all peers together, in one direction
+    network_bandwidth_bytes_per_second: float  # of the network card beside each GPU, in one direction
+
+    def kernel_seconds(self, kernel: str, *, is_backward: bool, flops: float) -> float:
+        """Modelled time of attention kernels that do `flops`; `kernel` is a key of ATTENTION_SHARE_OF_PEAK."""
+        shares = ATTENTION_SHARE_OF_PEAK[kernel]
+        return flops / (self.bf16_flops_per_second * (shares.backward if is_backward else shares.forward))
+
+    def transfer_seconds(self, num_bytes: float, *, over_network: bool) -> float:
+        """Modelled time until `num_bytes` that a GPU sends have arrived, within its NVLink domain or outside."""
+        if over_network:
+            return NETWORK_LATENCY_SECONDS + num_bytes / (LINK_SHARE * self.network_bandwidth_bytes_per_second)
+        return NVLINK_LATENCY_SECONDS + num_bytes / (LINK_SHARE * self.nvlink_bandwidth_bytes_per_second)
+
+
+class Shares(NamedTuple):
+    """Parts of the peak that a kernel reaches."""
+
+    forward: float
+    backward: float
+
+
+# Parts of an H100's 989.4 TFLOP/s, bf16, head dim 128, no causal mask, long sequences: FlashAttention-3
+# (arXiv:2407.08608), figures 5 and 6, forward 16K: cuDNN 595, Triton 395, plain PyTorch 139 (8K); backward: cuDNN 516,
+# FlashAttention-2 322, plain PyTorch 181 (8K) TFLOP/s. Our Pallas kernel is taken for Triton's and, backward, for
+# FlashAttention-2; plain XLA for plain PyTorch. Assumed the same on the other GPUs.
+ATTENTION_SHARE_OF_PEAK = MappingProxyType({
+    "cudnn": Shares(0.60, 0.52),
+    "pallas": Shares(0.40, 0.33),
+    "blockwise": Shares(0.14, 0.18),
+})
+# Launch and first byte of a point-to-point transfer, and the share of a link that large copies reach. Assumed, of the
+# size usually seen with NCCL; hops are megabytes, and take ten times as long as the larger latency.
+NVLINK_LATENCY_SECONDS = 10e-6
+NETWORK_LATENCY_SECONDS = 20e-6
+LINK_SHARE = 0.8
 
 
 # memory_bytes and memory bandwidth: XLA's own specs, xla/backends/gpu/target_config/specs.
 # NVLink: the published total, halved, since that counts both directions.
+# Network: the cards of NVIDIA's own systems, from their datasheets, named at each figure.
 # [1] glennklockwood.com/garden/processors/h100 and /garden/peak-FLOPS, [2] .../processors/B200, both after NVIDIA's
 #     papers; [3] verda.com/blog/gb300-nvl72-architecture. Secondary sources.
 DEVICES = (
@@ -27,6 +70,7 @@ DEVICES = (
         memory_bytes=85_100_068_864,
         memory_bandwidth_bytes_per_second=2.039e12,
         nvlink_bandwidth_bytes_per_second=300e9,  # NVLink 3: 600 GB/s
+        network_bandwidth_bytes_per_second=25e9,  # DGX A100: ConnectX-6, HDR 200 Gb/s a GPU
     ),
     Device(
         name="h100",
@@ -35,6 +79,7 @@ DEVICES = (
         memory_bytes=84_942_979_072,
         memory_bandwidth_bytes_per_second=3.35232e12,
         nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s
+        network_bandwidth_bytes_per_second=50e9,  # DGX H100: ConnectX-7, NDR 400 Gb/s a GPU
     ),
     Device(
         name="h200",
@@ -43,6 +88,7 @@ DEVICES = (
         memory_bytes=151_397_597_184,
         memory_bandwidth_bytes_per_second=4.8e12,
         nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s
+        network_bandwidth_bytes_per_second=50e9,  # as DGX H100
     ),
     Device(
         name="b200",
@@ -51,6 +97,7 @@ DEVICES = (
         memory_bytes=191_514_411_008,
         memory_bandwidth_bytes_per_second=7.67232e12,
         nvlink_bandwidth_bytes_per_second=900e9,  # NVLink 5: 1.8 TB/s
+        network_bandwidth_bytes_per_second=50e9,  # DGX B200: ConnectX-7, 400 Gb/s a GPU
     ),
     Device(
         name="gb200",
@@ -59,6 +106,7 @@ DEVICES = (
         memory_bytes=197_897_748_480,
         memory_bandwidth_bytes_per_second=7.928064e12,
         nvlink_bandwidth_bytes_per_second=900e9,  # NVLink 5: 1.8 TB/s
+        network_bandwidth_bytes_per_second=50e9,  # GB200 NVL72: ConnectX-7, 400 Gb/s a GPU
     ),
 )
 

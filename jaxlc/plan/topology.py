@@ -1,0 +1,164 @@
+"""GPUs that are not here: `topology("h100:8x8")` is 8 NVLink domains of 8 H100s each, to compile for."""
+
+import functools
+import importlib.util
+import re
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from jaxlc.config import MeshConfig
+from jaxlc.core import hardware
+from jaxlc.core.errors import UserError
+from jaxlc.sharding import mesh as sharding_mesh
+
+# Compile options beside those of runtime/xla_flags.py: without a GPU no kernel can be tried out.
+WITHOUT_GPU = MappingProxyType({"xla_gpu_autotune_level": 0})
+
+
+class _Chip(NamedTuple):
+    """What only the compiler asks: XLA's own figures, xla/backends/gpu/target_config/specs."""
+
+    compute_capability: int  # major; minor is 0 in all
+    core_count: int
+    fpus_per_core: int
+    l2_cache_bytes: int
+    clock_ghz: float
+    shared_memory_bytes: int  # of a core; a block may ask for 1 KiB less
+
+
+_CHIPS = {
+    "a100": _Chip(8, 108, 64, 41_943_040, 1.41, 167_936),
+    "h100": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),
+    "h200": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),
+    "b200": _Chip(10, 148, 128, 132_644_864, 1.965, 233_472),
+    "gb200": _Chip(10, 152, 128, 135_528_448, 2.062, 233_472),
+}
+
+
+class _Node(NamedTuple):
+    """A host and its GPUs; also where only one of them is used."""
+
+    num_gpus: int
+    memory_bytes: int
+
+
+# A DGX H100 has 2 TB, and the others are taken to have as much; a GB200 compute tray has 2 Grace CPUs of 480 GB.
+_NODE = _Node(num_gpus=8, memory_bytes=2 * 2**40)
+_NODES = {"gb200": _Node(num_gpus=4, memory_bytes=960 * 2**30)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """NVLink domains of GPUs of one kind, with a network between the domains."""
+
+    device: hardware.Device
+    num_domains: int
+    gpus_per_domain: int
+    devices_per_process: int
+    gpus_per_node: int
+    host_memory_bytes_per_node: int
+
+    def __str__(self) -> str:
+        return f"{self.device.name}:{self.num_domains}x{self.gpus_per_domain}"
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_domains * self.gpus_per_domain
+
+    @functools.cached_property
+    def devices(self) -> list[jax.Device]:
+        """The GPUs, domain by domain; to compile for, not to run on.
+
+        Raises:
+          UserError: the GPU compiler is not installed.
+        """
+        if not _has_gpu_compiler():
+            raise UserError(f'compiling for {self} needs the GPU compiler: pip install "jaxlc[plan]"')
+        processes = self.gpus_per_domain // self.devices_per_process
+        return topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="",
+            topology=f"{self.num_domains}x{processes}x{self.devices_per_process}",
+            target_config=target_config(self.device),
+        ).devices
+
+
+def topology(
+    name: str, *, devices_per_process: int = 1, host_memory_bytes_per_node: int | None = None
+) -> Topology:
+    """The GPUs of a name such as "h100:8x8": 8 NVLink domains, each of 8 GPUs. "gb200:1x64" is a part of one NVL72.
+
+    Args:
+      devices_per_process: GPUs that one process drives.
+      host_memory_bytes_per_node: None: what such machines usually have.
+    Raises:
+      UserError: an unknown GPU, or sizes that are none.
+    """
+    gpu, _, size = name.partition(":")
+    if gpu not in _CHIPS:
+        raise UserError(f"topology {name!r} names no known GPU; known: {', '.join(_CHIPS)}, as in h100:8x8")
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
+    if match is None:
+        raise UserError(f"topology {name!r} has no size; write NVLink domains x GPUs in each, such as {gpu}:8x8")
+    num_domains, gpus_per_domain = int(match[1]), int(match[2])
+    if devices_per_process < 1 or gpus_per_domain % devices_per_process:
+        raise UserError(
+            f"{devices_per_process} devices per process do not divide the {gpus_per_domain} GPUs of a domain of {name}"
+        )
+    node = _NODES.get(gpu, _NODE)
+    return Topology(
+        device=hardware.find(gpu),
+        num_domains=num_domains,
+        gpus_per_domain=gpus_per_domain,
+        devices_per_process=devices_per_process,
+        gpus_per_node=node.num_gpus,
+        host_memory_bytes_per_node=host_memory_bytes_per_node or node.memory_bytes,
+    )
+
+
+def make_mesh(gpus: Topology, config: MeshConfig) -> Mesh:
+    """The mesh of `config` over all `gpus`: its last axes stay within an NVLink domain where they fit.
+
+    Raises:
+      UserError: the mesh needs another number of devices, or the GPU compiler is not installed.
+    """
+    if config.num_devices != gpus.num_gpus:
+        raise UserError(f"{gpus} has {gpus.num_gpus} GPUs and {config} needs {config.num_devices}; make them equal")
+    return sharding_mesh.make_mesh(config, gpus.devices)
+
+
+def target_config(device: hardware.Device) -> str:
+    """What the compiler must know of a GPU, as text of XLA's GpuTargetConfigProto.
+
+    Only fields that the versions from 0.10.1 to 0.12 all read: an unknown one is a parse error.
+    """
+    chip = _CHIPS[device.name]
+    return f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {chip.compute_capability} }}
+          core_count: {chip.core_count} fpus_per_core: {chip.fpus_per_core} clock_rate_ghz: {chip.clock_ghz}
+          l2_cache_size: {chip.l2_cache_bytes} device_memory_size: {device.memory_bytes}
+          memory_bandwidth: {int(device.memory_bandwidth_bytes_per_second)}
+          shared_memory_per_core: {chip.shared_memory_bytes}
+          shared_memory_per_block_optin: {chip.shared_memory_bytes - 1024} shared_memory_per_block: 49152
+          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 }}
+        runtime_version {{ major: 12 minor: 9 }}
+        device_description_str: "{device.device_kind}"
+    """
+
+
+def _has_gpu_compiler() -> bool:
+    if importlib.util.find_spec("jax_plugins") is None:
+        return False
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{major}") for major in (12, 13))
