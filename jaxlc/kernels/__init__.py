@@ -1,0 +1,1 @@
+"""GPU kernels of our own, in Pallas: no mesh, no config."""
