@@ -1,0 +1,160 @@
+"""What of attention's communication hides behind attention, read from the compiled step: a table for each strategy."""
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxlc.config import Config, defaults, load
+from jaxlc.plan.masks import causal_pairs, document_pairs, visited_pairs
+from jaxlc.plan.topology import WITHOUT_GPU, Topology, make_mesh
+from jaxlc.program import Program, parse
+from jaxlc.program.passes import PASSES, Pass
+from jaxlc.program.ring import Hop, hops
+from jaxlc.program.work import flops_by_rank, imbalance
+from jaxlc.train.step import build_step
+
+STRATEGIES = ("ring", "hybrid", "ulysses", "all_gather")
+_PRODUCTS = {"forward": 2, "recomputation": 2, "backward": 5}  # matrix products over the head dim for each pair
+
+
+class Layer(NamedTuple):
+    """A compiled step of one layer."""
+
+    config: Config
+    topology: Topology
+    kernel: str
+    program: Program
+    temp_bytes: int
+
+    @property
+    def hops(self) -> list[Hop]:
+        return hops(self.program)
+
+    def is_hidden(self, hop: Hop) -> bool:
+        return hop.is_hidden(self.topology.device, self.topology.gpus_per_domain)
+
+    def attention_flops(self) -> dict[Pass, list[float]]:
+        """Of one step, on each rank. Raises ValueError where the kernel does not tell; see `flops_by_rank`."""
+        context = self.config.mesh.context
+        visited = functools.partial(visited_pairs, self.config.data.sequence_tokens, context)
+        return flops_by_rank(self.program, visited, context)
+
+    def least_attention_flops(self, which: Pass) -> float:
+        """What the causal mask leaves to a pass, on all ranks together."""
+        model, pairs = self.config.model, causal_pairs(self.config.data.sequence_tokens)
+        return 2.0 * _PRODUCTS[which] * model.num_heads * model.head_dim * pairs
+
+
+def one_layer(strategy: str, context: int, num_tokens: int, kernel: str = "auto") -> Config:
+    """A Llama 3 8B of one layer, all of it recomputed in the backward, rows of one document, split over context only.
+
+    The hybrid strategy exchanges heads among 8 neighbours, as in a node, and among 2 where there are no more than 8.
+    """
+    config = defaults()
+    config.model.preset = "llama3-8b"
+    config.model.num_layers = 1
+    config.mesh.context = context
+    config.attention.update(strategy=strategy, kernel=kernel, document_mask=False)
+    if strategy == "hybrid":
+        config.attention.ulysses_ranks = 8 if context > 8 else 2
+    config.data.sequence_tokens = num_tokens
+    config.memory.remat = "full"
+    return load(config)
+
+
+def compile_layer(config: Config, topology: Topology) -> Layer:
+    """Compiles the whole training step, of which the layer is a part."""
+    step = build_step(config, make_mesh(topology, config.mesh))
+    compiled = step.compile(extra_options=dict(WITHOUT_GPU))
+    temp_bytes = compiled.memory_analysis().temp_size_in_bytes
+    return Layer(config, topology, step.kernel.name, parse(compiled.as_text()), temp_bytes)
+
+
+def page(topologies: Sequence[Topology], num_tokens: int, command: str) -> str:
+    """The tables for each topology, all of its GPUs along the context axis, as a Markdown page."""
+    parts = [_INTRODUCTION.format(command=command, num_tokens=num_tokens)]
+    for topology in topologies:
+        parts += [f"\n## {topology}\n", *_HEADER]
+        notes = []
+        for strategy in STRATEGIES:
+            try:
+                config = one_layer(strategy, topology.num_gpus, num_tokens)
+            except ValueError as error:
+                notes.append(f"- `{strategy}`: {error}")
+                continue
+            layer = compile_layer(config, topology)
+            parts += _rows(layer)
+            notes.append(_summary(layer))
+        parts += ["", *notes]
+    return "\n".join([*parts, *_documents(num_tokens, [each.num_gpus for each in topologies])]) + "\n"
+
+
+_INTRODUCTION = """\
+# What of attention's communication is hidden
+
+Made by `{command}`:
+one layer of Llama 3 8B at {num_tokens:,} tokens, bfloat16, rows of one document, remat `full`, compiled for GPUs that
+are not there and all of which split the sequence. Bytes, counts and order are read from the scheduled program; times
+are those of the model in `jaxlc/core/hardware.py`, not measurements. `h100:8x8` is NVLink domains x GPUs in each; an
+exchange that leads any GPU out of its domain is timed by the network.
+
+An exchange is *hidden* when attention kernels run between its start and its done, and their modelled time is at least
+its own. Exchanges that are under way together share the link: each is timed with the bytes of all. `times` is in one
+step: instructions times the rounds of their loops. What is less than 1 MiB is left out."""
+_COLUMNS = (
+    "strategy", "kernel", "pass", "exchange", "MiB sent", "times", "kernels meanwhile", "exchange ms", "kernels ms", "",
+)  # fmt: skip
+_HEADER = (f"| {' | '.join(_COLUMNS)} |", "| --- " * len(_COLUMNS) + "|")
+
+
+def _rows(layer: Layer) -> Iterator[str]:
+    counted = Counter()
+    for hop in layer.hops:
+        if hop.collective.sent_bytes >= 2**20:
+            counted[hop.which, hop.collective.kind, _figures(layer, hop)] += hop.times
+    for (which, kind, (sent, *figures)), times in sorted(counted.items(), key=lambda row: PASSES.index(row[0][0])):
+        yield "| " + " | ".join([
+            f"`{layer.config.attention.strategy}`", layer.kernel, which, kind, sent, str(times), *figures
+        ]) + " |"  # fmt: skip
+
+
+def _figures(layer: Layer, hop: Hop) -> tuple[str, ...]:
+    device = layer.topology.device
+    return (
+        f"{hop.collective.sent_bytes / 2**20:.0f}",
+        str(len(hop.meanwhile)),
+        f"{1e3 * hop.seconds(device, layer.topology.gpus_per_domain):.3g}",
+        f"{1e3 * hop.hiding_seconds(device):.3g}",
+        "hidden" if layer.is_hidden(hop) else "**exposed**",
+    )
+
+
+def _summary(layer: Layer) -> str:
+    try:
+        flops = layer.attention_flops()
+    except ValueError as error:
+        work = str(error)
+    else:
+        ratios = {which: sum(flops[which]) / layer.least_attention_flops(which) for which in PASSES if which in flops}
+        work = "attention FLOPs over the causal minimum: "
+        work += ", ".join(f"{which} {ratio:.4f}" for which, ratio in ratios.items())
+        work += f"; busiest rank over the mean: {max(imbalance(each) for each in flops.values()):.4f}"
+    return f"- `{layer.config.attention.strategy}`: temporaries {layer.temp_bytes / 2**30:.1f} GiB a GPU; {work}"
+
+
+def _documents(num_tokens: int, contexts: Sequence[int]) -> Iterator[str]:
+    yield "\n## Packed documents\n"
+    yield "Zigzag order balances a row of one document. Packed ones are skipped tile by tile, and ranks differ:"
+    yield "pairs of the busiest rank over the mean (counted exactly, on the host).\n"
+    yield "| documents of a row | " + " | ".join(f"context {context}" for context in contexts) + " |"
+    yield "| --- |" + " --- |" * len(contexts)
+    for share in (1, 3, 8, 64):
+        length = num_tokens // share
+        documents = [length] * share + ([num_tokens - share * length] if num_tokens % share else [])
+        ratios = (imbalance(document_pairs(documents, context)) for context in contexts)
+        yield f"| of {length:,} tokens each | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |"
+    halves = [num_tokens // 2 ** (1 + power) for power in range(10)]
+    documents = [*halves, num_tokens - sum(halves)]
+    ratios = (imbalance(document_pairs(documents, context)) for context in contexts)
+    yield "| each half of the one before | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |"
