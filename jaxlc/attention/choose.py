@@ -1,13 +1,15 @@
-"""Which kernel runs: by name, or the first that can do what is asked."""
+"""Which kernel runs: by name, or the fastest that can do what is asked."""
 
 from typing import NamedTuple
 
-from jaxlc.attention import blockwise, reference
+from jaxlc.attention import blockwise, cudnn, reference
 from jaxlc.attention.contract import Kernel, KernelCase
 from jaxlc.core.errors import UserError
 
-KERNELS: dict[str, Kernel] = {"blockwise": blockwise, "reference": reference}
-_BY_SPEED = ("blockwise",)  # what "auto" tries, fastest first; the last one can do everything
+KERNELS: dict[str, Kernel] = {"cudnn": cudnn, "blockwise": blockwise, "reference": reference}  # fastest first
+# What "auto" tries, by platform; the last one can do everything. On a CPU only the portable one is meant for use.
+_BY_SPEED = {"gpu": ("cudnn", "blockwise")}
+_BY_SPEED_ELSEWHERE = ("blockwise",)
 
 
 class Choice(NamedTuple):
@@ -29,16 +31,20 @@ def choose_kernel(name: str, case: KernelCase) -> Choice:
       NotImplementedError: the named kernel cannot do it; names the limit and the value.
     """
     if name == "auto":
-        declined = []
-        for candidate in _BY_SPEED:
-            limit = KERNELS[candidate].unsupported(case)
-            if limit is None:
-                return Choice(candidate, "; ".join(["auto", *declined]))
-            declined.append(f"not {candidate}: {limit}")
-        raise AssertionError(declined)
+        return _fastest(case)
     if name not in KERNELS:
         raise UserError(f"there is no attention kernel {name!r}; known: auto, {', '.join(sorted(KERNELS))}")
     limit = KERNELS[name].unsupported(case)
     if limit is not None:
         raise NotImplementedError(f"attention kernel {name} cannot do this: {limit}; choose kernel auto")
     return Choice(name, "named in the config")
+
+
+def _fastest(case: KernelCase) -> Choice:
+    reasons = [f"the fastest on {case.platform}"]
+    for name in _BY_SPEED.get(case.platform, _BY_SPEED_ELSEWHERE):
+        limit = KERNELS[name].unsupported(case)
+        if limit is None:
+            return Choice(name, "; ".join(reasons))
+        reasons.append(f"not {name}: {limit}")
+    raise AssertionError(reasons)

@@ -117,7 +117,8 @@ def matrix() -> str:
         "",
         "## Kernels",
         "",
-        "On an H100 (compute capability 9.0). `auto` takes the first that can, from left to right.",
+        "On an H100 (compute capability 9.0). `auto` takes the first that can, from left to right. `cudnn` needs a GPU",
+        "and the tests have none: what reaches it is tested (`tests/attention/test_cudnn.py`), what it answers is not.",
         "",
         *_table("", list(KERNELS), _kernel_rows()),
     ]

@@ -10,9 +10,10 @@ from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionSpec, Masks
 from jaxlc.attention.merge import merge
 from tests.attention.cases import assert_rows_match, inputs, masks, row_offsets
+from tests.attention.support import kernels_here
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
-kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
+kernels = pytest.mark.parametrize("kernel", [KERNELS[name] for name in kernels_here()], ids=kernels_here())
 
 
 def _oracle(q, k, v, dout, dlse, masks, spec):

@@ -1,0 +1,227 @@
+"""The cuDNN kernel without a GPU: a stand-in for cuDNN against the oracle, and what is compiled for an H100."""
+
+import functools
+import importlib.util
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo as fmha
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxlc.attention import choose, cudnn, make, reference
+from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.config import AttentionConfig, MeshConfig
+from jaxlc.core.axes import CONTEXT
+from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
+from jaxlc.program import parse
+from tests.attention.cases import assert_rows_match, inputs, oracle, sharded, split_mesh
+from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
+
+NO_MASKS = Masks(None, None, None, None)
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+
+# What is compiled for GPUs that are not here is written to JAX's cache, but cannot be read back.
+pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
+needs_gpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is None, reason="the extra `plan` installs the GPU compiler"
+)
+
+
+def _top_left(query, key, scale, mask_type, sliding_window_length):
+    """(masks, spec) for the oracle of what cuDNN does with these settings: it counts from the first query and key."""
+    positions = (jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2]) for x in (query, key))
+    causal = {fmha.MaskType.CAUSAL: True, fmha.MaskType.NO_MASK: False}[mask_type]
+    return Masks(*positions, None, None), AttentionSpec(causal=causal, window=sliding_window_length, scale=scale)
+
+
+def _forward_of_jax_0_10(
+    query, key, value, bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v,
+    scale, seed, dropout_rate, variadic_args, mask_type, layout, sliding_window_length, is_training,
+):  # fmt: skip
+    assert is_training and not any(variadic_args) and dropout_rate == 0 and layout == fmha.AttentionLayout.BTNH.value
+    assert all(x.size == 0 for x in (bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v))
+    out, lse = reference.forward(query, key, value, *_top_left(query, key, scale, mask_type, sliding_window_length))
+    return out.astype(query.dtype), lse
+
+
+def _backward_of_jax_0_10(
+    query, key, value, bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v,
+    activation, fwd_output, grad_output,
+    scale, seed, dropout_rate, variadic_args, mask_type, layout, sliding_window_length,
+):  # fmt: skip
+    assert fwd_output.dtype == grad_output.dtype == query.dtype and activation.dtype == jnp.float32
+    masks, spec = _top_left(query, key, scale, mask_type, sliding_window_length)
+    rows = fwd_output, activation, grad_output, jnp.zeros_like(activation)
+    return [x.astype(query.dtype) for x in reference.backward(query, key, value, masks, spec, *rows)]
+
+
+def _forward_of_jax_0_12(*operands, score_mod_args, score_mod, **settings):
+    assert score_mod_args == () and score_mod is None
+    return _forward_of_jax_0_10(*operands, **settings)
+
+
+def _backward_of_jax_0_12(*operands, score_mod_args, score_mod, **settings):
+    assert score_mod_args == () and score_mod is None
+    return _backward_of_jax_0_10(*operands, **settings)
+
+
+@pytest.fixture
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """cuDNN as the oracle without a gradient of the lse, behind the private functions of a version of JAX (param)."""
+    forward, backward = {
+        "jax 0.10": (_forward_of_jax_0_10, _backward_of_jax_0_10),
+        "jax 0.12": (_forward_of_jax_0_12, _backward_of_jax_0_12),
+    }[request.param]
+    monkeypatch.setattr(fmha, "_dot_product_attention_fwd_impl", forward)
+    monkeypatch.setattr(fmha, "_dot_product_attention_bwd_impl", backward)
+    monkeypatch.setattr(cudnn, "unsupported", lambda case: None)
+    jax.clear_caches()  # programs that the other version's stand-in is in
+    yield
+    jax.clear_caches()
+
+
+SPECS = dict(causal=AttentionSpec(), full=AttentionSpec(causal=False, scale=0.3), window=AttentionSpec(window=7))
+
+
+@pytest.mark.parametrize("stand_in", ["jax 0.10", "jax 0.12"], indirect=True)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_what_reaches_cudnn_gives_the_oracles_results(stand_in, spec):
+    """Grouped queries, a scale, and a gradient of the lse, which cuDNN does not know."""
+    q, k, v, dout = inputs(batch=2)
+    dlse = jax.random.normal(jax.random.key(9), (2, q.shape[2], q.shape[1]))
+    out, lse = reference.forward(q, k, v, NO_MASKS, spec)
+    gradients = reference.backward(q, k, v, NO_MASKS, spec, out, lse, dout, dlse)
+    got = cudnn.forward(q, k, v, NO_MASKS, spec)
+    got_gradients = cudnn.backward(q, k, v, NO_MASKS, spec, out, lse, dout, dlse)
+    assert all(x.dtype == jnp.float32 for x in (*got, *got_gradients))
+    assert_rows_match(got, (out, lse), FLOAT32_PARITY)
+    assert_rows_match(got_gradients, gradients, FLOAT32_PARITY)
+
+
+@pytest.mark.parametrize("stand_in", ["jax 0.10"], indirect=True)
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_strategies_with_a_kernel_that_masks_by_index(stand_in, strategy):
+    """Every partial result is rounded to bfloat16 once, as cuDNN does."""
+    heads = dict(num_heads=4, num_kv_heads=2)
+    how = dict(strategy=strategy, kernel="cudnn", heads=heads)
+    got = sharded(split_mesh(context=4), packed=False, dtype=jnp.bfloat16, **how)
+    assert_rows_match(got, oracle(packed=False, dtype=jnp.bfloat16, **heads), BFLOAT16_ATTENTION)
+
+
+def test_refuses_masks_that_do_not_go_by_index():
+    q, k, v, _ = inputs(batch=2)
+    tokens = jnp.ones(q.shape[:2], jnp.int32)
+    for masks in (Masks.of_row(tokens, None), Masks.of_row(None, tokens)):
+        with pytest.raises(NotImplementedError, match="positions or segment ids"):
+            cudnn.forward(q, k, v, masks, AttentionSpec())
+
+
+def test_refuses_causal_calls_where_alignment_would_matter():
+    q, k, v, _ = inputs(batch=2)
+    with pytest.raises(NotImplementedError, match="causal attention of 30 queries over 96 keys"):
+        cudnn.forward(q[:, :30], k, v, NO_MASKS, AttentionSpec())
+
+
+def test_workspace():
+    """Over a million keys of Llama 3 8B: 16 GiB of float32 dq, 4 bytes a row, and dk and dv of 32 heads."""
+    q_shape, k_shape = (1, 2**20, 32, 128), (1, 2**20, 8, 128)
+    assert cudnn.workspace_bytes(q_shape, k_shape, backward=True) == 16 * 2**30 + 2**27 + 16 * 2**30
+    assert cudnn.workspace_bytes(q_shape, q_shape, backward=True) == 16 * 2**30 + 2**27
+    assert cudnn.workspace_bytes(q_shape, k_shape, backward=False) == 0
+
+
+def _compiled(function, *abstract):
+    return parse(jax.jit(function).lower(*abstract).compile(compiler_options=dict(WITHOUT_GPU)).as_text())
+
+
+def _instructions(program, opcode):
+    return [each for computation in program for each in computation if each.opcode == opcode]
+
+
+def _calls(program, target):
+    """How often each (mask, dtypes of the operands, dtypes of the results) of cuDNN calls stands in the program."""
+    found = Counter()
+    for computation in program:
+        for call in computation:
+            if call.attributes.get("custom_call_target") == f'"{target}"':
+                operands = [array.dtype for each in computation.operands(call) for array in each.arrays]
+                results = [array.dtype for array in call.arrays]
+                mask = call.backend_config["cudnn_fmha_backend_config"]["mask_type"]
+                found[mask, " ".join(operands), " ".join(results)] += 1
+    return found
+
+
+@needs_gpu_compiler
+def test_on_an_h100_a_call_is_one_kernel_and_the_conversion_of_its_results():
+    mesh = make_mesh(topology("h100:1x1"), MeshConfig())
+    sharding = NamedSharding(mesh, PartitionSpec())
+    q, k = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
+    lse = jax.ShapeDtypeStruct((2, 4, 256), jnp.float32, sharding=sharding)
+    spec = AttentionSpec(window=32)
+
+    def backward(q, k, v, out, lse, dout):
+        return cudnn.backward(q, k, v, NO_MASKS, spec, out, lse, dout, jnp.zeros_like(lse))
+
+    programs = (
+        _compiled(lambda q, k, v: cudnn.forward(q, k, v, NO_MASKS, spec), q, k, k),
+        _compiled(backward, q, k, k, q, lse, q),
+    )
+    for program, num_results in zip(programs, (1, 3), strict=True):
+        opcodes = Counter(each.opcode for each in program.entry)
+        assert opcodes["custom-call"] == 1 and opcodes["fusion"] <= num_results, opcodes
+        assert not opcodes.keys() & {"copy", "transpose", "conditional"}, opcodes
+        (call,) = _instructions(program, "custom-call")
+        assert call.backend_config["cudnn_fmha_backend_config"]["sliding_window_length"] == 32
+
+
+@pytest.fixture(scope="module")
+def ring_on_h100s():
+    """`compiled(uses_lse)`: forward and backward of two layers, ring over 8 H100s, recomputed as the trainer does."""
+    mesh = make_mesh(topology("h100:1x8"), MeshConfig(context=8))
+    config = AttentionConfig(strategy="ring", kernel="auto")
+    attend = make(config, mesh)
+    assert choose(config, mesh, head_dim=64, dtype=jnp.bfloat16, packed=False).name == "cudnn"
+    sharding = NamedSharding(mesh, PartitionSpec(None, CONTEXT))
+    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
+
+    @functools.cache
+    def compiled(uses_lse: bool):
+        def layer(x, k, v):
+            out, lse = attend(x, k, v, None, None)
+            return out + lse.swapaxes(1, 2)[..., None].astype(out.dtype) if uses_lse else out
+
+        def loss(q, k, v):
+            layers = jax.checkpoint(lambda x, _: (layer(x, k, v), None))
+            return lax.scan(layers, q, length=2)[0].astype(jnp.float32).sum()
+
+        return _compiled(jax.grad(loss, (0, 1, 2)), q, k, k)
+
+    return compiled
+
+
+@needs_gpu_compiler
+def test_the_ring_on_h100s(ring_on_h100s):
+    """Step 0 is causal; later steps, in the loop and after it, are full. Operands bfloat16, the lse float32."""
+    program = ring_on_h100s(uses_lse=False)
+    rows = "bf16 bf16 bf16"
+    # The forward of the step stands in the program twice: itself, and recomputed for the backward.
+    assert _calls(program, FORWARD) == {
+        ("CAUSAL", rows, "bf16 f32 u8"): 2,
+        ("NO_MASK", rows, "bf16 f32 u8"): 4,
+    }
+    assert _calls(program, BACKWARD) == {
+        ("CAUSAL", f"{rows} f32 bf16 bf16", "bf16 bf16 bf16 u8"): 1,
+        ("NO_MASK", f"{rows} f32 bf16 bf16", "bf16 bf16 bf16 u8"): 2,
+    }
+
+
+@needs_gpu_compiler
+def test_a_gradient_of_the_lse_costs_nothing_where_there_is_none(ring_on_h100s):
+    """XLA finds that it is zero and drops the branch; where the lse is used, each of the three calls has it."""
+    assert _instructions(ring_on_h100s(uses_lse=False), "conditional") == []
+    program = ring_on_h100s(uses_lse=True)
+    assert len(_instructions(program, "conditional")) == 3
+    assert _calls(program, BACKWARD).total() == 6
