@@ -18,8 +18,8 @@ STRATEGIES = ("ring", "hybrid", "ulysses", "all_gather")
 _PRODUCTS = {"forward": 2, "recomputation": 2, "backward": 5}  # matrix products over the head dim for each pair
 
 
-class Layer(NamedTuple):
-    """A compiled step of one layer."""
+class CompiledStep(NamedTuple):
+    """A training step, compiled and read."""
 
     config: Config
     topology: Topology
@@ -43,17 +43,18 @@ class Layer(NamedTuple):
     def least_attention_flops(self, which: Pass) -> float:
         """What the causal mask leaves to a pass, on all ranks together."""
         model, pairs = self.config.model, causal_pairs(self.config.data.sequence_tokens)
-        return 2.0 * _PRODUCTS[which] * model.num_heads * model.head_dim * pairs
+        return 2.0 * _PRODUCTS[which] * model.num_layers * model.num_heads * model.head_dim * pairs
 
 
-def one_layer(strategy: str, context: int, num_tokens: int, kernel: str = "auto") -> Config:
-    """A Llama 3 8B of one layer, all of it recomputed in the backward, rows of one document, split over context only.
+def two_layers(strategy: str, context: int, num_tokens: int, kernel: str = "auto") -> Config:
+    """A Llama 3 8B of two layers, recomputed in the backward, for rows of one document, split over context only.
 
-    The hybrid strategy exchanges heads among 8 neighbours, as in a node, and among 2 where there are no more than 8.
+    Two, because a loop over one layer is no loop, and the compiler then mixes its forward with its recomputation. The
+    hybrid strategy exchanges heads among 8 neighbours, as in a node, and among 2 where there are no more than 8 ranks.
     """
     config = defaults()
     config.model.preset = "llama3-8b"
-    config.model.num_layers = 1
+    config.model.num_layers = 2
     config.mesh.context = context
     config.attention.update(strategy=strategy, kernel=kernel, document_mask=False)
     if strategy == "hybrid":
@@ -63,12 +64,12 @@ def one_layer(strategy: str, context: int, num_tokens: int, kernel: str = "auto"
     return load(config)
 
 
-def compile_layer(config: Config, topology: Topology) -> Layer:
-    """Compiles the whole training step, of which the layer is a part."""
+def compile_step(config: Config, topology: Topology) -> CompiledStep:
+    """Compiles the training step of `config` for all GPUs of `topology`."""
     step = build_step(config, make_mesh(topology, config.mesh))
-    compiled = step.compile(extra_options=dict(WITHOUT_GPU))
-    temp_bytes = compiled.memory_analysis().temp_size_in_bytes
-    return Layer(config, topology, step.kernel.name, parse(compiled.as_text()), temp_bytes)
+    executable = step.compile(extra_options=dict(WITHOUT_GPU))
+    temp_bytes = executable.memory_analysis().temp_size_in_bytes
+    return CompiledStep(config, topology, step.kernel.name, parse(executable.as_text()), temp_bytes)
 
 
 def page(topologies: Sequence[Topology], num_tokens: int, command: str) -> str:
@@ -79,13 +80,13 @@ def page(topologies: Sequence[Topology], num_tokens: int, command: str) -> str:
         notes = []
         for strategy in STRATEGIES:
             try:
-                config = one_layer(strategy, topology.num_gpus, num_tokens)
+                config = two_layers(strategy, topology.num_gpus, num_tokens)
             except ValueError as error:
                 notes.append(f"- `{strategy}`: {error}")
                 continue
-            layer = compile_layer(config, topology)
-            parts += _rows(layer)
-            notes.append(_summary(layer))
+            compiled = compile_step(config, topology)
+            parts += _rows(compiled)
+            notes.append(_summary(compiled))
         parts += ["", *notes]
     return "\n".join([*parts, *_documents(num_tokens, [each.num_gpus for each in topologies])]) + "\n"
 
@@ -94,8 +95,8 @@ _INTRODUCTION = """\
 # What of attention's communication is hidden
 
 Made by `{command}`:
-one layer of Llama 3 8B at {num_tokens:,} tokens, bfloat16, rows of one document, remat `full`, compiled for GPUs that
-are not there and all of which split the sequence. Bytes, counts and order are read from the scheduled program; times
+two layers of Llama 3 8B at {num_tokens:,} tokens, bfloat16, rows of one document, remat `full`, compiled for GPUs that
+are not there, all of which split the sequence. Bytes, counts and order are read from the scheduled program; times
 are those of the model in `jaxlc/core/hardware.py`, not measurements. `h100:8x8` is NVLink domains x GPUs in each; an
 exchange that leads any GPU out of its domain is timed by the network.
 
@@ -108,39 +109,39 @@ _COLUMNS = (
 _HEADER = (f"| {' | '.join(_COLUMNS)} |", "| --- " * len(_COLUMNS) + "|")
 
 
-def _rows(layer: Layer) -> Iterator[str]:
+def _rows(compiled: CompiledStep) -> Iterator[str]:
     counted = Counter()
-    for hop in layer.hops:
+    for hop in compiled.hops:
         if hop.collective.sent_bytes >= 2**20:
-            counted[hop.which, hop.collective.kind, _figures(layer, hop)] += hop.times
+            counted[hop.which, hop.collective.kind, _figures(compiled, hop)] += hop.times
     for (which, kind, (sent, *figures)), times in sorted(counted.items(), key=lambda row: PASSES.index(row[0][0])):
         yield "| " + " | ".join([
-            f"`{layer.config.attention.strategy}`", layer.kernel, which, kind, sent, str(times), *figures
+            f"`{compiled.config.attention.strategy}`", compiled.kernel, which, kind, sent, str(times), *figures
         ]) + " |"  # fmt: skip
 
 
-def _figures(layer: Layer, hop: Hop) -> tuple[str, ...]:
-    device = layer.topology.device
+def _figures(compiled: CompiledStep, hop: Hop) -> tuple[str, ...]:
+    device = compiled.topology.device
     return (
         f"{hop.collective.sent_bytes / 2**20:.0f}",
         str(len(hop.meanwhile)),
-        f"{1e3 * hop.seconds(device, layer.topology.gpus_per_domain):.3g}",
+        f"{1e3 * hop.seconds(device, compiled.topology.gpus_per_domain):.3g}",
         f"{1e3 * hop.hiding_seconds(device):.3g}",
-        "hidden" if layer.is_hidden(hop) else "**exposed**",
+        "hidden" if compiled.is_hidden(hop) else "**exposed**",
     )
 
 
-def _summary(layer: Layer) -> str:
+def _summary(compiled: CompiledStep) -> str:
     try:
-        flops = layer.attention_flops()
+        flops = compiled.attention_flops()
     except ValueError as error:
         work = str(error)
     else:
-        ratios = {which: sum(flops[which]) / layer.least_attention_flops(which) for which in PASSES if which in flops}
+        ratios = {which: sum(flops[which]) / compiled.least_attention_flops(which) for which in flops}
         work = "attention FLOPs over the causal minimum: "
         work += ", ".join(f"{which} {ratio:.4f}" for which, ratio in ratios.items())
         work += f"; busiest rank over the mean: {max(imbalance(each) for each in flops.values()):.4f}"
-    return f"- `{layer.config.attention.strategy}`: temporaries {layer.temp_bytes / 2**30:.1f} GiB a GPU; {work}"
+    return f"- `{compiled.config.attention.strategy}`: temporaries {compiled.temp_bytes / 2**30:.1f} GiB a GPU; {work}"
 
 
 def _documents(num_tokens: int, contexts: Sequence[int]) -> Iterator[str]:
