@@ -61,7 +61,7 @@ def _attend(q, k, v, masks, kernel, spec, ranks):
 
 
 def _forward(q, k, v, masks, kernel, spec, ranks):
-    ring = _Ring(kernel, spec, ranks, _segments_of_ranks(masks, ranks))
+    ring = RankOfRing.here(kernel, spec, ranks, masks)
     block = ring.send(_pack(k, v))  # while the rank's own block is computed
     out_lse = kernel.forward(q, k, v, masks, spec)
     block, out_lse = lax.optimization_barrier((block, out_lse))
@@ -89,8 +89,8 @@ def _forward_rule(q, k, v, masks, kernel, spec, ranks):
 
 def _backward_rule(kernel, spec, ranks, residuals, cotangents):
     q, k, v, masks, out, lse = residuals
-    rows = _RowResults(out, lse, *cotangents)
-    ring = _Ring(kernel, spec, ranks, _segments_of_ranks(masks, ranks))
+    rows = RowResults(out, lse, *cotangents)
+    ring = RankOfRing.here(kernel, spec, ranks, masks)
     block = ring.send(_pack(k, v))
     dq, dk, dv = kernel.backward(q, k, v, masks, spec, *rows)
     block, dblock, dq = lax.optimization_barrier((block, _pack(dk, dv), dq))
@@ -113,7 +113,7 @@ def _backward_rule(kernel, spec, ranks, residuals, cotangents):
 _attend.defvjp(_forward_rule, _backward_rule)
 
 
-class _RowResults(NamedTuple):
+class RowResults(NamedTuple):
     """What the backward knows of each query row: over all keys on all ranks, not one block's."""
 
     out_btnH: jax.Array
@@ -122,17 +122,19 @@ class _RowResults(NamedTuple):
     dlse_bnt: jax.Array
 
 
-class _Ring(NamedTuple):
-    """The hops: who sends to whom, and what a rank computes with a block that has come `s` steps."""
+class RankOfRing(NamedTuple):
+    """One rank: to whom it sends, and what it computes with a block that has come `s` steps."""
 
     kernel: Kernel
     spec: AttentionSpec
     ranks: Ranks
+    rank: jax.Array | int  # its number
     segments_rbs: jax.Array | None  # segment ids of every rank's piece
 
-    @property
-    def rank(self) -> jax.Array:
-        return lax.axis_index(self.ranks.axis)
+    @classmethod
+    def here(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, masks: Masks) -> "RankOfRing":
+        """The rank that runs this; call inside `shard_map`."""
+        return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), _segments_of_ranks(masks, ranks))
 
     def send(self, x: jax.Array) -> jax.Array:
         if self.ranks.size == 1:
@@ -155,7 +157,7 @@ class _Ring(NamedTuple):
         lo, hi = pick.select(merged, lo), pick.select(hi, merged)
         return jnp.concatenate([lo[0], hi[0]], axis=1), jnp.concatenate([lo[1], hi[1]], axis=2)
 
-    def backward_hop(self, s, q, k, v, rows: _RowResults, dq):
+    def backward_hop(self, s, q, k, v, rows: RowResults, dq):
         """Returns dq with this block's share added, and this rank's share of the block's dk, dv; float32."""
         source, masks, spec = self._block(s)
         if not self.spec.causal:
@@ -204,8 +206,8 @@ class _Pick(NamedTuple):
             return masks
         return Masks(None, None, self.queries(masks.q_segments_BT), self.keys(masks.k_segments_BS))
 
-    def rows(self, rows: _RowResults) -> _RowResults:
-        return _RowResults(
+    def rows(self, rows: RowResults) -> RowResults:
+        return RowResults(
             self.queries(rows.out_btnH),
             self.queries(rows.lse_bnt, axis=2),
             self.queries(rows.dout_btnH),
