@@ -53,7 +53,13 @@ RANGES: dict[str, dict[str, _Range]] = {
     ),
     "precision": {},
     "memory": dict(loss_chunk_tokens=_FROM_1),
-    "runtime": dict(simulated_devices=_FROM_0, num_processes=_FROM_1, process_id=_FROM_0, heartbeat_seconds=_FROM_1),
+    "runtime": dict(
+        simulated_devices=_FROM_0,
+        num_processes=_FROM_1,
+        process_id=_FROM_0,
+        heartbeat_seconds=_FROM_1,
+        nvshmem_heap_bytes=_FROM_0,
+    ),
     "train": dict(
         steps=_FROM_1,
         rows_per_step=_FROM_1,
@@ -89,16 +95,23 @@ def check(config: Config) -> None:
     _raise_first(_length_problems(config))
 
 
-def check_num_devices(config: Config, num_devices: int, there_are: str) -> None:
-    """Raises UserError unless the mesh has `num_devices` devices; names overrides that do work.
+def check_num_devices(config: Config, num_devices: int, there_are: str, config_path: str = "") -> None:
+    """Raises UserError unless the mesh has `num_devices` devices; names overrides, or commands, that do work.
 
     Args:
       there_are: how the sentence tells the number, such as "the devices here are" (the number is appended).
+      config_path: of the config file, with its variant if it has one; "" if there is none.
     """
     if config.mesh.num_devices == num_devices:
         return
     wanted = " x ".join(f"{axis}={size}" for axis, size in _sizes(config.mesh).items())
     sentence = f"the mesh {wanted} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
+    if config.runtime.topology and config_path:
+        raise UserError(
+            f"{sentence}; it is made for {config.runtime.topology}: start it there, or compile it for there with"
+            f" `python -m jaxlc.plan --config={config_path} --topology={config.runtime.topology}`, or run the same in"
+            f" miniature with `python -m jaxlc.train --config={config_path.partition(':')[0]}:mini`"
+        )
     mesh = working_mesh(config, num_devices)
     ways = [] if mesh is None else [mesh_overrides(config.mesh, mesh)]
     if _splits(config):
@@ -200,6 +213,16 @@ def _runtime_problems(config: Config) -> Iterator[str]:
     host, _, port = runtime.coordinator_address.rpartition(":")
     if runtime.num_processes > 1 and not (host and port.isdigit()):
         yield f"config.runtime.coordinator_address is {runtime.coordinator_address!r}; write it as host:port"
+    if runtime.transport == "peer" and runtime.num_processes > 1:
+        yield (
+            f"config.runtime.transport='peer' copies within one process, and num_processes={runtime.num_processes};"
+            " use 'symmetric', 'nvshmem' or 'nccl'"
+        )
+    if runtime.nvshmem_heap_bytes and runtime.transport not in ("auto", "nvshmem"):
+        yield (
+            f"config.runtime.nvshmem_heap_bytes={runtime.nvshmem_heap_bytes} is for transport 'nvshmem', and"
+            f" config.runtime.transport is {runtime.transport!r}; use --config.runtime.nvshmem_heap_bytes=0"
+        )
 
 
 def _split_problems(config: Config) -> Iterator[str]:

@@ -101,6 +101,13 @@ class RuntimeConfig:
     process_id: int = 0
     coordinator_address: str = "127.0.0.1:9753"
     heartbeat_seconds: int = 100  # a peer silent for this long is dead, and this process exits
+    topology: str = ""  # GPUs that the config is made for, as jaxlc.plan names them: "h100:8x8"
+    transport: Literal["auto", "nccl", "nvshmem", "symmetric", "peer"] = "auto"  # of ring hops; named, never falls back
+    transport_mismatch: Literal["error", "warn"] = "error"  # where the compiled step has another transport
+    nvshmem_heap_bytes: int = 0  # on each GPU; holds all that NVSHMEM sends and receives. 0: its own 1 GiB
+    xla_preset: Literal["default", "overlap", "pipelined", "double_buffered", "uncombined", "no_graphs"] = (
+        "overlap"  # compiler options for GPUs, docs/xla_flags.md
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
+from jaxlc.runtime import transport
 
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -49,13 +50,15 @@ def start(config: RuntimeConfig) -> None:
 
 
 def _set_environment(config: RuntimeConfig, environment: dict[str, str]) -> None:
-    """Writes JAX_PLATFORMS and XLA_FLAGS; what the user has set stays."""
+    """Writes JAX_PLATFORMS, XLA_FLAGS and what NVSHMEM reads; what the user has set stays."""
     if config.simulated_devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["XLA_FLAGS"] = _simulation_flags(config, environment.get("XLA_FLAGS", ""))
     elif not _has_nvidia_driver():
         # The CUDA plugin may be installed all the same; without a driver it prints a traceback.
         environment.setdefault("JAX_PLATFORMS", "cpu")
+    if environment.get("JAX_PLATFORMS") != "cpu":
+        transport.prepare(config, environment)
 
 
 def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:

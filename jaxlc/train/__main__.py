@@ -12,7 +12,8 @@ def main(command: ParsedCommand) -> int:
     from jaxlc.train import loop
 
     try:
-        return loop.run(command.config, command.workdir).exit_status
+        config_path = ":".join(filter(None, [command.config_path, command.variant]))
+        return loop.run(command.config, command.workdir, config_path=config_path).exit_status
     except loop.TrainingStopped as stopped:
         print(f"error: {stopped}", file=sys.stderr)
         return 1

@@ -22,6 +22,7 @@ from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, prepare_w
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.metrics import MetricsLog
 from jaxlc.train.progress import Progress
+from jaxlc.train.readback import read_back
 from jaxlc.train.report import write_report
 from jaxlc.train.sigterm import SIGTERM_EXIT_STATUS, SigtermWatch
 from jaxlc.train.state import TrainState
@@ -42,15 +43,18 @@ class Result:
     exit_status: int  # 0, or 143 after SIGTERM
 
 
-def run(config: ConfigDict | Config, workdir: str | Path) -> Result:
+def run(config: ConfigDict | Config, workdir: str | Path, *, config_path: str = "") -> Result:
     """Trains `config` in `workdir`; goes on from the newest checkpoint there, if there is one.
 
+    Args:
+      config_path: where the config comes from, FILE[:variant], for advice.
     Raises:
       UserError: whatever the user can mend; before anything is compiled.
       TrainingStopped: a loss or gradient that is not finite, unless train.nonfinite is "skip".
     """
     config = load(config)
     runtime.start(config.runtime)
+    check_num_devices(config, jax.device_count(), "the devices here are", config_path)
     flops = training_flops(
         config.model, rows=config.train.rows_per_step, sequence_tokens=config.data.sequence_tokens, attention="causal"
     )
@@ -70,7 +74,6 @@ class _Training:
     def __init__(self, config: Config, workdir: Path, progress: Progress):
         self.config, self.workdir, self.progress = config, workdir, progress
         self.is_primary = jax.process_index() == 0
-        check_num_devices(config, jax.device_count(), "the devices here are")
         self.mesh = make_mesh(config.mesh)
         self.step: TrainStep = build_step(config, self.mesh)
         self.order = zigzag_order(config.data.sequence_tokens, self.mesh.shape[CONTEXT])
@@ -111,6 +114,8 @@ class _Training:
         config = self.config.train
         with self.progress.compiling("the training step"):
             run_step = self.step.compile()
+        for line in read_back(self.step, run_step):
+            self.progress.say(line)
         stream = batches(
             self.corpus.train,
             first_row=self.next_row,
@@ -266,8 +271,17 @@ def _description(config: Config, step: TrainStep) -> str:
         f"mesh       {axes}: {step.mesh.size} x {device.device_kind}, {jax.process_count()} processes",
         f"attention  {config.attention.strategy}, tokens in zigzag order;"
         f" kernel {step.kernel.name} ({step.kernel.reason})",
+        *_transport_lines(config, step),
         f"step       {config.train.rows_per_step} rows of {config.data.sequence_tokens:,} tokens,"
         f" {flops / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
         "",
         sharding_table(step.abstract_state.params, step.dims, step.mesh),
     ])
+
+
+def _transport_lines(config: Config, step: TrainStep) -> list[str]:
+    if step.transport is not None:
+        return [f"transport  {step.transport.name} ({step.transport.reason})"]
+    if config.runtime.transport != "auto":
+        return [f"transport  {config.runtime.transport} is without effect on simulated devices"]
+    return []

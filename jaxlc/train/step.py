@@ -1,5 +1,6 @@
 """The training step: built here for the loop, the plan, the sweeps and the benchmarks alike. Nobody else jits one."""
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from jaxlc.config import Config
 from jaxlc.core.axes import BATCH_AXES, CONTEXT
 from jaxlc.models import decoder
 from jaxlc.models.rope import rope_tables
+from jaxlc.runtime import transport
 from jaxlc.runtime.xla_flags import compile_options
 from jaxlc.sharding.layout import token_at
 from jaxlc.sharding.rules import Sharder
@@ -100,12 +102,23 @@ class TrainStep:
     def compile(self, extra_options: dict[str, bool | int | str] | None = None):
         """The executable for the mesh's devices, with the compiler options of their platform and `extra_options`."""
         lowered = self.jitted.lower(self.abstract_state, self.abstract_batch)
-        return lowered.compile(compiler_options=compile_options(self._platform) | (extra_options or {}))
+        options = compile_options(
+            self._platform,
+            preset=self.config.runtime.xla_preset,
+            transport=self.transport and self.transport.name,
+            environment=os.environ,
+        )
+        return lowered.compile(compiler_options=options | (extra_options or {}))
 
     def init(self) -> TrainState:
         """The state of step 0, each device making its own part."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         return jax.jit(lambda: make_state(self.config, self.mesh, self._optimizer), out_shardings=shardings)()
+
+    @cached_property
+    def transport(self) -> transport.Choice | None:
+        """How attention's hops travel, and why that way; None on CPU."""
+        return transport.choose(self.config.runtime, tuple(self.mesh.devices.flat))
 
     @property
     def kernel(self) -> attention.Choice:

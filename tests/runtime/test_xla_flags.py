@@ -1,17 +1,49 @@
+import importlib.util
+import typing
+
 import jax
 import jax.numpy as jnp
+import pytest
 
-from jaxlc.runtime.xla_flags import compile_options
-
-
-def test_cpu_takes_its_options():
-    compiled = jax.jit(jnp.sin).lower(1.0).compile(compiler_options=compile_options("cpu"))
-    assert compiled(0.0) == 0.0
+from jaxlc.config import RuntimeConfig
+from jaxlc.plan.topology import WITHOUT_GPU, topology
+from jaxlc.runtime.xla_flags import PRESETS, compile_options, users_options
 
 
-def test_gpu_hides_collectives_and_cpu_knows_nothing_of_it():
-    assert compile_options("cpu") == {}
-    assert compile_options("gpu") == {
+def test_cpu_takes_its_options_and_knows_nothing_of_gpus():
+    options = compile_options("cpu", preset="overlap", transport=None, environment={})
+    assert options == {}
+    assert jax.jit(jnp.sin).lower(1.0).compile(compiler_options=options)(0.0) == 0.0
+
+
+def test_the_config_names_every_preset():
+    assert set(typing.get_args(typing.get_type_hints(RuntimeConfig)["xla_preset"])) == PRESETS.keys()
+
+
+def test_gpus_hide_collectives_unless_told_otherwise():
+    assert compile_options("gpu", preset=RuntimeConfig().xla_preset, transport="nccl", environment={}) == {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     }
+    assert compile_options("gpu", preset="default", transport=None, environment={}) == {}
+
+
+def test_the_users_xla_flags_win():
+    """A compile option would take precedence over XLA_FLAGS: what is there is left out."""
+    flags = "--xla_gpu_collective_permute_mode=private --xla_gpu_enable_latency_hiding_scheduler"
+    options = compile_options("gpu", preset="overlap", transport="symmetric", environment={"XLA_FLAGS": flags})
+    assert options == {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+
+
+def test_users_options():
+    assert users_options({}) == {}
+    assert users_options({"XLA_FLAGS": "--a=1 --b  --a=x=y"}) == {"a": "x=y", "b": "true"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="needs the GPU compiler")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_gpu_compiler_knows_every_option(preset):
+    device = topology("h100:1x1").devices[0]
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+    options = compile_options("gpu", preset=preset, transport="symmetric", environment={})
+    jax.jit(jnp.sin).lower(x).compile(compiler_options=options | WITHOUT_GPU)

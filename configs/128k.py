@@ -1,0 +1,47 @@
+"""Llama 3 8B on rows of 131,072 tokens, 16 GPUs of one GB200 NVL72 domain. Variants: h100, 70b, mini.
+
+    python -m jaxlc.train --config=configs/128k.py:mini    the same in miniature, on 8 simulated CPU devices
+    python -m jaxlc.plan  --config=configs/128k.py --topology=gb200:1x16    compiled for GPUs that are not here
+
+To train, one process for each GPU, with Slurm and CUDA_VISIBLE_DEVICES=$SLURM_LOCALID in each:
+
+    python -m jaxlc.train --config=configs/128k.py --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
+      --config.runtime.num_processes=16 --config.runtime.process_id=$SLURM_PROCID
+      --config.runtime.coordinator_address=FIRST_HOST:9753
+"""
+
+from ml_collections import ConfigDict
+
+from jaxlc.config import defaults
+
+VARIANTS = ("h100", "70b", "mini")
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    if variant not in ("", *VARIANTS):
+        raise ValueError(f"configs/128k.py has no variant {variant!r}; there are {', '.join(VARIANTS)}")
+    config = defaults()
+    config.model.preset = "llama3-8b"
+    config.mesh.update(context=8, tensor=2)
+    config.runtime.update(topology="gb200:1x16", transport="nvshmem")
+    config.data.sequence_tokens = 131_072
+    config.optimizer.warmup_steps = 100
+    config.train.update(steps=1000, rows_per_step=32, accumulation_steps=32)  # 4,194,304 tokens a step
+    config.train.update(eval_rows=4, eval_every_steps=100, checkpoint_every_steps=100)
+
+    if variant == "h100":  # 2 nodes of 8
+        config.runtime.topology = "h100:2x8"
+    elif variant == "70b":
+        config.model.preset = "llama3-70b"
+        config.mesh.update(context=8, tensor=8)
+        config.runtime.topology = "gb200:1x64"
+        config.memory.remat = "full"
+    elif variant == "mini":  # the same axes and features, a small model on short rows
+        config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # bytes and the end of a document
+        config.mesh.update(context=4, tensor=2)
+        config.runtime.update(topology="", simulated_devices=8)
+        config.data.sequence_tokens = 512
+        config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
+        config.train.update(steps=20, rows_per_step=2, accumulation_steps=2)
+        config.train.update(eval_rows=2, eval_every_steps=10, checkpoint_every_steps=10)
+    return config

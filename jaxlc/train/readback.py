@@ -1,0 +1,106 @@
+"""What the compiled step really sends for attention, and how, against what the config asked for."""
+
+from collections import Counter
+
+import jax
+
+from jaxlc.core.errors import UserError
+from jaxlc.program import parse
+from jaxlc.program.collectives import Collective
+from jaxlc.program.passes import PASSES
+from jaxlc.program.ring import Hop, hops
+from jaxlc.runtime.transport import Choice
+from jaxlc.train.step import TrainStep
+
+_TITLES = {"nccl": "NCCL", "nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL", "peer": "peer copies"}
+_MODES = {"COLLECTIVES_SYMMETRIC_MEMORY": "symmetric", "COLLECTIVES_PEER_MEMORY": "peer"}
+_HOP = "collective-permute"  # of all that attention may send, what a transport is for
+
+
+def transport_of(collective: Collective) -> str:
+    """The transport that the compiler assigned, by the name that the config has for it."""
+    if collective.backend == "NVSHMEM":
+        return "nvshmem"
+    return _MODES.get(collective.mode, "nccl")
+
+
+def describe(found: list[Hop], *, strategy: str, num_layers: int) -> list[str]:
+    """A line for each kind of exchange: "ring: 448 hops (14 x 32 layers), all NVSHMEM; exposed: 0 of 224 forward".
+
+    Exposed is a hop with no attention kernel between its start and its end.
+    """
+    lines = []
+    for kind in dict.fromkeys(hop.collective.kind for hop in found):
+        alike = [hop for hop in found if hop.collective.kind == kind]
+        what = "hop" if kind == _HOP else kind
+        lines.append(f"{strategy}: {_count(alike, what, num_layers)}, {_transports(alike)}; exposed: {_exposed(alike)}")
+    return lines or [f"{strategy}: nothing to send"]
+
+
+def mismatch(found: list[Hop], asked: Choice, *, strategy: str) -> str | None:
+    """One sentence on what the program does instead of `asked`; None if it does that, or sends nothing at all."""
+    carried = Counter()
+    for hop in found:
+        if hop.collective.kind == _HOP:
+            carried[transport_of(hop.collective)] += hop.times
+    others = {name: times for name, times in carried.items() if name != asked.name}
+    if others:
+        sent = " and ".join(f"{times} by {_TITLES[name]}" for name, times in others.items())
+        return f"of {carried.total()} hops the compiled step sends {sent}, and {_asked(asked)}"
+    if found and not carried and asked.name != "nccl" and not asked.is_auto:
+        return f"attention.strategy={strategy!r} makes no hops, and {_asked(asked)}, which carries nothing else"
+    return None
+
+
+def read_back(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:
+    """Lines to print about the compiled `step`; none on CPU.
+
+    Raises:
+      UserError: it has another transport than was asked for, and config.runtime.transport_mismatch is "error".
+    """
+    if step.transport is None:
+        return []
+    strategy = step.config.attention.strategy
+    found = hops(parse(compiled.as_text()))
+    lines = describe(found, strategy=strategy, num_layers=step.config.model.num_layers)
+    problem = mismatch(found, step.transport, strategy=strategy)
+    if problem is None:
+        return lines
+    if step.config.runtime.transport_mismatch == "error":
+        raise UserError(
+            f"{problem}; use --config.runtime.transport=nccl, or take it as it is with"
+            " --config.runtime.transport_mismatch=warn"
+        )
+    return [*lines, f"warning: {problem}"]
+
+
+def _asked(asked: Choice) -> str:
+    return f"config.runtime.transport {'chose' if asked.is_auto else 'is'} {asked.name!r}"
+
+
+def _count(found: list[Hop], what: str, num_layers: int) -> str:
+    """"448 hops (14 x 32 layers)"."""
+    total = sum(hop.times for hop in found)
+    layers = f" ({total // num_layers} x {num_layers} layers)" if total % num_layers == 0 else ""
+    return f"{total} {what}s{layers}"
+
+
+def _transports(found: list[Hop]) -> str:
+    """"all NVSHMEM", or how many by which."""
+    times = Counter()
+    for hop in found:
+        times[_TITLES[transport_of(hop.collective)]] += hop.times
+    if len(times) == 1:
+        return f"all {next(iter(times))}"
+    return " and ".join(f"{count} {title}" for title, count in times.items())
+
+
+def _exposed(found: list[Hop]) -> str:
+    """"0 of 224 forward, 32 of 224 backward"."""
+    parts = []
+    for which in PASSES:
+        times = [(hop.times, not hop.meanwhile) for hop in found if hop.which == which]
+        if times:
+            exposed = sum(count for count, is_exposed in times if is_exposed)
+            parts.append(f"{exposed} of {sum(count for count, _ in times)} {which}")
+    return ", ".join(parts)
