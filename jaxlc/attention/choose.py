@@ -2,13 +2,18 @@
 
 from typing import NamedTuple
 
-from jaxlc.attention import blockwise, cudnn, reference
+from jaxlc.attention import blockwise, cudnn, flash, reference
 from jaxlc.attention.contract import Kernel, KernelCase
 from jaxlc.core.errors import UserError
 
-KERNELS: dict[str, Kernel] = {"cudnn": cudnn, "blockwise": blockwise, "reference": reference}  # fastest first
+KERNELS: dict[str, Kernel] = {  # fastest first
+    "cudnn": cudnn,
+    "pallas": flash,
+    "blockwise": blockwise,
+    "reference": reference,
+}
 # What "auto" tries, by platform; the last one can do everything. On a CPU only the portable one is meant for use.
-_BY_SPEED = {"gpu": ("cudnn", "blockwise")}
+_BY_SPEED = {"gpu": ("cudnn", "pallas", "blockwise")}
 _BY_SPEED_ELSEWHERE = ("blockwise",)
 
 

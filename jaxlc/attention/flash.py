@@ -3,6 +3,7 @@
 Tiles that nobody sees are skipped, forward and backward. On a CPU it runs in Pallas' interpreter, which is for tests.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -43,6 +44,7 @@ def unsupported(case: KernelCase) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames="spec")
 def forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, masks: Masks, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
@@ -51,6 +53,7 @@ def forward(
     return _call(flash_forward, _FORWARD, spec, operands)
 
 
+@functools.partial(jax.jit, static_argnames="spec")
 def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT):
     """See `contract.Kernel.backward`."""
     delta_BTN = jnp.einsum("BTNH,BTNH->BTN", *(x.astype(jnp.float32) for x in (out_BTNH, dout_BTNH)))

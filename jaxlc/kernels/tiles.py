@@ -116,9 +116,7 @@ def matmul(a: jax.Array, b: jax.Array, transpose_b: bool = False) -> jax.Array:
     """a b, or a b^T: float32 sums; float32 operands are multiplied as such, not rounded to TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     contracted = ((1,), (1 if transpose_b else 0,))
-    return lax.dot_general(
-        a, b, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(a, b, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def row_specs(tokens: Tokens) -> Tokens:
