@@ -88,7 +88,7 @@ def page(topologies: Sequence[Topology], num_tokens: int, command: str) -> str:
             parts += _rows(compiled)
             notes.append(_summary(compiled))
         parts += ["", *notes]
-    return "\n".join([*parts, *_documents(num_tokens, [each.num_gpus for each in topologies])]) + "\n"
+    return "\n".join([*parts, *_documents(num_tokens, sorted({each.num_gpus for each in topologies}))]) + "\n"
 
 
 _INTRODUCTION = """\
@@ -101,8 +101,8 @@ are those of the model in `jaxlc/core/hardware.py`, not measurements. `h100:8x8`
 exchange that leads any GPU out of its domain is timed by the network.
 
 An exchange is *hidden* when attention kernels run between its start and its done, and their modelled time is at least
-its own. Exchanges that are under way together share the link: each is timed with the bytes of all. `times` is in one
-step: instructions times the rounds of their loops. What is less than 1 MiB is left out."""
+its own. Exchanges that are under way together are timed as if on one link, each with the bytes of all. `times` is in
+one step: instructions times the rounds of their loops. What is less than 1 MiB is left out."""
 _COLUMNS = (
     "strategy", "kernel", "pass", "exchange", "MiB sent", "times", "kernels meanwhile", "exchange ms", "kernels ms", "",
 )  # fmt: skip

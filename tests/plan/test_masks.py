@@ -8,29 +8,29 @@ from jaxlc.sharding.layout import zigzag_order
 TOKENS = 48
 
 
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(masks, "TILE", 2)
-
-
-def by_hand(queries_T, keys_S) -> int:
+def by_hand(queries_T, keys_S, tile: int) -> int:
     visible_TS = queries_T[:, None] >= keys_S[None, :]
-    return 4 * sum(visible_TS[i : i + 2, j : j + 2].any() for i in range(0, len(queries_T), 2)
-                   for j in range(0, len(keys_S), 2))  # fmt: skip
+    tiles = [visible_TS[i : i + tile, j : j + tile]
+             for i in range(0, len(queries_T), tile) for j in range(0, len(keys_S), tile)]  # fmt: skip
+    return tile**2 * sum(each.any() for each in tiles)
 
 
-@pytest.mark.parametrize("context", [1, 2, 4])
-def test_own_block_and_all_keys(small_tiles, context):
+@pytest.mark.parametrize("context", [1, 2, 4, 8])
+@pytest.mark.parametrize("tile", [2, 5])  # 5 fits nowhere, and leaves tiles of one token
+def test_own_block_and_all_keys(monkeypatch: pytest.MonkeyPatch, context, tile):
+    monkeypatch.setattr(masks, "TILE", tile)
     order_RT = zigzag_order(TOKENS, context).reshape(context, -1)
     own = masks.visited_pairs(TOKENS, context, TOKENS // context, TOKENS // context)
-    assert own == [by_hand(queries_T, queries_T) for queries_T in order_RT]
+    assert own == [by_hand(queries_T, queries_T, tile) for queries_T in order_RT]
     all_keys = masks.visited_pairs(TOKENS, context, TOKENS // context, TOKENS)
-    assert all_keys == [by_hand(queries_T, order_RT.reshape(-1)) for queries_T in order_RT]
+    assert all_keys == [by_hand(queries_T, order_RT.reshape(-1), tile) for queries_T in order_RT]
 
 
-def test_ranks_that_exchanged_heads_have_the_work_of_their_group(small_tiles):
-    groups = masks.visited_pairs(TOKENS, 2, TOKENS // 2, TOKENS // 2)
-    assert masks.visited_pairs(TOKENS, 4, TOKENS // 2, TOKENS // 2) == [groups[0], groups[0], groups[1], groups[1]]
+def test_ranks_that_exchanged_heads_have_the_work_of_their_group(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(masks, "TILE", 5)
+    first, second = masks.visited_pairs(TOKENS, 2, TOKENS // 2, TOKENS)
+    assert first != second
+    assert masks.visited_pairs(TOKENS, 4, TOKENS // 2, TOKENS) == [first, first, second, second]
     assert masks.visited_pairs(TOKENS, 4, TOKENS, TOKENS) == masks.visited_pairs(TOKENS, 1, TOKENS, TOKENS) * 4
 
 

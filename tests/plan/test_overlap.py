@@ -36,7 +36,7 @@ def exposed(step: CompiledStep) -> list[Hop]:
     return [hop for hop in step.hops if not step.is_hidden(hop)]
 
 
-rings = pytest.mark.parametrize("context", [8, 64])
+rings = pytest.mark.parametrize("context", [8, pytest.param(64, marks=pytest.mark.heavy)])
 
 
 @rings
