@@ -56,7 +56,7 @@ def _check(rule: Rule, queries: Tokens, keys: Tokens, exact: bool) -> None:
             assert not full[:, -1].any(), "an incomplete tile of keys needs its mask"
 
 
-@pytest.mark.parametrize("num_queries", [48, 50, 20, 70], ids=["whole", "ragged", "fewer", "more"])
+@pytest.mark.parametrize("num_queries", [50, 49, 20, 70])  # of 50 keys
 @pytest.mark.parametrize("window", [None, 1, 13, 1000])
 def test_by_index(num_queries, window):
     _check(_rule(num_queries=num_queries, window=window), Tokens(None, None), Tokens(None, None), exact=True)
