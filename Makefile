@@ -15,7 +15,7 @@ help:  ## this list
 train: $(READY)  ## train configs/quickstart.py; more settings in ARGS="--config.train.steps=20"
 	$(VENV)/bin/python -m jaxlc.train --config=configs/quickstart.py $(ARGS)
 
-test: $(READY)  ## the tests, on one JAX version
+test: $(READY) $(VENV)/.ready-plan  ## the tests, on one JAX version
 	$(VENV)/bin/python $(PYTEST) -m "not heavy" $(ARGS)
 
 test-all: test test-rest  ## also heavy tests and the other JAX versions
@@ -26,7 +26,7 @@ test-heavy: $(READY) $(VENV)/.ready-plan  ## large compile checks: the program f
 	$(VENV)/bin/python $(PYTEST) -m heavy
 
 test-jax0.12:  ## the tests on JAX 0.12, where a Python 3.12 or newer is
-	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "not heavy")
+	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "not heavy",-plan)
 
 smoke-jax0.11:  ## a few steps on JAX 0.11.2, which GPU machines often carry; needs Python 3.12 or newer too
 	@rm -rf .cache/smoke
@@ -53,11 +53,11 @@ UV_COMPILE = $(VENV)/bin/uv pip compile pyproject.toml --quiet --constraint $(VE
 FIND_PYTHON_312 = for python in python3.12 python3.13 $$HOME/.pyenv/versions/3.1[23]*/bin/python $(PYTHON); do \
   "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo "$$python"; break; }; done
 
-# $(1) environment, $(2) what its Python runs
+# $(1) environment, $(2) what its Python runs, $(3) "-plan" if that needs the GPU compiler
 define WITH_PYTHON_312
 @python=$$($(FIND_PYTHON_312)); \
 	if [ -z "$$python" ]; then echo "no Python 3.12 or newer here: $@ is left out"; \
-	else $(MAKE) --no-print-directory $(1)/.ready PYTHON="$$python" && $(1)/bin/python $(2); fi
+	else $(MAKE) --no-print-directory $(1)/.ready$(3) PYTHON="$$python" && $(1)/bin/python $(2); fi
 endef
 
 # jaxlc is installed editable, with the setuptools of the lock: --no-build-isolation downloads nothing more.
@@ -74,8 +74,8 @@ $(READY) .venv-jax0.12/.ready: requirements.lock pyproject.toml
 	$(call INSTALL,requirements.lock)
 
 # The GPU compiler, without a GPU and without NVIDIA's libraries.
-$(VENV)/.ready-plan: $(READY) requirements-plan.lock
-	$(VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements-plan.lock
+%/.ready-plan: %/.ready requirements-plan.lock
+	$*/bin/python -m pip install --quiet --no-deps --requirement requirements-plan.lock
 	@touch $@
 
 .venv-jax0.11/.ready: requirements.lock pyproject.toml

@@ -38,7 +38,7 @@ def get_config(variant: str = "") -> ConfigDict:
         config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # bytes and the end of a document
         config.mesh.update(context=4, tensor=2)
         config.runtime.update(topology="", simulated_devices=8)
-        config.data.sequence_tokens = 2048
+        config.data.sequence_tokens = 1024
         config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
         config.train.update(steps=20, rows_per_step=2, accumulation_steps=2)
         config.train.update(eval_rows=2, eval_every_steps=10, checkpoint_every_steps=10)

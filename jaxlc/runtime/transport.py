@@ -9,10 +9,8 @@ What a compiled program really uses is read from it afterwards (`jaxlc.train.rea
 """
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +18,9 @@ from typing import NamedTuple
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
+from jaxlc.runtime.plugin import Version, check_plugin, xla_version
 from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, NVSHMEM_OPTION, users_options
 
-TRANSPORTS = ("nccl", "nvshmem", "symmetric", "peer")
 # What "auto" tries between processes. The one of a single process stays with NCCL: its hops never leave the node.
 _BY_SPEED = ("nvshmem", "symmetric", "nccl")
 # XLA's own words where an older one is loaded: "Put requires NCCL >= 2.29.0".
@@ -30,8 +28,6 @@ _FIRST_NCCL_WITH_PUT = (2, 29)
 _NCCL = "libnccl.so.2"
 _NVSHMEM = "libnvshmem_host.so.3"  # the name that XLA loads
 _NVSHMEM_BOOTSTRAP = "nvshmem_bootstrap_uid.so.3"
-
-Version = tuple[int, ...]
 
 
 class Place(NamedTuple):
@@ -158,23 +154,6 @@ def prepare(config: RuntimeConfig, environment: dict[str, str]) -> None:
         environment.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(config.nvshmem_heap_bytes))
 
 
-def check_plugin() -> None:
-    """Raises UserError if the GPU plugin is not of jaxlib's version: what XLA can do is told from that."""
-    jaxlib = importlib.metadata.version("jaxlib")
-    package, version = _plugin() or ("", jaxlib)
-    if version != jaxlib:
-        pjrt = package.replace("plugin", "pjrt")
-        raise UserError(
-            f'{package} is {version} and jaxlib is {jaxlib}; pip install "{package}=={jaxlib}" "{pjrt}=={jaxlib}"'
-        )
-
-
-def xla_version() -> Version:
-    """The version of the GPU plugin; of jaxlib, which the plugin must equal, where it is part of that."""
-    _, version = _plugin() or ("", importlib.metadata.version("jaxlib"))
-    return tuple(int(number) for number in re.match(r"\d+(?:\.\d+)*", version)[0].split("."))
-
-
 def nccl_version() -> Version | None:
     """The version of the NCCL that XLA loads; None if there is none."""
     path = _find_library("nccl", _NCCL)
@@ -183,16 +162,6 @@ def nccl_version() -> Version | None:
     code = ctypes.c_int()
     ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
     return code.value // 10_000, code.value // 100 % 100, code.value % 100  # since 2.9
-
-
-def _plugin() -> tuple[str, str] | None:
-    """The installed GPU plugin's package and version; in the order in which JAX looks for them."""
-    for package in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
-        try:
-            return package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _find_library(package: str, name: str) -> str | None:

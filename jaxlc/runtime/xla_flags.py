@@ -3,12 +3,14 @@
 An unknown name in XLA_FLAGS kills the process inside C++; as a compile option it is a Python error, and one process
 can compile the same step in several ways. So options travel with `.compile(compiler_options=...)`.
 
-What each preset does to a schedule is in docs/xla_flags.md. All options here are known to the compilers of jax 0.10.1
-and 0.12.0.1, but for NVSHMEM's.
+What each preset does to a schedule is in docs/xla_flags.md. All options here are known to the compilers of jax 0.10.1,
+0.11.2 and 0.12.0.1, but for those that are chosen by version.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
+
+from jaxlc.runtime.plugin import Version, xla_version
 
 Options = dict[str, bool | int | str]
 
@@ -34,9 +36,9 @@ _OVERLAP: Options = {
 _PIPELINED: Options = {
     # The loop over layers gathers the weights of the next layer, and reduces the gradients of the last one, beside the
     # compute of this one, instead of waiting for them at its ends.
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-    "xla_gpu_enable_pipelined_all_reduce": True,
+    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_ON",
+    "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",
 }
 _UNCOMBINED: Options = {
     # Small collectives are joined into one that waits for all of them; each alone can start as soon as it may.
@@ -56,6 +58,14 @@ PRESETS: Mapping[str, Options] = MappingProxyType({
 })
 
 
+# In the XLA of jax 0.10 some options have another name, and are on or off.
+_FIRST_XLA_WITH_NEW_NAMES = (0, 11)
+_OLD_NAMES = MappingProxyType({
+    f"xla_gpu_pipeline_{kind}": f"xla_gpu_enable_pipelined_{kind}"
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+})
+
+
 def compile_options(platform: str, *, preset: str, transport: str | None, environment: Mapping[str, str]) -> Options:
     """Options for `lowered.compile`. What the user has set in XLA_FLAGS is left out of them, or it would not count.
 
@@ -66,8 +76,14 @@ def compile_options(platform: str, *, preset: str, transport: str | None, enviro
     """
     if platform != "gpu":
         return {}
-    options = PRESETS[preset] | _TRANSPORTS[transport or "nccl"]
+    options = _for_version(PRESETS[preset], xla_version()) | _TRANSPORTS[transport or "nccl"]
     return {name: value for name, value in options.items() if name not in users_options(environment)}
+
+
+def _for_version(options: Options, version: Version) -> Options:
+    if version >= _FIRST_XLA_WITH_NEW_NAMES:
+        return options
+    return {_OLD_NAMES.get(name, name): True if name in _OLD_NAMES else value for name, value in options.items()}
 
 
 def users_options(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,87 @@
+"""Every variant of the configs for real machines: what they ask for, and the miniatures, trained."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxlc.config import check_num_devices, load
+from jaxlc.core.errors import UserError
+from jaxlc.train import loop
+from tests.train import runs
+
+DIRECTORY = Path(__file__).parents[2] / "configs"
+NAMES = ("64k", "128k", "256k", "1m")
+TOKENS = {"64k": 65_536, "128k": 131_072, "256k": 262_144, "1m": 1_048_576}
+VARIANTS = ("", "h100", "70b", "mini")
+
+
+def get_config(name: str, variant: str = ""):
+    spec = importlib.util.spec_from_file_location(f"configs_{name}", DIRECTORY / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_variant_is_for_the_devices_that_it_names(name, variant):
+    config = load(get_config(name, variant))
+    assert config.runtime.transport == "nvshmem"
+    if variant == "mini":
+        assert config.mesh.num_devices == config.runtime.simulated_devices == 8
+    else:
+        gpus, domains, size = re.fullmatch(r"(\w+):(\d+)x(\d+)", config.runtime.topology).groups()
+        assert gpus == ("h100" if variant == "h100" else "gb200")
+        assert config.mesh.num_devices == int(domains) * int(size)
+        assert config.data.sequence_tokens == TOKENS[name]
+        assert config.data.sequence_tokens * config.train.rows_per_step == 2**22
+        assert config.model.preset == ("llama3-70b" if variant == "70b" else "llama3-8b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_miniature_has_the_axes_and_features_of_the_config(name):
+    """Only what makes it small differs."""
+    config, mini = load(get_config(name)), load(get_config(name, "mini"))
+    axes = ("data", "fsdp", "context", "tensor")
+    assert [getattr(config.mesh, axis) > 1 for axis in axes] == [getattr(mini.mesh, axis) > 1 for axis in axes]
+    assert (config.train.accumulation_steps > 1) == (mini.train.accumulation_steps > 1)
+    for section in ("attention", "memory", "precision"):
+        assert getattr(config, section) == getattr(mini, section)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unknown_variant(name):
+    with pytest.raises(ValueError, match="no variant 'b200'; there are h100, 70b, mini"):
+        get_config(name, "b200")
+
+
+def test_on_a_machine_with_other_devices_the_commands_that_do_work_are_told():
+    with pytest.raises(UserError) as error:
+        check_num_devices(load(get_config("256k", "h100")), 1, "the devices here are", "configs/256k.py:h100")
+    for words in [
+        "context=8 x tensor=8 needs 64 devices but the devices here are 1",
+        "made for h100:8x8",
+        "`python -m jaxlc.plan --config=configs/256k.py:h100 --topology=h100:8x8`",
+        "`python -m jaxlc.train --config=configs/256k.py:mini`",
+    ]:
+        assert words in str(error.value)
+
+
+def test_train_tells_them_too(tmp_path):
+    output = runs.train(DIRECTORY / "64k.py", tmp_path, status=2)
+    assert "needs 8 devices but the devices here are 1" in output
+    assert f"jaxlc.train --config={DIRECTORY / '64k.py'}:mini`" in output
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_miniature_trains(name, tmp_path, capsys):
+    """Two steps, in this process and its eight simulated devices."""
+    corpus = runs.write_config(tmp_path).with_name("corpus")
+    config = get_config(name, "mini")
+    config.data.update(sources=(str(corpus),), cache_dir=str(tmp_path / "cache"), eval_fraction=0.3)
+    config.train.update(steps=2, eval_every_steps=0)
+    result = loop.run(config, tmp_path / "run")
+    assert result.step == 2 and result.evaluation.loss > 0
+    assert "transport  nvshmem is without effect on simulated devices" in capsys.readouterr().out
