@@ -1,8 +1,8 @@
 """Attention's backward pass on a GPU (FlashAttention-2, algorithm 2), for Triton.
 
-Two kernels, one for dQ that owns query tiles and one for dK and dV that owns key tiles. The weights are computed in
-both, which costs a product out of seven and buys sums in registers, in one order: no atomic additions, so a rerun
-gives the same bits. dK and dV sum over the query heads that share their head within a program.
+Two kernels, one for dQ that owns query tiles and one for dK and dV that owns key tiles. The weights and their gradient
+are computed in both: seven matrix products instead of five, for sums in registers, in one order. There are no atomic
+additions, so a rerun gives the same bits. dK and dV sum over the query heads that share their head within a program.
 """
 
 import functools
