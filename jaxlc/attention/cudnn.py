@@ -19,6 +19,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as fmha
 
 from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
@@ -26,6 +27,12 @@ from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
 _DTYPES = ("bfloat16", "float16")
 _MAX_HEAD_DIM = 128  # in the backward of every capability from 8.0; Hopper's 256 needs newer cuDNN versions
 _HEAD_DIM_MULTIPLE = 8
+
+# JAX allows one mesh only in a program with these primitives, for the sake of its own wrapper around them that splits
+# arrays. They are called without it here, inside `shard_map`, and strategy hybrid has a mesh of its own there.
+dispatch.prim_requires_devices_during_lowering.difference_update(
+    {fmha._dot_product_attention_fwd_p, fmha._dot_product_attention_bwd_p}
+)
 
 
 def unsupported(case: KernelCase) -> str | None:
@@ -42,7 +49,7 @@ def unsupported(case: KernelCase) -> str | None:
     if case.value_dim != case.head_dim:
         return f"values of head dim {case.value_dim} for queries of {case.head_dim}, and it does equal ones"
     if not case.by_index:
-        return "it masks by index, and these masks need positions or segment ids"
+        return "it masks by index, which is not enough for documents, windows in a ring or all_gather"
     return None
 
 

@@ -25,7 +25,10 @@ CUDNN_DECLINES = {
     "head dim 256": (_case(head_dim=256, value_dim=256), "head dim 256, and it does multiples of 8 up to 128"),
     "head dim 100": (_case(head_dim=100, value_dim=100), "head dim 100, and it does multiples of 8 up to 128"),
     "value dim": (_case(value_dim=64), "values of head dim 64 for queries of 128, and it does equal ones"),
-    "packed": (_case(by_index=False), "it masks by index, and these masks need positions or segment ids"),
+    "packed": (
+        _case(by_index=False),
+        "it masks by index, which is not enough for documents, windows in a ring or all_gather",
+    ),
 }
 declines = pytest.mark.parametrize(("case", "limit"), CUDNN_DECLINES.values(), ids=CUDNN_DECLINES.keys())
 

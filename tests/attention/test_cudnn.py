@@ -203,6 +203,18 @@ def ring_on_h100s():
 
 
 @needs_gpu_compiler
+def test_hybrid_has_a_mesh_of_its_own():
+    """JAX refuses a second mesh beside cuDNN's primitives, unless it is told that they need none."""
+    mesh = make_mesh(topology("h100:1x8"), MeshConfig(context=8))
+    attend = make(AttentionConfig(strategy="hybrid", kernel="cudnn", ulysses_ranks=2), mesh)
+    q = jax.ShapeDtypeStruct(
+        (1, 256, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(None, CONTEXT))
+    )
+    lowered = jax.jit(lambda q: attend(q, q, q, None, None)).lower(q)
+    assert FORWARD in lowered.as_text()
+
+
+@needs_gpu_compiler
 def test_the_ring_on_h100s(ring_on_h100s):
     """Step 0 is causal; later steps, in the loop and after it, are full. Operands bfloat16, the lse float32."""
     program = ring_on_h100s(uses_lse=False)
