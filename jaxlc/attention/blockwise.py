@@ -202,7 +202,7 @@ def _tiled_operands(q_BTNH, k_BSKH, v_BSKH, masks: Masks, spec: AttentionSpec) -
         k_segments = jnp.ones((batch, num_keys), jnp.int32)
     q_positions, k_positions = None, None
     if spec.causal:
-        q_positions, k_positions, _, _ = masks.with_positions(batch, num_queries, num_keys)
+        q_positions, k_positions, _, _ = masks.with_positions(q_BTNH, k_BSKH)
     q = _tiled_heads(q_BTNH, num_kv_heads, tile_T)
     k, v = (_tiled_heads(x, num_kv_heads, tile_S) for x in (k_BSKH, v_BSKH))
     queries = _Queries(q, _tiled(q_positions, tile_T), _tiled(q_segments, tile_T))

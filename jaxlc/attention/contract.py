@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +65,19 @@ class Masks(NamedTuple):
             visible_BTS = is_past_BTS if visible_BTS is None else visible_BTS & is_past_BTS
         return visible_BTS
 
-    def with_positions(self, batch: int, num_queries: int, num_keys: int) -> "Masks":
+    def with_positions(self, q_BTNH: jax.Array, k_BSKH: jax.Array) -> "Masks":
         """The same masks with positions written out, for kernels that go by them."""
         if self.q_positions_BT is not None:
             return self
-        positions_BS = jnp.broadcast_to(jnp.arange(num_keys, dtype=jnp.int32), (batch, num_keys))
+        (batch, num_queries, _, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
         first_query = num_keys - num_queries  # below 0 for queries that come before all keys
-        positions_BT = jnp.broadcast_to(jnp.arange(first_query, num_keys, dtype=jnp.int32), (batch, num_queries))
+        positions_T, positions_S = jnp.arange(first_query, num_keys), jnp.arange(num_keys)
+        # Tied to the queries for the reason that `api.make` gives: constants would be taken out of the loop over layers,
+        # and with them all tiles of all masks.
+        _, positions_T, positions_S = lax.optimization_barrier((q_BTNH, positions_T, positions_S))
+        positions_BT, positions_BS = (
+            jnp.broadcast_to(x.astype(jnp.int32), (batch, len(x))) for x in (positions_T, positions_S)
+        )
         return self._replace(q_positions_BT=positions_BT, k_positions_BS=positions_BS)
 
     @classmethod

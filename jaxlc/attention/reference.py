@@ -10,9 +10,10 @@ def unsupported(case: KernelCase) -> None:
     """See `contract.Kernel.unsupported`: it does everything, everywhere."""
 
 
-def _visible_BNTS(masks: Masks, spec: AttentionSpec, shape_BNTS: tuple[int, ...]) -> jax.Array:
-    batch, _, num_queries, num_keys = shape_BNTS
-    visible_BTS = masks.with_positions(batch, num_queries, num_keys).visible_BTS(spec)
+def _visible_BNTS(q_BTNH: jax.Array, k_BSKH: jax.Array, masks: Masks, spec: AttentionSpec) -> jax.Array:
+    (batch, num_queries, num_heads, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
+    visible_BTS = masks.with_positions(q_BTNH, k_BSKH).visible_BTS(spec)
+    shape_BNTS = batch, num_heads, num_queries, num_keys
     return jnp.ones(shape_BNTS, bool) if visible_BTS is None else jnp.broadcast_to(visible_BTS[:, None], shape_BNTS)
 
 
@@ -26,7 +27,7 @@ def forward(
     scores_BNTS = spec.scale_for(q_BTNH.shape[-1]) * jnp.einsum(
         "BTNH,BSNH->BNTS", q_BTNH, k_BSNH, precision=jax.lax.Precision.HIGHEST
     )
-    visible_BNTS = _visible_BNTS(masks, spec, scores_BNTS.shape)
+    visible_BNTS = _visible_BNTS(q_BTNH, k_BSKH, masks, spec)
     # A row without keys: its maximum is replaced before, its sum after, so that no gradient meets inf - inf.
     is_empty_BNT = ~visible_BNTS.any(axis=-1)
     masked_BNTS = jnp.where(visible_BNTS, scores_BNTS, -jnp.inf)
@@ -53,7 +54,7 @@ def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, 
     num_groups = q_BTNH.shape[2] // num_kv_heads
     k_BSNH, v_BSNH = (jnp.repeat(x, num_groups, axis=2) for x in (k_BSKH, v_BSKH))
     scores_BNTS = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
-    visible_BNTS = _visible_BNTS(masks, spec, scores_BNTS.shape)
+    visible_BNTS = _visible_BNTS(q_BTNH, k_BSKH, masks, spec)
     p_BNTS = jnp.where(visible_BNTS, jnp.exp(scores_BNTS - lse_BNT[..., None]), 0.0)
     delta_BNT = jnp.einsum("BTNH,BTNH->BNT", dout_BTNH, out_BTNH) - dlse_BNT
     ds_BNTS = p_BNTS * (jnp.einsum("BTNH,BSNH->BNTS", dout_BTNH, v_BSNH) - delta_BNT[..., None])

@@ -100,15 +100,17 @@ def _largest_array(jaxpr) -> int:
     return largest
 
 
-def test_a_scan_over_layers_keeps_no_mask():
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_a_scan_over_layers_keeps_no_mask(packed):
     """Masks are the same in every layer; differentiation would take them out of the loop, all tiles at once."""
     num_tokens = 2048
     layout = make(AttentionConfig(query_block_tokens=64, key_block_tokens=64), split_mesh(context=4))
     positions = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (1, num_tokens))
+    masks = (positions, positions) if packed else (None, None)
 
     def loss(x):
         def layer(x, _):
-            return x + layout(2 * x, 3 * x, 4 * x, positions, positions)[0], None
+            return x + layout(2 * x, 3 * x, 4 * x, *masks)[0], None
 
         return jax.lax.scan(layer, x, length=3)[0].sum()
 
