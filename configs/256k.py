@@ -23,7 +23,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config = defaults()
     config.model.preset = "llama3-8b"
     config.mesh.update(context=8, tensor=8)
-    config.runtime.update(topology="gb200:1x64", transport="nvshmem", nvshmem_heap_bytes=2 * 2**30)
+    config.runtime.update(topology="gb200:1x64", transport="nvshmem")
     config.data.sequence_tokens = 262_144
     config.optimizer.warmup_steps = 100
     config.train.update(steps=1000, rows_per_step=16, accumulation_steps=16)  # 4,194,304 tokens a step
