@@ -1,1 +1,24 @@
-"""What a config will do on GPUs that are not here: the real step, compiled for them and read."""
+"""What a config will do on GPUs that are not here: the real step, compiled for them and read.
+
+Imports nothing until asked, so that `python -m jaxlc.plan` can prepare the environment before JAX starts.
+"""
+
+
+def plan(config, topology: str, *, devices_per_process: int = 1, advise: bool = False, starting=lambda what: None):
+    """Compiles the training step of `config` (a ConfigDict or Config) for GPUs such as "h100:8x8"; print the result.
+
+    See `compile.plan`. With `advise`, a step that does not fit is compiled with other settings too, until some fit.
+    `starting` is told what is compiled next.
+    """
+    from jaxlc import runtime
+    from jaxlc.config import RuntimeConfig
+
+    runtime.start(RuntimeConfig())  # before anything imports jax
+    from jaxlc.plan.advise import plan_with_advice
+    from jaxlc.plan.compile import plan_step
+    from jaxlc.plan.topology import topology as gpus_of
+
+    gpus = gpus_of(topology, devices_per_process=devices_per_process)
+    if advise:
+        return plan_with_advice(config, gpus, starting)
+    return plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"))

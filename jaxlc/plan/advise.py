@@ -1,0 +1,149 @@
+"""Single changes of a config that make its step fit, each found by compiling it."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from jaxlc.config import Config, load, to_dict
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, DATA, FSDP, TENSOR
+from jaxlc.core.errors import UserError
+from jaxlc.plan.compile import on_gpus, plan_step
+from jaxlc.plan.memory import Memory
+from jaxlc.plan.report import Change, Plan
+from jaxlc.plan.topology import Topology
+
+_ENOUGH = 2  # changes that fit; the rest costs the user more
+_FEWEST_CHUNK_TOKENS = 256  # below, the loss's matrix products are too small for the GPU
+_REMAT_COSTS = {  # each keeps less than the one before
+    "none": "",
+    "matmuls": "what is cheap in a layer is computed twice",
+    "attention": "a layer's matrix products are computed twice, attention is not",
+    "full": "a layer's whole forward is computed twice, with its hops",
+}
+
+
+class Candidate(NamedTuple):
+    """A change of one thing, which may take several settings."""
+
+    settings: dict[str, int | str]  # "memory.remat" -> "full"
+    cost: str  # in time, in words
+
+    @property
+    def overrides(self) -> str:
+        return " ".join(f"--config.{name}={value}" for name, value in self.settings.items())
+
+
+def plan_with_advice(config: ConfigDict | Config, gpus: Topology, starting: Callable[[str], None]) -> Plan:
+    """The plan of `config`, with advice if it does not fit; see `compile.plan_step`.
+
+    Args:
+      starting: is told what is compiled next.
+    """
+    config = on_gpus(config, gpus)
+    found = plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"))
+    if found.memory.fits:
+        return found
+    changes = []
+    for candidate in candidates(config):
+        memory = _memory_with(config, candidate, gpus, starting)
+        if memory is None:
+            continue
+        changes.append(Change(
+            overrides=candidate.overrides,
+            cost=candidate.cost,
+            device_peak_bytes=memory.device_peak_bytes,
+            host_bytes_per_node=memory.host_bytes_per_node,
+            fits=memory.fits,
+        ))  # fmt: skip
+        if sum(change.fits for change in changes) == _ENOUGH:
+            break
+    return dataclasses.replace(found, advice=tuple(changes))
+
+
+def _memory_with(config: Config, candidate: Candidate, gpus: Topology, starting) -> Memory | None:
+    """None if the change contradicts the rest of the config."""
+    try:
+        changed = with_settings(config, candidate.settings)
+        return plan_step(changed, gpus, lambda: starting(f"with {candidate.overrides}")).memory
+    except UserError:
+        return None
+
+
+def candidates(config: Config) -> Iterator[Candidate]:
+    """Changes that may save memory, those that cost least time first. Not all of them need be possible."""
+    for changes in _CHEAPEST_FIRST:
+        yield from changes(config)
+
+
+def with_settings(config: Config, settings: dict[str, int | str]) -> Config:
+    """The config with other settings, by their paths.
+
+    Raises:
+      UserError: they contradict the others.
+    """
+    values = to_dict(config)
+    for path, value in settings.items():
+        section, _, name = path.partition(".")
+        values[section][name] = value
+    return load(ConfigDict(values))
+
+
+def _smaller_loss_chunks(config: Config) -> Iterator[Candidate]:
+    tokens = config.memory.loss_chunk_tokens // 4
+    if tokens >= _FEWEST_CHUNK_TOKENS:
+        yield Candidate({"memory.loss_chunk_tokens": tokens}, "smaller matrix products in the loss")
+
+
+def _fewer_rows_at_a_time(config: Config) -> Iterator[Candidate]:
+    steps = 2 * config.train.accumulation_steps
+    yield Candidate({"train.accumulation_steps": steps}, "the batch in more parts, and weights gathered for each")
+
+
+def _parameters_split(config: Config) -> Iterator[Candidate]:
+    if config.mesh.data > 1:
+        yield Candidate(
+            {"mesh.data": 1, "mesh.fsdp": config.mesh.fsdp * config.mesh.data}, "each layer's weights are gathered"
+        )
+
+
+def _more_remat(config: Config) -> Iterator[Candidate]:
+    names = list(_REMAT_COSTS)
+    for name in names[names.index(config.memory.remat) + 1 :]:
+        yield Candidate({"memory.remat": name}, _REMAT_COSTS[name])
+
+
+def _ring(config: Config) -> Iterator[Candidate]:
+    if config.attention.strategy in ("all_gather", "ulysses"):
+        yield Candidate({"attention.strategy": "ring"}, "hops, which hide behind attention where it takes long enough")
+
+
+def _more_context(config: Config) -> Iterator[Candidate]:
+    """Context in place of another axis; of rows, so many fewer at a time."""
+    for axis in (FSDP, DATA, TENSOR):
+        size = getattr(config.mesh, axis)
+        for factor in dict.fromkeys((2, size)):
+            if size % factor or size == 1:
+                continue
+            settings = {f"mesh.{axis}": size // factor, f"mesh.{CONTEXT}": config.mesh.context * factor}
+            if axis in BATCH_AXES:
+                settings["train.accumulation_steps"] = config.train.accumulation_steps * factor
+            yield Candidate(settings, f"a longer ring in place of {axis}")
+
+
+def _more_tensor(config: Config) -> Iterator[Candidate]:
+    if config.mesh.context % 2 == 0:
+        settings = {"mesh.context": config.mesh.context // 2, "mesh.tensor": config.mesh.tensor * 2}
+        yield Candidate(settings, "a shorter ring, and more to gather around each matrix product")
+
+
+_CHEAPEST_FIRST: tuple[Callable[[Config], Iterator[Candidate]], ...] = (
+    _smaller_loss_chunks,
+    _fewer_rows_at_a_time,
+    _parameters_split,
+    _ring,
+    _more_remat,
+    _more_context,
+    _more_tensor,
+)

@@ -1,0 +1,149 @@
+"""Compiles the very step that training runs, for GPUs that are not here, and reads it."""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from jax.stages import Compiled, Lowered
+from jaxlib.mlir import ir
+from ml_collections import ConfigDict
+
+from jaxlc import attention
+from jaxlc.config import Config, load
+from jaxlc.config.checks import mesh_overrides, working_mesh
+from jaxlc.core.errors import UserError
+from jaxlc.plan import contents, memory
+from jaxlc.plan.dump import Dump, read
+from jaxlc.plan.report import Plan
+from jaxlc.plan.topology import WITHOUT_GPU, Topology, make_mesh
+from jaxlc.program import parse
+from jaxlc.program.collectives import collectives
+from jaxlc.program.ring import hops
+from jaxlc.runtime import transport
+from jaxlc.train.step import TrainStep, build_step
+
+_KIND, _ALIAS = "mhlo.memory_kind", "tf.aliasing_output"  # attributes of the lowered program's arguments and results
+
+
+def plan_step(config: ConfigDict | Config, gpus: Topology, starting: Callable[[], None]) -> Plan:
+    """Compiles the training step of `config` for `gpus` and reads from it what a run will do.
+
+    What config.runtime says about devices and processes here counts for nothing.
+
+    Args:
+      starting: called when everything is checked and the compiler starts.
+    Raises:
+      UserError: whatever the user can mend: a mesh of another size, a transport that is not there, arrays too large.
+    """
+    config = on_gpus(config, gpus)
+    step = build_step(config, make_mesh(gpus, config.mesh))
+    kernel, hops_by = _choices(step)
+    starting()
+    start_seconds = time.perf_counter()
+    compiled, dump = compile_step(step)
+    seconds = time.perf_counter() - start_seconds
+    program = parse(compiled.as_text())
+    sent = collectives(program)
+    return Plan(
+        topology=str(gpus),
+        num_devices=gpus.num_gpus,
+        mesh=dict(step.mesh.shape),
+        sequence_tokens=config.data.sequence_tokens,
+        tokens_per_step=config.data.sequence_tokens * config.train.rows_per_step,
+        compile_seconds=seconds,
+        memory=memory.measure(step, gpus, compiled, program, sent, dump),
+        collectives=contents.traffic(sent, dict(step.mesh.shape), gpus.gpus_per_domain),
+        ring=contents.ring(hops(program), gpus),
+        kernels=contents.kernels(program),
+        kernel_choice=f"{kernel.name} ({kernel.reason})",
+        transport_choice=f"{hops_by.name} ({hops_by.reason})",
+    )
+
+
+def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
+    """The config as it is checked on `gpus`: whatever simulates devices or names processes is left out.
+
+    Raises:
+      UserError: the mesh is not of so many devices; names overrides that are.
+    """
+    config = load(config)
+    config = dataclasses.replace(
+        config, runtime=dataclasses.replace(config.runtime, simulated_devices=0, num_processes=1, process_id=0)
+    )
+    if config.mesh.num_devices == gpus.num_gpus:
+        return config
+    axes = " x ".join(f"{axis}={size}" for axis, size in vars(config.mesh).items())
+    sentence = f"the mesh {axes} needs {config.mesh.num_devices} GPUs and {gpus} has {gpus.num_gpus}"
+    mesh = working_mesh(config, gpus.num_gpus)
+    advice = f"use {mesh_overrides(config.mesh, mesh)}, or" if mesh else "no mesh of its size splits this model; use"
+    raise UserError(f"{sentence}; {advice} another --topology, of {config.mesh.num_devices} GPUs")
+
+
+def _choices(step: TrainStep) -> tuple[attention.Choice, transport.Choice]:
+    """Attention's kernel and transport; UserError if one that is named cannot do what the config asks."""
+    try:
+        return step.kernel, step.transport
+    except NotImplementedError as error:
+        raise UserError(str(error)) from error
+
+
+def compile_step(step: TrainStep) -> tuple[Compiled, Dump]:
+    """The step's executable, and what the compiler wrote down about it.
+
+    Raises:
+      UserError: its arrays are too large for the compiler, or for the host's memory.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            compiled = step.compile(extra_options={**WITHOUT_GPU, "xla_dump_to": directory})
+        except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise UserError(
+                f"a step of config.data.sequence_tokens={step.config.data.sequence_tokens} cannot be compiled:"
+                f" {first_line}; use fewer, or split them over a larger config.mesh.context"
+            ) from error
+        return compiled, read(Path(directory))
+
+
+def place_in_memory(lowered: Lowered, arguments: Sequence[str | None], results: Sequence[str | None]) -> None:
+    """Writes memory kinds into a lowered program, before `.compile()`, since JAX drops those of GPUs that are not here.
+
+    Such devices list no memories, so that a sharding with memory_kind="pinned_host" leaves no trace, and the bytes
+    would count as the GPU's. An argument that is given up to a result in another memory is so no more. Not for a
+    function that was compiled before: JAX keeps its executable, and does not see that the program has changed.
+
+    Args:
+      arguments, results: for each leaf "pinned_host" or "device", or None, which leaves it as it is.
+    """
+    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])  # arguments that the program reads; private
+    module = lowered.compiler_ir("stablehlo")
+    (main,) = (each for each in module.body.operations if _is_main(each))
+    with module.context:
+        result_attributes = [
+            _with_kind(each, kind) for each, kind in zip(main.attributes["res_attrs"], results, strict=True)
+        ]
+        argument_attributes = [
+            _with_kind(each, arguments[index]) for each, index in zip(main.attributes["arg_attrs"], kept, strict=True)
+        ]
+        for each in argument_attributes:
+            heir = each.get(_ALIAS)
+            if heir is not None and _kind(each) != _kind(result_attributes[ir.IntegerAttr(heir).value]):
+                del each[_ALIAS]
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in argument_attributes])
+        main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in result_attributes])
+
+
+def _is_main(operation) -> bool:
+    return "sym_name" in operation.attributes and ir.StringAttr(operation.attributes["sym_name"]).value == "main"
+
+
+def _with_kind(attributes, kind: str | None) -> dict:
+    named = {each.name: each.attr for each in ir.DictAttr(attributes)}
+    return named | ({_KIND: ir.StringAttr.get(kind)} if kind else {})
+
+
+def _kind(named: dict) -> str:
+    return ir.StringAttr(named[_KIND]).value if _KIND in named else "device"

@@ -1,0 +1,174 @@
+"""What one GPU and one node must hold while a compiled step runs, and whether they can.
+
+A GPU's memory has three parts. The pool is what JAX's allocator takes: arguments, temporaries, kernel workspaces.
+Beside it lie the transports' buffers, which come from libraries of their own. The rest is kept free (`USABLE_SHARE`).
+Arguments, temporaries and symmetric buffers are the compiler's own figures; workspaces and NCCL's buffers are upper
+bounds, since the compiler cannot know them without a GPU.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from jaxlc.attention import cudnn
+from jaxlc.plan.dump import Dump, LiveTensor
+from jaxlc.plan.topology import Topology
+from jaxlc.program import Program
+from jaxlc.program.attention_calls import attention_calls
+from jaxlc.program.collectives import Collective
+from jaxlc.program.counts import executions
+from jaxlc.train.step import TrainStep
+
+# Of the capacity, what a run may fill. On an H100 the rest is 4 GiB: a CUDA context with its kernels takes about half
+# a GiB, and the allocator loses some to gaps between arrays that come and go. Assumed; not measured on a GPU.
+USABLE_SHARE = 0.95
+USABLE_HOST_SHARE = 0.9  # the system, Python and the corpus's pages need some too
+# JAX's pool, as a share of the capacity, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (JAX's documentation,
+# "GPU memory allocation"). A run that needs more has to set it; the plan says to what.
+DEFAULT_POOL_SHARE = 0.75
+
+DEFAULT_NVSHMEM_HEAP_BYTES = 2**30  # NVSHMEM's documentation, NVSHMEM_SYMMETRIC_SIZE
+
+# NCCL on 8 H100s: a buffer of 10 MiB and one of 2 MiB for each of 32 channels to each peer that it sends to or
+# receives from, 3.3 GB in all for an all-to-all (github.com/NVIDIA/nccl/issues/1685). A ring has one such peer, and so
+# has a permute; each communicator has its own (issues/986). More peers than on a node were not measured.
+_NCCL_BYTES_PER_PEER = 32 * (10 + 2) * 2**20
+_NCCL_MOST_PEERS = 7
+_POINT_TO_POINT = ("collective-permute", "all-to-all", "ragged-all-to-all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one GPU, and on the host of it. The parts of the arguments are as `TrainStep` shards them."""
+
+    device_capacity_bytes: int
+    device_arguments_bytes: int
+    parameters_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    device_temp_bytes: int  # symmetric buffers not counted
+    workspace_bytes: int  # at most
+    symmetric_bytes: int  # NVSHMEM's heap, or NCCL's registered buffers
+    symmetric_used_bytes: int  # what the program lays there
+    nccl_bytes: int  # at most
+    host_bytes_per_device: int
+    host_bytes_per_node: int
+    host_capacity_per_node_bytes: int
+    largest: tuple[LiveTensor, ...]  # on the GPU, when the program holds most
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.device_arguments_bytes + self.device_temp_bytes + self.workspace_bytes
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return self.pool_bytes + self.symmetric_bytes + self.nccl_bytes
+
+    @property
+    def pool_share(self) -> float:
+        """The share of the capacity that the allocator can be given: XLA_PYTHON_CLIENT_MEM_FRACTION."""
+        free_bytes = USABLE_SHARE * self.device_capacity_bytes - self.symmetric_bytes - self.nccl_bytes
+        return max(0, math.floor(100 * free_bytes / self.device_capacity_bytes)) / 100
+
+    @property
+    def device_fits(self) -> bool:
+        return self.pool_bytes <= self.pool_share * self.device_capacity_bytes
+
+    @property
+    def host_fits(self) -> bool:
+        return self.host_bytes_per_node <= USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.device_fits and self.host_fits
+
+
+def measure(
+    step: TrainStep,
+    gpus: Topology,
+    compiled: jax.stages.Compiled,
+    program: Program,
+    sent: Sequence[Collective],
+    dump: Dump,
+) -> Memory:
+    """Puts together what is known of a compiled step's memory.
+
+    Args:
+      program, sent: what `compiled` is, and its collectives.
+      dump: what the compiler wrote down about its memory.
+    """
+    stats = compiled.memory_analysis()
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+    host_bytes = stats.host_argument_size_in_bytes + host_results + stats.host_temp_size_in_bytes
+    heap = step.config.runtime.nvshmem_heap_bytes or DEFAULT_NVSHMEM_HEAP_BYTES
+    uses_nvshmem = any(each.backend == "NVSHMEM" for each in sent)
+    return Memory(
+        device_capacity_bytes=gpus.device.memory_bytes,
+        device_arguments_bytes=stats.argument_size_in_bytes,
+        parameters_bytes=bytes_per_device(step.abstract_state.params),
+        optimizer_bytes=bytes_per_device(step.abstract_state.opt_state),
+        batch_bytes=bytes_per_device(step.abstract_batch),
+        device_temp_bytes=stats.temp_size_in_bytes - dump.symmetric_bytes + results,
+        workspace_bytes=workspace_bytes(program),
+        symmetric_bytes=max(dump.symmetric_bytes, heap) if uses_nvshmem else dump.symmetric_bytes,
+        symmetric_used_bytes=dump.symmetric_bytes,
+        nccl_bytes=nccl_bytes(sent),
+        host_bytes_per_device=host_bytes,
+        host_bytes_per_node=host_bytes * min(gpus.gpus_per_node, gpus.num_gpus),
+        host_capacity_per_node_bytes=gpus.host_memory_bytes_per_node,
+        largest=dump.largest(program, 5),
+    )
+
+
+def bytes_per_device(abstract) -> int:
+    """Of a tree of `jax.ShapeDtypeStruct`s with shardings: the part of one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)
+    )
+
+
+def workspace_bytes(program: Program) -> int:
+    """Scratch memory of cuDNN's calls, which is 0 in a program compiled without a GPU.
+
+    A call's scratch is one of its results, and nobody reads it: it is free again when the call is over. Calls run one
+    after the other, so they share it, and the largest counts. At most that much: it may lie where other temporaries
+    lie at other times.
+    """
+    times = executions(program)
+    sizes = [0]
+    for computation in program:
+        if not times[computation.name]:
+            continue
+        for call in attention_calls(program, computation):
+            if call.kernel == "cudnn":
+                q, k = (each.arrays[0].dims for each in computation.operands(call.instruction)[:2])
+                sizes.append(cudnn.workspace_bytes(q, k, call.is_backward))
+    return max(sizes)
+
+
+class _Communicator(NamedTuple):
+    """XLA makes one for each set of devices, and for sends and receives among them another."""
+
+    members: frozenset[int]
+    is_point_to_point: bool
+
+
+def nccl_bytes(sent: Sequence[Collective]) -> int:
+    """NCCL's own buffers on a device, at most: for each communicator as many peers as it speaks with."""
+    peers: dict[_Communicator, set[int]] = {}
+    for each in sent:
+        if each.backend == "NVSHMEM":
+            continue
+        if each.kind == "collective-permute":
+            members = frozenset(member for pair in each.groups for member in pair)
+            receivers = {target for source, target in each.groups if source == min(members)}
+        else:
+            members = frozenset(each.groups[0])
+            others = sorted(members - {min(members)})
+            receivers = set(others) if each.kind in _POINT_TO_POINT else set(others[:1])
+        peers.setdefault(_Communicator(members, each.kind in _POINT_TO_POINT), set()).update(receivers)
+    return sum(min(len(each), _NCCL_MOST_PEERS) for each in peers.values()) * _NCCL_BYTES_PER_PEER

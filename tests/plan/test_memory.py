@@ -1,0 +1,130 @@
+"""Figures of memory that the compiler does not know, and what is read from what it writes down."""
+
+import dataclasses
+
+import pytest
+
+from jaxlc.plan.dump import Dump, LiveTensor, maker, read
+from jaxlc.plan.memory import Memory, nccl_bytes
+from jaxlc.program import parse
+from jaxlc.program.collectives import Collective
+
+GIB = 2**30
+PEER = 32 * 12 * 2**20
+MEMORY = Memory(
+    device_capacity_bytes=100 * GIB,
+    device_arguments_bytes=20 * GIB,
+    parameters_bytes=7 * GIB,
+    optimizer_bytes=13 * GIB,
+    batch_bytes=0,
+    device_temp_bytes=40 * GIB,
+    workspace_bytes=10 * GIB,
+    symmetric_bytes=4 * GIB,
+    symmetric_used_bytes=3 * GIB,
+    nccl_bytes=1 * GIB,
+    host_bytes_per_device=10 * GIB,
+    host_bytes_per_node=80 * GIB,
+    host_capacity_per_node_bytes=100 * GIB,
+    largest=(),
+)
+
+
+def test_all_parts_count_against_the_capacity():
+    assert MEMORY.device_peak_bytes == 75 * GIB
+    assert MEMORY.pool_share == 0.90  # 95 less the 5 that are not the pool's
+    assert MEMORY.fits
+
+
+@pytest.mark.parametrize("part, size", [
+    ("device_arguments_bytes", 41), ("device_temp_bytes", 61), ("workspace_bytes", 31), ("symmetric_bytes", 25),
+    ("nccl_bytes", 22), ("host_bytes_per_node", 91),
+])  # fmt: skip
+def test_each_part_alone_can_be_too_much(part, size):
+    assert dataclasses.replace(MEMORY, **{part: (size - 1) * GIB}).fits
+    assert not dataclasses.replace(MEMORY, **{part: size * GIB}).fits
+
+
+def collective(kind, groups, backend="DEFAULT"):
+    return Collective(None, kind, groups, 0, backend, "", 1)
+
+
+def test_nccls_buffers_are_those_of_communicators_and_their_peers():
+    pairs, rings = ((0, 2), (2, 0)), ((0, 1, 2, 3), (4, 5, 6, 7))
+    permute, gather = collective("collective-permute", pairs), collective("all-gather", rings)
+    assert nccl_bytes([]) == 0
+    assert nccl_bytes([gather, gather, collective("all-reduce", rings)]) == PEER  # one communicator, and a ring
+    assert nccl_bytes([gather, permute]) == 2 * PEER
+    assert nccl_bytes([collective("all-to-all", rings)]) == 3 * PEER
+    assert nccl_bytes([collective("all-to-all", (tuple(range(64)),))]) == 7 * PEER
+    assert nccl_bytes([collective("collective-permute", pairs, "NVSHMEM")]) == 0
+
+
+USAGE = """\
+Memory Space: default (color=0)
+Total bytes: 1000 (1000B)
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+
+Memory Space: vmem (color=1)
+Total bytes: 300 (300B)
+
+Memory Space: cmem (color=5)
+Total bytes: 50 (50B)
+"""
+LIVE_RANGE = """\
+  Live ranges:
+    made{}:0-4
+  Live ranges at 3 (peak):
+    kept{}: 800 bytes (cumulative: 800 bytes)
+    loop{1}: 400 bytes (cumulative: 1200 bytes)
+    on_host{}: 1600 bytes (cumulative: 2800 bytes)
+    loop{0}: 4 bytes (cumulative: 2804 bytes)
+  Stack trace breakdown for peak usage: 2 804 bytes
+    made (100.0%, total: 2 804 bytes, current: 0 bytes, remaining: 0 bytes)
+"""
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true
+
+%body (carry: (s32[], f32[100])) -> (s32[], f32[100]) {
+  %carry = (s32[], f32[100]{0}) parameter(0)
+  %count = s32[] get-tuple-element(%carry), index=0
+  %old = f32[100]{0} get-tuple-element(%carry), index=1
+  %next = s32[] add(%count, %count), metadata={op_name="jit(step)/while/body/add"}
+  %made = f32[100]{0} negate(%old), metadata={op_name="jit(step)/while/body/neg"}
+  %copied = f32[100]{0} copy(%made)
+  ROOT %round = (s32[], f32[100]{0}) tuple(%next, %copied)
+}
+
+ENTRY %main (kept: f32[200], on_host: f32[400]) -> f32[100] {
+  %kept = f32[200]{0} parameter(0), metadata={op_name="state.params"}
+  %on_host = f32[400]{0:S(5)} parameter(1)
+  %first = (s32[], f32[100]{0}) custom-call(), custom_call_target="first"
+  %loop = (s32[], f32[100]{0}) while(%first), condition=%done, body=%body
+  ROOT %result = f32[100]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+@pytest.fixture
+def dump(tmp_path) -> Dump:
+    (tmp_path / "module_0001.jit_step-memory-usage-report.txt").write_text(USAGE)
+    (tmp_path / "module_0001.jit_step-live-range.txt").write_text(LIVE_RANGE)
+    return read(tmp_path)
+
+
+def test_symmetric_memory_is_neither_the_devices_own_nor_the_hosts(dump):
+    assert dump.bytes_by_space == {0: 1000, 1: 300, 5: 50}
+    assert dump.symmetric_bytes == 300
+
+
+def test_the_largest_arrays_on_the_device_and_who_made_them(dump):
+    assert dump.largest(parse(PROGRAM), 2) == (
+        LiveTensor(800, "f32[200]", "state.params"),
+        LiveTensor(400, "f32[100]", "jit(step)/while/body/neg"),
+    )
+
+
+def test_a_carry_is_made_by_the_round_before():
+    program = parse(PROGRAM)
+    body = program.computations["body"]
+    assert maker(program, body, body.instructions["carry"], (0,)) == "jit(step)/while/body/add"
+    assert maker(program, program.entry, program.entry.instructions["result"], ()) == "jit(step)/while/body/neg"
