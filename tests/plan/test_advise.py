@@ -1,0 +1,96 @@
+"""Advice on steps that do not fit: which changes are tried, in which order, and what is told of them."""
+
+import dataclasses
+
+import pytest
+
+from jaxlc.config import load
+from jaxlc.core.errors import UserError
+from jaxlc.plan import advise
+from jaxlc.plan.contents import Ring
+from jaxlc.plan.memory import Memory
+from jaxlc.plan.report import Plan, page
+from jaxlc.plan.topology import topology
+from tests.plan.gpus import small_config
+from tests.plan.test_memory import GIB, MEMORY
+
+
+def plan_of(memory: Memory, **advice) -> Plan:
+    ring = Ring(hops=0, hidden=0, exposed=0, exposed_forward=0, by_backend={})
+    return Plan(
+        topology="h100:1x4",
+        num_devices=4,
+        mesh={},
+        sequence_tokens=1,
+        tokens_per_step=1,
+        compile_seconds=1,
+        memory=memory,
+        collectives=(),
+        ring=ring,
+        kernels={},
+        kernel_choice="",
+        transport_choice="",
+        **advice,
+    )
+
+
+def with_temporaries(gib: int) -> Memory:
+    return dataclasses.replace(MEMORY, device_temp_bytes=gib * GIB)
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[str]:
+    """The remat and the mesh of each step that is "compiled"; steps fit with full remat, or with context=4."""
+    steps = []
+
+    def plan_step(config, gpus, starting):
+        if config.train.rows_per_step % config.train.accumulation_steps:
+            raise UserError("cannot be")
+        starting()
+        steps.append((config.memory.remat, config.mesh.context))
+        return plan_of(with_temporaries(40 if config.memory.remat == "full" or config.mesh.context == 4 else 80))
+
+    monkeypatch.setattr(advise, "plan_step", plan_step)
+    return steps
+
+
+def test_changes_are_compiled_cheapest_first_until_two_fit(compiled):
+    config = small_config()
+    config.memory.remat = "attention"
+    said = []
+    found = advise.plan_with_advice(config, topology("h100:1x4"), said.append)
+    # One row cannot be taken in two parts; there is no data axis to split over; a ring is there already.
+    assert compiled == [("attention", 2), ("attention", 2), ("full", 2), ("attention", 4)]
+    assert said == ["the training step for h100:1x4", *(f"with {change.overrides}" for change in found.advice)]
+    assert [(change.overrides, change.fits) for change in found.advice] == [
+        ("--config.memory.loss_chunk_tokens=256", False),
+        ("--config.memory.remat=full", True),
+        ("--config.mesh.tensor=1 --config.mesh.context=4", True),
+    ]
+    assert found.advice[1].device_peak_bytes == with_temporaries(40).device_peak_bytes
+    assert "IT DOES NOT FIT: 20.00 GiB too much" in str(found) and "--config.memory.remat=full" in str(found)
+
+
+def test_a_step_that_fits_needs_no_advice(compiled):
+    found = advise.plan_with_advice(small_config(), topology("h100:1x4"), lambda what: None)
+    assert found.advice is None and compiled == [("full", 2)]
+
+
+def test_without_advice_the_page_says_how_to_ask():
+    text = page(plan_of(with_temporaries(80)), "python -m jaxlc.plan --config=x.py --advise")
+    assert text.endswith("Changes that make it fit are found by: python -m jaxlc.plan --config=x.py --advise")
+    assert "No single change" in page(plan_of(with_temporaries(80), advice=()), "")
+
+
+def test_every_candidate_is_made_of_settings_that_there_are():
+    config = small_config()
+    config.mesh.update(data=2, fsdp=2)
+    config.attention.strategy = "all_gather"
+    config.memory.remat = "none"
+    config.train.update(rows_per_step=16, eval_rows=16)
+    config = load(config)
+    found = list(advise.candidates(config))
+    assert len(found) == 1 + 1 + 1 + 1 + 3 + 3 + 1
+    for candidate in found:
+        changed = advise.with_settings(config, candidate.settings)
+        assert changed != config and changed.mesh.num_devices == config.mesh.num_devices
