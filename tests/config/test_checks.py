@@ -47,6 +47,8 @@ def test_shares_have_an_upper_end(name):
         ("runtime", dict(process_id=1), ["process_id=1 is too large for num_processes=1"]),
         ("runtime", dict(simulated_devices=5, num_processes=2), ["simulated_devices=5", "a multiple of 2"]),
         ("runtime", dict(num_processes=2, coordinator_address="here"), ["'here'", "host:port"]),
+        ("runtime", dict(num_processes=2, transport="peer"), ["'peer'", "num_processes=2", "'symmetric'"]),
+        ("runtime", dict(nvshmem_heap_bytes=1, transport="nccl"), ["nvshmem_heap_bytes=1", "'nccl'"]),
     ],
 )
 def test_contradictions(section, values, words):

@@ -64,6 +64,16 @@ def test_cpu_where_there_is_no_driver(has_driver, platforms, monkeypatch):
     assert environment_for(RuntimeConfig(), JAX_PLATFORMS="cuda")["JAX_PLATFORMS"] == "cuda"
 
 
+@pytest.mark.parametrize(
+    ("has_driver", "simulated_devices", "is_prepared"), [(True, 0, True), (True, 8, False), (False, 0, False)]
+)
+def test_transport_is_prepared_for_gpus_only(has_driver, simulated_devices, is_prepared, monkeypatch):
+    monkeypatch.setattr(start, "_has_nvidia_driver", lambda: has_driver)
+    monkeypatch.setattr(start.transport, "prepare", lambda config, environment: environment.update(PREPARED="yes"))
+    config = RuntimeConfig(simulated_devices=simulated_devices, num_processes=8, transport="nvshmem")
+    assert ("PREPARED" in environment_for(config)) == is_prepared
+
+
 def test_driver_is_found_by_nvidia_smi(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
