@@ -45,7 +45,7 @@ def choose(
     Args:
       head_dim, value_dim: of queries and keys, and of values where it is another.
       dtype: of q, k and v.
-      packed: whether segment ids come with the tokens.
+      packed: whether positions and segment ids come with the tokens.
     """
     strategy = STRATEGIES[_known_strategy(config.strategy)]
     device = mesh.devices.flat[0]
@@ -90,7 +90,7 @@ def make(config: AttentionConfig, mesh: Mesh, *, causal: bool = True, scale: flo
     def attend(q_BTNH, k_BSKH, v_BSKH, positions_BT, segments_BT):
         kernel = choose(
             config, mesh, head_dim=q_BTNH.shape[-1], value_dim=v_BSKH.shape[-1], dtype=q_BTNH.dtype,
-            packed=segments_BT is not None,
+            packed=segments_BT is not None or (causal and positions_BT is not None),
         ).kernel  # fmt: skip
 
         def local(q_btnH, k_bskH, v_bskH, *positions_and_segments):
