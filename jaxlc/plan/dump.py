@@ -1,8 +1,9 @@
 """What XLA writes down about a program's memory under the compile option `xla_dump_to`.
 
-Two of its files are read, whose form is the same in jax 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes of
-each memory space, `*live-range.txt` the arrays that are alive when the program holds most. Writing all of them costs
-less than compile times vary.
+Three of its files are read, whose form is the same in jax 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes
+of each memory space, `*live-range.txt` the arrays that are alive when the program holds most, and
+`*_after_optimizations.txt` the program with all its names: in newer versions `compiled.as_text()` leaves out what an
+asynchronous instruction wraps. Writing all of them costs less than compile times vary.
 """
 
 import re
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxlc.program import Program
+from jaxlc.program import Program, parse
 from jaxlc.program.shapes import HOST_MEMORY
 from jaxlc.program.text import Computation, Instruction
 
@@ -29,8 +30,9 @@ class LiveTensor(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """What the two files say."""
+    """What the files say."""
 
+    program: Program
     bytes_by_space: dict[int, int]  # by XLA's number of the memory space
     alive_at_peak: tuple[tuple[str, tuple[int, ...], int], ...]  # instruction, place in its result, bytes
 
@@ -39,9 +41,9 @@ class Dump(NamedTuple):
         """What lies in memory that other GPUs write to: space 1 is NVSHMEM's, newer versions use 7 for NCCL's."""
         return sum(size for space, size in self.bytes_by_space.items() if space not in (_DEVICE_MEMORY, HOST_MEMORY))
 
-    def largest(self, program: Program, number: int) -> tuple[LiveTensor, ...]:
+    def largest(self, number: int) -> tuple[LiveTensor, ...]:
         """The largest arrays on the device at the peak."""
-        places = {each.name: (computation, each) for computation in program for each in computation}
+        places = {each.name: (computation, each) for computation in self.program for each in computation}
         found = []
         for name, index, size in sorted(self.alive_at_peak, key=lambda alive: -alive[2]):
             if len(found) == number:
@@ -50,7 +52,7 @@ class Dump(NamedTuple):
             array = next((array for array in instruction.arrays if array.bytes == size), None)
             if array is not None and array.memory_space != HOST_MEMORY:
                 shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
-                found.append(LiveTensor(size, shape, maker(program, computation, instruction, index)))
+                found.append(LiveTensor(size, shape, maker(self.program, computation, instruction, index)))
         return tuple(found)
 
 
@@ -58,8 +60,10 @@ def read(directory: Path) -> Dump:
     """Reads what compiling one program wrote into `directory`."""
     (usage,) = directory.glob("*memory-usage-report.txt")
     (live_range,) = directory.glob("*live-range.txt")
+    (program,) = directory.glob("*_after_optimizations.txt")
     _, _, peak = live_range.read_text().partition("(peak):\n")
     return Dump(
+        parse(program.read_text()),
         {int(space): int(size) for space, size in _SPACE.findall(usage.read_text())},
         tuple((name, tuple(_numbers(index)), int(size)) for name, index, size in _ALIVE.findall(peak)),
     )

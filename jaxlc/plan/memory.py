@@ -120,7 +120,7 @@ def measure(
         host_bytes_per_device=host_bytes,
         host_bytes_per_node=host_bytes * min(gpus.gpus_per_node, gpus.num_gpus),
         host_capacity_per_node_bytes=gpus.host_memory_bytes_per_node,
-        largest=dump.largest(program, 5),
+        largest=dump.largest(5),
     )
 
 
