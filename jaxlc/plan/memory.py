@@ -51,13 +51,18 @@ class Memory:
     batch_bytes: int
     device_temp_bytes: int  # symmetric buffers not counted
     workspace_bytes: int  # at most
-    symmetric_bytes: int  # NVSHMEM's heap, or NCCL's registered buffers
-    symmetric_used_bytes: int  # what the program lays there
+    symmetric_used_bytes: int  # by the program, in NVSHMEM's heap or in NCCL's registered buffers
+    nvshmem_heap_bytes: int  # as configured; 0 where NVSHMEM carries nothing
     nccl_bytes: int  # at most
     host_bytes_per_device: int
     host_bytes_per_node: int
     host_capacity_per_node_bytes: int
     largest: tuple[LiveTensor, ...]  # on the GPU, when the program holds most
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """The heap is taken as a whole."""
+        return max(self.symmetric_used_bytes, self.nvshmem_heap_bytes)
 
     @property
     def pool_bytes(self) -> int:
@@ -114,8 +119,8 @@ def measure(
         batch_bytes=bytes_per_device(step.abstract_batch),
         device_temp_bytes=stats.temp_size_in_bytes - dump.symmetric_bytes + results,
         workspace_bytes=workspace_bytes(program),
-        symmetric_bytes=max(dump.symmetric_bytes, heap) if uses_nvshmem else dump.symmetric_bytes,
         symmetric_used_bytes=dump.symmetric_bytes,
+        nvshmem_heap_bytes=heap if uses_nvshmem else 0,
         nccl_bytes=nccl_bytes(sent),
         host_bytes_per_device=host_bytes,
         host_bytes_per_node=host_bytes * min(gpus.gpus_per_node, gpus.num_gpus),

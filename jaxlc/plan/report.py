@@ -56,7 +56,7 @@ class Plan:
         return values
 
 
-_DERIVED = ("device_peak_bytes", "pool_share", "fits")
+_DERIVED = ("symmetric_bytes", "device_peak_bytes", "pool_share", "fits")
 
 
 def page(plan: Plan, how_to_ask: str) -> str:
@@ -131,6 +131,9 @@ def _kernels(plan: Plan) -> Iterator[str]:
 
 def _verdict(plan: Plan, how_to_ask: str) -> Iterator[str]:
     memory = plan.memory
+    if 0 < memory.nvshmem_heap_bytes < memory.symmetric_used_bytes:
+        heap_bytes = -(-memory.symmetric_used_bytes * 9 // 8 // 2**30) * 2**30  # an eighth for what lies between arrays
+        yield f"NVSHMEM's heap is too small for the hops: set --config.runtime.nvshmem_heap_bytes={heap_bytes}."
     if memory.fits:
         usable_bytes = USABLE_SHARE * memory.device_capacity_bytes
         yield f"IT FITS: {_gib(memory.device_peak_bytes)} of {_gib(usable_bytes)} GiB a GPU."
@@ -147,7 +150,8 @@ def _verdict(plan: Plan, how_to_ask: str) -> Iterator[str]:
     if plan.advice is None:
         yield f"Changes that make it fit are found by: {how_to_ask}"
         return
-    yield "Each of these single changes was compiled, cheapest first:" if plan.advice else "No single change is known."
+    helps = any(change.fits for change in plan.advice)
+    yield f"Single changes, compiled, cheapest first{':' if helps else '; none is enough, so combine them:'}"
     for change in plan.advice:
         yield f"  {_gib(change.device_peak_bytes):>7} GiB  {'fits' if change.fits else 'does not'}  {change.overrides}"
         yield f"               {change.cost}"

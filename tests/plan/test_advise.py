@@ -9,7 +9,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.plan import advise
 from jaxlc.plan.contents import Ring
 from jaxlc.plan.memory import Memory
-from jaxlc.plan.report import Plan, page
+from jaxlc.plan.report import Change, Plan, page
 from jaxlc.plan.topology import topology
 from tests.plan.gpus import small_config
 from tests.plan.test_memory import GIB, MEMORY
@@ -79,7 +79,19 @@ def test_a_step_that_fits_needs_no_advice(compiled):
 def test_without_advice_the_page_says_how_to_ask():
     text = page(plan_of(with_temporaries(80)), "python -m jaxlc.plan --config=x.py --advise")
     assert text.endswith("Changes that make it fit are found by: python -m jaxlc.plan --config=x.py --advise")
-    assert "No single change" in page(plan_of(with_temporaries(80), advice=()), "")
+
+
+def test_changes_that_are_not_enough_are_told_as_such():
+    change = Change(overrides="--config.a=1", cost="", device_peak_bytes=0, host_bytes_per_node=0, fits=False)
+    assert "none is enough" in page(plan_of(with_temporaries(80), advice=(change,)), "")
+    enough = dataclasses.replace(change, fits=True)
+    assert "none is enough" not in page(plan_of(with_temporaries(80), advice=(change, enough)), "")
+
+
+def test_a_heap_that_is_too_small_is_told_with_the_size_it_needs():
+    text = page(plan_of(dataclasses.replace(MEMORY, symmetric_used_bytes=4 * GIB + 1)), "")
+    assert f"--config.runtime.nvshmem_heap_bytes={5 * GIB}" in text
+    assert "nvshmem_heap_bytes" not in page(plan_of(MEMORY), "")
 
 
 def test_every_candidate_is_made_of_settings_that_there_are():

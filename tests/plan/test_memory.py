@@ -19,8 +19,8 @@ MEMORY = Memory(
     batch_bytes=0,
     device_temp_bytes=40 * GIB,
     workspace_bytes=10 * GIB,
-    symmetric_bytes=4 * GIB,
     symmetric_used_bytes=3 * GIB,
+    nvshmem_heap_bytes=4 * GIB,
     nccl_bytes=1 * GIB,
     host_bytes_per_device=10 * GIB,
     host_bytes_per_node=80 * GIB,
@@ -36,8 +36,8 @@ def test_all_parts_count_against_the_capacity():
 
 
 @pytest.mark.parametrize("part, size", [
-    ("device_arguments_bytes", 41), ("device_temp_bytes", 61), ("workspace_bytes", 31), ("symmetric_bytes", 25),
-    ("nccl_bytes", 22), ("host_bytes_per_node", 91),
+    ("device_arguments_bytes", 41), ("device_temp_bytes", 61), ("workspace_bytes", 31), ("symmetric_used_bytes", 25),
+    ("nvshmem_heap_bytes", 25), ("nccl_bytes", 22), ("host_bytes_per_node", 91),
 ])  # fmt: skip
 def test_each_part_alone_can_be_too_much(part, size):
     assert dataclasses.replace(MEMORY, **{part: (size - 1) * GIB}).fits
