@@ -4,12 +4,14 @@
     python scripts/bench_attention.py --strategies=ring,all_gather --tokens=32768 --dtype=bfloat16
 """
 
+import sys
 from pathlib import Path
 
 from absl import app, flags
 
 from jaxlc import runtime
 from jaxlc.config import MeshConfig, RuntimeConfig
+from jaxlc.core.errors import UserError
 
 _STRATEGIES = flags.DEFINE_list("strategies", ["ring"], "of jaxlc; ringattention is the package of that name")
 _KERNEL = flags.DEFINE_string("kernel", "auto", "the kernel of all strategies")
@@ -18,6 +20,8 @@ _HEADS = flags.DEFINE_integer("heads", 8, "query heads")
 _KV_HEADS = flags.DEFINE_integer("kv_heads", 8, "key/value heads")
 _HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "head dim")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "of queries, keys and values")
+_WINDOW = flags.DEFINE_integer("window", 0, "sliding window, tokens; 0: none")
+_ULYSSES_RANKS = flags.DEFINE_integer("ulysses_ranks", 1, "of strategy hybrid")
 _CONTEXT = flags.DEFINE_integer("context", 1, "devices along the sequence")
 _TENSOR = flags.DEFINE_integer("tensor", 1, "devices along the heads")
 _SIMULATED = flags.DEFINE_integer("simulated_devices", 0, "run on that many simulated CPU devices")
@@ -39,9 +43,14 @@ def main(_) -> None:
         head_dim=_HEAD_DIM.value,
         kernel=_KERNEL.value,
         dtype=_DTYPE.value,
+        window=_WINDOW.value,
+        ulysses_ranks=_ULYSSES_RANKS.value,
     )
     mesh = MeshConfig(context=_CONTEXT.value, tensor=_TENSOR.value)
-    attention_sweep.run(cases, mesh, _REPEATS.value, Path(_OUT.value))
+    try:
+        attention_sweep.run(cases, mesh, _REPEATS.value, Path(_OUT.value))
+    except (UserError, NotImplementedError) as error:
+        sys.exit(f"bench_attention: {error}")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc import attention
-from jaxlc.bench.timing import seconds_of_calls
 from jaxlc.config import AttentionConfig
 from jaxlc.core import hardware
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.sharding.layout import zigzag_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,49 +26,64 @@ class Case:
     num_kv_heads: int
     head_dim: int
     dtype: str = "float32"
+    window: int = 0  # sliding window, tokens; 0: none
+    ulysses_ranks: int = 1  # of strategy hybrid
 
     @property
     def causal_flops(self) -> float:
-        """2 x 2 H FLOP for each of T (T + 1) / 2 visible pairs and N heads; 2.5 times that backward, as is usual: five
-        products of that size instead of two (FlashAttention-2, section 3.1)."""
-        pairs = self.sequence_tokens * (self.sequence_tokens + 1) / 2
+        """2 x 2 H FLOP for each visible pair and N heads; 2.5 times that backward, as is usual: five products of that
+        size instead of two (FlashAttention-2, section 3.1). Pairs: T (T + 1) / 2, or what a window leaves of them."""
+        num_tokens = self.sequence_tokens
+        before = num_tokens - min(self.window or num_tokens, num_tokens)  # queries whose window is cut off at its end
+        pairs = num_tokens * (num_tokens + 1) / 2 - before * (before + 1) / 2
         return 4.0 * self.num_heads * self.head_dim * pairs * (3.5 if self.backward else 1.0)
 
 
-def measure(case: Case, mesh: Mesh, config: AttentionConfig, repeats: int) -> dict:
-    """A row of figures for our own attention."""
-    attend = attention.make(config, mesh)
-    order = zigzag_order(case.sequence_tokens, mesh.shape[CONTEXT])
-    positions = jax.device_put(
-        jnp.asarray(order, jnp.int32)[None], NamedSharding(mesh, PartitionSpec(BATCH_AXES, CONTEXT))
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A compiled attention with its inputs, ready to be timed."""
+
+    case: Case
+    mesh: Mesh
+    compiled: jax.stages.Compiled
+    inputs: tuple[jax.Array, ...]
+
+    def call(self):
+        return self.compiled(*self.inputs)
+
+    def row(self, seconds: list[float]) -> dict:
+        """The case; seconds (median) and seconds_min of a call; tflops, causal, over all devices; share_of_peak, None
+        where the device's peak is not known; temp_bytes of one device's program."""
+        device = hardware.find(self.mesh.devices.flat[0].device_kind)
+        rate = self.case.causal_flops / statistics.median(seconds)
+        return asdict(self.case) | dict(
+            mesh=" ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1),
+            seconds=statistics.median(seconds),
+            seconds_min=min(seconds),
+            tflops=rate / 1e12,
+            share_of_peak=rate / (device.bf16_flops_per_second * self.mesh.size) if device else None,
+            temp_bytes=self.compiled.memory_analysis().temp_size_in_bytes,
+        )
+
+
+def prepare(case: Case, mesh: Mesh) -> Contestant:
+    """Our own attention."""
+    config = AttentionConfig(
+        strategy=case.strategy, kernel=case.kernel, window=case.window, ulysses_ranks=case.ulysses_ranks
     )
-    return measure_function(case, mesh, lambda q, k, v: attend(q, k, v, positions, None)[0], repeats)
+    attend = attention.make(config, mesh)
+    return prepare_function(case, mesh, lambda q, k, v: attend(q, k, v, None, None)[0])
 
 
-def measure_function(case: Case, mesh: Mesh, attend: Callable, repeats: int) -> dict:
-    """A row of figures for `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`, on random inputs split over the mesh.
-
-    Returns:
-      the case; seconds (median) and seconds_min of a call; tflops, causal, over all devices; share_of_peak, None where
-      the device's peak is not known; temp_bytes of one device's program.
-    """
-    q, k, v, dout = _inputs(case, mesh)
+def prepare_function(case: Case, mesh: Mesh, attend: Callable) -> Contestant:
+    """`attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`, on random inputs split over the mesh."""
+    *qkv, dout = _inputs(case, mesh)
 
     def gradient(q, k, v):
         return jax.grad(lambda *qkv: (attend(*qkv) * dout).sum().astype(jnp.float32), (0, 1, 2))(q, k, v)
 
-    compiled = jax.jit(gradient if case.backward else attend).lower(q, k, v).compile()
-    seconds = seconds_of_calls(compiled, q, k, v, repeats=repeats)
-    device = hardware.find(mesh.devices.flat[0].device_kind)
-    rate = case.causal_flops / statistics.median(seconds)
-    return asdict(case) | dict(
-        mesh=" ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1),
-        seconds=statistics.median(seconds),
-        seconds_min=min(seconds),
-        tflops=rate / 1e12,
-        share_of_peak=rate / (device.bf16_flops_per_second * mesh.size) if device else None,
-        temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
-    )
+    compiled = jax.jit(gradient if case.backward else attend).lower(*qkv).compile()
+    return Contestant(case=case, mesh=mesh, compiled=compiled, inputs=tuple(qkv))
 
 
 def _inputs(case: Case, mesh: Mesh) -> tuple[jax.Array, ...]:

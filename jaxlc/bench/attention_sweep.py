@@ -5,14 +5,15 @@ from itertools import product
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from jaxlc.bench import ringattention
-from jaxlc.bench.attention import Case, measure, measure_function
-from jaxlc.bench.timing import circumstances
-from jaxlc.config import AttentionConfig, MeshConfig
+from jaxlc.bench.attention import Case, Contestant, prepare, prepare_function
+from jaxlc.bench.timing import circumstances, seconds_in_turn
+from jaxlc.config import MeshConfig
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import make_mesh
 
@@ -20,12 +21,12 @@ CONTESTANT = "ringattention"  # the package, in place of a strategy of ours
 
 
 def cases(strategies: list[str], lengths: list[int], **settings) -> list[Case]:
-    """Every strategy at every length; all lengths of one after the other, the strategies in turn within a length."""
+    """Every strategy at every length."""
     return [Case(strategy=name, sequence_tokens=n, **settings) for n, name in product(lengths, strategies)]
 
 
 def run(cases: list[Case], mesh_config: MeshConfig, repeats: int, out: Path) -> list[dict]:
-    """Measures, prints, and writes out/attention.jsonl and out/attention.png.
+    """Measures, those of a length in turn; prints, and writes out/attention.jsonl and out/attention.png.
 
     Raises:
       UserError: fewer devices than the mesh has, or a contestant that is not installed.
@@ -36,21 +37,25 @@ def run(cases: list[Case], mesh_config: MeshConfig, repeats: int, out: Path) -> 
     out.mkdir(parents=True, exist_ok=True)
     console, rows = Console(), []
     with (out / "attention.jsonl").open("a") as file:
-        for case in track(cases, "measuring", console=console, transient=True):
-            rows.append(_measure(case, mesh, repeats) | circumstances())
-            file.write(json.dumps(rows[-1]) + "\n")
+        lengths = dict.fromkeys(case.sequence_tokens for case in cases)
+        for num_tokens in track(lengths, "measuring", console=console, transient=True):
+            contestants = [_prepare(case, mesh) for case in cases if case.sequence_tokens == num_tokens]
+            seconds = seconds_in_turn([each.call for each in contestants], repeats)
+            new = [each.row(its_seconds) | circumstances() for each, its_seconds in zip(contestants, seconds)]
+            file.writelines(json.dumps(row) + "\n" for row in new)
             file.flush()
+            rows += new
     console.print(_table(rows))
     _plot(rows, out / "attention.png")
     console.print(f"{out / 'attention.jsonl'}, {out / 'attention.png'}", highlight=False)
     return rows
 
 
-def _measure(case: Case, mesh, repeats: int) -> dict:
+def _prepare(case: Case, mesh: Mesh) -> Contestant:
     if case.strategy == CONTESTANT:
         chunk_tokens = min(512, case.sequence_tokens // mesh.size)
-        return measure_function(case, mesh, ringattention.make(mesh, chunk_tokens), repeats)
-    return measure(case, mesh, AttentionConfig(strategy=case.strategy, kernel=case.kernel), repeats)
+        return prepare_function(case, mesh, ringattention.make(mesh, chunk_tokens))
+    return prepare(case, mesh)
 
 
 def _table(rows: list[dict]) -> Table:

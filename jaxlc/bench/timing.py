@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -10,12 +11,20 @@ import jax
 
 def seconds_of_calls(function, *args, repeats: int) -> list[float]:
     """Wall-clock seconds of each of `repeats` calls, after one that is not counted; each waits for its result."""
-    jax.block_until_ready(function(*args))
-    seconds = []
+    (seconds,) = seconds_in_turn([lambda: function(*args)], repeats)
+    return seconds
+
+
+def seconds_in_turn(calls: list[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """The same of several functions, one call of each in every round: what disturbs the machine disturbs them all."""
+    for call in calls:
+        jax.block_until_ready(call())
+    seconds = [[] for _ in calls]
     for _ in range(repeats):
-        start_seconds = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        seconds.append(time.perf_counter() - start_seconds)
+        for call, its_seconds in zip(calls, seconds):
+            start_seconds = time.perf_counter()
+            jax.block_until_ready(call())
+            its_seconds.append(time.perf_counter() - start_seconds)
     return seconds
 
 

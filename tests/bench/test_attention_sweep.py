@@ -13,7 +13,7 @@ SHAPE = dict(num_heads=4, num_kv_heads=2, head_dim=8)
 
 
 def test_rows_table_and_picture(tmp_path, capsys):
-    cases = attention_sweep.cases(["ring", "all_gather", "ulysses"], [64, 128], **SHAPE)
+    cases = attention_sweep.cases(["ring", "all_gather", "hybrid"], [64, 128], ulysses_ranks=2, window=20, **SHAPE)
     rows = attention_sweep.run(cases, MeshConfig(context=2), 2, tmp_path)
     written = [json.loads(line) for line in (tmp_path / "attention.jsonl").read_text().splitlines()]
     assert written == rows and len(rows) == 6
@@ -28,6 +28,7 @@ def test_causal_flops():
     case = Case(strategy="ring", sequence_tokens=1, num_heads=1, num_kv_heads=1, head_dim=16)
     assert case.causal_flops == 3.5 * 64
     assert Case(**{**vars(case), "backward": False, "sequence_tokens": 3}).causal_flops == 6 * 64
+    assert Case(**{**vars(case), "backward": False, "sequence_tokens": 3, "window": 2}).causal_flops == 5 * 64
 
 
 def test_too_few_devices_and_no_contestant_are_told(tmp_path):

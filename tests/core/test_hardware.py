@@ -21,6 +21,7 @@ def test_figures_are_in_the_units_their_names_say():
         memory_bytes=(4e10, 4e11),
         memory_bandwidth_bytes_per_second=(1e12, 1e13),
         nvlink_bandwidth_bytes_per_second=(1e11, 1e12),
+        network_bandwidth_bytes_per_second=(1e10, 1e12),
     )
     for device in DEVICES:
         for name, (low, high) in bounds.items():
