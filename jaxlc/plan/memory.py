@@ -7,6 +7,7 @@ bounds, since the compiler cannot know them without a GPU.
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from jaxlc.program import Program
 from jaxlc.program.attention_calls import attention_calls
 from jaxlc.program.collectives import Collective
 from jaxlc.program.counts import executions
+from jaxlc.runtime.xla_flags import users_options
 from jaxlc.train.step import TrainStep
 
 # Of the capacity, what a run may fill. On an H100 the rest is 4 GiB: a CUDA context with its kernels takes about half
@@ -31,6 +33,12 @@ USABLE_HOST_SHARE = 0.9  # the system, Python and the corpus's pages need some t
 DEFAULT_POOL_SHARE = 0.75
 
 DEFAULT_NVSHMEM_HEAP_BYTES = 2**30  # NVSHMEM's documentation, NVSHMEM_SYMMETRIC_SIZE
+
+# XLA's scheduler keeps temporaries within 95% of what 80% of the device's memory leaves beside arguments, though more
+# would fit: near that limit it gives up overlap (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit; the 95
+# is xla_gpu_memory_limit_slop_factor). Seen in the 8B step on 8 H100s: 864 of 896 hops hidden at 655,360 tokens and
+# 480 at 786,432, and 864 again with a factor of 130, for 0.7 GiB more.
+_SCHEDULED_SHARE, _SLOP_OPTION, _SLOP_PERCENT = 0.80, "xla_gpu_memory_limit_slop_factor", 95
 
 # NCCL on 8 H100s: a buffer of 10 MiB and one of 2 MiB for each of 32 channels to each peer that it sends to or
 # receives from, 3.3 GB in all for an all-to-all (github.com/NVIDIA/nccl/issues/1685). A ring has one such peer, and so
@@ -54,6 +62,7 @@ class Memory:
     symmetric_used_bytes: int  # by the program, in NVSHMEM's heap or in NCCL's registered buffers
     nvshmem_heap_bytes: int  # as configured; 0 where NVSHMEM carries nothing
     nccl_bytes: int  # at most
+    scheduler_limit_bytes: int  # in which XLA's scheduler keeps temporaries and symmetric arrays
     host_bytes_per_device: int
     host_bytes_per_node: int
     host_capacity_per_node_bytes: int
@@ -77,6 +86,11 @@ class Memory:
         """The share of the capacity that the allocator can be given: XLA_PYTHON_CLIENT_MEM_FRACTION."""
         free_bytes = USABLE_SHARE * self.device_capacity_bytes - self.symmetric_bytes - self.nccl_bytes
         return max(0, math.floor(100 * free_bytes / self.device_capacity_bytes)) / 100
+
+    @property
+    def is_at_schedulers_limit(self) -> bool:
+        """Whether XLA may have given up overlap for memory: within a twentieth of its limit, or above."""
+        return self.device_temp_bytes + self.symmetric_used_bytes > 0.95 * self.scheduler_limit_bytes
 
     @property
     def device_fits(self) -> bool:
@@ -122,11 +136,17 @@ def measure(
         symmetric_used_bytes=dump.symmetric_bytes,
         nvshmem_heap_bytes=heap if uses_nvshmem else 0,
         nccl_bytes=nccl_bytes(sent),
+        scheduler_limit_bytes=_scheduler_limit_bytes(gpus.device.memory_bytes, stats.argument_size_in_bytes),
         host_bytes_per_device=host_bytes,
         host_bytes_per_node=host_bytes * min(gpus.gpus_per_node, gpus.num_gpus),
         host_capacity_per_node_bytes=gpus.host_memory_bytes_per_node,
         largest=dump.largest(5),
     )
+
+
+def _scheduler_limit_bytes(capacity_bytes: int, arguments_bytes: int) -> int:
+    percent = int(users_options(os.environ).get(_SLOP_OPTION, _SLOP_PERCENT))
+    return int(_SCHEDULED_SHARE * capacity_bytes - arguments_bytes) * percent // 100
 
 
 def bytes_per_device(abstract) -> int:

@@ -120,6 +120,9 @@ def _ring(plan: Plan) -> Iterator[str]:
     yield f"RING: {ring.hops:,} hops, {by}; by the model of time (jaxlc/core/hardware.py)"
     exposed = f"{ring.exposed:,} exposed ({ring.exposed_forward:,} in the forward)"
     yield f"  {ring.hidden:,} hidden behind attention, {exposed}"
+    if ring.exposed and plan.memory.is_at_schedulers_limit:
+        yield "  XLA gives up overlap where temporaries near the limit it sets itself (docs/plan.md); this lifts it:"
+        yield "  XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=130"
 
 
 def _kernels(plan: Plan) -> Iterator[str]:

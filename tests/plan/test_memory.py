@@ -22,6 +22,7 @@ MEMORY = Memory(
     symmetric_used_bytes=3 * GIB,
     nvshmem_heap_bytes=4 * GIB,
     nccl_bytes=1 * GIB,
+    scheduler_limit_bytes=57 * GIB,
     host_bytes_per_device=10 * GIB,
     host_bytes_per_node=80 * GIB,
     host_capacity_per_node_bytes=100 * GIB,
@@ -42,6 +43,13 @@ def test_all_parts_count_against_the_capacity():
 def test_each_part_alone_can_be_too_much(part, size):
     assert dataclasses.replace(MEMORY, **{part: (size - 1) * GIB}).fits
     assert not dataclasses.replace(MEMORY, **{part: size * GIB}).fits
+
+
+def test_xlas_own_limit_is_near_before_memory_is_full():
+    temporaries = int((0.95 * 57 - 3) * GIB)  # 3 more are symmetric
+    assert not dataclasses.replace(MEMORY, device_temp_bytes=temporaries - 1).is_at_schedulers_limit
+    near = dataclasses.replace(MEMORY, device_temp_bytes=temporaries + 1)
+    assert near.is_at_schedulers_limit and near.fits
 
 
 def collective(kind, groups, backend="DEFAULT"):
