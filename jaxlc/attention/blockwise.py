@@ -53,8 +53,7 @@ def forward(
     queries, keys = _tiled_operands(q_BTNH, k_BSKH, v_BSKH, masks, spec)
 
     def one_head(operands):
-        q_IBRH, k_JBSH, v_JBSH = operands
-        return _forward_of_head(queries._replace(q_IBRH=q_IBRH), keys._replace(k_JBSH=k_JBSH, v_JBSH=v_JBSH), spec)
+        return _forward_of_head(*_of_head(queries, keys, *operands), spec)
 
     out_KIBRH, lse_KIBR1 = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH))
     return _untiled(out_KIBRH, q_BTNH), _untiled(lse_KIBR1, q_BTNH)[..., 0].swapaxes(1, 2)
@@ -67,12 +66,17 @@ def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, 
     results = _row_results(k_BSKH.shape[2], tile_tokens, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT)
 
     def one_head(operands):
-        q_IBRH, k_JBSH, v_JBSH, results = operands
-        head_keys = keys._replace(k_JBSH=k_JBSH, v_JBSH=v_JBSH)
-        return _backward_of_head(queries._replace(q_IBRH=q_IBRH), head_keys, results, spec)
+        *qkv, results = operands
+        return _backward_of_head(*_of_head(queries, keys, *qkv), results, spec)
 
     dq, dk, dv = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH, results))
     return _untiled(dq.swapaxes(3, 4), q_BTNH), _untiled(dk, k_BSKH), _untiled(dv, v_BSKH)
+
+
+def _of_head(queries: _Queries, keys: _Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[_Queries, _Keys]:
+    """The operands of one head. Tied together: masks are the same for every head, and what is the same in every round of
+    a loop is taken out of it when `jax.checkpoint` is differentiated; all tiles of all masks, that would be."""
+    return lax.optimization_barrier((queries._replace(q_IBRH=q_IBRH), keys._replace(k_JBSH=k_JBSH, v_JBSH=v_JBSH)))
 
 
 def _forward_of_head(queries: _Queries, keys: _Keys, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:

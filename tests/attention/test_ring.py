@@ -101,20 +101,22 @@ def _largest_array(jaxpr) -> int:
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
-def test_a_scan_over_layers_keeps_no_mask(packed):
+@pytest.mark.parametrize("remat", ["none", "attention"])
+def test_a_scan_over_layers_keeps_no_mask(packed, remat):
     """Masks are the same in every layer; differentiation would take them out of the loop, all tiles at once."""
-    num_tokens = 2048
+    num_tokens = 4096
     layout = make(AttentionConfig(query_block_tokens=64, key_block_tokens=64), split_mesh(context=4))
     positions = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (1, num_tokens))
     masks = (positions, positions) if packed else (None, None)
 
     def loss(x):
+        @make_remat(remat)
         def layer(x, _):
             return x + layout(2 * x, 3 * x, 4 * x, *masks)[0], None
 
         return jax.lax.scan(layer, x, length=3)[0].sum()
 
-    x = jax.ShapeDtypeStruct((1, num_tokens, 4, 16), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, num_tokens, 1, 8), jnp.float32)
     assert _largest_array(jax.make_jaxpr(jax.grad(loss))(x).jaxpr) <= 4 * x.size  # all tiles would be 32 times x
 
 
