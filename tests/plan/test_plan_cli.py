@@ -33,7 +33,7 @@ def config(tmp_path) -> Path:
 @needs_gpu_compiler
 def test_a_page_on_stdout_figures_in_json_and_no_noise(config, tmp_path):
     figures = tmp_path / "figures.json"
-    arguments = [f"--config={config}", "--topology=h100:1x4", f"--json={figures}", "--advise"]
+    arguments = [f"--config={config}", "--topology=h100:1x4", "--transport=auto", f"--json={figures}", "--advise"]
     ours = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
@@ -45,6 +45,11 @@ def test_a_page_on_stdout_figures_in_json_and_no_noise(config, tmp_path):
     found = json.loads(figures.read_text())
     assert found["topology"] == "h100:1x4" and found["num_devices"] == 4 and found["memory"]["fits"] is True
     assert found["advice"] is None
+    memory = found["memory"]  # between processes hops are not NCCL's usual ones, and use symmetric buffers
+    assert 0 < memory["symmetric_used_bytes"] <= memory["symmetric_bytes"]
+    parts = ("device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "symmetric_bytes", "nccl_bytes")
+    assert memory["device_peak_bytes"] == sum(memory[part] for part in parts)
+    assert list(found["ring"]["by_backend"]) in (["NVSHMEM"], ["NCCL symmetric"])
 
 
 @pytest.mark.parametrize("arguments, words", [
