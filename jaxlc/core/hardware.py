@@ -21,6 +21,7 @@ class Device:
     memory_bandwidth_bytes_per_second: float
     nvlink_bandwidth_bytes_per_second: float  # to all peers together, in one direction
     network_bandwidth_bytes_per_second: float  # of the network card beside each GPU, in one direction
+    host_bandwidth_bytes_per_second: float  # between a GPU and the memory of its host, in one direction
 
     def kernel_seconds(self, kernel: str, *, is_backward: bool, flops: float) -> float:
         """Modelled time of attention kernels that do `flops`; `kernel` is a key of ATTENTION_SHARE_OF_PEAK."""
@@ -50,11 +51,29 @@ ATTENTION_SHARE_OF_PEAK = MappingProxyType({
     "pallas": Shares(0.40, 0.33),
     "blockwise": Shares(0.14, 0.18),
 })
-# Launch and first byte of a point-to-point transfer, and the share of a link that large copies reach. Assumed, of the
-# size usually seen with NCCL; hops are megabytes, and take ten times as long as the larger latency.
+# Parts of the peak that large matrix products reach, of the peak of their own data type. bfloat16: the best of many
+# shapes on an H100, 792 of 989 TFLOP/s (github.com/stas00/ml-engineering, compute/accelerator, MAMF; an A100 reaches
+# 0.86), so this is what to expect at most. float8: cuBLASLt at 16,384 cubed on random data, 1,377 of 1,979 TFLOP/s
+# (github.com/Azure/AI-benchmarking-guide, ND H100 v5). float32 multiplies as TF32 and is taken for bfloat16.
+BF16_MATMUL_SHARE = 0.80
+F8_MATMUL_SHARE = 0.69
+# Part of the HBM's bandwidth that streaming reaches: 2.90 (copy) to 2.97 (triad) of 3.35 TB/s; an H200 4.01 to 4.15 of
+# 4.8. Azure/AI-benchmarking-guide, ND H100 v5 and ND H200 v5. XLA's transposing fusions may reach less.
+MEMORY_SHARE = 0.87
+# From a kernel's end to the next one's start: NVIDIA's "Getting Started with CUDA Graphs" has 3.4 us from kernel to
+# kernel for one of 2.9 us in a graph, and 3.8 us out of it.
+KERNEL_GAP_SECONDS = 1e-6
+# Launch and first byte of a transfer: assumed, of the size usually seen with NCCL. Hops are megabytes, and take ten
+# times as long as the larger latency. The share of a link that large copies reach: NCCL gets 370 of NVLink's 450 GB/s
+# on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards a node
+# (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200 (Azure/AI-benchmarking-guide).
 NVLINK_LATENCY_SECONDS = 10e-6
 NETWORK_LATENCY_SECONDS = 20e-6
+HOST_LATENCY_SECONDS = 10e-6
 LINK_SHARE = 0.8
+# The same of the way to the host: 52 of 63 GB/s over PCIe 5.0, 193 to 201 of 225 GB/s on GB200; pinned memory, one GPU
+# at a time. Azure/AI-benchmarking-guide, ND H200 v5 and ND GB200 v6.
+HOST_SHARE = 0.83
 
 
 # memory_bytes and memory bandwidth: XLA's own specs, xla/backends/gpu/target_config/specs.
@@ -71,6 +90,7 @@ DEVICES = (
         memory_bandwidth_bytes_per_second=2.039e12,
         nvlink_bandwidth_bytes_per_second=300e9,  # NVLink 3: 600 GB/s
         network_bandwidth_bytes_per_second=25e9,  # DGX A100: ConnectX-6, HDR 200 Gb/s a GPU
+        host_bandwidth_bytes_per_second=31.5e9,  # PCIe 4.0 x16: 16 lanes x 16 GT/s x 128/130
     ),
     Device(
         name="h100",
@@ -80,6 +100,7 @@ DEVICES = (
         memory_bandwidth_bytes_per_second=3.35232e12,
         nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s
         network_bandwidth_bytes_per_second=50e9,  # DGX H100: ConnectX-7, NDR 400 Gb/s a GPU
+        host_bandwidth_bytes_per_second=63e9,  # PCIe 5.0 x16: 16 lanes x 32 GT/s x 128/130
     ),
     Device(
         name="h200",
@@ -89,6 +110,7 @@ DEVICES = (
         memory_bandwidth_bytes_per_second=4.8e12,
         nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s
         network_bandwidth_bytes_per_second=50e9,  # as DGX H100
+        host_bandwidth_bytes_per_second=63e9,  # PCIe 5.0 x16
     ),
     Device(
         name="b200",
@@ -98,6 +120,7 @@ DEVICES = (
         memory_bandwidth_bytes_per_second=7.67232e12,
         nvlink_bandwidth_bytes_per_second=900e9,  # NVLink 5: 1.8 TB/s
         network_bandwidth_bytes_per_second=50e9,  # DGX B200: ConnectX-7, 400 Gb/s a GPU
+        host_bandwidth_bytes_per_second=63e9,  # PCIe 5.0 x16 in HGX and DGX
     ),
     Device(
         name="gb200",
@@ -107,6 +130,7 @@ DEVICES = (
         memory_bandwidth_bytes_per_second=7.928064e12,
         nvlink_bandwidth_bytes_per_second=900e9,  # NVLink 5: 1.8 TB/s
         network_bandwidth_bytes_per_second=50e9,  # GB200 NVL72: ConnectX-7, 400 Gb/s a GPU
+        host_bandwidth_bytes_per_second=225e9,  # NVLink-C2C: 900 GB/s in both directions of a Grace, for two GPUs
     ),
 )
 
