@@ -102,6 +102,7 @@ def rows(configs: Sequence[Config], work: Work, num_workers: int) -> Iterator[tu
     finally:
         for worker in running:
             worker.process.kill()
+            worker.said.unlink()
 
 
 def num_workers_here() -> int:

@@ -21,8 +21,9 @@ from tests.plan.gpus import needs_gpu_compiler
 ROOT = Path(__file__).parents[2]
 
 
-def small(tmp_path, **mesh) -> Config:
+def small(tmp_path, model: dict | None = None, **mesh) -> Config:
     config = defaults()
+    config.model.update(model or {})
     config.mesh.update(mesh)
     config.data.update(sequence_tokens=4096, cache_dir=str(tmp_path))
     config.train.update(rows_per_step=4, accumulation_steps=4)
@@ -91,7 +92,18 @@ def test_points_that_are_no_programs_of_their_own_are_counted_and_refused_ones_h
     assert num_left_out == 2
     assert "num_heads=4 is not divisible by config.mesh.tensor=8" in by_name[1, "ring"].refusal
     assert by_name[1, "ring"].config is None
-    assert by_name[8, "hybrid"].config.attention.ulysses_ranks == 2  # of 2 key/value heads; 4 would repeat them
+
+
+@pytest.mark.parametrize("num_kv_heads, context, ranks", [
+    (8, 16, 8),
+    (8, 8, 4),  # 8 would be ulysses
+    (2, 8, 2),  # 4 would repeat heads
+    (1, 8, 2),  # repeats one, as 4 would more often
+])  # fmt: skip
+def test_hybrid_exchanges_among_as_many_as_have_heads_of_their_own(tmp_path, num_kv_heads, context, ranks):
+    config = small(tmp_path, dict(num_heads=8, num_kv_heads=num_kv_heads))
+    ((point,), _) = points(config, context, space(config, axes="context", strategies="hybrid"))
+    assert point.config.attention.ulysses_ranks == ranks
 
 
 def test_rows_that_the_replicas_do_not_divide_are_refused(tmp_path):
