@@ -7,7 +7,7 @@ starts (see `jaxlc.runtime`) still can be.
 import importlib
 
 __version__ = "0.1.0"
-_ROOMS = ("attention", "bench", "config", "core", "data", "models", "runtime", "sharding", "train")
+_ROOMS = ("attention", "bench", "config", "core", "data", "kernels", "models", "plan", "program", "runtime", "sharding", "train")
 
 
 def __getattr__(name: str):

@@ -74,8 +74,8 @@ def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, 
 
 
 def _of_head(queries: _Queries, keys: _Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[_Queries, _Keys]:
-    """The operands of one head. Tied together: masks are the same for every head, and what is the same in every round of
-    a loop is taken out of it when `jax.checkpoint` is differentiated; all tiles of all masks, that would be."""
+    """The operands of one head. Tied together: masks are the same for every head, and what is the same in every round
+    of a loop is taken out of it when `jax.checkpoint` is differentiated; all tiles of all masks, that would be."""
     return lax.optimization_barrier((queries._replace(q_IBRH=q_IBRH), keys._replace(k_JBSH=k_JBSH, v_JBSH=v_JBSH)))
 
 

@@ -72,8 +72,8 @@ class Masks(NamedTuple):
         (batch, num_queries, _, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
         first_query = num_keys - num_queries  # below 0 for queries that come before all keys
         positions_T, positions_S = jnp.arange(first_query, num_keys), jnp.arange(num_keys)
-        # Tied to the queries for the reason that `api.make` gives: constants would be taken out of the loop over layers,
-        # and with them all tiles of all masks.
+        # Tied to the queries for the reason that `api.make` gives: constants would be taken out of the loop over
+        # layers, and with them all tiles of all masks.
         _, positions_T, positions_S = lax.optimization_barrier((q_BTNH, positions_T, positions_S))
         positions_BT, positions_BS = (
             jnp.broadcast_to(x.astype(jnp.int32), (batch, len(x))) for x in (positions_T, positions_S)

@@ -12,8 +12,9 @@ The backward goes round again with the global out and lse, and dK/dV travel with
 running sums are float32. What overlaps, and why it is written in this order:
 
     - K and V are one array: XLA runs one collective at a time, so the second of two permutes would be exposed.
-    - A hop starts before the attention that hides it, and `optimization_barrier` ties the next hop to that
-      attention's result: without it the compiler runs every hop first and holds all of K and V at once.
+    - A hop starts before the attention that hides it, and `optimization_barrier` ties what it brought to that
+      attention's result. Without it the compiler runs every hop first and holds all of K and V at once; with it after
+      the merge, newer versions start the hop beside the merge, and both want the memory's bandwidth.
 """
 
 import functools
@@ -68,13 +69,11 @@ def _forward(q, k, v, masks, kernel, spec, ranks):
 
     def step(s, carry):
         block, out_lse = carry
-        next_block = ring.send(block)  # while this block is computed
-        out_lse = ring.forward_hop(s, q, *_unpack(block, k, v), out_lse)
-        return lax.optimization_barrier((next_block, out_lse))
+        return ring.forward_hop(s, q, *_unpack(block, k, v), out_lse, in_flight=ring.send(block))
 
     block, out_lse = lax.fori_loop(1, ranks.size - 1, step, (block, out_lse))
     if ranks.size > 1:  # the last block goes nowhere
-        out_lse = ring.forward_hop(ranks.size - 1, q, *_unpack(block, k, v), out_lse)
+        _, out_lse = ring.forward_hop(ranks.size - 1, q, *_unpack(block, k, v), out_lse)
     out, lse = out_lse
     return out.astype(q.dtype), lse
 
@@ -97,14 +96,14 @@ def _backward_rule(kernel, spec, ranks, residuals, cotangents):
 
     def step(s, carry):
         block, dblock, dq = carry
-        next_block, dblock = ring.send(block), ring.send(dblock)
-        dq, dk, dv = ring.backward_hop(s, q, *_unpack(block, k, v), rows, dq)
-        return lax.optimization_barrier((next_block, dblock + _pack(dk, dv), dq))
+        in_flight = ring.send(block), ring.send(dblock)
+        (block, dblock), dq, dk, dv = ring.backward_hop(s, q, *_unpack(block, k, v), rows, dq, in_flight)
+        return block, dblock + _pack(dk, dv), dq
 
     block, dblock, dq = lax.fori_loop(1, ranks.size - 1, step, (block, dblock, dq))
     if ranks.size > 1:
-        dblock = ring.send(dblock)
-        dq, dk, dv = ring.backward_hop(ranks.size - 1, q, *_unpack(block, k, v), rows, dq)
+        in_flight = ring.send(dblock)
+        dblock, dq, dk, dv = ring.backward_hop(ranks.size - 1, q, *_unpack(block, k, v), rows, dq, in_flight)
         dblock = ring.send(dblock + _pack(dk, dv))  # home
     dk, dv = _unpack(dblock, k, v)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
@@ -142,34 +141,36 @@ class RankOfRing(NamedTuple):
         size = self.ranks.size
         return lax.ppermute(x, self.ranks.axis, [(rank, (rank + 1) % size) for rank in range(size)])
 
-    def forward_hop(self, s, q, k, v, out_lse):
-        """Merges the block of rank - s into (out_btnH, lse_bnt)."""
+    def forward_hop(self, s, q, k, v, out_lse, in_flight=()):
+        """Returns `in_flight`, which arrives meanwhile, and (out_btnH, lse_bnt) with the block of rank - s merged in."""
         source, masks, spec = self._block(s)
         if not self.spec.causal:
-            return merge(*out_lse, *self.kernel.forward(q, k, v, masks, spec))
+            in_flight, results = _arrived(in_flight, self.kernel.forward(q, k, v, masks, spec))
+            return in_flight, merge(*out_lse, *results)
         pick = _Pick(is_earlier=source < self.rank)
         results = self.kernel.forward(*pick.operands(q, k, v), pick.masks(masks), spec)
+        in_flight, results = _arrived(in_flight, results)
         (always, chosen) = zip(*(jnp.split(x, 2) for x in results))
         out, lse = out_lse
         (lo, hi) = zip(jnp.split(out, 2, axis=1), jnp.split(lse, 2, axis=2))
         hi = merge(*hi, *always)
         merged = merge(*pick.select(lo, hi), *chosen)
         lo, hi = pick.select(merged, lo), pick.select(hi, merged)
-        return jnp.concatenate([lo[0], hi[0]], axis=1), jnp.concatenate([lo[1], hi[1]], axis=2)
+        return in_flight, (jnp.concatenate([lo[0], hi[0]], axis=1), jnp.concatenate([lo[1], hi[1]], axis=2))
 
-    def backward_hop(self, s, q, k, v, rows: RowResults, dq):
-        """Returns dq with this block's share added, and this rank's share of the block's dk, dv; float32."""
+    def backward_hop(self, s, q, k, v, rows: RowResults, dq, in_flight=()):
+        """Returns `in_flight`, dq with this block's share added, and this rank's share of the block's dk and dv."""
         source, masks, spec = self._block(s)
         if not self.spec.causal:
-            dq_share, dk, dv = self.kernel.backward(q, k, v, masks, spec, *rows)
-            return dq + dq_share, dk, dv
+            in_flight, (dq_share, dk, dv) = _arrived(in_flight, self.kernel.backward(q, k, v, masks, spec, *rows))
+            return in_flight, dq + dq_share, dk, dv
         pick = _Pick(is_earlier=source < self.rank)
         operands, masks, rows = pick.operands(q, k, v), pick.masks(masks), pick.rows(rows)
-        gradients = self.kernel.backward(*operands, masks, spec, *rows)
+        in_flight, gradients = _arrived(in_flight, self.kernel.backward(*operands, masks, spec, *rows))
         (dq_always, dq_chosen), *dkv = (jnp.split(x, 2) for x in gradients)
         dq += jnp.concatenate(pick.place(dq_chosen, plus_hi=dq_always), axis=1)
         dk, dv = (jnp.concatenate(pick.place(chosen, plus_lo=always), axis=1) for always, chosen in dkv)
-        return dq, dk, dv
+        return in_flight, dq, dk, dv
 
     def _block(self, s):
         """Where the block came from, its masks against this rank's queries, and the hop's spec: not causal, for
@@ -180,6 +181,11 @@ class RankOfRing(NamedTuple):
             return source, Masks(None, None, None, None), spec
         own, theirs = (lax.dynamic_index_in_dim(self.segments_rbs, r, keepdims=False) for r in (self.rank, source))
         return source, Masks(None, None, own, theirs), spec
+
+
+def _arrived(in_flight, results):
+    """Both, once the hop is over and the kernel done: whatever comes after the kernel cannot be what hides the hop."""
+    return lax.optimization_barrier((in_flight, results))
 
 
 class _Pick(NamedTuple):

@@ -36,7 +36,7 @@ DEFAULT_NVSHMEM_HEAP_BYTES = 2**30  # NVSHMEM's documentation, NVSHMEM_SYMMETRIC
 
 # XLA's scheduler keeps temporaries within 95% of what 80% of the device's memory leaves beside arguments, though more
 # would fit: near that limit it gives up overlap (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit; the 95
-# is xla_gpu_memory_limit_slop_factor). Seen in the 8B step on 8 H100s: 864 of 896 hops hidden at 655,360 tokens and
+# is xla_gpu_memory_limit_slop_factor, which the presets of runtime/xla_flags.py raise). Seen in the 8B step on 8 H100s: 864 of 896 hops hidden at 655,360 tokens and
 # 480 at 786,432, and 864 again with a factor of 130, for 0.7 GiB more.
 _SCHEDULED_SHARE, _SLOP_OPTION, _SLOP_PERCENT = 0.80, "xla_gpu_memory_limit_slop_factor", 95
 
@@ -136,7 +136,7 @@ def measure(
         symmetric_used_bytes=dump.symmetric_bytes,
         nvshmem_heap_bytes=heap if uses_nvshmem else 0,
         nccl_bytes=nccl_bytes(sent),
-        scheduler_limit_bytes=_scheduler_limit_bytes(gpus.device.memory_bytes, stats.argument_size_in_bytes),
+        scheduler_limit_bytes=_scheduler_limit_bytes(step, gpus.device.memory_bytes, stats.argument_size_in_bytes),
         host_bytes_per_device=host_bytes,
         host_bytes_per_node=host_bytes * min(gpus.gpus_per_node, gpus.num_gpus),
         host_capacity_per_node_bytes=gpus.host_memory_bytes_per_node,
@@ -144,8 +144,8 @@ def measure(
     )
 
 
-def _scheduler_limit_bytes(capacity_bytes: int, arguments_bytes: int) -> int:
-    percent = int(users_options(os.environ).get(_SLOP_OPTION, _SLOP_PERCENT))
+def _scheduler_limit_bytes(step: TrainStep, capacity_bytes: int, arguments_bytes: int) -> int:
+    percent = int((step.compiler_options | users_options(os.environ)).get(_SLOP_OPTION, _SLOP_PERCENT))
     return int(_SCHEDULED_SHARE * capacity_bytes - arguments_bytes) * percent // 100
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from jaxlc.plan.contents import Ring, Traffic
 from jaxlc.plan.memory import DEFAULT_POOL_SHARE, USABLE_HOST_SHARE, USABLE_SHARE, Memory
+from jaxlc.plan.timeline import Prediction
 
 _ASK = "jaxlc.plan.plan(config, topology, advise=True)"  # who is in a notebook asks like this
 _WIDTH = 118
@@ -36,6 +37,7 @@ class Plan:
     sequence_tokens: int
     tokens_per_step: int
     compile_seconds: float
+    predicted: Prediction
     memory: Memory
     collectives: tuple[Traffic, ...]
     ring: Ring
@@ -65,7 +67,9 @@ def page(plan: Plan, how_to_ask: str) -> str:
     Args:
       how_to_ask: the command that compiles for changes that fit, told where the step does not.
     """
-    sections = (_head(plan), _memory(plan.memory), _collectives(plan), _ring(plan), _kernels(plan))
+    sections = (
+        _head(plan), _memory(plan.memory), _collectives(plan), _ring(plan), _kernels(plan), _predicted(plan.predicted)
+    )  # fmt: skip
     lines = [line for section in sections for line in (*section, "")]
     return "\n".join([*lines, *_verdict(plan, how_to_ask)])
 
@@ -122,7 +126,7 @@ def _ring(plan: Plan) -> Iterator[str]:
     yield f"  {ring.hidden:,} hidden behind attention, {exposed}"
     if ring.exposed and plan.memory.is_at_schedulers_limit:
         yield "  XLA gives up overlap where temporaries near the limit it sets itself (docs/plan.md); this lifts it:"
-        yield "  XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=130"
+        yield "  XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=160"
 
 
 def _kernels(plan: Plan) -> Iterator[str]:
@@ -130,6 +134,16 @@ def _kernels(plan: Plan) -> Iterator[str]:
     for name, count in plan.kernels.items():
         note = "on a GPU XLA also tries cuBLAS, and takes the faster" if name == "triton gemm" else ""
         yield f"  {name:<34} {count:>7,}  {note}".rstrip()
+
+
+def _predicted(predicted: Prediction) -> Iterator[str]:
+    yield "PREDICTED TIME of a step, by a model that no GPU has confirmed (docs/calibration.md)"
+    speed = f"{predicted.tokens_per_second_per_device:,.0f} tokens/s a GPU, MFU {predicted.mfu_causal:.1%} (causal)"
+    yield f"  {_seconds(predicted.step_seconds)}: {speed}; bound by {predicted.bound_by}"
+    exposed, sent = predicted.exposed_communication_seconds, predicted.communication_seconds
+    yield f"  of {_seconds(sent)} of communication {_seconds(exposed)} are exposed"
+    for seconds in (predicted.seconds_by_kind, predicted.seconds_by_resource):
+        yield "  " + ", ".join(f"{name} {each / predicted.step_seconds:.1%}" for name, each in seconds.items())
 
 
 def _verdict(plan: Plan, how_to_ask: str) -> Iterator[str]:
@@ -162,6 +176,10 @@ def _verdict(plan: Plan, how_to_ask: str) -> Iterator[str]:
 
 def _row(name: str, size: float, note: str = "") -> str:
     return f"  {name:<29} {_gib(size):>7}  {note}".rstrip()
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _gib(size: float) -> str:

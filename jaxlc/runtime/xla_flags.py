@@ -32,10 +32,9 @@ _OVERLAP: Options = {
     # By default one collective is in flight at a time. The ring's backward has two (the K/V hop and the dK/dV hop) and
     # FSDP gathers beside them: all should hide behind the same attention call.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    # The estimates of newer versions find the small kernels after attention long enough to hide a hop, and start it
-    # only then (12 of 14 forward hops with 0.12.0.1, ring of 8): true where nothing disturbs them, but they and the hop
-    # want the same memory bandwidth, while attention leaves it alone. 0.10.1 makes the same schedule either way.
-    "xla_gpu_enable_analytical_sol_latency_estimator": False,
+    # The scheduler gives up overlap where it believes memory to be short: at 95% of what 80% of the GPU's memory leaves
+    # beside the arguments. A step that fits with room to spare then has half of its hops exposed; in percent.
+    "xla_gpu_memory_limit_slop_factor": 130,
 }
 _PIPELINED: Options = {
     # The loop over layers gathers the weights of the next layer, and reduces the gradients of the last one, beside the

@@ -102,13 +102,17 @@ class TrainStep:
     def compile(self, extra_options: dict[str, bool | int | str] | None = None):
         """The executable for the mesh's devices, with the compiler options of their platform and `extra_options`."""
         lowered = self.jitted.lower(self.abstract_state, self.abstract_batch)
-        options = compile_options(
+        return lowered.compile(compiler_options=self.compiler_options | (extra_options or {}))
+
+    @property
+    def compiler_options(self) -> dict[str, bool | int | str]:
+        """By the devices' platform, the preset of the config and the transport; without what XLA_FLAGS has set."""
+        return compile_options(
             self._platform,
             preset=self.config.runtime.xla_preset,
             transport=self.transport and self.transport.name,
             environment=os.environ,
         )
-        return lowered.compile(compiler_options=options | (extra_options or {}))
 
     def init(self) -> TrainState:
         """The state of step 0, each device making its own part."""

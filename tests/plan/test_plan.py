@@ -39,9 +39,9 @@ def test_the_parts_of_the_memory_add_up(found):
         memory.device_arguments_bytes + memory.device_temp_bytes + memory.workspace_bytes + memory.nccl_bytes
     )
     assert memory.symmetric_bytes == memory.host_bytes_per_node == 0
-    # 95% of what 80% leaves beside the arguments
+    # 130% (preset overlap) of what 80% leaves beside the arguments
     assert memory.scheduler_limit_bytes == pytest.approx(
-        0.95 * (0.8 * memory.device_capacity_bytes - memory.device_arguments_bytes)
+        1.3 * (0.8 * memory.device_capacity_bytes - memory.device_arguments_bytes)
     )
     assert not memory.is_at_schedulers_limit
     assert memory.fits and memory.device_capacity_bytes > 79 * 2**30

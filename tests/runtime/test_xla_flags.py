@@ -24,7 +24,7 @@ def test_gpus_hide_collectives_unless_told_otherwise():
     assert compile_options("gpu", preset=RuntimeConfig().xla_preset, transport="nccl", environment={}) == {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-        "xla_gpu_enable_analytical_sol_latency_estimator": False,
+        "xla_gpu_memory_limit_slop_factor": 130,
     }
     assert compile_options("gpu", preset="default", transport=None, environment={}) == {}
 
