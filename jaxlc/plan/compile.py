@@ -15,7 +15,7 @@ from jaxlc import attention
 from jaxlc.config import Config, load
 from jaxlc.config.checks import mesh_overrides, working_mesh
 from jaxlc.core.errors import UserError
-from jaxlc.plan import contents, memory
+from jaxlc.plan import contents, memory, timeline
 from jaxlc.plan.dump import Dump, read
 from jaxlc.plan.report import Plan
 from jaxlc.plan.topology import WITHOUT_GPU, Topology, make_mesh
@@ -54,6 +54,7 @@ def plan_step(config: ConfigDict | Config, gpus: Topology, starting: Callable[[]
         sequence_tokens=config.data.sequence_tokens,
         tokens_per_step=config.data.sequence_tokens * config.train.rows_per_step,
         compile_seconds=seconds,
+        predicted=timeline.predict(program, gpus, config),
         memory=memory.measure(step, gpus, compiled, program, sent, dump),
         collectives=contents.traffic(sent, dict(step.mesh.shape), gpus.gpus_per_domain),
         ring=contents.ring(hops(program), gpus),

@@ -10,9 +10,22 @@ from jaxlc.plan import advise
 from jaxlc.plan.contents import Ring
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.report import Change, Plan, page
+from jaxlc.plan.timeline import Prediction
 from jaxlc.plan.topology import topology
 from tests.plan.gpus import small_config
 from tests.plan.test_memory import GIB, MEMORY
+
+PREDICTED = Prediction(
+    step_seconds=2.0,
+    tokens_per_second_per_device=1.0,
+    mfu_causal=0.4,
+    exposed_communication_seconds=0.1,
+    communication_seconds=0.5,
+    exposed_host_copy_seconds=0.0,
+    bound_by="compute",
+    seconds_by_resource={"compute": 1.9, "NVLink": 0.1},
+    seconds_by_kind={"attention": 1.9, "waiting": 0.1},
+)
 
 
 def plan_of(memory: Memory, **advice) -> Plan:
@@ -24,6 +37,7 @@ def plan_of(memory: Memory, **advice) -> Plan:
         sequence_tokens=1,
         tokens_per_step=1,
         compile_seconds=1,
+        predicted=PREDICTED,
         memory=memory,
         collectives=(),
         ring=ring,

@@ -111,6 +111,8 @@ def test_transfers_on_one_link_share_it_and_others_do_not_wait():
     """The second begins when half of the first is over. The rest takes twice as long; then a dot hides the second."""
     found = predicted(permute_start("s"), copy(), permute_start("t"), permute_done("s"), dot(), permute_done("t"))
     assert found.step_seconds == approx(COPY + HOP + DOT)
+    both = predicted(permute_start("s"), permute_start("t"), copy(), permute_done("s"), permute_done("t"))
+    assert both.step_seconds == approx(2 * HOP)
     outside = permute_start("t", "source_target_pairs={{0,2},{2,0}}")
     apart = predicted(permute_start("s"), outside, permute_done("s"), permute_done("t"), gpus="h100:2x2")
     assert apart.step_seconds == approx(9 * HOP)
