@@ -7,7 +7,9 @@ starts (see `jaxlc.runtime`) still can be.
 import importlib
 
 __version__ = "0.1.0"
-_ROOMS = ("attention", "bench", "config", "core", "data", "kernels", "models", "plan", "program", "runtime", "sharding", "train")
+_ROOMS = (
+    "attention", "bench", "config", "core", "data", "kernels", "models", "plan", "program", "runtime", "sharding", "train",
+)  # fmt: skip
 
 
 def __getattr__(name: str):

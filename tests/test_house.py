@@ -116,7 +116,9 @@ def test_runtime_imports_jax_inside_functions_only():
         assert "jax" not in {module.split(".")[0] for module in imports_at_start(path)}, path
 
 
-@pytest.mark.parametrize("module", ["jaxlc", "jaxlc.config.command_line", "jaxlc.core.flops", "jaxlc.plan", "jaxlc.runtime"])
+@pytest.mark.parametrize(
+    "module", ["jaxlc", "jaxlc.config.command_line", "jaxlc.core.flops", "jaxlc.plan", "jaxlc.runtime"]
+)
 def test_import_does_not_start_jax(module):
     code = f"import {module}, sys; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

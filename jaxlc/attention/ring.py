@@ -142,7 +142,7 @@ class RankOfRing(NamedTuple):
         return lax.ppermute(x, self.ranks.axis, [(rank, (rank + 1) % size) for rank in range(size)])
 
     def forward_hop(self, s, q, k, v, out_lse, in_flight=()):
-        """Returns `in_flight`, which arrives meanwhile, and (out_btnH, lse_bnt) with the block of rank - s merged in."""
+        """Returns `in_flight`, which arrives meanwhile, and (out_btnH, lse_bnt) with rank - s's block merged in."""
         source, masks, spec = self._block(s)
         if not self.spec.causal:
             in_flight, results = _arrived(in_flight, self.kernel.forward(q, k, v, masks, spec))

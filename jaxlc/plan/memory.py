@@ -36,8 +36,8 @@ DEFAULT_NVSHMEM_HEAP_BYTES = 2**30  # NVSHMEM's documentation, NVSHMEM_SYMMETRIC
 
 # XLA's scheduler keeps temporaries within 95% of what 80% of the device's memory leaves beside arguments, though more
 # would fit: near that limit it gives up overlap (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit; the 95
-# is xla_gpu_memory_limit_slop_factor, which the presets of runtime/xla_flags.py raise). Seen in the 8B step on 8 H100s: 864 of 896 hops hidden at 655,360 tokens and
-# 480 at 786,432, and 864 again with a factor of 130, for 0.7 GiB more.
+# is xla_gpu_memory_limit_slop_factor, which the presets of runtime/xla_flags.py raise). Seen in the 8B step on 8 H100s:
+# 864 of 896 hops hidden at 655,360 tokens and 480 at 786,432, and 864 again with a factor of 130, for 0.7 GiB more.
 _SCHEDULED_SHARE, _SLOP_OPTION, _SLOP_PERCENT = 0.80, "xla_gpu_memory_limit_slop_factor", 95
 
 # NCCL on 8 H100s: a buffer of 10 MiB and one of 2 MiB for each of 32 channels to each peer that it sends to or
