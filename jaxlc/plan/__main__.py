@@ -22,6 +22,8 @@ _FLAGS = {
     "transport": "short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer",
     "devices-per-process": "GPUs that one process drives; 1 by default",
     "json": "a file for the figures",
+    "timeline": "a file for a picture of one layer's predicted time: timeline.png",
+    "constants": "a JSON file of measured rates for the predicted time, in place of those of jaxlc/core/hardware.py",
     "advise": "where the step does not fit, compile for single changes that make it fit",
 }
 
@@ -36,8 +38,10 @@ def main(command: ParsedCommand) -> int:
     per_process = flags["devices-per-process"] or "1"
     if not per_process.isdigit():
         raise UserError(f"--devices-per-process is {per_process!r}, which is not a whole number")
-    if flags["json"] and not Path(flags["json"]).resolve().parent.is_dir():
-        raise UserError(f"--json={flags['json']} is in a directory that is not there; make it, or name another file")
+    for flag in ("json", "timeline"):
+        path = flags[flag]
+        if path and not Path(path).resolve().parent.is_dir():
+            raise UserError(f"--{flag}={path} is in a directory that is not there; make it, or name another file")
     _start_on_cpu()
     from jaxlc.plan import report
 
@@ -47,6 +51,8 @@ def main(command: ParsedCommand) -> int:
             name,
             devices_per_process=int(per_process),
             advise=flags["advise"] is not None,
+            constants=flags["constants"] or "",
+            timeline=flags["timeline"] or "",
             starting=starting,
         )
     command_line = " ".join(["python -m jaxlc.plan", *sys.argv[1:]])

@@ -35,14 +35,15 @@ class Candidate(NamedTuple):
         return " ".join(f"--config.{name}={value}" for name, value in self.settings.items())
 
 
-def plan_with_advice(config: ConfigDict | Config, gpus: Topology, starting: Callable[[str], None]) -> Plan:
+def plan_with_advice(config: ConfigDict | Config, gpus: Topology, starting: Callable[[str], None], **options) -> Plan:
     """The plan of `config`, with advice if it does not fit; see `compile.plan_step`.
 
     Args:
       starting: is told what is compiled next.
+      options: of `compile.plan_step`, for `config` itself.
     """
     config = on_gpus(config, gpus)
-    found = plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"))
+    found = plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), **options)
     if found.memory.fits:
         return found
     changes = []

@@ -15,9 +15,11 @@ from jaxlc import attention
 from jaxlc.config import Config, load
 from jaxlc.config.checks import mesh_overrides, working_mesh
 from jaxlc.core.errors import UserError
-from jaxlc.plan import contents, memory, timeline
+from jaxlc.plan import contents, memory
 from jaxlc.plan.dump import Dump, read
+from jaxlc.plan.rates import Rates
 from jaxlc.plan.report import Plan
+from jaxlc.plan.timeline import DEFAULT_RATES, predict
 from jaxlc.plan.topology import WITHOUT_GPU, Topology, make_mesh
 from jaxlc.program import parse
 from jaxlc.program.collectives import collectives
@@ -28,13 +30,21 @@ from jaxlc.train.step import TrainStep, build_step
 _KIND, _ALIAS = "mhlo.memory_kind", "tf.aliasing_output"  # attributes of the lowered program's arguments and results
 
 
-def plan_step(config: ConfigDict | Config, gpus: Topology, starting: Callable[[], None]) -> Plan:
+def plan_step(
+    config: ConfigDict | Config,
+    gpus: Topology,
+    starting: Callable[[], None],
+    rates: Rates = DEFAULT_RATES,
+    timeline_path: str = "",
+) -> Plan:
     """Compiles the training step of `config` for `gpus` and reads from it what a run will do.
 
     What config.runtime says about devices and processes here counts for nothing.
 
     Args:
       starting: called when everything is checked and the compiler starts.
+      rates: for the predicted time.
+      timeline_path: where a picture of one layer's predicted time is written; empty: nowhere.
     Raises:
       UserError: whatever the user can mend: a mesh of another size, a transport that is not there, arrays too large.
     """
@@ -47,6 +57,10 @@ def plan_step(config: ConfigDict | Config, gpus: Topology, starting: Callable[[]
     seconds = time.perf_counter() - start_seconds
     program = parse(compiled.as_text())
     sent = collectives(program)
+    if timeline_path:
+        from jaxlc.plan import timeline_plot  # here, since matplotlib is slow to start
+
+        timeline_plot.plot_layer(program, gpus, config, Path(timeline_path), rates)
     return Plan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
@@ -54,7 +68,7 @@ def plan_step(config: ConfigDict | Config, gpus: Topology, starting: Callable[[]
         sequence_tokens=config.data.sequence_tokens,
         tokens_per_step=config.data.sequence_tokens * config.train.rows_per_step,
         compile_seconds=seconds,
-        predicted=timeline.predict(program, gpus, config),
+        predicted=predict(program, gpus, config, rates),
         memory=memory.measure(step, gpus, compiled, program, sent, dump),
         collectives=contents.traffic(sent, dict(step.mesh.shape), gpus.gpus_per_domain),
         ring=contents.ring(hops(program), gpus),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
@@ -52,6 +53,16 @@ class Rates:
     def host_seconds(self, device: Device, num_bytes: float) -> float:
         """In one direction."""
         return self.host_latency_seconds + num_bytes / (device.host_bandwidth_bytes_per_second * self.host_share)
+
+
+def from_file(path: str) -> Rates:
+    """The rates that a file of JSON has; those of the table where `path` is empty. UserError: see `read`."""
+    if not path:
+        return Rates()
+    try:
+        return read(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"the file of constants cannot be read: {error}") from error
 
 
 def read(text: str) -> Rates:

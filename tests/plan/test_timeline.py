@@ -255,6 +255,15 @@ def test_a_file_of_rates_that_is_wrong_is_told(text):
         plan_rates.read(text)
 
 
+def test_rates_come_from_a_file_where_one_is_named(tmp_path):
+    path = tmp_path / "constants.json"
+    path.write_text('{"memory_share": 0.5}')
+    assert plan_rates.from_file(str(path)) == dataclasses.replace(Rates(), memory_share=0.5)
+    assert plan_rates.from_file("") == Rates()
+    with pytest.raises(UserError, match="cannot be read"):
+        plan_rates.from_file(str(tmp_path / "nowhere.json"))
+
+
 @pytest.fixture(scope="module")
 def step():
     """Two layers of Llama 3 8B, recomputed in the backward, in a ring of 8 over the network."""
