@@ -15,15 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from jaxlc import runtime
@@ -133,6 +125,7 @@ def run(
             file.flush()
             if point.config is not None:
                 bars.advance(task)
+                bars.update(task, description=_left(bars.tasks[task]))
                 console.print(_line(row, bars.tasks[task]), markup=False)
     return ranked([there[key] for key, _ in keyed])
 
@@ -244,15 +237,15 @@ def _figures(
 
 
 def _progress(console: Console) -> Progress:
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("points"), TimeElapsedColumn(), TextColumn("left")
-    return Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        speed_estimate_period=3600.0,  # a point takes up to minutes
-    )
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _left(task: Task) -> str:
+    """rich's own estimate goes by the last few; points side by side end together, and far apart from the next."""
+    if task.completed == task.total:
+        return ""
+    return f"about {task.elapsed / task.completed * (task.total - task.completed) / 60:.0f} min left"
 
 
 def _line(row: Row, task: Task) -> str:
@@ -262,5 +255,4 @@ def _line(row: Row, task: Task) -> str:
     if row["status"] == "done":
         rate, gib = row["tokens_per_second_per_device"], row["device_peak_bytes"] / 2**30
         result = f"{rate:,.0f} tokens/s a device, {gib:.3g} GiB" + ("" if row["fits"] else ", does not fit")
-    remaining = f"; about {task.time_remaining / 60:.0f} min left" if task.time_remaining else ""
-    return f"{task.completed:.0f}/{task.total:.0f} {what}: {result}{remaining}"
+    return "; ".join(filter(None, [f"{task.completed:.0f}/{task.total:.0f} {what}: {result}", _left(task)]))

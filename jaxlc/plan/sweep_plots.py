@@ -69,21 +69,27 @@ def _transports(done: Sequence[dict], title: str, path: Path) -> None:
     figure = Figure(figsize=(10, 4), **_WIDE)
     speed, gain = figure.subplots(1, 2)
     for number, name in enumerate(names):
-        points = [(length, rate[best, name, length]) for length in lengths if (best, name, length) in rate]
+        there = [length for length in lengths if (best, name, length) in rate]
+        rates = [rate[best, name, length] for length in there]
         # Where two lie on each other, both can be seen.
-        speed.plot(*zip(*points, strict=True), "o-", linewidth=5 - 3 * number / len(names), alpha=0.7, label=name)
-    for program in dict.fromkeys(_program(row) for row in done):
+        width = 5 - 3 * number / len(names)
+        speed.plot(there, rates, "o-", linewidth=width, alpha=0.7, label=name)
+    programs = dict.fromkeys(_program(row) for row in done)
+    is_few = len(programs) <= 8  # names of more would hide the lines
+    for program in programs:
         for name in names[1:]:
             both = [n for n in lengths if (program, names[0], n) in rate and (program, name, n) in rate]
             shares = [100 * (rate[program, name, n] / rate[program, names[0], n] - 1) for n in both]
-            gain.plot(both, shares, "o-", linewidth=1, markersize=3, label=f"{name}: {program[0]}")
+            gain.plot(both, shares, "o-", linewidth=1, markersize=3, label=f"{name}: {program[0]}" if is_few else None)
     for axes in (speed, gain):
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.minorticks_off()
         axes.set_xlabel("tokens")
         _quiet(axes, "y")
-        axes.legend(frameon=False, fontsize=7)
+    speed.legend(frameon=False, fontsize=7)
+    if is_few:
+        gain.legend(frameon=False, fontsize=7)
     speed.set_ylim(bottom=0)
     speed.set(ylabel="tokens/s a device", title=best[0])
     gain.set(ylabel="%", title=f"over {names[0]}")

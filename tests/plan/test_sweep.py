@@ -1,6 +1,7 @@
 """The mesh sweep: which points there are, and that none is lost or done twice whatever ends a process."""
 
 import csv
+import functools
 import io
 import json
 import os
@@ -16,7 +17,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.plan import sweep, sweep_worker
 from jaxlc.plan.sweep_points import Point, points, space
 from tests.plan import sweep_fakes
-from tests.plan.gpus import needs_gpu_compiler
+from tests.plan.gpus import needs_gpu_compiler, small_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -229,3 +230,12 @@ def test_the_command_measures_on_simulated_devices_and_tells_mistakes_in_a_sente
     refused = call("--topology=h100:1x8")
     assert refused.returncode == 2
     assert refused.stderr == "error: --topology=h100:1x8 is for predictions; leave it out, or leave out --run\n"
+
+@needs_gpu_compiler
+def test_a_row_of_the_real_plan():
+    work = functools.partial(sweep_worker.predicted, topology="h100:1x4")
+    ((_, row),) = sweep_worker.rows([load(small_config())], work, num_workers=1)
+    assert row["status"] == "done", row["reason"]
+    assert row["fits"] and row["hops"] > 0 and row["hops_by"] == "NCCL" and row["kernel"] == "cudnn"
+    assert row["tokens_per_second_per_device"] > 0 and 0 < row["mfu_causal"] < 1
+    assert row["host_peak_bytes"] > 2**28
