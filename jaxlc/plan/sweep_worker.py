@@ -10,6 +10,7 @@ import pickle
 import resource
 import signal
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -151,6 +152,7 @@ def _main(config: Config, pickled_work: bytes, connection: Connection, said: str
     with open(said, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    threading.Thread(target=_end_with_the_leader, daemon=True).start()
     start_seconds = time.perf_counter()
     try:
         row = dict(status="done", reason="", **pickle.loads(pickled_work)(config))
@@ -162,6 +164,12 @@ def _main(config: Config, pickled_work: bytes, connection: Connection, said: str
     row["seconds"] = time.perf_counter() - start_seconds
     row["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
     connection.send(row)
+
+
+def _end_with_the_leader() -> None:
+    """Nobody waits for the row when the leading process has been killed."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _death(exit_code: int, last_line: str) -> str:

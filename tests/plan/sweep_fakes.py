@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from jaxlc.config import Config
@@ -53,3 +54,9 @@ def exits_at_context_2(config: Config) -> dict:
     if config.mesh.context == 2:
         os._exit(3)
     return figures(config)
+
+
+def waits(config: Config) -> dict:
+    (Path(config.data.cache_dir) / "pid").write_text(str(os.getpid()))
+    time.sleep(60)
+    return {}

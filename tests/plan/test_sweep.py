@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,13 @@ def mesh_of(row: dict) -> tuple[int, int]:
 
 def written(tmp_path) -> list[dict]:
     return [json.loads(line) for line in (tmp_path / sweep.ROWS).read_text().splitlines()]
+
+
+def wait_until(holds) -> None:
+    end_seconds = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end_seconds
+        time.sleep(0.02)
 
 
 class Interrupts(Console):
@@ -175,6 +183,20 @@ def test_what_ends_one_point_is_a_row_and_ends_no_other(tmp_path, work, status, 
     assert (rows[-1]["status"], rows[-1]["reason"].replace("\n", "")) == (status, reason)
     assert len(written(tmp_path)) == 3
     assert list(sweep.without_figures(rows)) == [f"{status}: context=2 tensor=2 ring: {reason}"]
+
+
+def test_a_process_ends_when_the_leading_one_is_killed(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from tests.plan import test_sweep, sweep_fakes\n"
+        "if __name__ == '__main__': test_sweep.run(Path(sys.argv[1]), sweep_fakes.waits, num_workers=1)\n"
+    )
+    leader = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    path = tmp_path / "pid"
+    wait_until(lambda: path.exists() and path.read_text())
+    leader.kill()
+    leader.wait()
+    stat = Path("/proc") / path.read_text() / "stat"
+    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 def test_those_that_fit_come_first_then_by_speed():
