@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import jax
 from jax.stages import Compiled
 
 from jaxlc.config import Config, defaults, load
@@ -100,7 +101,7 @@ _SPEEDS: dict[str, Callable[[Config, Topology, Prediction], float]] = {
 def page(command: str) -> str:
     """The table, as Markdown. Compiles a step for each run."""
     rows = [_row(run) for run in RUNS]
-    return "\n".join([_INTRODUCTION.format(command=command), *_HEADER, *rows, "", *_notes()]) + "\n"
+    return "\n".join([_INTRODUCTION.format(command=command, version=jax.__version__), *_HEADER, *rows, "", *_notes()]) + "\n"
 
 
 def config_of(run: Published) -> Config:
@@ -136,7 +137,7 @@ def _row(run: Published) -> str:
 def _too_large(executable: Compiled, gpus: Topology) -> str:
     memory = executable.memory_analysis()
     num_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return f", does not fit: {num_bytes / 2**30:.0f} GiB" if num_bytes > gpus.device.memory_bytes else ""
+    return f", does not fit: {num_bytes / 2**30:.1f} GiB" if num_bytes > gpus.device.memory_bytes else ""
 
 
 def _largest(prediction: Prediction) -> list[tuple[str, float]]:
@@ -161,7 +162,7 @@ _HEADER = (f"| {' | '.join(_COLUMNS)} |", "| --- " * len(_COLUMNS) + "|")
 _INTRODUCTION = """\
 # Predicted step times against published ones
 
-Made by `{command}`.
+Made by `{command}` with JAX {version}.
 
 **These times are a model's. No GPU has confirmed them here.** For each published run the nearest step that this
 trainer can make is compiled for the same GPUs, and its schedule is walked with the model of time of

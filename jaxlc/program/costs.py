@@ -22,7 +22,9 @@ _NO_KERNEL = (
 _TAKES_PART = ("dynamic-slice", "gather", "slice")  # of their first operand
 _PUTS_IN = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is put into the first one
 _RENAMES = ("bitcast", "reshape")
+_FUSIONS = ("fusion", "fusion-start")
 _CUBLAS = "__cublas$"
+_ALLOCATE = "AllocateBuffer"
 
 
 class Cost(NamedTuple):
@@ -33,7 +35,7 @@ class Cost(NamedTuple):
 
 def kernel_cost(program: Program, computation: Computation, instruction: Instruction) -> Cost | None:
     """Of one run of `instruction`; None if it runs no kernel. Not for loops and calls, nor for what is sent."""
-    if instruction.opcode in _NO_KERNEL:
+    if instruction.opcode in _NO_KERNEL or _ALLOCATE in instruction.attributes.get("custom_call_target", ""):
         return None
     products = list(_products(program, computation, instruction))
     flops = sum(flops for flops, _ in products)
@@ -45,7 +47,7 @@ def _products(program: Program, computation: Computation, instruction: Instructi
     """FLOPs and data type of each matrix product of a kernel."""
     if instruction.opcode == "dot":
         yield _product(computation, instruction, instruction.attributes["lhs_contracting_dims"])
-    elif instruction.opcode == "fusion":
+    elif instruction.opcode in _FUSIONS:
         for name in instruction.called:
             for inner in program.computations[name]:
                 yield from _products(program, program.computations[name], inner)
@@ -62,7 +64,7 @@ def _product(computation: Computation, instruction: Instruction, contracted: str
 
 
 def _moved_bytes(program: Program, computation: Computation, instruction: Instruction) -> int:
-    if instruction.opcode == "fusion":
+    if instruction.opcode in _FUSIONS:
         return _fusion_bytes(program.computations[instruction.called[0]])
     read = sum(_read_bytes(computation, instruction, place) for place in range(len(computation.operands(instruction))))
     return read + _written_bytes(computation, instruction)

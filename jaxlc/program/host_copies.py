@@ -7,7 +7,7 @@ from jaxlc.program.schedule import COLLECTIVES, transfers
 from jaxlc.program.shapes import HOST_MEMORY, Array
 from jaxlc.program.text import Computation, Instruction, Program
 
-_COPIES = ("copy", "dynamic-slice", "dynamic-update-slice")
+_COPIES = ("copy", "dynamic-slice", "dynamic-update-slice", "fusion")
 
 
 class HostCopy(NamedTuple):
@@ -18,16 +18,20 @@ class HostCopy(NamedTuple):
 
 
 def host_copies(program: Program, computation: Computation) -> Iterator[HostCopy]:
-    """Asynchronous ones by their end, then those that are not."""
-    pairs = [each for each in transfers(program, computation) if each.kind not in COLLECTIVES]
-    ends = [(each.kind, each.start, each.done) for each in pairs]
-    ends += [(each.opcode, each, each) for each in computation if each.opcode in _COPIES]
-    for kind, start, done in ends:
-        operands, (result, *_) = [each.arrays[0] for each in computation.operands(start)], done.arrays
-        source = operands[1] if kind == "dynamic-update-slice" else operands[0]
-        if _is_on_host(source) != _is_on_host(result):
-            moved = source if kind == "dynamic-update-slice" else result
-            yield HostCopy(start, done, moved.bytes, is_to_host=_is_on_host(result))
+    """Asynchronous ones by their end, then those that are not.
+
+    The compiler writes an asynchronous slice or update as a fusion, whose first operand is the array that is sliced or
+    updated in place; an update's second is what is put in.
+    """
+    ends = [(each.start, each.done) for each in transfers(program, computation) if each.kind not in COLLECTIVES]
+    ends += [(each, each) for each in computation if each.opcode in _COPIES]
+    for start, done in ends:
+        operands, result = [each.arrays[0] for each in computation.operands(start)], done.arrays[0]
+        if operands and _is_on_host(operands[0]) and _is_on_host(result):
+            if len(operands) > 1:
+                yield HostCopy(start, done, operands[1].bytes, is_to_host=True)
+        elif operands and _is_on_host(operands[0]) != _is_on_host(result):
+            yield HostCopy(start, done, result.bytes, is_to_host=_is_on_host(result))
 
 
 def _is_on_host(array: Array) -> bool:

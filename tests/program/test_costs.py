@@ -78,7 +78,12 @@ def test_kernels_of_their_own(line, flops, dtype, num_bytes):
     assert cost_of(f"%it = {line}") == (flops, dtype, num_bytes)
 
 
-@pytest.mark.parametrize("line", ["s32[] constant(1)", "(s32[]) tuple(%i)", "f32[8192]{0} bitcast(%z)"])
+@pytest.mark.parametrize("line", [
+    "s32[] constant(1)",
+    "(s32[]) tuple(%i)",
+    "f32[8192]{0} bitcast(%z)",
+    'f32[8192]{0} custom-call(), custom_call_target="AllocateBuffer"',
+])  # fmt: skip
 def test_names_of_arrays_are_no_kernels(line):
     assert cost_of(f"%it = {line}") is None
 
@@ -104,8 +109,8 @@ def test_copies_to_and_from_the_host():
         "%x = f32[1,64]{1,0} parameter(1)",
         "%i = s32[] parameter(2)",
         "%s = ((f32[32,64]{1,0:S(5)}, f32[1,64]{1,0}, s32[]), f32[32,64]{1,0:S(5)}, u32[])"
-        " async-start(%stack, %x, %i), calls=%out",
-        "%d = f32[32,64]{1,0:S(5)} async-done(%s)",
+        " fusion-start(%stack, %x, %i), kind=kLoop, calls=%out",
+        "%d = f32[32,64]{1,0:S(5)} fusion-done(%s)",
         "%bs = (f32[32,64]{1,0}, f32[32,64]{1,0:S(5)}, u32[]) copy-start(%d)",
         "%bd = f32[32,64]{1,0} copy-done(%bs)",
         "%same = f32[32,64]{1,0} copy(%bd)",
