@@ -101,7 +101,8 @@ _SPEEDS: dict[str, Callable[[Config, Topology, Prediction], float]] = {
 def page(command: str) -> str:
     """The table, as Markdown. Compiles a step for each run."""
     rows = [_row(run) for run in RUNS]
-    return "\n".join([_INTRODUCTION.format(command=command, version=jax.__version__), *_HEADER, *rows, "", *_notes()]) + "\n"
+    introduction = _INTRODUCTION.format(command=command, version=jax.__version__)
+    return "\n".join([introduction, *_HEADER, *rows, "", *_notes()]) + "\n"
 
 
 def config_of(run: Published) -> Config:
