@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jaxlc.config.schema import Config, MeshConfig
+from jaxlc.config.schema import TENSOR_NAMES, Config, MeshConfig
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
 
@@ -52,7 +52,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         clip_norm=_FROM_0,
     ),
     "precision": {},
-    "memory": dict(loss_chunk_tokens=_FROM_1),
+    "memory": dict(remat_layers=_FROM_1, loss_chunk_tokens=_FROM_1),
     "runtime": dict(
         simulated_devices=_FROM_0,
         num_processes=_FROM_1,
@@ -82,7 +82,7 @@ def check(config: Config) -> None:
             value = getattr(getattr(config, section), name)
             if not allowed.holds(value):
                 raise UserError(f"config.{section}.{name} is {value}; it must be {allowed.text}")
-    for problems in (_model_problems, _optimizer_problems, _data_problems, _runtime_problems):
+    for problems in (_model_problems, _optimizer_problems, _data_problems, _memory_problems, _runtime_problems):
         _raise_first(problems(config))
     # Before the splits: advice on the mesh must not lead to a mesh of another size.
     if config.runtime.simulated_devices:
@@ -196,6 +196,29 @@ def _data_problems(config: Config) -> Iterator[str]:
         yield "config.data.sources is empty; name files, directories or globs, or 'python-stdlib'"
     if "" in config.data.sources:
         yield f"config.data.sources is {config.data.sources}, with an empty name in it; leave that one out"
+
+
+def _memory_problems(config: Config) -> Iterator[str]:
+    memory, num_layers = config.memory, config.model.num_layers
+    for setting, names in (("keep", memory.keep), ("offload", memory.offload)):
+        for name in names:
+            if name not in TENSOR_NAMES:
+                yield f"config.memory.{setting} names {name!r}, which is not one of {', '.join(TENSOR_NAMES)}"
+    twice = sorted(set(memory.keep) & set(memory.offload))
+    if twice:
+        yield f"config.memory.keep and config.memory.offload both name {twice[0]!r}; leave it out of one of them"
+    if memory.remat == "none" and (memory.keep or memory.offload or memory.remat_layers > 1):
+        yield (
+            "config.memory.remat='none' keeps everything on the device, so memory.keep, memory.offload and"
+            " memory.remat_layers mean nothing; use --config.memory.remat=full or attention with them"
+        )
+    if memory.remat == "matmuls" and memory.offload:
+        yield "config.memory.remat='matmuls' keeps by kind and memory.offload goes by name; use 'full' and memory.keep"
+    if num_layers % memory.remat_layers:
+        yield (
+            f"config.memory.remat_layers={memory.remat_layers} does not divide config.model.num_layers={num_layers};"
+            " use a divisor"
+        )
 
 
 def _runtime_problems(config: Config) -> Iterator[str]:

@@ -88,9 +88,26 @@ class PrecisionConfig:
     compute: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 on GPU, fp32 on CPU; master weights are float32
 
 
+# Tensors of a layer that memory.keep and memory.offload may name, in the order in which they are made.
+TENSOR_NAMES = (
+    "residual",  # the layer's input
+    "query",
+    "key",
+    "value",
+    "attention_out",
+    "attention_lse",
+    "attention_projected",
+    "mlp_gate",
+    "mlp_up",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     remat: Literal["none", "full", "attention", "matmuls"] = "attention"  # what a layer keeps for its backward
+    remat_layers: int = 1  # so many layers are recomputed together, and only the input of the first is kept
+    keep: tuple[str, ...] = ()  # more tensors that a layer keeps, by the names in jaxlc/train/remat.py
+    offload: tuple[str, ...] = ()  # tensors that wait for the backward in pinned host memory, by the same names
     loss_chunk_tokens: int = 1024  # tokens per device whose logits exist at one time
 
 

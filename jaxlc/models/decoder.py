@@ -9,6 +9,7 @@ strategy, and is given a `Sharder` and knows no mesh.
 
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,14 @@ from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
 
 _LAYERS = "layers"  # Decoder.layers: every parameter under it has a leading dimension L
+
+
+class Remat(Protocol):
+    """What a layer keeps for its backward; `jaxlc.train.remat.Remat` is one."""
+
+    of_layer: Callable[[Callable], Callable]
+    of_group: Callable[[Callable], Callable]
+    layers_per_group: int
 
 
 class Decoder(nnx.Module):
@@ -42,7 +51,7 @@ class Decoder(nnx.Module):
         *,
         attend: Callable,
         shard: Sharder,
-        remat: Callable,
+        remat: Remat,
         compute_dtype,
         tables: RopeTables,
     ) -> jax.Array:
@@ -53,8 +62,15 @@ class Decoder(nnx.Module):
             layer = nnx.merge(layer_def, params)
             return layer(x_BTD, positions_BT, attend=attend, shard=shard, tables=tables), None
 
+        def run_group(x_BTD, params):
+            return jax.lax.scan(remat.of_layer(run_layer), x_BTD, params)
+
         x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
-        x_BTD, _ = jax.lax.scan(remat(run_layer), x_BTD, stacked)
+        if remat.layers_per_group == 1:
+            x_BTD, _ = run_group(x_BTD, stacked)
+        else:
+            grouped = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
+            x_BTD, _ = jax.lax.scan(remat.of_group(run_group), x_BTD, grouped)
         return self.final_norm(x_BTD)
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
@@ -93,7 +109,7 @@ def apply(
     *,
     attend: Callable,
     shard: Sharder,
-    remat: Callable,
+    remat: Remat,
     compute_dtype,
     tables: RopeTables,
 ) -> tuple[jax.Array, jax.Array]:
@@ -103,7 +119,7 @@ def apply(
       params: as `init` makes them.
       tokens_BT, positions_BT: int32, in the same (any) sequence order; T a multiple of context x tensor.
       attend: `(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`, in the compute dtype, with its masks already bound.
-      remat: wraps the function of one layer (train/remat.py).
+      remat: wraps the functions of layers, or of groups of them; `train.remat.Remat` is one.
       compute_dtype: of matmuls and of the residual stream.
       tables: of `rope_tables`.
     Returns:

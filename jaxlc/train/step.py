@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc import attention
 from jaxlc.config import Config
 from jaxlc.core.axes import BATCH_AXES, CONTEXT
+from jaxlc.core.errors import UserError
 from jaxlc.models import decoder
 from jaxlc.models.rope import rope_tables
 from jaxlc.runtime import transport
@@ -100,9 +101,20 @@ class TrainStep:
         return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, everywhere))
 
     def compile(self, extra_options: dict[str, bool | int | str] | None = None):
-        """The executable for the mesh's devices, with the compiler options of their platform and `extra_options`."""
+        """The executable for the mesh's devices, with the compiler options of their platform and `extra_options`.
+
+        Raises:
+          UserError: an offload that the program for a GPU does not contain.
+        """
         lowered = self.jitted.lower(self.abstract_state, self.abstract_batch)
-        return lowered.compile(compiler_options=self.compiler_options | (extra_options or {}))
+        compiled = lowered.compile(compiler_options=self.compiler_options | (extra_options or {}))
+        offload = self.config.memory.offload
+        if offload and self._platform == "gpu" and not compiled.memory_analysis().host_temp_size_in_bytes:
+            raise UserError(
+                f"config.memory.offload={offload} was asked for, and the compiled step holds nothing in host memory:"
+                " nothing of that is made in these layers, or this compiler leaves it out"
+            )
+        return compiled
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
@@ -174,7 +186,7 @@ class TrainStep:
             positions,
             attend=attend_row,
             shard=Sharder(self.mesh),
-            remat=make_remat(self.config.memory.remat),
+            remat=make_remat(self.config.memory),
             compute_dtype=compute_dtype(self.config.precision.compute, self._platform),
             tables=rope_tables(self.config.model, self.config.data.sequence_tokens),
         )

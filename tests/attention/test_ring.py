@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlc.attention import attend, make, ring
-from jaxlc.config import AttentionConfig
+from jaxlc.config import AttentionConfig, MemoryConfig
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.train.remat import make_remat
@@ -80,7 +80,7 @@ def test_remat_runs_the_forward_ring_again_only_when_asked_to(remat, rings):
     q, k, v, dout = inputs()
     positions = row_offsets()[:, zigzag_order(TOKENS, context)]
 
-    @make_remat(remat)
+    @make_remat(MemoryConfig(remat=remat)).of_layer
     def layer(q, k, v):
         return layout(2.0 * q, k, v, positions, None)[0] * dout
 
@@ -110,7 +110,7 @@ def test_a_scan_over_layers_keeps_no_mask(packed, remat):
     masks = (positions, positions) if packed else (None, None)
 
     def loss(x):
-        @make_remat(remat)
+        @make_remat(MemoryConfig(remat=remat)).of_layer
         def layer(x, _):
             return x + layout(2 * x, 3 * x, 4 * x, *masks)[0], None
 

@@ -14,6 +14,7 @@ from jaxlc.models import decoder
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.rules import Sharder
+from jaxlc.train.remat import Remat
 
 B, T = 2, 16
 
@@ -65,7 +66,7 @@ def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.
         positions_BT,
         attend=dense_attend,
         shard=Sharder(small_mesh() if mesh is None else mesh),
-        remat=remat,
+        remat=Remat(of_layer=remat, of_group=lambda group: group, layers_per_group=1),
         compute_dtype=compute_dtype,
         tables=rope_tables(model, T),
     )

@@ -99,10 +99,18 @@ def test_model_variants(model):
     _assert_same(dict(context=2, tensor=2, fsdp=2), model=model)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "matmuls"])  # the others run with "attention"
-def test_remat_changes_nothing(remat):
+@pytest.mark.parametrize("memory", [
+    dict(remat="none"),
+    dict(remat="full"),
+    dict(remat="matmuls"),
+    dict(remat="full", keep=("mlp_gate", "query")),
+    dict(remat="full", offload=("residual", "attention_out", "attention_lse")),
+    dict(remat="attention", remat_layers=2),
+    dict(remat="full", remat_layers=2, offload=("residual",), keep=("attention_out", "attention_lse")),
+], ids=str)  # the others run with "attention"
+def test_what_is_kept_changes_nothing(memory):
     params, gradients, _ = _on_one_device()
-    step = small_step(small_config(memory=dict(remat=remat), mesh=dict(context=2, tensor=2)))
+    step = small_step(small_config(memory=memory, mesh=dict(context=2, tensor=2)))
     got, _ = jax.jit(step.gradients)(put_params(step, params), make_batch(step, natural_rows()))
     _assert_close(got, gradients)
 

@@ -1,0 +1,48 @@
+"""Tensors that wait in host memory: in the program for GPUs, exactly as many bytes as were asked for."""
+
+import jax
+import pytest
+
+from jaxlc.config import load
+from jaxlc.core.errors import UserError
+from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
+from jaxlc.train.step import TrainStep, build_step
+from tests.plan.gpus import ignores_cache, needs_gpu_compiler, small_config
+
+pytestmark = [needs_gpu_compiler, ignores_cache]
+LAYERS, TOKENS = 4, 4096
+
+
+def small_step(**memory) -> TrainStep:
+    config = small_config()
+    config.model.num_layers = LAYERS
+    config.data.sequence_tokens = TOKENS
+    config.memory.update(memory)
+    config = load(config)
+    return build_step(config, make_mesh(topology("h100:1x4"), config.mesh))
+
+
+def host_bytes(step: TrainStep) -> int:
+    return step.compile(extra_options=dict(WITHOUT_GPU)).memory_analysis().host_temp_size_in_bytes
+
+
+def test_residuals_of_all_layers_or_of_every_second_one():
+    step = small_step(offload=("residual",))
+    residuals = LAYERS * TOKENS * step.config.model.model_dim * 2 // 4  # bfloat16, split over context and tensor
+    assert host_bytes(step) == residuals
+    assert host_bytes(small_step(offload=("residual",), remat_layers=2)) == residuals // 2
+
+
+def test_what_attention_made():
+    step = small_step(offload=("attention_out", "attention_lse"))
+    model = step.config.model
+    a_head_of_a_token = model.head_dim * 2 + 4  # out in bfloat16, lse in float32
+    assert host_bytes(step) == LAYERS * TOKENS * model.num_heads * a_head_of_a_token // 4
+
+
+def test_an_offload_that_the_program_does_not_contain_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    """As when a policy is lost on its way: silence is what others are blamed for (openxla/xla#17541)."""
+    step = small_step(offload=("residual",))
+    monkeypatch.setattr("jaxlc.train.remat._policy", lambda *_: jax.checkpoint_policies.nothing_saveable)
+    with pytest.raises(UserError, match=r"memory.offload=\('residual',\) was asked for, and the compiled step holds"):
+        step.compile(extra_options=dict(WITHOUT_GPU))
