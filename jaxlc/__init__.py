@@ -8,7 +8,8 @@ import importlib
 
 __version__ = "0.1.0"
 _ROOMS = (
-    "attention", "bench", "config", "core", "data", "kernels", "models", "plan", "program", "runtime", "sharding", "train",
+    "attention", "bench", "config", "core", "data", "kernels", "models", "plan", "program", "runtime", "sharding",
+    "train",
 )  # fmt: skip
 
 

@@ -27,12 +27,13 @@ _REMAT_COSTS = {  # each keeps less than the one before
 class Candidate(NamedTuple):
     """A change of one thing, which may take several settings."""
 
-    settings: dict[str, int | str]  # "memory.remat" -> "full"
+    settings: dict[str, int | str | tuple[str, ...]]  # "memory.remat" -> "full"
     cost: str  # in time, in words
 
     @property
     def overrides(self) -> str:
-        return " ".join(f"--config.{name}={value}" for name, value in self.settings.items())
+        texts = {name: ",".join(x) if isinstance(x, tuple) else x for name, x in self.settings.items()}
+        return " ".join(f"--config.{name}={text}" for name, text in texts.items())
 
 
 def plan_with_advice(config: ConfigDict | Config, gpus: Topology, starting: Callable[[str], None], **options) -> Plan:
@@ -78,7 +79,7 @@ def candidates(config: Config) -> Iterator[Candidate]:
         yield from changes(config)
 
 
-def with_settings(config: Config, settings: dict[str, int | str]) -> Config:
+def with_settings(config: Config, settings: dict[str, int | str | tuple[str, ...]]) -> Config:
     """The config with other settings, by their paths.
 
     Raises:
@@ -115,6 +116,16 @@ def _more_remat(config: Config) -> Iterator[Candidate]:
         yield Candidate({"memory.remat": name}, _REMAT_COSTS[name])
 
 
+def _offload(config: Config) -> Iterator[Candidate]:
+    """Layers' inputs to the host, and fewer of them."""
+    if "residual" not in config.memory.offload:
+        settings = {"memory.remat": "full", "memory.offload": (*config.memory.offload, "residual")}
+        yield Candidate(settings, "every layer's input to host memory and back, beside everything being recomputed")
+    if config.memory.remat_layers == 1:
+        settings = {"memory.remat": "attention", "memory.remat_layers": 2}
+        yield Candidate(settings, "everything computed again, two layers at a time")
+
+
 def _ring(config: Config) -> Iterator[Candidate]:
     if config.attention.strategy in ("all_gather", "ulysses"):
         yield Candidate({"attention.strategy": "ring"}, "hops, which hide behind attention where it takes long enough")
@@ -146,5 +157,6 @@ _CHEAPEST_FIRST: tuple[Callable[[Config], Iterator[Candidate]], ...] = (
     _ring,
     _more_remat,
     _more_context,
+    _offload,
     _more_tensor,
 )

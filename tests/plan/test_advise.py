@@ -116,7 +116,8 @@ def test_every_candidate_is_made_of_settings_that_there_are():
     config.train.update(rows_per_step=16, eval_rows=16)
     config = load(config)
     found = list(advise.candidates(config))
-    assert len(found) == 1 + 1 + 1 + 1 + 3 + 3 + 1
+    assert len(found) == 1 + 1 + 1 + 1 + 3 + 3 + 2 + 1
     for candidate in found:
         changed = advise.with_settings(config, candidate.settings)
+        assert "(" not in candidate.overrides
         assert changed != config and changed.mesh.num_devices == config.mesh.num_devices
