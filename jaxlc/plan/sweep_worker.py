@@ -50,6 +50,7 @@ def predicted(config: Config, topology: str) -> Row:
         fits=memory["fits"],
         device_peak_bytes=memory["device_peak_bytes"],
         device_capacity_bytes=memory["device_capacity_bytes"],
+        symmetric_used_bytes=memory["symmetric_used_bytes"],
         host_bytes_per_node=memory["host_bytes_per_node"],
         hops=ring["hops"],
         hops_exposed=ring["exposed"],
