@@ -53,5 +53,5 @@ def test_a_fact_on_another_rank_is_recalled():
 
 
 def test_without_the_hops_it_is_not(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ring._Ring, "send", lambda self, x: x)
+    monkeypatch.setattr(ring.RankOfRing, "send", lambda self, x: x)
     assert _final_loss() > 0.9 * CHANCE
