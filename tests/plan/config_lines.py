@@ -1,0 +1,32 @@
+"""One line of the plan of each config and variant: peak memory and the ring. tests/goldens/plans.txt holds them all.
+
+    python -m tests.plan.config_lines > tests/goldens/plans.txt
+"""
+
+import importlib.util
+from pathlib import Path
+
+from jaxlc import plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NAMES = [f"{config}:{variant}" for config in ("64k", "128k", "256k", "1m") for variant in ("", "h100", "70b", "mini")]
+
+
+def line(name: str) -> str:
+    """Of "256k:h100": for the GPUs that the config names; a miniature is planned for 8 H100s."""
+    config_name, _, variant = name.partition(":")
+    spec = importlib.util.spec_from_file_location(f"configs_{config_name}", CONFIGS / f"{config_name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config(variant)
+    found = plan.plan(config, config.runtime.topology or "h100:1x8")
+    ring, memory = found.ring, found.memory
+    hops = ", ".join(f"{count:,} {backend}" for backend, count in ring.by_backend.items())
+    peak = f"{memory.device_peak_bytes / 2**30:.1f} GiB, {'fits' if memory.fits else 'does not fit'}"
+    exposed = f"{ring.exposed:,} exposed, {ring.exposed_forward:,} forward"
+    return f"{name:<10} {found.topology:<10} {peak}; ring: {hops}; {exposed}"
+
+
+if __name__ == "__main__":
+    for each in NAMES:
+        print(line(each), flush=True)
