@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # Everything of pyproject.toml that a bare image with jax and flax may lack.
 _WITHOUT = """
@@ -20,6 +22,7 @@ runpy.run_path("scripts/gpu_suite.py", run_name="__main__")
 """
 
 
+@pytest.mark.heavy
 def test_dry_run_without_the_packages_that_it_does_not_need():
     command = [sys.executable, "-c", _WITHOUT]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -75,7 +75,7 @@ def test_train_tells_them_too(tmp_path):
     assert f"jaxlc.train --config={DIRECTORY / '64k.py'}:mini`" in output
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["256k", *(pytest.param(x, marks=pytest.mark.heavy) for x in NAMES if x != "256k")])
 def test_miniature_trains(name, tmp_path, capsys):
     """Two steps, in this process and its eight simulated devices."""
     corpus = runs.write_config(tmp_path).with_name("corpus")
