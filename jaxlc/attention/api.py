@@ -140,7 +140,7 @@ def attend(
       out_BTNH in q's dtype, in natural order.
     Raises:
       UserError: a shape that does not split over the mesh, or an unknown strategy or kernel; says which.
-      NotImplementedError: the strategy cannot do what is asked; names the limit and the value.
+      Unsupported: the strategy cannot do what is asked; names the limit and the value.
     """
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, segment_ids, mesh)
     if any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
@@ -150,6 +150,8 @@ def attend(
         )
     if window is not None and (window < 1 or not causal):
         raise UserError(f"window={window} with causal={causal}; a window is of 1 token or more, and looks back only")
+    if ulysses_ranks is not None and strategy != "hybrid":
+        raise UserError(f"ulysses_ranks={ulysses_ranks} is for strategy 'hybrid', and this is {strategy!r}")
     config = AttentionConfig(
         strategy=_known_strategy(strategy), kernel=kernel, window=window or 0, ulysses_ranks=ulysses_ranks or 1
     )

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jaxlc.attention import blockwise, cudnn, flash, reference
 from jaxlc.attention.contract import Kernel, KernelCase
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import Unsupported, UserError
 
 KERNELS: dict[str, Kernel] = {  # fastest first
     "cudnn": cudnn,
@@ -33,7 +33,7 @@ def choose_kernel(name: str, case: KernelCase) -> Choice:
 
     Raises:
       UserError: there is no such kernel.
-      NotImplementedError: the named kernel cannot do it; names the limit and the value.
+      Unsupported: the named kernel cannot do it; names the limit and the value.
     """
     if name == "auto":
         return _fastest(case)
@@ -41,7 +41,7 @@ def choose_kernel(name: str, case: KernelCase) -> Choice:
         raise UserError(f"there is no attention kernel {name!r}; known: auto, {', '.join(sorted(KERNELS))}")
     limit = KERNELS[name].unsupported(case)
     if limit is not None:
-        raise NotImplementedError(f"attention kernel {name} cannot do this: {limit}; choose kernel auto")
+        raise Unsupported(f"attention kernel {name} cannot do this: {limit}; choose kernel auto")
     return Choice(name, "named in the config")
 
 

@@ -23,6 +23,7 @@ from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as fmha
 
 from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
+from jaxlc.core.errors import Unsupported
 
 _DTYPES = ("bfloat16", "float16")
 _MAX_HEAD_DIM = 128  # in the backward of every capability from 8.0; Hopper's 256 needs newer cuDNN versions
@@ -59,7 +60,7 @@ def forward(
     """See `contract.Kernel.forward`.
 
     Raises:
-      NotImplementedError: masks that do not go by index, or a causal call with T != S.
+      Unsupported: masks that do not go by index, or a causal call with T != S.
     """
     settings = _settings(q_BTNH, k_BSKH, masks, spec)
     operands = (q_BTNH, k_BSKH, v_BSKH, *_unused(q_BTNH))
@@ -123,10 +124,10 @@ def workspace_bytes(q_shape: tuple[int, ...], k_shape: tuple[int, ...], backward
 def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, masks: Masks, spec: AttentionSpec) -> dict:
     """What is static about a call, by the names that JAX gives it."""
     if masks.q_segments_BT is not None or (spec.causal and masks.q_positions_BT is not None):
-        raise NotImplementedError("attention kernel cudnn masks by index, and got positions or segment ids")
+        raise Unsupported("attention kernel cudnn masks by index, and got positions or segment ids")
     num_queries, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
     if spec.causal and num_queries != num_keys:
-        raise NotImplementedError(
+        raise Unsupported(
             f"causal attention of {num_queries} queries over {num_keys} keys: kernel cudnn does equal numbers only"
         )
     return dict(

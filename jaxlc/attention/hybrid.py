@@ -30,7 +30,7 @@ def attend(
     """Attention over the whole sequence, this rank's piece of it; call inside `shard_map`. As `ring.attend`.
 
     Raises:
-      NotImplementedError: the query heads of a rank, or its key/value heads, do not split over the inner ranks.
+      Unsupported: the query heads of a rank, or its key/value heads, do not split over the inner ranks.
     """
     attend_group = functools.partial(ring.attend, kernel=kernel, spec=spec, ranks=outer)
     return ulysses.exchange(attend_group, q_btnH, k_bskH, v_bskH, masks, inner)

@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxlc.attention import local
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.core.errors import Unsupported
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
 
@@ -30,7 +31,7 @@ def attend(
     """Attention over the whole sequence, this rank's piece of it; call inside `shard_map`. As `ring.attend`.
 
     Raises:
-      NotImplementedError: the query heads of a rank, or its key/value heads, do not split over the context axis.
+      Unsupported: the query heads of a rank, or its key/value heads, do not split over the context axis.
     """
     attend_whole = functools.partial(local.attend, kernel=kernel, spec=spec)
     return exchange(attend_whole, q_btnH, k_bskH, v_bskH, masks, ranks)
@@ -40,7 +41,7 @@ def exchange(attend_tokens: Callable, q_btnH, k_bskH, v_bskH, masks: Masks, rank
     """`attend_tokens(q, k, v, masks)` on all tokens of the ranks, in natural order, and some of the heads."""
     num_heads, num_kv_heads, size = q_btnH.shape[2], k_bskH.shape[2], ranks.size
     if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
-        raise NotImplementedError(
+        raise Unsupported(
             f"ulysses splits heads over {size} ranks, and each of them has {num_heads} query and"
             f" {num_kv_heads} key/value heads; choose a number that divides them, or strategy ring"
         )

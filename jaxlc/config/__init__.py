@@ -5,8 +5,7 @@
     frozen = load(config)
 """
 
-from jaxlc.config.checks import check_num_devices
-from jaxlc.config.door import defaults, load, to_dict
+from jaxlc.config.door import defaults, load, to_dict, transport_settings, with_settings
 from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
@@ -20,6 +19,7 @@ from jaxlc.config.schema import (
     RuntimeConfig,
     TrainConfig,
 )
+from jaxlc.config.splits import check_num_devices
 
 __all__ = [
     "PRESETS",
@@ -37,4 +37,6 @@ __all__ = [
     "defaults",
     "load",
     "to_dict",
+    "transport_settings",
+    "with_settings",
 ]

@@ -53,6 +53,25 @@ def load(config: ConfigDict | Config) -> Config:
     return loaded
 
 
+def with_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """The config with other values, by their paths: {"mesh.context": 8}.
+
+    Raises:
+      UserError: as `load`.
+    """
+    values = to_dict(config)
+    for path, value in settings.items():
+        section, _, name = path.partition(".")
+        values[section][name] = value
+    return load(ConfigDict(values))
+
+
+def transport_settings(transport: str) -> dict[str, Any]:
+    """What `transport` takes: NVSHMEM's heap goes with NVSHMEM."""
+    heap = {} if transport in ("auto", "nvshmem") else {"runtime.nvshmem_heap_bytes": 0}
+    return {"runtime.transport": transport} | heap
+
+
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` is `config` again."""
     values = dataclasses.asdict(config)

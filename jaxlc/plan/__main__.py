@@ -10,10 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from jaxlc import plan, runtime
-from jaxlc.config import Config, RuntimeConfig, load, to_dict
+from jaxlc.config import RuntimeConfig, transport_settings, with_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.core.errors import UserError
 
@@ -31,7 +29,9 @@ _FLAGS = {
 def main(command: ParsedCommand) -> int:
     """Returns the exit status 0, whether the step fits or not: the page and the JSON say it."""
     flags = command.extra
-    config = _with_transport(command.config, flags["transport"])
+    config = command.config
+    if flags["transport"] is not None:
+        config = with_settings(config, transport_settings(flags["transport"]))
     name = flags["topology"] or config.runtime.topology
     if not name:
         raise UserError("no topology is given; name GPUs to compile for, such as --topology=h100:8x8")
@@ -60,17 +60,6 @@ def main(command: ParsedCommand) -> int:
     if flags["json"]:
         Path(flags["json"]).write_text(json.dumps(found.to_json(), indent=1) + "\n")
     return 0
-
-
-def _with_transport(config: Config, transport: str | None) -> Config:
-    """The config with `transport`, if one is given; NVSHMEM's heap goes with NVSHMEM."""
-    if transport is None:
-        return config
-    values = to_dict(config)
-    values["runtime"]["transport"] = transport
-    if transport not in ("auto", "nvshmem"):
-        values["runtime"]["nvshmem_heap_bytes"] = 0
-    return load(ConfigDict(values))
 
 
 def _start_on_cpu() -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import Config, load, to_dict
+from jaxlc.config import Config, with_settings
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.plan.compile import on_gpus, plan_step
@@ -77,19 +77,6 @@ def candidates(config: Config) -> Iterator[Candidate]:
     """Changes that may save memory, those that cost least time first. Not all of them need be possible."""
     for changes in _CHEAPEST_FIRST:
         yield from changes(config)
-
-
-def with_settings(config: Config, settings: dict[str, int | str | tuple[str, ...]]) -> Config:
-    """The config with other settings, by their paths.
-
-    Raises:
-      UserError: they contradict the others.
-    """
-    values = to_dict(config)
-    for path, value in settings.items():
-        section, _, name = path.partition(".")
-        values[section][name] = value
-    return load(ConfigDict(values))
 
 
 def _smaller_loss_chunks(config: Config) -> Iterator[Candidate]:

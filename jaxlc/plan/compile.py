@@ -11,9 +11,8 @@ from jax.stages import Compiled, Lowered
 from jaxlib.mlir import ir
 from ml_collections import ConfigDict
 
-from jaxlc import attention
 from jaxlc.config import Config, load
-from jaxlc.config.checks import mesh_overrides, working_mesh
+from jaxlc.config.splits import mesh_overrides, working_mesh
 from jaxlc.core.errors import UserError
 from jaxlc.plan import contents, memory
 from jaxlc.plan.dump import Dump, read
@@ -24,7 +23,7 @@ from jaxlc.plan.topology import WITHOUT_GPU, Topology, make_mesh
 from jaxlc.program import parse
 from jaxlc.program.collectives import collectives
 from jaxlc.program.ring import hops
-from jaxlc.runtime import transport
+from jaxlc.train import readback
 from jaxlc.train.step import TrainStep, build_step
 
 _KIND, _ALIAS = "mhlo.memory_kind", "tf.aliasing_output"  # attributes of the lowered program's arguments and results
@@ -46,17 +45,19 @@ def plan_step(
       rates: for the predicted time.
       timeline_path: where a picture of one layer's predicted time is written; empty: nowhere.
     Raises:
-      UserError: whatever the user can mend: a mesh of another size, a transport that is not there, arrays too large.
+      UserError: whatever the user can mend: a mesh of another size, a kernel or transport that cannot be used, or
+        is not what the compiler took, arrays too large.
     """
     config = on_gpus(config, gpus)
     step = build_step(config, make_mesh(gpus, config.mesh))
-    kernel, hops_by = _choices(step)
+    kernel, hops_by = step.kernel, step.transport  # what cannot be is told before the compiler starts
     starting()
     start_seconds = time.perf_counter()
     compiled, dump = compile_step(step)
     seconds = time.perf_counter() - start_seconds
     program = parse(compiled.as_text())
-    sent = collectives(program)
+    sent, found = collectives(program), hops(program)
+    warnings = readback.check(step, found)
     if timeline_path:
         from jaxlc.plan import timeline_plot  # here, since matplotlib is slow to start
 
@@ -71,10 +72,10 @@ def plan_step(
         predicted=predict(program, gpus, config, rates),
         memory=memory.measure(step, gpus, compiled, program, sent, dump),
         collectives=contents.traffic(sent, dict(step.mesh.shape), gpus.gpus_per_domain),
-        ring=contents.ring(hops(program), gpus),
+        ring=contents.ring(found, gpus),
         kernels=contents.kernels(program),
         kernel_choice=f"{kernel.name} ({kernel.reason})",
-        transport_choice=f"{hops_by.name} ({hops_by.reason})",
+        transport_choice="; ".join([f"{hops_by.name} ({hops_by.reason})", *warnings]),
     )
 
 
@@ -95,14 +96,6 @@ def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
     mesh = working_mesh(config, gpus.num_gpus)
     advice = f"use {mesh_overrides(config.mesh, mesh)}, or" if mesh else "no mesh of its size splits this model; use"
     raise UserError(f"{sentence}; {advice} another --topology, of {config.mesh.num_devices} GPUs")
-
-
-def _choices(step: TrainStep) -> tuple[attention.Choice, transport.Choice]:
-    """Attention's kernel and transport; UserError if one that is named cannot do what the config asks."""
-    try:
-        return step.kernel, step.transport
-    except NotImplementedError as error:
-        raise UserError(str(error)) from error
 
 
 def compile_step(step: TrainStep) -> tuple[Compiled, Dump]:

@@ -14,7 +14,6 @@ from jaxlc.program.text import Instruction
 from jaxlc.program.work import counted_calls
 
 _HOP = "collective-permute"
-_MODES = {"COLLECTIVES_SYMMETRIC_MEMORY": "symmetric", "COLLECTIVES_PEER_MEMORY": "peer"}
 
 
 class Traffic(NamedTuple):
@@ -95,8 +94,8 @@ def _library_call(instruction: Instruction) -> str | None:
 
 def _transport(collective: Collective) -> tuple[str, str]:
     """Backend and mode."""
-    backend = "NVSHMEM" if collective.backend == "NVSHMEM" else "NCCL"
-    return backend, _MODES.get(collective.mode, "")
+    name = collective.transport
+    return ("NVSHMEM" if name == "nvshmem" else "NCCL"), (name if name in ("symmetric", "peer") else "")
 
 
 def _times(hops: Iterable[Hop]) -> int:

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ml_collections import ConfigDict
-
-from jaxlc.config import Config, load, to_dict
+from jaxlc.config import Config, transport_settings, with_settings
 from jaxlc.config.door import did_you_mean, field_types
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR
 from jaxlc.core.errors import UserError
@@ -161,15 +159,10 @@ def _batch(config: Config, replicas: int) -> dict[str, int]:
 
 
 def _point(config: Config, settings: dict[str, Setting], num_devices: int) -> Point:
-    values = to_dict(config)
-    for path, value in settings.items():
-        section, _, name = path.partition(".")
-        values[section][name] = value
-    if values["runtime"]["simulated_devices"]:
-        values["runtime"]["simulated_devices"] = num_devices
-    if settings["runtime.transport"] not in ("auto", "nvshmem"):
-        values["runtime"]["nvshmem_heap_bytes"] = 0
+    also = transport_settings(settings["runtime.transport"])
+    if config.runtime.simulated_devices:
+        also["runtime.simulated_devices"] = num_devices
     try:
-        return Point(settings=settings, config=load(ConfigDict(values)))
+        return Point(settings=settings, config=with_settings(config, settings | also))
     except UserError as error:
         return Point(settings=settings, config=None, refusal=str(error))

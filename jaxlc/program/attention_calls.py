@@ -9,10 +9,10 @@ some is the caller's to count (`is_masked`), for its extent is data.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxlc.program.costs import matrix_product
 from jaxlc.program.counts import trip_count
 from jaxlc.program.passes import Pass, is_in_attention, pass_of
 from jaxlc.program.schedule import COLLECTIVES
@@ -91,7 +91,7 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionCall | None:
     for times, computation, instruction in _inside(program, loop):
         opcodes.add(instruction.opcode.removesuffix("-start"))
         if instruction.opcode == "dot":
-            flops += times * _dot_flops(computation, instruction)
+            flops += times * matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"])[0]
     if flops == 0 or opcodes & set(COLLECTIVES):
         return None
     is_masked = "conditional" in opcodes  # tiles in which nobody sees anything are skipped
@@ -116,9 +116,3 @@ def _called(program: Program, instruction: Instruction) -> Iterator[tuple[int, C
         for inner in program.computations[name]:
             yield 1, program.computations[name], inner
             yield from _called(program, inner)
-
-
-def _dot_flops(computation: Computation, dot: Instruction) -> float:
-    (left, _), contracted = computation.operands(dot), dot.attributes["lhs_contracting_dims"]
-    depth = math.prod(left.arrays[0].dims[int(dim)] for dim in re.findall(r"\d+", contracted))
-    return 2.0 * math.prod(dot.arrays[0].dims) * depth

@@ -12,6 +12,8 @@ from jaxlc.program.text import Instruction, Program
 
 Groups = tuple[tuple[int, ...], ...]
 
+_TRANSPORTS = {"COLLECTIVES_SYMMETRIC_MEMORY": "symmetric", "COLLECTIVES_PEER_MEMORY": "peer"}  # by mode
+
 
 class Collective(NamedTuple):
     transfer: Transfer
@@ -21,6 +23,11 @@ class Collective(NamedTuple):
     backend: str  # "NVSHMEM", or "DEFAULT", which is NCCL
     mode: str  # "COLLECTIVES_SYMMETRIC_MEMORY" and the like; "" where none is noted
     times: int  # in one run of the program
+
+    @property
+    def transport(self) -> str:
+        """By the name that the config has for it: "nvshmem", "symmetric", "peer" or "nccl"."""
+        return "nvshmem" if self.backend == "NVSHMEM" else _TRANSPORTS.get(self.mode, "nccl")
 
 
 def collectives(program: Program) -> list[Collective]:

@@ -46,17 +46,18 @@ def kernel_cost(program: Program, computation: Computation, instruction: Instruc
 def _products(program: Program, computation: Computation, instruction: Instruction) -> Iterator[tuple[float, str]]:
     """FLOPs and data type of each matrix product of a kernel."""
     if instruction.opcode == "dot":
-        yield _product(computation, instruction, instruction.attributes["lhs_contracting_dims"])
+        yield matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"])
     elif instruction.opcode in _FUSIONS:
         for name in instruction.called:
             for inner in program.computations[name]:
                 yield from _products(program, program.computations[name], inner)
     elif instruction.opcode == "custom-call" and _CUBLAS in instruction.attributes["custom_call_target"]:
         dims = instruction.backend_config["gemm_backend_config"]["dot_dimension_numbers"]
-        yield _product(computation, instruction, ",".join(dims["lhs_contracting_dimensions"]))
+        yield matrix_product(computation, instruction, ",".join(dims["lhs_contracting_dimensions"]))
 
 
-def _product(computation: Computation, instruction: Instruction, contracted: str) -> tuple[float, str]:
+def matrix_product(computation: Computation, instruction: Instruction, contracted: str) -> tuple[float, str]:
+    """FLOPs and data type of a product that sums over the dimensions `contracted` of its left operand."""
     left = computation.operands(instruction)[0].arrays[0]
     result = instruction.arrays[0]  # cuBLAS gives its workspace, too, after it
     depth = math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", contracted))

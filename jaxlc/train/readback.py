@@ -6,22 +6,13 @@ import jax
 
 from jaxlc.core.errors import UserError
 from jaxlc.program import parse
-from jaxlc.program.collectives import Collective
 from jaxlc.program.passes import PASSES
 from jaxlc.program.ring import Hop, hops
 from jaxlc.runtime.transport import Choice
 from jaxlc.train.step import TrainStep
 
 _TITLES = {"nccl": "NCCL", "nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL", "peer": "peer copies"}
-_MODES = {"COLLECTIVES_SYMMETRIC_MEMORY": "symmetric", "COLLECTIVES_PEER_MEMORY": "peer"}
 _HOP = "collective-permute"  # of all that attention may send, what a transport is for
-
-
-def transport_of(collective: Collective) -> str:
-    """The transport that the compiler assigned, by the name that the config has for it."""
-    if collective.backend == "NVSHMEM":
-        return "nvshmem"
-    return _MODES.get(collective.mode, "nccl")
 
 
 def describe(found: list[Hop], *, strategy: str, num_layers: int) -> list[str]:
@@ -42,7 +33,7 @@ def mismatch(found: list[Hop], asked: Choice, *, strategy: str) -> str | None:
     carried = Counter()
     for hop in found:
         if hop.collective.kind == _HOP:
-            carried[transport_of(hop.collective)] += hop.times
+            carried[hop.collective.transport] += hop.times
     others = {name: times for name, times in carried.items() if name != asked.name}
     if others:
         sent = " and ".join(f"{times} by {_TITLES[name]}" for name, times in others.items())
@@ -56,22 +47,30 @@ def read_back(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:
     """Lines to print about the compiled `step`; none on CPU.
 
     Raises:
-      UserError: it has another transport than was asked for, and config.runtime.transport_mismatch is "error".
+      UserError: as `check`.
     """
     if step.transport is None:
         return []
-    strategy = step.config.attention.strategy
     found = hops(parse(compiled.as_text()))
-    lines = describe(found, strategy=strategy, num_layers=step.config.model.num_layers)
-    problem = mismatch(found, step.transport, strategy=strategy)
+    lines = describe(found, strategy=step.config.attention.strategy, num_layers=step.config.model.num_layers)
+    return lines + check(step, found)
+
+
+def check(step: TrainStep, found: list[Hop]) -> list[str]:
+    """A warning if the compiled `step`, whose hops are `found`, has another transport than was asked for.
+
+    Raises:
+      UserError: that is so, and config.runtime.transport_mismatch is "error".
+    """
+    problem = mismatch(found, step.transport, strategy=step.config.attention.strategy)
     if problem is None:
-        return lines
+        return []
     if step.config.runtime.transport_mismatch == "error":
         raise UserError(
             f"{problem}; use --config.runtime.transport=nccl, or take it as it is with"
             " --config.runtime.transport_mismatch=warn"
         )
-    return [*lines, f"warning: {problem}"]
+    return [f"warning: {problem}"]
 
 
 def _asked(asked: Choice) -> str:
@@ -89,7 +88,7 @@ def _transports(found: list[Hop]) -> str:
     """"all NVSHMEM", or how many by which."""
     times = Counter()
     for hop in found:
-        times[_TITLES[transport_of(hop.collective)]] += hop.times
+        times[_TITLES[hop.collective.transport]] += hop.times
     if len(times) == 1:
         return f"all {next(iter(times))}"
     return " and ".join(f"{count} {title}" for title, count in times.items())

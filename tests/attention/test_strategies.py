@@ -37,7 +37,8 @@ def test_the_page_is_the_table_that_is_tested():
 
 @strategies
 def test_bitwise_the_same_when_run_again(strategy):
-    first, second = (sharded(split_mesh(context=4), strategy=strategy, ulysses_ranks=2) for _ in range(2))
+    how = dict(strategy=strategy, ulysses_ranks=2 if strategy == "hybrid" else None)
+    first, second = (sharded(split_mesh(context=4), **how) for _ in range(2))
     for mine, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(second)):
         np.testing.assert_array_equal(mine, theirs)
 
@@ -79,6 +80,12 @@ def test_windows_that_mean_nothing_are_refused(settings):
     q, k, v, _ = inputs()
     with pytest.raises(ValueError, match=f"window={settings['window']} with causal="):
         attend(q, k, v, mesh=split_mesh(context=2), **settings)
+
+
+def test_a_cut_is_for_hybrid_only():
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match="ulysses_ranks=2 is for strategy 'hybrid', and this is 'ring'"):
+        attend(q, k, v, mesh=split_mesh(context=4), strategy="ring", ulysses_ranks=2)
 
 
 def test_hybrid_needs_a_cut_that_divides_the_context():

@@ -4,7 +4,8 @@ import math
 import pytest
 
 from jaxlc.config import MeshConfig, check_num_devices, load
-from jaxlc.config.checks import RANGES, mesh_overrides, working_mesh
+from jaxlc.config.checks import RANGES
+from jaxlc.config.splits import mesh_overrides, working_mesh
 from tests.config.test_door import changed, rejected
 
 NUMBERS = [(section, name) for section, ranges in RANGES.items() for name in ranges]

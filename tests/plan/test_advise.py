@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxlc.config import load
+from jaxlc.config import load, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.plan import advise
 from jaxlc.plan.contents import Ring
@@ -118,6 +118,6 @@ def test_every_candidate_is_made_of_settings_that_there_are():
     found = list(advise.candidates(config))
     assert len(found) == 1 + 1 + 1 + 1 + 3 + 3 + 2 + 1
     for candidate in found:
-        changed = advise.with_settings(config, candidate.settings)
+        changed = with_settings(config, candidate.settings)
         assert "(" not in candidate.overrides
         assert changed != config and changed.mesh.num_devices == config.mesh.num_devices

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlc.config import load
+from jaxlc.config import load, transport_settings, with_settings
 from jaxlc.config.command_line import run_main
 from jaxlc.plan import __main__ as command
 from tests.plan.gpus import needs_gpu_compiler, small_config
@@ -76,7 +76,7 @@ def test_mistakes_are_one_sentence_and_status_2(config, arguments, words, capsys
 def test_another_transport_needs_no_heap_of_nvshmem():
     config = small_config()
     config.runtime.update(transport="nvshmem", nvshmem_heap_bytes=2**30)
-    runtime = command._with_transport(load(config), "nccl").runtime
+    runtime = with_settings(load(config), transport_settings("nccl")).runtime
     assert (runtime.transport, runtime.nvshmem_heap_bytes) == ("nccl", 0)
-    runtime = command._with_transport(load(config), "auto").runtime
+    runtime = with_settings(load(config), transport_settings("auto")).runtime
     assert (runtime.transport, runtime.nvshmem_heap_bytes) == ("auto", 2**30)

@@ -31,6 +31,8 @@ def config(tmp_path_factory):
     (["train.steps=0"], "config.train.steps is 0; it must be at least 1"),
     (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3-8b?"),
     (["attention.strategy=ulysses"], "context=4, and each tensor rank has 2 query and 1 key/value heads"),
+    (["attention.ulysses_ranks=2"], "ulysses_ranks=2 is for strategy 'hybrid', and .*strategy is 'ring'"),
+    (["attention.kernel=cudnn"], "attention kernel cudnn cannot do this: it needs an NVIDIA GPU, and this is cpu"),
     (["precision.compute=fp8"], "config.precision.compute is 'fp8', which is not one of 'auto', 'bf16', 'fp32'"),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_wrong_settings(config, tmp_path, monkeypatch, capsys, overrides, words):
