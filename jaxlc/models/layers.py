@@ -64,26 +64,31 @@ class Attention(nnx.Module):
         self.wq = matrix(rngs, fan_in=D, model=D, heads=N, head_dim=H)
         self.wk = matrix(rngs, fan_in=D, model=D, kv_heads=K, head_dim=H)
         self.wv = matrix(rngs, fan_in=D, model=D, kv_heads=K, head_dim=H)
-        self.wo = matrix(
-            rngs, fan_in=N * H, depth_scale=residual_depth_scale(model), heads=N, head_dim=H, model=D
-        )
+        self.wo = matrix(rngs, fan_in=N * H, depth_scale=residual_depth_scale(model), heads=N, head_dim=H, model=D)
         self.q_norm = RMSNorm(H, model.norm_epsilon) if model.qk_norm else None
         self.k_norm = RMSNorm(H, model.norm_epsilon) if model.qk_norm else None
 
-    def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, *, attend: Callable, shard: Sharder, tables: RopeTables
-    ) -> jax.Array:
-        """`x_BTD` is normed and gathered over tensor. `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` knows the masks."""
+    def queries(self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables) -> jax.Array:
+        """q_BTNH. `x_BTD` is normed and gathered over tensor, here and below."""
         q_BTNH = shard.heads(jnp.einsum("BTD,DNH->BTNH", x_BTD, in_use(self.wq, shard, x_BTD.dtype)))
+        if self.q_norm is not None:
+            q_BTNH = self.q_norm(q_BTNH)
+        return checkpoint_name(apply_rope(q_BTNH, positions_BT, tables), "query")
+
+    def keys_values(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables
+    ) -> tuple[jax.Array, jax.Array]:
+        """(k_BTKH, v_BTKH)."""
         k_BTKH = shard.heads(jnp.einsum("BTD,DKH->BTKH", x_BTD, in_use(self.wk, shard, x_BTD.dtype)))
         v_BTKH = shard.heads(jnp.einsum("BTD,DKH->BTKH", x_BTD, in_use(self.wv, shard, x_BTD.dtype)))
-        if self.q_norm is not None:
-            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        q_BTNH = checkpoint_name(apply_rope(q_BTNH, positions_BT, tables), "query")
-        k_BTKH = checkpoint_name(apply_rope(k_BTKH, positions_BT, tables), "key")
-        v_BTKH = checkpoint_name(v_BTKH, "value")
-        out_BTNH = shard.heads(attend(q_BTNH, k_BTKH, v_BTKH))
-        out_BTD = jnp.einsum("BTNH,NHD->BTD", out_BTNH, in_use(self.wo, shard, x_BTD.dtype))
+        if self.k_norm is not None:
+            k_BTKH = self.k_norm(k_BTKH)
+        return checkpoint_name(apply_rope(k_BTKH, positions_BT, tables), "key"), checkpoint_name(v_BTKH, "value")
+
+    def projected(self, out_BTNH: jax.Array, *, shard: Sharder) -> jax.Array:
+        """What attention adds to the residual stream: out_BTD."""
+        out_BTNH = shard.heads(out_BTNH)
+        out_BTD = jnp.einsum("BTNH,NHD->BTD", out_BTNH, in_use(self.wo, shard, out_BTNH.dtype))
         return checkpoint_name(shard.residual(out_BTD), "attention_projected")
 
 
@@ -119,8 +124,18 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """x_BTD lies split over context and tensor along T; each block gathers its normed input over tensor once."""
         x_BTD = checkpoint_name(x_BTD, "residual")
-        normed_BTD = shard.gathered(self.attention_norm(x_BTD))
-        x_BTD += self.attention(normed_BTD, positions_BT, attend=attend, shard=shard, tables=tables)
+        normed_BTD = self.attention_input(x_BTD, shard=shard)
+        q_BTNH = self.attention.queries(normed_BTD, positions_BT, shard=shard, tables=tables)
+        k_BTKH, v_BTKH = self.attention.keys_values(normed_BTD, positions_BT, shard=shard, tables=tables)
+        return self.after_attention(x_BTD, attend(q_BTNH, k_BTKH, v_BTKH), shard=shard)
+
+    def attention_input(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
+        """x_BTD normed, and gathered over tensor."""
+        return shard.gathered(self.attention_norm(x_BTD))
+
+    def after_attention(self, x_BTD: jax.Array, out_BTNH: jax.Array, *, shard: Sharder) -> jax.Array:
+        """The rest of the layer: x_BTD with attention's out and the MLP's added."""
+        x_BTD += self.attention.projected(out_BTNH, shard=shard)
         normed_BTD = shard.gathered(self.mlp_norm(x_BTD))
         return x_BTD + self.mlp(normed_BTD, shard=shard)
 
