@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from jaxlc.config.schema import TENSOR_NAMES, Config
 from jaxlc.config.splits import check_num_devices, length_problems, mesh_overrides, split_problems, working_mesh
+from jaxlc.config.tiles import tile_problems
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
 
@@ -51,7 +52,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         clip_norm=_FROM_0,
     ),
     "precision": {},
-    "memory": dict(remat_layers=_FROM_1, loss_chunk_tokens=_FROM_1),
+    "memory": dict(remat_layers=_FROM_1, tile_tokens=_FROM_0, loss_chunk_tokens=_FROM_1),
     "runtime": dict(
         simulated_devices=_FROM_0,
         num_processes=_FROM_1,
@@ -92,6 +93,7 @@ def check(config: Config) -> None:
         advice = f"use {mesh_overrides(config.mesh, mesh)}" if mesh else f"use {smaller}"
         raise UserError(f"{problem}; {advice}")
     _raise_first(length_problems(config))
+    _raise_first(tile_problems(config))
 
 
 def _raise_first(problems: Iterator[str]) -> None:

@@ -1,7 +1,7 @@
 """The decoder, and the pure functions around it: parameters are a plain nested dict.
 
     init(model, vocab_size_padded, key) -> params        dims_of(model) -> the same tree, of dimension names
-    apply(params, model, tokens, positions, ...) -> final hidden states and output head
+    apply(params, model, tokens, positions, ...) -> final hidden states, scale of their norm, output head
 
 There are no logits here: they exist in chunks only, in the loss. The decoder is given `attend` and knows no
 strategy, and is given a `Sharder` and knows no mesh.
@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
+from jaxlc.models import tiled
 from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, lookup, matrix
 from jaxlc.models.rope import RopeTables
+from jaxlc.models.tiled import Tiling
 from jaxlc.sharding.rules import Sharder
 
 _LAYERS = "layers"  # Decoder.layers: every parameter under it has a leading dimension L
@@ -49,16 +51,20 @@ class Decoder(nnx.Module):
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
         *,
-        attend: Callable,
+        attend: Callable | Tiling,
         shard: Sharder,
         remat: Remat,
         compute_dtype,
         tables: RopeTables,
     ) -> jax.Array:
-        """Final hidden states x_BTD, normed; see `apply`."""
+        """Final hidden states x_BTD, before the final norm; see `apply`."""
         layer_def, stacked = nnx.split(self.layers)
 
         def run_layer(x_BTD, params):
+            if isinstance(attend, Tiling):
+                return tiled.run_layer(
+                    layer_def, params, x_BTD, positions_BT, tiling=attend, shard=shard, tables=tables
+                ), None
             layer = nnx.merge(layer_def, params)
             return layer(x_BTD, positions_BT, attend=attend, shard=shard, tables=tables), None
 
@@ -71,7 +77,7 @@ class Decoder(nnx.Module):
         else:
             grouped = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
             x_BTD, _ = jax.lax.scan(remat.of_group(run_group), x_BTD, grouped)
-        return self.final_norm(x_BTD)
+        return x_BTD
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
         """The output head, split over tensor along V."""
@@ -107,24 +113,26 @@ def apply(
     tokens_BT: jax.Array,
     positions_BT: jax.Array,
     *,
-    attend: Callable,
+    attend: Callable | Tiling,
     shard: Sharder,
     remat: Remat,
     compute_dtype,
     tables: RopeTables,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the decoder, under `jit`.
 
     Args:
       params: as `init` makes them.
-      tokens_BT, positions_BT: int32, in the same (any) sequence order; T a multiple of context x tensor.
-      attend: `(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`, in the compute dtype, with its masks already bound.
+      tokens_BT, positions_BT: int32, in the same (any) sequence order; T a multiple of context x tensor. In tiles:
+        [n, B, t], and so is what is returned.
+      attend: `(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`, in the compute dtype, with its masks already bound; or how layers
+        run in tiles.
       remat: wraps the functions of layers, or of groups of them; `train.remat.Remat` is one.
       compute_dtype: of matmuls and of the residual stream.
       tables: of `rope_tables`.
     Returns:
-      x_BTD, final hidden states, normed, split over context and tensor along T; and head_DV, split over tensor along
-      V, padded. Both in compute_dtype.
+      x_BTD, final hidden states, split over context and tensor along T, in compute_dtype; scale_D, float32, of the
+      final norm, which the loss does chunk by chunk; and head_DV, split over tensor along V, padded, in compute_dtype.
     """
     vocab_size_padded = params["embedding"].shape[0]
     graph_def, _ = _abstract_decoder(model, vocab_size_padded)
@@ -138,7 +146,7 @@ def apply(
         compute_dtype=compute_dtype,
         tables=tables,
     )
-    return x_BTD, decoder.head_DV(shard, compute_dtype)
+    return x_BTD, decoder.final_norm.scale[...], decoder.head_DV(shard, compute_dtype)
 
 
 @functools.cache

@@ -75,6 +75,7 @@ class Sharder:
 
     mesh: Mesh
     rules: ShardingRules = RULES
+    weights_are_gathered: bool = False  # whoever holds this has called `weight` for all that it is asked about
 
     def weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
         """A float32 parameter as a layer uses it: cast first and gathered after, so that the gather moves `dtype`.
@@ -83,6 +84,8 @@ class Sharder:
         and the sum over ranks becomes a reduce-scatter. The barrier keeps the cast before the gather: without it XLA
         moved it behind, in the recomputation of a layer, and gathered float32.
         """
+        if self.weights_are_gathered:
+            return stored
         stored = self._constrain(stored, storage_spec(dims, stored.shape, self.mesh, self.rules))
         cast = jax.lax.optimization_barrier(stored.astype(dtype))
         return self._constrain(cast, compute_spec(dims, stored.shape, self.mesh, self.rules))
