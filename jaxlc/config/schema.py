@@ -108,6 +108,8 @@ class MemoryConfig:
     remat_layers: int = 1  # so many layers are recomputed together, and only the input of the first is kept
     keep: tuple[str, ...] = ()  # more tensors that a layer keeps, by the names in jaxlc/train/remat.py
     offload: tuple[str, ...] = ()  # tensors that wait for the backward in pinned host memory, by the same names
+    parameters: Literal["device", "host"] = "device"  # where float32 weights and gradients rest; host: pinned memory
+    optimizer: Literal["device", "host"] = "device"  # where AdamW's moments rest
     tile_tokens: int = 0  # tokens per device that a layer works on at a time, after all keys and values; 0: all of them
     loss_chunk_tokens: int = 1024  # tokens per device whose logits exist at one time
 

@@ -76,6 +76,14 @@ class Sharder:
     mesh: Mesh
     rules: ShardingRules = RULES
     weights_are_gathered: bool = False  # whoever holds this has called `weight` for all that it is asked about
+    weights_on_host: bool = False  # they rest there, and their gradients go there
+
+    def fetched(self, params):
+        """A tree of parameters on the device, for as long as they are in use; its gradient goes back to where they rest.
+
+        Of stacked layers, fetch one layer's slices inside of what `jax.checkpoint` wraps, so that none is kept.
+        """
+        return jax.device_put(params, jax.memory.Space.Device) if self.weights_on_host else params
 
     def weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
         """A float32 parameter as a layer uses it: cast first and gathered after, so that the gather moves `dtype`.
