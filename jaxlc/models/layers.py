@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec
 
 from jaxlc.config import ModelConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.models.chunks import over_chunks
+from jaxlc.models.matmuls import Fp8, Matmuls
 from jaxlc.models.rope import RopeTables, apply_rope
 from jaxlc.sharding.rules import Sharder
 
-_TOKENS = PartitionSpec(BATCH_AXES, CONTEXT)
-_RESIDUAL = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR), None)
 _VOCAB_SPLIT = PartitionSpec(TENSOR, None)
+_LOOKUP_CHUNK_TOKENS = 8192  # per device: 128 MiB of float32 gradients at D = 4096
 _TRUNCATED_STD = 0.87962566  # of a standard normal cut at -2 and 2
 
 
@@ -51,15 +52,20 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        inverse_rms = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * inverse_rms * self.scale[...]).astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.epsilon)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """As in `RMSNorm`; the loss norms its chunks by it."""
+    wide = x.astype(jnp.float32)
+    inverse_rms = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+    return (wide * inverse_rms * scale).astype(x.dtype)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023): N query heads share K key/value heads."""
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None):
         D, N, K, H = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
         self.wq = matrix(rngs, fan_in=D, model=D, heads=N, head_dim=H)
         self.wk = matrix(rngs, fan_in=D, model=D, kv_heads=K, head_dim=H)
@@ -67,10 +73,11 @@ class Attention(nnx.Module):
         self.wo = matrix(rngs, fan_in=N * H, depth_scale=residual_depth_scale(model), heads=N, head_dim=H, model=D)
         self.q_norm = RMSNorm(H, model.norm_epsilon) if model.qk_norm else None
         self.k_norm = RMSNorm(H, model.norm_epsilon) if model.qk_norm else None
+        self.matmul = Matmuls(fp8, "query", "key", "value", "attention_projected")
 
     def queries(self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables) -> jax.Array:
         """q_BTNH. `x_BTD` is normed and gathered over tensor, here and below."""
-        q_BTNH = shard.heads(jnp.einsum("BTD,DNH->BTNH", x_BTD, in_use(self.wq, shard, x_BTD.dtype)))
+        q_BTNH = shard.heads(self.matmul("query", "BTD,DNH->BTNH", x_BTD, in_use(self.wq, shard, x_BTD.dtype)))
         if self.q_norm is not None:
             q_BTNH = self.q_norm(q_BTNH)
         return checkpoint_name(apply_rope(q_BTNH, positions_BT, tables), "query")
@@ -79,8 +86,8 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables
     ) -> tuple[jax.Array, jax.Array]:
         """(k_BTKH, v_BTKH)."""
-        k_BTKH = shard.heads(jnp.einsum("BTD,DKH->BTKH", x_BTD, in_use(self.wk, shard, x_BTD.dtype)))
-        v_BTKH = shard.heads(jnp.einsum("BTD,DKH->BTKH", x_BTD, in_use(self.wv, shard, x_BTD.dtype)))
+        k_BTKH = shard.heads(self.matmul("key", "BTD,DKH->BTKH", x_BTD, in_use(self.wk, shard, x_BTD.dtype)))
+        v_BTKH = shard.heads(self.matmul("value", "BTD,DKH->BTKH", x_BTD, in_use(self.wv, shard, x_BTD.dtype)))
         if self.k_norm is not None:
             k_BTKH = self.k_norm(k_BTKH)
         return checkpoint_name(apply_rope(k_BTKH, positions_BT, tables), "key"), checkpoint_name(v_BTKH, "value")
@@ -88,36 +95,38 @@ class Attention(nnx.Module):
     def projected(self, out_BTNH: jax.Array, *, shard: Sharder) -> jax.Array:
         """What attention adds to the residual stream: out_BTD."""
         out_BTNH = shard.heads(out_BTNH)
-        out_BTD = jnp.einsum("BTNH,NHD->BTD", out_BTNH, in_use(self.wo, shard, out_BTNH.dtype))
+        out_BTD = self.matmul("attention_projected", "BTNH,NHD->BTD", out_BTNH, in_use(self.wo, shard, out_BTNH.dtype))
         return checkpoint_name(shard.residual(out_BTD), "attention_projected")
 
 
 class MLP(nnx.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): silu(x w_gate) * (x w_up), times w_down."""
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None):
         D, F = model.model_dim, model.ffn_dim
         self.w_gate = matrix(rngs, fan_in=D, model=D, ffn=F)
         self.w_up = matrix(rngs, fan_in=D, model=D, ffn=F)
         self.w_down = matrix(rngs, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D)
+        self.matmul = Matmuls(fp8, "mlp_gate", "mlp_up", "mlp_down")
 
     def __call__(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """`x_BTD` is normed and gathered over tensor."""
-        gate_BTF = shard.ffn(jnp.einsum("BTD,DF->BTF", x_BTD, in_use(self.w_gate, shard, x_BTD.dtype)))
-        up_BTF = shard.ffn(jnp.einsum("BTD,DF->BTF", x_BTD, in_use(self.w_up, shard, x_BTD.dtype)))
+        gate_BTF = shard.ffn(self.matmul("mlp_gate", "BTD,DF->BTF", x_BTD, in_use(self.w_gate, shard, x_BTD.dtype)))
+        up_BTF = shard.ffn(self.matmul("mlp_up", "BTD,DF->BTF", x_BTD, in_use(self.w_up, shard, x_BTD.dtype)))
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
         hidden_BTF = jax.nn.silu(gate_BTF) * up_BTF
-        return shard.residual(jnp.einsum("BTF,FD->BTD", hidden_BTF, in_use(self.w_down, shard, x_BTD.dtype)))
+        down_BTD = self.matmul("mlp_down", "BTF,FD->BTD", hidden_BTF, in_use(self.w_down, shard, x_BTD.dtype))
+        return shard.residual(down_BTD)
 
 
 class DecoderLayer(nnx.Module):
     """One block of attention and one of MLP, each normed before and added to the residual stream."""
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None):
         self.attention_norm = RMSNorm(model.model_dim, model.norm_epsilon)
-        self.attention = Attention(model, rngs)
+        self.attention = Attention(model, rngs, fp8)
         self.mlp_norm = RMSNorm(model.model_dim, model.norm_epsilon)
-        self.mlp = MLP(model, rngs)
+        self.mlp = MLP(model, rngs, fp8)
 
     def __call__(
         self, x_BTD: jax.Array, positions_BT: jax.Array, *, attend: Callable, shard: Sharder, tables: RopeTables
@@ -147,21 +156,31 @@ def in_use(param: nnx.Param, shard: Sharder, dtype) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def lookup(embedding_VD: jax.Array, tokens_BT: jax.Array, shard: Sharder, dtype) -> jax.Array:
-    """Rows of the float32 embedding as the residual stream x_BTD, in `dtype`.
+    """Rows of the float32 embedding as the residual stream x_BTD, in `dtype`; more dimensions may come before B.
 
     Each rank looks up the ids in its piece of the vocabulary, and the pieces are summed over tensor (Megatron-LM,
     Shoeybi et al. 2019, section 3). Written out in `shard_map`, because the compiler left alone gathers the whole
     table, and in the backward the whole sequence. Rows move in `dtype`, but their gradients are summed in float32: in
     a long sequence a common token occurs thousands of times, and a bfloat16 sum stands still after 256 equal terms.
+    Both go by chunks of tokens, so that neither the rows before their sum nor float32 gradients are of full length.
     """
 
     def local(table_vD, tokens_bt):
-        ids_bt = _local_ids(tokens_bt, len(table_vD))
-        rows_btD = table_vD.at[ids_bt].get(mode="fill", fill_value=0)
-        return jax.lax.psum_scatter(rows_btD, TENSOR, scatter_dimension=1, tiled=True)
+        tokens_t = tokens_bt.reshape(-1)
+
+        def visit(x_tD, start, size):
+            ids_c = _local_ids(tokens_t, start, size, len(table_vD))
+            rows_cD = table_vD.at[ids_c].get(mode="fill", fill_value=0)
+            rows_cD = jax.lax.psum_scatter(rows_cD, TENSOR, scatter_dimension=0, tiled=True)
+            return jax.lax.dynamic_update_slice_in_dim(x_tD, rows_cD, start, 0), None
+
+        x_tD = jnp.zeros((len(tokens_t), table_vD.shape[1]), dtype)
+        x_tD, _ = over_chunks(visit, x_tD, len(tokens_t), _own_chunk_tokens(shard))
+        return x_tD.reshape(*tokens_bt.shape, -1)
 
     table_VD = shard.weight(embedding_VD, ("vocab", "model"), dtype)
-    specs = dict(in_specs=(_VOCAB_SPLIT, _TOKENS), out_specs=_RESIDUAL, check_vma=False)
+    tokens, residual = _token_specs(tokens_BT)
+    specs = dict(in_specs=(_VOCAB_SPLIT, tokens), out_specs=residual, check_vma=False)
     return jax.shard_map(local, mesh=shard.mesh, **specs)(table_VD, tokens_BT)
 
 
@@ -174,19 +193,39 @@ def _lookup_backward(shard, _dtype, residuals, dx_BTD):
     num_rows = len(embedding_VD) // shard.mesh.shape[TENSOR]
 
     def local(tokens_bt, dx_btD):
-        dx_btD = jax.lax.all_gather(dx_btD, TENSOR, axis=1, tiled=True).astype(jnp.float32)
-        zeros_vD = jnp.zeros((num_rows, dx_btD.shape[-1]), jnp.float32)
-        gradient_vD = zeros_vD.at[_local_ids(tokens_bt, num_rows)].add(dx_btD, mode="drop")
+        tokens_t, dx_tD = tokens_bt.reshape(-1), dx_btD.reshape(-1, dx_btD.shape[-1])
+
+        def visit(gradient_vD, start, size):
+            dx_cD = jax.lax.dynamic_slice_in_dim(dx_tD, start, size)
+            dx_cD = jax.lax.all_gather(dx_cD, TENSOR, axis=0, tiled=True).astype(jnp.float32)
+            ids_c = _local_ids(tokens_t, start, size, num_rows)
+            return gradient_vD.at[ids_c].add(dx_cD, mode="drop"), None
+
+        gradient_vD = jnp.zeros((num_rows, dx_tD.shape[-1]), jnp.float32)
+        gradient_vD, _ = over_chunks(visit, gradient_vD, len(tokens_t), _own_chunk_tokens(shard))
         return jax.lax.psum(gradient_vD, (*BATCH_AXES, CONTEXT))
 
-    specs = dict(in_specs=(_TOKENS, _RESIDUAL), out_specs=_VOCAB_SPLIT, check_vma=False)
+    specs = dict(in_specs=_token_specs(tokens_BT), out_specs=_VOCAB_SPLIT, check_vma=False)
     return jax.shard_map(local, mesh=shard.mesh, **specs)(tokens_BT, dx_BTD), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def _local_ids(tokens_bt: jax.Array, num_rows: int) -> jax.Array:
-    """Row numbers in this rank's piece of the vocabulary; num_rows, which is none, for ids in another's."""
-    ids_bt = tokens_bt - jax.lax.axis_index(TENSOR) * num_rows
-    return jnp.where((ids_bt >= 0) & (ids_bt < num_rows), ids_bt, num_rows)
+def _token_specs(tokens_BT: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
+    """Of tokens and residual stream; what comes before B is on every rank."""
+    tokens = (*(None,) * (tokens_BT.ndim - 2), BATCH_AXES, (CONTEXT, TENSOR))
+    return PartitionSpec(*tokens), PartitionSpec(*tokens, None)
+
+
+def _own_chunk_tokens(shard: Sharder) -> int:
+    """Tokens of one rank in a chunk, before they are gathered over tensor."""
+    return max(1, _LOOKUP_CHUNK_TOKENS // shard.mesh.shape[TENSOR])
+
+
+def _local_ids(tokens_t: jax.Array, start: jax.Array, size: int, num_rows: int) -> jax.Array:
+    """Row numbers in this rank's piece of the vocabulary of all tensor ranks' tokens of a chunk; num_rows, which is
+    none, for ids in another's."""
+    tokens_c = jax.lax.all_gather(jax.lax.dynamic_slice_in_dim(tokens_t, start, size), TENSOR, axis=0, tiled=True)
+    ids_c = tokens_c - jax.lax.axis_index(TENSOR) * num_rows
+    return jnp.where((ids_c >= 0) & (ids_c < num_rows), ids_c, num_rows)

@@ -1,9 +1,10 @@
-"""Cross entropy over a long sequence and a large vocabulary: logits exist for one chunk of tokens at a time.
+"""Final norm and cross entropy over a long sequence and a large vocabulary, one chunk of tokens at a time.
 
-At a million tokens the logits of Llama 3 would take 538 GB. Here each rank walks over its tokens in chunks: gathers
-the chunk over tensor, multiplies by its share of the vocabulary, and reduces (max, sum of exponentials, target
-logit) over tensor (Megatron-LM's vocabulary-parallel loss, Shoeybi et al. 2019, section 3). The chunk's gradient is
-taken in the same visit, so the backward recomputes nothing and the head is read once.
+At a million tokens the logits of Llama 3 would take 538 GB, and the normed hidden states 8 GiB. Here each rank walks
+over its tokens in chunks: norms the chunk, gathers it over tensor, multiplies by its share of the vocabulary, and
+reduces (max, sum of exponentials, target logit) over tensor (Megatron-LM's vocabulary-parallel loss, Shoeybi et al.
+2019, section 3). The chunk's gradient is taken in the same visit, so the backward recomputes nothing and the head is
+read once, and it takes the chunk's place in x, so that one array of full length is all there is.
 """
 
 import functools
@@ -16,9 +17,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.models.chunks import over_chunks
+from jaxlc.models.layers import rms_norm
 
-_TOKENS = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR))
-_HIDDEN = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR), None)
+_TOKENS = (BATCH_AXES, (CONTEXT, TENSOR))  # the last two dimensions of targets and weights
 _HEAD = PartitionSpec(None, TENSOR)
 _SUM_AXES = (*BATCH_AXES, CONTEXT)
 
@@ -29,6 +31,7 @@ class LossSpec:
     vocab_size: int  # columns of the head beyond it are padding
     chunk_tokens: int  # tokens per device whose logits exist at one time
     z_loss: float  # weight of log(Z)^2 (PaLM, section 5)
+    norm_epsilon: float
 
 
 class LossSums(NamedTuple):
@@ -36,93 +39,125 @@ class LossSums(NamedTuple):
     cross_entropy: jax.Array  # float32: sum of weight x cross entropy, in nats; for people to read
 
 
-def token_losses(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, spec: LossSpec) -> jax.Array:
-    """Cross entropy of each token in nats, float32 [B, T]; not differentiable."""
+class _Visited(NamedTuple):
+    """What the walk over one rank's tokens carries on."""
+
+    losses_t: jax.Array  # float32
+    x_tD: jax.Array  # with a gradient: dx_tD up to here
+    dscale_D: jax.Array | None  # this and the next float32; None without a gradient
+    dhead_Dv: jax.Array | None
+
+
+def token_losses(
+    x_BTD: jax.Array, scale_D: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, spec: LossSpec
+) -> jax.Array:
+    """Cross entropy of each token in nats, float32 of the targets' shape; not differentiable."""
     weights_BT = jnp.ones(targets_BT.shape, jnp.float32)
-    return _over_ranks(spec, with_gradient=False)(x_BTD, head_DV, targets_BT, weights_BT)[1]
+    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, with_gradient=False)[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def loss_sums(
-    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, spec: LossSpec
+    x_BTD: jax.Array,
+    scale_D: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    spec: LossSpec,
 ) -> LossSums:
     """Weighted sums of the loss over all ranks; the caller divides once by the weights of all microbatches.
 
     Args:
-      x_BTD: final hidden states in the compute dtype, layout order.
+      x_BTD: final hidden states before the norm, in the compute dtype, layout order. T lies split over context and
+        tensor, B over data and fsdp; any number of dimensions may come before B (tiles of the sequence), unsplit.
+      scale_D: of the final norm, float32.
       head_DV: output head in the compute dtype, V padded to a multiple of tensor.
       targets_BT: int32. weights_BT: float32, 0 where there is nothing to predict.
     """
-    return _over_ranks(spec, with_gradient=False)(x_BTD, head_DV, targets_BT, weights_BT)[0]
+    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, with_gradient=False)[0]
 
 
-def _forward_rule(x_BTD, head_DV, targets_BT, weights_BT, spec):
-    sums, _, dx_BTD, dhead_DV = _over_ranks(spec, with_gradient=True)(x_BTD, head_DV, targets_BT, weights_BT)
-    return sums, (dx_BTD, dhead_DV)
+def _forward_rule(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec):
+    sums, _, *gradients = _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, with_gradient=True)
+    return sums, gradients
 
 
-def _backward_rule(_spec, residuals, cotangents: LossSums):
-    dx_BTD, dhead_DV = residuals
-    scale = cotangents.objective
-    return (scale * dx_BTD).astype(dx_BTD.dtype), (scale * dhead_DV).astype(dhead_DV.dtype), None, None
+def _backward_rule(_spec, gradients, cotangents: LossSums):
+    scaled = (((cotangents.objective * gradient).astype(gradient.dtype)) for gradient in gradients)
+    return *scaled, None, None
 
 
 loss_sums.defvjp(_forward_rule, _backward_rule)
 
 
-def _over_ranks(spec: LossSpec, with_gradient: bool):
+def _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec, with_gradient: bool):
     local = functools.partial(_local, spec=spec, with_gradient=with_gradient)
-    out_specs = (LossSums(PartitionSpec(), PartitionSpec()), _TOKENS)
+    tokens = (*(None,) * (targets_BT.ndim - 2), *_TOKENS)
+    tokens, hidden, everywhere = PartitionSpec(*tokens), PartitionSpec(*tokens, None), PartitionSpec()
+    out_specs = (LossSums(everywhere, everywhere), tokens)
     if with_gradient:
-        out_specs = (*out_specs, _HIDDEN, _HEAD)
-    in_specs = (_HIDDEN, _HEAD, _TOKENS, _TOKENS)
-    return jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        out_specs = (*out_specs, hidden, everywhere, _HEAD)
+    in_specs = (hidden, everywhere, _HEAD, tokens, tokens)
+    mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped(x_BTD, scale_D, head_DV, targets_BT, weights_BT)
 
 
-def _local(x_btD, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, with_gradient: bool):
-    """One rank's tokens, chunk by chunk: (sums over all ranks, token losses, and with_gradient dx_btD, dhead_Dv)."""
-    batch, num_tokens, model_dim = x_btD.shape
-    tensor = spec.mesh.shape[TENSOR]
-    chunk = min(batch * num_tokens, max(1, spec.chunk_tokens // tensor))  # before the gather over tensor
-    chunks = tuple(_chunked(x, chunk) for x in (x_btD, targets_bt, weights_bt))  # (number of chunks, chunk, ...)
+def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, with_gradient: bool):
+    """One rank's tokens: (sums over all ranks, token losses, and with_gradient dx_btD, dscale_D, dhead_Dv)."""
+    x_tD, targets_t, weights_t = x_btD.reshape(-1, x_btD.shape[-1]), targets_bt.reshape(-1), weights_bt.reshape(-1)
+    gradients = (jnp.zeros(scale_D.shape, jnp.float32), jnp.zeros(head_Dv.shape, jnp.float32))
+    visited = _Visited(jnp.zeros(x_tD.shape[:1], jnp.float32), x_tD, *(gradients if with_gradient else (None, None)))
 
-    def visit(dhead_Dv, operands):
-        # One gather serves the forward and the gradient of this chunk.
-        x_cD, targets_c, weights_c = (lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in operands)
-        logits_cv = _logits(x_cD, head_Dv, spec.vocab_size)
-        log_z_c, target_logit_c = _reduce_vocabulary(logits_cv, targets_c)
-        losses_c = log_z_c - target_logit_c
-        sums = LossSums(
-            objective=(weights_c * (losses_c + spec.z_loss * log_z_c**2)).sum(),
-            cross_entropy=(weights_c * losses_c).sum(),
+    def visit(visited: _Visited, start, size: int):
+        x_cD, targets_c, weights_c = (
+            lax.dynamic_slice_in_dim(x, start, size) for x in (visited.x_tD, targets_t, weights_t)
         )
-        own_losses = _own_share(losses_c, chunk)
+        normed_cD, pull_norm = jax.vjp(functools.partial(rms_norm, epsilon=spec.norm_epsilon), x_cD, scale_D)
+        sums, losses_c, *gradients = _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec, with_gradient)
+        visited = visited._replace(losses_t=lax.dynamic_update_slice_in_dim(visited.losses_t, losses_c, start, 0))
         if not with_gradient:
-            return dhead_Dv, (sums, own_losses)
-        dlogits_cv = _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss).astype(x_cD.dtype)
-        dx_cD = jnp.einsum("cv,Dv->cD", dlogits_cv, head_Dv, preferred_element_type=jnp.float32)
-        dx_cD = lax.psum_scatter(dx_cD, TENSOR, scatter_dimension=0, tiled=True).astype(x_cD.dtype)
-        dhead_Dv += jnp.einsum("cD,cv->Dv", x_cD, dlogits_cv, preferred_element_type=jnp.float32)
-        return dhead_Dv, (sums, own_losses, dx_cD)
+            return visited, sums
+        dnormed_cD, dhead_Dv = gradients
+        dx_cD, dscale_D = pull_norm(dnormed_cD)
+        return visited._replace(
+            x_tD=lax.dynamic_update_slice_in_dim(visited.x_tD, dx_cD, start, 0),
+            dscale_D=visited.dscale_D + dscale_D,
+            dhead_Dv=visited.dhead_Dv + dhead_Dv,
+        ), sums
 
-    dhead_Dv = jnp.zeros(head_Dv.shape if with_gradient else (), jnp.float32)
-    dhead_Dv, (sums, losses, *dx) = lax.scan(visit, dhead_Dv, chunks)
+    chunk_tokens = max(1, spec.chunk_tokens // spec.mesh.shape[TENSOR])  # before the gather over tensor
+    visited, sums = over_chunks(visit, visited, len(x_tD), chunk_tokens)
     sums = jax.tree.map(lambda per_chunk: lax.psum(per_chunk.sum(), _SUM_AXES), sums)
-
-    def joined(x, shape):
-        return x.reshape(-1, *shape[2:])[: batch * num_tokens].reshape(shape)
-
-    losses_bt = joined(losses, targets_bt.shape)
+    losses_bt = visited.losses_t.reshape(targets_bt.shape)
     if not with_gradient:
         return sums, losses_bt
-    return sums, losses_bt, joined(dx[0], x_btD.shape), lax.psum(dhead_Dv, _SUM_AXES).astype(head_Dv.dtype)
+    dscale_D = lax.psum(visited.dscale_D, (*_SUM_AXES, TENSOR))  # each rank norms its own tokens
+    dhead_Dv = lax.psum(visited.dhead_Dv, _SUM_AXES).astype(head_Dv.dtype)
+    return sums, losses_bt, visited.x_tD.reshape(x_btD.shape), dscale_D, dhead_Dv
 
 
-def _chunked(x_bt: jax.Array, chunk: int) -> jax.Array:
-    """Flattens rows and tokens and cuts them into chunks; what is missing at the end is 0, so weighs 0."""
-    flat = x_bt.reshape(-1, *x_bt.shape[2:])
-    padding = [(0, -len(flat) % chunk)] + [(0, 0)] * (flat.ndim - 1)
-    return jnp.pad(flat, padding).reshape(-1, chunk, *flat.shape[1:])
+def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, with_gradient: bool):
+    """(sums over tensor's share, own losses_c, and with_gradient own dnormed_cD, dhead_Dv) of a chunk of own tokens."""
+    num_own = len(targets_c)
+    # One gather serves the forward and the gradient of this chunk. From here on c counts tokens of all tensor ranks.
+    normed_cD, targets_c, weights_c = (
+        lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in (normed_cD, targets_c, weights_c)
+    )
+    logits_cv = _logits(normed_cD, head_Dv, spec.vocab_size)
+    log_z_c, target_logit_c = _reduce_vocabulary(logits_cv, targets_c)
+    losses_c = log_z_c - target_logit_c
+    sums = LossSums(
+        objective=(weights_c * (losses_c + spec.z_loss * log_z_c**2)).sum(),
+        cross_entropy=(weights_c * losses_c).sum(),
+    )
+    own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
+    if not with_gradient:
+        return sums, own_losses_c
+    dlogits_cv = _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss).astype(normed_cD.dtype)
+    dnormed_cD = jnp.einsum("cv,Dv->cD", dlogits_cv, head_Dv, preferred_element_type=jnp.float32)
+    dnormed_cD = lax.psum_scatter(dnormed_cD, TENSOR, scatter_dimension=0, tiled=True).astype(normed_cD.dtype)
+    dhead_Dv = jnp.einsum("cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32)
+    return sums, own_losses_c, dnormed_cD, dhead_Dv
 
 
 def _logits(x_cD: jax.Array, head_Dv: jax.Array, vocab_size: int) -> jax.Array:
@@ -154,8 +189,3 @@ def _dlogits(logits_cv, log_z_c, targets_c, weights_c, z_loss: float) -> jax.Arr
     is_target_cv = _columns(logits_cv.shape[1]) == targets_c[:, None]
     dlogits_cv = softmax_cv * (1.0 + 2.0 * z_loss * log_z_c)[:, None] - is_target_cv
     return weights_c[:, None] * dlogits_cv
-
-
-def _own_share(x_c: jax.Array, chunk: int) -> jax.Array:
-    """This rank's part of a chunk that was gathered over tensor."""
-    return lax.dynamic_slice_in_dim(x_c, lax.axis_index(TENSOR) * chunk, chunk)

@@ -166,10 +166,11 @@ class TrainStep:
             vocab_size=self.config.model.vocab_size,
             chunk_tokens=self.config.memory.loss_chunk_tokens,
             z_loss=self.config.train.z_loss,
+            norm_epsilon=self.config.model.norm_epsilon,
         )
 
     def _hidden_and_head(self, params, batch: Batch):
-        """Final hidden states and the output head, both in the compute dtype."""
+        """Final hidden states before their norm, its scale, and the output head."""
         attend = attention.make(self.config.attention, self.mesh)
         if self.config.attention.document_mask:
             positions, masks = batch.positions, (batch.positions, batch.segment_ids)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxlc.config import MeshConfig
 from jaxlc.config.presets import PRESETS
 from jaxlc.models import decoder
+from jaxlc.models.layers import rms_norm
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.rules import Sharder
@@ -58,8 +59,8 @@ def small_mesh(**axes):
 
 
 def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: layer):
-    """(x_BTD, head_DV) of the decoder; call under `jit`."""
-    return decoder.apply(
+    """(x_BTD, normed, head_DV) of the decoder; call under `jit`."""
+    x_BTD, scale_D, head_DV = decoder.apply(
         params,
         model,
         tokens_BT,
@@ -70,6 +71,7 @@ def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.
         compute_dtype=compute_dtype,
         tables=rope_tables(model, T),
     )
+    return rms_norm(x_BTD, scale_D, model.norm_epsilon), head_DV
 
 
 def plain_llama(params, model, tokens_BT, positions_BT):

@@ -89,11 +89,14 @@ def test_weights_are_gathered_in_the_compute_dtype():
         assert f"bf16[{weight}] = sharding_constraint" in jaxpr
 
 
-def test_lookup_is_indexing():
-    """Both ways, with the vocabulary split over tensor and the sequence over context."""
+@pytest.mark.parametrize("shape", [(2, 16), (3, 2, 8)], ids=str)
+@pytest.mark.parametrize("chunk_tokens", [6, 1024])
+def test_lookup_is_indexing(shape, chunk_tokens, monkeypatch: pytest.MonkeyPatch):
+    """Both ways, with the vocabulary split over tensor and the sequence over context, in whole chunks and a rest."""
+    monkeypatch.setattr("jaxlc.models.layers._LOOKUP_CHUNK_TOKENS", chunk_tokens)
     rng = np.random.default_rng(0)
-    embedding, dx = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (2, 16, 6)))
-    tokens = rng.integers(0, 12, (2, 16), dtype=np.int32)
+    embedding, dx = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (*shape, 6)))
+    tokens = rng.integers(0, 12, shape, dtype=np.int32)
     shard = Sharder(small_mesh(data=2, context=2, tensor=2))
     x, pull_back = jax.vjp(jax.jit(lambda e: lookup(e, tokens, shard, jnp.float32)), embedding)
     np.testing.assert_array_equal(x, embedding[tokens])
