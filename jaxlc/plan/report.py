@@ -140,6 +140,7 @@ def _predicted(predicted: Prediction) -> Iterator[str]:
     yield "PREDICTED TIME of a step, by a model that no GPU has confirmed (docs/calibration.md)"
     speed = f"{predicted.tokens_per_second_per_device:,.0f} tokens/s a GPU, MFU {predicted.mfu_causal:.1%} (causal)"
     yield f"  {_seconds(predicted.step_seconds)}: {speed}; bound by {predicted.bound_by}"
+    yield f"  {predicted.recomputed_share:.0%} more FLOPs than the model's, since parts of it are computed again"
     exposed, sent = predicted.exposed_communication_seconds, predicted.communication_seconds
     yield f"  of {_seconds(sent)} of communication {_seconds(exposed)} are exposed"
     for seconds in (predicted.seconds_by_kind, predicted.seconds_by_resource):

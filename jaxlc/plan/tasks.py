@@ -21,6 +21,7 @@ class Kernel(NamedTuple):
     kind: str  # "attention", "matrix products", "other kernels"
     resource: str  # what bounds it: "compute" or "HBM"
     seconds: float
+    flops: float  # of matrix products; of attention, those that its mask leaves
 
 
 class Transfer(NamedTuple):
@@ -93,14 +94,14 @@ class Tasks:
         memory = rates.memory_seconds(device, cost.bytes)
         kind = "matrix products" if cost.flops else "other kernels"
         seconds = rates.kernel_gap_seconds + max(compute, memory)
-        return Kernel(kind, "compute" if compute > memory else "HBM", seconds)
+        return Kernel(kind, "compute" if compute > memory else "HBM", seconds, cost.flops)
 
     def _attention(self, call: AttentionCall) -> Kernel:
         flops = call.full_flops * visible_share(call, self._config)
         seconds = self._rates.attention_seconds(
             self._gpus.device, call.kernel, is_backward=call.is_backward, flops=flops
         )
-        return Kernel("attention", "compute", self._rates.kernel_gap_seconds + seconds)
+        return Kernel("attention", "compute", self._rates.kernel_gap_seconds + seconds, flops)
 
     def _collective(self, collective: Collective) -> Transfer:
         """Timed by the slower of NVLink and network. What crosses domains is on the network's lane."""
@@ -133,10 +134,13 @@ def visible_share(call: AttentionCall, config: Config) -> float:
     """The part of a call's pairs of query and key that its mask leaves, for rows of one document.
 
     A call over a rank's own piece of the sequence, or over all of it, is causal: half. Later steps of a ring pair half
-    pieces, all of which is visible; their masks are for documents.
+    pieces, all of which is visible; their masks are for documents. Of a layer in tiles, calls with a mask are causal,
+    or else are for documents as well and cannot be told apart; most of those are whole.
     """
     if not call.is_masked:
         return 1.0
+    if config.memory.tile_tokens:
+        return 1.0 if config.attention.document_mask else 0.5
     attention, num_tokens = config.attention, config.data.sequence_tokens
     ring = config.mesh.context // (attention.ulysses_ranks if attention.strategy == "hybrid" else 1)
     piece_tokens = num_tokens if attention.strategy == "ulysses" else num_tokens // ring

@@ -37,6 +37,7 @@ class Prediction:
     step_seconds: float
     tokens_per_second_per_device: float
     mfu_causal: float  # model FLOPs, causal (jaxlc.core.flops), over the bf16 peak of all devices
+    recomputed_share: float  # FLOPs of the program beyond the model's, over the model's; attention's own included
     exposed_communication_seconds: float  # in which kernels wait for collectives
     communication_seconds: float  # of all collectives, were each alone on its link
     exposed_host_copy_seconds: float
@@ -76,6 +77,7 @@ def predict(program: Program, gpus: Topology, config: Config, rates: Rates = DEF
     return Prediction(
         step_seconds=walk.now,
         tokens_per_second_per_device=tokens / walk.now / gpus.num_gpus,
+        recomputed_share=walk.flops * gpus.num_gpus / flops - 1,
         mfu_causal=flops / (walk.now * gpus.num_gpus * gpus.device.bf16_flops_per_second),
         exposed_communication_seconds=sum(by_resource[link] for link in _COMMUNICATION),
         communication_seconds=sum(walk.sent[link] for link in _COMMUNICATION),
@@ -101,6 +103,7 @@ class Walk:
     def __init__(self, tasks: Tasks, rounds: dict[str, "Walk"] | None = None, events: list[Event] | None = None):
         self.tasks = tasks
         self.now = 0.0
+        self.flops = 0.0  # of attention and matrix products
         self.spent: Counter[tuple[str, str]] = Counter()  # by kind and resource; the sum is `now`
         self.sent: Counter[str] = Counter()  # seconds of transfers alone, by resource
         self.events = events
@@ -129,6 +132,7 @@ class Walk:
     def _run_kernel(self, kernel: Kernel) -> None:
         self._note("kernels", kernel.kind, self.now, self.now + kernel.seconds)
         self.spent[kernel.kind, kernel.resource] += kernel.seconds
+        self.flops += kernel.flops
         self._pass(kernel.seconds)
 
     def _await(self, start: Instruction, link: str) -> None:
@@ -147,6 +151,7 @@ class Walk:
 
     def _repeat(self, round_: "Walk", times: int) -> None:
         self.now += times * round_.now
+        self.flops += times * round_.flops
         for mine, its in ((self.spent, round_.spent), (self.sent, round_.sent)):
             for key, seconds in its.items():
                 mine[key] += times * seconds

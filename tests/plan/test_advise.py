@@ -19,6 +19,7 @@ PREDICTED = Prediction(
     step_seconds=2.0,
     tokens_per_second_per_device=1.0,
     mfu_causal=0.4,
+    recomputed_share=0.3,
     exposed_communication_seconds=0.1,
     communication_seconds=0.5,
     exposed_host_copy_seconds=0.0,

@@ -47,6 +47,11 @@ def test_the_parts_of_the_memory_add_up(found):
     assert memory.fits and memory.device_capacity_bytes > 79 * 2**30
 
 
+def test_full_recomputation_costs_a_forward(found):
+    """Of the matrix products a third of the model's, but not the head's; of attention (4 + 4 + 10) / 12 in all."""
+    assert 0.33 < found.predicted.recomputed_share < 0.5
+
+
 def test_the_largest_arrays_have_sizes_and_makers(found):
     sizes = [each.bytes for each in found.memory.largest]
     assert len(sizes) == 5 and sizes == sorted(sizes, reverse=True)
