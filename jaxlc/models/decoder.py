@@ -18,6 +18,7 @@ from flax import nnx
 from jaxlc.config import ModelConfig
 from jaxlc.models import tiled
 from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, lookup, matrix
+from jaxlc.models.matmuls import Fp8, History
 from jaxlc.models.rope import RopeTables
 from jaxlc.models.tiled import Tiling
 from jaxlc.sharding.rules import Sharder
@@ -36,12 +37,12 @@ class Remat(Protocol):
 class Decoder(nnx.Module):
     """Embedding, L equal layers stored as one stacked layer, final norm, and a head unless it is the embedding."""
 
-    def __init__(self, model: ModelConfig, vocab_size_padded: int, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, vocab_size_padded: int, rngs: nnx.Rngs, fp8: Fp8 | None = None):
         D, V = model.model_dim, model.vocab_size
         padding = vocab_size_padded - V
         self.embedding = _pad_vocab(matrix(rngs, fan_in=D, vocab=V, model=D), padding)
         self.head = None if model.tie_embeddings else _pad_vocab(matrix(rngs, fan_in=D, model=D, vocab=V), padding)
-        self.layers = nnx.vmap(lambda key: DecoderLayer(model, nnx.Rngs(key)))(
+        self.layers = nnx.vmap(lambda key: DecoderLayer(model, nnx.Rngs(key), fp8))(
             jax.random.split(rngs.params(), model.num_layers)
         )
         self.final_norm = RMSNorm(D, model.norm_epsilon)
@@ -71,12 +72,15 @@ class Decoder(nnx.Module):
         def run_group(x_BTD, params):
             return jax.lax.scan(remat.of_layer(run_layer), x_BTD, params)
 
+        def fetching(run):  # inside of what is recomputed, so that nothing that was fetched is kept
+            return lambda x_BTD, params: run(x_BTD, shard.fetched(params))
+
         x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
         if remat.layers_per_group == 1:
-            x_BTD, _ = run_group(x_BTD, stacked)
+            x_BTD, _ = jax.lax.scan(remat.of_layer(fetching(run_layer)), x_BTD, stacked)
         else:
             grouped = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
-            x_BTD, _ = jax.lax.scan(remat.of_group(run_group), x_BTD, grouped)
+            x_BTD, _ = jax.lax.scan(remat.of_group(fetching(run_group)), x_BTD, grouped)
         return x_BTD
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
@@ -99,6 +103,12 @@ def abstract_params(model: ModelConfig, vocab_size_padded: int) -> dict:
     return jax.eval_shape(lambda: init(model, vocab_size_padded, jax.random.key(0)))
 
 
+def first_histories(model: ModelConfig, fp8: Fp8 | None) -> dict:
+    """What delayed scaling has seen before the first step: nothing. A tree of zeros, empty without delayed scaling."""
+    _, state = _abstract_decoder(model, model.vocab_size, fp8)
+    return nnx.to_pure_dict(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.filter_state(state, History)))
+
+
 def dims_of(model: ModelConfig) -> dict:
     """The parameters' tree, with a tuple of dimension names for each: ("layers", "model", "heads", "head_dim")."""
     _, state = _abstract_decoder(model, model.vocab_size)
@@ -118,6 +128,8 @@ def apply(
     remat: Remat,
     compute_dtype,
     tables: RopeTables,
+    fp8: Fp8 | None = None,
+    histories: dict | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the decoder, under `jit`.
 
@@ -130,13 +142,16 @@ def apply(
       remat: wraps the functions of layers, or of groups of them; `train.remat.Remat` is one.
       compute_dtype: of matmuls and of the residual stream.
       tables: of `rope_tables`.
+      fp8: which products are in 8 bits; None: none of them.
+      histories: as `first_histories` makes them, of delayed scaling; their gradients are their next values.
     Returns:
       x_BTD, final hidden states, split over context and tensor along T, in compute_dtype; scale_D, float32, of the
       final norm, which the loss does chunk by chunk; and head_DV, split over tensor along V, padded, in compute_dtype.
     """
+    params = {name: part if name == _LAYERS else shard.fetched(part) for name, part in params.items()}
     vocab_size_padded = params["embedding"].shape[0]
-    graph_def, _ = _abstract_decoder(model, vocab_size_padded)
-    decoder = nnx.merge(graph_def, params)
+    graph_def, _ = _abstract_decoder(model, vocab_size_padded, fp8)
+    decoder = nnx.merge(graph_def, params, histories or {})
     x_BTD = decoder(
         tokens_BT,
         positions_BT,
@@ -150,9 +165,9 @@ def apply(
 
 
 @functools.cache
-def _abstract_decoder(model: ModelConfig, vocab_size_padded: int):
+def _abstract_decoder(model: ModelConfig, vocab_size_padded: int, fp8: Fp8 | None = None):
     """(graph definition, state of shapes) of the decoder; nothing is computed."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, nnx.Rngs(0), fp8)))
 
 
 def _pad_vocab(param: nnx.Param, padding: int) -> nnx.Param:
