@@ -99,7 +99,7 @@ def make(config: AttentionConfig, mesh: Mesh, *, causal: bool = True, scale: flo
             q_btnH, masks = lax.optimization_barrier((q_btnH, Masks.of_row(*positions_and_segments)))
             return strategy.attend(q_btnH, k_bskH, v_bskH, masks, kernel, spec, *ranks)
 
-        k_BSKH, v_BSKH = (_repeat_heads(x, tensor) for x in (k_BSKH, v_BSKH))
+        k_BSKH, v_BSKH = (repeat_heads(x, tensor) for x in (k_BSKH, v_BSKH))
         in_specs = (heads, heads, heads, *(None if x is None else tokens for x in (positions_BT, segments_BT)))
         # check_vma: custom_vjp rules and Pallas interpret mode hold values whose variance is not tracked; every
         # operand varies over every axis here, so nothing needs the tracking.
@@ -171,7 +171,8 @@ def _attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, config, mesh, causal, scale):
     return out_BTNH[:, natural_order(order)]
 
 
-def _repeat_heads(x_BSKH: jax.Array, tensor: int) -> jax.Array:
+def repeat_heads(x_BSKH: jax.Array, tensor: int) -> jax.Array:
+    """As many key/value heads as there are tensor ranks, where there are fewer."""
     num_kv_heads = x_BSKH.shape[2]
     if num_kv_heads % tensor == 0:
         return x_BSKH
