@@ -33,7 +33,7 @@ class TileAttention(Protocol):
     kv is opaque here: K and V of the whole sequence, as that strategy holds them.
     """
 
-    def empty(self, batch: int, num_tokens: int, num_kv_heads: int, head_dim: int, dtype) -> jax.Array: ...
+    def empty(self, batch: int, num_tokens: int, head_dim: int, dtype) -> jax.Array: ...
 
     def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array: ...
 
@@ -154,8 +154,8 @@ class _TiledLayer:
             tile, x_BtD, positions_Bt = operands
             return attention.put(kv, *self._keys_values_of_tile(weights, x_BtD, positions_Bt), tile), None
 
-        batch, tile_tokens, num_kv_heads, head_dim = of_tile[0].shape
-        empty = attention.empty(batch, len(x_nBtD) * tile_tokens, num_kv_heads, head_dim, x_nBtD.dtype)
+        batch, tile_tokens, _, head_dim = of_tile[0].shape
+        empty = attention.empty(batch, len(x_nBtD) * tile_tokens, head_dim, x_nBtD.dtype)
         return lax.scan(put, empty, (_tiles(x_nBtD), x_nBtD, positions_nBt))[0]
 
     def _layer(self, weights) -> DecoderLayer:

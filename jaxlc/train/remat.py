@@ -42,6 +42,11 @@ def make_remat(memory: MemoryConfig) -> Remat:
     return Remat(of_layer, of_group, memory.remat_layers)
 
 
+def keeps_attention(memory: MemoryConfig) -> bool:
+    """Whether attention's out and lse are there in the backward, on the device or the host."""
+    return {"attention_out", "attention_lse"} <= {*_KEPT_BY[memory.remat], *memory.keep, *memory.offload}
+
+
 def _checkpoint(memory: MemoryConfig, keep: tuple[str, ...], offload: tuple[str, ...]) -> Callable:
     kept = {*_KEPT_BY[memory.remat], *keep} - set(offload)
     policy = _policy(kept, offload)

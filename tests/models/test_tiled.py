@@ -23,11 +23,11 @@ B, T = 2, 24
 class _TileAttention:
     """Tiles are runs of the row, in order; kv is [2, B, S, K, H]."""
 
-    def __init__(self, tile_tokens: int):
-        self.tile_tokens = tile_tokens
+    def __init__(self, tile_tokens: int, num_kv_heads: int):
+        self.tile_tokens, self.num_kv_heads = tile_tokens, num_kv_heads
 
-    def empty(self, batch, num_tokens, num_kv_heads, head_dim, dtype):
-        return jnp.zeros((2, batch, num_tokens, num_kv_heads, head_dim), dtype)
+    def empty(self, batch, num_tokens, head_dim, dtype):
+        return jnp.zeros((2, batch, num_tokens, self.num_kv_heads, head_dim), dtype)
 
     def put(self, kv, k_BtKH, v_BtKH, tile):
         return jax.lax.dynamic_update_slice_in_dim(kv, jnp.stack([k_BtKH, v_BtKH]), tile * self.tile_tokens, axis=2)
@@ -72,7 +72,7 @@ def test_a_layer_in_tiles_is_the_layer(num_tiles, keeps_attention, qk_norm):
         return jnp.stack(jnp.split(x_BT, num_tiles, axis=1))
 
     def in_tiles(params, x_BTD):
-        tiling = tiled.Tiling(_TileAttention(T // num_tiles), None, keeps_attention)
+        tiling = tiled.Tiling(_TileAttention(T // num_tiles, model.num_kv_heads), None, keeps_attention)
         run = functools.partial(tiled.run_layer, tiling=tiling, shard=shard, tables=tables)
         y_nBtD = run(layer_def, params, to_tiles(x_BTD), to_tiles(positions_BT))
         return jnp.concatenate(y_nBtD, axis=1)

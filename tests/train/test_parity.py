@@ -140,3 +140,27 @@ def test_gradients_against_finite_differences():
 
     slope = sum(float((g * d).sum()) for g, d in zip(jax.tree.leaves(gradients), jax.tree.leaves(direction)))
     assert abs((at(1e-2) - at(-1e-2)) / 2e-2 - slope) <= 2e-2 * abs(slope)
+
+
+@pytest.mark.parametrize("axes, tile_tokens, memory, attention", [
+    (dict(), 24, dict(remat="full"), dict()),
+    (dict(context=2, tensor=2, fsdp=2), 16, dict(remat="attention"), dict()),
+    (dict(context=4, data=2), 6, dict(remat="full", remat_layers=2), dict()),
+    (dict(context=2, tensor=4), 24, dict(remat="full", offload=("residual",)), dict()),
+    (dict(context=2, fsdp=2), 12, dict(remat="attention"), dict(strategy="ulysses")),
+    (dict(context=2, tensor=1), 48, dict(remat="full"), dict(strategy="ulysses", document_mask=False)),
+    (dict(context=4, fsdp=2), 8, dict(remat="full", offload=("residual", "attention_out", "attention_lse")),
+     dict(strategy="hybrid", ulysses_ranks=2)),
+    (dict(context=8), 4, dict(remat="attention", remat_layers=2), dict(strategy="hybrid", ulysses_ranks=2)),
+    (dict(context=6), 8, dict(remat="full"), dict(document_mask=False)),
+], ids=str)  # fmt: skip
+def test_layers_in_tiles(axes, tile_tokens, memory, attention):
+    """Against one device and whole layers."""
+    mask = {key: value for key, value in attention.items() if key == "document_mask"}
+    params, gradients, loss = _on_one_device(**({"attention": tuple(mask.items())} if mask else {}))
+    config = small_config(mesh=axes, memory=dict(memory, tile_tokens=tile_tokens), attention=attention)
+    step = small_step(config)
+    batch = make_batch(step, natural_rows())
+    got, got_loss = jax.jit(step.gradients)(put_params(step, params), batch)
+    np.testing.assert_allclose(got_loss, loss, rtol=FLOAT32_PARITY)
+    _assert_close(got, gradients)
