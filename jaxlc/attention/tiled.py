@@ -16,18 +16,19 @@ ulysses O = 1. A group then holds a block of J = 2 I n pieces in natural order, 
 each of its ranks: at place p = i n + j of the block, and at J-1-p, its mirror image. So every tile has the same work:
 
     own block         the piece at p sees p pieces whole, and itself causally; its mirror image J-1-p, and itself
-    earlier group's   either piece sees the lo half of the block
+    earlier group's   either piece sees the first half of the block
     later group's     the mirror image sees all of it
 
-A *visit* is one kernel call, a piece of queries over a piece of keys: a kernel's workspace is bounded by the tile,
-however long the sequence. A hop of K/V hides behind the visits, as in ring.py; of K and V a device holds its own block,
-the one at hand and the one in flight.
+They are seen in visits (visits.py): kernel calls of a piece of queries over some pieces of keys, so that a kernel's
+workspace does not grow with the sequence. A hop of K/V hides behind the visits, as in ring.py; of K and V a device
+holds its own block, the one at hand and the one in flight.
 
 In the backward dK/dV travel with their block, and what travels is the sum over all tiles so far: the home block's
-accumulator itself, so that there is no second array of its size. It hops piece by piece in place, after the visits and
-not beside them: the time is small beside that of the visits of a long sequence, and the array in float32 is not.
+accumulator itself, so that there is no second array of its size. It hops piece by piece in place, before the visits and
+not beside them: the time is small beside that of a long sequence's visits, and a second array in float32 is not.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention.api import choose, repeat_heads
 from jaxlc.attention.contract import AttentionSpec, Kernel
-from jaxlc.attention.visits import Group, Rows, piece_at, with_piece
+from jaxlc.attention.visits import Group, Rows, segments_of_groups
 from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported, UserError
@@ -46,10 +47,20 @@ from jaxlc.sharding.mesh import Ranks, split_context
 
 
 def make_tiled(
-    config: AttentionConfig, mesh: Mesh, *, tiles: int, num_kv_heads: int, scale: float | None = None
+    config: AttentionConfig,
+    mesh: Mesh,
+    *,
+    tiles: int,
+    num_kv_heads: int,
+    scale: float | None = None,
+    keys_per_visit: int = 16_384,
 ) -> "TiledAttention":
     """Causal attention by tiles, for a sequence split on the mesh in zigzag order.
 
+    Args:
+      tiles: n. On a GPU, few enough for pieces of 8,192 tokens or more: what a visit found is merged in float32, and of
+        shorter pieces that takes a tenth of the time.
+      keys_per_visit: tokens of keys that one kernel call may see, if a piece is not longer.
     Raises:
       Unsupported: strategy all_gather, a window, or key/value heads that do not split over the ranks that exchange.
     """
@@ -75,6 +86,7 @@ def make_tiled(
         num_kv_heads=num_kv_heads,
         kv_heads_stored=kv_heads_stored,
         scale=scale,
+        keys_per_visit=keys_per_visit,
     )
 
 
@@ -97,8 +109,8 @@ def layout_of(x_nBt: jax.Array, context: int) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class TiledAttention:
-    """See the head of the file. Its own dimensions: J pieces of a block, P of a tile, C = 2 for K and V, s a piece's
-    tokens."""
+    """See the head of the file. Its own dimensions: P pieces of a tile; C = 2 for K and V; S all tokens, block by
+    block, and s a block's."""
 
     config: AttentionConfig
     split_mesh: Mesh  # the devices, context cut into outer and inner
@@ -108,33 +120,35 @@ class TiledAttention:
     num_kv_heads: int
     kv_heads_stored: int  # repeated where there are fewer than tensor ranks
     scale: float | None
+    keys_per_visit: int  # tokens
 
     def empty(self, batch: int, num_tokens: int, head_dim: int, dtype) -> jax.Array:
-        """Zeros, where K and V go: kv_JCBsKH, J over all groups and s tokens of a piece.
+        """Zeros where K and V go: kv_CBSKH.
 
         Raises:
           UserError: the tokens do not split into pieces.
         """
-        num_pieces = 2 * self.outer.size * self.inner.size * self.tiles
-        if num_tokens % num_pieces:
+        context = self.outer.size * self.inner.size
+        if num_tokens % (2 * context * self.tiles):
             raise UserError(
-                f"{num_tokens} tokens do not split into 2 x {self.outer.size * self.inner.size} x {self.tiles} equal"
-                f" pieces, of context ranks and tiles; use a multiple of {num_pieces}"
+                f"{num_tokens} tokens do not split into {self.tiles} tiles of 2 x {context} equal pieces;"
+                f" use a multiple of {2 * context * self.tiles}"
             )
-        shape = num_pieces, 2, batch, num_tokens // num_pieces, self.kv_heads_stored, head_dim
-        return lax.with_sharding_constraint(jnp.zeros(shape, dtype), NamedSharding(self.split_mesh, self._blocks))
+        zeros_CBSKH = jnp.zeros((2, batch, num_tokens, self.kv_heads_stored, head_dim), dtype)
+        return lax.with_sharding_constraint(zeros_CBSKH, NamedSharding(self.split_mesh, self._blocks))
 
     def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array:
         """kv with the keys and values of a tile in their places."""
 
-        def local(kv_JCbsKH, k_btKH, v_btKH, tile):
+        def local(kv_CbskH, k_btkH, v_btkH, tile):
             group = self._group(tile)
-            pieces_PCbsKH = group.pieces_of(jnp.stack([k_btKH, v_btKH]), tokens_dim=2)
+            pieces_PCbtkH = group.pieces_of(jnp.stack([k_btkH, v_btkH]), tokens_dim=2)
 
-            def put_piece(piece, kv_JCbsKH):
-                return with_piece(kv_JCbsKH, piece_at(pieces_PCbsKH, piece), group.place(piece))
+            def put_piece(kv_CbskH, operands):
+                piece, piece_CbtkH = operands
+                return group.with_keys(kv_CbskH, piece_CbtkH, group.place_of(piece)), None
 
-            return lax.fori_loop(0, len(pieces_PCbsKH), put_piece, kv_JCbsKH)
+            return lax.scan(put_piece, kv_CbskH, (jnp.arange(group.num_pieces), pieces_PCbtkH))[0]
 
         k_BtKH, v_BtKH = (repeat_heads(x, self.split_mesh.shape[TENSOR]) for x in (k_BtKH, v_BtKH))
         split = self._split(local, (self._blocks, self._heads, self._heads, _WHOLE), self._blocks)
@@ -143,11 +157,12 @@ class TiledAttention:
     def take(self, dkv: jax.Array, tile) -> tuple[jax.Array, jax.Array]:
         """(dk_BtKH, dv_BtKH), float32: the gradients of the keys and values that `put` put there."""
 
-        def local(dkv_JCbsKH, tile):
+        def local(dkv_CbskH, tile):
             group = self._group(tile)
-            pieces_PCbsKH = dkv_JCbsKH[group.place(jnp.arange(2 * self.inner.size))]
-            dk_btKH, dv_btKH = group.tokens_of(pieces_PCbsKH, tokens_dim=2)
-            return dk_btKH, dv_btKH
+            places_P = group.place_of(jnp.arange(group.num_pieces))
+            pieces_PCbtkH = lax.map(lambda place: group.keys_at(dkv_CbskH, place), places_P)
+            dk_btkH, dv_btkH = group.tokens_of(pieces_PCbtkH, tokens_dim=2)
+            return dk_btkH, dv_btkH
 
         dk_BtKH, dv_BtKH = self._split(local, (self._blocks, _WHOLE), (self._heads, self._heads))(dkv, tile)
         return self._sum_repeated(dk_BtKH), self._sum_repeated(dv_BtKH)
@@ -160,13 +175,13 @@ class TiledAttention:
         Returns:
           out_BtNH in q's dtype, lse_BNt float32.
         """
-        kernel = self._kernel(q_BtNH, segments_BT)
+        group_of = self._group_with_kernel(q_BtNH, segments_BT)
 
-        def local(q_btNH, kv, tile, segments_bt):
-            group = self._group(tile, kernel, segments_bt)
-            out_PbsNH, lse_PbNs = group.forward(group.pieces_of(q_btNH), kv)
-            lse_btN = group.tokens_of(lse_PbNs.swapaxes(2, 3))
-            return group.tokens_of(out_PbsNH.astype(q_btNH.dtype)), lse_btN.swapaxes(1, 2)
+        def local(q_btnH, kv_CbskH, tile, segments_bt):
+            group = group_of(tile, segments_bt)
+            out_PbtnH, lse_Pbnt = group.forward(group.pieces_of(q_btnH), kv_CbskH)
+            lse_btn = group.tokens_of(lse_Pbnt.swapaxes(2, 3))
+            return group.tokens_of(out_PbtnH.astype(q_btnH.dtype)), lse_btn.swapaxes(1, 2)
 
         split = self._split(local, (self._heads, self._blocks, _WHOLE, self._tokens), (self._heads, self._rows))
         return split(q_BtNH, kv, tile, segments_BT)
@@ -182,36 +197,50 @@ class TiledAttention:
         dout_BtNH: jax.Array,
         segments_BT,
     ) -> tuple[jax.Array, jax.Array]:
-        """The gradient of `forward`'s out.
+        """The gradients of `forward`'s out.
 
         Returns:
           dq_BtNH in q's dtype, and dkv with this tile's share added.
         """
-        kernel = self._kernel(q_BtNH, segments_BT)
+        group_of = self._group_with_kernel(q_BtNH, segments_BT)
 
-        def local(q_btNH, kv, dkv, tile, out_btNH, lse_bNt, dout_btNH, segments_bt):
-            group = self._group(tile, kernel, segments_bt)
-            q, out, lse_PbsN, dout = map(group.pieces_of, (q_btNH, out_btNH, lse_bNt.swapaxes(1, 2), dout_btNH))
-            rows = Rows(q, out, lse_PbsN.swapaxes(2, 3), dout)
-            dq_PbsNH, dkv = group.backward(rows, kv, dkv)
-            return group.tokens_of(dq_PbsNH.astype(q_btNH.dtype)), dkv
+        def local(q_btnH, kv_CbskH, dkv_CbskH, tile, out_btnH, lse_bnt, dout_btnH, segments_bt):
+            group = group_of(tile, segments_bt)
+            q, out, lse_Pbtn, dout = map(group.pieces_of, (q_btnH, out_btnH, lse_bnt.swapaxes(1, 2), dout_btnH))
+            dq_PbtnH, dkv_CbskH = group.backward(Rows(q, out, lse_Pbtn.swapaxes(2, 3), dout), kv_CbskH, dkv_CbskH)
+            return group.tokens_of(dq_PbtnH.astype(q_btnH.dtype)), dkv_CbskH
 
         heads, blocks = self._heads, self._blocks
         in_specs = (heads, blocks, blocks, _WHOLE, heads, self._rows, heads, self._tokens)
         split = self._split(local, in_specs, (heads, blocks))
         return split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, segments_BT)
 
-    def _group(self, tile, kernel: Kernel | None = None, segments_bt: jax.Array | None = None) -> Group:
-        spec = AttentionSpec(
-            scale=self.scale,
-            query_block_tokens=self.config.query_block_tokens,
-            key_block_tokens=self.config.key_block_tokens,
+    def _group_with_kernel(self, q_BtNH: jax.Array, segments_BT) -> Callable:
+        """(tile, segments_bt) -> Group, inside `shard_map`."""
+        head_dim, packed = q_BtNH.shape[-1], segments_BT is not None
+        kernel = choose(self.config, self.split_mesh, head_dim=head_dim, dtype=q_BtNH.dtype, packed=packed).kernel
+        piece_tokens = q_BtNH.shape[1] // (2 * self.outer.size * self.inner.size)
+        half_a_block = self.inner.size * self.tiles
+        fitting = (
+            n for n in range(1, half_a_block + 1) if half_a_block % n == 0 and n * piece_tokens <= self.keys_per_visit
         )
-        return Group.here(kernel, spec, self.outer, self.inner, self.tiles, tile, segments_bt)
+        return functools.partial(self._group, kernel=kernel, places_per_visit=max(fitting, default=1))
 
-    def _kernel(self, q_BtNH: jax.Array, segments_BT) -> Kernel:
-        packed = segments_BT is not None
-        return choose(self.config, self.split_mesh, head_dim=q_BtNH.shape[-1], dtype=q_BtNH.dtype, packed=packed).kernel
+    def _group(self, tile, segments_bt=None, kernel: Kernel | None = None, places_per_visit: int = 1) -> Group:
+        return Group(
+            kernel=kernel,
+            spec=AttentionSpec(
+                scale=self.scale,
+                query_block_tokens=self.config.query_block_tokens,
+                key_block_tokens=self.config.key_block_tokens,
+            ),
+            outer=self.outer,
+            inner=self.inner,
+            tiles=self.tiles,
+            places_per_visit=places_per_visit,
+            tile=tile,
+            segments_Obs=None if segments_bt is None else segments_of_groups(segments_bt, self.outer, self.inner),
+        )
 
     def _sum_repeated(self, x_BtKH: jax.Array) -> jax.Array:
         batch, tile_tokens, stored, head_dim = x_BtKH.shape
@@ -236,7 +265,7 @@ class TiledAttention:
 
     @property
     def _blocks(self) -> PartitionSpec:
-        return PartitionSpec(self.outer.axis, None, BATCH_AXES, None, (TENSOR, self.inner.axis), None)
+        return PartitionSpec(None, BATCH_AXES, self.outer.axis, (TENSOR, self.inner.axis), None)
 
     def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
         # check_vma: see api.make.

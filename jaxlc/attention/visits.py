@@ -1,8 +1,13 @@
 """The engine of tiled.py, inside `shard_map`: a tile's queries visit the keys of their own block and of all others.
 
-Dimensions of its own: P pieces of a tile, of which piece 2 i is of rank i's chunk lo and 2 i + 1 of its hi; J pieces of
-a group's block, in natural order; O groups; t tokens of a piece of queries, s of keys; C = 2 for K and V, which are one
-array, so that a hop is one permute.
+A block is cut into J places of one piece each. A visit is one kernel call, a piece of queries over the keys of one
+place, or of m = `places_per_visit`: the more keys it sees, the less it costs to merge what it found. Of their own block
+the tile's two pieces of a rank see p and J-1-p places whole. That makes J/m-1 visits of m places and m-1 of one for
+every p, since the two remainders of a division by m add up to m-1.
+
+Dimensions of its own: P pieces of a tile, of which piece 2 i is of rank i's chunk lo and 2 i + 1 of its hi; C = 2 for K
+and V, which are one array, so that a hop is one permute; O groups; t tokens of a piece, s of a block, v of a visit's
+keys.
 """
 
 from collections.abc import Callable
@@ -16,195 +21,240 @@ from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
 from jaxlc.attention.merge import merge
 from jaxlc.sharding.mesh import Ranks
 
+_TOKENS = 2  # the dimension of a block [C, b, s, k, H] that counts tokens
+
 
 class Rows(NamedTuple):
     """What the backward knows of a tile's queries; out and lse over all keys."""
 
-    q_PbtNH: jax.Array
-    out_PbtNH: jax.Array
-    lse_PbNt: jax.Array
-    dout_PbtNH: jax.Array
+    q_PbtnH: jax.Array
+    out_PbtnH: jax.Array
+    lse_Pbnt: jax.Array
+    dout_PbtnH: jax.Array
+
+
+class Visit(NamedTuple):
+    """A piece of the tile and the places of a block whose keys it looks at."""
+
+    piece: jax.Array
+    place: jax.Array
+    num_places: int
+    hops: jax.Array | int  # how far the block has come
+    spec: AttentionSpec
 
 
 class Group(NamedTuple):
-    """One group of ranks and one tile: where its pieces are, and what they do."""
+    """One group of ranks and one tile: where its pieces stand, and whom they visit."""
 
     kernel: Kernel | None  # None: to move pieces only
-    spec: AttentionSpec  # causal
-    outer: Ranks
-    inner: Ranks
+    spec: AttentionSpec  # causal, as on the diagonal
+    outer: Ranks  # the ring of groups
+    inner: Ranks  # a group
     tiles: int
-    tile: jax.Array
-    segments_OJbs: jax.Array | None
+    places_per_visit: int  # places; divides half a block
+    tile: jax.Array | int
+    segments_Obs: jax.Array | None  # segment ids of every group's block
 
-    @classmethod
-    def here(cls, kernel, spec, outer: Ranks, inner: Ranks, tiles: int, tile, segments_bt) -> "Group":
-        """The group of the rank that runs this."""
-        segments_OJbs = None if segments_bt is None else _segments_of_groups(segments_bt, outer, inner, tiles)
-        return cls(kernel, spec, outer, inner, tiles, tile, segments_OJbs)
+    @property
+    def num_pieces(self) -> int:
+        """P"""
+        return 2 * self.inner.size
 
     @property
     def num_places(self) -> int:
         """J"""
-        return 2 * self.inner.size * self.tiles
+        return self.num_pieces * self.tiles
 
-    def place(self, piece):
-        """Where a piece of the tile stands in the block."""
+    def place_of(self, piece):
+        """Where a piece of the tile stands in its block: hi pieces are the mirror image of lo pieces."""
         place = piece // 2 * self.tiles + self.tile
         return jnp.where(piece % 2 == 0, place, self.num_places - 1 - place)
 
-    def pieces_of(self, x_btNH: jax.Array, tokens_dim: int = 1) -> jax.Array:
-        """A rank's tokens of the tile, [..., t, N, ...], to its group's pieces, [P, ..., t, N / ranks, ...]."""
+    def pieces_of(self, x_btnH: jax.Array, tokens_dim: int = 1) -> jax.Array:
+        """A rank's tokens of the tile, [..., t, n, ...], to its group's pieces, [P, ..., t, n / ranks, ...]."""
         if self.inner.size > 1:
             heads_dim = tokens_dim + 1
-            x_btNH = lax.all_to_all(x_btNH, self.inner.axis, split_axis=heads_dim, concat_axis=tokens_dim, tiled=True)
-        before, after = x_btNH.shape[:tokens_dim], x_btNH.shape[tokens_dim + 1 :]
-        return jnp.moveaxis(x_btNH.reshape(*before, 2 * self.inner.size, -1, *after), tokens_dim, 0)
+            x_btnH = lax.all_to_all(x_btnH, self.inner.axis, split_axis=heads_dim, concat_axis=tokens_dim, tiled=True)
+        before, after = x_btnH.shape[:tokens_dim], x_btnH.shape[tokens_dim + 1 :]
+        return jnp.moveaxis(x_btnH.reshape(*before, self.num_pieces, -1, *after), tokens_dim, 0)
 
-    def tokens_of(self, x_PbsNH: jax.Array, tokens_dim: int = 1) -> jax.Array:
+    def tokens_of(self, x_PbtnH: jax.Array, tokens_dim: int = 1) -> jax.Array:
         """The inverse of `pieces_of`."""
-        x_bPsNH = jnp.moveaxis(x_PbsNH, 0, tokens_dim)
-        x_bTNH = x_bPsNH.reshape(*x_bPsNH.shape[:tokens_dim], -1, *x_bPsNH.shape[tokens_dim + 2 :])
+        x_bPtnH = jnp.moveaxis(x_PbtnH, 0, tokens_dim)
+        x_btnH = x_bPtnH.reshape(*x_bPtnH.shape[:tokens_dim], -1, *x_bPtnH.shape[tokens_dim + 2 :])
         if self.inner.size == 1:
-            return x_bTNH
+            return x_btnH
         heads_dim = tokens_dim + 1
-        return lax.all_to_all(x_bTNH, self.inner.axis, split_axis=tokens_dim, concat_axis=heads_dim, tiled=True)
+        return lax.all_to_all(x_btnH, self.inner.axis, split_axis=tokens_dim, concat_axis=heads_dim, tiled=True)
 
-    def forward(self, q_PbtNH: jax.Array, kv_JCbsKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(out_PbtNH, lse_PbNt), float32, over the keys of all groups."""
-        block = self._send(kv_JCbsKH)  # while the group's own block is visited
-        results = lax.map(
-            lambda piece: self._attend(0, piece_at(q_PbtNH, piece), piece, kv_JCbsKH, self.place(piece), self.spec),
-            jnp.arange(len(q_PbtNH)),
-        )
-        results = self._forward_visits(0, q_PbtNH, kv_JCbsKH, results)
+    def keys_at(self, block_CbskH: jax.Array, place, num_places: int = 1) -> jax.Array:
+        tokens = block_CbskH.shape[_TOKENS] // self.num_places
+        return lax.dynamic_slice_in_dim(block_CbskH, place * tokens, num_places * tokens, _TOKENS)
+
+    def with_keys(self, block_CbskH: jax.Array, keys_CbvkH: jax.Array, place) -> jax.Array:
+        tokens = block_CbskH.shape[_TOKENS] // self.num_places
+        return lax.dynamic_update_slice_in_dim(block_CbskH, keys_CbvkH, place * tokens, _TOKENS)
+
+    def forward(self, q_PbtnH: jax.Array, kv_CbskH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(out_PbtnH, lse_Pbnt), float32, over the keys of all groups."""
+        block = self._send(kv_CbskH, after=q_PbtnH)  # while the group's own block is visited
+
+        def attend(visit: Visit, block_CbskH):
+            k_bvkH, v_bvkH = self.keys_at(block_CbskH, visit.place, visit.num_places)
+            return self.kernel.forward(_at(q_PbtnH, visit.piece), k_bvkH, v_bvkH, self._masks(visit), visit.spec)
+
+        def attend_more(visit: Visit, block_CbskH, results):
+            found = merge(*(_at(x, visit.piece) for x in results), *attend(visit, block_CbskH))
+            return tuple(_with(x, one, visit.piece) for x, one in zip(results, found, strict=True))
+
+        results = lax.map(lambda piece: attend(self._diagonal(piece), kv_CbskH), jnp.arange(self.num_pieces))
+        results = self._own_visits(lambda visit, carry: attend_more(visit, kv_CbskH, carry), results)
         if self.outer.size == 1:
             return results
 
-        def hop(step, carry):
+        def visit_block(hops, block, results):
+            return self._visits(hops, lambda visit, carry: attend_more(visit, block, carry), results)
+
+        def hop(hops, carry):
             block, results = carry
             in_flight = self._send(block)
-            return lax.optimization_barrier((in_flight, self._forward_visits(step, q_PbtNH, block, results)))
+            return lax.optimization_barrier((in_flight, visit_block(hops, block, results)))
 
         carry = lax.optimization_barrier((block, results))
         block, results = lax.fori_loop(1, self.outer.size - 1, hop, carry)
-        return self._forward_visits(self.outer.size - 1, q_PbtNH, block, results)
+        return visit_block(self.outer.size - 1, block, results)
 
-    def backward(self, rows: Rows, kv_JCbsKH: jax.Array, dkv_JCbsKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(dq_PbtNH float32, dkv_JCbsKH with the shares of these queries added on every group)."""
-        block = self._send(kv_JCbsKH)
+    def backward(self, rows: Rows, kv_CbskH: jax.Array, dkv_CbskH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(dq_PbtnH float32, dkv_CbskH with what these queries add to it in every group)."""
+        block = self._send(kv_CbskH, after=rows)
 
-        def diagonal(dkv_JCbsKH, piece):
-            dq_btNH, dkv_JCbsKH = self._gradients(0, rows, piece, kv_JCbsKH, dkv_JCbsKH, self.place(piece), self.spec)
-            return dkv_JCbsKH, dq_btNH
+        def share(visit: Visit, block_CbskH, dblock_CbskH):
+            """dq_btnH, and dblock with this visit's dk and dv added."""
+            k_bvkH, v_bvkH = self.keys_at(block_CbskH, visit.place, visit.num_places)
+            q, *results = (_at(x, visit.piece) for x in rows)
+            masks, no_dlse = self._masks(visit), jnp.zeros_like(_at(rows.lse_Pbnt, visit.piece))
+            dq, dk, dv = self.kernel.backward(q, k_bvkH, v_bvkH, masks, visit.spec, *results, no_dlse)
+            total_CbvkH = self.keys_at(dblock_CbskH, visit.place, visit.num_places) + jnp.stack([dk, dv])
+            return dq, self.with_keys(dblock_CbskH, total_CbvkH, visit.place)
 
-        dkv_JCbsKH, dq_PbtNH = lax.scan(diagonal, dkv_JCbsKH, jnp.arange(len(rows.q_PbtNH)))
-        gradients = self._backward_visits(0, rows, kv_JCbsKH, (dq_PbtNH, dkv_JCbsKH))
+        def add_share(visit: Visit, block_CbskH, gradients):
+            dq_PbtnH, dblock_CbskH = gradients
+            dq_btnH, dblock_CbskH = share(visit, block_CbskH, dblock_CbskH)
+            return _with(dq_PbtnH, _at(dq_PbtnH, visit.piece) + dq_btnH, visit.piece), dblock_CbskH
+
+        def diagonal(dkv_CbskH, piece):
+            return share(self._diagonal(piece), kv_CbskH, dkv_CbskH)[::-1]
+
+        dkv_CbskH, dq_PbtnH = lax.scan(diagonal, dkv_CbskH, jnp.arange(self.num_pieces))
+        gradients = self._own_visits(lambda visit, carry: add_share(visit, kv_CbskH, carry), (dq_PbtnH, dkv_CbskH))
         if self.outer.size == 1:
             return gradients
 
-        def hop(step, carry):
-            block, (dq_PbtNH, dkv_JCbsKH) = carry
-            in_flight = self._send(block)
-            gradients = dq_PbtNH, self._send_in_place(dkv_JCbsKH)
-            return lax.optimization_barrier((in_flight, self._backward_visits(step, rows, block, gradients)))
+        def visit_block(hops, block, gradients):
+            return self._visits(hops, lambda visit, carry: add_share(visit, block, carry), gradients)
+
+        def hop(hops, carry):
+            block, (dq_PbtnH, dblock_CbskH) = carry
+            dblock_CbskH = self._send_in_place(dblock_CbskH)
+            in_flight = self._send(block, after=dblock_CbskH)
+            return lax.optimization_barrier((in_flight, visit_block(hops, block, (dq_PbtnH, dblock_CbskH))))
 
         carry = lax.optimization_barrier((block, gradients))
-        block, gradients = lax.fori_loop(1, self.outer.size - 1, hop, carry)
-        dq_PbtNH, dkv_JCbsKH = gradients
-        gradients = dq_PbtNH, self._send_in_place(dkv_JCbsKH)
-        dq_PbtNH, dkv_JCbsKH = self._backward_visits(self.outer.size - 1, rows, block, gradients)
-        return dq_PbtNH, self._send_in_place(dkv_JCbsKH)  # home
+        block, (dq_PbtnH, dblock_CbskH) = lax.fori_loop(1, self.outer.size - 1, hop, carry)
+        gradients = dq_PbtnH, self._send_in_place(dblock_CbskH)
+        dq_PbtnH, dblock_CbskH = visit_block(self.outer.size - 1, block, gradients)
+        return dq_PbtnH, self._send_in_place(dblock_CbskH)  # home
 
-    def _forward_visits(self, step, q_PbtNH, block_JCbsKH, results):
-        """`results` with the keys of the block merged in that has come `step` hops."""
-        spec = _not_causal(self.spec)
+    def _diagonal(self, piece) -> Visit:
+        """A piece and itself."""
+        return Visit(piece, self.place_of(piece), 1, 0, self.spec)
 
-        def visit(piece, place, results):
-            found = self._attend(step, piece_at(q_PbtNH, piece), piece, block_JCbsKH, place, spec)
-            out_PbtNH, lse_PbNt = results
-            out_btNH, lse_bNt = merge(piece_at(out_PbtNH, piece), piece_at(lse_PbNt, piece), *found)
-            return with_piece(out_PbtNH, out_btNH, piece), with_piece(lse_PbNt, lse_bNt, piece)
+    def _own_visits(self, visit: Callable, carry):
+        """All that the tile sees whole of its own block."""
+        many, spec = self.places_per_visit, _not_causal(self.spec)
 
-        return self._visits(step, visit, results)
+        def visit_many(piece, number, carry):
+            return visit(Visit(piece, number * many, many, 0, spec), carry)
 
-    def _backward_visits(self, step, rows: Rows, block_JCbsKH, gradients):
-        spec = _not_causal(self.spec)
+        def visit_one(piece, number, carry):
+            first_left = self.place_of(piece) // many * many
+            return visit(Visit(piece, first_left + number, 1, 0, spec), carry)
 
-        def visit(piece, place, gradients):
-            dq_PbtNH, dblock_JCbsKH = gradients
-            dq_btNH, dblock_JCbsKH = self._gradients(step, rows, piece, block_JCbsKH, dblock_JCbsKH, place, spec)
-            return with_piece(dq_PbtNH, piece_at(dq_PbtNH, piece) + dq_btNH, piece), dblock_JCbsKH
+        carry = self._each(lambda rank: self.place_of(2 * rank) // many, self.num_places // many - 1, visit_many, carry)
+        return self._each(lambda rank: self.place_of(2 * rank) % many, many - 1, visit_one, carry)
 
-        return self._visits(step, visit, gradients)
+    def _visits(self, hops, visit: Callable, carry):
+        """All that the tile sees of the block that has come `hops` groups: of an earlier group's block every piece sees
+        the first half; of a later group's, hi pieces see everything. `where` tells which, as in ring.py."""
+        many, spec = self.places_per_visit, _not_causal(self.spec)
+        all_visits = self.num_places // many
+        seen_by_lo = jnp.where(lax.axis_index(self.outer.axis) >= hops, all_visits // 2, 0)
 
-    def _visits(self, step, visit: Callable, carry):
-        """`carry = visit(piece, place, carry)` for every piece of the tile and every place of the block that it sees
-        whole: first of lo and its mirror image of rank 0, then of rank 1, ... As many whatever rank, tile and block."""
-        is_own = isinstance(step, int) and step == 0
-        per_pair = self.num_places - 1 if is_own else self.num_places
-        is_earlier = lax.axis_index(self.outer.axis) >= step
+        def visit_many(piece, number, carry):
+            return visit(Visit(piece, number * many, many, hops, spec), carry)
 
-        def one(number, carry):
-            rank, number = number // per_pair, number % per_pair
-            seen_by_lo = self.place(2 * rank) if is_own else jnp.where(is_earlier, self.num_places // 2, 0)
-            is_hi = number >= seen_by_lo
-            place = jnp.where(is_hi, number - seen_by_lo, number)
-            return visit(2 * rank + is_hi, place, carry)
+        return self._each(lambda rank: seen_by_lo, all_visits, visit_many, carry)
 
-        return lax.fori_loop(0, self.inner.size * per_pair, one, carry)
+    def _each(self, visits_of_lo: Callable, visits_of_pair: int, visit: Callable, carry):
+        """`carry = visit(piece, number, carry)`, rank by rank of the group: first its lo piece, numbers from 0 up to
+        `visits_of_lo(rank)`, then its hi piece, from 0 until the pair has made `visits_of_pair`."""
 
-    def _attend(self, step, q_btNH, piece, block_JCbsKH, place, spec: AttentionSpec):
-        """(out_btNH, lse_bNt) of one visit."""
-        k_bsKH, v_bsKH = piece_at(block_JCbsKH, place)
-        return self.kernel.forward(q_btNH, k_bsKH, v_bsKH, self._masks(step, piece, place), spec)
+        def step(index, carry):
+            rank, number = index // visits_of_pair, index % visits_of_pair
+            of_lo = visits_of_lo(rank)
+            is_hi = number >= of_lo
+            return visit(2 * rank + is_hi, jnp.where(is_hi, number - of_lo, number), carry)
 
-    def _gradients(self, step, rows: Rows, piece, block_JCbsKH, dblock_JCbsKH, place, spec: AttentionSpec):
-        """dq_btNH of one visit, and dblock with its dk and dv added."""
-        k_bsKH, v_bsKH = piece_at(block_JCbsKH, place)
-        q, out, lse, dout = (piece_at(x, piece) for x in rows)
-        masks, dlse = self._masks(step, piece, place), jnp.zeros_like(lse)
-        dq, dk, dv = self.kernel.backward(q, k_bsKH, v_bsKH, masks, spec, out, lse, dout, dlse)
-        return dq, with_piece(dblock_JCbsKH, piece_at(dblock_JCbsKH, place) + jnp.stack([dk, dv]), place)
+        return lax.fori_loop(0, self.inner.size * visits_of_pair, step, carry)
 
-    def _masks(self, step, piece, place) -> Masks:
-        if self.segments_OJbs is None:
+    def _masks(self, visit: Visit) -> Masks:
+        if self.segments_Obs is None:
             return Masks(None, None, None, None)
         group = lax.axis_index(self.outer.axis)
-        source = (group - step) % self.outer.size
-        return Masks(None, None, self.segments_OJbs[group, self.place(piece)], self.segments_OJbs[source, place])
+        source = (group - visit.hops) % self.outer.size
+        tokens = self.segments_Obs.shape[2] // self.num_places
+        own_bs, theirs_bs = _at(self.segments_Obs, group), _at(self.segments_Obs, source)
+        q_segments_bt = lax.dynamic_slice_in_dim(own_bs, self.place_of(visit.piece) * tokens, tokens, 1)
+        k_segments_bv = lax.dynamic_slice_in_dim(theirs_bs, visit.place * tokens, visit.num_places * tokens, 1)
+        return Masks(None, None, q_segments_bt, k_segments_bv)
 
-    def _send(self, x: jax.Array) -> jax.Array:
-        if self.outer.size == 1:
-            return x
+    def _send(self, x: jax.Array, after=None) -> jax.Array:
+        """x of the group before. It starts when `after` is there: transfers wait for each other, and one that hides
+        behind the visits must not keep one waiting that the visits wait for."""
         size = self.outer.size
+        if size == 1:
+            return x
+        if after is not None:
+            x, _ = lax.optimization_barrier((x, after))
         return lax.ppermute(x, self.outer.axis, [(group, (group + 1) % size) for group in range(size)])
 
-    def _send_in_place(self, x_JCbsKH: jax.Array) -> jax.Array:
-        """`_send` with one piece in flight, not the whole."""
-        return lax.fori_loop(
-            0, len(x_JCbsKH), lambda place, x: with_piece(x, self._send(piece_at(x, place)), place), x_JCbsKH
-        )
+    def _send_in_place(self, block_CbskH: jax.Array) -> jax.Array:
+        """`_send` with one place in flight, not the whole."""
+
+        def send_place(place, block_CbskH):
+            return self.with_keys(block_CbskH, self._send(self.keys_at(block_CbskH, place)), place)
+
+        return lax.fori_loop(0, self.num_places, send_place, block_CbskH)
 
 
-def piece_at(x_P: jax.Array, at) -> jax.Array:
-    return lax.dynamic_index_in_dim(x_P, at, keepdims=False)
-
-
-def with_piece(x_P: jax.Array, piece: jax.Array, at) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(x_P, piece, at, 0)
+def segments_of_groups(segments_bt: jax.Array, outer: Ranks, inner: Ranks) -> jax.Array:
+    """segments_Obs, from each rank's in layout order: a few bytes a token, gathered instead of exchanged and sent."""
+    segments_Rbt = lax.all_gather(segments_bt, (outer.axis, inner.axis))
+    batch, rank_tokens = segments_bt.shape
+    chunks_OIb2c = segments_Rbt.reshape(outer.size, inner.size, batch, 2, rank_tokens // 2)
+    lo_OIbc, hi_OIbc = chunks_OIb2c[:, :, :, 0], chunks_OIb2c[:, ::-1, :, 1]  # hi chunks run from the last rank down
+    runs_OIbc = jnp.concatenate([lo_OIbc, hi_OIbc], axis=1)
+    return runs_OIbc.swapaxes(1, 2).reshape(outer.size, batch, inner.size * rank_tokens)
 
 
 def _not_causal(spec: AttentionSpec) -> AttentionSpec:
-    """Of what is visible at all outside the diagonal, everything is visible."""
+    """Off the diagonal, what is visible at all is visible whole."""
     return AttentionSpec(**{**vars(spec), "causal": False})
 
 
-def _segments_of_groups(segments_bt: jax.Array, outer: Ranks, inner: Ranks, tiles: int) -> jax.Array:
-    """Segment ids of every group's block, [O, J, b, s]: a few bytes a token, gathered instead of exchanged and sent."""
-    segments_Rbt = lax.all_gather(segments_bt, (outer.axis, inner.axis))
-    batch = segments_bt.shape[0]
-    chunks_OIb2ns = segments_Rbt.reshape(outer.size, inner.size, batch, 2, tiles, -1)
-    lo_OIbns, hi_OIbns = chunks_OIb2ns[:, :, :, 0], chunks_OIb2ns[:, ::-1, :, 1]  # hi chunks run from the last rank
-    runs = (jnp.swapaxes(x, 2, 3).reshape(outer.size, inner.size * tiles, batch, -1) for x in (lo_OIbns, hi_OIbns))
-    return jnp.concatenate(list(runs), axis=1)
+def _at(x_P: jax.Array, piece) -> jax.Array:
+    return lax.dynamic_index_in_dim(x_P, piece, keepdims=False)
+
+
+def _with(x_P: jax.Array, x: jax.Array, piece) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(x_P, x, piece, 0)
