@@ -1,6 +1,7 @@
 """AdamW and its learning-rate schedules, from optax."""
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxlc.config import OptimizerConfig
@@ -32,11 +33,15 @@ def updates_made(opt_state: optax.OptState) -> jax.Array:
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
-def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> optax.GradientTransformationExtraArgs:
     """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019).
 
+    `update` is told the norm, as `grad_norm`: then it can be given a part of the parameters at a time, with that part's
+    gradients and moments.
+
     Args:
-      dims: the parameters' tree with each one's dimension names; weight decay leaves norm scales alone.
+      dims: the parameters' tree, or a part of it, with each one's dimension names; weight decay leaves norm scales
+        alone.
     """
     is_matrix = jax.tree.map(lambda names: "norm" not in names, dims, is_leaf=lambda x: isinstance(x, tuple))
     adamw = optax.adamw(
@@ -47,4 +52,17 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> o
         weight_decay=config.weight_decay,
         mask=is_matrix,
     )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
+    if not config.clip_norm:
+        return optax.with_extra_args_support(adamw)
+    return optax.chain(_clip_by_given_norm(config.clip_norm), adamw)
+
+
+def _clip_by_given_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
+    """As optax.clip_by_global_norm (Pascanu et al. 2013), of a norm that is given."""
+
+    def update(gradients, state, params=None, *, grad_norm: jax.Array, **_):
+        del params
+        is_small = grad_norm < clip_norm
+        return jax.tree.map(lambda g: jnp.where(is_small, g, g / grad_norm * clip_norm), gradients), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

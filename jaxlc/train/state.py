@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.config import Config
+from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import TENSOR
 from jaxlc.models import decoder
 from jaxlc.sharding import rules
+from jaxlc.train.precision import Scaling, first_scaling
+
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+PINNED_HOST = "pinned_host"  # HOST, as shardings and programs name it
 
 
 class TrainState(NamedTuple):
@@ -18,6 +22,7 @@ class TrainState(NamedTuple):
     params: dict  # float32 master weights
     opt_state: optax.OptState
     rng: jax.Array  # PRNG key data, uint32; a new one each step, for whatever in a model is random
+    scaling: Scaling = Scaling()  # what fp16 and fp8 keep from step to step
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -29,13 +34,58 @@ def make_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformati
     """The state of step 0, a pure function of config.train.seed, the same on every mesh up to vocabulary padding."""
     init_key, rng = jax.random.split(jax.random.key(config.train.seed))
     params = decoder.init(config.model, padded_vocab_size(config.model.vocab_size, mesh.shape[TENSOR]), init_key)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(rng))
+    scaling = first_scaling(config.precision, config.model)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(rng), scaling)
+
+
+def first_state(
+    config: Config, mesh: Mesh, optimizer: optax.GradientTransformation, abstract: TrainState
+) -> TrainState:
+    """`make_state` on the devices of `mesh`; one array after the other where some rest in host memory, so that the
+    device never holds more than one of them."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    kinds = {sharding.memory_kind for sharding in jax.tree.leaves(shardings)}
+    if PINNED_HOST not in kinds:
+        return jax.jit(lambda: make_state(config, mesh, optimizer), out_shardings=shardings)()
+
+    def make(index: int, sharding: NamedSharding) -> jax.Array:
+        make_one = jax.jit(lambda: jax.tree.leaves(make_state(config, mesh, optimizer))[index], out_shardings=sharding)
+        return jax.block_until_ready(make_one())
+
+    leaves, tree = jax.tree.flatten(shardings)
+    return tree.unflatten([make(index, sharding) for index, sharding in enumerate(leaves)])
+
+
+def memory_spaces(
+    config: MemoryConfig, mesh: Mesh, optimizer: optax.GradientTransformation, abstract: TrainState
+) -> TrainState:
+    """A `jax.memory.Space` for each array of the state: where it rests between steps, and within the step too."""
+    has_host = lacks_host_memory(mesh) is None
+    params = HOST if has_host and config.parameters == "host" else DEVICE
+    moments = HOST if has_host and config.optimizer == "host" else DEVICE
+    return jax.tree.map(lambda _: DEVICE, abstract)._replace(
+        params=jax.tree.map(lambda _: params, abstract.params),
+        opt_state=optax.tree_map_params(
+            optimizer, lambda _: moments, abstract.opt_state, transform_non_params=lambda _: DEVICE
+        ),
+    )
+
+
+def lacks_host_memory(mesh: Mesh) -> str | None:
+    """Why programs on the devices of `mesh` cannot use pinned host memory; None if they can.
+
+    On CPU, jax 0.10 has no implementation of the transfers ("annotate_device_placement"); 0.11.2 and 0.12 have.
+    """
+    if mesh.devices.flat[0].platform == "cpu" and jax.__version_info__ < (0, 11):
+        return f"jax {jax.__version__} cannot use host memory on CPU; 0.11 can"
+    return None
 
 
 def abstract_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformation, dims) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    Parameters lie as the rules say, optimizer moments as their parameter, everything else on every device.
+    Parameters lie as the rules say, optimizer moments as their parameter, everything else on every device. What
+    `memory_spaces` puts in host memory has shardings that say so, which devices that are not here leave out.
     """
     shapes = jax.eval_shape(lambda: make_state(config, mesh, optimizer))
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -44,14 +94,21 @@ def abstract_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransfor
         spec = rules.storage_spec(names, shape.shape, mesh)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
+    def resting(shape, space):
+        kind = PINNED_HOST if space is HOST else None
+        sharding = NamedSharding(mesh, shape.sharding.spec, memory_kind=kind)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
     def replicated(shape):
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=everywhere)
 
-    return TrainState(
+    abstract = TrainState(
         step=replicated(shapes.step),
         params=jax.tree.map(stored, shapes.params, dims),
         opt_state=optax.tree_map_params(
             optimizer, stored, shapes.opt_state, dims, transform_non_params=replicated
         ),
         rng=replicated(shapes.rng),
+        scaling=jax.tree.map(replicated, shapes.scaling),
     )
+    return jax.tree.map(resting, abstract, memory_spaces(config.memory, mesh, optimizer, abstract))
