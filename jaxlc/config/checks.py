@@ -59,6 +59,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         process_id=_FROM_0,
         heartbeat_seconds=_FROM_1,
         nvshmem_heap_bytes=_FROM_0,
+        unified_memory_fraction=_Range("0 or greater than 1", lambda x: x == 0 or x > 1),
     ),
     "train": dict(
         steps=_FROM_1,
@@ -180,6 +181,11 @@ def _runtime_problems(config: Config) -> Iterator[str]:
         yield (
             f"config.runtime.transport='peer' copies within one process, and num_processes={runtime.num_processes};"
             " use 'symmetric', 'nvshmem' or 'nccl'"
+        )
+    if runtime.unified_memory_fraction and not runtime.unified_memory:
+        yield (
+            f"config.runtime.unified_memory_fraction={runtime.unified_memory_fraction} is for unified memory, which is"
+            " off; use --config.runtime.unified_memory=True with it"
         )
     if runtime.nvshmem_heap_bytes and runtime.transport not in ("auto", "nvshmem"):
         yield (

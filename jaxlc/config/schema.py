@@ -125,6 +125,8 @@ class RuntimeConfig:
     transport: Literal["auto", "nccl", "nvshmem", "symmetric", "peer"] = "auto"  # of ring hops; named, never falls back
     transport_mismatch: Literal["error", "warn"] = "error"  # where the compiled step has another transport
     nvshmem_heap_bytes: int = 0  # on each GPU; holds all that NVSHMEM sends and receives. 0: its own 1 GiB
+    unified_memory: bool = False  # GPU arrays may lie in the host's memory; for Grace Hopper and Grace Blackwell
+    unified_memory_fraction: float = 0.0  # JAX's pool in GPU memories, more than 1. 0: 90% of the host's memory beside
     xla_preset: Literal["default", "overlap", "pipelined", "double_buffered", "uncombined", "no_graphs"] = (
         "overlap"  # compiler options for GPUs, docs/xla_flags.md
     )

@@ -5,6 +5,7 @@ The model: a kernel takes FLOPs / (peak x the share of it that its kind reaches)
 hop hidden?", whose answer is far from the border; it is no measurement.
 """
 
+import re
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -112,6 +113,17 @@ DEVICES = (
         network_bandwidth_bytes_per_second=50e9,  # as DGX H100
         host_bandwidth_bytes_per_second=63e9,  # PCIe 5.0 x16
     ),
+    # NVIDIA's datasheet of the GH200 Grace Hopper Superchip, with 96 GB of HBM3 and 480 GB of LPDDR5X.
+    Device(
+        name="gh200",
+        device_kind="NVIDIA GH200 480GB",  # so much has the CPU
+        bf16_flops_per_second=989.4e12,  # the compute die is the H100's [1]
+        memory_bytes=101_870_000_000,  # 94.88 GiB, as PyTorch says in github.com/Lightning-AI/litgpt/issues/1892
+        memory_bandwidth_bytes_per_second=4.0e12,
+        nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s, where there is a switch, as in the NVL32
+        network_bandwidth_bytes_per_second=50e9,  # a ConnectX-7 of 400 Gb/s a superchip
+        host_bandwidth_bytes_per_second=450e9,  # NVLink-C2C: 900 GB/s in both directions
+    ),
     Device(
         name="b200",
         device_kind="NVIDIA B200",
@@ -133,6 +145,12 @@ DEVICES = (
         host_bandwidth_bytes_per_second=225e9,  # NVLink-C2C: 900 GB/s in both directions of a Grace, for two GPUs
     ),
 )
+
+
+def is_coherent_with_host(device_kind: str) -> bool:
+    """Whether GPU and CPU see each other's memory over NVLink-C2C: the Grace superchips GH200, GB200 and GB300. All
+    others reach their host over PCIe. C2C moves 900 GB/s, half of it in each direction (NVIDIA's GH200 datasheet)."""
+    return re.search(r"\bG[HB]\d{3}\b", device_kind, re.IGNORECASE) is not None
 
 
 def find(device_kind: str) -> Device | None:

@@ -35,6 +35,7 @@ _CHIPS = {
     "a100": _Chip(8, 108, 64, 41_943_040, 1.41, 167_936),
     "h100": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),
     "h200": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),
+    "gh200": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),  # taken to be the H100's
     "b200": _Chip(10, 148, 128, 132_644_864, 1.965, 233_472),
     "gb200": _Chip(10, 152, 128, 135_528_448, 2.062, 233_472),
 }
@@ -47,9 +48,13 @@ class _Node(NamedTuple):
     memory_bytes: int
 
 
-# A DGX H100 has 2 TB, and the others are taken to have as much; a GB200 compute tray has 2 Grace CPUs of 480 GB.
+# A DGX H100 has 2 TB, and the others are taken to have as much; a GB200 compute tray has 2 Grace CPUs of 480 GB,
+# a GH200 one.
 _NODE = _Node(num_gpus=8, memory_bytes=2 * 2**40)
-_NODES = {"gb200": _Node(num_gpus=4, memory_bytes=960 * 2**30)}
+_NODES = {
+    "gb200": _Node(num_gpus=4, memory_bytes=960 * 2**30),
+    "gh200": _Node(num_gpus=1, memory_bytes=480 * 2**30),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
-from jaxlc.runtime import transport
+from jaxlc.runtime import transport, unified_memory
 
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -50,7 +50,7 @@ def start(config: RuntimeConfig) -> None:
 
 
 def _set_environment(config: RuntimeConfig, environment: dict[str, str]) -> None:
-    """Writes JAX_PLATFORMS, XLA_FLAGS and what NVSHMEM reads; what the user has set stays."""
+    """Writes JAX_PLATFORMS, XLA_FLAGS and what NVSHMEM and XLA's allocator read; what the user has set stays."""
     if config.simulated_devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["XLA_FLAGS"] = _simulation_flags(config, environment.get("XLA_FLAGS", ""))
@@ -59,6 +59,11 @@ def _set_environment(config: RuntimeConfig, environment: dict[str, str]) -> None
         environment.setdefault("JAX_PLATFORMS", "cpu")
     if environment.get("JAX_PLATFORMS") != "cpu":
         transport.prepare(config, environment)
+    if config.unified_memory:
+        is_cpu = environment.get("JAX_PLATFORMS") == "cpu"
+        done = "unified memory: no effect on CPU" if is_cpu else unified_memory.prepare(config, environment)
+        if config.process_id == 0:
+            print(done, flush=True)
 
 
 def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
@@ -105,6 +110,11 @@ def _check_started(config: RuntimeConfig, platform: str, num_local_devices: int,
         raise UserError(
             f"JAX has already started with {num_processes} processes and config.runtime.num_processes is"
             f" {config.num_processes}; call jaxlc.runtime.start(config.runtime) before anything uses a device"
+        )
+    if config.unified_memory and platform != "cpu" and not unified_memory.is_on(os.environ):
+        raise UserError(
+            "JAX has already started without unified memory, for config.runtime.unified_memory=True; restart Python (in"
+            " a notebook, the kernel) and call jaxlc.runtime.start(config.runtime) first"
         )
     wanted = config.simulated_devices // config.num_processes
     if wanted and (platform != "cpu" or num_local_devices != wanted):

@@ -50,6 +50,8 @@ def test_shares_have_an_upper_end(name):
         ("runtime", dict(num_processes=2, coordinator_address="here"), ["'here'", "host:port"]),
         ("runtime", dict(num_processes=2, transport="peer"), ["'peer'", "num_processes=2", "'symmetric'"]),
         ("runtime", dict(nvshmem_heap_bytes=1, transport="nccl"), ["nvshmem_heap_bytes=1", "'nccl'"]),
+        ("runtime", dict(unified_memory_fraction=2.0), ["unified_memory_fraction=2.0", "unified_memory=True"]),
+        ("runtime", dict(unified_memory_fraction=0.9), ["is 0.9; it must be 0 or greater than 1"]),
     ],
 )
 def test_contradictions(section, values, words):

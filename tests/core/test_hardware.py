@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from jaxlc.core.hardware import DEVICES, find
+from jaxlc.core.hardware import DEVICES, find, is_coherent_with_host
 
 
 def test_find_by_name_and_by_device_kind():
@@ -13,6 +13,12 @@ def test_find_by_name_and_by_device_kind():
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", ""])
 def test_a_device_with_other_figures_is_not_found(kind):
     assert find(kind) is None
+
+
+def test_grace_superchips_are_coherent_with_their_host():
+    assert {device.name for device in DEVICES if is_coherent_with_host(device.device_kind)} == {"gh200", "gb200"}
+    assert is_coherent_with_host("NVIDIA GH200 144G HBM3e") and is_coherent_with_host("NVIDIA GB300")
+    assert not is_coherent_with_host("NVIDIA H100 PCIe") and not is_coherent_with_host("cpu")
 
 
 def test_figures_are_in_the_units_their_names_say():

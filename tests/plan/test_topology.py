@@ -26,11 +26,13 @@ def test_host_memory_is_the_whole_nodes_unless_said_otherwise():
     assert topology("h100:1x1").host_memory_bytes_per_node == 2 * 2**40
     gb200 = topology("gb200:1x64")
     assert (gb200.gpus_per_node, gb200.host_memory_bytes_per_node) == (4, 960 * 2**30)
+    gh200 = topology("gh200:2x1")
+    assert (gh200.gpus_per_node, gh200.host_memory_bytes_per_node) == (1, 480 * 2**30)
     assert topology("h100:1x8", host_memory_bytes_per_node=10**12).host_memory_bytes_per_node == 10**12
 
 
 @pytest.mark.parametrize("name, says", [
-    ("v100:8x8", "no known GPU; known: a100, h100, h200, b200, gb200"),
+    ("v100:8x8", "no known GPU; known: a100, h100, h200, gh200, b200, gb200"),
     ("", "no known GPU"),
     ("h100", "such as h100:8x8"),
     ("h100:8", "NVLink domains x GPUs"),
