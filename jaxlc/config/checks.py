@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from jaxlc.config.precision import precision_problems
 from jaxlc.config.schema import TENSOR_NAMES, Config
 from jaxlc.config.splits import check_num_devices, length_problems, mesh_overrides, split_problems, working_mesh
 from jaxlc.config.tiles import tile_problems
@@ -51,7 +52,15 @@ RANGES: dict[str, dict[str, _Range]] = {
         weight_decay=_FROM_0,
         clip_norm=_FROM_0,
     ),
-    "precision": {},
+    "precision": dict(
+        fp8_history_steps=_FROM_1,
+        loss_scale=_POSITIVE,
+        loss_scale_growth=_FROM_1,
+        loss_scale_growth_steps=_FROM_1,
+        loss_scale_backoff=_SHARE,
+        loss_scale_min=_POSITIVE,
+        loss_scale_max=_POSITIVE,
+    ),
     "memory": dict(remat_layers=_FROM_1, tile_tokens=_FROM_0, loss_chunk_tokens=_FROM_1),
     "runtime": dict(
         simulated_devices=_FROM_0,
@@ -95,6 +104,7 @@ def check(config: Config) -> None:
         raise UserError(f"{problem}; {advice}")
     _raise_first(length_problems(config))
     _raise_first(tile_problems(config))
+    _raise_first(precision_problems(config))
 
 
 def _raise_first(problems: Iterator[str]) -> None:

@@ -83,9 +83,28 @@ class OptimizerConfig:
     clip_norm: float = 1.0  # 0 is no clipping
 
 
+# Matrix products of a layer that precision.fp8_matmuls may name.
+MATMUL_NAMES = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    compute: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 on GPU, fp32 on CPU; master weights are float32
+    """Master weights, moments and sums of gradients are float32 in all of them.
+
+    fp8 is bf16, but for the products of fp8_matmuls: e4m3 by e4m3, and backward e5m2 by e4m3. fp16 multiplies the mean
+    loss by a scale, and leaves out an update that overflows.
+    """
+
+    compute: Literal["auto", "bf16", "fp32", "fp16", "fp8"] = "auto"  # auto: bf16 on GPU, fp32 on CPU
+    fp8_matmuls: tuple[str, ...] = MATMUL_NAMES  # products of a layer in 8 bits; the others are bf16
+    fp8_scaling: Literal["current", "delayed"] = "current"  # by a tensor's own largest value, or that of past steps
+    fp8_history_steps: int = 1024  # of delayed scaling: so many past steps
+    loss_scale: float = 2.0**15  # of fp16, at step 0
+    loss_scale_growth: float = 2.0  # factor after loss_scale_growth_steps without an overflow
+    loss_scale_growth_steps: int = 2000
+    loss_scale_backoff: float = 0.5  # factor after an overflow
+    loss_scale_min: float = 1.0  # for an overflow at this scale train.nonfinite says what happens
+    loss_scale_max: float = 2.0**24
 
 
 # Tensors of a layer that memory.keep and memory.offload may name, in the order in which they are made.

@@ -103,8 +103,8 @@ def abstract_params(model: ModelConfig, vocab_size_padded: int) -> dict:
     return jax.eval_shape(lambda: init(model, vocab_size_padded, jax.random.key(0)))
 
 
-def first_histories(model: ModelConfig, fp8: Fp8 | None) -> dict:
-    """What delayed scaling has seen before the first step: nothing. A tree of zeros, empty without delayed scaling."""
+def first_histories(model: ModelConfig, fp8: Fp8) -> dict:
+    """What delayed scaling has seen before the first step: nothing, in zeros."""
     _, state = _abstract_decoder(model, model.vocab_size, fp8)
     return nnx.to_pure_dict(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.filter_state(state, History)))
 

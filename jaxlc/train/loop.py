@@ -21,6 +21,7 @@ from jaxlc.sharding.report import sharding_table
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, prepare_workdir
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.metrics import MetricsLog
+from jaxlc.train.precision import is_retried
 from jaxlc.train.progress import Progress
 from jaxlc.train.readback import read_back
 from jaxlc.train.report import write_report
@@ -192,6 +193,8 @@ class _Training:
             grad_norm=float(metrics.grad_norm),
             learning_rate=float(metrics.learning_rate),
         )
+        if metrics.loss_scale is not None:
+            row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))
         self.metrics.write(**row)
         self.progress.update(**row)
         window.restart(self.done)
@@ -199,6 +202,9 @@ class _Training:
     def _check_finite(self, fetched: list[tuple[int, StepMetrics]]) -> None:
         for step, metrics in fetched:
             if metrics.is_finite:
+                continue
+            if is_retried(metrics.loss_scale, self.config.precision):
+                self.progress.say(f"step {step} overflows at loss scale {metrics.loss_scale:g}: its update is left out")
                 continue
             what = f"step {step} has loss {metrics.loss} and gradient norm {metrics.grad_norm}"
             if self.config.train.nonfinite == "skip":

@@ -1,0 +1,31 @@
+"""What the settings of config.precision go together with. Imports no jax."""
+
+from collections.abc import Iterator
+
+from jaxlc.config.schema import MATMUL_NAMES, Config, PrecisionConfig
+
+
+def precision_problems(config: Config) -> Iterator[str]:
+    """Why the precision of `config` cannot be had, in sentences."""
+    precision, defaults = config.precision, PrecisionConfig()
+    for name in precision.fp8_matmuls:
+        if name not in MATMUL_NAMES:
+            yield f"config.precision.fp8_matmuls names {name!r}, which is not one of {', '.join(MATMUL_NAMES)}"
+    for name, compute in (("fp8_matmuls", "fp8"), ("fp8_scaling", "fp8"), ("loss_scale", "fp16")):
+        value = getattr(precision, name)
+        if value != getattr(defaults, name) and precision.compute != compute:
+            yield (
+                f"config.precision.{name}={value!r} is for compute={compute!r}, and config.precision.compute is"
+                f" {precision.compute!r}; use --config.precision.compute={compute}, or leave it as it is"
+            )
+    if not precision.loss_scale_min <= precision.loss_scale <= precision.loss_scale_max:
+        yield (
+            f"config.precision.loss_scale={precision.loss_scale} is not between loss_scale_min="
+            f"{precision.loss_scale_min} and loss_scale_max={precision.loss_scale_max}"
+        )
+    if precision.compute == "fp8" and precision.fp8_scaling == "delayed" and config.memory.tile_tokens:
+        yield (
+            "config.precision.fp8_scaling='delayed' sees each product of a layer once a microbatch, and"
+            f" config.memory.tile_tokens={config.memory.tile_tokens} makes it tile by tile;"
+            " use --config.precision.fp8_scaling=current"
+        )
