@@ -99,6 +99,7 @@ def _stream(function: Callable, dims, results, *operands):
     there, since all layers have them in common.
     """
     if not _is_stacked(dims):
+        results, operands = lax.optimization_barrier((results, operands))
         made = function(*jax.tree.map(_fetched, (results, *operands)))
         return jax.tree.map(lambda old, new: put(new, _home(old)), results, made)
 
