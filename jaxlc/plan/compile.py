@@ -19,11 +19,12 @@ from jaxlc.plan.dump import Dump, read
 from jaxlc.plan.rates import Rates
 from jaxlc.plan.report import Plan
 from jaxlc.plan.timeline import DEFAULT_RATES, predict
-from jaxlc.plan.topology import WITHOUT_GPU, Topology, make_mesh
+from jaxlc.plan.topology import FP8_WITHOUT_GPU, WITHOUT_GPU, Topology, make_mesh
 from jaxlc.program import parse
 from jaxlc.program.collectives import collectives
 from jaxlc.program.ring import hops
 from jaxlc.train import readback
+from jaxlc.train.state import HOST, PINNED_HOST
 from jaxlc.train.step import TrainStep, build_step
 
 _KIND, _ALIAS = "mhlo.memory_kind", "tf.aliasing_output"  # attributes of the lowered program's arguments and results
@@ -58,6 +59,7 @@ def plan_step(
     program = parse(compiled.as_text())
     sent, found = collectives(program), hops(program)
     warnings = readback.check(step, found)
+    readback.check_memory(step, program)
     if timeline_path:
         from jaxlc.plan import timeline_plot  # here, since matplotlib is slow to start
 
@@ -106,7 +108,10 @@ def compile_step(step: TrainStep) -> tuple[Compiled, Dump]:
     """
     with tempfile.TemporaryDirectory() as directory:
         try:
-            compiled = step.compile(extra_options={**WITHOUT_GPU, "xla_dump_to": directory})
+            options = FP8_WITHOUT_GPU if step.config.precision.compute == "fp8" else WITHOUT_GPU
+            lowered = step.lower()
+            place_state(step, lowered)
+            compiled = step.compile(extra_options={**options, "xla_dump_to": directory}, lowered=lowered)
         except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
             first_line = str(error).partition("\n")[0]
             raise UserError(
@@ -114,6 +119,14 @@ def compile_step(step: TrainStep) -> tuple[Compiled, Dump]:
                 f" {first_line}; use fewer, or split them over a larger config.mesh.context"
             ) from error
         return compiled, read(Path(directory))
+
+
+def place_state(step: TrainStep, lowered: Lowered) -> None:
+    """Tells the lowered `step` which arrays of the state rest in host memory: its devices need not be here."""
+    kinds = [PINNED_HOST if space is HOST else None for space in jax.tree.leaves(step.memory_spaces)]
+    if any(kinds):
+        others = [None] * len(step.abstract_batch)
+        place_in_memory(lowered, kinds + others, kinds + [None] * (lowered.out_tree.num_leaves - len(kinds)))
 
 
 def place_in_memory(lowered: Lowered, arguments: Sequence[str | None], results: Sequence[str | None]) -> None:

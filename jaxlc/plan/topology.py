@@ -18,6 +18,8 @@ from jaxlc.sharding import mesh as sharding_mesh
 
 # Compile options beside those of runtime/xla_flags.py: without a GPU no kernel can be tried out.
 WITHOUT_GPU = MappingProxyType({"xla_gpu_autotune_level": 0})
+# And for products in 8 bits: untried, all products become Triton's, and not cuBLAS', which a GPU would choose.
+FP8_WITHOUT_GPU = MappingProxyType({**WITHOUT_GPU, "xla_gpu_enable_triton_gemm": False})
 
 
 class _Chip(NamedTuple):

@@ -1,0 +1,68 @@
+"""Products in 8 bits, in the program for an H100: cuBLAS multiplies them, and they are as many as they must be."""
+
+import pytest
+
+from jaxlc.config import load
+from jaxlc.core import hardware
+from jaxlc.core.errors import UserError
+from jaxlc.plan.compile import compile_step
+from jaxlc.plan.contents import kernels
+from jaxlc.plan.rates import Rates
+from jaxlc.plan.topology import make_mesh, topology
+from jaxlc.program import Program, parse
+from jaxlc.program.costs import kernel_cost
+from jaxlc.program.counts import executions
+from jaxlc.train.step import TrainStep, build_step
+from tests.plan.gpus import ignores_cache, needs_gpu_compiler, small_config
+
+pytestmark = [needs_gpu_compiler, ignores_cache]
+TOKENS, D, N, K, H, F = 1024, 256, 4, 2, 64, 512
+WEIGHTS = dict(
+    query=D * N * H, key=D * K * H, value=D * K * H, attention_projected=N * H * D, mlp_gate=D * F, mlp_up=D * F,
+    mlp_down=F * D,
+)  # fmt: skip
+
+
+def fp8_step(gpu: str = "h100", **precision) -> TrainStep:
+    config = small_config(model_dim=D, num_heads=N, num_kv_heads=K, head_dim=H, ffn_dim=F)
+    config.mesh.update(context=1, tensor=1)
+    config.data.sequence_tokens = TOKENS
+    config.memory.remat = "none"
+    config.precision.update(compute="fp8", **precision)
+    config = load(config)
+    return build_step(config, make_mesh(topology(f"{gpu}:1x1"), config.mesh))
+
+
+def fp8_flops(program: Program) -> float:
+    times = executions(program)
+    costs = [
+        (times[computation.name], kernel_cost(program, computation, each))
+        for computation in program
+        for each in computation
+        if "matmul$f8" in each.attributes.get("custom_call_target", "")
+    ]
+    assert all(cost.dtype.startswith("f8") for _, cost in costs)
+    return sum(count * cost.flops for count, cost in costs)
+
+
+@pytest.mark.parametrize(("precision", "names"), [
+    (dict(), set(WEIGHTS)),
+    (dict(fp8_scaling="delayed", fp8_matmuls=("mlp_gate", "mlp_down")), {"mlp_gate", "mlp_down"}),
+], ids=["current", "delayed"])
+def test_cublas_multiplies_8_bits(precision, names):
+    """Forward, gradient of x and gradient of w: 6 FLOPs a token and weight."""
+    compiled, _ = compile_step(fp8_step(**precision))
+    program = parse(compiled.as_text())
+    assert kernels(program)["__cublas$lt$matmul$f8"] > 0
+    assert fp8_flops(program) == 2 * 6 * TOKENS * sum(WEIGHTS[name] for name in names)  # of two layers
+
+
+def test_their_peak_is_twice_that_of_bfloat16():
+    """1,979 TFLOP/s on an H100."""
+    seconds = Rates(f8_matmul_share=1.0).matmul_seconds(hardware.find("h100"), "f8e4m3fn", 1979e12)
+    assert seconds == pytest.approx(1, rel=1e-3)
+
+
+def test_an_a100_has_none():
+    with pytest.raises(UserError, match="compute='fp8' needs GPUs of compute capability 8.9 or more, and NVIDIA A100"):
+        fp8_step("a100")
