@@ -1,5 +1,8 @@
 """What one GPU and one node must hold while a compiled step runs, and whether they can.
 
+The host holds what the step keeps in pinned memory, and once more the whole training state while a checkpoint is
+written: Orbax copies what is on the device, and `train/checkpoint.py` counts on no less for what is on the host.
+
 A GPU's memory has three parts. The pool is what JAX's allocator takes: arguments, temporaries, kernel workspaces.
 Beside it lie the transports' buffers, which come from libraries of their own. The rest is kept free (`USABLE_SHARE`).
 Arguments, temporaries and symmetric buffers are the compiler's own figures; workspaces and NCCL's buffers are upper
@@ -15,19 +18,23 @@ from typing import NamedTuple
 import jax
 
 from jaxlc.attention import cudnn
+from jaxlc.config import RuntimeConfig
+from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.plan.dump import Dump, LiveTensor
 from jaxlc.plan.topology import Topology
 from jaxlc.program import Program
 from jaxlc.program.attention_calls import attention_calls
 from jaxlc.program.collectives import Collective
 from jaxlc.program.counts import executions
+from jaxlc.runtime import unified_memory
 from jaxlc.runtime.xla_flags import users_options
+from jaxlc.train.state import DEVICE, HOST
 from jaxlc.train.step import TrainStep
 
 # Of the capacity, what a run may fill. On an H100 the rest is 4 GiB: a CUDA context with its kernels takes about half
 # a GiB, and the allocator loses some to gaps between arrays that come and go. Assumed; not measured on a GPU.
 USABLE_SHARE = 0.95
-USABLE_HOST_SHARE = 0.9  # the system, Python and the corpus's pages need some too
+USABLE_HOST_SHARE = unified_memory.HOST_SHARE  # the system, Python and the corpus's pages need some too
 # JAX's pool, as a share of the capacity, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (JAX's documentation,
 # "GPU memory allocation"). A run that needs more has to set it; the plan says to what.
 DEFAULT_POOL_SHARE = 0.75
@@ -54,7 +61,7 @@ class Memory:
 
     device_capacity_bytes: int
     device_arguments_bytes: int
-    parameters_bytes: int
+    parameters_bytes: int  # on the GPU, and so below
     optimizer_bytes: int
     batch_bytes: int
     device_temp_bytes: int  # symmetric buffers not counted
@@ -63,9 +70,14 @@ class Memory:
     nvshmem_heap_bytes: int  # as configured; 0 where NVSHMEM carries nothing
     nccl_bytes: int  # at most
     scheduler_limit_bytes: int  # in which XLA's scheduler keeps temporaries and symmetric arrays
-    host_bytes_per_device: int
+    host_parameters_bytes: int  # in pinned host memory, for each GPU
+    host_optimizer_bytes: int
+    host_bytes_per_device: int  # of the step: with what it keeps there for a while
     host_bytes_per_node: int
+    staging_bytes_per_node: int  # of a checkpoint that is being written
     host_capacity_per_node_bytes: int
+    unified_host_bytes: int  # of the host's memory, that the pool may take too: with runtime.unified_memory
+    is_unified_over_pcie: bool  # asked for, and not counted
     largest: tuple[LiveTensor, ...]  # on the GPU, when the program holds most
 
     @property
@@ -82,9 +94,19 @@ class Memory:
         return self.pool_bytes + self.symmetric_bytes + self.nccl_bytes
 
     @property
+    def usable_bytes(self) -> float:
+        return USABLE_SHARE * self.device_capacity_bytes + self.unified_host_bytes
+
+    @property
+    def spilled_bytes(self) -> float:
+        """What lies in the host's memory since the GPU has no room for it; with unified memory."""
+        spilled = self.device_peak_bytes - USABLE_SHARE * self.device_capacity_bytes
+        return min(max(0, spilled), self.unified_host_bytes)
+
+    @property
     def pool_share(self) -> float:
         """The share of the capacity that the allocator can be given: XLA_PYTHON_CLIENT_MEM_FRACTION."""
-        free_bytes = USABLE_SHARE * self.device_capacity_bytes - self.symmetric_bytes - self.nccl_bytes
+        free_bytes = self.usable_bytes - self.symmetric_bytes - self.nccl_bytes
         return max(0, math.floor(100 * free_bytes / self.device_capacity_bytes)) / 100
 
     @property
@@ -98,7 +120,8 @@ class Memory:
 
     @property
     def host_fits(self) -> bool:
-        return self.host_bytes_per_node <= USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
+        needed_bytes = self.host_bytes_per_node + self.staging_bytes_per_node
+        return needed_bytes <= USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
 
     @property
     def fits(self) -> bool:
@@ -124,12 +147,16 @@ def measure(
     host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
     host_bytes = stats.host_argument_size_in_bytes + host_results + stats.host_temp_size_in_bytes
     heap = step.config.runtime.nvshmem_heap_bytes or DEFAULT_NVSHMEM_HEAP_BYTES
+    gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
+    host_bytes_per_node = host_bytes * gpus_per_node
+    state, spaces = step.abstract_state, step.memory_spaces
+    unified_bytes = unified_host_bytes(step.config.runtime, gpus, host_bytes_per_node)
     uses_nvshmem = any(each.backend == "NVSHMEM" for each in sent)
     return Memory(
         device_capacity_bytes=gpus.device.memory_bytes,
         device_arguments_bytes=stats.argument_size_in_bytes,
-        parameters_bytes=bytes_per_device(step.abstract_state.params),
-        optimizer_bytes=bytes_per_device(step.abstract_state.opt_state),
+        parameters_bytes=bytes_per_device(state.params, spaces.params, DEVICE),
+        optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, DEVICE),
         batch_bytes=bytes_per_device(step.abstract_batch),
         device_temp_bytes=stats.temp_size_in_bytes - dump.symmetric_bytes + results,
         workspace_bytes=workspace_bytes(program),
@@ -137,11 +164,27 @@ def measure(
         nvshmem_heap_bytes=heap if uses_nvshmem else 0,
         nccl_bytes=nccl_bytes(sent),
         scheduler_limit_bytes=_scheduler_limit_bytes(step, gpus.device.memory_bytes, stats.argument_size_in_bytes),
+        host_parameters_bytes=bytes_per_device(state.params, spaces.params, HOST),
+        host_optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, HOST),
         host_bytes_per_device=host_bytes,
-        host_bytes_per_node=host_bytes * min(gpus.gpus_per_node, gpus.num_gpus),
+        host_bytes_per_node=host_bytes_per_node,
+        staging_bytes_per_node=bytes_per_device(state) * gpus_per_node,
         host_capacity_per_node_bytes=gpus.host_memory_bytes_per_node,
+        unified_host_bytes=unified_bytes or 0,
+        is_unified_over_pcie=step.config.runtime.unified_memory and unified_bytes is None,
         largest=dump.largest(5),
     )
+
+
+def unified_host_bytes(config: RuntimeConfig, gpus: Topology, pinned_bytes_per_node: int) -> int | None:
+    """Of the host's memory, what each GPU's pool may take; None where unified memory is off, or goes over PCIe."""
+    if not config.unified_memory or not is_coherent_with_host(gpus.device.device_kind):
+        return None
+    free_bytes = max(0, USABLE_HOST_SHARE * gpus.host_memory_bytes_per_node - pinned_bytes_per_node)
+    beside = int(free_bytes / gpus.gpus_per_node)
+    if config.unified_memory_fraction:
+        beside = min(beside, int((config.unified_memory_fraction - 1) * gpus.device.memory_bytes))
+    return beside
 
 
 def _scheduler_limit_bytes(step: TrainStep, capacity_bytes: int, arguments_bytes: int) -> int:
@@ -149,10 +192,13 @@ def _scheduler_limit_bytes(step: TrainStep, capacity_bytes: int, arguments_bytes
     return int(_SCHEDULED_SHARE * capacity_bytes - arguments_bytes) * percent // 100
 
 
-def bytes_per_device(abstract) -> int:
-    """Of a tree of `jax.ShapeDtypeStruct`s with shardings: the part of one device."""
+def bytes_per_device(abstract, spaces=None, space: jax.memory.Space | None = None) -> int:
+    """Of a tree of `jax.ShapeDtypeStruct`s with shardings: the part of one device, if need be in `space` only."""
+    leaves = jax.tree.leaves(abstract)
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, its_space in zip(leaves, jax.tree.leaves(spaces) or [None] * len(leaves), strict=True)
+        if its_space is space
     )
 
 

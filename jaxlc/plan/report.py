@@ -93,12 +93,17 @@ def _memory(memory: Memory) -> Iterator[str]:
     yield _row("symmetric buffers", memory.symmetric_bytes, f"of which {_gib(memory.symmetric_used_bytes)} are used")
     yield _row("NCCL's buffers", memory.nccl_bytes, "at most; an estimate")
     yield _row("peak", memory.device_peak_bytes)
-    usable_bytes = USABLE_SHARE * memory.device_capacity_bytes
-    yield _row("usable", usable_bytes, f"{USABLE_SHARE:.0%} of {_gib(memory.device_capacity_bytes)}")
+    beside = f", and {_gib(memory.unified_host_bytes)} of the host's" if memory.unified_host_bytes else ""
+    yield _row("usable", memory.usable_bytes, f"{USABLE_SHARE:.0%} of {_gib(memory.device_capacity_bytes)}{beside}")
+    if memory.is_unified_over_pcie:
+        yield "  runtime.unified_memory is not counted: these GPUs reach their host over PCIe, far too slow"
     if memory.host_bytes_per_device:
         yield _row("pinned host memory", memory.host_bytes_per_device)
+        yield _row("  parameters", memory.host_parameters_bytes)
+        yield _row("  optimizer", memory.host_optimizer_bytes)
     usable_bytes = USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
-    yield _row("a node's pinned host memory", memory.host_bytes_per_node, f"usable: {_gib(usable_bytes)}")
+    yield _row("a node's pinned host memory", memory.host_bytes_per_node, f"usable for both: {_gib(usable_bytes)}")
+    yield _row("a node's checkpoint staging", memory.staging_bytes_per_node, "while a checkpoint is written")
     yield "largest arrays when the program holds most"
     for each in memory.largest:
         yield _row(f"  {each.shape}", each.bytes, _short(each.made_by))
@@ -153,17 +158,20 @@ def _verdict(plan: Plan, how_to_ask: str) -> Iterator[str]:
         heap_bytes = -(-memory.symmetric_used_bytes * 9 // 8 // 2**30) * 2**30  # an eighth for what lies between arrays
         yield f"NVSHMEM's heap is too small for the hops: set --config.runtime.nvshmem_heap_bytes={heap_bytes}."
     if memory.fits:
-        usable_bytes = USABLE_SHARE * memory.device_capacity_bytes
-        yield f"IT FITS: {_gib(memory.device_peak_bytes)} of {_gib(usable_bytes)} GiB a GPU."
-        if memory.pool_bytes > DEFAULT_POOL_SHARE * memory.device_capacity_bytes:
+        yield f"IT FITS: {_gib(memory.device_peak_bytes)} of {_gib(memory.usable_bytes)} GiB a GPU."
+        if memory.spilled_bytes:
+            spilled = f"{_gib(memory.spilled_bytes)} GiB of it lie in the host's memory"
+            yield f"With unified memory {spilled}; the predicted time does not count the way there."
+        elif not memory.unified_host_bytes and memory.pool_bytes > DEFAULT_POOL_SHARE * memory.device_capacity_bytes:
             share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={memory.pool_share:.2f}"
             yield f"But run it with {share}: JAX takes only {DEFAULT_POOL_SHARE:.0%} of a GPU's memory by default."
         return
     if not memory.device_fits:
-        over_bytes = memory.device_peak_bytes - USABLE_SHARE * memory.device_capacity_bytes
+        over_bytes = memory.device_peak_bytes - memory.usable_bytes
         yield f"IT DOES NOT FIT: {_gib(over_bytes)} GiB too much on each GPU."
     if not memory.host_fits:
-        over_bytes = memory.host_bytes_per_node - USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
+        needed_bytes = memory.host_bytes_per_node + memory.staging_bytes_per_node
+        over_bytes = needed_bytes - USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
         yield f"IT DOES NOT FIT: {_gib(over_bytes)} GiB too much in the memory of each node."
     if plan.advice is None:
         yield f"Changes that make it fit are found by: {how_to_ask}"

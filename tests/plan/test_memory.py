@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
+from jaxlc.config import RuntimeConfig
 from jaxlc.plan.dump import Dump, LiveTensor, maker, read
-from jaxlc.plan.memory import Memory, nccl_bytes
+from jaxlc.plan.memory import Memory, nccl_bytes, unified_host_bytes
+from jaxlc.plan.topology import topology
 from jaxlc.program import parse
 from jaxlc.program.collectives import Collective
 
@@ -23,9 +25,14 @@ MEMORY = Memory(
     nvshmem_heap_bytes=4 * GIB,
     nccl_bytes=1 * GIB,
     scheduler_limit_bytes=57 * GIB,
-    host_bytes_per_device=10 * GIB,
-    host_bytes_per_node=80 * GIB,
+    host_parameters_bytes=0,
+    host_optimizer_bytes=0,
+    host_bytes_per_device=9 * GIB,
+    host_bytes_per_node=72 * GIB,
+    staging_bytes_per_node=8 * GIB,
     host_capacity_per_node_bytes=100 * GIB,
+    unified_host_bytes=0,
+    is_unified_over_pcie=False,
     largest=(),
 )
 
@@ -38,11 +45,31 @@ def test_all_parts_count_against_the_capacity():
 
 @pytest.mark.parametrize("part, size", [
     ("device_arguments_bytes", 41), ("device_temp_bytes", 61), ("workspace_bytes", 31), ("symmetric_used_bytes", 25),
-    ("nvshmem_heap_bytes", 25), ("nccl_bytes", 22), ("host_bytes_per_node", 91),
+    ("nvshmem_heap_bytes", 25), ("nccl_bytes", 22), ("host_bytes_per_node", 83), ("staging_bytes_per_node", 19),
 ])  # fmt: skip
 def test_each_part_alone_can_be_too_much(part, size):
     assert dataclasses.replace(MEMORY, **{part: (size - 1) * GIB}).fits
     assert not dataclasses.replace(MEMORY, **{part: size * GIB}).fits
+
+
+def test_unified_memory_adds_the_hosts():
+    large = dataclasses.replace(MEMORY, device_temp_bytes=100 * GIB)  # 135 in all, of which 5 are not the pool's
+    assert not large.fits and large.spilled_bytes == 0
+    unified = dataclasses.replace(large, unified_host_bytes=50 * GIB)
+    assert unified.fits and unified.pool_share == 1.40 and unified.spilled_bytes == 40 * GIB
+    assert not dataclasses.replace(large, unified_host_bytes=39 * GIB).fits
+
+
+def test_unified_memory_is_the_free_share_of_a_gpu_on_coherent_hosts_only():
+    on, pinned = RuntimeConfig(unified_memory=True), 64 * GIB
+    gb200, gh200 = topology("gb200:1x8"), topology("gh200:4x1")
+    assert unified_host_bytes(on, gb200, pinned) == (0.9 * 960 - 64) / 4 * GIB
+    assert unified_host_bytes(on, gh200, pinned) == (0.9 * 480 - 64) * GIB
+    assert unified_host_bytes(on, gh200, 500 * GIB) == 0
+    half_more = RuntimeConfig(unified_memory=True, unified_memory_fraction=1.5)
+    assert unified_host_bytes(half_more, gh200, pinned) == gh200.device.memory_bytes // 2
+    assert unified_host_bytes(on, topology("h100:1x8"), 0) is None
+    assert unified_host_bytes(RuntimeConfig(), gh200, 0) is None
 
 
 def test_xlas_own_limit_is_near_before_memory_is_full():

@@ -1,5 +1,6 @@
 """What the plan says about a small step, against what is known of it from its config."""
 
+import dataclasses
 import json
 import math
 
@@ -45,6 +46,17 @@ def test_the_parts_of_the_memory_add_up(found):
     )
     assert not memory.is_at_schedulers_limit
     assert memory.fits and memory.device_capacity_bytes > 79 * 2**30
+
+
+def test_the_page_says_what_unified_memory_does(found):
+    gpu_bytes = int(0.5 * found.memory.device_peak_bytes)
+    large = dataclasses.replace(found.memory, device_capacity_bytes=gpu_bytes, unified_host_bytes=10 * 2**30)
+    text = page(dataclasses.replace(found, memory=large), "")
+    assert "and 10.00 of the host's" in text and "IT FITS" in text
+    assert "of it lie in the host's memory; the predicted time does not count the way there" in text
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in text  # runtime.start sets it
+    over_pcie = dataclasses.replace(found.memory, is_unified_over_pcie=True)
+    assert "runtime.unified_memory is not counted" in page(dataclasses.replace(found, memory=over_pcie), "")
 
 
 def test_full_recomputation_costs_a_forward(found):
