@@ -163,6 +163,11 @@ def _memory_problems(config: Config) -> Iterator[str]:
             "config.memory.remat='none' keeps everything on the device, so memory.keep, memory.offload and"
             " memory.remat_layers mean nothing; use --config.memory.remat=full or attention with them"
         )
+    if memory.remat == "none" and memory.parameters == "host":
+        yield (
+            "config.memory.parameters='host' fetches a layer's weights again for its backward, and memory.remat='none'"
+            " keeps those of all layers on the device; use --config.memory.remat=full or attention"
+        )
     if memory.remat == "matmuls" and memory.offload:
         yield "config.memory.remat='matmuls' keeps by kind and memory.offload goes by name; use 'full' and memory.keep"
     if num_layers % memory.remat_layers:

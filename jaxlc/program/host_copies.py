@@ -8,6 +8,7 @@ from jaxlc.program.shapes import HOST_MEMORY, Array
 from jaxlc.program.text import Computation, Instruction, Program
 
 _COPIES = ("copy", "dynamic-slice", "dynamic-update-slice", "fusion")
+_FUSIONS = ("fusion", "fusion-start")
 
 
 class HostCopy(NamedTuple):
@@ -32,6 +33,21 @@ def host_copies(program: Program, computation: Computation) -> Iterator[HostCopy
                 yield HostCopy(start, done, operands[1].bytes, is_to_host=True)
         elif operands and _is_on_host(operands[0]) != _is_on_host(result):
             yield HostCopy(start, done, result.bytes, is_to_host=_is_on_host(result))
+
+
+def device_arrays(program: Program) -> Iterator[Array]:
+    """Arrays that the program has in the GPU's memory at some time, as often as it names them."""
+    names = (each.called for computation in program for each in computation if each.opcode in _FUSIONS)
+    fused = {name for called in names for name in called}  # what is made inside of a kernel is in its registers
+    for computation in program:
+        if computation.name not in fused:
+            yield from (array for each in computation for array in each.arrays if not _is_on_host(array))
+
+
+def host_arguments(program: Program) -> Iterator[Array]:
+    """Arguments of the program that lie in host memory."""
+    arguments = (each for each in program.entry if each.opcode == "parameter")
+    yield from (array for each in arguments for array in each.arrays if _is_on_host(array))
 
 
 def _is_on_host(array: Array) -> bool:

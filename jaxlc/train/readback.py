@@ -5,10 +5,12 @@ from collections import Counter
 import jax
 
 from jaxlc.core.errors import UserError
-from jaxlc.program import parse
+from jaxlc.program import Program, parse
+from jaxlc.program.host_copies import device_arrays, host_arguments
 from jaxlc.program.passes import PASSES
 from jaxlc.program.ring import Hop, hops
 from jaxlc.runtime.transport import Choice
+from jaxlc.train.state import HOST
 from jaxlc.train.step import TrainStep
 
 _TITLES = {"nccl": "NCCL", "nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL", "peer": "peer copies"}
@@ -51,7 +53,9 @@ def read_back(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:
     """
     if step.transport is None:
         return []
-    found = hops(parse(compiled.as_text()))
+    program = parse(compiled.as_text())
+    check_memory(step, program)
+    found = hops(program)
     lines = describe(found, strategy=step.config.attention.strategy, num_layers=step.config.model.num_layers)
     return lines + check(step, found)
 
@@ -71,6 +75,42 @@ def check(step: TrainStep, found: list[Hop]) -> list[str]:
             " --config.runtime.transport_mismatch=warn"
         )
     return [f"warning: {problem}"]
+
+
+def check_memory(step: TrainStep, program: Program) -> None:
+    """That the state which shall rest in host memory does, and that no copy of it is ever whole on the GPU.
+
+    Of what is in no layer (embedding, head, final norm) each array is on the GPU whole while it is in use.
+
+    Raises:
+      UserError: the compiled `step` is not so.
+    """
+    spaces, state = step.memory_spaces, step.abstract_state
+    asked = Counter(_piece(x) for x, space in zip(*map(jax.tree.leaves, (state, spaces))) if space is HOST)
+    if not asked:
+        return
+    memory = step.config.memory
+    settings = f"config.memory.parameters={memory.parameters!r} and .optimizer={memory.optimizer!r}"
+    found = Counter(array.dims for array in host_arguments(program))
+    missing = asked - found
+    if missing:
+        raise UserError(
+            f"{settings} were asked for, and {missing.total()} of {asked.total()} arrays of the compiled step's state"
+            " are not in host memory: this compiler leaves that out"
+        )
+    # Norm scales are small, and other arrays may well have their shapes.
+    stacks = {_piece(x) for x in jax.tree.leaves(state.params["layers"]) if x.ndim > 2} & asked.keys()
+    for array in device_arrays(program):
+        if array.dtype == "f32" and array.dims in stacks:
+            raise UserError(
+                f"{settings} were asked for, and the compiled step copies all layers' {list(array.dims)} to the GPU at"
+                " once; use --config.memory.remat_layers=1, or leave them on the device"
+            )
+
+
+def _piece(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of one device's part."""
+    return x.sharding.shard_shape(x.shape)
 
 
 def _asked(asked: Choice) -> str:
