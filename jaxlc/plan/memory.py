@@ -28,7 +28,7 @@ from jaxlc.program.collectives import Collective
 from jaxlc.program.counts import executions
 from jaxlc.runtime import unified_memory
 from jaxlc.runtime.xla_flags import users_options
-from jaxlc.train.state import DEVICE, HOST
+from jaxlc.train.state import DEVICE, HOST, bytes_per_device
 from jaxlc.train.step import TrainStep
 
 # Of the capacity, what a run may fill. On an H100 the rest is 4 GiB: a CUDA context with its kernels takes about half
@@ -150,7 +150,8 @@ def measure(
     gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
     host_bytes_per_node = host_bytes * gpus_per_node
     state, spaces = step.abstract_state, step.memory_spaces
-    unified_bytes = unified_host_bytes(step.config.runtime, gpus, host_bytes_per_node)
+    staging_bytes_per_node = bytes_per_device(state) * gpus_per_node
+    unified_bytes = unified_host_bytes(step.config.runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
     uses_nvshmem = any(each.backend == "NVSHMEM" for each in sent)
     return Memory(
         device_capacity_bytes=gpus.device.memory_bytes,
@@ -168,7 +169,7 @@ def measure(
         host_optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, HOST),
         host_bytes_per_device=host_bytes,
         host_bytes_per_node=host_bytes_per_node,
-        staging_bytes_per_node=bytes_per_device(state) * gpus_per_node,
+        staging_bytes_per_node=staging_bytes_per_node,
         host_capacity_per_node_bytes=gpus.host_memory_bytes_per_node,
         unified_host_bytes=unified_bytes or 0,
         is_unified_over_pcie=step.config.runtime.unified_memory and unified_bytes is None,
@@ -176,11 +177,11 @@ def measure(
     )
 
 
-def unified_host_bytes(config: RuntimeConfig, gpus: Topology, pinned_bytes_per_node: int) -> int | None:
+def unified_host_bytes(config: RuntimeConfig, gpus: Topology, needed_bytes_per_node: int) -> int | None:
     """Of the host's memory, what each GPU's pool may take; None where unified memory is off, or goes over PCIe."""
     if not config.unified_memory or not is_coherent_with_host(gpus.device.device_kind):
         return None
-    free_bytes = max(0, USABLE_HOST_SHARE * gpus.host_memory_bytes_per_node - pinned_bytes_per_node)
+    free_bytes = max(0, USABLE_HOST_SHARE * gpus.host_memory_bytes_per_node - needed_bytes_per_node)
     beside = int(free_bytes / gpus.gpus_per_node)
     if config.unified_memory_fraction:
         beside = min(beside, int((config.unified_memory_fraction - 1) * gpus.device.memory_bytes))
@@ -190,16 +191,6 @@ def unified_host_bytes(config: RuntimeConfig, gpus: Topology, pinned_bytes_per_n
 def _scheduler_limit_bytes(step: TrainStep, capacity_bytes: int, arguments_bytes: int) -> int:
     percent = int((step.compiler_options | users_options(os.environ)).get(_SLOP_OPTION, _SLOP_PERCENT))
     return int(_SCHEDULED_SHARE * capacity_bytes - arguments_bytes) * percent // 100
-
-
-def bytes_per_device(abstract, spaces=None, space: jax.memory.Space | None = None) -> int:
-    """Of a tree of `jax.ShapeDtypeStruct`s with shardings: the part of one device, if need be in `space` only."""
-    leaves = jax.tree.leaves(abstract)
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, its_space in zip(leaves, jax.tree.leaves(spaces) or [None] * len(leaves), strict=True)
-        if its_space is space
-    )
 
 
 def workspace_bytes(program: Program) -> int:
