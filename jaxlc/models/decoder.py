@@ -8,6 +8,7 @@ strategy, and is given a `Sharder` and knows no mesh.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Protocol
 
@@ -70,7 +71,10 @@ class Decoder(nnx.Module):
             return layer(x_BTD, positions_BT, attend=attend, shard=shard, tables=tables), None
 
         def run_group(x_BTD, params):
-            return jax.lax.scan(remat.of_layer(run_layer), x_BTD, params)
+            # No scan: of a group that is recomputed the last layer's output is of no use, and is left out like this.
+            for place in range(remat.layers_per_group):
+                x_BTD, _ = remat.of_layer(run_layer)(x_BTD, jax.tree.map(operator.itemgetter(place), params))
+            return x_BTD, None
 
         def fetching(run):  # inside of what is recomputed, so that nothing that was fetched is kept
             return lambda x_BTD, params: run(x_BTD, shard.fetched(params))

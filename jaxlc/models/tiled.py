@@ -114,6 +114,8 @@ class _TiledLayer:
     def backward(self, residuals, dy_nBtD):
         weights, x_nBtD, positions_nBt, segments_BT, kept = residuals
         attention = self.tiling.attention
+        # Nothing of this layer before the one after it is done: its arrays would lie beside that one's.
+        x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
         kv = self._keys_values(weights, x_nBtD, positions_nBt)
 
         def through_tile(carry, operands):
@@ -138,7 +140,7 @@ class _TiledLayer:
 
         tiles = _tiles(x_nBtD)
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-        carry = dy_nBtD, jnp.zeros(kv.shape, jnp.float32), dweights
+        carry = dy_nBtD, jnp.zeros(kv.shape, jnp.float32) + zero, dweights
         carry, _ = lax.scan(through_tile, carry, (tiles, x_nBtD, positions_nBt, kept))
         dx_nBtD, dkv, dweights = carry
         carry, _ = lax.scan(through_keys_values, (dx_nBtD, dweights), (tiles, x_nBtD, positions_nBt))
@@ -156,7 +158,9 @@ class _TiledLayer:
 
         batch, tile_tokens, _, head_dim = of_tile[0].shape
         empty = attention.empty(batch, len(x_nBtD) * tile_tokens, head_dim, x_nBtD.dtype)
-        return lax.scan(put, empty, (_tiles(x_nBtD), x_nBtD, positions_nBt))[0]
+        # Zeros that depend on x are not made before it.
+        x_nBtD, zero = lax.optimization_barrier((x_nBtD, jnp.zeros((), empty.dtype)))
+        return lax.scan(put, empty + zero, (_tiles(x_nBtD), x_nBtD, positions_nBt))[0]
 
     def _layer(self, weights) -> DecoderLayer:
         return nnx.merge(self.layer_def, weights)
