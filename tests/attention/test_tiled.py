@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.attention import reference
 from jaxlc.attention.choose import KERNELS
@@ -18,6 +19,8 @@ from jaxlc.attention.visits import Group
 from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
+from jaxlc.program import parse
+from jaxlc.program.collectives import collectives
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from tests.attention.cases import TOKENS, assert_rows_match, inputs, oracle, segments, split_mesh
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
@@ -123,6 +126,18 @@ def test_a_tile_is_a_lo_piece_and_its_mirror_image(context, tiles):
     assert (np.sort(places_ncPt[:, :, 1]) == TOKENS - 1 - np.sort(places_ncPt[:, :, 0])[..., ::-1]).all()
     work = (places_ncPt + 1).sum(axis=(2, 3))  # keys that queries see
     assert len(np.unique(work)) == 1
+
+
+def test_putting_a_row_into_tiles_moves_nothing_between_ranks():
+    mesh = split_mesh(context=4)
+    natural, tiled = (NamedSharding(mesh, PartitionSpec(*dims)) for dims in ((None, CONTEXT), (None, None, CONTEXT)))
+    row_BT = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32, sharding=natural)
+    row_nBt = jax.ShapeDtypeStruct((3, 1, TOKENS // 3), jnp.int32, sharding=tiled)
+    there = jax.jit(lambda x: tiles_of(x, 4, 3), out_shardings=tiled).lower(row_BT)
+    back = jax.jit(lambda x: layout_of(x, 4), out_shardings=natural).lower(row_nBt)
+    for lowered in (there, back):
+        program = parse(lowered.compile().as_text())
+        assert not collectives(program)
 
 
 def _calls(jaxpr, times=1) -> Counter:
