@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 
 from jaxlc.core.errors import UserError
 from jaxlc.train.metrics import METRICS_FILE
+from jaxlc.train.state import DEVICE, is_on_host, put
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
 _DIGEST = "sha256"  # key in the stored meta: of the rest of it
@@ -72,6 +73,8 @@ class Checkpoints:
     def save(self, step: int, state, meta: dict) -> None:
         """Copies the state off the devices and returns; the rest happens in the background. Saves no step twice.
 
+        With arrays in host memory it returns when the checkpoint is committed.
+
         Args:
           state: a pytree of jax.Arrays, typed PRNG keys among them. Its buffers may be donated right after.
           meta: JSON values; `meta["config"]["model"]` must be there, `restore_latest` compares it.
@@ -84,6 +87,8 @@ class Checkpoints:
             checksums=ocp.args.JsonSave(_checksums(state)),
         )
         self._manager.save(step, args=arguments, force=True)  # force: when to save is the caller's decision
+        if is_on_host(state):  # Orbax may read it where it is, and the caller gives the buffers away
+            self.wait()
 
     def wait(self) -> None:
         """Returns when the last checkpoint is committed; raises what went wrong in the background."""
@@ -257,16 +262,21 @@ def _named_leaves(tree) -> list[tuple[str, jax.Array]]:
 
 
 def _checksums(state) -> dict[str, int]:
-    """One number an array, from its bits: TensorStore notices a file that is too short, but not wrong bytes in it."""
-    names = [name for name, _ in _named_leaves(state)]
-    return dict(zip(names, np.asarray(_sums_of_bits(jax.tree.leaves(state))).tolist()))
+    """One number an array, from its bits: TensorStore notices a file that is too short, but not wrong bytes in it.
+
+    Arrays from host memory come to the device for it, one at a time.
+    """
+    names, leaves = [name for name, _ in _named_leaves(state)], jax.tree.leaves(state)
+    groups = [[leaf] for leaf in leaves] if is_on_host(state) else [leaves]
+    sums = np.concatenate([np.asarray(_sums_of_bits(group)) for group in groups])
+    return dict(zip(names, sums.tolist()))
 
 
 @jax.jit
 def _sums_of_bits(arrays: list[jax.Array]) -> jax.Array:
     """uint32 [number of arrays]: bits read as unsigned integers, added modulo 2^32, in which the order of summation,
     and so the sharding, makes no difference."""
-    return jnp.stack([_bits(x).astype(jnp.uint32).sum(dtype=jnp.uint32) for x in arrays])
+    return jnp.stack([_bits(put(x, DEVICE)).astype(jnp.uint32).sum(dtype=jnp.uint32) for x in arrays])
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ from jaxlc.train.progress import Progress
 from jaxlc.train.readback import read_back
 from jaxlc.train.report import write_report
 from jaxlc.train.sigterm import SIGTERM_EXIT_STATUS, SigtermWatch
-from jaxlc.train.state import TrainState
+from jaxlc.train.state import TrainState, memory_lines
 from jaxlc.train.step import BATCH_SPEC, Batch, StepMetrics, TrainStep, build_step
 
 # Simulated CPU devices of jax 0.10 and 0.11 hang with many steps in flight, so some are fetched between log rows too.
@@ -278,6 +278,7 @@ def _description(config: Config, step: TrainStep) -> str:
         f"attention  {config.attention.strategy}, tokens in zigzag order;"
         f" kernel {step.kernel.name} ({step.kernel.reason})",
         *_transport_lines(config, step),
+        *memory_lines(config.memory, step.mesh),
         f"step       {config.train.rows_per_step} rows of {config.data.sequence_tokens:,} tokens,"
         f" {flops / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
         "",

@@ -86,7 +86,8 @@ def check_memory(step: TrainStep, program: Program) -> None:
       UserError: the compiled `step` is not so.
     """
     spaces, state = step.memory_spaces, step.abstract_state
-    asked = Counter(_piece(x) for x, space in zip(*map(jax.tree.leaves, (state, spaces))) if space is HOST)
+    leaves = list(zip(*map(jax.tree.leaves, (state, spaces)), strict=True))
+    asked = Counter(_piece(x) for x, space in leaves if space is HOST)
     if not asked:
         return
     memory = step.config.memory
@@ -98,8 +99,10 @@ def check_memory(step: TrainStep, program: Program) -> None:
             f"{settings} were asked for, and {missing.total()} of {asked.total()} arrays of the compiled step's state"
             " are not in host memory: this compiler leaves that out"
         )
-    # Norm scales are small, and other arrays may well have their shapes.
-    stacks = {_piece(x) for x in jax.tree.leaves(state.params["layers"]) if x.ndim > 2} & asked.keys()
+    # Norm scales are small, and other arrays may well have their shapes. So have weights and moments, where only one of
+    # them rests on the host.
+    stacks = {_piece(x) for x in jax.tree.leaves(state.params["layers"]) if x.ndim > 2}
+    stacks -= {_piece(x) for x, space in leaves if space is not HOST}
     for array in device_arrays(program):
         if array.dtype == "f32" and array.dims in stacks:
             raise UserError(

@@ -1,5 +1,6 @@
 """The training state: what a step takes and returns, and what a checkpoint holds."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from jaxlc.train.precision import Scaling, first_scaling
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 PINNED_HOST = "pinned_host"  # HOST, as shardings and programs name it
+_MADE_AT_ONCE_BYTES = 2**30
 
 
 class TrainState(NamedTuple):
@@ -41,19 +43,42 @@ def make_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformati
 def first_state(
     config: Config, mesh: Mesh, optimizer: optax.GradientTransformation, abstract: TrainState
 ) -> TrainState:
-    """`make_state` on the devices of `mesh`; one array after the other where some rest in host memory, so that the
-    device never holds more than one of them."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    kinds = {sharding.memory_kind for sharding in jax.tree.leaves(shardings)}
-    if PINNED_HOST not in kinds:
-        return jax.jit(lambda: make_state(config, mesh, optimizer), out_shardings=shardings)()
+    """`make_state` on the devices of `mesh`; a few arrays after the other where some rest in host memory, since all
+    are made on the device."""
+    leaves, tree = jax.tree.flatten(abstract)
+    on_host = any(leaf.sharding.memory_kind == PINNED_HOST for leaf in leaves)
+    groups = _groups(leaves) if on_host else [range(len(leaves))]
 
-    def make(index: int, sharding: NamedSharding) -> jax.Array:
-        make_one = jax.jit(lambda: jax.tree.leaves(make_state(config, mesh, optimizer))[index], out_shardings=sharding)
-        return jax.block_until_ready(make_one())
+    def make(group) -> list[jax.Array]:
+        def of_group():
+            state = jax.tree.leaves(make_state(config, mesh, optimizer))
+            return [state[index] for index in group]
 
-    leaves, tree = jax.tree.flatten(shardings)
-    return tree.unflatten([make(index, sharding) for index, sharding in enumerate(leaves)])
+        return jax.block_until_ready(jax.jit(of_group, out_shardings=[leaves[index].sharding for index in group])())
+
+    return tree.unflatten([leaf for group in groups for leaf in make(group)])
+
+
+def _groups(leaves: list[jax.ShapeDtypeStruct]) -> list[list[int]]:
+    """Places of neighbours that together take no more than _MADE_AT_ONCE_BYTES of a device, or are alone."""
+    groups, filled_bytes = [], _MADE_AT_ONCE_BYTES
+    for index, leaf in enumerate(leaves):
+        filled_bytes += bytes_per_device(leaf)
+        if filled_bytes > _MADE_AT_ONCE_BYTES:
+            groups.append([])
+            filled_bytes = bytes_per_device(leaf)
+        groups[-1].append(index)
+    return groups
+
+
+def bytes_per_device(abstract, spaces=None, space: jax.memory.Space | None = None) -> int:
+    """Of a tree of `jax.ShapeDtypeStruct`s with shardings: the part of one device, if need be in `space` only."""
+    leaves = jax.tree.leaves(abstract)
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, its_space in zip(leaves, jax.tree.leaves(spaces) or [None] * len(leaves), strict=True)
+        if its_space is space
+    )
 
 
 def memory_spaces(
@@ -71,6 +96,20 @@ def memory_spaces(
     )
 
 
+def is_on_host(*trees) -> bool:
+    """Whether any of these arrays, traced or not, rests in host memory."""
+    return any(space_of(x) is HOST for x in jax.tree.leaves(trees))
+
+
+def space_of(x: jax.Array) -> jax.memory.Space:
+    return jax.typeof(x).memory_space
+
+
+def put(x: jax.Array, space: jax.memory.Space) -> jax.Array:
+    """`x` in that memory; under `jit`."""
+    return x if space_of(x) is space else jax.device_put(x, space)
+
+
 def lacks_host_memory(mesh: Mesh) -> str | None:
     """Why programs on the devices of `mesh` cannot use pinned host memory; None if they can.
 
@@ -79,6 +118,16 @@ def lacks_host_memory(mesh: Mesh) -> str | None:
     if mesh.devices.flat[0].platform == "cpu" and jax.__version_info__ < (0, 11):
         return f"jax {jax.__version__} cannot use host memory on CPU; 0.11 can"
     return None
+
+
+def memory_lines(config: MemoryConfig, mesh: Mesh) -> list[str]:
+    """For the start of a run: what rests in host memory, or why it does not."""
+    asked = [name for name in ("parameters", "optimizer") if vars(config)[name] == "host"]
+    if not asked:
+        return []
+    problem = lacks_host_memory(mesh)
+    where = "in pinned host memory" if problem is None else f"on the device all the same: {problem}"
+    return [f"memory     {' and '.join(asked)} (config.memory) rest {where}"]
 
 
 def abstract_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformation, dims) -> TrainState:

@@ -28,7 +28,7 @@ from jaxlc.train import precision, update
 from jaxlc.train.loss import LossSpec, loss_sums, token_losses
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
 from jaxlc.train.remat import keeps_attention, make_remat
-from jaxlc.train.state import TrainState, abstract_state, first_state, memory_spaces
+from jaxlc.train.state import TrainState, abstract_state, first_state, is_on_host, memory_spaces, put
 
 
 class Batch(NamedTuple):
@@ -199,7 +199,7 @@ class TrainStep:
             self._in_tiles(batch.tokens),
             self._in_tiles(positions),
             attend=self._attend(*masks),
-            shard=Sharder(self.mesh, weights_on_host=update.is_streamed(params)),
+            shard=Sharder(self.mesh, weights_on_host=is_on_host(params)),
             remat=make_remat(self.config.memory),
             compute_dtype=precision.compute_dtype(self.config.precision.compute, self._platform),
             tables=rope_tables(self.config.model, self.config.data.sequence_tokens),
@@ -252,7 +252,7 @@ class TrainStep:
             gradients = update.add(gradients, part_totals[0], self.dims)
             return (gradients, jax.tree.map(jnp.maximum, seen, part_totals[1])), cross_entropy
 
-        if not update.is_streamed(params):
+        if not is_on_host(params):
             zeros = jax.tree.map(jnp.zeros_like, (params, histories))
             totals, cross_entropy = lax.scan(add_microbatch, zeros, batch)
             return totals, cross_entropy.sum()
@@ -266,7 +266,7 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         # Changes nothing but types: those of the arguments do not tell of the host's memory where no device is here.
-        state = jax.tree.map(update.put, state, self.memory_spaces)
+        state = jax.tree.map(put, state, self.memory_spaces)
         # Divided once, by the weights of all ranks and microbatches: one of either may have no target at all.
         target_tokens = batch.loss_weights.sum()
         to_mean = jnp.where(target_tokens > 0, 1.0 / target_tokens, 0.0)

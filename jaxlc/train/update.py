@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxlc.train.state import DEVICE, HOST
+from jaxlc.train.state import DEVICE, is_on_host, put, space_of
 
 
 class Weights(NamedTuple):
@@ -24,17 +24,13 @@ class Weights(NamedTuple):
     opt_state: optax.OptState
 
 
-def is_streamed(*trees) -> bool:
-    return any(_home(x) is HOST for x in jax.tree.leaves(trees))
-
-
 def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
     """Of `scale` times the gradients: the root of the sum of all squares, float32."""
 
     def squares(_, gradients):
         return optax.tree.norm(jax.tree.map(lambda g: g * scale, gradients), squared=True)
 
-    if not is_streamed(gradients):
+    if not is_on_host(gradients):
         return jnp.sqrt(squares(None, gradients))
     sums = [
         _stream(squares, dims[name], jnp.zeros(_num_layers(dims[name], part)), part).sum()
@@ -49,7 +45,7 @@ def add(gradients: dict, others: dict, dims: dict) -> dict:
     def add_part(a, b):
         return jax.tree.map(jnp.add, a, b)
 
-    if not is_streamed(gradients):
+    if not is_on_host(gradients):
         return add_part(gradients, others)
     return {name: _stream(add_part, dims[name], part, others[name]) for name, part in gradients.items()}
 
@@ -82,7 +78,7 @@ def update(
 
         return run
 
-    if not is_streamed(weights):
+    if not is_on_host(weights):
         return update_part(dims)(weights, gradients)
     parts = {}
     # Layers first: the others' counts of updates are the new ones.
@@ -101,7 +97,7 @@ def _stream(function: Callable, dims, results, *operands):
     if not _is_stacked(dims):
         results, operands = lax.optimization_barrier((results, operands))
         made = function(*jax.tree.map(_fetched, (results, *operands)))
-        return jax.tree.map(lambda old, new: put(new, _home(old)), results, made)
+        return jax.tree.map(lambda old, new: put(new, space_of(old)), results, made)
 
     def run_layer(results, layer):
         def fetch(x):
@@ -110,7 +106,7 @@ def _stream(function: Callable, dims, results, *operands):
         def write(stack, new):
             if not stack.ndim:
                 return stack
-            return lax.dynamic_update_index_in_dim(stack, put(new, _home(stack)), layer, 0)
+            return lax.dynamic_update_index_in_dim(stack, put(new, space_of(stack)), layer, 0)
 
         made = function(*jax.tree.map(fetch, (results, *operands)))
         return jax.tree.map(write, results, made), None
@@ -153,14 +149,5 @@ def _is_dict(x) -> bool:
     return isinstance(x, dict)
 
 
-def _home(x: jax.Array) -> jax.memory.Space:
-    return jax.typeof(x).memory_space
-
-
 def _fetched(x: jax.Array) -> jax.Array:
     return put(x, DEVICE)
-
-
-def put(x: jax.Array, space: jax.memory.Space) -> jax.Array:
-    """`x` in that memory."""
-    return x if _home(x) is space else jax.device_put(x, space)

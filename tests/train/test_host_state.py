@@ -1,0 +1,203 @@
+"""Weights, gradients and moments in host memory: the same steps as without it, and in a GPU's program no copy of them.
+
+CPUs have host memory from jax 0.11 on. Before, the streamed update is tested on what lies on the device.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlc.config import load, to_dict
+from jaxlc.core.errors import UserError
+from jaxlc.plan.compile import place_state
+from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
+from jaxlc.program import parse
+from jaxlc.train import readback, update
+from jaxlc.train.checkpoint import Checkpoints
+from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer
+from jaxlc.train.state import DEVICE, HOST, PINNED_HOST, bytes_per_device, lacks_host_memory, memory_lines
+from jaxlc.train.step import TrainStep, build_step
+from tests.plan import gpus
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
+from tests.train.synthetic import make_batch, natural_rows, small_config, small_step, without_padding
+
+ON_HOST = dict(parameters="host", optimizer="host")
+REFUSAL = lacks_host_memory(small_step(small_config()).mesh)
+needs_host_memory = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+
+DIMS = {"embedding": ("vocab", "model"), "layers": {"w": ("layers", "model", "ffn"), "n": ("layers", "norm")}}
+SHAPES = {"embedding": (5, 4), "layers": {"w": (3, 4, 6), "n": (3, 4)}}
+
+
+def _tree(seed: int):
+    keys = iter(jax.random.split(jax.random.key(seed), 3))
+    return jax.tree.map(lambda shape: jax.random.normal(next(keys), shape), SHAPES, is_leaf=lambda x: type(x) is tuple)
+
+
+def _close(a, b, tolerance=1e-6):
+    errors = jax.tree.map(max_relative_error, a, b)
+    assert max(jax.tree.leaves(errors)) <= tolerance, errors
+
+
+@pytest.fixture
+def both_ways(monkeypatch: pytest.MonkeyPatch):
+    """The results of a function of `update`, plain and streamed."""
+
+    def run(function, *arguments):
+        plain = jax.jit(lambda *x: function(*x))(*arguments)
+        monkeypatch.setattr(update, "is_on_host", lambda *_: True)
+        return plain, jax.jit(lambda *x: function(*x))(*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("grad_norm", [0.5, 20.0])  # clipped and not
+def test_a_streamed_update_is_the_plain_one(both_ways, grad_norm: float):
+    config = small_config().optimizer
+    schedule = learning_rate_schedule(config, 20)
+    make = lambda dims: make_optimizer(config, schedule, dims)  # noqa: E731
+    start = update.Weights(_tree(0), make(DIMS).init(_tree(0)))
+
+    def two_steps(weights, gradients):
+        for is_finite in (True, False, True):
+            weights = update.update(
+                make, DIMS, weights, gradients, scale=0.1, grad_norm=grad_norm, is_finite=jnp.asarray(is_finite)
+            )
+        return weights
+
+    plain, streamed = both_ways(two_steps, start, _tree(1))
+    assert jax.tree.structure(plain) == jax.tree.structure(streamed) == jax.tree.structure(start)
+    _close(streamed, plain)
+    counts = [x for x in jax.tree.leaves(streamed) if x.dtype == jnp.int32]
+    assert counts and all(count == 2 for count in counts)  # the step that was not finite is not counted
+
+
+def test_streamed_norms_and_sums(both_ways):
+    _close(*both_ways(lambda g: update.gradient_norm(g, DIMS, 0.5), _tree(0)))
+
+
+def test_streamed_sums(both_ways):
+    _close(*both_ways(lambda a, b: update.add(a, b, DIMS), _tree(0), _tree(1)))
+
+
+def _three_steps(**memory):
+    """(step, state, losses and norms) after three steps of two microbatches."""
+    train = dict(accumulation_steps=2)
+    step = small_step(small_config(mesh=dict(context=2, tensor=2), train=train, memory=memory))
+    state, batch, run = step.init(), make_batch(step, natural_rows()), step.compile()
+    seen = []
+    for _ in range(3):
+        state, metrics = run(state, batch)
+        seen.append([metrics.loss, metrics.grad_norm, metrics.learning_rate])
+    return step, state, np.array(seen)
+
+
+@pytest.fixture(scope="module")
+def on_device():
+    return _three_steps()
+
+
+@needs_host_memory
+@pytest.mark.parametrize("memory", [
+    dict(optimizer="host"), ON_HOST, dict(**ON_HOST, remat_layers=2), dict(**ON_HOST, tile_tokens=24),
+], ids=str)  # fmt: skip
+def test_steps_with_the_state_in_host_memory(on_device, memory):
+    _, state, seen = _three_steps(**memory)
+    np.testing.assert_allclose(seen, on_device[2], rtol=FLOAT32_PARITY)
+    _close(state.params, on_device[1].params, FLOAT32_PARITY)
+    _close(state.opt_state, on_device[1].opt_state, FLOAT32_PARITY)
+    where = {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
+    assert where == ({PINNED_HOST} if "parameters" in memory else {"device"})
+    assert PINNED_HOST in {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state)}
+
+
+@needs_host_memory
+@pytest.mark.parametrize("to_host", [True, False])
+def test_checkpoints_go_from_memory_to_memory_and_mesh_to_mesh(tmp_path, to_host: bool):
+    there, here = (
+        small_step(small_config(mesh=mesh, memory=ON_HOST if is_host else {}))
+        for mesh, is_host in ((dict(context=2, tensor=2), not to_host), (dict(fsdp=4, context=2), to_host))
+    )
+    state, model = there.init(), to_dict(there.config)["model"]
+    checkpoints = Checkpoints(tmp_path, keep=1, warn=pytest.fail)
+    checkpoints.save(1, state, dict(config=dict(model=model)))
+    jax.tree.map(lambda x: x.delete(), state.params)  # as a step does that they are given to
+    checkpoints.wait()
+    restored, _ = checkpoints.restore_latest(here.abstract_state, model=model)
+    expected = there.init()
+    for got, wanted, like in zip(*map(jax.tree.leaves, (restored, expected, here.abstract_state))):
+        assert got.sharding == like.sharding
+        wanted = without_padding(wanted, got)
+        np.testing.assert_array_equal(without_padding(got, wanted), wanted)
+
+
+@pytest.mark.skipif(REFUSAL is None, reason="this jax has host memory on CPU")
+def test_where_there_is_no_host_memory_the_state_stays_and_the_run_says_so():
+    step = small_step(small_config(memory=ON_HOST))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(step.abstract_state)} == {
+        x.sharding.memory_kind for x in jax.tree.leaves(small_step(small_config()).abstract_state)
+    }
+    (line,) = memory_lines(step.config.memory, step.mesh)
+    assert "parameters and optimizer (config.memory) rest on the device all the same" in line
+
+
+def test_weights_that_a_layer_keeps_would_not_be_on_the_host():
+    with pytest.raises(UserError, match="memory.remat='none' keeps those of all layers"):
+        small_config(memory=dict(parameters="host", remat="none"))
+
+
+def _gpu_step(**memory) -> TrainStep:
+    config = gpus.small_config()
+    config.model.num_layers = 4
+    config.memory.update(ON_HOST | memory)
+    config = load(config)
+    return build_step(config, make_mesh(topology("h100:1x4"), config.mesh))
+
+
+def _compile(step: TrainStep) -> jax.stages.Compiled:
+    lowered = step.lower()
+    place_state(step, lowered)
+    return step.compile(extra_options=dict(WITHOUT_GPU), lowered=lowered)
+
+
+@gpus.needs_gpu_compiler
+@gpus.ignores_cache
+def test_in_the_program_for_gpus_the_state_is_on_the_host_and_updated_in_place():
+    step = _gpu_step()
+    compiled = _compile(step)
+    readback.check_memory(step, parse(compiled.as_text()))
+    stats, spaces = compiled.memory_analysis(), step.memory_spaces
+    on_host, params = (
+        bytes_per_device(tree, its_spaces, HOST)
+        for tree, its_spaces in ((step.abstract_state, spaces), (step.abstract_state.params, spaces.params))
+    )
+    assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == on_host > 0.99 * bytes_per_device(
+        step.abstract_state
+    )
+    assert 0 < stats.host_temp_size_in_bytes <= params  # the gradients
+    on_device = bytes_per_device(step.abstract_state, spaces, DEVICE) + bytes_per_device(step.abstract_batch)
+    assert stats.argument_size_in_bytes <= on_device + 1024
+
+
+@pytest.mark.heavy
+@gpus.needs_gpu_compiler
+@gpus.ignores_cache
+def test_a_program_that_holds_the_state_on_the_gpu_is_an_error():
+    program = parse(_compile(_gpu_step(optimizer="device", remat_layers=2)).as_text())
+    readback.check_memory(_gpu_step(optimizer="device"), program)
+    with pytest.raises(UserError, match="arrays of the compiled step's state are not in host memory"):
+        readback.check_memory(_gpu_step(), program)
+
+
+@pytest.mark.heavy
+@gpus.needs_gpu_compiler
+@gpus.ignores_cache
+def test_a_program_that_fetches_all_layers_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    run = TrainStep._hidden_and_head
+    fetches_all = lambda step, params, *rest: run(step, jax.device_put(params, DEVICE), *rest)  # noqa: E731
+    monkeypatch.setattr(TrainStep, "_hidden_and_head", fetches_all)
+    step = _gpu_step()
+    program = parse(_compile(step).as_text())
+    with pytest.raises(UserError, match="copies all layers' .* to the GPU at once"):
+        readback.check_memory(step, program)
