@@ -1,0 +1,87 @@
+"""Products in 8 bits against float64 products of operands that numpy rounds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxlc.models.matmuls import Fp8, Matmuls, fp8_product
+from tests.tolerances import max_relative_error
+
+B, T, N, H, D = 2, 5, 3, 4, 6
+# Results are rounded to float32 here; in 8 bits everything else is exact in float32, sums too but for their order.
+EXACT = 1e-6
+
+
+def operands():
+    rng = np.random.default_rng(0)
+    shapes = (B, T, N, H), (N, H, D), (B, T, D)
+    sizes = 30.0, 0.02, 1e-5
+    return [(rng.standard_normal(shape) * size).astype(np.float32) for shape, size in zip(shapes, sizes)]
+
+
+def rounded(x, dtype, largest=None):
+    """x as 8 bits have it: scaled by a power of two, so that `largest` becomes representable, and cut off there."""
+    top = float(ml_dtypes.finfo(dtype).max)
+    scale = 2.0 ** np.ceil(np.log2((np.abs(x).max() if largest is None else largest) / top))
+    return np.clip(x / scale, -top, top).astype(dtype).astype(np.float64) * scale
+
+
+def product_and_gradients(x, w, dout, history):
+    out, pull = jax.vjp(lambda *args: fp8_product(*args, 2), x, w, history)
+    return out, *pull(dout)
+
+
+@pytest.mark.parametrize("largest", [None, (50.0, 0.5, 4e-6)], ids=["current", "delayed"])
+def test_operands_are_rounded_and_nothing_else(largest):
+    """Delayed scaling expects too little of dout here, and cuts it off."""
+    x, w, dout = operands()
+    history = None if largest is None else jnp.array(largest)[:, None] * jnp.array([0.5, 1.0, 0.0])
+    got = jax.jit(product_and_gradients)(x, w, dout, history)
+    x_8, w_8, dout_8 = (
+        rounded(value, dtype, largest and largest[row])
+        for row, (value, dtype) in enumerate(
+            ((x, ml_dtypes.float8_e4m3fn), (w, ml_dtypes.float8_e4m3fn), (dout, ml_dtypes.float8_e5m2))
+        )
+    )
+    expected = (
+        np.einsum("btnh,nhd->btd", x_8, w_8),
+        np.einsum("btd,nhd->btnh", dout_8, w_8),
+        np.einsum("btnh,btd->nhd", x_8, dout_8),
+    )
+    for a, b in zip(got, expected):
+        assert max_relative_error(a, b) <= EXACT
+    assert max_relative_error(got[0], np.einsum("btnh,nhd->btd", x, w)) > 1e-3  # so something was rounded
+
+
+def test_the_gradient_of_a_history_is_the_next_one():
+    x, w, dout = operands()
+    history = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
+    *_, got = product_and_gradients(x, w, dout, history)
+    np.testing.assert_array_equal(got[:, 0], [np.abs(value).max() for value in (x, w, dout)])
+    np.testing.assert_array_equal(got[:, 1:], history[:, :-1])
+
+
+@pytest.mark.parametrize("history", [None, jnp.zeros((3, 2))], ids=["current", "delayed"])
+def test_zeros_and_no_history_yet(history):
+    x, w, dout = (jnp.zeros_like(value) for value in operands())
+    for got in jax.tree.leaves(product_and_gradients(x, w, dout, history)):
+        np.testing.assert_array_equal(got, jnp.zeros_like(got))
+
+
+def test_only_the_named_products_are_in_8_bits():
+    x, w = jnp.ones((1, 2, 4), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
+    matmul = Matmuls(Fp8(matmuls=("mlp_up", "query"), scaling="delayed", history_steps=2), "mlp_gate", "mlp_up")
+    for name, is_8_bits in (("mlp_gate", False), ("mlp_up", True)):
+        text = str(jax.make_jaxpr(functools.partial(matmul, name, "BTD,DF->BTF"))(x, w))
+        assert ("f8_e4m3fn" in text) == is_8_bits, text
+    assert nnx.state(matmul)["history"].shape == (2, 3, 2)
+
+
+def test_a_name_of_another_block_is_a_mistake():
+    with pytest.raises(AssertionError):
+        Matmuls(None, "mlp_gate")("query", "BTD,DF->BTF", jnp.ones((1, 2, 4)), jnp.ones((4, 8)))
