@@ -26,6 +26,7 @@ _PRODUCTS = {
     "flash_dq": (2, 1),  # q . k, dq; dout . v
     "flash_dkv": (2, 2),  # q . k, dk; dout . v, dv
 }
+_FORWARD_KERNELS = ("__cudnn$fmhaSoftmax", "flash_forward")
 
 
 class Sizes(NamedTuple):
@@ -57,6 +58,18 @@ def attention_calls(program: Program, computation: Computation) -> Iterator[Atte
             yield call
 
 
+def calls_within(program: Program, computation: Computation, instruction: Instruction) -> Iterator[AttentionCall]:
+    """`instruction` as an attention kernel, or those that it runs as a loop, each with the FLOPs of all rounds."""
+    call = attention_call(program, computation, instruction)
+    if call is not None:
+        yield call
+    elif instruction.opcode == "while":
+        for times, inner, each in _inside(program, instruction):
+            call = attention_call(program, inner, each) if each.opcode == "custom-call" else None
+            if call is not None:
+                yield call._replace(full_flops=times * call.full_flops)
+
+
 def attention_call(program: Program, computation: Computation, instruction: Instruction) -> AttentionCall | None:
     """`instruction` as an attention kernel; None if it is none."""
     if instruction.opcode == "while" and is_in_attention(instruction.op_name):
@@ -83,7 +96,10 @@ def _custom_call(computation: Computation, call: Instruction, kernel: str, name:
     sizes = Sizes(batch * num_heads, num_queries, num_keys)
     over_keys, over_values = _PRODUCTS[name]
     flops = 2.0 * math.prod(sizes) * (over_keys * head_dim + over_values * value_dim)
-    return AttentionCall(call, kernel, pass_of(call.op_name), flops, is_masked, sizes)
+    which = pass_of(call.op_name)
+    if which == "backward" and name in _FORWARD_KERNELS:  # a layer in tiles runs its forward again by itself
+        which = "recomputation"
+    return AttentionCall(call, kernel, which, flops, is_masked, sizes)
 
 
 def _blockwise(program: Program, loop: Instruction) -> AttentionCall | None:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jaxlc.core.hardware import Device
-from jaxlc.program.attention_calls import AttentionCall, attention_call
+from jaxlc.program.attention_calls import AttentionCall, calls_within
 from jaxlc.program.collectives import Collective, collectives
 from jaxlc.program.passes import Pass, is_in_attention, pass_of
 from jaxlc.program.text import Program
@@ -14,7 +14,7 @@ class Hop(NamedTuple):
 
     collective: Collective
     which: Pass
-    meanwhile: tuple[AttentionCall, ...]  # attention kernels between its start and its done
+    meanwhile: tuple[AttentionCall, ...]  # attention kernels between its start and its done; in loops, of all rounds
     link_bytes: int  # sent while it is under way: its own, and what other exchanges of the kind send beside it
 
     @property
@@ -51,12 +51,11 @@ def hops(program: Program) -> list[Hop]:
 
 def _hop(program: Program, collective: Collective, sent: list[Collective]) -> Hop:
     transfer = collective.transfer
-    calls = (attention_call(program, transfer.computation, each) for each in transfer.meanwhile)
+    calls = (call for each in transfer.meanwhile for call in calls_within(program, transfer.computation, each))
     beside = (each for each in sent if each is not collective and transfer.overlaps(each.transfer))
     return Hop(
         collective,
         pass_of(transfer.start.op_name),
-        tuple(call for call in calls if call is not None),
+        tuple(calls),
         collective.sent_bytes + sum(each.sent_bytes for each in beside),
     )
-
