@@ -1,13 +1,15 @@
 """The portable kernel: attention tile by tile in plain XLA, O(T + S) memory, on any device.
 
 The softmax runs online over key tiles (Milakov and Gimelshein 2018; FlashAttention, algorithm 1), and the
-backward recomputes each tile's weights from the row's lse (FlashAttention-2, algorithm 2). A tile in which no
-query sees any key is skipped, which is what makes causal rows cost half and short packed documents little.
+backward recomputes each tile's weights from the row's lse (FlashAttention-2, algorithm 2). A tile is skipped where the
+bounds of its positions and segment ids say that no query sees any key, which is what makes causal rows cost half and
+short packed documents little.
 
 Letters of this file, beside those of core/axes.py: I query tiles, J key tiles, R = G x T rows of a tile: the G query
 heads that read the same key/value head, one after the other. Key/value heads are taken one at a time: then what a pair
-of tiles needs stays in a core's cache. Every product is written so that neither operand is transposed along its rows:
-on CPU such a product takes four times as long, which is why the backward holds its scores, and dq, transposed.
+of tiles needs stays in a core's cache. Scores, out and dq are held transposed, BSR and BHR. On CPU a product that has
+transposed scores for its first operand takes three times as long, and the backward would have one; and XLA takes the
+max over the rows of a tile five times as fast as the max of each row.
 """
 
 from typing import NamedTuple
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
+from jaxlc.core.errors import Unsupported
 
 
 class _Queries(NamedTuple):
@@ -49,20 +52,26 @@ def unsupported(case: KernelCase) -> None:
 def forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, masks: Masks, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """See `contract.Kernel.forward`."""
+    """See `contract.Kernel.forward`.
+
+    Raises:
+      Unsupported: a scale that is not above 0: the largest score would not be that of the largest weight.
+    """
+    if spec.scale_for(q_BTNH.shape[-1]) <= 0:
+        raise Unsupported(f"attention kernel blockwise: scale {spec.scale}, and it does scales above 0")
     queries, keys = _tiled_operands(q_BTNH, k_BSKH, v_BSKH, masks, spec)
 
     def one_head(operands):
         return _forward_of_head(*_of_head(queries, keys, *operands), spec)
 
-    out_KIBRH, lse_KIBR1 = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH))
-    return _untiled(out_KIBRH, q_BTNH), _untiled(lse_KIBR1, q_BTNH)[..., 0].swapaxes(1, 2)
+    out_KIBHR, lse_KIB1R = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH))
+    return _untiled(out_KIBHR, q_BTNH), _untiled(lse_KIB1R, q_BTNH)[..., 0].swapaxes(1, 2)
 
 
 def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT):
     """See `contract.Kernel.backward`."""
     queries, keys = _tiled_operands(q_BTNH, k_BSKH, v_BSKH, masks, spec)
-    tile_tokens = min(spec.query_block_tokens, q_BTNH.shape[1])
+    tile_tokens = _tile_tokens(spec.query_block_tokens, q_BTNH.shape[1], spec)
     results = _row_results(k_BSKH.shape[2], tile_tokens, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT)
 
     def one_head(operands):
@@ -70,7 +79,7 @@ def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, 
         return _backward_of_head(*_of_head(queries, keys, *qkv), results, spec)
 
     dq, dk, dv = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH, results))
-    return _untiled(dq.swapaxes(3, 4), q_BTNH), _untiled(dk, k_BSKH), _untiled(dv, v_BSKH)
+    return _untiled(dq, q_BTNH), _untiled(dk.swapaxes(3, 4), k_BSKH), _untiled(dv.swapaxes(3, 4), v_BSKH)
 
 
 def _of_head(queries: _Queries, keys: _Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[_Queries, _Keys]:
@@ -80,27 +89,26 @@ def _of_head(queries: _Queries, keys: _Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[_Q
 
 
 def _forward_of_head(queries: _Queries, keys: _Keys, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """(out_IBRH, lse_IBR1)"""
-    rows, value_dim = queries.q_IBRH.shape[1:3], keys.v_JBSH.shape[-1]
+    """(out_IBHR, lse_IB1R)"""
+    (_, batch, rows, head_dim), value_dim = queries.q_IBRH.shape, keys.v_JBSH.shape[-1]
 
     def query_tile(_, tile_queries: _Queries):
         def key_tile(carry, tile_keys: _Keys):
-            visible_BTS = _visible(tile_queries, tile_keys, spec)
-
             def attend(carry):
-                return _online_softmax(carry, tile_queries, tile_keys, visible_BTS, spec)
+                return _online_softmax(carry, tile_queries, tile_keys, spec)
 
-            return _if_any(visible_BTS, attend, carry), None
+            return _unless_hidden(tile_queries, tile_keys, spec, attend, carry), None
 
         start = (
-            jnp.full((*rows, 1), -jnp.inf, jnp.float32),
-            jnp.zeros((*rows, 1), jnp.float32),
-            jnp.zeros((*rows, value_dim), jnp.float32),
+            jnp.full((batch, 1, rows), -jnp.inf, jnp.float32),
+            jnp.zeros((batch, 1, rows), jnp.float32),
+            jnp.zeros((batch, value_dim, rows), jnp.float32),
         )
-        (max_BR1, total_BR1, out_BRH), _ = lax.scan(key_tile, start, keys)
-        is_empty = total_BR1 == 0
-        total_BR1 = jnp.where(is_empty, 1.0, total_BR1)
-        return None, (out_BRH / total_BR1, jnp.where(is_empty, -jnp.inf, max_BR1 + jnp.log(total_BR1)))
+        (max_B1R, total_B1R, out_BHR), _ = lax.scan(key_tile, start, keys)
+        is_empty = total_B1R == 0
+        total_B1R = jnp.where(is_empty, 1.0, total_B1R)
+        lse_B1R = spec.scale_for(head_dim) * max_B1R + jnp.log(total_B1R)
+        return None, (out_BHR / total_B1R, jnp.where(is_empty, -jnp.inf, lse_B1R))
 
     return lax.scan(query_tile, None, queries)[1]
 
@@ -111,14 +119,12 @@ def _backward_of_head(queries: _Queries, keys: _Keys, results: _RowResults, spec
     def key_tile(dq_IBHR, tile_keys: _Keys):
         def query_tile(dkv, tiles):
             tile_queries, tile_results, dq_BHR = tiles
-            visible_BTS = _visible(tile_queries, tile_keys, spec)
-            visible_BST = None if visible_BTS is None else visible_BTS.swapaxes(1, 2)
 
             def add(gradients):
-                shares = _tile_gradients(tile_queries, tile_keys, tile_results, visible_BST, spec)
+                shares = _tile_gradients(tile_queries, tile_keys, tile_results, spec)
                 return tuple(map(jnp.add, gradients, shares))
 
-            dq_BHR, *dkv = _if_any(visible_BST, add, (dq_BHR, *dkv))
+            dq_BHR, *dkv = _unless_hidden(tile_queries, tile_keys, spec, add, (dq_BHR, *dkv))
             return tuple(dkv), dq_BHR
 
         start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (tile_keys.k_JBSH, tile_keys.v_JBSH))
@@ -130,26 +136,28 @@ def _backward_of_head(queries: _Queries, keys: _Keys, results: _RowResults, spec
     return dq_IBHR, dk_JBSH, dv_JBSH
 
 
-def _online_softmax(carry, queries: _Queries, keys: _Keys, visible_BTS, spec: AttentionSpec):
-    """Takes one key tile into the running (max, sum of exponentials, unnormalized out) of a query tile."""
-    max_BR1, total_BR1, out_BRH = carry
+def _online_softmax(carry, queries: _Queries, keys: _Keys, spec: AttentionSpec):
+    """Takes one key tile into the running (max, sum of exponentials, unnormalized out) of a query tile. The max is of
+    unscaled scores."""
+    max_B1R, total_B1R, out_BHR = carry
     scale = spec.scale_for(queries.q_IBRH.shape[-1])
-    scores_BRS = scale * _matmul("BRH,BSH->BRS", queries.q_IBRH, keys.k_JBSH)
-    scores_BRS = _mask(scores_BRS, visible_BTS, -jnp.inf)
-    new_max_BR1 = jnp.maximum(max_BR1, scores_BRS.max(axis=-1, keepdims=True))
-    finite_max_BR1 = jnp.where(jnp.isneginf(new_max_BR1), 0.0, new_max_BR1)  # -inf - -inf is NaN
-    p_BRS = jnp.exp(scores_BRS - finite_max_BR1)
-    shrink_BR1 = jnp.exp(max_BR1 - finite_max_BR1)
-    total_BR1 = shrink_BR1 * total_BR1 + p_BRS.sum(axis=-1, keepdims=True)
-    out_BRH = shrink_BR1 * out_BRH + _matmul("BRS,BSH->BRH", p_BRS.astype(keys.v_JBSH.dtype), keys.v_JBSH)
-    return new_max_BR1, total_BR1, out_BRH
+    scores_BSR = _matmul("BSH,BRH->BSR", keys.k_JBSH, queries.q_IBRH)
+    scores_BSR = _mask(scores_BSR, queries, keys, spec, -jnp.inf)
+    new_max_B1R = jnp.maximum(max_B1R, scores_BSR.max(axis=1, keepdims=True))
+    finite_max_B1R = jnp.where(jnp.isneginf(new_max_B1R), 0.0, new_max_B1R)  # -inf - -inf is NaN
+    p_BSR = jnp.exp(scale * (scores_BSR - finite_max_B1R))
+    shrink_B1R = jnp.exp(scale * (max_B1R - finite_max_B1R))
+    total_B1R = shrink_B1R * total_B1R + p_BSR.sum(axis=1, keepdims=True)
+    v_BHS, dtype = keys.v_JBSH.swapaxes(1, 2), keys.v_JBSH.dtype
+    out_BHR = shrink_B1R * out_BHR + _matmul("BHS,BSR->BHR", v_BHS, p_BSR.astype(dtype))
+    return new_max_B1R, total_B1R, out_BHR
 
 
-def _tile_gradients(queries: _Queries, keys: _Keys, results: _RowResults, visible_BST, spec: AttentionSpec):
+def _tile_gradients(queries: _Queries, keys: _Keys, results: _RowResults, spec: AttentionSpec):
     """This pair of tiles' share of (dq_BHR, dk_BSH, dv_BSH), float32."""
     scale, dtype = spec.scale_for(keys.k_JBSH.shape[-1]), keys.v_JBSH.dtype
     scores_BSR = scale * _matmul("BSH,BRH->BSR", keys.k_JBSH, queries.q_IBRH)
-    p_BSR = _mask(jnp.exp(scores_BSR - results.lse_IB1R), visible_BST, 0.0, rows_are_last=True)
+    p_BSR = _mask(jnp.exp(scores_BSR - results.lse_IB1R), queries, keys, spec, 0.0)
     p_BSR = lax.optimization_barrier(p_BSR)  # or XLA on CPU computes the exponentials again for each of their two uses
     dp_BSR = _matmul("BSH,BRH->BSR", keys.v_JBSH, results.dout_IBRH)
     ds_BSR = (scale * p_BSR * (dp_BSR - results.delta_IB1R)).astype(dtype)
@@ -163,30 +171,38 @@ def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
-def _visible(queries: _Queries, keys: _Keys, spec: AttentionSpec) -> jax.Array | None:
+def _mask(x_BSR: jax.Array, queries: _Queries, keys: _Keys, spec: AttentionSpec, hidden: float) -> jax.Array:
+    """`hidden` where a query does not see a key; R is G x T."""
     masks = Masks(queries.positions_IBT, keys.positions_JBS, queries.segments_IBT, keys.segments_JBS)
-    return masks.visible_BTS(spec)
+    visible_BTS = masks.visible_BTS(spec)
+    if visible_BTS is None:
+        return x_BSR
+    batch, num_queries, num_keys = visible_BTS.shape
+    x_BSGT = x_BSR.reshape(batch, num_keys, -1, num_queries)
+    return jnp.where(visible_BTS.swapaxes(1, 2)[:, :, None], x_BSGT, hidden).reshape(x_BSR.shape)
 
 
-def _mask(x: jax.Array, visible: jax.Array | None, hidden: float, rows_are_last: bool = False) -> jax.Array:
-    """x_BRS with visible_BTS or, with rows_are_last, x_BSR with visible_BST; R is G x T."""
-    if visible is None:
-        return x
-    batch, *tile = visible.shape
-    if rows_are_last:
-        grouped, visible = x.reshape(batch, tile[0], -1, tile[1]), visible[:, :, None]
-    else:
-        grouped, visible = x.reshape(batch, -1, *tile), visible[:, None]
-    return jnp.where(visible, grouped, hidden).reshape(x.shape)
+def _unless_hidden(queries: _Queries, keys: _Keys, spec: AttentionSpec, compute, carry):
+    """`compute(carry)`, or carry where the bounds of positions and segment ids say that no query sees a key."""
+    may_see_B = True
+    if queries.segments_IBT is not None:
+        (q_min, q_max), (k_min, k_max) = (_bounds(x) for x in (queries.segments_IBT, keys.segments_JBS))
+        may_see_B = (q_min <= k_max) & (k_min <= q_max) & (q_max != 0)
+    if spec.causal:
+        (q_min, q_max), (k_min, k_max) = (_bounds(x) for x in (queries.positions_IBT, keys.positions_JBS))
+        may_see_B &= q_max >= k_min
+        if spec.window is not None:
+            may_see_B &= q_min - k_max < spec.window
+    return compute(carry) if may_see_B is True else lax.cond(may_see_B.any(), compute, lambda carry: carry, carry)
 
 
-def _if_any(visible: jax.Array | None, compute, carry):
-    return compute(carry) if visible is None else lax.cond(visible.any(), compute, lambda carry: carry, carry)
+def _bounds(x_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x_BT.min(axis=1), x_BT.max(axis=1)
 
 
 def _row_results(num_kv_heads, tile_tokens, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT) -> _RowResults:
     """Of all key/value heads: each array with a leading K."""
-    delta_BTN = jnp.einsum("BTNH,BTNH->BTN", *(x.astype(jnp.float32) for x in (out_BTNH, dout_BTNH)))
+    delta_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)).sum(axis=-1)
     delta_BTN -= dlse_BNT.swapaxes(1, 2)
     lse_BTN = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT).swapaxes(1, 2)
     lse, delta = (_tiled_heads(x[..., None], num_kv_heads, tile_tokens) for x in (lse_BTN, delta_BTN))
@@ -199,7 +215,8 @@ def _tiled_operands(q_BTNH, k_BSKH, v_BSKH, masks: Masks, spec: AttentionSpec) -
     T and S are padded to whole tiles; padding has segment id 0, so nobody sees it.
     """
     (batch, num_queries, _, _), (_, num_keys, num_kv_heads, _) = q_BTNH.shape, k_BSKH.shape
-    tile_T, tile_S = min(spec.query_block_tokens, num_queries), min(spec.key_block_tokens, num_keys)
+    tile_T = _tile_tokens(spec.query_block_tokens, num_queries, spec)
+    tile_S = _tile_tokens(spec.key_block_tokens, num_keys, spec)
     q_segments, k_segments = masks.q_segments_BT, masks.k_segments_BS
     if q_segments is None and (num_queries % tile_T or num_keys % tile_S):
         q_segments = jnp.ones((batch, num_queries), jnp.int32)
@@ -211,6 +228,11 @@ def _tiled_operands(q_BTNH, k_BSKH, v_BSKH, masks: Masks, spec: AttentionSpec) -
     k, v = (_tiled_heads(x, num_kv_heads, tile_S) for x in (k_BSKH, v_BSKH))
     queries = _Queries(q, _tiled(q_positions, tile_T), _tiled(q_segments, tile_T))
     return queries, _Keys(k, v, _tiled(k_positions, tile_S), _tiled(k_segments, tile_S))
+
+
+def _tile_tokens(asked: int, num_tokens: int, spec: AttentionSpec) -> int:
+    """At least two tiles under a causal mask: with one, nothing could be skipped."""
+    return min(asked, -(-num_tokens // 2) if spec.causal else num_tokens)
 
 
 def _tiled(x_BT: jax.Array | None, tile_tokens: int) -> jax.Array | None:
@@ -231,9 +253,9 @@ def _tiled_heads(x_BTNH: jax.Array, num_kv_heads: int, tile_tokens: int) -> jax.
     return x_KIBGTH.reshape(*x_KIBGTH.shape[:3], -1, width)
 
 
-def _untiled(x_KIBRH: jax.Array, like_BTNH: jax.Array) -> jax.Array:
-    """The inverse of `_tiled_heads`, with the padding of T taken off."""
+def _untiled(x_KIBHR: jax.Array, like_BTNH: jax.Array) -> jax.Array:
+    """[K, I, B, H, R] -> [B, T, N, H], with the padding of T taken off."""
     batch, num_tokens, num_heads, _ = like_BTNH.shape
-    num_kv_heads, num_tiles, _, _, width = x_KIBRH.shape
-    x_KIBGTH = x_KIBRH.reshape(num_kv_heads, num_tiles, batch, num_heads // num_kv_heads, -1, width)
-    return x_KIBGTH.transpose(2, 1, 4, 0, 3, 5).reshape(batch, -1, num_heads, width)[:, :num_tokens]
+    num_kv_heads, num_tiles, _, width, _ = x_KIBHR.shape
+    x_KIBHGT = x_KIBHR.reshape(num_kv_heads, num_tiles, batch, width, num_heads // num_kv_heads, -1)
+    return x_KIBHGT.transpose(2, 1, 5, 0, 4, 3).reshape(batch, -1, num_heads, width)[:, :num_tokens]

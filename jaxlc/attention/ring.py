@@ -5,8 +5,8 @@ length. Causality then needs no control flow, and every rank does the same work 
 
     step 0   the rank's own block: one plain causal call over (lo, hi)
     step s   the block of rank - s. Two half-by-half products are due, both without a causal mask: (q_hi, k_lo)
-             always; (q_lo, k_lo) if the block comes from an earlier rank, else (q_hi, k_hi). `where` picks
-             the operands and one kernel call does both, as a batch of two.
+             always; (q_lo, k_lo) if the block comes from an earlier rank, else (q_hi, k_hi). The halves are
+             taken by number and one kernel call does both, as a batch of two.
 
 The backward goes round again with the global out and lse, and dK/dV travel with the block they belong to. All
 running sums are float32. What overlaps, and why it is written in this order:
@@ -147,16 +147,14 @@ class RankOfRing(NamedTuple):
         if not self.spec.causal:
             in_flight, results = _arrived(in_flight, self.kernel.forward(q, k, v, masks, spec))
             return in_flight, merge(*out_lse, *results)
-        pick = _Pick(is_earlier=source < self.rank)
-        results = self.kernel.forward(*pick.operands(q, k, v), pick.masks(masks), spec)
+        halves = _Halves.due(source < self.rank)
+        results = self.kernel.forward(*halves.operands(q, k, v), halves.masks(masks), spec)
         in_flight, results = _arrived(in_flight, results)
-        (always, chosen) = zip(*(jnp.split(x, 2) for x in results))
         out, lse = out_lse
-        (lo, hi) = zip(jnp.split(out, 2, axis=1), jnp.split(lse, 2, axis=2))
-        hi = merge(*hi, *always)
-        merged = merge(*pick.select(lo, hi), *chosen)
-        lo, hi = pick.select(merged, lo), pick.select(hi, merged)
-        return in_flight, (jnp.concatenate([lo[0], hi[0]], axis=1), jnp.concatenate([lo[1], hi[1]], axis=2))
+        for half, *partial in zip(halves.of_queries, *(jnp.split(x, 2) for x in results)):
+            out_half, lse_half = merge(_half(out, half), _half(lse, half, axis=2), *partial)
+            out, lse = _with_half(out, half, out_half), _with_half(lse, half, lse_half, axis=2)
+        return in_flight, (out, lse)
 
     def backward_hop(self, s, q, k, v, rows: RowResults, dq, in_flight=()):
         """Returns `in_flight`, dq with this block's share added, and this rank's share of the block's dk and dv."""
@@ -164,12 +162,12 @@ class RankOfRing(NamedTuple):
         if not self.spec.causal:
             in_flight, (dq_share, dk, dv) = _arrived(in_flight, self.kernel.backward(q, k, v, masks, spec, *rows))
             return in_flight, dq + dq_share, dk, dv
-        pick = _Pick(is_earlier=source < self.rank)
-        operands, masks, rows = pick.operands(q, k, v), pick.masks(masks), pick.rows(rows)
-        in_flight, gradients = _arrived(in_flight, self.kernel.backward(*operands, masks, spec, *rows))
-        (dq_always, dq_chosen), *dkv = (jnp.split(x, 2) for x in gradients)
-        dq += jnp.concatenate(pick.place(dq_chosen, plus_hi=dq_always), axis=1)
-        dk, dv = (jnp.concatenate(pick.place(chosen, plus_lo=always), axis=1) for always, chosen in dkv)
+        halves = _Halves.due(source < self.rank)
+        operands, masks, rows = halves.operands(q, k, v), halves.masks(masks), halves.rows(rows)
+        in_flight, (dq_2, *dkv_2) = _arrived(in_flight, self.kernel.backward(*operands, masks, spec, *rows))
+        dq = _add_to_halves(dq, halves.of_queries, dq_2)
+        zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+        dk, dv = (_add_to_halves(zero, halves.of_keys, x_2) for zero, x_2 in zip(zeros, dkv_2))
         return in_flight, dq, dk, dv
 
     def _block(self, s):
@@ -188,42 +186,55 @@ def _arrived(in_flight, results):
     return lax.optimization_barrier((in_flight, results))
 
 
-class _Pick(NamedTuple):
-    """The zigzag choice at one step, without control flow: halves are lo and hi along the sequence."""
+class _Halves(NamedTuple):
+    """The zigzag choice at one step, without control flow: which half along the sequence, 0 (lo) or 1 (hi), each of the
+    two products takes. In place: what of a sum a product does not concern is neither read nor written."""
 
-    is_earlier: jax.Array  # the block comes from an earlier rank
+    of_queries: tuple[int, jax.Array]
+    of_keys: tuple[int, jax.Array]
 
-    def select(self, if_earlier, otherwise):
-        return jax.tree.map(lambda a, b: jnp.where(self.is_earlier, a, b), if_earlier, otherwise)
-
-    def queries(self, x, axis=1):
-        lo, hi = jnp.split(x, 2, axis)
-        return jnp.concatenate([hi, self.select(lo, hi)])
-
-    def keys(self, x):
-        lo, hi = jnp.split(x, 2, axis=1)
-        return jnp.concatenate([lo, self.select(lo, hi)])
+    @classmethod
+    def due(cls, is_earlier) -> "_Halves":
+        """Of a block that comes from an earlier rank, or from a later one."""
+        chosen = jnp.where(is_earlier, 0, 1)
+        return cls((1, chosen), (0, chosen))
 
     def operands(self, q, k, v):
-        return self.queries(q), self.keys(k), self.keys(v)
+        return _pair(q, self.of_queries), _pair(k, self.of_keys), _pair(v, self.of_keys)
 
     def masks(self, masks: Masks) -> Masks:
         if masks.q_segments_BT is None:
             return masks
-        return Masks(None, None, self.queries(masks.q_segments_BT), self.keys(masks.k_segments_BS))
+        return Masks(None, None, _pair(masks.q_segments_BT, self.of_queries), _pair(masks.k_segments_BS, self.of_keys))
 
     def rows(self, rows: RowResults) -> RowResults:
         return RowResults(
-            self.queries(rows.out_btnH),
-            self.queries(rows.lse_bnt, axis=2),
-            self.queries(rows.dout_btnH),
-            self.queries(rows.dlse_bnt, axis=2),
+            _pair(rows.out_btnH, self.of_queries),
+            _pair(rows.lse_bnt, self.of_queries, axis=2),
+            _pair(rows.dout_btnH, self.of_queries),
+            _pair(rows.dlse_bnt, self.of_queries, axis=2),
         )
 
-    def place(self, chosen, plus_lo=0.0, plus_hi=0.0):
-        """The chosen product's gradient, in the half it belongs to, plus the other product's."""
-        zero = jnp.zeros_like(chosen)
-        return self.select(chosen, zero) + plus_lo, self.select(zero, chosen) + plus_hi
+
+def _half(x, half, axis=1):
+    size = x.shape[axis] // 2
+    return lax.dynamic_slice_in_dim(x, half * size, size, axis)
+
+
+def _with_half(x, half, new, axis=1):
+    return lax.dynamic_update_slice_in_dim(x, new, half * (x.shape[axis] // 2), axis)
+
+
+def _pair(x, halves, axis=1):
+    """Two halves of x, one after the other along its batch."""
+    return jnp.concatenate([_half(x, half, axis) for half in halves])
+
+
+def _add_to_halves(x, halves, shares_2):
+    """x with a pair added, each where it belongs: the two may be the same half."""
+    for half, share in zip(halves, jnp.split(shares_2, 2)):
+        x = _with_half(x, half, _half(x, half) + share)
+    return x
 
 
 def _segments_of_ranks(masks: Masks, ranks: Ranks) -> jax.Array | None:

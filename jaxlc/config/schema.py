@@ -51,8 +51,8 @@ class AttentionConfig:
     window: int = 0  # sliding window: a token sees itself and window - 1 tokens before it; 0: all of them
     document_mask: bool = True  # tokens see their own document only; False: all earlier tokens of the row
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference"] = "auto"  # a named kernel never falls back
-    query_block_tokens: int = 256  # tile of the tiled kernels, queries
-    key_block_tokens: int = 256  # tile of the tiled kernels, keys
+    query_block_tokens: int = 512  # tile of the tiled kernels, queries
+    key_block_tokens: int = 512  # tile of the tiled kernels, keys
 
 
 @dataclass(frozen=True, kw_only=True)
