@@ -148,6 +148,9 @@ def _predicted(predicted: Prediction) -> Iterator[str]:
     yield f"  {predicted.recomputed_share:.0%} more FLOPs than the model's, since parts of it are computed again"
     exposed, sent = predicted.exposed_communication_seconds, predicted.communication_seconds
     yield f"  of {_seconds(sent)} of communication {_seconds(exposed)} are exposed"
+    if predicted.exposed_host_copy_seconds:
+        waiting = _seconds(predicted.exposed_host_copy_seconds)
+        yield f"  {waiting} of waiting for copies to and from the host, at the bandwidth in jaxlc/core/hardware.py"
     for seconds in (predicted.seconds_by_kind, predicted.seconds_by_resource):
         yield "  " + ", ".join(f"{name} {each / predicted.step_seconds:.1%}" for name, each in seconds.items())
 

@@ -25,7 +25,7 @@ def step(transport: Choice | None, mismatch_is: str = "error") -> SimpleNamespac
     config = defaults()
     config.model.num_layers = 3
     config.runtime.transport_mismatch = mismatch_is
-    return SimpleNamespace(config=load(config), transport=transport)
+    return SimpleNamespace(config=load(config), transport=transport, abstract_state=(), memory_spaces=())
 
 
 def test_what_is_printed():
