@@ -122,10 +122,12 @@ def lacks_host_memory(mesh: Mesh) -> str | None:
 
 def memory_lines(config: MemoryConfig, mesh: Mesh) -> list[str]:
     """For the start of a run: what rests in host memory, or why it does not."""
+    problem = lacks_host_memory(mesh)
     asked = [name for name in ("parameters", "optimizer") if vars(config)[name] == "host"]
+    if problem is not None:
+        asked += config.offload
     if not asked:
         return []
-    problem = lacks_host_memory(mesh)
     where = "in pinned host memory" if problem is None else f"on the device all the same: {problem}"
     return [f"memory     {' and '.join(asked)} (config.memory) rest {where}"]
 
@@ -154,9 +156,7 @@ def abstract_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransfor
     abstract = TrainState(
         step=replicated(shapes.step),
         params=jax.tree.map(stored, shapes.params, dims),
-        opt_state=optax.tree_map_params(
-            optimizer, stored, shapes.opt_state, dims, transform_non_params=replicated
-        ),
+        opt_state=optax.tree_map_params(optimizer, stored, shapes.opt_state, dims, transform_non_params=replicated),
         rng=replicated(shapes.rng),
         scaling=jax.tree.map(replicated, shapes.scaling),
     )

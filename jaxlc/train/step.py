@@ -1,5 +1,6 @@
 """The training step: built here for the loop, the plan, the sweeps and the benchmarks alike. Nobody else jits one."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc import attention
 from jaxlc.attention.tiled import layout_of, tiles_of
-from jaxlc.config import Config
+from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.models import decoder
@@ -28,7 +29,15 @@ from jaxlc.train import precision, update
 from jaxlc.train.loss import LossSpec, loss_sums, token_losses
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
 from jaxlc.train.remat import keeps_attention, make_remat
-from jaxlc.train.state import TrainState, abstract_state, first_state, is_on_host, memory_spaces, put
+from jaxlc.train.state import (
+    TrainState,
+    abstract_state,
+    first_state,
+    is_on_host,
+    lacks_host_memory,
+    memory_spaces,
+    put,
+)
 
 
 class Batch(NamedTuple):
@@ -200,12 +209,20 @@ class TrainStep:
             self._in_tiles(positions),
             attend=self._attend(*masks),
             shard=Sharder(self.mesh, weights_on_host=is_on_host(params)),
-            remat=make_remat(self.config.memory),
+            remat=make_remat(self._memory),
             compute_dtype=precision.compute_dtype(self.config.precision.compute, self._platform),
             tables=rope_tables(self.config.model, self.config.data.sequence_tokens),
             fp8=precision.make_fp8(self.config.precision, histories),
             histories=histories,
         )
+
+    @property
+    def _memory(self) -> MemoryConfig:
+        """config.memory, without offloading where there is no host memory to use."""
+        memory = self.config.memory
+        if lacks_host_memory(self.mesh) is None:
+            return memory
+        return dataclasses.replace(memory, keep=(*memory.keep, *memory.offload), offload=())
 
     @property
     def _num_tiles(self) -> int:
@@ -222,7 +239,7 @@ class TrainStep:
             tile_attention = attention.make_tiled(
                 self.config.attention, self.mesh, tiles=self._num_tiles, num_kv_heads=self.config.model.num_kv_heads
             )
-            return Tiling(tile_attention, segment_ids, keeps_attention(self.config.memory))
+            return Tiling(tile_attention, segment_ids, keeps_attention(self._memory))
         attend = attention.make(self.config.attention, self.mesh)
         return lambda q, k, v: attend(q, k, v, positions, segment_ids)[0]
 

@@ -68,6 +68,16 @@ def test_miniature_has_the_axes_and_features_of_the_config(name):
         assert getattr(config, section) == getattr(mini, section)
 
 
+@pytest.mark.heavy
+def test_miniature_on_one_device_trains(tmp_path):
+    """In a process of its own, which has no other device."""
+    corpus = runs.write_config(tmp_path).with_name("corpus")
+    data = dict(data__sources=corpus, data__cache_dir=tmp_path / "cache", data__eval_fraction=0.3)
+    steps = dict(train__steps=2, train__eval_every_steps=0)
+    output = runs.train(f"{DIRECTORY / '1m_1gpu.py'}:mini", tmp_path / "run", **data, **steps)
+    assert "parameters and optimizer" in output and "held-out" in output
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_unknown_variant(name):
     with pytest.raises(ValueError, match="no variant 'b200'; there are h100, 70b, mini"):
@@ -97,7 +107,7 @@ _IN_EVERY_RUN = ("256k", "8m_8gpu")
 
 @pytest.mark.parametrize("name", [
     *_IN_EVERY_RUN,
-    *(pytest.param(x, marks=pytest.mark.heavy) for x in (*NAMES, *RECORDS) if x not in _IN_EVERY_RUN),
+    *(pytest.param(x, marks=pytest.mark.heavy) for x in (*NAMES, "32m_32gpu") if x not in _IN_EVERY_RUN),
 ])  # fmt: skip
 def test_miniature_trains(name, tmp_path, capsys):
     """Two steps, in this process and its simulated devices."""
