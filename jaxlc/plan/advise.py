@@ -1,4 +1,4 @@
-"""Single changes of a config that make its step fit, each found by compiling it."""
+"""Changes of a config that make its step fit, each found by compiling it: single ones, and at last all together."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from jaxlc.plan.topology import Topology
 
 _ENOUGH = 2  # changes that fit; the rest costs the user more
 _FEWEST_CHUNK_TOKENS = 256  # below, the loss's matrix products are too small for the GPU
+_TILE_TOKENS = (32_768, 16_384, 8_192)  # the larger the fewer times around a ring
 _REMAT_COSTS = {  # each keeps less than the one before
     "none": "",
     "matmuls": "what is cheap in a layer is computed twice",
@@ -137,6 +138,46 @@ def _more_tensor(config: Config) -> Iterator[Candidate]:
         yield Candidate(settings, "a shorter ring, and more to gather around each matrix product")
 
 
+def _moments_on_host(config: Config) -> Iterator[Candidate]:
+    if config.memory.optimizer == "device":
+        yield Candidate({"memory.optimizer": "host"}, "AdamW's moments from host memory and back in every update")
+
+
+def _weights_on_host(config: Config) -> Iterator[Candidate]:
+    if config.memory.parameters == "device":
+        settings = {"memory.parameters": "host"} | _at_most(config, "attention")
+        yield Candidate(settings, "weights from host memory twice a step and for the update, gradients there")
+
+
+def _tiles(config: Config) -> Iterator[Candidate]:
+    """Of the sizes that divide a device's tokens the largest that leaves four tiles or more."""
+    tokens = config.data.sequence_tokens // config.mesh.context
+    sizes = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size]
+    if sizes and not config.memory.tile_tokens:
+        settings = {"memory.tile_tokens": sizes[0]} | _at_most(config, "attention")
+        if config.attention.strategy == "all_gather":
+            settings["attention.strategy"] = "ring"
+        yield Candidate(settings, "layers in tiles of tokens, each with an exchange or a ring of its own")
+
+
+def _everything(config: Config) -> Iterator[Candidate]:
+    """Where no single change is enough. Groups of layers spare the host; the GPU then holds a layer's input more."""
+    settings = {}
+    for change in (_tiles, _moments_on_host, _weights_on_host):
+        for candidate in change(config):
+            settings |= candidate.settings
+    settings |= {"memory.remat": "full", "memory.offload": ("residual",)}
+    yield Candidate(settings, "all of these together: layers computed again, and what waits is on the host")
+    if config.memory.remat_layers == 1:
+        yield Candidate(settings | {"memory.remat_layers": 2}, "the same, two layers at a time: half of it on the host")
+
+
+def _at_most(config: Config, remat: str) -> dict[str, str]:
+    """The setting of remat, if layers keep more now than with `remat`."""
+    names = list(_REMAT_COSTS)
+    return {"memory.remat": remat} if names.index(config.memory.remat) < names.index(remat) else {}
+
+
 _CHEAPEST_FIRST: tuple[Callable[[Config], Iterator[Candidate]], ...] = (
     _smaller_loss_chunks,
     _fewer_rows_at_a_time,
@@ -146,4 +187,8 @@ _CHEAPEST_FIRST: tuple[Callable[[Config], Iterator[Candidate]], ...] = (
     _more_context,
     _offload,
     _more_tensor,
+    _moments_on_host,
+    _weights_on_host,
+    _tiles,
+    _everything,
 )

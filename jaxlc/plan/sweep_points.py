@@ -15,7 +15,7 @@ from jaxlc.config.door import did_you_mean, field_types
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR
 from jaxlc.core.errors import UserError
 
-Setting = int | str
+Setting = int | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,8 @@ class Point:
     @property
     def overrides(self) -> str:
         """Of the command line; only on top of the config that the sweep began with."""
-        return " ".join(f"--config.{path}={value}" for path, value in self.settings.items())
+        texts = {path: ",".join(x) if isinstance(x, tuple) else x for path, x in self.settings.items()}
+        return " ".join(f"--config.{path}={text}" for path, text in texts.items())
 
     def columns(self) -> dict[str, Setting]:
         """The settings under their last names."""

@@ -38,25 +38,35 @@ def predicted(config: Config, topology: str) -> Row:
     runtime.start(RuntimeConfig())
     import jax
 
+    from jaxlc.plan.memory import USABLE_HOST_SHARE
+
     jax.config.update("jax_enable_compilation_cache", False)  # cannot read programs for GPUs that are not here
-    found = plan.plan(config, topology).to_json()
-    time_of_step, memory, ring = found["predicted"], found["memory"], found["ring"]
+    found = plan.plan(config, topology)
+    time_of_step, memory, ring = found.predicted, found.memory, found.ring
     return dict(
-        step_seconds=time_of_step["step_seconds"],
-        tokens_per_second_per_device=time_of_step["tokens_per_second_per_device"],
-        mfu_causal=time_of_step["mfu_causal"],
-        exposed_communication_seconds=time_of_step["exposed_communication_seconds"],
-        bound_by=time_of_step["bound_by"],
-        fits=memory["fits"],
-        device_peak_bytes=memory["device_peak_bytes"],
-        device_capacity_bytes=memory["device_capacity_bytes"],
-        symmetric_used_bytes=memory["symmetric_used_bytes"],
-        host_bytes_per_node=memory["host_bytes_per_node"],
-        hops=ring["hops"],
-        hops_exposed=ring["exposed"],
-        hops_by=", ".join(sorted(ring["by_backend"])),
-        kernel=found["kernel_choice"].partition(" ")[0],
-        compile_seconds=found["compile_seconds"],
+        step_seconds=time_of_step.step_seconds,
+        tokens_per_second_per_device=time_of_step.tokens_per_second_per_device,
+        mfu_causal=time_of_step.mfu_causal,
+        recomputed_share=time_of_step.recomputed_share,
+        exposed_communication_seconds=time_of_step.exposed_communication_seconds,
+        exposed_host_copy_seconds=time_of_step.exposed_host_copy_seconds,
+        bound_by=time_of_step.bound_by,
+        fits=memory.fits,
+        device_fits=memory.device_fits,
+        device_peak_bytes=memory.device_peak_bytes,
+        device_compiled_bytes=memory.device_arguments_bytes + memory.device_temp_bytes + memory.symmetric_used_bytes,
+        device_usable_bytes=memory.usable_bytes,
+        device_capacity_bytes=memory.device_capacity_bytes,
+        symmetric_used_bytes=memory.symmetric_used_bytes,
+        host_bytes_per_node=memory.host_bytes_per_node,
+        staging_bytes_per_node=memory.staging_bytes_per_node,
+        host_usable_bytes_per_node=USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes,
+        largest="; ".join(f"{each.shape} {each.bytes / 2**30:.2f} GiB {each.made_by}" for each in memory.largest[:3]),
+        hops=ring.hops,
+        hops_exposed=ring.exposed,
+        hops_by=", ".join(sorted(ring.by_backend)),
+        kernel=found.kernel_choice.partition(" ")[0],
+        compile_seconds=found.compile_seconds,
     )
 
 

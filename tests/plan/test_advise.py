@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxlc.config import load, with_settings
+from jaxlc.config import Config, load, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.plan import advise
 from jaxlc.plan.contents import Ring
@@ -117,8 +117,56 @@ def test_every_candidate_is_made_of_settings_that_there_are():
     config.train.update(rows_per_step=16, eval_rows=16)
     config = load(config)
     found = list(advise.candidates(config))
-    assert len(found) == 1 + 1 + 1 + 1 + 3 + 3 + 2 + 1
+    assert len(found) == 1 + 1 + 1 + 1 + 3 + 3 + 2 + 1 + 1 + 1 + 0 + 2
     for candidate in found:
         changed = with_settings(config, candidate.settings)
         assert "(" not in candidate.overrides
         assert changed != config and changed.mesh.num_devices == config.mesh.num_devices
+
+
+def long_config(**memory) -> Config:
+    config = small_config()
+    config.data.sequence_tokens = 2 * 65_536  # of which a device has half
+    config.memory.update(memory)
+    return load(config)
+
+
+def last_two(config: Config) -> list[dict]:
+    """The settings of the last two candidates, which are everything at once."""
+    return [candidate.settings for candidate in advise.candidates(config)][-2:]
+
+
+def test_at_last_everything_is_tried_together():
+    everything, in_groups = last_two(long_config())
+    assert everything == {
+        "memory.remat": "full",
+        "memory.offload": ("residual",),
+        "memory.tile_tokens": 16_384,
+        "memory.optimizer": "host",
+        "memory.parameters": "host",
+    }
+    assert in_groups == everything | {"memory.remat_layers": 2}
+
+
+@pytest.mark.parametrize("remat", ["none", "matmuls", "attention"])
+def test_what_does_not_go_with_a_remat_comes_with_another(remat):
+    config = long_config(remat=remat)
+    with_tiles = [each for each in advise.candidates(config) if "memory.tile_tokens" in each.settings]
+    on_host = [each for each in advise.candidates(config) if each.settings.get("memory.parameters") == "host"]
+    assert len(with_tiles) == len(on_host) == 3
+    for candidate in (*with_tiles, *on_host):
+        with_settings(config, candidate.settings)  # raises where two do not go together
+
+
+def test_what_is_there_already_is_not_advised():
+    config = long_config(tile_tokens=8192, optimizer="host", parameters="host", remat_layers=2)
+    found = [candidate.settings for candidate in advise.candidates(config)]
+    assert found[-1] == {"memory.remat": "full", "memory.offload": ("residual",)}
+    assert not any("memory.tile_tokens" in settings or "memory.optimizer" in settings for settings in found)
+
+
+def test_tiles_need_another_strategy_than_all_gather():
+    config = dataclasses.replace(
+        long_config(), attention=dataclasses.replace(long_config().attention, strategy="all_gather")
+    )
+    assert last_two(config)[0]["attention.strategy"] == "ring"
