@@ -1,4 +1,6 @@
-"""One line of the plan of each config and variant: peak memory and the ring. tests/goldens/plans.txt holds them all.
+"""One line of the plan of each config and variant: peak memory, also of a node's host if it holds any, and the ring.
+
+tests/goldens/plans.txt has them all:
 
     python -m tests.plan.config_lines > tests/goldens/plans.txt
 """
@@ -9,7 +11,10 @@ from pathlib import Path
 from jaxlc import plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAMES = [f"{config}:{variant}" for config in ("64k", "128k", "256k", "1m") for variant in ("", "h100", "70b", "mini")]
+NAMES = [
+    *(f"{config}:{variant}" for config in ("64k", "128k", "256k", "1m") for variant in ("", "h100", "70b", "mini")),
+    *(f"{config}:" for config in ("1m_1gpu", "8m_8gpu", "32m_32gpu")),
+]
 
 
 def line(name: str) -> str:
@@ -21,8 +26,9 @@ def line(name: str) -> str:
     config = module.get_config(variant)
     found = plan.plan(config, config.runtime.topology or "h100:1x8")
     ring, memory = found.ring, found.memory
-    hops = ", ".join(f"{count:,} {backend}" for backend, count in ring.by_backend.items())
-    peak = f"{memory.device_peak_bytes / 2**30:.1f} GiB, {'fits' if memory.fits else 'does not fit'}"
+    hops = ", ".join(f"{count:,} {backend}" for backend, count in ring.by_backend.items()) or "no hops"
+    on_host = f" and {memory.host_bytes_per_node / 2**30:,.0f} on a node's host" if memory.host_bytes_per_node else ""
+    peak = f"{memory.device_peak_bytes / 2**30:.1f} GiB{on_host}, {'fits' if memory.fits else 'does not fit'}"
     exposed = f"{ring.exposed:,} exposed, {ring.exposed_forward:,} forward"
     return f"{name:<10} {found.topology:<10} {peak}; ring: {hops}; {exposed}"
 
