@@ -79,20 +79,19 @@ def mesh(context: int, tensor: int = 1, strategy: str = "ulysses", ulysses_ranks
 
 def rungs() -> list[Case]:
     """What each setting does to a step of 262,144 tokens on 8 GPUs; a row goes on from the one before, or says so."""
-    groups = _RESIDUAL | {"memory.remat_layers": 2}
-    tiles = groups | {"memory.tile_tokens": 8192}
+    tiles = _RESIDUAL | {"memory.tile_tokens": 8192}
     by_name = {
         "`remat=none`": {"memory.remat": "none"},
         "`remat=attention`": {"memory.remat": "attention"},
         "`remat=full`": _FULL,
         "and `offload=residual`": _RESIDUAL,
-        "beside it `offload=residual,attention_out,attention_lse`": _FULL | _ATTENTION_TOO,
-        "`remat=full`, `offload=residual`, `remat_layers=2`": groups,
         "and `tile_tokens=8192`": tiles,
         "and `optimizer=host`": tiles | {"memory.optimizer": "host"},
         "and `parameters=host`": tiles | _ON_HOST,
-        "the last one with `strategy=ring`": tiles | _ON_HOST | {"attention.strategy": "ring"},
-        "`remat=full` with `strategy=ring`": _FULL | {"attention.strategy": "ring"},
+        "and `remat_layers=2`": tiles | _ON_HOST | {"memory.remat_layers": 2},
+        "`remat=full`, `offload=residual,attention_out,attention_lse`": _FULL | _ATTENTION_TOO,
+        "`remat=full`, `strategy=ring`": _FULL | {"attention.strategy": "ring"},
+        "`parameters=host` and all above it, `strategy=ring`": tiles | _ON_HOST | {"attention.strategy": "ring"},
     }
     tokens = {"data.sequence_tokens": 262_144}
     return [Case(name, "h100:1x8", mesh(context=8) | tokens | settings) for name, settings in by_name.items()]
