@@ -51,7 +51,14 @@ def test_the_largest_that_fits_is_found_in_few_tries(first):
     (32, 32 * 6 * 2**18, 2),
 ])  # fmt: skip
 def test_layers_are_grouped_where_the_host_holds_back(num_gpus, tokens, remat_layers):
-    found = ladder.longest(num_gpus, row)
+    planned = []
+
+    def plan(case: Case) -> dict:
+        planned.append(case.settings["memory.remat_layers"])
+        return row(case)
+
+    found = ladder.longest(num_gpus, plan)
+    assert set(planned) == set(range(1, remat_layers + 1)) and len(planned) <= 4 * remat_layers
     assert (found.fits["sequence_tokens"], found.fits["remat_layers"]) == (tokens, remat_layers)
     assert found.fits["fits"] and not found.beyond["fits"]
     assert found.obstacle == "the GPU's memory: bf16[1,2] 8.00 GiB layer/add"
