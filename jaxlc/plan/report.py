@@ -180,7 +180,7 @@ def _verdict(plan: Plan, how_to_ask: str) -> Iterator[str]:
         yield f"Changes that make it fit are found by: {how_to_ask}"
         return
     helps = any(change.fits for change in plan.advice)
-    yield f"Single changes, compiled, cheapest first{':' if helps else '; none is enough, so combine them:'}"
+    yield f"Changes, compiled, cheapest first{':' if helps else '; none is enough, so combine them:'}"
     for change in plan.advice:
         yield f"  {_gib(change.device_peak_bytes):>7} GiB  {'fits' if change.fits else 'does not'}  {change.overrides}"
         yield f"               {change.cost}"
