@@ -103,35 +103,36 @@ def rivals() -> list[Rival]:
     eight, many = mesh(context=8), mesh(context=8, tensor=8, strategy="ring")
     short, long = {"data.sequence_tokens": 262_144}, {"data.sequence_tokens": 1_048_576}
 
-    def ours(topology: str, settings: Settings, **by_name: Settings) -> tuple[Case, ...]:
-        return tuple(Case(name.replace("_", " "), topology, settings | each) for name, each in by_name.items())
+    def ours(topology: str, settings: Settings, *of_memory: Settings) -> tuple[Case, ...]:
+        return tuple(Case(_text(each), topology, settings | each) for each in of_memory)
 
-    tiles = {"memory.tile_tokens": 16_384}
+    tiles, small_tiles, moments = (
+        {"memory.tile_tokens": 16_384}, {"memory.tile_tokens": 8192}, {"memory.optimizer": "host"}
+    )  # fmt: skip
+    in_groups = _FULL | {"memory.remat_layers": 4} | small_tiles
     return [
         Rival("MaxText, 1,048,576 tokens, 8 GPUs, offload", "47.1 GiB", ours(
-            "h100:1x8", eight | long,
-            weights_and_moments_on_the_GPU=_RESIDUAL | tiles,
-            all_on_the_host=_RESIDUAL | tiles | _ON_HOST,
+            "h100:1x8", eight | long, _RESIDUAL | tiles, _RESIDUAL | tiles | moments, _RESIDUAL | tiles | _ON_HOST
         )),
         Rival("MaxText, 262,144 tokens, 8 GPUs", "41.3 GiB", ours(
-            "h100:1x8", eight | short,
-            weights_and_moments_on_the_GPU=_FULL | {"memory.remat_layers": 4, "memory.tile_tokens": 8192},
-            all_on_the_host=_FULL | {"memory.tile_tokens": 8192} | _ON_HOST,
+            "h100:1x8", eight | short, in_groups, in_groups | moments, _FULL | small_tiles | _ON_HOST
         )),
         Rival("MaxText, 1,048,576 tokens, 64 GPUs, offload", "10.8 GiB", ours(
-            "h100:8x8", many | long,
-            weights_and_moments_on_the_GPU=_RESIDUAL | tiles,
+            "h100:8x8", many | long, _RESIDUAL | tiles
         )),
-        Rival("MaxText, 262,144 tokens, 64 GPUs", "6.8 GiB", ours(
-            "h100:8x8", many | short,
-            weights_and_moments_on_the_GPU=_FULL | {"memory.tile_tokens": 8192},
-        )),
+        Rival("MaxText, 262,144 tokens, 64 GPUs", "6.8 GiB", ours("h100:8x8", many | short, _FULL | small_tiles)),
         Rival("TRL, 1,048,576 tokens, 8 GPUs", "56.2 GB (52.3 GiB), 380 s", ours(
             "h100:1x8", eight | long,
-            attention_offloaded=_FULL | _ATTENTION_TOO,
-            attention_offloaded_in_tiles=_FULL | _ATTENTION_TOO | {"memory.tile_tokens": 32_768},
+            _FULL | _ATTENTION_TOO,
+            _FULL | _ATTENTION_TOO | {"memory.tile_tokens": 32_768},
         )),
     ]  # fmt: skip
+
+
+def _text(settings: Settings) -> str:
+    """{"memory.offload": ("a", "b"), ...} as "`offload=a,b ...`"."""
+    texts = {path.partition(".")[2]: ",".join(x) if isinstance(x, tuple) else x for path, x in settings.items()}
+    return "`" + " ".join(f"{name}={text}" for name, text in texts.items()) + "`"
 
 
 def longest(num_gpus: int, plan: Callable[[Case], Row]) -> Longest:
