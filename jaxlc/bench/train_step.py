@@ -8,7 +8,8 @@ from jaxlc.config import Config
 from jaxlc.core import hardware
 from jaxlc.core.flops import training_flops
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.step import Batch, TrainStep, build_step
+from jaxlc.train.batch import Batch
+from jaxlc.train.step import TrainStep, build_step
 
 
 def measure(config: Config, repeats: int) -> dict:

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.data.loader import batches
 from jaxlc.data.packing import PackedRows
-from jaxlc.train.step import BATCH_SPEC, Batch, TrainStep
+from jaxlc.train.batch import BATCH_SPEC, Batch
+from jaxlc.train.step import TrainStep
 
 
 class PositionSums(NamedTuple):
@@ -77,7 +78,7 @@ class _FirstRows:
 
 
 def _position_sums(step: TrainStep, edges: np.ndarray, params, batch: Batch) -> PositionSums:
-    losses_BT = step.token_losses(params, batch)
+    losses_BT = step.objective.token_losses(params, batch)
     num_bins = len(edges) - 1
     bins = jnp.searchsorted(jnp.asarray(edges, jnp.int32), batch.positions, side="right") - 1
 

@@ -18,6 +18,7 @@ from jaxlc.data import Corpus, batches, open_corpus
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.report import sharding_table
+from jaxlc.train.batch import BATCH_SPEC, Batch
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, prepare_workdir
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.metrics import MetricsLog
@@ -27,7 +28,7 @@ from jaxlc.train.readback import read_back
 from jaxlc.train.report import write_report
 from jaxlc.train.sigterm import SIGTERM_EXIT_STATUS, SigtermWatch
 from jaxlc.train.state import TrainState, memory_lines
-from jaxlc.train.step import BATCH_SPEC, Batch, StepMetrics, TrainStep, build_step
+from jaxlc.train.step import StepMetrics, TrainStep, build_step
 
 # Simulated CPU devices of jax 0.10 and 0.11 hang with many steps in flight, so some are fetched between log rows too.
 _MAX_STEPS_IN_FLIGHT = 8

@@ -29,6 +29,11 @@ def test_gpus_hide_collectives_unless_told_otherwise():
     assert compile_options("gpu", preset="default", transport=None, environment={}) == {}
 
 
+def test_what_waits_in_host_memory_does_not_make_xla_compute_things_again():
+    options = compile_options("gpu", preset="default", transport=None, uses_host_memory=True, environment={})
+    assert options == {"xla_disable_hlo_passes": "rematerialization"}
+
+
 def test_the_users_xla_flags_win():
     """A compile option would take precedence over XLA_FLAGS: what is there is left out."""
     flags = "--xla_gpu_collective_permute_mode=private --xla_gpu_enable_latency_hiding_scheduler"
@@ -47,5 +52,5 @@ def test_users_options():
 def test_the_gpu_compiler_knows_every_option(preset):
     device = topology("h100:1x1").devices[0]
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
-    options = compile_options("gpu", preset=preset, transport="symmetric", environment={})
+    options = compile_options("gpu", preset=preset, transport="symmetric", uses_host_memory=True, environment={})
     jax.jit(jnp.sin).lower(x).compile(compiler_options=options | WITHOUT_GPU)

@@ -9,7 +9,8 @@ from jaxlc.config import Config, MeshConfig, defaults, load
 from jaxlc.core.axes import CONTEXT
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.step import Batch, TrainStep, build_step
+from jaxlc.train.batch import Batch
+from jaxlc.train.step import TrainStep, build_step
 
 TOKENS = 96  # splits over every context x tensor that the tests use
 ROWS = 4

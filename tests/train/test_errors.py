@@ -33,7 +33,7 @@ def config(tmp_path_factory):
     (["attention.strategy=ulysses"], "context=4, and each tensor rank has 2 query and 1 key/value heads"),
     (["attention.ulysses_ranks=2"], "ulysses_ranks=2 is for strategy 'hybrid', and .*strategy is 'ring'"),
     (["attention.kernel=cudnn"], "attention kernel cudnn cannot do this: it needs an NVIDIA GPU, and this is cpu"),
-    (["precision.compute=fp8"], "config.precision.compute is 'fp8', which is not one of 'auto', 'bf16', 'fp32'"),
+    (["precision.compute=fp4"], "config.precision.compute is 'fp4', which is not one of 'auto', 'bf16', 'fp32'"),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_wrong_settings(config, tmp_path, monkeypatch, capsys, overrides, words):
     monkeypatch.setattr(step.TrainStep, "compile", lambda self: pytest.fail("compiled before it was checked"))

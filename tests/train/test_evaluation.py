@@ -30,7 +30,7 @@ def test_mean_loss_and_its_positions(axes):
     alone = small_step(small_config(train=dict(rows_per_step=4)))
     params = alone.init().params
     batch = make_batch(alone, natural_rows())
-    losses = np.asarray(alone.token_losses(params, type(batch)(*(x[0] for x in batch))))
+    losses = np.asarray(alone.objective.token_losses(params, type(batch)(*(x[0] for x in batch))))
     weights = np.asarray(batch.loss_weights)[0]
     losses, weights, positions = losses[:3], weights[:3], np.asarray(batch.positions)[0, :3]
 

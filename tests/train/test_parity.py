@@ -32,7 +32,7 @@ def _on_one_device(**overrides):
     config = small_config(**{section: dict(values) for section, values in overrides.items()})
     step = small_step(config)
     params = step.init().params
-    gradients, loss = jax.jit(step.gradients)(params, make_batch(step, natural_rows()))
+    gradients, loss = jax.jit(step.objective.gradients)(params, make_batch(step, natural_rows()))
     return params, gradients, loss
 
 
@@ -48,7 +48,7 @@ def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), **overrides):
     params, gradients, loss = _on_one_device(**frozen)
     config = with_mesh(small_config(**overrides), **axes)
     step = small_step(dataclasses.replace(config, attention=dataclasses.replace(config.attention, **dict(split))))
-    got, got_loss = jax.jit(step.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    got, got_loss = jax.jit(step.objective.gradients)(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=tolerance)
     _assert_close(got, gradients, tolerance)
 
@@ -111,7 +111,7 @@ def test_model_variants(model):
 def test_what_is_kept_changes_nothing(memory):
     params, gradients, _ = _on_one_device()
     step = small_step(small_config(memory=memory, mesh=dict(context=2, tensor=2)))
-    got, _ = jax.jit(step.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    got, _ = jax.jit(step.objective.gradients)(put_params(step, params), make_batch(step, natural_rows()))
     _assert_close(got, gradients)
 
 
@@ -120,7 +120,7 @@ def test_bfloat16_error_does_not_grow_with_the_ring(context):
     """bfloat16 on a ring against float32 on one device: one bound for every size."""
     params, gradients, loss = _on_one_device()
     step = small_step(small_config(precision=dict(compute="bf16"), mesh=dict(context=context)))
-    got, got_loss = jax.jit(step.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    got, got_loss = jax.jit(step.objective.gradients)(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=BFLOAT16_GRADIENT)
     _assert_close(got, gradients, BFLOAT16_GRADIENT)
 
@@ -129,11 +129,11 @@ def test_gradients_against_finite_differences():
     """The whole model's gradient along one random direction, on a mesh."""
     step = small_step(small_config(mesh=dict(context=2, tensor=2)))
     params, batch = step.init().params, make_batch(step, natural_rows())
-    gradients, _ = jax.jit(step.gradients)(params, batch)
+    gradients, _ = jax.jit(step.objective.gradients)(params, batch)
     keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
     keys = jax.tree.unflatten(jax.tree.structure(params), list(keys))
     direction = jax.tree.map(lambda p, key: jax.random.normal(key, p.shape) * np.abs(p).mean(), params, keys)
-    loss = jax.jit(lambda params: step.gradients(params, batch)[1])
+    loss = jax.jit(lambda params: step.objective.gradients(params, batch)[1])
 
     def at(distance):
         return float(loss(jax.tree.map(lambda p, d: p + distance * d, params, direction)))
@@ -142,25 +142,30 @@ def test_gradients_against_finite_differences():
     assert abs((at(1e-2) - at(-1e-2)) / 2e-2 - slope) <= 2e-2 * abs(slope)
 
 
-@pytest.mark.parametrize("axes, tile_tokens, memory, attention", [
-    (dict(), 24, dict(remat="full"), dict()),
-    (dict(context=2, tensor=2, fsdp=2), 16, dict(remat="attention"), dict()),
-    (dict(context=4, data=2), 6, dict(remat="full", remat_layers=2), dict()),
-    (dict(context=2, tensor=4), 24, dict(remat="full", offload=("residual",)), dict()),
-    (dict(context=2, fsdp=2), 12, dict(remat="attention"), dict(strategy="ulysses")),
-    (dict(context=2, tensor=1), 48, dict(remat="full"), dict(strategy="ulysses", document_mask=False)),
-    (dict(context=4, fsdp=2), 8, dict(remat="full", offload=("residual", "attention_out", "attention_lse")),
-     dict(strategy="hybrid", ulysses_ranks=2)),
-    (dict(context=8), 4, dict(remat="attention", remat_layers=2), dict(strategy="hybrid", ulysses_ranks=2)),
-    (dict(context=6), 8, dict(remat="full"), dict(document_mask=False)),
+_WHOLE_TENSORS = ("residual", "attention_out", "attention_lse")
+
+
+@pytest.mark.parametrize("axes, attention, memory", [  # every pair of a mesh, a strategy and two settings of memory
+    (dict(), dict(), dict(remat="full", tile_tokens=24)),
+    (dict(context=2, tensor=2, fsdp=2), dict(), dict(remat="attention", tile_tokens=16, parameters="host")),
+    (dict(context=4, data=2), dict(), dict(remat="full", tile_tokens=6, remat_layers=2, offload=("residual",))),
+    (dict(context=2, tensor=4), dict(), dict(remat="full", tile_tokens=24, offload=("residual",), optimizer="host")),
+    (dict(context=2, fsdp=2), dict(strategy="ulysses"), dict(remat="attention", tile_tokens=12, loss_chunk_tokens=7)),
+    (dict(context=2), dict(strategy="ulysses", document_mask=False),
+     dict(remat="full", tile_tokens=48, remat_layers=2, parameters="host", optimizer="host", loss_chunk_tokens=7)),
+    (dict(context=4, fsdp=2), dict(strategy="hybrid", ulysses_ranks=2),
+     dict(remat="full", tile_tokens=8, offload=_WHOLE_TENSORS, parameters="host", loss_chunk_tokens=7)),
+    (dict(context=8), dict(strategy="hybrid", ulysses_ranks=2),
+     dict(remat="attention", tile_tokens=4, remat_layers=2, optimizer="host")),
+    (dict(context=6), dict(document_mask=False), dict(remat="full", tile_tokens=8)),
+    (dict(context=2, tensor=2, fsdp=2), dict(),
+     dict(remat="attention", remat_layers=2, offload=_WHOLE_TENSORS, parameters="host", optimizer="host")),
 ], ids=str)  # fmt: skip
-def test_layers_in_tiles(axes, tile_tokens, memory, attention):
-    """Against one device and whole layers."""
+def test_the_rungs_of_the_memory_ladder_change_nothing(axes, attention, memory):
+    """Against one device, whole layers and a state on it. Gradients; `test_host_state.py` has the update."""
     mask = {key: value for key, value in attention.items() if key == "document_mask"}
     params, gradients, loss = _on_one_device(**({"attention": tuple(mask.items())} if mask else {}))
-    config = small_config(mesh=axes, memory=dict(memory, tile_tokens=tile_tokens), attention=attention)
-    step = small_step(config)
-    batch = make_batch(step, natural_rows())
-    got, got_loss = jax.jit(step.gradients)(put_params(step, params), batch)
+    step = small_step(small_config(mesh=axes, attention=attention, memory=memory))
+    got, got_loss = jax.jit(step.objective.gradients)(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=FLOAT32_PARITY)
     _assert_close(got, gradients)

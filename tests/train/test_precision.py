@@ -24,14 +24,14 @@ def _in_float32():
     """(parameters, gradients, cross entropy) on one device."""
     step = small_step(small_config())
     params = step.init().params
-    return params, *jax.jit(step.gradients)(params, make_batch(step, natural_rows()))
+    return params, *jax.jit(step.objective.gradients)(params, make_batch(step, natural_rows()))
 
 
 def _gradients(mesh, **sections):
     """Of the same parameters in another precision; the loss is checked on the way."""
     params, _, loss = _in_float32()
     step = small_step(small_config(mesh=mesh, **sections))
-    got, got_loss = jax.jit(step.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    got, got_loss = jax.jit(step.objective.gradients)(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=1e-2)
     return jax.tree.map(without_padding, got, params)
 
@@ -59,7 +59,7 @@ def test_the_named_products_alone_are_in_8_bits():
     names = ("query", "mlp_down")
     step = small_step(small_config(precision=dict(compute="fp8", fp8_matmuls=names), memory=dict(remat="none")))
     params, batch = step.abstract_state.params, step.abstract_batch
-    text = jax.jit(step.gradients).lower(params, batch).as_text()
+    text = jax.jit(step.objective.gradients).lower(params, batch).as_text()
     products = re.findall(r"dot_general.* : \(tensor<\w*x(f8E\w+)>, tensor<\w*x(f8E\w+)>\)", text)
     kinds = ("f8E4M3FN", "f8E4M3FN"), ("f8E5M2", "f8E4M3FN"), ("f8E4M3FN", "f8E5M2")
     assert sorted(products) == sorted(kinds * len(names)), products

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlc.attention import ring
 from jaxlc.sharding.layout import zigzag_order
-from jaxlc.train.step import Batch
+from jaxlc.train.batch import Batch
 from tests.train.synthetic import small_config, small_step
 
 ROWS, TOKENS, CONTEXT, STEPS = 16, 64, 4, 120

@@ -1,0 +1,137 @@
+"""What training makes small, of one batch: the loss over its tokens, and its gradient.
+
+    batch -> decoder -> hidden states, final norm, head -> loss, chunk by chunk
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxlc import attention
+from jaxlc.attention.tiled import layout_of, tiles_of
+from jaxlc.config import Config, MemoryConfig
+from jaxlc.core.axes import CONTEXT
+from jaxlc.models import decoder
+from jaxlc.models.rope import rope_tables
+from jaxlc.models.tiled import Tiling
+from jaxlc.sharding.rules import Sharder
+from jaxlc.train import precision, update
+from jaxlc.train.batch import Batch, row_positions
+from jaxlc.train.loss import LossSpec, loss_sums, token_losses
+from jaxlc.train.remat import keeps_attention, make_remat
+from jaxlc.train.state import is_on_host, lacks_host_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The loss of `config` on `mesh`, as functions to be called under `jit`."""
+
+    config: Config
+    mesh: Mesh
+
+    @cached_property
+    def dims(self):
+        """The parameters' tree with each one's dimension names."""
+        return decoder.dims_of(self.config.model)
+
+    def token_losses(self, params, batch: Batch) -> jax.Array:
+        """Cross entropy of each token of a batch [rows, tokens], in nats, float32; for evaluation."""
+        losses = token_losses(*self._hidden_and_head(params, batch), self._in_tiles(batch.targets), self._loss_spec)
+        return layout_of(losses, self.mesh.shape[CONTEXT]) if self._num_tiles else losses
+
+    def gradients(self, params, batch: Batch):
+        """Gradient and cross entropy, both summed over the step's tokens, one microbatch after the other."""
+        (gradients, _), cross_entropy = self.sums(params, None, batch)
+        return gradients, cross_entropy
+
+    def sums(self, params, histories: dict | None, batch: Batch):
+        """((gradient, next histories), cross entropy) of a batch: sums over it; of histories, the largest."""
+
+        def objective(params, histories, part: Batch):
+            hidden_and_head = self._hidden_and_head(params, part, histories)
+            targets, weights = self._in_tiles(part.targets), self._in_tiles(part.loss_weights)
+            sums = loss_sums(*hidden_and_head, targets, weights, self._loss_spec)
+            return sums.objective, sums.cross_entropy
+
+        differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
+
+        def add_microbatch(totals, part: Batch):
+            (gradients, seen), (part_totals, cross_entropy) = totals, differentiate(params, histories, part)
+            gradients = update.add(gradients, part_totals[0], self.dims)
+            return (gradients, jax.tree.map(jnp.maximum, seen, part_totals[1])), cross_entropy
+
+        if not is_on_host(params):
+            zeros = jax.tree.map(jnp.zeros_like, (params, histories))
+            totals, cross_entropy = lax.scan(add_microbatch, zeros, batch)
+            return totals, cross_entropy.sum()
+        # No zeros: they would be made on the device. The first microbatch's gradients are where the others are added.
+        first, others = jax.tree.map(lambda x: x[0], batch), jax.tree.map(lambda x: x[1:], batch)
+        totals, first_cross_entropy = differentiate(params, histories, first)
+        if len(batch.tokens) == 1:
+            return totals, first_cross_entropy
+        totals, cross_entropy = lax.scan(add_microbatch, totals, others)
+        return totals, first_cross_entropy + cross_entropy.sum()
+
+    @cached_property
+    def _loss_spec(self) -> LossSpec:
+        return LossSpec(
+            mesh=self.mesh,
+            vocab_size=self.config.model.vocab_size,
+            chunk_tokens=self.config.memory.loss_chunk_tokens,
+            z_loss=self.config.train.z_loss,
+            norm_epsilon=self.config.model.norm_epsilon,
+        )
+
+    def _hidden_and_head(self, params, batch: Batch, histories: dict | None = None):
+        """Final hidden states before their norm, its scale, and the output head; hidden states in tiles, if so set."""
+        if self.config.attention.document_mask:
+            positions, masks = batch.positions, (batch.positions, batch.segment_ids)
+        else:  # a row is one document; attention then knows the order of tokens by their place in it
+            positions, masks = row_positions(batch.positions.shape, self.mesh), (None, None)
+
+        return decoder.apply(
+            params,
+            self.config.model,
+            self._in_tiles(batch.tokens),
+            self._in_tiles(positions),
+            attend=self._attend(*masks),
+            shard=Sharder(self.mesh, weights_on_host=is_on_host(params)),
+            remat=make_remat(self._memory),
+            compute_dtype=precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform),
+            tables=rope_tables(self.config.model, self.config.data.sequence_tokens),
+            fp8=precision.make_fp8(self.config.precision, histories),
+            histories=histories,
+        )
+
+    @property
+    def _memory(self) -> MemoryConfig:
+        """config.memory, without offloading where there is no host memory to use."""
+        memory = self.config.memory
+        if lacks_host_memory(self.mesh) is None:
+            return memory
+        return dataclasses.replace(memory, keep=(*memory.keep, *memory.offload), offload=())
+
+    @property
+    def _num_tiles(self) -> int:
+        """Of a row; 0: layers do not run in tiles."""
+        tile_tokens = self.config.memory.tile_tokens
+        return tile_tokens and self.config.data.sequence_tokens // (self.mesh.shape[CONTEXT] * tile_tokens)
+
+    def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
+        return tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles) if self._num_tiles else x_BT
+
+    def _attend(self, positions: jax.Array | None, segment_ids: jax.Array | None) -> Callable | Tiling:
+        """Attention as the decoder wants it."""
+        if self._num_tiles:
+            tile_attention = attention.make_tiled(
+                self.config.attention, self.mesh, tiles=self._num_tiles, num_kv_heads=self.config.model.num_kv_heads
+            )
+            return Tiling(tile_attention, segment_ids, keeps_attention(self._memory))
+        attend = attention.make(self.config.attention, self.mesh)
+        return lambda q, k, v: attend(q, k, v, positions, segment_ids)[0]
