@@ -157,7 +157,7 @@ def longest(num_gpus: int, plan: Callable[[Case], Row]) -> Longest:
         def planned(units: int, name=name, settings=settings) -> Row:
             return plan(Case(name, topology_of(num_gpus), settings | {"data.sequence_tokens": units * unit}))
 
-        found = most_that_fit(planned, least=most, first=most + 1 if most else _FIRST_TOKENS * num_gpus // unit)
+        found = most_that_fit(planned, least=most, first=2 * most or _FIRST_TOKENS * num_gpus // unit)
         if found is None:
             break
         most, best = found[0], Longest(*found[1:])
