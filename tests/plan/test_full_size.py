@@ -1,9 +1,10 @@
-"""The plan at full size: Llama 3 8B and 70B at 262,144 tokens on 64 GPUs, and a context of 64."""
+"""The plan at full size: Llama 3 8B and 70B on 64 GPUs, a context of 64, and the memory docs/memory.md promises."""
 
 import pytest
 
 from jaxlc import plan
 from jaxlc.config import defaults
+from jaxlc.plan import ladder
 from tests.plan.gpus import ignores_cache, needs_gpu_compiler
 
 pytestmark = [pytest.mark.heavy, needs_gpu_compiler, ignores_cache]
@@ -42,3 +43,16 @@ def test_large_models_and_long_rings(preset, topology, mesh):
     assert found.memory.fits and found.memory.device_peak_bytes > 2**30
     assert len(found.memory.largest) == 5
     assert found.ring.hops == found.ring.hidden + found.ring.exposed > 0
+
+
+@pytest.mark.parametrize("rival, most_gib, most_seconds", zip(
+    ladder.rivals(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
+))  # fmt: skip
+def test_less_memory_than_others(rival, most_gib, most_seconds):
+    """The last of our settings for each of their steps; what they counted: arguments and temporaries."""
+    case = rival.ours[-1]
+    found = plan.plan(ladder.point(case).config, case.topology)
+    memory = found.memory
+    assert (memory.device_arguments_bytes + memory.device_temp_bytes) / 2**30 < most_gib
+    assert memory.fits
+    assert most_seconds is None or found.predicted.step_seconds < most_seconds
