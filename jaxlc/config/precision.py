@@ -4,6 +4,12 @@ from collections.abc import Iterator
 
 from jaxlc.config.schema import MATMUL_NAMES, Config, PrecisionConfig
 
+_COMPUTE_OF = {  # settings that mean something with one value of compute only
+    **dict.fromkeys(("fp8_matmuls", "fp8_scaling", "fp8_history_steps"), "fp8"),
+    **dict.fromkeys(("loss_scale", "loss_scale_growth", "loss_scale_growth_steps"), "fp16"),
+    **dict.fromkeys(("loss_scale_backoff", "loss_scale_min", "loss_scale_max"), "fp16"),
+}
+
 
 def precision_problems(config: Config) -> Iterator[str]:
     """Why the precision of `config` cannot be had, in sentences."""
@@ -11,13 +17,21 @@ def precision_problems(config: Config) -> Iterator[str]:
     for name in precision.fp8_matmuls:
         if name not in MATMUL_NAMES:
             yield f"config.precision.fp8_matmuls names {name!r}, which is not one of {', '.join(MATMUL_NAMES)}"
-    for name, compute in (("fp8_matmuls", "fp8"), ("fp8_scaling", "fp8"), ("loss_scale", "fp16")):
+    for name, compute in _COMPUTE_OF.items():
         value = getattr(precision, name)
         if value != getattr(defaults, name) and precision.compute != compute:
             yield (
                 f"config.precision.{name}={value!r} is for compute={compute!r}, and config.precision.compute is"
                 f" {precision.compute!r}; use --config.precision.compute={compute}, or leave it as it is"
             )
+    if precision.fp8_history_steps != defaults.fp8_history_steps and precision.fp8_scaling != "delayed":
+        yield (
+            f"config.precision.fp8_history_steps={precision.fp8_history_steps} is for delayed scaling, and"
+            f" config.precision.fp8_scaling is {precision.fp8_scaling!r}; use --config.precision.fp8_scaling=delayed,"
+            " or leave it as it is"
+        )
+    if precision.compute == "fp8" and not precision.fp8_matmuls:
+        yield "config.precision.compute='fp8' with no fp8_matmuls is bf16; name some, or use compute=bf16"
     if not precision.loss_scale_min <= precision.loss_scale <= precision.loss_scale_max:
         yield (
             f"config.precision.loss_scale={precision.loss_scale} is not between loss_scale_min="

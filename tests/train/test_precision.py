@@ -160,6 +160,9 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(precision, tmp_path):
     (dict(precision=dict(compute="fp8", fp8_matmuls=("mlp",))), "fp8_matmuls names 'mlp', which is not one of"),
     (dict(precision=dict(compute="bf16", fp8_scaling="delayed")), "fp8_scaling='delayed' is for compute='fp8'"),
     (dict(precision=dict(compute="fp8", loss_scale=2.0)), "loss_scale=2.0 is for compute='fp16'"),
+    (dict(precision=dict(loss_scale_growth_steps=5)), "loss_scale_growth_steps=5 is for compute='fp16'"),
+    (dict(precision=dict(compute="fp8", fp8_history_steps=5)), "fp8_history_steps=5 is for delayed scaling"),
+    (dict(precision=dict(compute="fp8", fp8_matmuls=())), "no fp8_matmuls is bf16"),
     (dict(precision=dict(compute="fp16", loss_scale_min=2.0**20)), "is not between loss_scale_min"),
     (dict(precision=DELAYED, memory=dict(tile_tokens=24)), "makes it tile by tile"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
