@@ -238,8 +238,8 @@ def _check_same_shapes(directory: Path, stored: dict, wanted: dict, vocab_size: 
         is_same_rank = there is not None and here is not None and len(there) == len(here)
         if not is_same_rank or any(a != b and min(a, b) < vocab_size for a, b in zip(there, here)):
             raise UserError(
-                f"checkpoint {directory} is of another model or optimizer: array {name} has shape {there} there and"
-                f" {here} in this config: choose another --workdir"
+                f"checkpoint {directory} is of another model, optimizer or precision: array {name} has shape {there}"
+                f" there and {here} in this config: choose another --workdir"
             )
         padded.add(name)
     return padded
