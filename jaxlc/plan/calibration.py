@@ -12,7 +12,7 @@ from jaxlc.core import hardware
 from jaxlc.core.flops import training_flops
 from jaxlc.plan.rates import Rates
 from jaxlc.plan.timeline import Prediction, predict
-from jaxlc.plan.topology import WITHOUT_GPU, Topology, make_mesh, topology
+from jaxlc.plan.topology import Topology, make_mesh, options_without_gpu, topology
 from jaxlc.program import parse
 from jaxlc.train.step import build_step
 
@@ -116,7 +116,7 @@ def config_of(run: Published) -> Config:
 def _row(run: Published) -> str:
     config, gpus = config_of(run), topology(run.topology)
     step = build_step(config, make_mesh(gpus, config.mesh))
-    executable = step.compile(extra_options=dict(WITHOUT_GPU))
+    executable = step.compile(extra_options=options_without_gpu(config.precision.compute))
     program = parse(executable.as_text())
     rates = [Rates()]
     if run.is_f8:  # the same program with its products at twice the peak, and what is reached of that

@@ -19,7 +19,7 @@ from jaxlc.plan.dump import Dump, read
 from jaxlc.plan.rates import Rates
 from jaxlc.plan.report import Plan
 from jaxlc.plan.timeline import DEFAULT_RATES, predict
-from jaxlc.plan.topology import FP8_WITHOUT_GPU, WITHOUT_GPU, Topology, make_mesh
+from jaxlc.plan.topology import Topology, make_mesh, options_without_gpu
 from jaxlc.program import parse
 from jaxlc.program.collectives import collectives
 from jaxlc.program.ring import hops
@@ -108,7 +108,7 @@ def compile_step(step: TrainStep) -> tuple[Compiled, Dump]:
     """
     with tempfile.TemporaryDirectory() as directory:
         try:
-            options = FP8_WITHOUT_GPU if step.config.precision.compute == "fp8" else WITHOUT_GPU
+            options = options_without_gpu(step.config.precision.compute)
             lowered = step.lower()
             place_state(step, lowered)
             compiled = step.compile(extra_options={**options, "xla_dump_to": directory}, lowered=lowered)

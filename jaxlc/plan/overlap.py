@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxlc.config import Config, defaults, load
 from jaxlc.plan.masks import causal_pairs, document_pairs, visited_pairs
-from jaxlc.plan.topology import WITHOUT_GPU, Topology, make_mesh
+from jaxlc.plan.topology import Topology, make_mesh, options_without_gpu
 from jaxlc.program import Program, parse
 from jaxlc.program.passes import PASSES, Pass
 from jaxlc.program.ring import Hop, hops
@@ -67,7 +67,7 @@ def two_layers(strategy: str, context: int, num_tokens: int, kernel: str = "auto
 def compile_step(config: Config, topology: Topology) -> CompiledStep:
     """Compiles the training step of `config` for all GPUs of `topology`."""
     step = build_step(config, make_mesh(topology, config.mesh))
-    executable = step.compile(extra_options=dict(WITHOUT_GPU))
+    executable = step.compile(extra_options=options_without_gpu(config.precision.compute))
     temp_bytes = executable.memory_analysis().temp_size_in_bytes
     return CompiledStep(config, topology, step.kernel.name, parse(executable.as_text()), temp_bytes)
 

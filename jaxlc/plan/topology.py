@@ -19,7 +19,7 @@ from jaxlc.sharding import mesh as sharding_mesh
 # Compile options beside those of runtime/xla_flags.py: without a GPU no kernel can be tried out.
 WITHOUT_GPU = MappingProxyType({"xla_gpu_autotune_level": 0})
 # And for products in 8 bits: untried, all products become Triton's, and not cuBLAS', which a GPU would choose.
-FP8_WITHOUT_GPU = MappingProxyType({**WITHOUT_GPU, "xla_gpu_enable_triton_gemm": False})
+_FP8_WITHOUT_GPU = MappingProxyType({**WITHOUT_GPU, "xla_gpu_enable_triton_gemm": False})
 
 
 class _Chip(NamedTuple):
@@ -95,9 +95,7 @@ class Topology:
         ).devices
 
 
-def topology(
-    name: str, *, devices_per_process: int = 1, host_memory_bytes_per_node: int | None = None
-) -> Topology:
+def topology(name: str, *, devices_per_process: int = 1, host_memory_bytes_per_node: int | None = None) -> Topology:
     """The GPUs of a name such as "h100:8x8": 8 NVLink domains, each of 8 GPUs. "gb200:1x64" is a part of one NVL72.
 
     Args:
@@ -137,6 +135,11 @@ def make_mesh(gpus: Topology, config: MeshConfig) -> Mesh:
     if config.num_devices != gpus.num_gpus:
         raise UserError(f"{gpus} has {gpus.num_gpus} GPUs and {config} needs {config.num_devices}; make them equal")
     return sharding_mesh.make_mesh(config, gpus.devices)
+
+
+def options_without_gpu(compute: str) -> dict[str, bool | int]:
+    """Compile options for a training step of that config.precision.compute, on devices that are not here."""
+    return dict(_FP8_WITHOUT_GPU if compute == "fp8" else WITHOUT_GPU)
 
 
 def target_config(device: hardware.Device) -> str:
