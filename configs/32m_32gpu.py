@@ -22,7 +22,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.mesh.context = 32  # heads are exchanged within a node, K and V go around the nodes
     config.attention.update(strategy="hybrid", ulysses_ranks=8)
     config.attention.document_mask = False  # a row is one document: cuDNN can do it
-    config.runtime.update(topology="h100:4x8")
+    config.runtime.update(topology="h100:4x8", transport="nvshmem", nvshmem_heap_bytes=14 * 2**30)  # hops take 12
     config.data.sequence_tokens = 33_554_432
     config.memory.update(remat="full", offload=("residual",), remat_layers=2, tile_tokens=32_768)
     config.memory.update(optimizer="host", parameters="host")
