@@ -10,6 +10,8 @@ from typing import NamedTuple
 from jaxlc.attention.api import STRATEGIES
 from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import KernelCase
+from jaxlc.config import defaults, load
+from jaxlc.core.errors import UserError
 
 MASKS = {  # name: (packed, causal, window)
     "full": (False, False, None),
@@ -121,6 +123,16 @@ def matrix() -> str:
         "and the tests have none: what reaches it is tested (`tests/attention/test_cudnn.py`), what it answers is not.",
         "",
         *_table("", list(KERNELS), _kernel_rows()),
+        "",
+        "## Layers in tiles",
+        "",
+        "With `memory.tile_tokens`, on 8 ranks of context, of which 4 exchange heads in `hybrid`. Attention is causal, and",
+        "kernels do what the table above says. A *no* is one sentence before JAX starts (`jaxlc/config/tiles.py`).",
+        "",
+        *_table("", list(STRATEGIES), _tile_rows()),
+        "",
+        "They need `memory.remat` `full` or `attention`, can keep or offload `residual` and attention's out and lse alone,",
+        "and do not go with `precision.fp8_scaling=delayed`.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -164,6 +176,33 @@ def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
     for name, change in rows.items():
         case = KernelCase(**{**plain, **change})
         yield name, [kernel.unsupported(case) or "yes" for kernel in KERNELS.values()]
+
+
+def _tile_rows() -> Iterator[tuple[str, list[str]]]:
+    rows = {
+        "packed documents": {},
+        "one document a row": dict(attention=dict(document_mask=False)),
+        "sliding window": dict(attention=dict(window=100)),
+        "fewer key/value heads than ranks that exchange": dict(model=dict(num_kv_heads=2)),
+        "fewer key/value heads than tensor ranks": dict(model=dict(num_kv_heads=1), mesh=dict(tensor=2)),
+    }
+    for name, change in rows.items():
+        yield name, ["yes" if _takes_tiles(strategy, change) else "no" for strategy in STRATEGIES]
+
+
+def _takes_tiles(strategy: str, change: dict[str, dict]) -> bool:
+    config = defaults()
+    config.model.update(num_heads=16, num_kv_heads=8)
+    config.mesh.context = 8
+    config.attention.update(strategy=strategy, ulysses_ranks=4 if strategy == "hybrid" else 1)
+    config.memory.tile_tokens = 128
+    for section, values in change.items():
+        config[section].update(values)
+    try:
+        load(config)
+    except UserError:
+        return False
+    return True
 
 
 def _table(corner: str, names: list[str], rows: Iterator[tuple[str, list[str]]]) -> Iterator[str]:
