@@ -125,7 +125,7 @@ TENSOR_NAMES = (
 class MemoryConfig:
     remat: Literal["none", "full", "attention", "matmuls"] = "attention"  # what a layer keeps for its backward
     remat_layers: int = 1  # so many layers are recomputed together, and only the input of the first is kept
-    keep: tuple[str, ...] = ()  # more tensors that a layer keeps, by the names in jaxlc/train/remat.py
+    keep: tuple[str, ...] = ()  # more tensors that a layer keeps, by the names in TENSOR_NAMES of config/schema.py
     offload: tuple[str, ...] = ()  # tensors that wait for the backward in pinned host memory, by the same names
     parameters: Literal["device", "host"] = "device"  # where float32 weights and gradients rest; host: pinned memory
     optimizer: Literal["device", "host"] = "device"  # where AdamW's moments rest
