@@ -126,13 +126,13 @@ def matrix() -> str:
         "",
         "## Layers in tiles",
         "",
-        "With `memory.tile_tokens`, on 8 ranks of context, of which 4 exchange heads in `hybrid`. Attention is causal, and",
-        "kernels do what the table above says. A *no* is one sentence before JAX starts (`jaxlc/config/tiles.py`).",
+        "With `memory.tile_tokens`, on 8 ranks of context, of which 4 exchange heads in `hybrid`. Attention is causal,",
+        "and kernels do what the table above says. A *no* is one sentence before JAX starts (`jaxlc/config/tiles.py`).",
         "",
         *_table("", list(STRATEGIES), _tile_rows()),
         "",
-        "They need `memory.remat` `full` or `attention`, can keep or offload `residual` and attention's out and lse alone,",
-        "and do not go with `precision.fp8_scaling=delayed`.",
+        "They need `memory.remat` `full` or `attention`, can keep or offload no more than `residual` and attention's",
+        "out and lse, and do not go with `precision.fp8_scaling=delayed`.",
     ]
     return "\n".join(lines) + "\n"
 
