@@ -4,7 +4,7 @@
     python -m jaxlc.plan  --config=configs/8m_8gpu.py --topology=h100:1x8    compiled for GPUs that are not here
 
 What makes it fit is under `memory`; docs/memory.md says what each setting saves and costs. To train, start a process
-for each GPU as configs/256k.py tells it; the node needs 1,300 GiB of host memory.
+for each GPU as configs/256k.py tells it; the node needs 1,370 GiB of host memory.
 """
 
 from ml_collections import ConfigDict
