@@ -3,7 +3,7 @@
     python -m jaxlc.train --config=configs/1m_1gpu.py:mini    the same in miniature, on 1 simulated CPU device
     python -m jaxlc.plan  --config=configs/1m_1gpu.py --topology=h100:1x1    compiled for GPUs that are not here
 
-What makes it fit is under `memory`; docs/memory.md says what each setting saves and costs. To train, with 500 GiB of
+What makes it fit is under `memory`; docs/memory.md says what each setting saves and costs. To train, with 520 GiB of
 host memory:
 
     python -m jaxlc.train --config=configs/1m_1gpu.py --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
