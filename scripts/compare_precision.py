@@ -5,11 +5,11 @@
 Started again it goes on where it was; what is done is not done again.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
 from jaxlc import runtime
+from jaxlc.config import with_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
 
 _FLAGS = {
@@ -19,16 +19,22 @@ _FLAGS = {
 
 
 def main(command: ParsedCommand) -> int:
+    """Returns the exit status: 0, or that of a run which was ended by a signal."""
     runtime.start(command.config.runtime)  # before anything imports jax
     from jaxlc import train
     from jaxlc.bench import precision
 
     given = dict(command.extra)
     out = Path(given["out"] or "runs/precision")
-    for name in (given["precisions"] or ",".join(precision.PRECISIONS)).split(","):
-        settings = dataclasses.replace(command.config.precision, **precision.PRECISIONS[name])
+    configs = {
+        name: with_settings(command.config, {"train.log_every_steps": 1} | precision.settings_of(name))
+        for name in (given["precisions"] or ",".join(precision.PRECISIONS)).split(",")
+    }
+    for name, config in configs.items():
         print(f"\n{name}", flush=True)
-        train.run(dataclasses.replace(command.config, precision=settings), out / name)
+        ended = train.run(config, out / name)
+        if ended.exit_status:
+            return ended.exit_status
     print(precision.compare(out))
     print(f"{out / 'precision.jsonl'}, {out / 'precision.png'}")
     return 0

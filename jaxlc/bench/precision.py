@@ -8,9 +8,10 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxlc.bench.timing import circumstances
+from jaxlc.core.errors import UserError
 from jaxlc.train.metrics import METRICS_FILE, read_rows
 
-# Settings of config.precision, by the name of the run. All others are compared with the first.
+# Settings of config.precision, by the name of the run. All others are compared with the first that has run.
 PRECISIONS: Mapping[str, dict] = MappingProxyType({
     "bf16": dict(compute="bf16"),
     "fp8": dict(compute="fp8"),
@@ -19,6 +20,17 @@ PRECISIONS: Mapping[str, dict] = MappingProxyType({
     "fp32": dict(compute="fp32"),
 })
 _LAST_STEPS = 20  # whose mean loss is a run's loss at its end; the curves in the picture are means of as many
+
+
+def settings_of(name: str) -> dict[str, str]:
+    """Of a run, by their paths, as `config.with_settings` takes them.
+
+    Raises:
+      UserError: there is no such name.
+    """
+    if name not in PRECISIONS:
+        raise UserError(f"there is no precision {name!r} to compare; there are {', '.join(PRECISIONS)}")
+    return {f"precision.{setting}": value for setting, value in PRECISIONS[name].items()}
 
 
 def compare(out: Path) -> str:
@@ -64,15 +76,16 @@ def _plot(curves: dict[str, np.ndarray], path: Path) -> None:
 
     figure = Figure(figsize=(7.5, 5.4), dpi=150, layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    window = np.ones(_LAST_STEPS) / _LAST_STEPS
+    num_steps = min(_LAST_STEPS, *map(len, curves.values()))
+    window = np.ones(num_steps) / num_steps
     means = {name: np.convolve(losses, window, mode="valid") for name, losses in curves.items()}
     reference_name, *_ = means
     for name, mean in means.items():
-        steps = np.arange(_LAST_STEPS, _LAST_STEPS + len(mean))
+        steps = np.arange(num_steps, num_steps + len(mean))
         above.plot(steps, mean, label=name, linewidth=1.1)
         below.plot(steps, 100 * (mean / means[reference_name] - 1), linewidth=1.1)
     below.axhspan(-2, 2, color="#dde1e6", alpha=0.5, zorder=0)
-    above.set_title(f"Training loss, mean of {_LAST_STEPS} steps", loc="left")
+    above.set_title(f"Training loss, mean of {num_steps} steps", loc="left")
     above.set(ylabel="nats per token")
     below.set(xlabel="step", ylabel=f"over {reference_name}, %")
     above.legend(frameon=False)
