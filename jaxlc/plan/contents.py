@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxlc.plan.topology import Topology
 from jaxlc.program import Program
 from jaxlc.program.collectives import Collective, mesh_axes
+from jaxlc.program.costs import ALLOCATE_BUFFER
 from jaxlc.program.counts import executions
 from jaxlc.program.ring import Hop
 from jaxlc.program.text import Instruction
@@ -85,7 +86,8 @@ def kernels(program: Program) -> dict[str, int]:
 
 def _library_call(instruction: Instruction) -> str | None:
     if instruction.opcode == "custom-call":
-        return instruction.attributes["custom_call_target"].strip('"')
+        name = instruction.attributes["custom_call_target"].strip('"')
+        return None if name == ALLOCATE_BUFFER else name  # which runs nothing
     if instruction.opcode == "fusion":
         kind = instruction.backend_config.get("fusion_backend_config", {}).get("kind", "")
         return "triton gemm" if "gemm" in kind else None

@@ -24,7 +24,7 @@ _PUTS_IN = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is put 
 _RENAMES = ("bitcast", "reshape")
 _FUSIONS = ("fusion", "fusion-start")
 _CUBLAS = "__cublas$"
-_ALLOCATE = "AllocateBuffer"
+ALLOCATE_BUFFER = "AllocateBuffer"
 
 
 class Cost(NamedTuple):
@@ -35,7 +35,7 @@ class Cost(NamedTuple):
 
 def kernel_cost(program: Program, computation: Computation, instruction: Instruction) -> Cost | None:
     """Of one run of `instruction`; None if it runs no kernel. Not for loops and calls, nor for what is sent."""
-    if instruction.opcode in _NO_KERNEL or _ALLOCATE in instruction.attributes.get("custom_call_target", ""):
+    if instruction.opcode in _NO_KERNEL or ALLOCATE_BUFFER in instruction.attributes.get("custom_call_target", ""):
         return None
     products = list(_products(program, computation, instruction))
     flops = sum(flops for flops, _ in products)
