@@ -116,10 +116,14 @@ def _users_fraction(config: RuntimeConfig, environment: MutableMapping[str, str]
     if name is None:
         return None
     wanted = config.unified_memory_fraction
-    if float(environment[name]) != wanted if wanted else float(environment[name]) <= 1:
+    try:
+        given = float(environment[name])
+    except ValueError:
+        given = 0.0  # not a number is not what is wanted either
+    if given != wanted if wanted else not given > 1:
         raise UserError(
             f"{name}={environment[name]} contradicts config.runtime.unified_memory"
             + (f"_fraction={wanted:g}" if wanted else "=True, which needs more than 1")
             + "; unset it"
         )
-    return float(environment[name])
+    return given

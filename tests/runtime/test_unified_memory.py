@@ -58,6 +58,7 @@ def test_a_fraction_in_the_environment_stays(name, monkeypatch):
 
 @pytest.mark.parametrize("name, value, says", [
     ("TF_FORCE_UNIFIED_MEMORY", "0", "=0 contradicts config.runtime.unified_memory=True"),
+    ("XLA_PYTHON_CLIENT_MEM_FRACTION", "most", "=most contradicts"),
     ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "=platform knows no unified memory"),
     ("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async", "=cuda_async knows no unified memory"),
 ])
