@@ -135,8 +135,8 @@ def _of_part(opt_state: optax.OptState, name: str) -> optax.OptState:
 def _joined(whole: Weights, parts: dict[str, Weights]) -> Weights:
     """The opposite of taking parts; what is no dictionary is the last part's."""
 
-    def join(_, *states):
-        return dict(zip(parts, states)) if isinstance(_, dict) else states[-1]
+    def join(in_whole, *states):
+        return dict(zip(parts, states)) if _is_dict(in_whole) else states[-1]
 
     opt_states = [part.opt_state for part in parts.values()]
     return Weights(
