@@ -45,9 +45,9 @@ def test_large_models_and_long_rings(preset, topology, mesh):
     assert found.ring.hops == found.ring.hidden + found.ring.exposed > 0
 
 
-@pytest.mark.parametrize("rival, most_gib, most_seconds", zip(
+@pytest.mark.parametrize("rival, most_gib, most_seconds", list(zip(
     ladder.rivals(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
-))  # fmt: skip
+)))  # fmt: skip
 def test_less_memory_than_others(rival, most_gib, most_seconds):
     """The last of our settings for each of their steps; what they counted: arguments and temporaries."""
     case = rival.ours[-1]
