@@ -107,7 +107,8 @@ class Memory:
     def pool_share(self) -> float:
         """The share of the capacity that the allocator can be given: XLA_PYTHON_CLIENT_MEM_FRACTION."""
         free_bytes = self.usable_bytes - self.symmetric_bytes - self.nccl_bytes
-        return max(0, math.floor(100 * free_bytes / self.device_capacity_bytes)) / 100
+        percent = 100 * free_bytes / self.device_capacity_bytes
+        return max(0, math.floor(percent + 1e-9)) / 100  # 95% of the capacity are 94.99999999999999 percent of it
 
     @property
     def is_at_schedulers_limit(self) -> bool:
