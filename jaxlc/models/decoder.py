@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
-from jaxlc.models import streamed, tiled
+from jaxlc.models import tiled
 from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, lookup, matrix
 from jaxlc.models.matmuls import Fp8, History
 from jaxlc.models.rope import RopeTables
@@ -66,25 +66,26 @@ class Decoder(nnx.Module):
             if isinstance(attend, Tiling):
                 return tiled.run_layer(
                     layer_def, params, x_BTD, positions_BT, tiling=attend, shard=shard, tables=tables
-                )
+                ), None
             layer = nnx.merge(layer_def, params)
-            return layer(x_BTD, positions_BT, attend=attend, shard=shard, tables=tables)
+            return layer(x_BTD, positions_BT, attend=attend, shard=shard, tables=tables), None
 
         def run_group(x_BTD, params):
             # No scan: of a group that is recomputed the last layer's output is of no use, and is left out like this.
             for place in range(remat.layers_per_group):
-                x_BTD = remat.of_layer(run_layer)(x_BTD, jax.tree.map(operator.itemgetter(place), params))
-            return x_BTD
+                x_BTD, _ = remat.of_layer(run_layer)(x_BTD, jax.tree.map(operator.itemgetter(place), params))
+            return x_BTD, None
 
-        if remat.layers_per_group == 1:
-            run = remat.of_layer(run_layer)
-        else:
-            run = remat.of_group(run_group)
-            stacked = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
+        def fetching(run):  # inside of what is recomputed, so that nothing that was fetched is kept
+            return lambda x_BTD, params: run(x_BTD, shard.fetched(params))
+
         x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
-        if shard.weights_on_host:
-            return streamed.run_layers(run, x_BTD, stacked, shard.fetched)
-        return jax.lax.scan(lambda x_BTD, params: (run(x_BTD, params), None), x_BTD, stacked)[0]
+        if remat.layers_per_group == 1:
+            x_BTD, _ = jax.lax.scan(remat.of_layer(fetching(run_layer)), x_BTD, stacked)
+        else:
+            grouped = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
+            x_BTD, _ = jax.lax.scan(remat.of_group(fetching(run_group)), x_BTD, grouped)
+        return x_BTD
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
         """The output head, split over tensor along V."""
