@@ -102,12 +102,12 @@ def test_train_tells_them_too(tmp_path):
     assert f"jaxlc.train --config={DIRECTORY / '64k.py'}:mini`" in output
 
 
-_IN_EVERY_RUN = ("256k", "8m_8gpu")
+_IN_EVERY_RUN = ("256k",)
 
 
 @pytest.mark.parametrize("name", [
     *_IN_EVERY_RUN,
-    *(pytest.param(x, marks=pytest.mark.heavy) for x in (*NAMES, "32m_32gpu") if x not in _IN_EVERY_RUN),
+    *(pytest.param(x, marks=pytest.mark.heavy) for x in (*NAMES, "8m_8gpu", "32m_32gpu") if x not in _IN_EVERY_RUN),
 ])  # fmt: skip
 def test_miniature_trains(name, tmp_path, capsys):
     """Two steps, in this process and its simulated devices."""

@@ -53,8 +53,7 @@ def _attend(q_BTNH, k_BTKH, v_BTKH):
     return reference.forward(q_BTNH, k_BTKH, v_BTKH, Masks(None, None, None, None), AttentionSpec())[0]
 
 
-@pytest.mark.parametrize("num_tiles, keeps_attention", [(1, False), (3, True), (4, False)])
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("num_tiles, keeps_attention, qk_norm", [(1, False, False), (3, True, True), (4, False, False)])
 def test_a_layer_in_tiles_is_the_layer(num_tiles, keeps_attention, qk_norm):
     model = small_model(qk_norm=qk_norm)
     layer_def, params = nnx.split(DecoderLayer(model, nnx.Rngs(0)))

@@ -145,22 +145,29 @@ def test_gradients_against_finite_differences():
 _WHOLE_TENSORS = ("residual", "attention_out", "attention_lse")
 
 
-@pytest.mark.parametrize("axes, attention, memory", [  # every pair of a mesh, a strategy and two settings of memory
-    (dict(), dict(), dict(remat="full", tile_tokens=24)),
+_RUNGS = [  # every pair of a mesh, a strategy and two settings of memory, those that compile fastest first
     (dict(context=2, tensor=2, fsdp=2), dict(), dict(remat="attention", tile_tokens=16, parameters="host")),
-    (dict(context=4, data=2), dict(), dict(remat="full", tile_tokens=6, remat_layers=2, offload=("residual",))),
-    (dict(context=2, tensor=4), dict(), dict(remat="full", tile_tokens=24, offload=("residual",), optimizer="host")),
-    (dict(context=2, fsdp=2), dict(strategy="ulysses"), dict(remat="attention", tile_tokens=12, loss_chunk_tokens=7)),
-    (dict(context=2), dict(strategy="ulysses", document_mask=False),
-     dict(remat="full", tile_tokens=48, remat_layers=2, parameters="host", optimizer="host", loss_chunk_tokens=7)),
     (dict(context=4, fsdp=2), dict(strategy="hybrid", ulysses_ranks=2),
      dict(remat="full", tile_tokens=8, offload=_WHOLE_TENSORS, parameters="host", loss_chunk_tokens=7)),
-    (dict(context=8), dict(strategy="hybrid", ulysses_ranks=2),
-     dict(remat="attention", tile_tokens=4, remat_layers=2, optimizer="host")),
     (dict(context=6), dict(document_mask=False), dict(remat="full", tile_tokens=8)),
     (dict(context=2, tensor=2, fsdp=2), dict(),
      dict(remat="attention", remat_layers=2, offload=_WHOLE_TENSORS, parameters="host", optimizer="host")),
-], ids=str)  # fmt: skip
+    (dict(), dict(), dict(remat="full", tile_tokens=24)),
+    (dict(context=2, fsdp=2), dict(strategy="ulysses"), dict(remat="attention", tile_tokens=12, loss_chunk_tokens=7)),
+    (dict(context=2, tensor=4), dict(), dict(remat="full", tile_tokens=24, offload=("residual",), optimizer="host")),
+    (dict(context=2), dict(strategy="ulysses", document_mask=False),
+     dict(remat="full", tile_tokens=48, remat_layers=2, parameters="host", optimizer="host", loss_chunk_tokens=7)),
+    (dict(context=4, data=2), dict(), dict(remat="full", tile_tokens=6, remat_layers=2, offload=("residual",))),
+    (dict(context=8), dict(strategy="hybrid", ulysses_ranks=2),
+     dict(remat="attention", tile_tokens=4, remat_layers=2, optimizer="host")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "axes, attention, memory",
+    [*_RUNGS[:4], *(pytest.param(*case, marks=pytest.mark.heavy) for case in _RUNGS[4:])],
+    ids=str,
+)
 def test_the_rungs_of_the_memory_ladder_change_nothing(axes, attention, memory):
     """Against one device, whole layers and a state on it. Gradients; `test_host_state.py` has the update."""
     mask = {key: value for key, value in attention.items() if key == "document_mask"}
