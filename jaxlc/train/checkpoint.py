@@ -191,11 +191,16 @@ def _first_words(error: Exception) -> str:
 def _quiet_failures() -> Iterator[None]:
     """Orbax abandons the other reads when one fails, and Python would print a traceback for each of them."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    # Nobody else's thread collects meanwhile: one that did while JAX's own callback ran has crashed (jax 0.12.0.1).
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
         gc.collect()  # what was abandoned is reported when it is collected
         sys.unraisablehook = hook
+        if was_enabled:
+            gc.enable()
 
 
 def _read_meta(directory: Path) -> dict:

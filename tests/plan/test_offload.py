@@ -26,6 +26,7 @@ def host_bytes(step: TrainStep) -> int:
     return step.compile(extra_options=dict(WITHOUT_GPU)).memory_analysis().host_temp_size_in_bytes
 
 
+@pytest.mark.heavy
 def test_residuals_of_all_layers_or_of_every_second_one():
     step = small_step(offload=("residual",))
     residuals = LAYERS * TOKENS * step.config.model.model_dim * 2 // 4  # bfloat16, split over context and tensor

@@ -84,6 +84,7 @@ def plain_ring(q, k, v, masks, kernel, spec, ranks):
     return out.astype(q.dtype), lse.astype(jnp.float32)
 
 
+@pytest.mark.heavy
 def test_the_plain_loop_hides_nothing_and_holds_all_blocks(monkeypatch):
     monkeypatch.setitem(api.STRATEGIES, "ring", api.Strategy(plain_ring, by_index=True))
     step = compile_step(two_layers("ring", 8, TOKENS, kernel="cudnn"), topology("h100:1x8"))

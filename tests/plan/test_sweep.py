@@ -254,6 +254,7 @@ def test_the_command_measures_on_simulated_devices_and_tells_mistakes_in_a_sente
     assert refused.stderr == "error: --topology=h100:1x8 is for predictions; leave it out, or leave out --run\n"
 
 @needs_gpu_compiler
+@pytest.mark.heavy
 def test_a_row_of_the_real_plan():
     work = functools.partial(sweep_worker.predicted, topology="h100:1x4")
     ((_, row),) = sweep_worker.rows([load(small_config())], work, num_workers=1)

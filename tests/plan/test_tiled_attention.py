@@ -74,7 +74,9 @@ def compiled(strategy: str, direction: str) -> Compiled:
     ("hybrid", "backward", 2 + 2),
 ])  # fmt: skip
 def test_nothing_else_is_of_full_length(strategy, direction, arrays_of_kv):
-    assert arrays_of_kv < compiled(strategy, direction).temporary_kv < arrays_of_kv + 0.5
+    # The compiler of jax 0.12 copies K and V once in ulysses' backward.
+    copies = strategy == "ulysses" and direction == "backward" and jax.__version_info__ >= (0, 12)
+    assert arrays_of_kv < compiled(strategy, direction).temporary_kv < arrays_of_kv + copies + 0.5
 
 
 @pytest.mark.parametrize("strategy", ["ring", "hybrid"])

@@ -52,6 +52,7 @@ def test_a_fact_on_another_rank_is_recalled():
     assert _final_loss() < 0.1 * CHANCE
 
 
+@pytest.mark.heavy
 def test_without_the_hops_it_is_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ring.RankOfRing, "send", lambda self, x: x)
     assert _final_loss() > 0.9 * CHANCE

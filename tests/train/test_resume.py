@@ -53,6 +53,7 @@ def test_killed_in_mid_run(config, uninterrupted, tmp_path):
     assert runs.rows(tmp_path) == uninterrupted  # bitwise: floats survive JSON
 
 
+@pytest.mark.heavy
 def test_killed_while_a_checkpoint_is_written(config, uninterrupted, tmp_path):
     checkpoints = tmp_path / "checkpoints"
     run = runs.start(config, tmp_path)
@@ -87,6 +88,7 @@ def _assert_same_losses(got: list[dict], wanted: list[dict], tolerance: float) -
     dict(mesh__fsdp=2, mesh__context=4, mesh__tensor=1),
     dict(mesh__context=3, mesh__tensor=2, runtime__simulated_devices=6, data__sequence_tokens=132),
 ], ids=["fsdp", "other_length"])
+@pytest.mark.heavy
 def test_resumed_on_another_mesh(config, uninterrupted, halfway, tmp_path, mesh):
     """The same next rows, and the same losses; where rows have another length, it says so."""
     workdir = shutil.copytree(halfway, tmp_path / "copy")
@@ -107,6 +109,7 @@ def test_resumed_by_two_processes(config, uninterrupted, halfway, tmp_path):
     _assert_same_losses(runs.rows(workdir), uninterrupted, 1e-5)
 
 
+@pytest.mark.heavy
 def test_two_processes_from_the_start(config, uninterrupted, tmp_path):
     """Context lies across the processes: rank 0 and 1 of four in one, 2 and 3 in the other."""
     for run in runs.start_pair(config, tmp_path):
@@ -114,6 +117,7 @@ def test_two_processes_from_the_start(config, uninterrupted, tmp_path):
     _assert_same_losses(runs.rows(tmp_path), uninterrupted, 1e-6)
 
 
+@pytest.mark.heavy
 def test_sigterm_to_both_processes(config, tmp_path):
     pair = runs.start_pair(config, tmp_path, train__steps=400, train__eval_every_steps=0)
     runs.wait_until(lambda: runs.step_of(tmp_path) >= 3, pair[0])
