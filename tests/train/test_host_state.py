@@ -16,6 +16,7 @@ from jaxlc.program import parse
 from jaxlc.train import readback, update
 from jaxlc.train.checkpoint import Checkpoints
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer
+from jaxlc.train.objective import Objective
 from jaxlc.train.state import DEVICE, HOST, PINNED_HOST, bytes_per_device, lacks_host_memory, memory_lines
 from jaxlc.train.step import TrainStep, build_step
 from tests.plan import gpus
@@ -194,9 +195,9 @@ def test_a_program_that_holds_the_state_on_the_gpu_is_an_error():
 @gpus.needs_gpu_compiler
 @gpus.ignores_cache
 def test_a_program_that_fetches_all_layers_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    run = TrainStep._hidden_and_head
-    fetches_all = lambda step, params, *rest: run(step, jax.device_put(params, DEVICE), *rest)  # noqa: E731
-    monkeypatch.setattr(TrainStep, "_hidden_and_head", fetches_all)
+    run = Objective._hidden_and_head
+    fetches_all = lambda objective, params, *rest: run(objective, jax.device_put(params, DEVICE), *rest)  # noqa: E731
+    monkeypatch.setattr(Objective, "_hidden_and_head", fetches_all)
     step = _gpu_step()
     program = parse(_compile(step).as_text())
     with pytest.raises(UserError, match="copies all layers' .* to the GPU at once"):
