@@ -15,8 +15,8 @@ from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.program import parse
 from jaxlc.train import readback, update
 from jaxlc.train.checkpoint import Checkpoints
-from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer
 from jaxlc.train.objective import Objective
+from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer
 from jaxlc.train.state import DEVICE, HOST, PINNED_HOST, bytes_per_device, lacks_host_memory, memory_lines
 from jaxlc.train.step import TrainStep, build_step
 from tests.plan import gpus
