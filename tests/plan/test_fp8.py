@@ -49,6 +49,7 @@ def fp8_flops(program: Program) -> float:
     (dict(), set(WEIGHTS)),
     (dict(fp8_scaling="delayed", fp8_matmuls=("mlp_gate", "mlp_down")), {"mlp_gate", "mlp_down"}),
 ], ids=["current", "delayed"])
+@pytest.mark.heavy
 def test_cublas_multiplies_8_bits(precision, names):
     """Forward, gradient of x and gradient of w: 6 FLOPs a token and weight."""
     compiled, _ = compile_step(fp8_step(**precision))

@@ -164,6 +164,7 @@ def _compile(step: TrainStep) -> jax.stages.Compiled:
 
 @gpus.needs_gpu_compiler
 @gpus.ignores_cache
+@pytest.mark.heavy
 def test_in_the_program_for_gpus_the_state_is_on_the_host_and_updated_in_place():
     step = _gpu_step()
     compiled = _compile(step)

@@ -48,6 +48,7 @@ def test_float16_gradients_are_close(mesh):
 
 
 @pytest.mark.parametrize(("mesh", "memory"), [({}, {}), (MESH, {}), (dict(context=2), dict(tile_tokens=24))], ids=str)
+@pytest.mark.heavy
 def test_gradients_in_8_bits_are_as_close_as_they_can_be(mesh, memory):
     got = _gradients(mesh, precision=dict(compute="fp8"), memory=memory)
     errors = jax.tree.map(_norm_error, got, _in_float32()[1])

@@ -83,6 +83,7 @@ def test_on_cpu_nothing_is_said():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="needs the GPU compiler")
+@pytest.mark.heavy
 def test_a_real_step_for_h100s():
     config = defaults()
     config.model.update(num_layers=2, model_dim=64, num_heads=2, num_kv_heads=2, ffn_dim=64)
