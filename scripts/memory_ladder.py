@@ -14,7 +14,7 @@ from absl import app, flags
 from jaxlc.core.errors import UserError
 
 _TABLES = flags.DEFINE_list("tables", ["rungs", "rivals", "longest"], "which of these")
-_GPUS = flags.DEFINE_list("gpus", ["1", "2", "4", "8", "16", "32"], "numbers of GPUs for the longest rows")
+_GPUS = flags.DEFINE_list("gpus", ["1", "2", "4", "8", "16", "32"], "for the longest rows: 1, 2, 4, or whole nodes of 8")
 _OUT = flags.DEFINE_string("out", "runs/memory_ladder", "directory for rows and the picture")
 
 
@@ -23,7 +23,7 @@ def main(_) -> None:
 
     try:
         ladder.start()
-        ladder_page.write(_TABLES.value, [int(number) for number in _GPUS.value], Path(_OUT.value))
+        ladder_page.write(_TABLES.value, ladder.numbers_of_gpus(_GPUS.value), Path(_OUT.value))
     except UserError as error:
         sys.exit(f"memory_ladder: {error}")
 

@@ -202,6 +202,19 @@ def _load(row: Row) -> float:
     return max(row["device_peak_bytes"] / row["device_usable_bytes"], on_host / row["host_usable_bytes_per_node"])
 
 
+def numbers_of_gpus(texts: Sequence[str]) -> list[int]:
+    """Reads what a user gives.
+
+    Raises:
+      UserError: no number, or one for which there is no topology of whole nodes.
+    """
+    for text in texts:
+        whole = int(text) if text.isdigit() else 0
+        if whole not in (1, 2, 4) and (whole == 0 or whole % _NODE_GPUS):
+            raise UserError(f"{text!r} is no number of GPUs here; use 1, 2, 4, or a multiple of {_NODE_GPUS}")
+    return [int(text) for text in texts]
+
+
 def topology_of(num_gpus: int) -> str:
     return f"h100:1x{num_gpus}" if num_gpus <= _NODE_GPUS else f"h100:{num_gpus // _NODE_GPUS}x{_NODE_GPUS}"
 

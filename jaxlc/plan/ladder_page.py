@@ -5,10 +5,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure  # not pyplot: it would take over the backend of a notebook
 
+from jaxlc.core.errors import UserError
 from jaxlc.plan import ladder
 from jaxlc.plan.ladder import Case, Longest, Rival
 from jaxlc.plan.sweep_worker import Row
 
+TABLES = ("rungs", "rivals", "longest")
 PICTURE = "memory_longest.png"
 # Longest rows of an 8B Llama on H100s with 80 GB, as their authors report them: DeepSpeed ALST (Bekman et al. 2025,
 # arXiv:2506.13996), UPipe, and TRL (Qwen3 8B). (GPUs, tokens).
@@ -25,9 +27,14 @@ def write(tables: Sequence[str], num_gpus: Sequence[int], out: Path) -> None:
     """Compiles what is not in out/points.jsonl yet, prints the tables and writes the picture.
 
     Args:
-      tables: of "rungs", "rivals" and "longest".
+      tables: of TABLES.
       num_gpus: for the longest rows.
+    Raises:
+      UserError: there is no such table.
     """
+    for name in tables:
+        if name not in TABLES:
+            raise UserError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
     if "rungs" in tables:
         cases = ladder.rungs()
         print(*rungs_table(cases, ladder.compile_cases(cases, out)), "", sep="\n")

@@ -108,3 +108,18 @@ def test_rows_come_in_the_order_of_their_steps_and_are_made_once(tmp_path):
 def test_a_step_that_does_not_compile_is_an_error(tmp_path):
     with pytest.raises(UserError, match="`remat=none` on h100:1x8: too large"):
         ladder.compile_cases(ladder.rungs()[:1], tmp_path, work=ladder_fakes.refuses)
+
+
+@pytest.mark.parametrize("gpus", [["eight"], ["0"], ["12"], ["8", "3"], ["-8"]])
+def test_numbers_of_gpus_that_make_no_nodes(gpus):
+    with pytest.raises(UserError, match="is no number of GPUs here; use 1, 2, 4, or a multiple of 8"):
+        ladder.numbers_of_gpus(gpus)
+
+
+def test_numbers_of_gpus():
+    assert ladder.numbers_of_gpus(["1", "4", "24"]) == [1, 4, 24]
+
+
+def test_a_table_that_there_is_not(tmp_path):
+    with pytest.raises(UserError, match="no table 'rung'; there are rungs, rivals, longest"):
+        ladder_page.write(["rung"], [], tmp_path)

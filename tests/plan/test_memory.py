@@ -43,6 +43,12 @@ def test_all_parts_count_against_the_capacity():
     assert MEMORY.fits
 
 
+def test_all_that_is_usable_is_the_pools_where_nothing_lies_beside_it():
+    """Of 80 GiB, 95% are 94.99999999999999 percent in floating point."""
+    alone = dataclasses.replace(MEMORY, device_capacity_bytes=84_942_979_072, symmetric_used_bytes=0, nccl_bytes=0)
+    assert dataclasses.replace(alone, nvshmem_heap_bytes=0).pool_share == 0.95
+
+
 @pytest.mark.parametrize("part, size", [
     ("device_arguments_bytes", 41), ("device_temp_bytes", 61), ("workspace_bytes", 31), ("symmetric_used_bytes", 25),
     ("nvshmem_heap_bytes", 25), ("nccl_bytes", 22), ("host_bytes_per_node", 83), ("staging_bytes_per_node", 19),

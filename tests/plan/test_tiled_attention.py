@@ -76,7 +76,7 @@ def compiled(strategy: str, direction: str) -> Compiled:
 def test_nothing_else_is_of_full_length(strategy, direction, arrays_of_kv):
     # The compiler of jax 0.12 copies K and V once in ulysses' backward.
     copies = strategy == "ulysses" and direction == "backward" and jax.__version_info__ >= (0, 12)
-    assert arrays_of_kv < compiled(strategy, direction).temporary_kv < arrays_of_kv + copies + 0.5
+    assert 0 < compiled(strategy, direction).temporary_kv - arrays_of_kv - copies < 0.5
 
 
 @pytest.mark.parametrize("strategy", ["ring", "hybrid"])

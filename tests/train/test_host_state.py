@@ -143,6 +143,15 @@ def test_where_there_is_no_host_memory_the_state_stays_and_the_run_says_so():
     assert "parameters and optimizer (config.memory) rest on the device all the same" in line
 
 
+@pytest.mark.skipif(REFUSAL is None, reason="this jax has host memory on CPU")
+def test_where_there_is_no_host_memory_nothing_is_offloaded_and_the_run_says_so():
+    """Compiled as a run does it: with shardings of its results, which the partitioner does not take beside offloads."""
+    step = small_step(small_config(mesh=dict(context=2), memory=dict(remat="full", offload=("residual",))))
+    step.compile()
+    (line,) = memory_lines(step.config.memory, step.mesh)
+    assert "residual (config.memory) rest on the device all the same" in line
+
+
 def test_weights_that_a_layer_keeps_would_not_be_on_the_host():
     with pytest.raises(UserError, match="memory.remat='none' keeps those of all layers"):
         small_config(memory=dict(parameters="host", remat="none"))
