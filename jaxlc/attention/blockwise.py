@@ -26,8 +26,8 @@ class _Queries(NamedTuple):
     """Query tiles of one key/value head; inside a scan over them, one of them, without the I."""
 
     q_IBRH: jax.Array
-    positions_IBT: jax.Array | None
-    segments_IBT: jax.Array | None
+    positions_IBR: jax.Array | None
+    segments_IBR: jax.Array | None
 
 
 class _Keys(NamedTuple):
@@ -172,24 +172,20 @@ def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _mask(x_BSR: jax.Array, queries: _Queries, keys: _Keys, spec: AttentionSpec, hidden: float) -> jax.Array:
-    """`hidden` where a query does not see a key; R is G x T."""
-    masks = Masks(queries.positions_IBT, keys.positions_JBS, queries.segments_IBT, keys.segments_JBS)
-    visible_BTS = masks.visible_BTS(spec)
-    if visible_BTS is None:
-        return x_BSR
-    batch, num_queries, num_keys = visible_BTS.shape
-    x_BSGT = x_BSR.reshape(batch, num_keys, -1, num_queries)
-    return jnp.where(visible_BTS.swapaxes(1, 2)[:, :, None], x_BSGT, hidden).reshape(x_BSR.shape)
+    """`hidden` where a query does not see a key."""
+    masks = Masks(queries.positions_IBR, keys.positions_JBS, queries.segments_IBR, keys.segments_JBS)
+    visible_BRS = masks.visible_BTS(spec)
+    return x_BSR if visible_BRS is None else jnp.where(visible_BRS.swapaxes(1, 2), x_BSR, hidden)
 
 
 def _unless_hidden(queries: _Queries, keys: _Keys, spec: AttentionSpec, compute, carry):
     """`compute(carry)`, or carry where the bounds of positions and segment ids say that no query sees a key."""
     may_see_B = True
-    if queries.segments_IBT is not None:
-        (q_min, q_max), (k_min, k_max) = (_bounds(x) for x in (queries.segments_IBT, keys.segments_JBS))
+    if queries.segments_IBR is not None:
+        (q_min, q_max), (k_min, k_max) = (_bounds(x) for x in (queries.segments_IBR, keys.segments_JBS))
         may_see_B = (q_min <= k_max) & (k_min <= q_max) & (q_max != 0)
     if spec.causal:
-        (q_min, q_max), (k_min, k_max) = (_bounds(x) for x in (queries.positions_IBT, keys.positions_JBS))
+        (q_min, q_max), (k_min, k_max) = (_bounds(x) for x in (queries.positions_IBR, keys.positions_JBS))
         may_see_B &= q_max >= k_min
         if spec.window is not None:
             may_see_B &= q_min - k_max < spec.window
@@ -226,7 +222,9 @@ def _tiled_operands(q_BTNH, k_BSKH, v_BSKH, masks: Masks, spec: AttentionSpec) -
         q_positions, k_positions, _, _ = masks.with_positions(q_BTNH, k_BSKH)
     q = _tiled_heads(q_BTNH, num_kv_heads, tile_T)
     k, v = (_tiled_heads(x, num_kv_heads, tile_S) for x in (k_BSKH, v_BSKH))
-    queries = _Queries(q, _tiled(q_positions, tile_T), _tiled(q_segments, tile_T))
+    # Once for each of a tile's rows: a mask of T that is repeated for G heads makes XLA on CPU three times as slow.
+    groups = q_BTNH.shape[2] // num_kv_heads
+    queries = _Queries(q, *(_repeated(_tiled(x, tile_T), groups) for x in (q_positions, q_segments)))
     return queries, _Keys(k, v, _tiled(k_positions, tile_S), _tiled(k_segments, tile_S))
 
 
@@ -242,6 +240,11 @@ def _tiled(x_BT: jax.Array | None, tile_tokens: int) -> jax.Array | None:
     missing = -x_BT.shape[1] % tile_tokens
     x_BT = jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2)) if missing else x_BT
     return x_BT.reshape(x_BT.shape[0], -1, tile_tokens, *x_BT.shape[2:]).swapaxes(0, 1)
+
+
+def _repeated(x_IBT: jax.Array | None, groups: int) -> jax.Array | None:
+    """x_IBR: the same for every query head of a key/value head."""
+    return x_IBT if x_IBT is None else jnp.tile(x_IBT, groups)
 
 
 def _tiled_heads(x_BTNH: jax.Array, num_kv_heads: int, tile_tokens: int) -> jax.Array:
