@@ -14,7 +14,7 @@ from absl import app, flags
 from jaxlc.core.errors import UserError
 
 _TABLES = flags.DEFINE_list("tables", ["rungs", "rivals", "longest"], "which of these")
-_GPUS = flags.DEFINE_list("gpus", ["1", "2", "4", "8", "16", "32"], "for the longest rows: 1, 2, 4, or whole nodes of 8")
+_GPUS = flags.DEFINE_list("gpus", ["1", "2", "4", "8", "16", "32"], "of the longest rows: 1, 2, 4, or whole nodes of 8")
 _OUT = flags.DEFINE_string("out", "runs/memory_ladder", "directory for rows and the picture")
 
 

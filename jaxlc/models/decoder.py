@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
-from jaxlc.models import tiled
+from jaxlc.models import streamed, tiled
 from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, lookup, matrix
 from jaxlc.models.matmuls import Fp8, History
 from jaxlc.models.rope import RopeTables
@@ -62,30 +62,30 @@ class Decoder(nnx.Module):
         """Final hidden states x_BTD, before the final norm; see `apply`."""
         layer_def, stacked = nnx.split(self.layers)
 
-        def run_layer(x_BTD, params):
+        def run_layer(x_BTD, params, ahead=None):
             if isinstance(attend, Tiling):
                 return tiled.run_layer(
-                    layer_def, params, x_BTD, positions_BT, tiling=attend, shard=shard, tables=tables
-                ), None
+                    layer_def, params, x_BTD, positions_BT, ahead, tiling=attend, shard=shard, tables=tables
+                )
             layer = nnx.merge(layer_def, params)
-            return layer(x_BTD, positions_BT, attend=attend, shard=shard, tables=tables), None
+            return layer(x_BTD, positions_BT, ahead, attend=attend, shard=shard, tables=tables)
 
-        def run_group(x_BTD, params):
+        def run_group(x_BTD, params, ahead=None):
             # No scan: of a group that is recomputed the last layer's output is of no use, and is left out like this.
-            for place in range(remat.layers_per_group):
-                x_BTD, _ = remat.of_layer(run_layer)(x_BTD, jax.tree.map(operator.itemgetter(place), params))
-            return x_BTD, None
+            x_BTD, fetched = remat.of_layer(run_layer)(x_BTD, _of(params, 0), ahead)
+            for place in range(1, remat.layers_per_group):
+                x_BTD, _ = remat.of_layer(run_layer)(x_BTD, _of(params, place))
+            return x_BTD, fetched
 
-        def fetching(run):  # inside of what is recomputed, so that nothing that was fetched is kept
-            return lambda x_BTD, params: run(x_BTD, shard.fetched(params))
-
-        x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
         if remat.layers_per_group == 1:
-            x_BTD, _ = jax.lax.scan(remat.of_layer(fetching(run_layer)), x_BTD, stacked)
+            run = remat.of_layer(run_layer)
         else:
-            grouped = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
-            x_BTD, _ = jax.lax.scan(remat.of_group(fetching(run_group)), x_BTD, grouped)
-        return x_BTD
+            run = remat.of_group(run_group)
+            stacked = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
+        x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
+        if shard.weights_on_host:
+            return streamed.run_layers(run, x_BTD, stacked, shard.fetched)
+        return jax.lax.scan(run, x_BTD, stacked)[0]
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
         """The output head, split over tensor along V."""
@@ -172,6 +172,10 @@ def apply(
 def _abstract_decoder(model: ModelConfig, vocab_size_padded: int, fp8: Fp8 | None = None):
     """(graph definition, state of shapes) of the decoder; nothing is computed."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, nnx.Rngs(0), fp8)))
+
+
+def _of(stacked, place: int):
+    return jax.tree.map(operator.itemgetter(place), stacked)
 
 
 def _pad_vocab(param: nnx.Param, padding: int) -> nnx.Param:

@@ -7,6 +7,7 @@ the dtype of its input.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.chunks import over_chunks
 from jaxlc.models.matmuls import Fp8, Matmuls
 from jaxlc.models.rope import RopeTables, apply_rope
+from jaxlc.models.streamed import Ahead, beside
 from jaxlc.sharding.rules import Sharder
 
 _VOCAB_SPLIT = PartitionSpec(TENSOR, None)
@@ -129,14 +131,25 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(model, rngs, fp8)
 
     def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, *, attend: Callable, shard: Sharder, tables: RopeTables
-    ) -> jax.Array:
-        """x_BTD lies split over context and tensor along T; each block gathers its normed input over tensor once."""
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        ahead: Ahead | None = None,
+        *,
+        attend: Callable,
+        shard: Sharder,
+        tables: RopeTables,
+    ) -> tuple[jax.Array, Any]:
+        """(x_BTD, the weights that were fetched meanwhile).
+
+        x_BTD lies split over context and tensor along T; each block gathers its normed input over tensor once.
+        """
         x_BTD = checkpoint_name(x_BTD, "residual")
         normed_BTD = self.attention_input(x_BTD, shard=shard)
         q_BTNH = self.attention.queries(normed_BTD, positions_BT, shard=shard, tables=tables)
         k_BTKH, v_BTKH = self.attention.keys_values(normed_BTD, positions_BT, shard=shard, tables=tables)
-        return self.after_attention(x_BTD, attend(q_BTNH, k_BTKH, v_BTKH), shard=shard)
+        out_BTNH, ahead = beside(attend, (q_BTNH, k_BTKH, v_BTKH), ahead)
+        return self.after_attention(x_BTD, out_BTNH, shard=shard), ahead
 
     def attention_input(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """x_BTD normed, and gathered over tensor."""

@@ -14,7 +14,7 @@ After ALST's tiled MLP (Bekman et al. 2025, arXiv:2506.13996, section 3.1), with
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.models.layers import DecoderLayer, in_use
 from jaxlc.models.rope import RopeTables
+from jaxlc.models.streamed import Ahead, beside, there_after
 from jaxlc.sharding.rules import Sharder
 
 
@@ -59,15 +60,16 @@ def run_layer(
     params,
     x_nBtD: jax.Array,
     positions_nBt: jax.Array,
+    ahead: Ahead | None = None,
     *,
     tiling: Tiling,
     shard: Sharder,
     tables: RopeTables,
-) -> jax.Array:
+) -> tuple[jax.Array, Any]:
     """The layer `nnx.merge(layer_def, params)` on tiles; as DecoderLayer.__call__ on the sequence they make up.
 
-    Weights are cast and gathered once, for all tiles. A remat policy finds the names residual, attention_out and
-    attention_lse, the last two where they are kept.
+    Returns x_nBtD and the weights that were fetched meanwhile. Weights are cast and gathered once, for all tiles. A
+    remat policy finds the names residual, attention_out and attention_lse, the last two where they are kept.
     """
     x_nBtD = checkpoint_name(x_nBtD, "residual")
     weights = jax.tree.map(
@@ -83,7 +85,7 @@ def run_layer(
         return layer.forward(*operands)[0]
 
     run.defvjp(layer.forward, layer.backward)
-    return run(weights, x_nBtD, positions_nBt, tiling.segments_BT)
+    return run(weights, x_nBtD, positions_nBt, tiling.segments_BT, ahead)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +95,8 @@ class _TiledLayer:
     tables: RopeTables
     tiling: Tiling
 
-    def forward(self, weights, x_nBtD, positions_nBt, segments_BT):
-        """y_nBtD, and what the backward starts from."""
+    def forward(self, weights, x_nBtD, positions_nBt, segments_BT, ahead):
+        """(y_nBtD, the weights that were fetched meanwhile), and what the backward starts from."""
         attention = self.tiling.attention
         kv = self._keys_values(weights, x_nBtD, positions_nBt)
 
@@ -106,13 +108,17 @@ class _TiledLayer:
             y_BtD = self._after_attention(weights, x_BtD, results[0])
             return _put(x_nBtD, y_BtD, tile), results if self.tiling.keeps_attention else None
 
-        y_nBtD, kept = lax.scan(run_tile, x_nBtD, (_tiles(x_nBtD), positions_nBt))
+        def run_tiles(x_nBtD):
+            return lax.scan(run_tile, x_nBtD, (_tiles(x_nBtD), positions_nBt))
+
+        (y_nBtD, kept), fetched = beside(run_tiles, (x_nBtD,), ahead)
         if kept is not None:  # named here, inside the rule: see attention/ring.py
             kept = checkpoint_name(kept[0], "attention_out"), checkpoint_name(kept[1], "attention_lse")
-        return y_nBtD, (weights, x_nBtD, positions_nBt, segments_BT, kept)
+        return (y_nBtD, fetched), (weights, x_nBtD, positions_nBt, segments_BT, kept, ahead)
 
-    def backward(self, residuals, dy_nBtD):
-        weights, x_nBtD, positions_nBt, segments_BT, kept = residuals
+    def backward(self, residuals, gradients):
+        weights, x_nBtD, positions_nBt, segments_BT, kept, ahead = residuals
+        dy_nBtD, _ = gradients
         attention = self.tiling.attention
         # Nothing of this layer before the one after it is done: its arrays would lie beside that one's.
         x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
@@ -142,10 +148,13 @@ class _TiledLayer:
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
         carry = dy_nBtD, jnp.zeros(kv.shape, jnp.float32) + zero, dweights
         carry, _ = lax.scan(through_tile, carry, (tiles, x_nBtD, positions_nBt, kept))
+        if ahead is not None:
+            carry, fetched = there_after(carry, ahead.in_backward)
+            ahead = Ahead(None, fetched)
         dx_nBtD, dkv, dweights = carry
         carry, _ = lax.scan(through_keys_values, (dx_nBtD, dweights), (tiles, x_nBtD, positions_nBt))
         dx_nBtD, dweights = carry
-        return jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, weights), dx_nBtD, None, None
+        return jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, weights), dx_nBtD, None, None, ahead
 
     def _keys_values(self, weights, x_nBtD, positions_nBt) -> jax.Array:
         """K and V of all tokens, as the tiles' attention holds them."""

@@ -54,6 +54,9 @@ _HOST_MEMORY: Options = {
     # as the GPU's. 8B at 1,048,576 tokens on one H100, state and residuals on the host: predicted 2,720 s with this
     # pass and 2,607 s without it, for 0.6 GiB more. What is computed again is the config's to say (memory.remat).
     "xla_disable_hlo_passes": "rematerialization",
+    # Copies between host and device that may be on their way at a time. By default two, and a layer has nine weights:
+    # all but the last two would be waited for before anything else starts.
+    "xla_gpu_experimental_parallel_async_compute_limit": 16,
 }
 PRESETS: Mapping[str, Options] = MappingProxyType({
     "default": {},  # as XLA comes

@@ -79,10 +79,7 @@ class Sharder:
     weights_on_host: bool = False  # they rest there, and their gradients go there
 
     def fetched(self, params):
-        """A tree of parameters on the device, while they are in use; its gradient goes to where they rest.
-
-        Of stacked layers, fetch one layer's slices inside of what `jax.checkpoint` wraps, so that none is kept.
-        """
+        """A tree of parameters on the device, while they are in use; its gradient goes to where they rest."""
         return jax.device_put(params, jax.memory.Space.Device) if self.weights_on_host else params
 
     def weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:

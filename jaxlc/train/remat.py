@@ -64,8 +64,8 @@ def _group_checkpoint(offloads_input: bool) -> Callable:
     policy = _policy((), (name,) if offloads_input else ())
 
     def of_group(group):
-        def named(x_BTD, params):
-            return group(checkpoint_name(x_BTD, name), params)
+        def named(x_BTD, *operands):
+            return group(checkpoint_name(x_BTD, name), *operands)
 
         return jax.checkpoint(named, policy=policy, prevent_cse=False)
 

@@ -65,7 +65,7 @@ def test_a_layer_in_tiles_is_the_layer(num_tiles, keeps_attention, qk_norm):
 
     def whole(params, x_BTD):
         layer = nnx.merge(layer_def, params)
-        return layer(x_BTD, positions_BT, attend=_attend, shard=shard, tables=tables)
+        return layer(x_BTD, positions_BT, attend=_attend, shard=shard, tables=tables)[0]
 
     def to_tiles(x_BT):
         return jnp.stack(jnp.split(x_BT, num_tiles, axis=1))
@@ -73,7 +73,7 @@ def test_a_layer_in_tiles_is_the_layer(num_tiles, keeps_attention, qk_norm):
     def in_tiles(params, x_BTD):
         tiling = tiled.Tiling(_TileAttention(T // num_tiles, model.num_kv_heads), None, keeps_attention)
         run = functools.partial(tiled.run_layer, tiling=tiling, shard=shard, tables=tables)
-        y_nBtD = run(layer_def, params, to_tiles(x_BTD), to_tiles(positions_BT))
+        y_nBtD, _ = run(layer_def, params, to_tiles(x_BTD), to_tiles(positions_BT))
         return jnp.concatenate(y_nBtD, axis=1)
 
     def with_gradients(layer):

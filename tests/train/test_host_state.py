@@ -3,6 +3,8 @@
 CPUs have host memory from jax 0.11 on. Before, the streamed update is tested on what lies on the device.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,10 @@ from jaxlc.core.errors import UserError
 from jaxlc.plan.compile import place_state
 from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.program import parse
+from jaxlc.program.attention_calls import calls_within
+from jaxlc.program.host_copies import host_copies
+from jaxlc.program.schedule import transfers
+from jaxlc.program.text import Program
 from jaxlc.train import readback, update
 from jaxlc.train.checkpoint import Checkpoints
 from jaxlc.train.objective import Objective
@@ -23,6 +29,7 @@ from tests.plan import gpus
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 from tests.train.synthetic import make_batch, natural_rows, small_config, small_step, without_padding
 
+WEIGHTS_OF_A_LAYER = 9
 ON_HOST = dict(parameters="host", optimizer="host")
 REFUSAL = lacks_host_memory(small_step(small_config()).mesh)
 needs_host_memory = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -212,3 +219,27 @@ def test_a_program_that_fetches_all_layers_at_once_is_an_error(monkeypatch: pyte
     program = parse(_compile(step).as_text())
     with pytest.raises(UserError, match="copies all layers' .* to the GPU at once"):
         readback.check_memory(step, program)
+
+
+def _fetches_of_layers(program: Program) -> list[list[set[str]]]:
+    """Of each loop over layers: the passes of attention beside which each copy from the host runs."""
+    loops = []
+    for computation in program:
+        from_host = {copy.done for copy in host_copies(program, computation) if not copy.is_to_host}
+        fetches = [each for each in transfers(program, computation) if each.done in from_host]
+        if fetches and computation is not program.entry:
+            calls = [[calls_within(program, computation, each) for each in fetch.meanwhile] for fetch in fetches]
+            loops.append([{call.which for call in itertools.chain(*beside)} for beside in calls])
+    return loops
+
+
+@gpus.needs_gpu_compiler
+@gpus.ignores_cache
+@pytest.mark.heavy
+@pytest.mark.parametrize("memory", [{}, dict(remat="attention"), dict(tile_tokens=512, remat_layers=2)])
+def test_weights_are_fetched_beside_the_attention_of_the_layer_before(memory):
+    forward, backward, *of_the_update = _fetches_of_layers(parse(_compile(_gpu_step(**memory)).as_text()))
+    assert len(forward) == len(backward) == WEIGHTS_OF_A_LAYER
+    assert all(beside == {"forward"} for beside in forward)
+    assert all("backward" in beside for beside in backward)
+    assert not any(beside for loop in of_the_update for beside in loop)
