@@ -29,9 +29,11 @@ def test_gpus_hide_collectives_unless_told_otherwise():
     assert compile_options("gpu", preset="default", transport=None, environment={}) == {}
 
 
-def test_what_waits_in_host_memory_does_not_make_xla_compute_things_again():
-    options = compile_options("gpu", preset="default", transport=None, uses_host_memory=True, environment={})
-    assert options == {"xla_disable_hlo_passes": "rematerialization"}
+def test_what_waits_in_host_memory_is_computed_once_and_fetched_many_arrays_at_a_time():
+    assert compile_options("gpu", preset="default", transport=None, uses_host_memory=True, environment={}) == {
+        "xla_disable_hlo_passes": "rematerialization",
+        "xla_gpu_experimental_parallel_async_compute_limit": 16,
+    }
 
 
 def test_the_users_xla_flags_win():
