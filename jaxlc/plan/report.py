@@ -148,9 +148,10 @@ def _predicted(predicted: Prediction) -> Iterator[str]:
     yield f"  {predicted.recomputed_share:.0%} more FLOPs than the model's, since parts of it are computed again"
     exposed, sent = predicted.exposed_communication_seconds, predicted.communication_seconds
     yield f"  of {_seconds(sent)} of communication {_seconds(exposed)} are exposed"
-    if predicted.exposed_host_copy_seconds:
-        waiting = _seconds(predicted.exposed_host_copy_seconds)
-        yield f"  {waiting} of waiting for copies to and from the host, at the bandwidth in jaxlc/core/hardware.py"
+    if predicted.host_copies:
+        exposed, sent = predicted.exposed_host_copy_seconds, predicted.host_copy_seconds
+        copies = f"{predicted.host_copies:,} copies to and from the host ({_seconds(sent)})"
+        yield f"  of {copies} {predicted.exposed_host_copies:,} are waited for, {_seconds(exposed)} in all"
     for seconds in (predicted.seconds_by_kind, predicted.seconds_by_resource):
         yield "  " + ", ".join(f"{name} {each / predicted.step_seconds:.1%}" for name, each in seconds.items())
 

@@ -40,7 +40,10 @@ class Prediction:
     recomputed_share: float  # FLOPs of the program beyond the model's, over the model's; attention's own included
     exposed_communication_seconds: float  # in which kernels wait for collectives
     communication_seconds: float  # of all collectives, were each alone on its link
-    exposed_host_copy_seconds: float
+    exposed_host_copy_seconds: float  # in which kernels wait for copies to or from the host
+    host_copy_seconds: float  # of all of them, were each alone on its way
+    host_copies: int
+    exposed_host_copies: int  # those that kernels wait for
     bound_by: str  # what most of the step's time goes to: a key of seconds_by_resource
     seconds_by_resource: dict[str, float]  # "compute", "HBM", and waiting for "NVLink", "network", "host"
     seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting"
@@ -82,6 +85,9 @@ def predict(program: Program, gpus: Topology, config: Config, rates: Rates = DEF
         exposed_communication_seconds=sum(by_resource[link] for link in _COMMUNICATION),
         communication_seconds=sum(walk.sent[link] for link in _COMMUNICATION),
         exposed_host_copy_seconds=by_resource["host"],
+        host_copy_seconds=walk.sent["host"],
+        host_copies=walk.transfers["host"],
+        exposed_host_copies=walk.exposed["host"],
         bound_by=max(by_resource, key=by_resource.get),
         seconds_by_resource=dict(by_resource.most_common()),
         seconds_by_kind=dict(by_kind.most_common()),
@@ -106,6 +112,8 @@ class Walk:
         self.flops = 0.0  # of attention and matrix products
         self.spent: Counter[tuple[str, str]] = Counter()  # by kind and resource; the sum is `now`
         self.sent: Counter[str] = Counter()  # seconds of transfers alone, by resource
+        self.transfers: Counter[str] = Counter()  # how many, by resource
+        self.exposed: Counter[str] = Counter()  # of them, those that kernels wait for
         self.events = events
         self._links = {name: _Link() for name in LINKS}
         self._rounds = {} if rounds is None else rounds  # one round of each loop body, from idle links
@@ -121,6 +129,7 @@ class Walk:
         if step.starts is not None:
             link, seconds = step.starts.link, step.starts.seconds
             self.sent[LINKS[link]] += seconds
+            self.transfers[LINKS[link]] += 1
             self._links[link].begin(step.starts.start, seconds, self.now)
         if step.awaits is not None:
             self._await(step.awaits.start, step.awaits.link)
@@ -138,6 +147,7 @@ class Walk:
     def _await(self, start: Instruction, link: str) -> None:
         seconds = self._links[link].seconds_until_done(start)
         self.spent["waiting", LINKS[link]] += seconds
+        self.exposed[LINKS[link]] += seconds > _DUST_SECONDS
         self._pass(seconds)
 
     def _run_loop(self, loop: Instruction) -> None:
@@ -152,9 +162,10 @@ class Walk:
     def _repeat(self, round_: "Walk", times: int) -> None:
         self.now += times * round_.now
         self.flops += times * round_.flops
-        for mine, its in ((self.spent, round_.spent), (self.sent, round_.sent)):
-            for key, seconds in its.items():
-                mine[key] += times * seconds
+        for name in ("spent", "sent", "transfers", "exposed"):
+            mine, its = getattr(self, name), getattr(round_, name)
+            for key, value in its.items():
+                mine[key] += times * value
 
     def _alone(self, computation: Computation) -> "Walk":
         """One run of a computation with nothing else under way."""

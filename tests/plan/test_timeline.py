@@ -190,8 +190,19 @@ def test_copies_from_the_host_are_another_lane():
     start = "%hs = (bf16[225000000]{0}, bf16[225000000]{0:S(5)}, u32[]) copy-start(%h)"
     found = predicted(permute_start(), start, dot(), permute_done(), "%hd = bf16[225000000]{0} copy-done(%hs)")
     assert found.exposed_host_copy_seconds == approx(HOP_BYTES / 63e9 - DOT)
+    assert found.host_copy_seconds == approx(HOP_BYTES / 63e9)
+    assert (found.host_copies, found.exposed_host_copies) == (1, 1)
     assert found.exposed_communication_seconds == 0
     assert found.bound_by == "host"
+
+
+def test_copies_are_counted_with_their_loops_and_exposed_where_they_are_waited_for():
+    start = "%hs = (bf16[225000000]{0}, bf16[225000000]{0:S(5)}, u32[]) copy-start(%h)"
+    done = "%hd = bf16[225000000]{0} copy-done(%hs)"
+    hidden = looped(start, *(dot(f"k{i}") for i in range(7)), done, rounds=5)  # 7.8 ms beside 7.1
+    assert (hidden.host_copies, hidden.exposed_host_copies, hidden.exposed_host_copy_seconds) == (5, 0, 0)
+    exposed = looped(start, dot(), done, rounds=5)
+    assert (exposed.host_copies, exposed.exposed_host_copies) == (5, 5)
 
 
 ATTENTION = (
