@@ -124,8 +124,12 @@ def _typed(path: str, value: Any, hint: Any) -> Any:
         if value in typing.get_args(hint):
             return value
     elif typing.get_origin(hint) is tuple:
-        if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-            return tuple(value)
+        item_hint, _ = typing.get_args(hint)
+        if isinstance(value, (list, tuple)):
+            # On a command line "0,-1" are two strings.
+            items = tuple(map(_whole_number, value)) if item_hint is int else tuple(value)
+            if all(type(item) is item_hint for item in items):
+                return items
     elif hint is float:
         if isinstance(value, numbers.Real) and not is_bool and math.isfinite(value):
             return float(value)
@@ -137,10 +141,17 @@ def _typed(path: str, value: Any, hint: Any) -> Any:
     raise UserError(f"config.{path} is {value!r}, which is not {describe_type(hint)}")
 
 
+def _whole_number(value: Any) -> Any:
+    """The int that `value` is or spells; anything else as it is."""
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    is_spelled = isinstance(value, str) and value.removeprefix("-").isdecimal()
+    return int(value) if is_number or is_spelled else value
+
+
 def describe_type(hint: Any) -> str:
     """A declared type in words: "a whole number"."""
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
     if typing.get_origin(hint) is tuple:
-        return "a list of strings"
+        return {int: "a list of whole numbers", str: "a list of strings"}[typing.get_args(hint)[0]]
     return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[hint]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxlc.config.schema import MATMUL_NAMES, Config, PrecisionConfig
 
 _COMPUTE_OF = {  # settings that mean something with one value of compute only
-    **dict.fromkeys(("fp8_matmuls", "fp8_scaling", "fp8_history_steps"), "fp8"),
+    **dict.fromkeys(("fp8_matmuls", "bf16_layers", "fp8_scaling", "fp8_history_steps"), "fp8"),
     **dict.fromkeys(("loss_scale", "loss_scale_growth", "loss_scale_growth_steps"), "fp16"),
     **dict.fromkeys(("loss_scale_backoff", "loss_scale_min", "loss_scale_max"), "fp16"),
 }
@@ -17,6 +17,7 @@ def precision_problems(config: Config) -> Iterator[str]:
     for name in precision.fp8_matmuls:
         if name not in MATMUL_NAMES:
             yield f"config.precision.fp8_matmuls names {name!r}, which is not one of {', '.join(MATMUL_NAMES)}"
+    yield from _layer_problems(precision.bf16_layers, config.model.num_layers)
     for name, compute in _COMPUTE_OF.items():
         value = getattr(precision, name)
         if value != getattr(defaults, name) and precision.compute != compute:
@@ -43,3 +44,14 @@ def precision_problems(config: Config) -> Iterator[str]:
             f" config.memory.tile_tokens={config.memory.tile_tokens} makes it tile by tile;"
             " use --config.precision.fp8_scaling=current"
         )
+
+
+def _layer_problems(bf16_layers: tuple[int, ...], num_layers: int) -> Iterator[str]:
+    setting = f"config.precision.bf16_layers={bf16_layers}"
+    named = [layer + num_layers if layer < 0 else layer for layer in bf16_layers]
+    if not all(0 <= layer < num_layers for layer in named):
+        yield f"{setting}: the model has {num_layers} layers; they are 0 to {num_layers - 1}, or -{num_layers} to -1"
+    elif len(named) != len({*named}):
+        yield f"{setting} names a layer twice, of {num_layers}: they are {named}, counted from 0; leave one out"
+    elif len(named) == num_layers:
+        yield f"{setting} are all layers, and compute='fp8' is bf16 then; leave one out, or use compute=bf16"

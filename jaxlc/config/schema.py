@@ -97,6 +97,7 @@ class PrecisionConfig:
 
     compute: Literal["auto", "bf16", "fp32", "fp16", "fp8"] = "auto"  # auto: bf16 on GPU, fp32 on CPU
     fp8_matmuls: tuple[str, ...] = MATMUL_NAMES  # products of a layer in 8 bits; the others are bf16
+    bf16_layers: tuple[int, ...] = ()  # layers of fp8 that stay in bf16, from 0, negative from the end: 0,-1 is usual
     fp8_scaling: Literal["current", "delayed"] = "current"  # by a tensor's own largest value, or that of past steps
     fp8_history_steps: int = 1024  # of delayed scaling: so many past steps
     loss_scale: float = 2.0**15  # of fp16, at step 0

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxlc.config import ModelConfig
 from jaxlc.models import streamed, tiled
 from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, lookup, matrix
-from jaxlc.models.matmuls import Fp8, History
+from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.models.rope import RopeTables
 from jaxlc.models.tiled import Tiling
 from jaxlc.sharding.rules import Sharder
@@ -154,8 +154,8 @@ def apply(
     """
     params = {name: part if name == _LAYERS else shard.fetched(part) for name, part in params.items()}
     vocab_size_padded = params["embedding"].shape[0]
-    graph_def, _ = _abstract_decoder(model, vocab_size_padded, fp8)
-    decoder = nnx.merge(graph_def, params, histories or {})
+    graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8)
+    decoder = nnx.merge(graph_def, params, histories or {}, _which_are_bf16(state, fp8))
     x_BTD = decoder(
         tokens_BT,
         positions_BT,
@@ -172,6 +172,15 @@ def apply(
 def _abstract_decoder(model: ModelConfig, vocab_size_padded: int, fp8: Fp8 | None = None):
     """(graph definition, state of shapes) of the decoder; nothing is computed."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, nnx.Rngs(0), fp8)))
+
+
+def _which_are_bf16(state, fp8: Fp8 | None) -> dict:
+    """Every `IsBf16` of the decoder, float32 [L]."""
+
+    def flags_L(like):
+        return jnp.zeros(like.shape, like.dtype).at[jnp.array(fp8.bf16_layers)].set(1)
+
+    return nnx.to_pure_dict(jax.tree.map(flags_L, nnx.filter_state(state, IsBf16)))
 
 
 def _of(stacked, place: int):

@@ -32,11 +32,17 @@ class Fp8:
     matmuls: tuple[str, ...]  # names in config.schema.MATMUL_NAMES; the others are in the dtype of their input
     scaling: Literal["current", "delayed"]
     history_steps: int  # of delayed scaling
+    bf16_layers: tuple[int, ...] = ()  # layers that have no product in 8 bits; negative: from the end
 
 
 class History(nnx.Variable):
     """float32 [products, 3, steps]: the largest |x|, |w| and |dout| of the steps before, the last one first. 0: none
     yet. Its gradient is its next value."""
+
+
+class IsBf16(nnx.Variable):
+    """float32 scalar: 1 in a layer of `Fp8.bf16_layers`, 0 in the others. An input beside the parameters; float, so
+    that it may be among what is differentiated."""
 
 
 class Matmuls(nnx.Module):
@@ -47,6 +53,7 @@ class Matmuls(nnx.Module):
         self.fp8_names = () if fp8 is None else tuple(name for name in names if name in fp8.matmuls)
         is_delayed = fp8 is not None and fp8.scaling == "delayed"
         self.history = History(jnp.zeros((len(names), 3, fp8.history_steps))) if is_delayed else None
+        self.is_bf16 = IsBf16(jnp.zeros(()), dims=()) if fp8 is not None and fp8.bf16_layers else None
 
     def __call__(self, name: str, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
         """einsum(subscripts, x, w) in x's dtype: over the last dimensions of x and the first of w."""
@@ -54,7 +61,9 @@ class Matmuls(nnx.Module):
         if name not in self.fp8_names:
             return jnp.einsum(subscripts, x, w)
         history = None if self.history is None else self.history[self.names.index(name)]
-        return fp8_product(x, w, history, _num_contracted(subscripts))
+        if self.is_bf16 is None:
+            return fp8_product(x, w, history, _num_contracted(subscripts))
+        return fp8_or_bf16_product(x, w, history, self.is_bf16[...], _num_contracted(subscripts))
 
 
 def _num_contracted(subscripts: str) -> int:
@@ -98,6 +107,42 @@ def _backward_rule(num_contracted, residuals, dout):
 
 
 fp8_product.defvjp(_forward_rule, _backward_rule)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def fp8_or_bf16_product(
+    x: jax.Array, w: jax.Array, history: jax.Array | None, is_bf16: jax.Array, num_contracted: int
+) -> jax.Array:
+    """`fp8_product`, but in x's dtype where `is_bf16` is 1; it is a float32 scalar. There the next history is 0.
+
+    Only operands are kept for the backward, where they are rounded again: a `lax.cond` that JAX differentiates keeps
+    what any of its branches would, and the layers of a step took a third more memory.
+    """
+    return _either(is_bf16, lambda product: product(x, w, history, num_contracted))
+
+
+def _either(is_bf16, compute):
+    return lax.cond(is_bf16 > 0, lambda: compute(_plain_product), lambda: compute(fp8_product))
+
+
+def _plain_product(x, w, _history, num_contracted):
+    return jnp.tensordot(x, w, num_contracted)
+
+
+def _either_forward_rule(x, w, history, is_bf16, num_contracted):
+    return fp8_or_bf16_product(x, w, history, is_bf16, num_contracted), (x, w, history, is_bf16)
+
+
+def _either_backward_rule(num_contracted, residuals, dout):
+    *operands, is_bf16 = residuals
+
+    def gradients(product):
+        return jax.vjp(lambda *operands: product(*operands, num_contracted), *operands)[1](dout)
+
+    return *_either(is_bf16, gradients), jnp.zeros_like(is_bf16)
+
+
+fp8_or_bf16_product.defvjp(_either_forward_rule, _either_backward_rule)
 
 
 def _to_8_bits(x: jax.Array, dtype, history: jax.Array | None, row: int) -> tuple[jax.Array, jax.Array, jax.Array]:

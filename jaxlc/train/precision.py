@@ -51,6 +51,7 @@ def make_fp8(config: PrecisionConfig, histories: dict | None) -> Fp8 | None:
         matmuls=config.fp8_matmuls,
         scaling="current" if histories is None else "delayed",
         history_steps=config.fp8_history_steps,
+        bf16_layers=config.bf16_layers,
     )
 
 

@@ -47,6 +47,12 @@ def test_overrides_of_every_type():
     assert config.mesh == MeshConfig(context=4, tensor=2)  # as in the file
 
 
+@pytest.mark.parametrize(("given", "layers"), [("0,-1", (0, -1)), ("-1", (-1,)), ("(0, 2)", (0, 2))])
+def test_whole_numbers_with_commas(given, layers):
+    overrides = ["--config.precision.compute=fp8", f"--config.precision.bf16_layers={given}"]
+    assert parse(["program", QUICKSTART, *overrides]).config.precision.bf16_layers == layers
+
+
 def test_repeated_sources_add_up():
     config = parse(["program", QUICKSTART, "--config.data.sources=a", "--config.data.sources=b"]).config
     assert config.data.sources == ("a", "b")

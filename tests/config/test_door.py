@@ -78,6 +78,8 @@ def test_what_is_left_out_has_its_default():
         ("data", "tokenizer", 3, "which is not a string"),
         ("data", "sources", "a.txt", "config.data.sources is 'a.txt', which is not a list of strings"),
         ("data", "sources", (1,), "which is not a list of strings"),
+        ("precision", "bf16_layers", ("0", "x"), "('0', 'x'), which is not a list of whole numbers"),
+        ("precision", "bf16_layers", (True,), "which is not a list of whole numbers"),
         ("memory", "remat", "ful", "config.memory.remat is 'ful', which is not one of 'none', 'full'"),
         ("model", "preset", "llama3-8", "did you mean llama3-8b?"),
         ("model", "preset", "xyz", "there are llama3-70b"),

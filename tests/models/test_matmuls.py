@@ -1,6 +1,7 @@
 """Products in 8 bits against float64 products of operands that numpy rounds."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxlc.models import decoder
+from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.matmuls import Fp8, Matmuls, fp8_product
-from tests.tolerances import max_relative_error
+from jaxlc.models.rope import rope_tables
+from jaxlc.sharding.rules import Sharder
+from jaxlc.train.remat import Remat
+from tests.models import small
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 B, T, N, H, D = 2, 5, 3, 4, 6
 # Results are rounded to float32 here; in 8 bits everything else is exact in float32, sums too but for their order.
@@ -85,3 +92,67 @@ def test_only_the_named_products_are_in_8_bits():
 def test_a_name_of_another_block_is_a_mistake():
     with pytest.raises(AssertionError):
         Matmuls(None, "mlp_gate")("query", "BTD,DF->BTF", jnp.ones((1, 2, 4)), jnp.ones((4, 8)))
+
+
+MODEL = small.small_model(num_layers=3)
+RECIPE = dict(matmuls=("query", "mlp_down"), history_steps=2)
+
+
+def hidden(params, histories=None, fp8=None):
+    """x_BTD after three layers, float32 but for products in 8 bits."""
+    return decoder.apply(
+        params,
+        MODEL,
+        *small.small_inputs(MODEL),
+        attend=small.dense_attend,
+        shard=Sharder(small.small_mesh()),
+        remat=Remat(of_layer=lambda layer: layer, of_group=lambda group: group, layers_per_group=1),
+        compute_dtype=jnp.float32,
+        tables=rope_tables(MODEL, small.T),
+        fp8=fp8,
+        histories=histories,
+    )[0]
+
+
+def hidden_by_hand(params, recipes):
+    """The same, of layers one by one, each with a recipe of its own."""
+    tokens_BT, positions_BT = small.small_inputs(MODEL)
+    x_BTD = params["embedding"][tokens_BT]
+    for place, fp8 in enumerate(recipes):
+        layer_def, _ = nnx.split(DecoderLayer(MODEL, nnx.Rngs(0), fp8))
+        layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), params["layers"]))
+        how = dict(shard=Sharder(small.small_mesh()), tables=rope_tables(MODEL, small.T))
+        x_BTD, _ = layer(x_BTD, positions_BT, attend=small.dense_attend, **how)
+    return x_BTD
+
+
+def result_and_gradients(run, *operands):
+    def total(*operands):
+        x_BTD = run(*operands)
+        return jnp.vdot(x_BTD, jnp.cos(jnp.arange(x_BTD.size))), x_BTD
+
+    places = tuple(range(len(operands)))
+    gradients, x_BTD = jax.jit(jax.grad(total, places, has_aux=True))(*operands)
+    return x_BTD, gradients
+
+
+def test_the_named_layers_are_not_in_8_bits():
+    params = small.small_params(MODEL)
+    everywhere, mixed = (Fp8(scaling="current", bf16_layers=layers, **RECIPE) for layers in ((), (0, -1)))
+    got = result_and_gradients(functools.partial(hidden, fp8=mixed), params)
+    by_hand = functools.partial(hidden_by_hand, recipes=(None, everywhere, None))
+    errors = jax.tree.map(max_relative_error, got, result_and_gradients(by_hand, params))
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+    for fp8 in (everywhere, None):
+        assert max_relative_error(jax.jit(functools.partial(hidden, fp8=fp8))(params), got[0]) > 1e-3
+
+
+def test_layers_that_are_not_in_8_bits_have_seen_nothing():
+    params = small.small_params(MODEL)
+    mixed = Fp8(scaling="delayed", bf16_layers=(0,), **RECIPE)
+    histories = decoder.first_histories(MODEL, mixed)
+    _, (_, seen) = result_and_gradients(functools.partial(hidden, fp8=mixed), params, histories)
+    assert len(jax.tree.leaves(seen)) == 2  # attention's and the MLP's
+    for of_block in jax.tree.leaves(seen):
+        np.testing.assert_array_equal(of_block[0], np.zeros_like(of_block[0]))
+        assert of_block[1:, :, :, 0].any(axis=(1, 2)).all()

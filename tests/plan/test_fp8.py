@@ -48,7 +48,8 @@ def fp8_flops(program: Program) -> float:
 @pytest.mark.parametrize(("precision", "names"), [
     (dict(), set(WEIGHTS)),
     (dict(fp8_scaling="delayed", fp8_matmuls=("mlp_gate", "mlp_down")), {"mlp_gate", "mlp_down"}),
-], ids=["current", "delayed"])
+    (dict(bf16_layers=(0,)), set(WEIGHTS)),  # which layers it is, is in no program: every branch counts
+], ids=["current", "delayed", "a layer in bf16"])
 @pytest.mark.heavy
 def test_cublas_multiplies_8_bits(precision, names):
     """Forward, gradient of x and gradient of w: 6 FLOPs a token and weight."""

@@ -55,6 +55,22 @@ def test_gradients_in_8_bits_are_as_close_as_they_can_be(mesh, memory):
     assert BFLOAT16_GRADIENT < max(jax.tree.leaves(errors)) <= FP8_GRADIENT, errors
 
 
+@pytest.mark.heavy
+def test_layers_in_bf16_are_the_same_however_layers_run():
+    """Far nearer to the same in another way than to another layer in bf16; roundings to 8 bits flip."""
+
+    def gradients(layer, **memory):
+        return _gradients({}, precision=dict(compute="fp8", bf16_layers=(layer,)), memory=memory)
+
+    def distance(a, b):
+        return max(jax.tree.leaves(jax.tree.map(_norm_error, a, b)))
+
+    first, last = gradients(0, remat="none"), gradients(-1, remat="none")
+    for memory in (dict(remat="full"), dict(tile_tokens=48), dict(parameters="host")):
+        got = gradients(0, **memory)
+        assert distance(got, first) < distance(got, last) / 2, memory
+
+
 def test_the_named_products_alone_are_in_8_bits():
     """Three of each: forward, gradient of x, gradient of w."""
     names = ("query", "mlp_down")
@@ -164,6 +180,11 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(precision, tmp_path):
     (dict(precision=dict(loss_scale_growth_steps=5)), "loss_scale_growth_steps=5 is for compute='fp16'"),
     (dict(precision=dict(compute="fp8", fp8_history_steps=5)), "fp8_history_steps=5 is for delayed scaling"),
     (dict(precision=dict(compute="fp8", fp8_matmuls=())), "no fp8_matmuls is bf16"),
+    (dict(precision=dict(bf16_layers=(0,))), "bf16_layers=(0,) is for compute='fp8'"),
+    (dict(precision=dict(compute="fp8", bf16_layers=(0, 2))), "the model has 2 layers; they are 0 to 1, or -2 to -1"),
+    (dict(precision=dict(compute="fp8", bf16_layers=(-3,))), "the model has 2 layers"),
+    (dict(precision=dict(compute="fp8", bf16_layers=(1, -1))), "names a layer twice, of 2: they are [1, 1]"),
+    (dict(precision=dict(compute="fp8", bf16_layers=(0, -1))), "are all layers, and compute='fp8' is bf16 then"),
     (dict(precision=dict(compute="fp16", loss_scale_min=2.0**20)), "is not between loss_scale_min"),
     (dict(precision=DELAYED, memory=dict(tile_tokens=24)), "makes it tile by tile"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
