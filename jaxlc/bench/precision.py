@@ -19,7 +19,7 @@ PRECISIONS: Mapping[str, dict] = MappingProxyType({
     "fp16": dict(compute="fp16"),
     "fp32": dict(compute="fp32"),
 })
-_LAST_STEPS = 20  # whose mean loss is a run's loss at its end; the curves in the picture are means of as many
+_LAST_STEPS = 20  # whose mean loss is a run's loss at its end; running means are of as many
 
 
 def settings_of(name: str) -> dict[str, str]:
@@ -44,11 +44,12 @@ def compare(out: Path) -> str:
     _plot({name: losses[:num_steps] for name, losses in curves.items()}, out / "precision.png")
     base = rows[0]["precision"]
     return "\n".join([
-        f"| {num_steps} steps | loss, mean of the last {_LAST_STEPS} | over {base} | largest difference of a step |",
-        "| --- | ---: | ---: | ---: |",
+        f"| {num_steps} steps | loss, mean of the last {_LAST_STEPS} | over {base} | largest difference of a mean of"
+        f" {_LAST_STEPS} | of a step |",
+        "| --- | ---: | ---: | ---: | ---: |",
         *(
             f"| {row['precision']} | {row['last_loss']:.4f} | {row['over_reference']:+.2%}"
-            f" | {row['largest_difference']:.2%} |"
+            f" | {row['largest_difference_of_means']:.2%} | {row['largest_difference']:.2%} |"
             for row in rows
         ),
     ])
@@ -66,8 +67,15 @@ def _row(name: str, losses: np.ndarray, reference: np.ndarray) -> dict:
         steps=len(losses),
         last_loss=last,
         over_reference=last / reference_last - 1,
+        largest_difference_of_means=np.abs(_running_means(losses) / _running_means(reference) - 1).max(),
         largest_difference=np.abs(losses / reference - 1).max(),
     )
+
+
+def _running_means(losses: np.ndarray) -> np.ndarray:
+    """Of each step with those before it; of all steps, where they are few."""
+    num_steps = min(_LAST_STEPS, len(losses))
+    return np.convolve(losses, np.ones(num_steps) / num_steps, mode="valid")
 
 
 def _plot(curves: dict[str, np.ndarray], path: Path) -> None:
@@ -76,16 +84,15 @@ def _plot(curves: dict[str, np.ndarray], path: Path) -> None:
 
     figure = Figure(figsize=(7.5, 5.4), dpi=150, layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    num_steps = min(_LAST_STEPS, *map(len, curves.values()))
-    window = np.ones(num_steps) / num_steps
-    means = {name: np.convolve(losses, window, mode="valid") for name, losses in curves.items()}
+    means = {name: _running_means(losses) for name, losses in curves.items()}
     reference_name, *_ = means
     for name, mean in means.items():
-        steps = np.arange(num_steps, num_steps + len(mean))
+        last_step = len(curves[name])
+        steps = np.arange(last_step - len(mean), last_step) + 1
         above.plot(steps, mean, label=name, linewidth=1.1)
         below.plot(steps, 100 * (mean / means[reference_name] - 1), linewidth=1.1)
     below.axhspan(-2, 2, color="#dde1e6", alpha=0.5, zorder=0)
-    above.set_title(f"Training loss, mean of {num_steps} steps", loc="left")
+    above.set_title(f"Training loss, mean of {_LAST_STEPS} steps", loc="left")
     above.set(ylabel="nats per token")
     below.set(xlabel="step", ylabel=f"over {reference_name}, %")
     above.legend(frameon=False)
