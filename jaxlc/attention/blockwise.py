@@ -168,7 +168,15 @@ def _tile_gradients(queries: _Queries, keys: _Keys, results: _RowResults, spec: 
 
 
 def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+    def product(a, b):
+        return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+    if a.dtype == jnp.float32:
+        return product(a, b)
+    # XLA on CPU leaves narrow products to a library, and has none for some of those that the library does not take.
+    return lax.platform_dependent(
+        a, b, cpu=lambda *operands: product(*(x.astype(jnp.float32) for x in operands)), default=product
+    )
 
 
 def _mask(x_BSR: jax.Array, queries: _Queries, keys: _Keys, spec: AttentionSpec, hidden: float) -> jax.Array:

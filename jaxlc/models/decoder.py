@@ -54,6 +54,7 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array,
         *,
         attend: Callable | Tiling,
+        masks: tuple,
         shard: Sharder,
         remat: Remat,
         compute_dtype,
@@ -61,20 +62,23 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Final hidden states x_BTD, before the final norm; see `apply`."""
         layer_def, stacked = nnx.split(self.layers)
+        shared = positions_BT, masks  # arrays that are the same in every layer
 
-        def run_layer(x_BTD, params, ahead=None):
+        def run_layer(x_BTD, params, shared, ahead=None):
+            positions_BT, masks = shared
             if isinstance(attend, Tiling):
-                return tiled.run_layer(
-                    layer_def, params, x_BTD, positions_BT, ahead, tiling=attend, shard=shard, tables=tables
-                )
+                _, segments_BT = masks
+                operands = x_BTD, positions_BT, segments_BT, ahead
+                return tiled.run_layer(layer_def, params, *operands, tiling=attend, shard=shard, tables=tables)
             layer = nnx.merge(layer_def, params)
-            return layer(x_BTD, positions_BT, ahead, attend=attend, shard=shard, tables=tables)
+            attend_masked = lambda q, k, v: attend(q, k, v, *masks)  # noqa: E731
+            return layer(x_BTD, positions_BT, ahead, attend=attend_masked, shard=shard, tables=tables)
 
-        def run_group(x_BTD, params, ahead=None):
+        def run_group(x_BTD, params, shared, ahead=None):
             # No scan: of a group that is recomputed the last layer's output is of no use, and is left out like this.
-            x_BTD, fetched = remat.of_layer(run_layer)(x_BTD, _of(params, 0), ahead)
+            x_BTD, fetched = remat.of_layer(run_layer)(x_BTD, _of(params, 0), shared, ahead)
             for place in range(1, remat.layers_per_group):
-                x_BTD, _ = remat.of_layer(run_layer)(x_BTD, _of(params, place))
+                x_BTD, _ = remat.of_layer(run_layer)(x_BTD, _of(params, place), shared)
             return x_BTD, fetched
 
         if remat.layers_per_group == 1:
@@ -84,8 +88,8 @@ class Decoder(nnx.Module):
             stacked = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
         x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
         if shard.weights_on_host:
-            return streamed.run_layers(run, x_BTD, stacked, shard.fetched)
-        return jax.lax.scan(run, x_BTD, stacked)[0]
+            return streamed.run_layers(run, x_BTD, stacked, shared, shard.fetched)
+        return jax.lax.scan(lambda x_BTD, params: run(x_BTD, params, shared), x_BTD, stacked)[0]
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
         """The output head, split over tensor along V."""
@@ -128,6 +132,7 @@ def apply(
     positions_BT: jax.Array,
     *,
     attend: Callable | Tiling,
+    masks: tuple = (),
     shard: Sharder,
     remat: Remat,
     compute_dtype,
@@ -141,8 +146,8 @@ def apply(
       params: as `init` makes them.
       tokens_BT, positions_BT: int32, in the same (any) sequence order; T a multiple of context x tensor. In tiles:
         [n, B, t], and so is what is returned.
-      attend: `(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`, in the compute dtype, with its masks already bound; or how layers
-        run in tiles.
+      attend: `(q_BTNH, k_BTKH, v_BTKH, *masks) -> out_BTNH`, in the compute dtype; or how layers run in tiles.
+      masks: what `attend` takes beside them: positions_BT and segment_ids_BT, int32, or None for each.
       remat: wraps the functions of layers, or of groups of them; `train.remat.Remat` is one.
       compute_dtype: of matmuls and of the residual stream.
       tables: of `rope_tables`.
@@ -160,6 +165,7 @@ def apply(
         tokens_BT,
         positions_BT,
         attend=attend,
+        masks=masks,
         shard=shard,
         remat=remat,
         compute_dtype=compute_dtype,

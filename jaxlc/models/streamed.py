@@ -60,15 +60,17 @@ _there_after_backward.defvjp(
 )
 
 
-def run_layers(run: Callable, x_BTD: jax.Array, stacked, fetch: Callable) -> jax.Array:
+def run_layers(run: Callable, x_BTD: jax.Array, stacked, shared, fetch: Callable) -> jax.Array:
     """x_BTD through all layers.
 
     Args:
-      run: `(x_BTD, weights, ahead) -> (x_BTD, ahead.in_forward)`, one layer, or a group of them, that runs something
-        long `beside` what is ahead; decides what it keeps for its backward (`jax.checkpoint`), and closes over nothing
-        that is differentiated.
+      run: `(x_BTD, weights, shared, ahead) -> (x_BTD, ahead.in_forward)`, one layer, or a group of them, that runs
+        something long `beside` what is ahead. It decides what it keeps for its backward (`jax.checkpoint`), and closes
+        over no arrays of the row's length: they would be kept once a layer.
       stacked: a tree of arrays with a leading dimension of layers, or of groups of them; their gradients come to lie in
         the same memory.
+      shared: a tree of arrays that are the same for all layers, and are not differentiated; none that is a constant,
+        which would be an argument of the whole program.
       fetch: a layer's weights -> the same on the device.
     """
     last = len(jax.tree.leaves(stacked)[0]) - 1
@@ -78,40 +80,40 @@ def run_layers(run: Callable, x_BTD: jax.Array, stacked, fetch: Callable) -> jax
         return fetch(jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, layer, keepdims=False), stacked))
 
     @jax.custom_vjp
-    def through(x_BTD, stacked):
+    def through(x_BTD, stacked, shared):
         def run_layer(carry, layer):
             x_BTD, weights = carry
-            return run(x_BTD, weights, Ahead(fetched(stacked, layer + 1), weights)), None
+            return run(x_BTD, weights, shared, Ahead(fetched(stacked, layer + 1), weights)), None
 
         return lax.scan(run_layer, (x_BTD, fetched(stacked, 0)), jnp.arange(last + 1))[0][0]
 
-    def forward(x_BTD, stacked):
+    def forward(x_BTD, stacked, shared):
         def run_layer(carry, layer):
             x_BTD, weights = carry
             # What is of no use here has to be an array of its own: `args_res` knows residuals by their identity.
             ahead = Ahead(fetched(stacked, layer + 1), jax.tree.map(jnp.zeros_like, weights))
-            y_BTD, backward, ahead = jax.vjp(run, x_BTD, weights, ahead, has_aux=True)
-            backward.args_res[1:] = [None, None]  # weights: fetched again
+            y_BTD, backward, ahead = jax.vjp(run, x_BTD, weights, shared, ahead, has_aux=True)
+            backward.args_res[1:] = [None, None, None]  # weights are fetched again, and what is shared is there
             return (y_BTD, ahead), backward
 
         (y_BTD, _), backwards = lax.scan(run_layer, (x_BTD, fetched(stacked, 0)), jnp.arange(last + 1))
-        return y_BTD, (backwards, stacked)
+        return y_BTD, (backwards, stacked, shared)
 
     def backward(residuals, dy_BTD):
-        backwards, stacked = residuals
+        backwards, stacked, shared = residuals
 
         def run_layer(carry, operands):
             dx_BTD, weights = carry
             layer, backward = operands
             # A layer that is computed again has nothing to wait for in its forward but its own weights.
-            backward.args_res[1:] = [weights, Ahead(weights, fetched(stacked, layer - 1))]
-            dx_BTD, dweights, (_, ahead) = backward(dx_BTD)
+            backward.args_res[1:] = [weights, shared, Ahead(weights, fetched(stacked, layer - 1))]
+            dx_BTD, dweights, _, (_, ahead) = backward(dx_BTD)
             home = jax.tree.map(lambda d, stack: jax.device_put(d, jax.typeof(stack).memory_space), dweights, stacked)
             return (dx_BTD, ahead), home
 
         layers = jnp.arange(last + 1)
         (dx_BTD, _), dstacked = lax.scan(run_layer, (dy_BTD, fetched(stacked, last)), (layers, backwards), reverse=True)
-        return dx_BTD, dstacked
+        return dx_BTD, dstacked, None
 
     through.defvjp(forward, backward)
-    return through(x_BTD, stacked)
+    return through(x_BTD, stacked, shared)

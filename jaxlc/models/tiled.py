@@ -51,7 +51,6 @@ class Tiling(NamedTuple):
     """How a step runs its layers in tiles."""
 
     attention: TileAttention
-    segments_BT: jax.Array | None  # int32 segment ids in layout order; None: each row is one document
     keeps_attention: bool  # attention's out and lse are residuals of the backward, by their names; else made again
 
 
@@ -60,6 +59,7 @@ def run_layer(
     params,
     x_nBtD: jax.Array,
     positions_nBt: jax.Array,
+    segments_BT: jax.Array | None = None,
     ahead: Ahead | None = None,
     *,
     tiling: Tiling,
@@ -85,7 +85,7 @@ def run_layer(
         return layer.forward(*operands)[0]
 
     run.defvjp(layer.forward, layer.backward)
-    return run(weights, x_nBtD, positions_nBt, tiling.segments_BT, ahead)
+    return run(weights, x_nBtD, positions_nBt, segments_BT, ahead)
 
 
 @dataclasses.dataclass(frozen=True)

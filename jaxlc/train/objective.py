@@ -100,7 +100,8 @@ class Objective:
             self.config.model,
             self._in_tiles(batch.tokens),
             self._in_tiles(positions),
-            attend=self._attend(*masks),
+            attend=self._attend(),
+            masks=masks,
             shard=Sharder(self.mesh, weights_on_host=is_on_host(params)),
             remat=make_remat(self._memory),
             compute_dtype=precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform),
@@ -126,12 +127,12 @@ class Objective:
     def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
         return tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles) if self._num_tiles else x_BT
 
-    def _attend(self, positions: jax.Array | None, segment_ids: jax.Array | None) -> Callable | Tiling:
+    def _attend(self) -> Callable | Tiling:
         """Attention as the decoder wants it."""
         if self._num_tiles:
             tile_attention = attention.make_tiled(
                 self.config.attention, self.mesh, tiles=self._num_tiles, num_kv_heads=self.config.model.num_kv_heads
             )
-            return Tiling(tile_attention, segment_ids, keeps_attention(self._memory))
+            return Tiling(tile_attention, keeps_attention(self._memory))
         attend = attention.make(self.config.attention, self.mesh)
-        return lambda q, k, v: attend(q, k, v, positions, segment_ids)[0]
+        return lambda *operands: attend(*operands)[0]

@@ -14,10 +14,11 @@ _KEEP = jax.checkpoint_policies.save_only_these_names
 POLICIES = {"nothing": _KEEP(), "hidden": _KEEP("hidden")}
 
 
-def _run(x_BD, weights, ahead=None):
-    hidden_BF, fetched = streamed.beside(lambda x_BD: jnp.tanh(x_BD @ weights["up"]), (x_BD,), ahead)
+def _run(x_BD, weights, shared, ahead=None):
+    work = lambda x_BD: jnp.tanh(x_BD @ weights["up"] + shared["bias_BF"])  # noqa: E731
+    hidden_BF, fetched = streamed.beside(work, (x_BD,), ahead)
     hidden_BF = checkpoint_name(hidden_BF, "hidden")
-    return x_BD + hidden_BF @ weights["down"], fetched
+    return x_BD * shared["scale_B1"] + hidden_BF @ weights["down"], fetched
 
 
 def _inputs():
@@ -29,12 +30,14 @@ def _inputs():
 
 def _losses(policy):
     run = jax.checkpoint(_run, policy=policy)
+    scale_B1 = jnp.arange(1.0, B + 1)[:, None]
+    shared = dict(scale_B1=scale_B1, bias_BF=jnp.ones((B, F)))
 
     def plain(x_BD, stacked):
-        return (jax.lax.scan(run, x_BD, stacked)[0] ** 2).sum()
+        return (jax.lax.scan(lambda x_BD, weights: run(x_BD, weights, shared), x_BD, stacked)[0] ** 2).sum()
 
     def ahead(x_BD, stacked):
-        return (streamed.run_layers(run, x_BD, stacked, fetch=lambda w: w) ** 2).sum()
+        return (streamed.run_layers(run, x_BD, stacked, shared, fetch=lambda w: w) ** 2).sum()
 
     return plain, ahead
 
@@ -47,7 +50,7 @@ def test_same_as_a_scan(policy):
 
 
 @pytest.mark.parametrize("policy, kept", [("nothing", [(L, B, D)]), ("hidden", [(L, B, D), (L, B, F)])])
-def test_layers_keep_what_their_policy_says_and_no_weights(policy, kept):
+def test_layers_keep_what_their_policy_says_and_nothing_that_is_there_already(policy, kept):
     _, ahead = _losses(POLICIES[policy])
     residuals = jax.tree.leaves(jax.eval_shape(lambda *inputs: jax.vjp(ahead, *inputs)[1], *_inputs()))
     of_all_layers = [each.shape for each in residuals if each.shape[:1] == (L,)]

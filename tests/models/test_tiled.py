@@ -71,7 +71,7 @@ def test_a_layer_in_tiles_is_the_layer(num_tiles, keeps_attention, qk_norm):
         return jnp.stack(jnp.split(x_BT, num_tiles, axis=1))
 
     def in_tiles(params, x_BTD):
-        tiling = tiled.Tiling(_TileAttention(T // num_tiles, model.num_kv_heads), None, keeps_attention)
+        tiling = tiled.Tiling(_TileAttention(T // num_tiles, model.num_kv_heads), keeps_attention)
         run = functools.partial(tiled.run_layer, tiling=tiling, shard=shard, tables=tables)
         y_nBtD, _ = run(layer_def, params, to_tiles(x_BTD), to_tiles(positions_BT))
         return jnp.concatenate(y_nBtD, axis=1)

@@ -47,6 +47,20 @@ def test_float16_gradients_are_close(mesh):
     assert max(jax.tree.leaves(errors)) <= FLOAT16_GRADIENT, errors
 
 
+def test_bfloat16_on_a_ring_without_documents_runs_on_cpu():
+    """Where nothing is masked XLA once left products of bfloat16 to a library that did not take them."""
+    config = small_config(
+        model=dict(num_layers=1),
+        mesh=dict(context=2),
+        precision=dict(compute="bf16"),
+        attention=dict(kernel="blockwise", document_mask=False),
+        train=dict(rows_per_step=4),
+    )
+    step = small_step(config)
+    _, loss = jax.jit(step.objective.gradients)(step.init().params, make_batch(step, natural_rows(4)))
+    assert np.isfinite(loss)
+
+
 @pytest.mark.parametrize(("mesh", "memory"), [({}, {}), (MESH, {}), (dict(context=2), dict(tile_tokens=24))], ids=str)
 @pytest.mark.heavy
 def test_gradients_in_8_bits_are_as_close_as_they_can_be(mesh, memory):
