@@ -92,7 +92,7 @@ def _plot(curves: dict[str, np.ndarray], path: Path) -> None:
         above.plot(steps, mean, label=name, linewidth=1.1)
         below.plot(steps, 100 * (mean / means[reference_name] - 1), linewidth=1.1)
     below.axhspan(-2, 2, color="#dde1e6", alpha=0.5, zorder=0)
-    above.set_title(f"Training loss, mean of {_LAST_STEPS} steps", loc="left")
+    above.set_title(f"Training loss, mean of {min(_LAST_STEPS, *map(len, curves.values()))} steps", loc="left")
     above.set(ylabel="nats per token")
     below.set(xlabel="step", ylabel=f"over {reference_name}, %")
     above.legend(frameon=False)

@@ -70,8 +70,11 @@ class Decoder(nnx.Module):
                 _, segments_BT = masks
                 operands = x_BTD, positions_BT, segments_BT, ahead
                 return tiled.run_layer(layer_def, params, *operands, tiling=attend, shard=shard, tables=tables)
+
+            def attend_masked(*qkv):
+                return attend(*qkv, *masks)
+
             layer = nnx.merge(layer_def, params)
-            attend_masked = lambda q, k, v: attend(q, k, v, *masks)  # noqa: E731
             return layer(x_BTD, positions_BT, ahead, attend=attend_masked, shard=shard, tables=tables)
 
         def run_group(x_BTD, params, shared, ahead=None):

@@ -100,7 +100,7 @@ def check_memory(step: TrainStep, program: Program) -> None:
             " are not in host memory: this compiler leaves that out"
         )
     if step.config.model.num_layers == 1:
-        return
+        return  # all layers at once are the one that is in use
     # Norm scales are small, and other arrays may well have their shapes. So have weights and moments, where only one of
     # them rests on the host.
     stacks = {_piece(x) for x in jax.tree.leaves(state.params["layers"]) if x.ndim > 2}
