@@ -31,7 +31,7 @@ test-jax0.12:  ## the tests on JAX 0.12, where a Python 3.12 or newer is
 smoke-jax0.11:  ## a few steps on JAX 0.11.2, which GPU machines often carry; needs Python 3.12 or newer too
 	@rm -rf .cache/smoke
 	$(call WITH_PYTHON_312,.venv-jax0.11,-m jaxlc.train --config=configs/quickstart.py --workdir=.cache/smoke \
-	  --config.train.steps=3 --config.data.sequence_tokens=512)
+	  --config.train.steps=3 --config.data.seq_len=512)
 
 lint: $(READY)  ## ruff
 	$(VENV)/bin/python -m ruff check .

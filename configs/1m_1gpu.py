@@ -23,16 +23,16 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.preset = "llama3-8b"
     config.attention.update(document_mask=False)  # a row is one document: cuDNN can do it
     config.runtime.update(topology="h100:1x1")
-    config.data.sequence_tokens = 1_048_576
+    config.data.seq_len = 1_048_576
     config.memory.update(remat="full", offload=("residual",), tile_tokens=32_768)
     config.memory.update(optimizer="host", parameters="host")
     config.optimizer.warmup_steps = 10
-    config.train.update(steps=100, rows_per_step=1, eval_rows=1, checkpoint_every_steps=10)
+    config.train.update(steps=100, global_batch_size=1, eval_sequences=1, checkpoint_every_steps=10)
 
     if variant == "mini":  # the same axes and features, a small model on short rows
         config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # bytes and the end of a document
         config.runtime.update(topology="", simulated_devices=1)
-        config.data.sequence_tokens = 1024
+        config.data.seq_len = 1024
         config.memory.tile_tokens = 128
         config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
         config.train.update(steps=20, eval_every_steps=10)

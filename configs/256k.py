@@ -24,14 +24,14 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.preset = "llama3-8b"
     config.mesh.update(context=8, tensor=8)
     config.runtime.update(topology="gb200:1x64", transport="nvshmem")
-    config.data.sequence_tokens = 262_144
+    config.data.seq_len = 262_144
     config.optimizer.warmup_steps = 100
-    config.train.update(steps=1000, rows_per_step=16, accumulation_steps=16)  # 4,194,304 tokens a step
-    config.train.update(eval_rows=4, eval_every_steps=100, checkpoint_every_steps=100)
+    config.train.update(steps=1000, global_batch_size=16, gradient_accumulation_steps=16)  # 4,194,304 tokens a step
+    config.train.update(eval_sequences=4, eval_every_steps=100, checkpoint_every_steps=100)
 
     if variant == "":  # the first of docs/sweep.md, by predicted speed; the five after it are within 2.1%
         config.mesh.update(fsdp=16, context=4, tensor=1)
-        config.train.update(accumulation_steps=1, eval_rows=16)
+        config.train.update(gradient_accumulation_steps=1, eval_sequences=16)
         config.runtime.nvshmem_heap_bytes = 2 * 2**30  # hops take 1.5 GiB of it
     elif variant == "h100":  # 8 nodes of 8
         config.runtime.topology = "h100:8x8"
@@ -42,8 +42,8 @@ def get_config(variant: str = "") -> ConfigDict:
         config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # bytes and the end of a document
         config.mesh.update(fsdp=2, context=4, tensor=1)
         config.runtime.update(topology="", simulated_devices=8)
-        config.data.sequence_tokens = 1024
+        config.data.seq_len = 1024
         config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
-        config.train.update(steps=20, rows_per_step=2, accumulation_steps=1)
-        config.train.update(eval_rows=2, eval_every_steps=10, checkpoint_every_steps=10)
+        config.train.update(steps=20, global_batch_size=2, gradient_accumulation_steps=1)
+        config.train.update(eval_sequences=2, eval_every_steps=10, checkpoint_every_steps=10)
     return config

@@ -20,21 +20,21 @@ def get_config(variant: str = "") -> ConfigDict:
     config = defaults()
     config.model.preset = "llama3-8b"
     config.mesh.context = 32  # heads are exchanged within a node, K and V go around the nodes
-    config.attention.update(strategy="hybrid", ulysses_ranks=8)
+    config.attention.update(strategy="hybrid", ulysses_degree=8)
     config.attention.document_mask = False  # a row is one document: cuDNN can do it
     config.runtime.update(topology="h100:4x8", transport="nvshmem", nvshmem_heap_bytes=14 * 2**30)  # hops take 12
-    config.data.sequence_tokens = 33_554_432
-    config.memory.update(remat="full", offload=("residual",), remat_layers=2, tile_tokens=32_768)
+    config.data.seq_len = 33_554_432
+    config.memory.update(remat="full", offload=("residual",), layers_per_remat_group=2, tile_tokens=32_768)
     config.memory.update(optimizer="host", parameters="host")
     config.optimizer.warmup_steps = 10
-    config.train.update(steps=100, rows_per_step=1, eval_rows=1, checkpoint_every_steps=10)
+    config.train.update(steps=100, global_batch_size=1, eval_sequences=1, checkpoint_every_steps=10)
 
     if variant == "mini":  # the same axes and features, a small model on short rows
         config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # bytes and the end of a document
         config.mesh.context = 8
-        config.attention.ulysses_ranks = 2
+        config.attention.ulysses_degree = 2
         config.runtime.update(topology="", simulated_devices=8)
-        config.data.sequence_tokens = 1024
+        config.data.seq_len = 1024
         config.memory.tile_tokens = 32
         config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
         config.train.update(steps=20, eval_every_steps=10)

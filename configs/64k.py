@@ -24,10 +24,10 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.preset = "llama3-8b"
     config.mesh.update(context=8)
     config.runtime.update(topology="gb200:1x8", transport="nvshmem")
-    config.data.sequence_tokens = 65_536
+    config.data.seq_len = 65_536
     config.optimizer.warmup_steps = 100
-    config.train.update(steps=1000, rows_per_step=64, accumulation_steps=64)  # 4,194,304 tokens a step
-    config.train.update(eval_rows=4, eval_every_steps=100, checkpoint_every_steps=100)
+    config.train.update(steps=1000, global_batch_size=64, gradient_accumulation_steps=64)  # 4,194,304 tokens a step
+    config.train.update(eval_sequences=4, eval_every_steps=100, checkpoint_every_steps=100)
 
     if variant == "h100":  # one node
         config.runtime.topology = "h100:1x8"
@@ -40,8 +40,8 @@ def get_config(variant: str = "") -> ConfigDict:
         config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # bytes and the end of a document
         config.mesh.update(context=8)
         config.runtime.update(topology="", simulated_devices=8)
-        config.data.sequence_tokens = 1024
+        config.data.seq_len = 1024
         config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
-        config.train.update(steps=20, rows_per_step=2, accumulation_steps=2)
-        config.train.update(eval_rows=2, eval_every_steps=10, checkpoint_every_steps=10)
+        config.train.update(steps=20, global_batch_size=2, gradient_accumulation_steps=2)
+        config.train.update(eval_sequences=2, eval_every_steps=10, checkpoint_every_steps=10)
     return config

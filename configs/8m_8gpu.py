@@ -22,17 +22,17 @@ def get_config(variant: str = "") -> ConfigDict:
     config.mesh.context = 8
     config.attention.update(strategy="ulysses", document_mask=False)  # a row is one document: cuDNN can do it
     config.runtime.update(topology="h100:1x8")
-    config.data.sequence_tokens = 8_388_608
-    config.memory.update(remat="full", offload=("residual",), remat_layers=2, tile_tokens=32_768)
+    config.data.seq_len = 8_388_608
+    config.memory.update(remat="full", offload=("residual",), layers_per_remat_group=2, tile_tokens=32_768)
     config.memory.update(optimizer="host", parameters="host")
     config.optimizer.warmup_steps = 10
-    config.train.update(steps=100, rows_per_step=1, eval_rows=1, checkpoint_every_steps=10)
+    config.train.update(steps=100, global_batch_size=1, eval_sequences=1, checkpoint_every_steps=10)
 
     if variant == "mini":  # the same axes and features, a small model on short rows
         config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # bytes and the end of a document
         config.model.update(num_heads=8, num_kv_heads=8, head_dim=16)  # a key/value head for each of 8 ranks
         config.runtime.update(topology="", simulated_devices=8)
-        config.data.sequence_tokens = 1024
+        config.data.seq_len = 1024
         config.memory.tile_tokens = 32
         config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
         config.train.update(steps=20, eval_every_steps=10)

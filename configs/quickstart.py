@@ -19,12 +19,12 @@ def get_config(variant: str = "") -> ConfigDict:
     config.mesh.context = 4
     config.mesh.tensor = 2
     config.runtime.simulated_devices = 8
-    config.data.sequence_tokens = 4096
+    config.data.seq_len = 4096
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 10
     config.memory.remat = "none"  # it fits, and nothing is computed twice
     config.train.steps = 150
-    config.train.eval_rows = 8
+    config.train.eval_sequences = 8
     config.train.eval_every_steps = 75
     config.train.checkpoint_every_steps = 50
     return config

@@ -1,7 +1,7 @@
 """What of attention's communication is hidden, strategy by strategy: compiles for GPUs that are not here.
 
-    python scripts/attention_overlap.py > docs/overlap.md
-    python scripts/attention_overlap.py --topologies=gb200:1x64 --tokens=1048576
+python scripts/attention_overlap.py > docs/attention_overlap.md
+python scripts/attention_overlap.py --topologies=gb200:1x64 --tokens=1048576
 """
 
 import sys
@@ -18,13 +18,13 @@ _TOKENS = flags.DEFINE_integer("tokens", 262_144, "of the row, over all GPUs")
 
 def main(_) -> None:
     runtime.start(RuntimeConfig())
-    from jaxlc.plan import overlap
-    from jaxlc.plan.topology import topology
+    from benchmarks import attention_overlap
+    from jaxlc.simulate.topology import topology
 
     try:
         topologies = [topology(name) for name in _TOPOLOGIES.value]
         command = " ".join(["python", "scripts/attention_overlap.py", *sys.argv[1:]])
-        print(overlap.page(topologies, _TOKENS.value, command), end="")
+        print(attention_overlap.page(topologies, _TOKENS.value, command), end="")
     except UserError as error:
         sys.exit(f"attention_overlap: {error}")
 

@@ -1,7 +1,7 @@
 """Times attention strategies and kernels over sequence lengths: a table, JSONL rows, a picture.
 
-    python scripts/bench_attention.py --context=8 --simulated_devices=8 --tokens=2048,4096,8192 --out=runs/bench
-    python scripts/bench_attention.py --strategies=ring,all_gather --tokens=32768 --dtype=bfloat16
+python scripts/bench_attention.py --context=8 --simulated_devices=8 --tokens=2048,4096,8192 --out=runs/bench
+python scripts/bench_attention.py --strategies=ring,all_gather --tokens=32768 --dtype=bfloat16
 """
 
 import sys
@@ -21,7 +21,7 @@ _KV_HEADS = flags.DEFINE_integer("kv_heads", 8, "key/value heads")
 _HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "head dim")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "of queries, keys and values")
 _WINDOW = flags.DEFINE_integer("window", 0, "sliding window, tokens; 0: none")
-_ULYSSES_RANKS = flags.DEFINE_integer("ulysses_ranks", 1, "of strategy hybrid")
+_ULYSSES_RANKS = flags.DEFINE_integer("ulysses_degree", 1, "of strategy hybrid")
 _CONTEXT = flags.DEFINE_integer("context", 1, "devices along the sequence")
 _TENSOR = flags.DEFINE_integer("tensor", 1, "devices along the heads")
 _SIMULATED = flags.DEFINE_integer("simulated_devices", 0, "run on that many simulated CPU devices")
@@ -32,9 +32,9 @@ _OUT = flags.DEFINE_string("out", "runs/bench_attention", "directory of attentio
 
 def main(_) -> None:
     runtime.start(RuntimeConfig(simulated_devices=_SIMULATED.value))
-    from jaxlc.bench import attention_sweep
+    from benchmarks import attention_speed
 
-    cases = attention_sweep.cases(
+    cases = attention_speed.cases(
         strategies=_STRATEGIES.value,
         lengths=[int(tokens) for tokens in _TOKENS.value],
         backward=not _FORWARD_ONLY.value,
@@ -44,11 +44,11 @@ def main(_) -> None:
         kernel=_KERNEL.value,
         dtype=_DTYPE.value,
         window=_WINDOW.value,
-        ulysses_ranks=_ULYSSES_RANKS.value,
+        ulysses_degree=_ULYSSES_RANKS.value,
     )
     mesh = MeshConfig(context=_CONTEXT.value, tensor=_TENSOR.value)
     try:
-        attention_sweep.run(cases, mesh, _REPEATS.value, Path(_OUT.value))
+        attention_speed.run(cases, mesh, _REPEATS.value, Path(_OUT.value))
     except UserError as error:
         sys.exit(f"bench_attention: {error}")
 

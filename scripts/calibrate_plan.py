@@ -1,6 +1,6 @@
 """Predicted step times against published ones: compiles a step for each published run, for GPUs that are not here.
 
-    python scripts/calibrate_plan.py > docs/calibration.md
+python scripts/calibrate_plan.py > docs/calibration.md
 """
 
 import os
@@ -16,7 +16,7 @@ from jaxlc.core.errors import UserError
 def main(_) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # where there is a GPU, too
     runtime.start(RuntimeConfig())
-    from jaxlc.plan import calibration
+    from benchmarks import calibration
 
     try:
         print(calibration.page("python scripts/calibrate_plan.py"), end="")

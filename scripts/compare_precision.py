@@ -14,29 +14,29 @@ from jaxlc.config.command_line import ParsedCommand, run_main
 
 _FLAGS = {
     "precisions": "of bf16,fp8,fp8-delayed,fp16,fp32; all by default",
-    "out": "directory of a workdir for each, precision.jsonl and precision.png; runs/precision by default",
+    "out": "directory of a workdir for each, loss_curves.jsonl and loss_curves.png; runs/precision by default",
 }
 
 
 def main(command: ParsedCommand) -> int:
     """Returns the exit status: 0, or that of a run which was ended by a signal."""
     runtime.start(command.config.runtime)  # before anything imports jax
+    from benchmarks import loss_curves
     from jaxlc import train
-    from jaxlc.bench import precision
 
     given = dict(command.extra)
     out = Path(given["out"] or "runs/precision")
     configs = {
-        name: with_settings(command.config, {"train.log_every_steps": 1} | precision.settings_of(name))
-        for name in (given["precisions"] or ",".join(precision.PRECISIONS)).split(",")
+        name: with_settings(command.config, {"train.log_every_steps": 1} | loss_curves.settings_of(name))
+        for name in (given["precisions"] or ",".join(loss_curves.PRECISIONS)).split(",")
     }
     for name, config in configs.items():
         print(f"\n{name}", flush=True)
         ended = train.run(config, out / name)
         if ended.exit_status:
             return ended.exit_status
-    print(precision.compare(out))
-    print(f"{out / 'precision.jsonl'}, {out / 'precision.png'}")
+    print(loss_curves.compare(out))
+    print(f"{out / 'loss_curves.jsonl'}, {out / 'loss_curves.png'}")
     return 0
 
 

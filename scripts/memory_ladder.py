@@ -13,17 +13,17 @@ from absl import app, flags
 
 from jaxlc.core.errors import UserError
 
-_TABLES = flags.DEFINE_list("tables", ["rungs", "rivals", "longest"], "which of these")
+_TABLES = flags.DEFINE_list("tables", ["rungs", "baselines", "longest"], "which of these")
 _GPUS = flags.DEFINE_list("gpus", ["1", "2", "4", "8", "16", "32"], "of the longest rows: 1, 2, 4, or whole nodes of 8")
 _OUT = flags.DEFINE_string("out", "runs/memory_ladder", "directory for rows and the picture")
 
 
 def main(_) -> None:
-    from jaxlc.plan import ladder, ladder_page
+    from benchmarks import memory_ladder, memory_ladder_page
 
     try:
-        ladder.start()
-        ladder_page.write(_TABLES.value, ladder.numbers_of_gpus(_GPUS.value), Path(_OUT.value))
+        memory_ladder.start()
+        memory_ladder_page.write(_TABLES.value, memory_ladder.numbers_of_gpus(_GPUS.value), Path(_OUT.value))
     except UserError as error:
         sys.exit(f"memory_ladder: {error}")
 

@@ -27,19 +27,19 @@ _FLAGS = {
 
 def measure(config: Config, repeats: int) -> dict:
     """In a process of its own: only there JAX may start."""
-    from jaxlc.bench import train_step
+    from jaxlc.sweep import measure
 
-    return train_step.measure(config, repeats)
+    return measure.measure(config, repeats)
 
 
 def main(command: ParsedCommand) -> int:
-    from jaxlc.plan import sweep
+    from jaxlc.sweep import runner
 
     given = dict(command.extra)
     out = Path(given.pop("out") or f"runs/sweep_{Path(command.workdir).name}")
     if given.pop("run"):
-        return sweep.measure(command.config, out, measure, **given)
-    return sweep.compare(command.config, out, **given)
+        return runner.measure(command.config, out, measure, **given)
+    return runner.compare(command.config, out, **given)
 
 
 if __name__ == "__main__":

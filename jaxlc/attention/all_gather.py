@@ -70,6 +70,4 @@ def _masks_of_all_keys(masks: Masks, ranks: Ranks) -> Masks:
     def gathered(x_bs):
         return None if x_bs is None else lax.all_gather(x_bs, ranks.axis, axis=1, tiled=True)
 
-    return masks._replace(
-        k_positions_BS=gathered(masks.k_positions_BS), k_segments_BS=gathered(masks.k_segments_BS)
-    )
+    return masks._replace(k_positions_BS=gathered(masks.k_positions_BS), k_segments_BS=gathered(masks.k_segments_BS))

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxlc.attention import all_gather, hybrid, ring, ulysses
-from jaxlc.attention.choose import Choice, choose_kernel
-from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
+from jaxlc.attention.choose import KernelSelection, choose_kernel
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
 from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.core.errors import UserError
@@ -23,15 +23,15 @@ class Strategy(NamedTuple):
     """A way to split a sequence over the context axis."""
 
     attend: Callable  # runs inside shard_map
-    by_index: bool  # its kernel calls need no positions where nothing is packed
-    by_index_in_windows: bool = False  # nor in sliding windows
+    implicit_positions: bool  # its kernel calls need no positions where nothing is packed
+    implicit_positions_in_windows: bool = False  # nor in sliding windows
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "ring": Strategy(ring.attend, by_index=True),
-    "all_gather": Strategy(all_gather.attend, by_index=False),
-    "ulysses": Strategy(ulysses.attend, by_index=True, by_index_in_windows=True),
-    "hybrid": Strategy(hybrid.attend, by_index=True),
+    "ring": Strategy(ring.attend, implicit_positions=True),
+    "all_gather": Strategy(all_gather.attend, implicit_positions=False),
+    "ulysses": Strategy(ulysses.attend, implicit_positions=True, implicit_positions_in_windows=True),
+    "hybrid": Strategy(hybrid.attend, implicit_positions=True),
 }
 
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
@@ -39,7 +39,7 @@ Attend = Callable[..., tuple[jax.Array, jax.Array]]
 
 def choose(
     config: AttentionConfig, mesh: Mesh, *, head_dim: int, dtype, packed: bool, value_dim: int | None = None
-) -> Choice:
+) -> KernelSelection:
     """The kernel that `make(config, mesh)` will call for such arrays, and why; see `choose_kernel` for what it raises.
 
     Args:
@@ -49,15 +49,15 @@ def choose(
     """
     strategy = STRATEGIES[_known_strategy(config.strategy)]
     device = mesh.devices.flat[0]
-    by_index = strategy.by_index_in_windows if config.window else strategy.by_index
-    case = KernelCase(
+    implicit_positions = strategy.implicit_positions_in_windows if config.window else strategy.implicit_positions
+    case = AttentionProblem(
         platform=device.platform,
         compute_capability=getattr(device, "compute_capability", None),
         dtype=jnp.dtype(dtype).name,
         head_dim=head_dim,
         value_dim=value_dim or head_dim,
         window=config.window or None,
-        by_index=by_index and not packed,
+        implicit_positions=implicit_positions and not packed,
     )
     return choose_kernel(config.kernel, case)
 
@@ -81,7 +81,7 @@ def make(config: AttentionConfig, mesh: Mesh, *, causal: bool = True, scale: flo
         key_block_tokens=config.key_block_tokens,
     )
     tensor = mesh.shape[TENSOR]
-    split_mesh, ranks = split_context(mesh, config.ulysses_ranks if config.strategy == "hybrid" else None)
+    split_mesh, ranks = split_context(mesh, config.ulysses_degree if config.strategy == "hybrid" else None)
     context = tuple(each.axis for each in ranks)
     tokens = PartitionSpec(BATCH_AXES, context)
     heads = PartitionSpec(BATCH_AXES, context, TENSOR, None)
@@ -153,7 +153,7 @@ def attend(
     if ulysses_ranks is not None and strategy != "hybrid":
         raise UserError(f"ulysses_ranks={ulysses_ranks} is for strategy 'hybrid', and this is {strategy!r}")
     config = AttentionConfig(
-        strategy=_known_strategy(strategy), kernel=kernel, window=window or 0, ulysses_ranks=ulysses_ranks or 1
+        strategy=_known_strategy(strategy), kernel=kernel, window=window or 0, ulysses_degree=ulysses_ranks or 1
     )
     return _attend(q_BTNH, k_BSKH, v_BSKH, segment_ids, config, mesh, causal, scale)
 

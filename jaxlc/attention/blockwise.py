@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
 from jaxlc.core.errors import Unsupported
 
 
@@ -45,7 +45,7 @@ class _RowResults(NamedTuple):
     delta_IB1R: jax.Array  # sum_H(dout out) - dlse
 
 
-def unsupported(case: KernelCase) -> None:
+def unsupported(case: AttentionProblem) -> None:
     """See `contract.Kernel.unsupported`: it does everything, everywhere."""
 
 
@@ -182,7 +182,7 @@ def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def _mask(x_BSR: jax.Array, queries: _Queries, keys: _Keys, spec: AttentionSpec, hidden: float) -> jax.Array:
     """`hidden` where a query does not see a key."""
     masks = Masks(queries.positions_IBR, keys.positions_JBS, queries.segments_IBR, keys.segments_JBS)
-    visible_BRS = masks.visible_BTS(spec)
+    visible_BRS = masks.dense_mask_BTS(spec)
     return x_BSR if visible_BRS is None else jnp.where(visible_BRS.swapaxes(1, 2), x_BSR, hidden)
 
 

@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
-from jaxlc.attention import blockwise, cudnn, flash, reference
-from jaxlc.attention.contract import Kernel, KernelCase
+from jaxlc.attention import blockwise, cudnn, pallas, reference
+from jaxlc.attention.contract import AttentionProblem, Kernel
 from jaxlc.core.errors import Unsupported, UserError
 
 KERNELS: dict[str, Kernel] = {  # fastest first
     "cudnn": cudnn,
-    "pallas": flash,
+    "pallas": pallas,
     "blockwise": blockwise,
     "reference": reference,
 }
@@ -17,7 +17,7 @@ _BY_SPEED = {"gpu": ("cudnn", "pallas", "blockwise")}
 _BY_SPEED_ELSEWHERE = ("blockwise",)
 
 
-class Choice(NamedTuple):
+class KernelSelection(NamedTuple):
     """A kernel, and a sentence that says why this one."""
 
     name: str
@@ -28,7 +28,7 @@ class Choice(NamedTuple):
         return KERNELS[self.name]
 
 
-def choose_kernel(name: str, case: KernelCase) -> Choice:
+def choose_kernel(name: str, case: AttentionProblem) -> KernelSelection:
     """The kernel that `name` means for `case`. A named one never falls back; "auto" says why faster ones declined.
 
     Raises:
@@ -42,14 +42,14 @@ def choose_kernel(name: str, case: KernelCase) -> Choice:
     limit = KERNELS[name].unsupported(case)
     if limit is not None:
         raise Unsupported(f"attention kernel {name} cannot do this: {limit}; choose kernel auto")
-    return Choice(name, "named in the config")
+    return KernelSelection(name, "named in the config")
 
 
-def _fastest(case: KernelCase) -> Choice:
+def _fastest(case: AttentionProblem) -> KernelSelection:
     reasons = [f"the fastest on {case.platform}"]
     for name in _BY_SPEED.get(case.platform, _BY_SPEED_ELSEWHERE):
         limit = KERNELS[name].unsupported(case)
         if limit is None:
-            return Choice(name, "; ".join(reasons))
+            return KernelSelection(name, "; ".join(reasons))
         reasons.append(f"not {name}: {limit}")
     raise AssertionError(reasons)

@@ -53,17 +53,17 @@ class Masks(NamedTuple):
     q_segments_BT: jax.Array | None  # int32. None: the whole row is one document, without padding
     k_segments_BS: jax.Array | None
 
-    def visible_BTS(self, spec: AttentionSpec) -> jax.Array | None:
+    def dense_mask_BTS(self, spec: AttentionSpec) -> jax.Array | None:
         """The mask, written out: for one tile at a time, and for the oracle. None: everything is visible."""
-        visible_BTS = None
+        dense_mask_BTS = None
         if self.q_segments_BT is not None:
             q_segments_BT1 = self.q_segments_BT[:, :, None]
-            visible_BTS = (q_segments_BT1 == self.k_segments_BS[:, None, :]) & (q_segments_BT1 != 0)
+            dense_mask_BTS = (q_segments_BT1 == self.k_segments_BS[:, None, :]) & (q_segments_BT1 != 0)
         if spec.causal:
             age_BTS = self.q_positions_BT[:, :, None] - self.k_positions_BS[:, None, :]
             is_past_BTS = age_BTS >= 0 if spec.window is None else (age_BTS >= 0) & (age_BTS < spec.window)
-            visible_BTS = is_past_BTS if visible_BTS is None else visible_BTS & is_past_BTS
-        return visible_BTS
+            dense_mask_BTS = is_past_BTS if dense_mask_BTS is None else dense_mask_BTS & is_past_BTS
+        return dense_mask_BTS
 
     def with_positions(self, q_BTNH: jax.Array, k_BSKH: jax.Array) -> "Masks":
         """The same masks with positions written out, for kernels that go by them."""
@@ -87,7 +87,7 @@ class Masks(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelCase:
+class AttentionProblem:
     """All that a choice of kernel may depend on."""
 
     platform: str  # as `jax.Device.platform` has it: "gpu", "cpu"
@@ -96,13 +96,13 @@ class KernelCase:
     head_dim: int  # of queries and keys
     value_dim: int
     window: int | None
-    by_index: bool  # neither positions nor segment ids are needed: masks go by index, causal or not at all
+    implicit_positions: bool  # neither positions nor segment ids are needed: masks go by index, causal or not at all
 
 
 class Kernel(Protocol):
     """Attention of one device's queries over one block of keys: no mesh, no collectives. A module."""
 
-    def unsupported(self, case: KernelCase) -> str | None:
+    def unsupported(self, case: AttentionProblem) -> str | None:
         """Why the kernel cannot do this, with the limit and the value: "head dim 256, and it does 64, 96 and 128"."""
 
     def forward(

@@ -22,7 +22,7 @@ from jax import lax
 from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as fmha
 
-from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
 from jaxlc.core.errors import Unsupported
 
 _DTYPES = ("bfloat16", "float16")
@@ -36,7 +36,7 @@ dispatch.prim_requires_devices_during_lowering.difference_update(
 )
 
 
-def unsupported(case: KernelCase) -> str | None:
+def unsupported(case: AttentionProblem) -> str | None:
     """See `contract.Kernel.unsupported`; the limits are those of cuDNN 9.8, the oldest that JAX 0.10 takes."""
     if case.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this is {case.platform}"
@@ -49,7 +49,7 @@ def unsupported(case: KernelCase) -> str | None:
         return f"head dim {case.head_dim}, and it does multiples of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM}"
     if case.value_dim != case.head_dim:
         return f"values of head dim {case.value_dim} for queries of {case.head_dim}, and it does equal ones"
-    if not case.by_index:
+    if not case.implicit_positions:
         return "it masks by index, which is not enough for documents, windows in a ring or all_gather"
     return None
 

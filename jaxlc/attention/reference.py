@@ -3,18 +3,20 @@
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.contract import AttentionSpec, KernelCase, Masks
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
 
 
-def unsupported(case: KernelCase) -> None:
+def unsupported(case: AttentionProblem) -> None:
     """See `contract.Kernel.unsupported`: it does everything, everywhere."""
 
 
 def _visible_BNTS(q_BTNH: jax.Array, k_BSKH: jax.Array, masks: Masks, spec: AttentionSpec) -> jax.Array:
     (batch, num_queries, num_heads, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
-    visible_BTS = masks.with_positions(q_BTNH, k_BSKH).visible_BTS(spec)
+    dense_mask_BTS = masks.with_positions(q_BTNH, k_BSKH).dense_mask_BTS(spec)
     shape_BNTS = batch, num_heads, num_queries, num_keys
-    return jnp.ones(shape_BNTS, bool) if visible_BTS is None else jnp.broadcast_to(visible_BTS[:, None], shape_BNTS)
+    return (
+        jnp.ones(shape_BNTS, bool) if dense_mask_BTS is None else jnp.broadcast_to(dense_mask_BTS[:, None], shape_BNTS)
+    )
 
 
 def forward(

@@ -62,7 +62,7 @@ def _attend(q, k, v, masks, kernel, spec, ranks):
 
 
 def _forward(q, k, v, masks, kernel, spec, ranks):
-    ring = RankOfRing.here(kernel, spec, ranks, masks)
+    ring = RingState.here(kernel, spec, ranks, masks)
     block = ring.send(_pack(k, v))  # while the rank's own block is computed
     out_lse = kernel.forward(q, k, v, masks, spec)
     block, out_lse = lax.optimization_barrier((block, out_lse))
@@ -88,8 +88,8 @@ def _forward_rule(q, k, v, masks, kernel, spec, ranks):
 
 def _backward_rule(kernel, spec, ranks, residuals, cotangents):
     q, k, v, masks, out, lse = residuals
-    rows = RowResults(out, lse, *cotangents)
-    ring = RankOfRing.here(kernel, spec, ranks, masks)
+    rows = QueryResults(out, lse, *cotangents)
+    ring = RingState.here(kernel, spec, ranks, masks)
     block = ring.send(_pack(k, v))
     dq, dk, dv = kernel.backward(q, k, v, masks, spec, *rows)
     block, dblock, dq = lax.optimization_barrier((block, _pack(dk, dv), dq))
@@ -112,7 +112,7 @@ def _backward_rule(kernel, spec, ranks, residuals, cotangents):
 _attend.defvjp(_forward_rule, _backward_rule)
 
 
-class RowResults(NamedTuple):
+class QueryResults(NamedTuple):
     """What the backward knows of each query row: over all keys on all ranks, not one block's."""
 
     out_btnH: jax.Array
@@ -121,7 +121,7 @@ class RowResults(NamedTuple):
     dlse_bnt: jax.Array
 
 
-class RankOfRing(NamedTuple):
+class RingState(NamedTuple):
     """One rank: to whom it sends, and what it computes with a block that has come `s` steps."""
 
     kernel: Kernel
@@ -131,7 +131,7 @@ class RankOfRing(NamedTuple):
     segments_rbs: jax.Array | None  # segment ids of every rank's piece
 
     @classmethod
-    def here(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, masks: Masks) -> "RankOfRing":
+    def here(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, masks: Masks) -> "RingState":
         """The rank that runs this; call inside `shard_map`."""
         return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), _segments_of_ranks(masks, ranks))
 
@@ -147,7 +147,7 @@ class RankOfRing(NamedTuple):
         if not self.spec.causal:
             in_flight, results = _arrived(in_flight, self.kernel.forward(q, k, v, masks, spec))
             return in_flight, merge(*out_lse, *results)
-        halves = _Halves.due(source < self.rank)
+        halves = _ZigzagPair.due(source < self.rank)
         results = self.kernel.forward(*halves.operands(q, k, v), halves.masks(masks), spec)
         in_flight, results = _arrived(in_flight, results)
         out, lse = out_lse
@@ -156,13 +156,13 @@ class RankOfRing(NamedTuple):
             out, lse = _with_half(out, half, out_half), _with_half(lse, half, lse_half, axis=2)
         return in_flight, (out, lse)
 
-    def backward_hop(self, s, q, k, v, rows: RowResults, dq, in_flight=()):
+    def backward_hop(self, s, q, k, v, rows: QueryResults, dq, in_flight=()):
         """Returns `in_flight`, dq with this block's share added, and this rank's share of the block's dk and dv."""
         source, masks, spec = self._block(s)
         if not self.spec.causal:
             in_flight, (dq_share, dk, dv) = _arrived(in_flight, self.kernel.backward(q, k, v, masks, spec, *rows))
             return in_flight, dq + dq_share, dk, dv
-        halves = _Halves.due(source < self.rank)
+        halves = _ZigzagPair.due(source < self.rank)
         operands, masks, rows = halves.operands(q, k, v), halves.masks(masks), halves.rows(rows)
         in_flight, (dq_2, *dkv_2) = _arrived(in_flight, self.kernel.backward(*operands, masks, spec, *rows))
         dq = _add_to_halves(dq, halves.of_queries, dq_2)
@@ -186,7 +186,7 @@ def _arrived(in_flight, results):
     return lax.optimization_barrier((in_flight, results))
 
 
-class _Halves(NamedTuple):
+class _ZigzagPair(NamedTuple):
     """The zigzag choice at one step, without control flow: which half along the sequence, 0 (lo) or 1 (hi), each of the
     two products takes. In place: what of a sum a product does not concern is neither read nor written."""
 
@@ -194,7 +194,7 @@ class _Halves(NamedTuple):
     of_keys: tuple[int, jax.Array]
 
     @classmethod
-    def due(cls, is_earlier) -> "_Halves":
+    def due(cls, is_earlier) -> "_ZigzagPair":
         """Of a block that comes from an earlier rank, or from a later one."""
         chosen = jnp.where(is_earlier, 0, 1)
         return cls((1, chosen), (0, chosen))
@@ -207,8 +207,8 @@ class _Halves(NamedTuple):
             return masks
         return Masks(None, None, _pair(masks.q_segments_BT, self.of_queries), _pair(masks.k_segments_BS, self.of_keys))
 
-    def rows(self, rows: RowResults) -> RowResults:
-        return RowResults(
+    def rows(self, rows: QueryResults) -> QueryResults:
+        return QueryResults(
             _pair(rows.out_btnH, self.of_queries),
             _pair(rows.lse_bnt, self.of_queries, axis=2),
             _pair(rows.dout_btnH, self.of_queries),

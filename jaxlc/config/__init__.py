@@ -1,11 +1,12 @@
 """What a run is: `defaults()` to edit, `load()` to check and freeze. Imports no jax.
 
-    config = defaults()
-    config.mesh.context = 4
-    frozen = load(config)
+config = defaults()
+config.mesh.context = 4
+frozen = load(config)
 """
 
-from jaxlc.config.door import defaults, load, to_dict, transport_settings, with_settings
+from jaxlc.config.loading import defaults, load, to_dict, transport_settings, with_settings
+from jaxlc.config.mesh_checks import check_num_devices
 from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
@@ -19,7 +20,6 @@ from jaxlc.config.schema import (
     RuntimeConfig,
     TrainConfig,
 )
-from jaxlc.config.splits import check_num_devices
 
 __all__ = [
     "PRESETS",

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jaxlc.config.precision import precision_problems
+from jaxlc.config.mesh_checks import check_num_devices, length_problems, mesh_overrides, split_problems, working_mesh
+from jaxlc.config.precision_checks import precision_problems
 from jaxlc.config.schema import TENSOR_NAMES, Config
-from jaxlc.config.splits import check_num_devices, length_problems, mesh_overrides, split_problems, working_mesh
-from jaxlc.config.tiles import tile_problems
+from jaxlc.config.tile_checks import tile_problems
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
 
@@ -39,8 +39,8 @@ RANGES: dict[str, dict[str, _Range]] = {
         rope_scaling_original_tokens=_FROM_1,
     ),
     "mesh": dict.fromkeys(MESH_AXES, _FROM_1),
-    "attention": dict(ulysses_ranks=_FROM_1, window=_FROM_0, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
-    "data": dict(sequence_tokens=_FROM_1, eval_fraction=_SHARE, seed=_FROM_0, prefetch_steps=_FROM_0),
+    "attention": dict(ulysses_degree=_FROM_1, window=_FROM_0, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
+    "data": dict(seq_len=_FROM_1, eval_fraction=_SHARE, seed=_FROM_0, prefetch_steps=_FROM_0),
     "optimizer": dict(
         learning_rate=_FROM_0,
         warmup_steps=_FROM_0,
@@ -50,18 +50,18 @@ RANGES: dict[str, dict[str, _Range]] = {
         beta2=_SHARE,
         epsilon=_POSITIVE,
         weight_decay=_FROM_0,
-        clip_norm=_FROM_0,
+        max_grad_norm=_FROM_0,
     ),
     "precision": dict(
-        fp8_history_steps=_FROM_1,
+        fp8_amax_history_len=_FROM_1,
         loss_scale=_POSITIVE,
-        loss_scale_growth=_FROM_1,
-        loss_scale_growth_steps=_FROM_1,
-        loss_scale_backoff=_SHARE,
+        loss_scale_growth_factor=_FROM_1,
+        loss_scale_growth_interval=_FROM_1,
+        loss_scale_backoff_factor=_SHARE,
         loss_scale_min=_POSITIVE,
         loss_scale_max=_POSITIVE,
     ),
-    "memory": dict(remat_layers=_FROM_1, tile_tokens=_FROM_0, loss_chunk_tokens=_FROM_1),
+    "memory": dict(layers_per_remat_group=_FROM_1, tile_tokens=_FROM_0, loss_chunk_tokens=_FROM_1),
     "runtime": dict(
         simulated_devices=_FROM_0,
         num_processes=_FROM_1,
@@ -72,12 +72,12 @@ RANGES: dict[str, dict[str, _Range]] = {
     ),
     "train": dict(
         steps=_FROM_1,
-        rows_per_step=_FROM_1,
-        accumulation_steps=_FROM_1,
+        global_batch_size=_FROM_1,
+        gradient_accumulation_steps=_FROM_1,
         seed=_FROM_0,
         z_loss=_FROM_0,
         eval_every_steps=_FROM_0,
-        eval_rows=_FROM_1,
+        eval_sequences=_FROM_1,
         checkpoint_every_steps=_FROM_0,
         keep_checkpoints=_FROM_1,
         log_every_steps=_FROM_1,
@@ -151,17 +151,17 @@ def _data_problems(config: Config) -> Iterator[str]:
 
 def _memory_problems(config: Config) -> Iterator[str]:
     memory, num_layers = config.memory, config.model.num_layers
-    for setting, names in (("keep", memory.keep), ("offload", memory.offload)):
+    for setting, names in (("save", memory.save), ("offload", memory.offload)):
         for name in names:
             if name not in TENSOR_NAMES:
                 yield f"config.memory.{setting} names {name!r}, which is not one of {', '.join(TENSOR_NAMES)}"
-    twice = sorted(set(memory.keep) & set(memory.offload))
+    twice = sorted(set(memory.save) & set(memory.offload))
     if twice:
-        yield f"config.memory.keep and config.memory.offload both name {twice[0]!r}; leave it out of one of them"
-    if memory.remat == "none" and (memory.keep or memory.offload or memory.remat_layers > 1):
+        yield f"config.memory.save and config.memory.offload both name {twice[0]!r}; leave it out of one of them"
+    if memory.remat == "none" and (memory.save or memory.offload or memory.layers_per_remat_group > 1):
         yield (
-            "config.memory.remat='none' keeps everything on the device, so memory.keep, memory.offload and"
-            " memory.remat_layers mean nothing; use --config.memory.remat=full or attention with them"
+            "config.memory.remat='none' keeps everything on the device, so memory.save, memory.offload and"
+            " memory.layers_per_remat_group mean nothing; use --config.memory.remat=full or attention with them"
         )
     if memory.remat == "none" and memory.parameters == "host":
         yield (
@@ -169,11 +169,11 @@ def _memory_problems(config: Config) -> Iterator[str]:
             " keeps those of all layers on the device; use --config.memory.remat=full or attention"
         )
     if memory.remat == "matmuls" and memory.offload:
-        yield "config.memory.remat='matmuls' keeps by kind and memory.offload goes by name; use 'full' and memory.keep"
-    if num_layers % memory.remat_layers:
+        yield "config.memory.remat='matmuls' keeps by kind and memory.offload goes by name; use 'full' and memory.save"
+    if num_layers % memory.layers_per_remat_group:
         yield (
-            f"config.memory.remat_layers={memory.remat_layers} does not divide config.model.num_layers={num_layers};"
-            " use a divisor"
+            f"config.memory.layers_per_remat_group={memory.layers_per_remat_group} does not divide"
+            f" config.model.num_layers={num_layers}; use a divisor"
         )
 
 

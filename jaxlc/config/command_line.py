@@ -16,8 +16,8 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import tuple_parser
 
-from jaxlc.config.door import check_key, describe_type, did_you_mean, field_types, load
 from jaxlc.config.help import settings_help
+from jaxlc.config.loading import check_key, describe_type, did_you_mean, field_types, load
 from jaxlc.config.schema import Config
 from jaxlc.core.errors import UserError
 
@@ -149,7 +149,7 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
 
 
 class _CommaSeparated(tuple_parser.TupleParser):
-    """"a,b" -> ("a", "b")."""
+    """ "a,b" -> ("a", "b")."""
 
     def parse(self, argument: str | tuple[str, ...]) -> tuple[str, ...]:
         if isinstance(argument, str) and argument[:1] not in ("(", "["):

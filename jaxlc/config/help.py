@@ -6,7 +6,7 @@ import tokenize
 import typing
 from typing import Literal
 
-from jaxlc.config.door import SECTIONS, defaults, describe_type, field_types
+from jaxlc.config.loading import SECTIONS, defaults, describe_type, field_types
 
 
 def settings_help() -> str:

@@ -47,7 +47,7 @@ class MeshConfig:
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     strategy: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"  # how mesh.context splits the sequence
-    ulysses_ranks: int = 1  # of hybrid: so many neighbouring ranks exchange heads; mesh.context over it is the ring
+    ulysses_degree: int = 1  # of hybrid: so many neighbouring ranks exchange heads; mesh.context over it is the ring
     window: int = 0  # sliding window: a token sees itself and window - 1 tokens before it; 0: all of them
     document_mask: bool = True  # tokens see their own document only; False: all earlier tokens of the row
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference"] = "auto"  # a named kernel never falls back
@@ -59,7 +59,7 @@ class AttentionConfig:
 class DataConfig:
     sources: tuple[str, ...] = ("python-stdlib",)  # files, directories, globs, or the built-in corpus
     tokenizer: str = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
-    sequence_tokens: int = 4096  # tokens per row, over all ranks
+    seq_len: int = 4096  # tokens per row, over all ranks
     text_field: str = "text"  # the field of .jsonl and .parquet records that holds the document
     eval_fraction: float = 0.05  # share of documents held out, chosen by a hash of the document's name
     seed: int = 0  # order of the rows
@@ -80,7 +80,7 @@ class OptimizerConfig:
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
-    clip_norm: float = 1.0  # 0 is no clipping
+    max_grad_norm: float = 1.0  # 0 is no clipping
 
 
 # Matrix products of a layer that precision.fp8_matmuls may name.
@@ -99,16 +99,16 @@ class PrecisionConfig:
     fp8_matmuls: tuple[str, ...] = MATMUL_NAMES  # products of a layer in 8 bits; the others are bf16
     bf16_layers: tuple[int, ...] = ()  # layers of fp8 that stay in bf16, from 0, negative from the end: 0,-1 is usual
     fp8_scaling: Literal["current", "delayed"] = "current"  # by a tensor's own largest value, or that of past steps
-    fp8_history_steps: int = 1024  # of delayed scaling: so many past steps
+    fp8_amax_history_len: int = 1024  # of delayed scaling: so many past steps
     loss_scale: float = 2.0**15  # of fp16, at step 0
-    loss_scale_growth: float = 2.0  # factor after loss_scale_growth_steps without an overflow
-    loss_scale_growth_steps: int = 2000
-    loss_scale_backoff: float = 0.5  # factor after an overflow
+    loss_scale_growth_factor: float = 2.0  # factor after loss_scale_growth_interval without an overflow
+    loss_scale_growth_interval: int = 2000
+    loss_scale_backoff_factor: float = 0.5  # factor after an overflow
     loss_scale_min: float = 1.0  # for an overflow at this scale train.nonfinite says what happens
     loss_scale_max: float = 2.0**24
 
 
-# Tensors of a layer that memory.keep and memory.offload may name, in the order in which they are made.
+# Tensors of a layer that memory.save and memory.offload may name, in the order in which they are made.
 TENSOR_NAMES = (
     "residual",  # the layer's input
     "query",
@@ -125,8 +125,8 @@ TENSOR_NAMES = (
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     remat: Literal["none", "full", "attention", "matmuls"] = "attention"  # what a layer keeps for its backward
-    remat_layers: int = 1  # so many layers are recomputed together, and only the input of the first is kept
-    keep: tuple[str, ...] = ()  # more tensors that a layer keeps, by the names in TENSOR_NAMES of config/schema.py
+    layers_per_remat_group: int = 1  # so many layers are recomputed together, and only the input of the first is kept
+    save: tuple[str, ...] = ()  # more tensors that a layer keeps, by the names in TENSOR_NAMES of config/schema.py
     offload: tuple[str, ...] = ()  # tensors that wait for the backward in pinned host memory, by the same names
     parameters: Literal["device", "host"] = "device"  # where float32 weights and gradients rest; host: pinned memory
     optimizer: Literal["device", "host"] = "device"  # where AdamW's moments rest
@@ -155,13 +155,13 @@ class RuntimeConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     steps: int = 100  # optimizer steps
-    rows_per_step: int = 1  # global batch: rows of data.sequence_tokens per optimizer step
-    accumulation_steps: int = 1  # the batch is processed in this many parts, one after the other
+    global_batch_size: int = 1  # global batch: rows of data.seq_len per optimizer step
+    gradient_accumulation_steps: int = 1  # the batch is processed in this many parts, one after the other
     seed: int = 0  # initial weights
     z_loss: float = 0.0  # weight of mean(log(Z)^2), PaLM section 5
     nonfinite: Literal["stop", "skip"] = "stop"  # what a NaN or infinite loss or gradient does
     eval_every_steps: int = 0  # 0: at the end only
-    eval_rows: int = 4  # held-out rows per evaluation
+    eval_sequences: int = 4  # held-out rows per evaluation
     checkpoint_every_steps: int = 0  # 0: at the end only
     keep_checkpoints: int = 2
     log_every_steps: int = 1  # loss is fetched, and one metrics row written, every so many steps

@@ -34,13 +34,11 @@ class DecoderShape(Protocol):
     qk_norm: bool
 
 
-def training_flops(
-    model: DecoderShape, *, rows: int, sequence_tokens: int, attention: Literal["causal", "full"]
-) -> float:
-    """Model FLOPs of one optimizer step over `rows` rows of `sequence_tokens`, forward and backward, all devices."""
-    pairs = {"full": sequence_tokens**2, "causal": sequence_tokens * (sequence_tokens + 1) / 2}[attention]
+def training_flops(model: DecoderShape, *, rows: int, seq_len: int, attention: Literal["causal", "full"]) -> float:
+    """Model FLOPs of one optimizer step over `rows` rows of `seq_len`, forward and backward, all devices."""
+    pairs = {"full": seq_len**2, "causal": seq_len * (seq_len + 1) / 2}[attention]
     attention_flops = 12.0 * model.num_layers * model.num_heads * model.head_dim * pairs
-    return rows * (6.0 * num_matmul_params(model) * sequence_tokens + attention_flops)
+    return rows * (6.0 * num_matmul_params(model) * seq_len + attention_flops)
 
 
 def num_matmul_params(model: DecoderShape) -> int:

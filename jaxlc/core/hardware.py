@@ -36,7 +36,7 @@ class Device:
         return NVLINK_LATENCY_SECONDS + num_bytes / (LINK_SHARE * self.nvlink_bandwidth_bytes_per_second)
 
 
-class Shares(NamedTuple):
+class Efficiency(NamedTuple):
     """Parts of the peak that a kernel reaches."""
 
     forward: float
@@ -47,11 +47,13 @@ class Shares(NamedTuple):
 # (arXiv:2407.08608), figures 5 and 6, forward 16K: cuDNN 595, Triton 395, plain PyTorch 139 (8K); backward: cuDNN 516,
 # FlashAttention-2 322, plain PyTorch 181 (8K) TFLOP/s. Our Pallas kernel is taken for Triton's and, backward, for
 # FlashAttention-2; plain XLA for plain PyTorch. Assumed the same on the other GPUs.
-ATTENTION_SHARE_OF_PEAK = MappingProxyType({
-    "cudnn": Shares(0.60, 0.52),
-    "pallas": Shares(0.40, 0.33),
-    "blockwise": Shares(0.14, 0.18),
-})
+ATTENTION_SHARE_OF_PEAK = MappingProxyType(
+    {
+        "cudnn": Efficiency(0.60, 0.52),
+        "pallas": Efficiency(0.40, 0.33),
+        "blockwise": Efficiency(0.14, 0.18),
+    }
+)
 # Parts of the peak that large matrix products reach, of the peak of their own data type. bfloat16: the best of many
 # shapes on an H100, 792 of 989 TFLOP/s (github.com/stas00/ml-engineering, compute/accelerator, MAMF; an A100 reaches
 # 0.86), so this is what to expect at most. float8: cuBLASLt at 16,384 cubed on random data, 1,377 of 1,979 TFLOP/s

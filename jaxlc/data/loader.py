@@ -50,11 +50,11 @@ def open_corpus(config: DataConfig, progress: Progress | None = None) -> Corpus:
             f"data.eval_fraction {config.eval_fraction} leaves {len(train_ids)} documents to train on and"
             f" {len(heldout_ids)} held out; each needs at least one: change it, or add documents to data.sources"
         )
-    identity = (store.fingerprint, tokenizer.fingerprint, config.sequence_tokens, config.eval_fraction, config.seed)
+    identity = (store.fingerprint, tokenizer.fingerprint, config.seq_len, config.eval_fraction, config.seed)
     return Corpus(
         tokenizer=tokenizer,
-        train=PackedRows(store, train_ids, config.sequence_tokens, config.seed),
-        heldout=PackedRows(store, heldout_ids, config.sequence_tokens, seed=None),
+        train=PackedRows(store, train_ids, config.seq_len, config.seed),
+        heldout=PackedRows(store, heldout_ids, config.seq_len, seed=None),
         fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest(),
     )
 
@@ -63,30 +63,30 @@ def batches(
     rows: Rows,
     *,
     first_row: int,
-    rows_per_step: int,
-    accumulation_steps: int,
+    global_batch_size: int,
+    gradient_accumulation_steps: int,
     sequence_order: np.ndarray,
     sharding: jax.sharding.NamedSharding,
     prefetch_steps: int,
 ) -> Iterator[dict[str, jax.Array]]:
-    """Endless batches of global arrays [A, B, S]: A microbatches (`accumulation_steps`) of B rows of S tokens.
+    """Endless batches of global arrays [A, B, S]: A microbatches (`gradient_accumulation_steps`) of B rows of S tokens.
 
-    Row b of microbatch a of step n is `rows[first_row + n * rows_per_step + a * B + b]`; position t of the layout
+    Row b of microbatch a of step n is `rows[first_row + n * global_batch_size + a * B + b]`; position t of the layout
     holds its token `sequence_order[t]` (int [S]). `sharding` splits B and S, e.g. over (data, fsdp) and context.
     A process builds only the rows of which its devices hold a piece, in threads, `prefetch_steps` ahead (0: when
     asked for). Close the iterator, or drop it, to end the threads.
     """
-    assert rows_per_step % accumulation_steps == 0, (rows_per_step, accumulation_steps)
-    shape = (accumulation_steps, rows_per_step // accumulation_steps, len(sequence_order))
+    assert global_batch_size % gradient_accumulation_steps == 0, (global_batch_size, gradient_accumulation_steps)
+    shape = (gradient_accumulation_steps, global_batch_size // gradient_accumulation_steps, len(sequence_order))
     here = sharding.addressable_devices_indices_map(shape).values()
     rows_B = sorted({b for _, slice_B, _ in here for b in range(*slice_B.indices(shape[1]))})
     spans_T = sorted({slice_T.indices(shape[2])[:2] for _, _, slice_T in here})  # (begin, end) in layout order
-    local_rows = [(a, b) for a in range(accumulation_steps) for b in rows_B]
+    local_rows = [(a, b) for a in range(gradient_accumulation_steps) for b in rows_B]
 
     def local_row(i: int) -> dict[str, list[np.ndarray]]:
         """The i-th row that this process builds, in pieces: one a span."""
         step, (a, b) = i // len(local_rows), local_rows[i % len(local_rows)]
-        row = rows[first_row + step * rows_per_step + a * shape[1] + b]
+        row = rows[first_row + step * global_batch_size + a * shape[1] + b]
         return {name: [array[sequence_order[slice(*span)]] for span in spans_T] for name, array in row.items()}
 
     def global_array(name: str, step: dict[tuple[int, int], dict[str, list[np.ndarray]]]) -> jax.Array:

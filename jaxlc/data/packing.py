@@ -21,12 +21,12 @@ class PackedRows:
     the seed; `seed=None` is one fixed order for all epochs (mixed too, so that the first few rows are a fair sample).
     """
 
-    def __init__(self, store: TokenStore, document_ids: np.ndarray, sequence_tokens: int, seed: int | None):
+    def __init__(self, store: TokenStore, document_ids: np.ndarray, seq_len: int, seed: int | None):
         """`document_ids` int64: the documents of `store` to pack, at least one."""
-        assert len(document_ids) and sequence_tokens > 0, (len(document_ids), sequence_tokens)
-        self.store, self.document_ids, self.sequence_tokens, self.seed = store, document_ids, sequence_tokens, seed
-        begins, ends = _cut(store.offsets[document_ids], store.offsets[document_ids + 1], sequence_tokens)
-        row_of_piece = best_fit(ends - begins, sequence_tokens)
+        assert len(document_ids) and seq_len > 0, (len(document_ids), seq_len)
+        self.store, self.document_ids, self.seq_len, self.seed = store, document_ids, seq_len, seed
+        begins, ends = _cut(store.offsets[document_ids], store.offsets[document_ids + 1], seq_len)
+        row_of_piece = best_fit(ends - begins, seq_len)
         by_row = np.argsort(row_of_piece, kind="stable")
         self.num_rows = int(row_of_piece[by_row[-1]]) + 1  # per epoch
         self._piece_begins, self._piece_ends = begins[by_row], ends[by_row]  # int64 [pieces], offsets into the store
@@ -51,7 +51,7 @@ class PackedRows:
         num_tokens = row_ends[-1]
 
         def padded(values: np.ndarray, dtype) -> np.ndarray:
-            out = np.zeros(self.sequence_tokens, dtype)
+            out = np.zeros(self.seq_len, dtype)
             out[:num_tokens] = values
             return out
 
@@ -104,12 +104,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return row_of_piece
 
 
-def _cut(begins: np.ndarray, ends: np.ndarray, sequence_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts spans [documents] every `sequence_tokens` from their begin; returns begins and ends int64 [pieces]."""
-    num_pieces = -(-(ends - begins) // sequence_tokens)
+def _cut(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts spans [documents] every `seq_len` from their begin; returns begins and ends int64 [pieces]."""
+    num_pieces = -(-(ends - begins) // seq_len)
     piece_in_document = np.arange(num_pieces.sum()) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    piece_begins = np.repeat(begins, num_pieces) + piece_in_document * sequence_tokens
-    return piece_begins, np.minimum(piece_begins + sequence_tokens, np.repeat(ends, num_pieces))
+    piece_begins = np.repeat(begins, num_pieces) + piece_in_document * seq_len
+    return piece_begins, np.minimum(piece_begins + seq_len, np.repeat(ends, num_pieces))
 
 
 @functools.lru_cache(maxsize=4)  # an epoch's rows are asked for one by one, around its end those of two epochs

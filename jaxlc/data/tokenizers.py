@@ -100,7 +100,8 @@ class HuggingFaceTokenizer:
     def _find_end_of_document(self) -> int:
         special = {
             token.content: number
-            for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
         }
         for token in _END_OF_DOCUMENT:
             if token in special:

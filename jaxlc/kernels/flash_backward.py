@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxlc.kernels.tiles import (
+from jaxlc.kernels.block_mask import Rule, Tokens, runs_of_keys, runs_of_queries
+from jaxlc.kernels.triton_blocks import (
     LOG2_E,
-    Launch,
-    load_numbers,
+    KernelParams,
+    load_1d,
     load_rows,
     matmul,
     over_runs,
@@ -26,7 +27,6 @@ from jaxlc.kernels.tiles import (
     store_rows,
     tile_mask,
 )
-from jaxlc.kernels.visibility import Rule, Tokens, runs_of_keys, runs_of_queries
 
 
 class Rows(NamedTuple):
@@ -47,7 +47,7 @@ def flash_dq(
     *,
     rule: Rule,
     scale: float,
-    launch: Launch,
+    launch: KernelParams,
 ) -> jax.Array:
     """Returns dq_BTNH, float32: these keys' share of it."""
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
@@ -81,7 +81,7 @@ def _dq_kernel(q_ref, k_ref, v_ref, queries, keys, rows, runs_ref, dq_ref, *, ru
     first_T = pl.program_id(0) * rule.tile_T
     q_TH = load_rows(q_ref, first_T, rule.num_queries, head_dim)
     dout_TH = load_rows(rows.dout_BTNH, first_T, rule.num_queries, value_dim)
-    lse2_T, delta_T = (load_numbers(x, first_T, rule.num_queries) for x in (rows.lse2_BNT, rows.delta_BNT))
+    lse2_T, delta_T = (load_1d(x, first_T, rule.num_queries) for x in (rows.lse2_BNT, rows.delta_BNT))
 
     def visit(j, dq_TH, masked):
         first_S = j * rule.tile_S
@@ -109,7 +109,7 @@ def flash_dkv(
     *,
     rule: Rule,
     scale: float,
-    launch: Launch,
+    launch: KernelParams,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (dk_BSKH, dv_BSKH), float32, summed over the query heads of each key/value head."""
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
@@ -154,9 +154,7 @@ def _dkv_kernel(
         num_queries = rule.num_queries if masked else rule.tile_T * (rule.num_queries // rule.tile_T)
         q_TH = load_rows(q_ref.at[tile, head], first_T, num_queries, head_dim)
         dout_TH = load_rows(rows.dout_BTNH.at[tile, head], first_T, num_queries, value_dim)
-        lse2_T, delta_T = (
-            load_numbers(x.at[head, tile], first_T, num_queries) for x in (rows.lse2_BNT, rows.delta_BNT)
-        )
+        lse2_T, delta_T = (load_1d(x.at[head, tile], first_T, num_queries) for x in (rows.lse2_BNT, rows.delta_BNT))
         # Tiles lie transposed, so that both products below take them as they are.
         p_ST = jnp.exp2(scale * LOG2_E * matmul(k_SH, q_TH, transpose_b=True) - lse2_T[None, :])
         if masked and (seen_ST := tile_mask(queries, keys, first_T, first_S, rule, keys_first=True)) is not None:

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxlc.kernels.tiles import (
+from jaxlc.kernels.block_mask import Rule, Tokens, runs_of_keys
+from jaxlc.kernels.triton_blocks import (
     LN_2,
     LOG2_E,
-    Launch,
+    KernelParams,
     load_rows,
     matmul,
     over_runs,
@@ -24,7 +25,6 @@ from jaxlc.kernels.tiles import (
     store_rows,
     tile_mask,
 )
-from jaxlc.kernels.visibility import Rule, Tokens, runs_of_keys
 
 
 def flash_forward(
@@ -36,7 +36,7 @@ def flash_forward(
     *,
     rule: Rule,
     scale: float,
-    launch: Launch,
+    launch: KernelParams,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out_BTNH, lse_BNT), both float32. A row without keys has out 0, lse -inf."""
     batch, num_queries, num_heads, head_dim = q_BTNH.shape

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
-from jaxlc.models import streamed, tiled
+from jaxlc.models import layer_tiles, offloaded_layers
+from jaxlc.models.layer_tiles import Tiling
 from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, lookup, matrix
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.models.rope import RopeTables
-from jaxlc.models.tiled import Tiling
 from jaxlc.sharding.rules import Sharder
 
 _LAYERS = "layers"  # Decoder.layers: every parameter under it has a leading dimension L
@@ -69,7 +69,7 @@ class Decoder(nnx.Module):
             if isinstance(attend, Tiling):
                 _, segments_BT = masks
                 operands = x_BTD, positions_BT, segments_BT, ahead
-                return tiled.run_layer(layer_def, params, *operands, tiling=attend, shard=shard, tables=tables)
+                return layer_tiles.run_layer(layer_def, params, *operands, tiling=attend, shard=shard, tables=tables)
 
             def attend_masked(*qkv):
                 return attend(*qkv, *masks)
@@ -91,7 +91,7 @@ class Decoder(nnx.Module):
             stacked = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
         x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
         if shard.weights_on_host:
-            return streamed.run_layers(run, x_BTD, stacked, shared, shard.fetched)
+            return offloaded_layers.run_layers(run, x_BTD, stacked, shared, shard.fetched)
         return jax.lax.scan(lambda x_BTD, params: run(x_BTD, params, shared), x_BTD, stacked)[0]
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:

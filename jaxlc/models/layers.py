@@ -19,8 +19,8 @@ from jaxlc.config import ModelConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.chunks import over_chunks
 from jaxlc.models.matmuls import Fp8, Matmuls
+from jaxlc.models.offloaded_layers import Prefetch, beside
 from jaxlc.models.rope import RopeTables, apply_rope
-from jaxlc.models.streamed import Ahead, beside
 from jaxlc.sharding.rules import Sharder
 
 _VOCAB_SPLIT = PartitionSpec(TENSOR, None)
@@ -134,7 +134,7 @@ class DecoderLayer(nnx.Module):
         self,
         x_BTD: jax.Array,
         positions_BT: jax.Array,
-        ahead: Ahead | None = None,
+        ahead: Prefetch | None = None,
         *,
         attend: Callable,
         shard: Sharder,

@@ -12,7 +12,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.plan.compile import on_gpus, plan_step
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.report import Change, Plan
-from jaxlc.plan.topology import Topology
+from jaxlc.simulate.topology import Topology
 
 _ENOUGH = 2  # changes that fit; the rest costs the user more
 _FEWEST_CHUNK_TOKENS = 256  # below, the loss's matrix products are too small for the GPU
@@ -87,8 +87,10 @@ def _smaller_loss_chunks(config: Config) -> Iterator[Candidate]:
 
 
 def _fewer_rows_at_a_time(config: Config) -> Iterator[Candidate]:
-    steps = 2 * config.train.accumulation_steps
-    yield Candidate({"train.accumulation_steps": steps}, "the batch in more parts, and weights gathered for each")
+    steps = 2 * config.train.gradient_accumulation_steps
+    yield Candidate(
+        {"train.gradient_accumulation_steps": steps}, "the batch in more parts, and weights gathered for each"
+    )
 
 
 def _parameters_split(config: Config) -> Iterator[Candidate]:
@@ -109,8 +111,8 @@ def _offload(config: Config) -> Iterator[Candidate]:
     if "residual" not in config.memory.offload:
         settings = {"memory.remat": "full", "memory.offload": (*config.memory.offload, "residual")}
         yield Candidate(settings, "every layer's input to host memory and back, beside everything being recomputed")
-    if config.memory.remat_layers == 1:
-        settings = {"memory.remat": "attention", "memory.remat_layers": 2}
+    if config.memory.layers_per_remat_group == 1:
+        settings = {"memory.remat": "attention", "memory.layers_per_remat_group": 2}
         yield Candidate(settings, "everything computed again, two layers at a time")
 
 
@@ -128,7 +130,7 @@ def _more_context(config: Config) -> Iterator[Candidate]:
                 continue
             settings = {f"mesh.{axis}": size // factor, f"mesh.{CONTEXT}": config.mesh.context * factor}
             if axis in BATCH_AXES:
-                settings["train.accumulation_steps"] = config.train.accumulation_steps * factor
+                settings["train.gradient_accumulation_steps"] = config.train.gradient_accumulation_steps * factor
             yield Candidate(settings, f"a longer ring in place of {axis}")
 
 
@@ -151,7 +153,7 @@ def _weights_on_host(config: Config) -> Iterator[Candidate]:
 
 def _tiles(config: Config) -> Iterator[Candidate]:
     """Of the sizes that divide a device's tokens the largest that leaves four tiles or more."""
-    tokens = config.data.sequence_tokens // config.mesh.context
+    tokens = config.data.seq_len // config.mesh.context
     sizes = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size]
     if sizes and not config.memory.tile_tokens:
         settings = {"memory.tile_tokens": sizes[0]} | _at_most(config, "attention")
@@ -168,8 +170,10 @@ def _everything(config: Config) -> Iterator[Candidate]:
             settings |= candidate.settings
     settings |= {"memory.remat": "full", "memory.offload": ("residual",)}
     yield Candidate(settings, "all of these together: layers computed again, and what waits is on the host")
-    if config.memory.remat_layers == 1:
-        yield Candidate(settings | {"memory.remat_layers": 2}, "the same, two layers at a time: half of it on the host")
+    if config.memory.layers_per_remat_group == 1:
+        yield Candidate(
+            settings | {"memory.layers_per_remat_group": 2}, "the same, two layers at a time: half of it on the host"
+        )
 
 
 def _at_most(config: Config, remat: str) -> dict[str, str]:

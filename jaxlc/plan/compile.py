@@ -12,18 +12,18 @@ from jaxlib.mlir import ir
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config, load
-from jaxlc.config.splits import mesh_overrides, working_mesh
+from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.core.errors import UserError
-from jaxlc.plan import contents, memory
-from jaxlc.plan.dump import Dump, read
-from jaxlc.plan.rates import Rates
+from jaxlc.hlo import parse
+from jaxlc.hlo.attention_hops import hops
+from jaxlc.hlo.collectives import collectives
+from jaxlc.hlo.memory_dump import Dump, read
+from jaxlc.plan import memory, summary
 from jaxlc.plan.report import Plan
-from jaxlc.plan.timeline import DEFAULT_RATES, predict
-from jaxlc.plan.topology import Topology, make_mesh, options_without_gpu
-from jaxlc.program import parse
-from jaxlc.program.collectives import collectives
-from jaxlc.program.ring import hops
-from jaxlc.train import readback
+from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.timeline import DEFAULT_RATES, predict
+from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
+from jaxlc.train import verify_compiled
 from jaxlc.train.state import HOST, PINNED_HOST
 from jaxlc.train.step import TrainStep, build_step
 
@@ -34,7 +34,7 @@ def plan_step(
     config: ConfigDict | Config,
     gpus: Topology,
     starting: Callable[[], None],
-    rates: Rates = DEFAULT_RATES,
+    rates: Roofline = DEFAULT_RATES,
     timeline_path: str = "",
 ) -> Plan:
     """Compiles the training step of `config` for `gpus` and reads from it what a run will do.
@@ -58,24 +58,24 @@ def plan_step(
     seconds = time.perf_counter() - start_seconds
     program = parse(compiled.as_text())
     sent, found = collectives(program), hops(program)
-    warnings = readback.check(step, found)
-    readback.check_memory(step, program)
+    warnings = verify_compiled.check(step, found)
+    verify_compiled.check_memory(step, program)
     if timeline_path:
-        from jaxlc.plan import timeline_plot  # here, since matplotlib is slow to start
+        from jaxlc.simulate import timeline_plot  # imported here because matplotlib is slow to import
 
         timeline_plot.plot_layer(program, gpus, config, Path(timeline_path), rates)
     return Plan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
         mesh=dict(step.mesh.shape),
-        sequence_tokens=config.data.sequence_tokens,
-        tokens_per_step=config.data.sequence_tokens * config.train.rows_per_step,
+        sequence_tokens=config.data.seq_len,
+        tokens_per_step=config.data.seq_len * config.train.global_batch_size,
         compile_seconds=seconds,
         predicted=predict(program, gpus, config, rates),
         memory=memory.measure(step, gpus, compiled, program, sent, dump),
-        collectives=contents.traffic(sent, dict(step.mesh.shape), gpus.gpus_per_domain),
-        ring=contents.ring(found, gpus),
-        kernels=contents.kernels(program),
+        collectives=summary.traffic(sent, dict(step.mesh.shape), gpus.gpus_per_domain),
+        ring=summary.ring(found, gpus),
+        kernels=summary.kernels(program),
         kernel_choice=f"{kernel.name} ({kernel.reason})",
         transport_choice="; ".join([f"{hops_by.name} ({hops_by.reason})", *warnings]),
     )
@@ -115,7 +115,7 @@ def compile_step(step: TrainStep) -> tuple[Compiled, Dump]:
         except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
             first_line = str(error).partition("\n")[0]
             raise UserError(
-                f"a step of config.data.sequence_tokens={step.config.data.sequence_tokens} cannot be compiled:"
+                f"a step of config.data.seq_len={step.config.data.seq_len} cannot be compiled:"
                 f" {first_line}; use fewer, or split them over a larger config.mesh.context"
             ) from error
         return compiled, read(Path(directory))
@@ -150,8 +150,10 @@ def place_in_memory(lowered: Lowered, arguments: Sequence[str | None], results: 
             _with_kind(each, arguments[index]) for each, index in zip(main.attributes["arg_attrs"], kept, strict=True)
         ]
         for each in argument_attributes:
-            heir = each.get(_ALIAS)
-            if heir is not None and _kind(each) != _kind(result_attributes[ir.IntegerAttr(heir).value]):
+            aliased_output = each.get(_ALIAS)
+            if aliased_output is not None and _kind(each) != _kind(
+                result_attributes[ir.IntegerAttr(aliased_output).value]
+            ):
                 del each[_ALIAS]
         main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in argument_attributes])
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in result_attributes])

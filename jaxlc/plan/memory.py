@@ -20,14 +20,14 @@ import jax
 from jaxlc.attention import cudnn
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.hardware import is_coherent_with_host
-from jaxlc.plan.dump import Dump, LiveTensor
-from jaxlc.plan.topology import Topology
-from jaxlc.program import Program
-from jaxlc.program.attention_calls import attention_calls
-from jaxlc.program.collectives import Collective
-from jaxlc.program.counts import executions
+from jaxlc.hlo import Program
+from jaxlc.hlo.attention_kernels import attention_kernels
+from jaxlc.hlo.collectives import Collective
+from jaxlc.hlo.memory_dump import Dump, LiveTensor
+from jaxlc.hlo.trip_counts import executions
 from jaxlc.runtime import unified_memory
 from jaxlc.runtime.xla_flags import users_options
+from jaxlc.simulate.topology import Topology
 from jaxlc.train.state import DEVICE, HOST, bytes_per_device
 from jaxlc.train.step import TrainStep
 
@@ -206,7 +206,7 @@ def workspace_bytes(program: Program) -> int:
     for computation in program:
         if not times[computation.name]:
             continue
-        for call in attention_calls(program, computation):
+        for call in attention_kernels(program, computation):
             if call.kernel == "cudnn":
                 q, k = (each.arrays[0].dims for each in computation.operands(call.instruction)[:2])
                 sizes.append(cudnn.workspace_bytes(q, k, call.is_backward))

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxlc.plan.contents import Ring, Traffic
 from jaxlc.plan.memory import DEFAULT_POOL_SHARE, USABLE_HOST_SHARE, USABLE_SHARE, Memory
-from jaxlc.plan.timeline import Prediction
+from jaxlc.plan.summary import CollectiveStats, Ring
+from jaxlc.simulate.timeline import Prediction
 
 _ASK = "jaxlc.plan.plan(config, topology, advise=True)"  # who is in a notebook asks like this
 _WIDTH = 118
@@ -39,7 +39,7 @@ class Plan:
     compile_seconds: float
     predicted: Prediction
     memory: Memory
-    collectives: tuple[Traffic, ...]
+    collectives: tuple[CollectiveStats, ...]
     ring: Ring
     kernels: dict[str, int]
     kernel_choice: str  # of attention, and why that one

@@ -5,7 +5,7 @@
     symmetric  NCCL's own put and signal into registered memory; what newer XLA has instead
     peer       copy engines, between the GPUs of one process
 
-What a compiled program really uses is read from it afterwards (`jaxlc.train.readback`): XLA takes these as wishes.
+What a compiled program uses is read from it afterwards (`jaxlc.train.verify_compiled`): XLA takes these as wishes.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     is_nvshmem_started: bool  # JAX was started for it: XLA chooses the allocator of its buffers then
 
 
-class Choice(NamedTuple):
+class TransportSelection(NamedTuple):
     """A transport, and a sentence that says why this one."""
 
     name: str
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     is_auto: bool
 
 
-def choose(config: RuntimeConfig, devices: Sequence) -> Choice | None:
+def choose(config: RuntimeConfig, devices: Sequence) -> TransportSelection | None:
     """The transport of a program for `devices`, of `jax.Device`, which need not be here; None on CPU.
 
     Raises:
@@ -66,7 +66,7 @@ def choose(config: RuntimeConfig, devices: Sequence) -> Choice | None:
     return None
 
 
-def choose_for(name: str, place: Place) -> Choice:
+def choose_for(name: str, place: Place) -> TransportSelection:
     """What `name` means at `place`: a named transport never falls back; "auto" says why faster ones declined.
 
     Raises:
@@ -76,13 +76,13 @@ def choose_for(name: str, place: Place) -> Choice:
         limit = unavailable(name, place)
         if limit is not None:
             raise UserError(f"config.runtime.transport={name!r} cannot be used: {limit}")
-        return Choice(name, "named in the config", is_auto=False)
+        return TransportSelection(name, "named in the config", is_auto=False)
     if place.num_processes == 1:
-        return Choice("nccl", "auto; one process", is_auto=True)
+        return TransportSelection("nccl", "auto; one process", is_auto=True)
     limits = {candidate: unavailable(candidate, place) for candidate in _BY_SPEED}
     chosen = next(candidate for candidate, limit in limits.items() if limit is None)  # nccl has none
     declined = [f"not {candidate}: {limit}" for candidate, limit in limits.items() if limit is not None]
-    return Choice(chosen, "; ".join(["auto", *declined]), is_auto=True)
+    return TransportSelection(chosen, "; ".join(["auto", *declined]), is_auto=True)
 
 
 def unavailable(name: str, place: Place) -> str | None:

@@ -18,12 +18,14 @@ Options = dict[str, bool | int | str]
 LAST_XLA_WITH_NVSHMEM = (0, 10, 1)
 NVSHMEM_OPTION = "xla_gpu_experimental_enable_nvshmem"
 
-_TRANSPORTS: Mapping[str, Options] = MappingProxyType({
-    "nccl": {},
-    "nvshmem": {NVSHMEM_OPTION: True},
-    "symmetric": {"xla_gpu_collective_permute_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
-    "peer": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"},
-})
+_TRANSPORTS: Mapping[str, Options] = MappingProxyType(
+    {
+        "nccl": {},
+        "nvshmem": {NVSHMEM_OPTION: True},
+        "symmetric": {"xla_gpu_collective_permute_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
+        "peer": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"},
+    }
+)
 
 _OVERLAP: Options = {
     # Schedules by estimated latencies, so that a collective starts early and compute runs until it is done; without it
@@ -58,24 +60,28 @@ _HOST_MEMORY: Options = {
     # all but the last two would be waited for before anything else starts.
     "xla_gpu_experimental_parallel_async_compute_limit": 16,
 }
-PRESETS: Mapping[str, Options] = MappingProxyType({
-    "default": {},  # as XLA comes
-    "overlap": _OVERLAP,
-    "pipelined": _OVERLAP | _PIPELINED,
-    # Two rounds of the loop over layers in one: no copy from the end of a round to the start of the next.
-    "double_buffered": _OVERLAP | _PIPELINED | {"xla_gpu_enable_while_loop_double_buffering": True},
-    "uncombined": _OVERLAP | _UNCOMBINED,
-    # Kernels launched one by one instead of as CUDA graphs: slower to launch, and profiles and crashes name them.
-    "no_graphs": _OVERLAP | {"xla_gpu_enable_command_buffer": ""},
-})
+PRESETS: Mapping[str, Options] = MappingProxyType(
+    {
+        "default": {},  # as XLA comes
+        "overlap": _OVERLAP,
+        "pipelined": _OVERLAP | _PIPELINED,
+        # Two rounds of the loop over layers in one: no copy from the end of a round to the start of the next.
+        "double_buffered": _OVERLAP | _PIPELINED | {"xla_gpu_enable_while_loop_double_buffering": True},
+        "uncombined": _OVERLAP | _UNCOMBINED,
+        # Kernels launched one by one instead of as CUDA graphs: slower to launch, and profiles and crashes name them.
+        "no_graphs": _OVERLAP | {"xla_gpu_enable_command_buffer": ""},
+    }
+)
 
 
 # In the XLA of jax 0.10 some options have another name, and are on or off.
 _FIRST_XLA_WITH_NEW_NAMES = (0, 11)
-_OLD_NAMES = MappingProxyType({
-    f"xla_gpu_pipeline_{kind}": f"xla_gpu_enable_pipelined_{kind}"
-    for kind in ("all_gather", "reduce_scatter", "all_reduce")
-})
+_OLD_NAMES = MappingProxyType(
+    {
+        f"xla_gpu_pipeline_{kind}": f"xla_gpu_enable_pipelined_{kind}"
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
+)
 
 
 def compile_options(

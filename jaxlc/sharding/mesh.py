@@ -52,7 +52,7 @@ def split_context(mesh: Mesh, inner: int | None) -> tuple[Mesh, tuple[Ranks, ...
     if inner is None:
         return mesh, (Ranks(CONTEXT, mesh.shape[CONTEXT]),)
     if mesh.shape[CONTEXT] % inner:
-        raise UserError(f"ulysses_ranks={inner} does not divide context={mesh.shape[CONTEXT]}, which it cuts in two")
+        raise UserError(f"ulysses_degree={inner} does not divide context={mesh.shape[CONTEXT]}, which it cuts in two")
     at = mesh.axis_names.index(CONTEXT)
     ranks = Ranks("context_outer", mesh.shape[CONTEXT] // inner), Ranks("context_inner", inner)
     names = (*mesh.axis_names[:at], *(each.axis for each in ranks), *mesh.axis_names[at + 1 :])

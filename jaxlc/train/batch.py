@@ -36,7 +36,11 @@ def row_positions(shape: tuple[int, int], mesh: Mesh) -> jax.Array:
 
 def abstract_batch(config: Config, mesh: Mesh) -> Batch:
     """Shapes, dtypes and shardings of a step's batch."""
-    train, num_tokens = config.train, config.data.sequence_tokens
-    shape = (train.accumulation_steps, train.rows_per_step // train.accumulation_steps, num_tokens)
+    train, num_tokens = config.train, config.data.seq_len
+    shape = (
+        train.gradient_accumulation_steps,
+        train.global_batch_size // train.gradient_accumulation_steps,
+        num_tokens,
+    )
     sharding = NamedSharding(mesh, BATCH_SPEC)
     return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in _DTYPES))

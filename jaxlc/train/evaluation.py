@@ -43,7 +43,7 @@ class Evaluator:
         self._mesh, self._order = step.mesh, order
         self.num_rows = min(num_rows, heldout.num_rows)
         self._rows = _FirstRows(heldout, self.num_rows)
-        self.edges = position_edges(step.config.data.sequence_tokens)
+        self.edges = position_edges(step.config.data.seq_len)
         replicated = NamedSharding(self._mesh, PartitionSpec())
         self._sums = jax.jit(functools.partial(_position_sums, step, self.edges), out_shardings=replicated)
 
@@ -53,8 +53,8 @@ class Evaluator:
         stream = batches(
             self._rows,
             first_row=0,
-            rows_per_step=rows_per_batch,
-            accumulation_steps=1,
+            global_batch_size=rows_per_batch,
+            gradient_accumulation_steps=1,
             sequence_order=self._order,
             sharding=NamedSharding(self._mesh, BATCH_SPEC),
             prefetch_steps=1,

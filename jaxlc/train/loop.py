@@ -17,18 +17,18 @@ from jaxlc.core.flops import training_flops
 from jaxlc.data import Corpus, batches, open_corpus
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.sharding.report import sharding_table
+from jaxlc.sharding.table import sharding_table
 from jaxlc.train.batch import BATCH_SPEC, Batch
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, prepare_workdir
 from jaxlc.train.evaluation import Evaluation, Evaluator
+from jaxlc.train.final_report import write_report
 from jaxlc.train.metrics import MetricsLog
-from jaxlc.train.precision import is_retried
+from jaxlc.train.mixed_precision import is_retried
+from jaxlc.train.preemption import SIGTERM_EXIT_STATUS, PreemptionGuard
 from jaxlc.train.progress import Progress
-from jaxlc.train.readback import read_back
-from jaxlc.train.report import write_report
-from jaxlc.train.sigterm import SIGTERM_EXIT_STATUS, SigtermWatch
 from jaxlc.train.state import TrainState, memory_lines
 from jaxlc.train.step import StepMetrics, TrainStep, build_step
+from jaxlc.train.verify_compiled import verify_compiled_step
 
 # Simulated CPU devices of jax 0.10 and 0.11 hang with many steps in flight, so some are fetched between log rows too.
 _MAX_STEPS_IN_FLIGHT = 8
@@ -58,7 +58,7 @@ def run(config: ConfigDict | Config, workdir: str | Path, *, config_path: str = 
     runtime.start(config.runtime)
     check_num_devices(config, jax.device_count(), "the devices here are", config_path)
     flops = training_flops(
-        config.model, rows=config.train.rows_per_step, sequence_tokens=config.data.sequence_tokens, attention="causal"
+        config.model, rows=config.train.global_batch_size, seq_len=config.data.seq_len, attention="causal"
     )
     device = hardware.find(jax.devices()[0].device_kind)
     with Progress(
@@ -78,14 +78,14 @@ class _Training:
         self.is_primary = jax.process_index() == 0
         self.mesh = make_mesh(config.mesh)
         self.step: TrainStep = build_step(config, self.mesh)
-        self.order = zigzag_order(config.data.sequence_tokens, self.mesh.shape[CONTEXT])
+        self.order = zigzag_order(config.data.seq_len, self.mesh.shape[CONTEXT])
         progress.say(_description(config, self.step))
         self.corpus = _open_corpus(config, progress)
         directory = workdir / CHECKPOINTS_DIRECTORY
         self.checkpoints = Checkpoints(directory, keep=config.train.keep_checkpoints, warn=progress.say)
         self.metrics = MetricsLog(workdir, is_primary=self.is_primary)
-        self.evaluate = Evaluator(self.step, self.corpus.heldout, config.train.eval_rows, self.order)
-        self.sigterm = SigtermWatch()
+        self.evaluate = Evaluator(self.step, self.corpus.heldout, config.train.eval_sequences, self.order)
+        self.sigterm = PreemptionGuard()
         self.state, self.next_row = self._first_state()
         self.done = int(self.state.step)
         self.evaluation: Evaluation | None = None
@@ -116,23 +116,23 @@ class _Training:
         config = self.config.train
         with self.progress.compiling("the training step"):
             run_step = self.step.compile()
-        for line in read_back(self.step, run_step):
+        for line in verify_compiled_step(self.step, run_step):
             self.progress.say(line)
         stream = batches(
             self.corpus.train,
             first_row=self.next_row,
-            rows_per_step=config.rows_per_step,
-            accumulation_steps=config.accumulation_steps,
+            global_batch_size=config.global_batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
             sequence_order=self.order,
             sharding=NamedSharding(self.mesh, BATCH_SPEC),
             prefetch_steps=self.config.data.prefetch_steps,
         )
         if self.done == 0 and config.eval_every_steps:
             self._evaluate()
-        window = _Window(self.done)
+        window = _PendingMetrics(self.done)
         for arrays in stream:
             self.state, metrics = run_step(self.state, Batch(**arrays))
-            self.done, self.next_row = self.done + 1, self.next_row + config.rows_per_step
+            self.done, self.next_row = self.done + 1, self.next_row + config.global_batch_size
             window.add(self.done, metrics)
             is_last = self.done == config.steps
             is_told_to_stop = self.sigterm.arrived(self.done)
@@ -164,7 +164,7 @@ class _Training:
         self.progress.say(f"resuming from step {int(state.step)} of {self.workdir}; another --workdir starts anew")
         if meta["corpus"] != self.corpus.fingerprint:
             self.progress.say(
-                "the corpus, tokenizer, data.sequence_tokens, data.eval_fraction or data.seed changed since that"
+                "the corpus, tokenizer, data.seq_len, data.eval_fraction or data.seed changed since that"
                 " checkpoint: training goes on with other rows, from the same row number"
             )
         return state, meta["next_row"]
@@ -183,9 +183,9 @@ class _Training:
             self.evaluation = self.evaluate(self.state.params)
         self.metrics.write(step=self.done, eval_loss=self.evaluation.loss)
 
-    def _log(self, window: "_Window") -> None:
+    def _log(self, window: "_PendingMetrics") -> None:
         metrics, seconds = window.last, window.seconds_per_step
-        tokens = self.config.train.rows_per_step * self.config.data.sequence_tokens
+        tokens = self.config.train.global_batch_size * self.config.data.seq_len
         row = dict(
             step=self.done,
             loss=float(metrics.loss),
@@ -220,7 +220,7 @@ class _Training:
             )
 
 
-class _Window:
+class _PendingMetrics:
     """The steps since the last metrics row: their metrics, fetched in order, and their time.
 
     Evaluations and the wait for a checkpoint are left out of it by `restart`.
@@ -272,19 +272,21 @@ def _description(config: Config, step: TrainStep) -> str:
     device = step.mesh.devices.flat[0]
     axes = " x ".join(f"{axis}={size}" for axis, size in step.mesh.shape.items())
     flops = training_flops(
-        config.model, rows=config.train.rows_per_step, sequence_tokens=config.data.sequence_tokens, attention="causal"
+        config.model, rows=config.train.global_batch_size, seq_len=config.data.seq_len, attention="causal"
     )
-    return "\n".join([
-        f"mesh       {axes}: {step.mesh.size} x {device.device_kind}, {jax.process_count()} processes",
-        f"attention  {config.attention.strategy}, tokens in zigzag order;"
-        f" kernel {step.kernel.name} ({step.kernel.reason})",
-        *_transport_lines(config, step),
-        *memory_lines(config.memory, step.mesh),
-        f"step       {config.train.rows_per_step} rows of {config.data.sequence_tokens:,} tokens,"
-        f" {flops / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
-        "",
-        sharding_table(step.abstract_state.params, step.dims, step.mesh),
-    ])
+    return "\n".join(
+        [
+            f"mesh       {axes}: {step.mesh.size} x {device.device_kind}, {jax.process_count()} processes",
+            f"attention  {config.attention.strategy}, tokens in zigzag order;"
+            f" kernel {step.kernel.name} ({step.kernel.reason})",
+            *_transport_lines(config, step),
+            *memory_lines(config.memory, step.mesh),
+            f"step       {config.train.global_batch_size} rows of {config.data.seq_len:,} tokens,"
+            f" {flops / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
+            "",
+            sharding_table(step.abstract_state.params, step.dims, step.mesh),
+        ]
+    )
 
 
 def _transport_lines(config: Config, step: TrainStep) -> list[str]:

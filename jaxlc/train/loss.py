@@ -175,10 +175,12 @@ def _reduce_vocabulary(logits_cv: jax.Array, targets_c: jax.Array) -> tuple[jax.
     """log(Z) and the target's logit over the whole vocabulary, from each rank's columns."""
     max_c = lax.pmax(logits_cv.max(axis=1), TENSOR)
     is_target_cv = _columns(logits_cv.shape[1]) == targets_c[:, None]
-    sums_2c = jnp.stack([
-        jnp.exp(logits_cv - max_c[:, None]).sum(axis=1),
-        jnp.where(is_target_cv, logits_cv, 0.0).sum(axis=1),
-    ])
+    sums_2c = jnp.stack(
+        [
+            jnp.exp(logits_cv - max_c[:, None]).sum(axis=1),
+            jnp.where(is_target_cv, logits_cv, 0.0).sum(axis=1),
+        ]
+    )
     sum_exp_c, target_logit_c = lax.psum(sums_2c, TENSOR)  # one collective for both
     return max_c + jnp.log(sum_exp_c), target_logit_c
 

@@ -1,6 +1,6 @@
 """What training makes small, of one batch: the loss over its tokens, and its gradient.
 
-    batch -> decoder -> hidden states, final norm, head -> loss, chunk by chunk
+batch -> decoder -> hidden states, final norm, head -> loss, chunk by chunk
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxlc import attention
-from jaxlc.attention.tiled import layout_of, tiles_of
+from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.models import decoder
+from jaxlc.models.layer_tiles import Tiling
 from jaxlc.models.rope import rope_tables
-from jaxlc.models.tiled import Tiling
 from jaxlc.sharding.rules import Sharder
-from jaxlc.train import precision, update
+from jaxlc.train import mixed_precision, update
 from jaxlc.train.batch import Batch, row_positions
 from jaxlc.train.loss import LossSpec, loss_sums, token_losses
 from jaxlc.train.remat import keeps_attention, make_remat
@@ -104,9 +104,11 @@ class Objective:
             masks=masks,
             shard=Sharder(self.mesh, weights_on_host=is_on_host(params)),
             remat=make_remat(self._memory),
-            compute_dtype=precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform),
-            tables=rope_tables(self.config.model, self.config.data.sequence_tokens),
-            fp8=precision.make_fp8(self.config.precision, histories),
+            compute_dtype=mixed_precision.compute_dtype(
+                self.config.precision.compute, self.mesh.devices.flat[0].platform
+            ),
+            tables=rope_tables(self.config.model, self.config.data.seq_len),
+            fp8=mixed_precision.make_fp8(self.config.precision, histories),
             histories=histories,
         )
 
@@ -116,13 +118,13 @@ class Objective:
         memory = self.config.memory
         if lacks_host_memory(self.mesh) is None:
             return memory
-        return dataclasses.replace(memory, keep=(*memory.keep, *memory.offload), offload=())
+        return dataclasses.replace(memory, save=(*memory.save, *memory.offload), offload=())
 
     @property
     def _num_tiles(self) -> int:
         """Of a row; 0: layers do not run in tiles."""
         tile_tokens = self.config.memory.tile_tokens
-        return tile_tokens and self.config.data.sequence_tokens // (self.mesh.shape[CONTEXT] * tile_tokens)
+        return tile_tokens and self.config.data.seq_len // (self.mesh.shape[CONTEXT] * tile_tokens)
 
     def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
         return tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles) if self._num_tiles else x_BT

@@ -52,17 +52,17 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> o
         weight_decay=config.weight_decay,
         mask=is_matrix,
     )
-    if not config.clip_norm:
+    if not config.max_grad_norm:
         return optax.with_extra_args_support(adamw)
-    return optax.chain(_clip_by_given_norm(config.clip_norm), adamw)
+    return optax.chain(_clip_by_given_norm(config.max_grad_norm), adamw)
 
 
-def _clip_by_given_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
+def _clip_by_given_norm(max_grad_norm: float) -> optax.GradientTransformationExtraArgs:
     """As optax.clip_by_global_norm (Pascanu et al. 2013), of a norm that is given."""
 
     def update(gradients, state, params=None, *, grad_norm: jax.Array, **_):
         del params
-        is_small = grad_norm < clip_norm
-        return jax.tree.map(lambda g: jnp.where(is_small, g, g / grad_norm * clip_norm), gradients), state
+        is_small = grad_norm < max_grad_norm
+        return jax.tree.map(lambda g: jnp.where(is_small, g, g / grad_norm * max_grad_norm), gradients), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

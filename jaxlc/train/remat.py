@@ -35,16 +35,16 @@ def make_remat(memory: MemoryConfig) -> Remat:
     `full`, whatever `memory` keeps, and layers are recomputed from the group's input once."""
     if memory.remat == "none":
         return Remat(lambda layer: layer, lambda group: group, 1)
-    if memory.remat_layers == 1:
-        return Remat(_checkpoint(memory, memory.keep, memory.offload), lambda group: group, 1)
-    of_layer = _checkpoint(memory, (*memory.keep, *memory.offload), ())
+    if memory.layers_per_remat_group == 1:
+        return Remat(_checkpoint(memory, memory.save, memory.offload), lambda group: group, 1)
+    of_layer = _checkpoint(memory, (*memory.save, *memory.offload), ())
     of_group = _group_checkpoint(_GROUP_INPUT in memory.offload)
-    return Remat(of_layer, of_group, memory.remat_layers)
+    return Remat(of_layer, of_group, memory.layers_per_remat_group)
 
 
 def keeps_attention(memory: MemoryConfig) -> bool:
     """Whether attention's out and lse are there in the backward, on the device or the host."""
-    return {"attention_out", "attention_lse"} <= {*_KEPT_BY[memory.remat], *memory.keep, *memory.offload}
+    return {"attention_out", "attention_lse"} <= {*_KEPT_BY[memory.remat], *memory.save, *memory.offload}
 
 
 def _checkpoint(memory: MemoryConfig, keep: tuple[str, ...], offload: tuple[str, ...]) -> Callable:

@@ -12,7 +12,7 @@ from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import TENSOR
 from jaxlc.models import decoder
 from jaxlc.sharding import rules
-from jaxlc.train.precision import Scaling, first_scaling
+from jaxlc.train.mixed_precision import Scaling, first_scaling
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 PINNED_HOST = "pinned_host"  # HOST, as shardings and programs name it
@@ -98,16 +98,16 @@ def memory_spaces(
 
 def is_on_host(*trees) -> bool:
     """Whether any of these arrays, traced or not, rests in host memory."""
-    return any(space_of(x) is HOST for x in jax.tree.leaves(trees))
+    return any(memory_kind_of(x) is HOST for x in jax.tree.leaves(trees))
 
 
-def space_of(x: jax.Array) -> jax.memory.Space:
+def memory_kind_of(x: jax.Array) -> jax.memory.Space:
     return jax.typeof(x).memory_space
 
 
 def put(x: jax.Array, space: jax.memory.Space) -> jax.Array:
     """`x` in that memory; under `jit`."""
-    return x if space_of(x) is space else jax.device_put(x, space)
+    return x if memory_kind_of(x) is space else jax.device_put(x, space)
 
 
 def lacks_host_memory(mesh: Mesh) -> str | None:

@@ -15,7 +15,7 @@ from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import transport
 from jaxlc.runtime.xla_flags import compile_options
-from jaxlc.train import precision, update
+from jaxlc.train import mixed_precision, update
 from jaxlc.train.batch import Batch, abstract_batch
 from jaxlc.train.objective import Objective
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
@@ -40,7 +40,7 @@ def build_step(config: Config, mesh: Mesh) -> "TrainStep":
     Raises:
       UserError: they cannot multiply in config.precision.
     """
-    precision.check_devices(config.precision, mesh.devices.flat)
+    mixed_precision.check_devices(config.precision, mesh.devices.flat)
     return TrainStep(config=config, mesh=mesh)
 
 
@@ -121,18 +121,18 @@ class TrainStep:
         return first_state(self.config, self.mesh, self._optimizer, self.abstract_state)
 
     @cached_property
-    def transport(self) -> transport.Choice | None:
+    def transport(self) -> transport.TransportSelection | None:
         """How attention's hops travel, and why that way; None on CPU."""
         return transport.choose(self.config.runtime, tuple(self.mesh.devices.flat))
 
     @property
-    def kernel(self) -> attention.Choice:
+    def kernel(self) -> attention.KernelSelection:
         """The attention kernel of the step, and why that one."""
         return attention.choose(
             self.config.attention,
             self.mesh,
             head_dim=self.config.model.head_dim,
-            dtype=precision.compute_dtype(self.config.precision.compute, self._platform),
+            dtype=mixed_precision.compute_dtype(self.config.precision.compute, self._platform),
             packed=self.config.attention.document_mask,
         )
 
@@ -166,7 +166,7 @@ class TrainStep:
         params, opt_state = update.update(
             lambda dims: make_optimizer(self.config.optimizer, self._schedule, dims),
             self.dims,
-            update.Weights(state.params, state.opt_state),
+            update.ParamsAndOptState(state.params, state.opt_state),
             gradients,
             scale=to_mean,
             grad_norm=grad_norm,
@@ -182,6 +182,6 @@ class TrainStep:
             loss_scale=loss_scale and loss_scale.scale,
             skipped_steps=loss_scale and loss_scale.skipped_steps + ~is_finite,
         )
-        scaling = precision.after_step(state.scaling, histories, is_finite, self.config.precision)
+        scaling = mixed_precision.after_step(state.scaling, histories, is_finite, self.config.precision)
         rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
         return TrainState(state.step + 1, params, opt_state, rng, scaling), metrics

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxlc.train.state import DEVICE, is_on_host, put, space_of
+from jaxlc.train.state import DEVICE, is_on_host, memory_kind_of, put
 
 
-class Weights(NamedTuple):
+class ParamsAndOptState(NamedTuple):
     """What an update makes new: all of it, or the part of one entry of the parameters' dictionary."""
 
     params: dict
@@ -53,13 +53,13 @@ def add(gradients: dict, others: dict, dims: dict) -> dict:
 def update(
     make_optimizer: Callable[[dict], optax.GradientTransformationExtraArgs],
     dims: dict,
-    weights: Weights,
+    weights: ParamsAndOptState,
     gradients: dict,
     *,
     scale: jax.Array,
     grad_norm: jax.Array,
     is_finite: jax.Array,
-) -> Weights:
+) -> ParamsAndOptState:
     """The weights after a step with `scale` times the gradients; those before it where `is_finite` is False.
 
     Args:
@@ -70,10 +70,10 @@ def update(
     def update_part(dims):
         optimizer = make_optimizer(dims)
 
-        def run(old: Weights, gradients) -> Weights:
+        def run(old: ParamsAndOptState, gradients) -> ParamsAndOptState:
             gradients = jax.tree.map(lambda g: g * scale, gradients)
             updates, opt_state = optimizer.update(gradients, old.opt_state, old.params, grad_norm=grad_norm)
-            new = Weights(optax.apply_updates(old.params, updates), opt_state)
+            new = ParamsAndOptState(optax.apply_updates(old.params, updates), opt_state)
             return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, old)
 
         return run
@@ -83,7 +83,7 @@ def update(
     parts = {}
     # Layers first: the others' counts of updates are the new ones.
     for name in sorted(weights.params, key=lambda name: _is_stacked(dims[name]), reverse=True):
-        part = Weights(weights.params[name], _of_part(weights.opt_state, name))
+        part = ParamsAndOptState(weights.params[name], _of_part(weights.opt_state, name))
         parts[name] = _stream(update_part(dims[name]), dims[name], part, gradients[name])
     return _joined(weights, parts)
 
@@ -97,7 +97,7 @@ def _stream(function: Callable, dims, results, *operands):
     if not _is_stacked(dims):
         results, operands = lax.optimization_barrier((results, operands))
         made = function(*jax.tree.map(_fetched, (results, *operands)))
-        return jax.tree.map(lambda old, new: put(new, space_of(old)), results, made)
+        return jax.tree.map(lambda old, new: put(new, memory_kind_of(old)), results, made)
 
     def run_layer(results, layer):
         def fetch(x):
@@ -106,7 +106,7 @@ def _stream(function: Callable, dims, results, *operands):
         def write(stack, new):
             if not stack.ndim:
                 return stack
-            return lax.dynamic_update_index_in_dim(stack, put(new, space_of(stack)), layer, 0)
+            return lax.dynamic_update_index_in_dim(stack, put(new, memory_kind_of(stack)), layer, 0)
 
         made = function(*jax.tree.map(fetch, (results, *operands)))
         return jax.tree.map(write, results, made), None
@@ -132,14 +132,14 @@ def _of_part(opt_state: optax.OptState, name: str) -> optax.OptState:
     return jax.tree.map(lambda x: x[name] if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
 
 
-def _joined(whole: Weights, parts: dict[str, Weights]) -> Weights:
+def _joined(whole: ParamsAndOptState, parts: dict[str, ParamsAndOptState]) -> ParamsAndOptState:
     """The opposite of taking parts; what is no dictionary is the last part's."""
 
     def join(in_whole, *states):
         return dict(zip(parts, states)) if _is_dict(in_whole) else states[-1]
 
     opt_states = [part.opt_state for part in parts.values()]
-    return Weights(
+    return ParamsAndOptState(
         params={name: part.params for name, part in parts.items()},
         opt_state=jax.tree.map(join, whole.opt_state, *opt_states, is_leaf=_is_dict),
     )

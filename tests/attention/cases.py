@@ -29,17 +29,19 @@ ROWS = len(DOCUMENTS)
 
 def segments() -> np.ndarray:
     """[ROWS, TOKENS] int32."""
-    return np.stack([
-        np.concatenate([np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)])
-        for lengths in DOCUMENTS.values()
-    ]).astype(np.int32)
+    return np.stack(
+        [
+            np.concatenate([np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)])
+            for lengths in DOCUMENTS.values()
+        ]
+    ).astype(np.int32)
 
 
 def positions() -> np.ndarray:
     """[ROWS, TOKENS] int32: earlier tokens of the same document."""
-    return np.stack([
-        np.concatenate([np.arange(abs(n)) for n in lengths]) for lengths in DOCUMENTS.values()
-    ]).astype(np.int32)
+    return np.stack([np.concatenate([np.arange(abs(n)) for n in lengths]) for lengths in DOCUMENTS.values()]).astype(
+        np.int32
+    )
 
 
 def row_offsets(batch: int = ROWS) -> jax.Array:

@@ -1,6 +1,6 @@
 """What each strategy does and does not do: the table of the shared suite, from which docs/support.md is made.
 
-    python -m tests.attention.support > docs/support.md
+python -m tests.attention.support > docs/support.md
 """
 
 import itertools
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxlc.attention.api import STRATEGIES
 from jaxlc.attention.choose import KERNELS
-from jaxlc.attention.contract import KernelCase
+from jaxlc.attention.contract import AttentionProblem
 from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
 
@@ -51,14 +51,14 @@ class Case(NamedTuple):
         return dict(context=self.context) | BESIDE[self.beside]
 
     @property
-    def ulysses_ranks(self) -> int | None:
+    def ulysses_degree(self) -> int | None:
         """How hybrid cuts the context: a ring of 2 or 3 where it can, of one where the size is a prime."""
         return {1: 1, 2: 2, 3: 3, 4: 2, 6: 2, 8: 4}[self.context] if self.strategy == "hybrid" else None
 
     @property
     def limit(self) -> str | None:
         """The words of the NotImplementedError that this case must raise."""
-        ranks = {"ulysses": self.context, "hybrid": self.ulysses_ranks}.get(self.strategy, 1)
+        ranks = {"ulysses": self.context, "hybrid": self.ulysses_degree}.get(self.strategy, 1)
         heads, kv_heads = (count // BESIDE[self.beside].get("tensor", 1) for count in HEADS[self.heads])
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             return f"ulysses splits heads over {ranks} ranks, and each of them has {heads} query and {kv_heads} key"
@@ -67,8 +67,14 @@ class Case(NamedTuple):
 
 def kernels_here() -> list[str]:
     """Those that run on CPU."""
-    case = KernelCase(
-        platform="cpu", compute_capability=None, dtype="float32", head_dim=16, value_dim=16, window=None, by_index=False
+    case = AttentionProblem(
+        platform="cpu",
+        compute_capability=None,
+        dtype="float32",
+        head_dim=16,
+        value_dim=16,
+        window=None,
+        implicit_positions=False,
     )
     return [name for name, kernel in KERNELS.items() if kernel.unsupported(case) is None]
 
@@ -127,7 +133,7 @@ def matrix() -> str:
         "## Layers in tiles",
         "",
         "With `memory.tile_tokens`, on 8 ranks of context, of which 4 exchange heads in `hybrid`. Attention is causal,",
-        "and kernels do what the table above says. A *no* is one sentence before JAX starts (`jaxlc/config/tiles.py`).",
+        "and kernels do what the table above says. *No* is an error before JAX starts (`jaxlc/config/tile_checks.py`).",
         "",
         *_table("", list(STRATEGIES), _tile_rows()),
         "",
@@ -157,13 +163,13 @@ def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
         head_dim=128,
         value_dim=128,
         window=None,
-        by_index=True,
+        implicit_positions=True,
     )
     rows = {
         "causal or full": {},
-        "packed documents": dict(by_index=False),
+        "packed documents": dict(implicit_positions=False),
         "sliding window": dict(window=4096),
-        "sliding window in a ring": dict(window=4096, by_index=False),
+        "sliding window in a ring": dict(window=4096, implicit_positions=False),
         "head dim 64": dict(head_dim=64, value_dim=64),
         "head dim 96": dict(head_dim=96, value_dim=96),
         "head dim 256": dict(head_dim=256, value_dim=256),
@@ -174,7 +180,7 @@ def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
         "on CPU": dict(platform="cpu", compute_capability=None),
     }
     for name, change in rows.items():
-        case = KernelCase(**{**plain, **change})
+        case = AttentionProblem(**{**plain, **change})
         yield name, [kernel.unsupported(case) or "yes" for kernel in KERNELS.values()]
 
 
@@ -194,7 +200,7 @@ def _takes_tiles(strategy: str, change: dict[str, dict]) -> bool:
     config = defaults()
     config.model.update(num_heads=16, num_kv_heads=8)
     config.mesh.context = 8
-    config.attention.update(strategy=strategy, ulysses_ranks=4 if strategy == "hybrid" else 1)
+    config.attention.update(strategy=strategy, ulysses_degree=4 if strategy == "hybrid" else 1)
     config.memory.tile_tokens = 128
     for section, values in change.items():
         config[section].update(values)

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxlc.attention.choose import KERNELS, choose_kernel
-from jaxlc.attention.contract import KernelCase
+from jaxlc.attention.contract import AttentionProblem
 
 H100 = dict(platform="gpu", compute_capability="9.0")
 A100 = dict(platform="gpu", compute_capability="8.0")
@@ -12,9 +12,9 @@ MI300 = dict(platform="gpu", compute_capability="gfx942")
 CPU = dict(platform="cpu", compute_capability=None)
 
 
-def _case(device=H100, **other) -> KernelCase:
-    plain = dict(dtype="bfloat16", head_dim=128, value_dim=128, window=None, by_index=True)
-    return KernelCase(**{**plain, **device, **other})
+def _case(device=H100, **other) -> AttentionProblem:
+    plain = dict(dtype="bfloat16", head_dim=128, value_dim=128, window=None, implicit_positions=True)
+    return AttentionProblem(**{**plain, **device, **other})
 
 
 CUDNN_DECLINES = {
@@ -26,7 +26,7 @@ CUDNN_DECLINES = {
     "head dim 100": (_case(head_dim=100, value_dim=100), "head dim 100, and it does multiples of 8 up to 128"),
     "value dim": (_case(value_dim=64), "values of head dim 64 for queries of 128, and it does equal ones"),
     "packed": (
-        _case(by_index=False),
+        _case(implicit_positions=False),
         "it masks by index, which is not enough for documents, windows in a ring or all_gather",
     ),
 }

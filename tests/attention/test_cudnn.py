@@ -15,8 +15,8 @@ from jaxlc.attention import choose, cudnn, make, reference
 from jaxlc.attention.contract import AttentionSpec, Masks
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
-from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.program import parse
+from jaxlc.hlo import parse
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention.cases import assert_rows_match, inputs, oracle, sharded, split_mesh
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
@@ -206,10 +206,8 @@ def ring_on_h100s():
 def test_hybrid_has_a_mesh_of_its_own():
     """JAX refuses a second mesh beside cuDNN's primitives, unless it is told that they need none."""
     mesh = make_mesh(topology("h100:1x8"), MeshConfig(context=8))
-    attend = make(AttentionConfig(strategy="hybrid", kernel="cudnn", ulysses_ranks=2), mesh)
-    q = jax.ShapeDtypeStruct(
-        (1, 256, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(None, CONTEXT))
-    )
+    attend = make(AttentionConfig(strategy="hybrid", kernel="cudnn", ulysses_degree=2), mesh)
+    q = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(None, CONTEXT)))
     lowered = jax.jit(lambda q: attend(q, q, q, None, None)).lower(q)
     assert FORWARD in lowered.as_text()
 

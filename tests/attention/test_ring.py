@@ -25,12 +25,16 @@ from tests.attention.cases import (
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
 
 
-@pytest.mark.parametrize("axes", [
-    dict(context=2, tensor=2),
-    dict(context=2, tensor=4),  # tensor > K
-    dict(data=2, context=2, tensor=2),
-    dict(fsdp=2, context=3),
-], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        dict(context=2, tensor=2),
+        dict(context=2, tensor=4),  # tensor > K
+        dict(data=2, context=2, tensor=2),
+        dict(fsdp=2, context=3),
+    ],
+    ids=str,
+)
 def test_other_mesh_axes_beside_context(axes):
     assert_rows_match(sharded(split_mesh(**axes)), oracle(), FLOAT32_PARITY)
 
@@ -123,7 +127,7 @@ def test_a_scan_over_layers_keeps_no_mask(packed, remat):
 @pytest.fixture
 def without_hops(monkeypatch: pytest.MonkeyPatch):
     """Every rank keeps its own block. Traces of the whole ring are dropped before, those of the broken one after."""
-    monkeypatch.setattr(ring.RankOfRing, "send", lambda self, x: x)
+    monkeypatch.setattr(ring.RingState, "send", lambda self, x: x)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -134,11 +138,15 @@ def test_without_the_hops_parity_is_lost(without_hops):
     assert max_relative_error(sharded(split_mesh(context=2), packed=False)[0], oracle(packed=False)[0]) > 0.1
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(num_tokens=94), "94 tokens do not split over context=4; use a multiple of 8"),
-    (dict(num_heads=3, num_kv_heads=3), "3 query and 3 key/value heads do not split over tensor=2"),
-    (dict(num_heads=4, num_kv_heads=3), "4 query heads are not a multiple of 3"),
-], ids=["tokens", "tensor", "groups"])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(num_tokens=94), "94 tokens do not split over context=4; use a multiple of 8"),
+        (dict(num_heads=3, num_kv_heads=3), "3 query and 3 key/value heads do not split over tensor=2"),
+        (dict(num_heads=4, num_kv_heads=3), "4 query heads are not a multiple of 3"),
+    ],
+    ids=["tokens", "tensor", "groups"],
+)
 def test_shapes_that_do_not_split_are_named(change, words):
     q, k, v, _ = inputs(**change)
     with pytest.raises(UserError, match=words):

@@ -21,7 +21,7 @@ def test_matches_the_oracle_or_says_what_it_cannot_do(case: support.Case):
     num_heads, num_kv_heads = support.HEADS[case.heads]
     what = dict(packed=packed, causal=causal, window=window, dtype=jnp.dtype(case.dtype))
     heads = dict(num_heads=num_heads, num_kv_heads=num_kv_heads)
-    how = dict(strategy=case.strategy, kernel=case.kernel, ulysses_ranks=case.ulysses_ranks)
+    how = dict(strategy=case.strategy, kernel=case.kernel, ulysses_ranks=case.ulysses_degree)
     if case.limit is not None:
         with pytest.raises(NotImplementedError, match=case.limit):
             sharded(split_mesh(**case.axes), **what, **how, heads=heads)
@@ -90,5 +90,5 @@ def test_a_cut_is_for_hybrid_only():
 
 def test_hybrid_needs_a_cut_that_divides_the_context():
     q, k, v, _ = inputs()
-    with pytest.raises(ValueError, match="ulysses_ranks=3 does not divide context=4"):
+    with pytest.raises(ValueError, match="ulysses_degree=3 does not divide context=4"):
         attend(q, k, v, mesh=split_mesh(context=4), strategy="hybrid", ulysses_ranks=3)

@@ -5,8 +5,8 @@ import pytest
 
 from jaxlc.config import MeshConfig, check_num_devices, load
 from jaxlc.config.checks import RANGES
-from jaxlc.config.splits import mesh_overrides, working_mesh
-from tests.config.test_door import changed, rejected
+from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
+from tests.config.test_loading import changed, rejected
 
 NUMBERS = [(section, name) for section, ranges in RANGES.items() for name in ranges]
 
@@ -41,10 +41,14 @@ def test_shares_have_an_upper_end(name):
         ),
         ("data", dict(sources=()), ["config.data.sources is empty"]),
         ("data", dict(sources=("a", "")), ["an empty name"]),
-        ("data", dict(sequence_tokens=4097), ["4097", "2 x mesh.context x mesh.tensor = 2", "use 4096 or 4098"]),
-        ("data", dict(sequence_tokens=1), ["use 2"]),
-        ("train", dict(accumulation_steps=2), ["config.train.rows_per_step=1", "= 2; use 2"]),
-        ("train", dict(accumulation_steps=2, rows_per_step=5), ["config.train.rows_per_step=5", "use 4 or 6"]),
+        ("data", dict(seq_len=4097), ["4097", "2 x mesh.context x mesh.tensor = 2", "use 4096 or 4098"]),
+        ("data", dict(seq_len=1), ["use 2"]),
+        ("train", dict(gradient_accumulation_steps=2), ["config.train.global_batch_size=1", "= 2; use 2"]),
+        (
+            "train",
+            dict(gradient_accumulation_steps=2, global_batch_size=5),
+            ["config.train.global_batch_size=5", "use 4 or 6"],
+        ),
         ("runtime", dict(process_id=1), ["process_id=1 is too large for num_processes=1"]),
         ("runtime", dict(simulated_devices=5, num_processes=2), ["simulated_devices=5", "a multiple of 2"]),
         ("runtime", dict(num_processes=2, coordinator_address="here"), ["'here'", "host:port"]),
@@ -75,7 +79,7 @@ def test_wsd_that_just_fits():
 def test_tensor_that_divides_nothing_is_told_a_mesh_that_works(model, tensor, words):
     config = changed("model", **model)
     config.mesh.tensor = tensor
-    config.data.sequence_tokens = 4608
+    config.data.seq_len = 4608
     sentence = rejected(config)
     for word in words:
         assert word in sentence
@@ -93,9 +97,9 @@ def test_tensor_greater_than_the_number_of_kv_heads():
 
 def test_rows_that_do_not_split_over_data_and_fsdp():
     config = changed("mesh", data=2, fsdp=3)
-    config.train.rows_per_step = 6
-    assert "config.train.eval_rows=4 is not divisible by mesh.data x mesh.fsdp = 6; use 6" in rejected(config)
-    config.train.eval_rows = 6
+    config.train.global_batch_size = 6
+    assert "config.train.eval_sequences=4 is not divisible by mesh.data x mesh.fsdp = 6; use 6" in rejected(config)
+    config.train.eval_sequences = 6
     load(config)
 
 
@@ -112,7 +116,7 @@ def test_mesh_of_another_size_than_the_simulated_devices():
 
 
 def test_no_advice_that_does_not_work():
-    config = changed("data", sequence_tokens=4)
+    config = changed("data", seq_len=4)
     config.runtime.simulated_devices = 8
     assert "--config.mesh" not in rejected(config)
     config.runtime.simulated_devices = 0
@@ -122,7 +126,7 @@ def test_no_advice_that_does_not_work():
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 6, 8, 64])
 def test_working_mesh_works(num_devices):
-    config = load(changed("data", sequence_tokens=4096 * 3))
+    config = load(changed("data", seq_len=4096 * 3))
     mesh = working_mesh(config, num_devices)
     assert math.prod(dataclasses.astuple(mesh)) == num_devices
     load(dataclasses.replace(config, mesh=mesh))

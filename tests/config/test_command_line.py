@@ -7,8 +7,8 @@ import pytest
 
 from jaxlc.config import MeshConfig
 from jaxlc.config.command_line import parse, run_main
-from jaxlc.config.door import SECTIONS, field_types
 from jaxlc.config.help import field_comments, settings_help
+from jaxlc.config.loading import SECTIONS, field_types
 from jaxlc.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def test_help_has_every_key_with_default_and_comment():
         for name in field_types(section):
             assert sum(line.startswith(f"  --config.{section}.{name}=") for line in lines) == 1, name
     text = "\n".join(lines)
-    assert re.search(r"--config\.data\.sequence_tokens=4096 +tokens per row, over all ranks", text)
+    assert re.search(r"--config\.data\.seq_len=4096 +tokens per row, over all ranks", text)
     assert re.search(r"--config\.model\.num_layers=from the preset +L$", text, re.MULTILINE)
     assert "'cosine', 'wsd', 'constant'" in text
 

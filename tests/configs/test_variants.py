@@ -37,8 +37,8 @@ def test_variant_is_for_the_devices_that_it_names(name, variant):
         gpus, domains, size = re.fullmatch(r"(\w+):(\d+)x(\d+)", config.runtime.topology).groups()
         assert gpus == ("h100" if variant == "h100" else "gb200")
         assert config.mesh.num_devices == int(domains) * int(size)
-        assert config.data.sequence_tokens == TOKENS[name]
-        assert config.data.sequence_tokens * config.train.rows_per_step == 2**22
+        assert config.data.seq_len == TOKENS[name]
+        assert config.data.seq_len * config.train.global_batch_size == 2**22
         assert config.model.preset == ("llama3-70b" if variant == "70b" else "llama3-8b")
 
 
@@ -47,11 +47,11 @@ def test_longest_contexts(name):
     config, mini = load(get_config(name)), load(get_config(name, "mini"))
     domains, size = re.fullmatch(r"h100:(\d+)x(\d+)", config.runtime.topology).groups()
     assert config.mesh.num_devices == int(domains) * int(size) == int(name.partition("_")[2].removesuffix("gpu"))
-    assert config.data.sequence_tokens == RECORDS[name]
+    assert config.data.seq_len == RECORDS[name]
     assert mini.mesh.num_devices == mini.runtime.simulated_devices
     assert dataclasses.replace(mini.memory, tile_tokens=config.memory.tile_tokens) == config.memory
-    assert (mini.attention.strategy, mini.attention.ulysses_ranks > 1) == (
-        config.attention.strategy, config.attention.ulysses_ranks > 1
+    assert (mini.attention.strategy, mini.attention.ulysses_degree > 1) == (
+        config.attention.strategy, config.attention.ulysses_degree > 1
     )  # fmt: skip
     with pytest.raises(ValueError, match="no variant 'h100'; there is mini"):
         get_config(name, "h100")
@@ -63,7 +63,7 @@ def test_miniature_has_the_axes_and_features_of_the_config(name):
     config, mini = load(get_config(name)), load(get_config(name, "mini"))
     axes = ("data", "fsdp", "context", "tensor")
     assert [getattr(config.mesh, axis) > 1 for axis in axes] == [getattr(mini.mesh, axis) > 1 for axis in axes]
-    assert (config.train.accumulation_steps > 1) == (mini.train.accumulation_steps > 1)
+    assert (config.train.gradient_accumulation_steps > 1) == (mini.train.gradient_accumulation_steps > 1)
     for section in ("attention", "memory", "precision"):
         assert getattr(config, section) == getattr(mini, section)
 

@@ -28,7 +28,7 @@ def make_config(directory: Path, **changes) -> DataConfig:
     for i in range(40):
         (directory / "docs" / f"{i}.txt").write_text(f"document {i} " * (i % 7 + 1))
     config = DataConfig(
-        sources=(str(directory / "docs"),), cache_dir=str(directory / "cache"), sequence_tokens=S, eval_fraction=0.25
+        sources=(str(directory / "docs"),), cache_dir=str(directory / "cache"), seq_len=S, eval_fraction=0.25
     )
     return dataclasses.replace(config, **changes)
 
@@ -45,7 +45,11 @@ def make_mesh(*shape: int) -> Mesh:
 
 def stream(rows, mesh: Mesh, spec=SPEC, **changes):
     arguments = dict(
-        first_row=0, rows_per_step=8, accumulation_steps=2, sequence_order=zigzag_order(S, 4), prefetch_steps=2
+        first_row=0,
+        global_batch_size=8,
+        gradient_accumulation_steps=2,
+        sequence_order=zigzag_order(S, 4),
+        prefetch_steps=2,
     )
     return batches(rows, sharding=NamedSharding(mesh, spec), **(arguments | changes))
 
@@ -152,7 +156,7 @@ def test_heldout_rows_do_not_depend_on_the_seed(tmp_path: Path):
 
 
 def test_fingerprint_changes_with_whatever_changes_the_rows(tmp_path: Path):
-    configs = [{}, {"seed": 1}, {"sequence_tokens": 32}, {"eval_fraction": 0.3}, {"prefetch_steps": 9}]
+    configs = [{}, {"seed": 1}, {"seq_len": 32}, {"eval_fraction": 0.3}, {"prefetch_steps": 9}]
     fingerprints = [open_corpus(make_config(tmp_path, **changes)).fingerprint for changes in configs]
     assert len(set(fingerprints)) == 4 and fingerprints[0] == fingerprints[4]
 

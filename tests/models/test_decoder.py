@@ -100,11 +100,15 @@ def _stored(params, model, mesh):
     return jax.tree.map(put, params, decoder.dims_of(model))
 
 
-@pytest.mark.parametrize("variant, axes", [
-    ("tied", dict(context=2, tensor=2, fsdp=2)),
-    ("untied", dict(context=2, tensor=4)),  # tensor exceeds the 2 key/value heads
-    ("odd", dict(data=2, context=4)),
-], ids=str)
+@pytest.mark.parametrize(
+    "variant, axes",
+    [
+        ("tied", dict(context=2, tensor=2, fsdp=2)),
+        ("untied", dict(context=2, tensor=4)),  # tensor exceeds the 2 key/value heads
+        ("odd", dict(data=2, context=4)),
+    ],
+    ids=str,
+)
 def test_output_and_gradient_do_not_depend_on_the_mesh(variant, axes):
     model, params, inputs, _, (gradients, (x_BTD, _)) = _on_one_device(variant)
     mesh = small_mesh(**axes)

@@ -113,10 +113,13 @@ def test_lookup_moves_neither_the_table_nor_the_sequence():
     def gradient(embedding, dx):
         return jax.vjp(lambda e: lookup(e, tokens, shard, jnp.float32), embedding)[1](dx)[0]
 
-    inputs = jax.device_put((jnp.zeros((vocab_size, 8)), dx), (
-        jax.NamedSharding(shard.mesh, P("tensor", "context")),
-        jax.NamedSharding(shard.mesh, P(None, ("context", "tensor"))),
-    ))
+    inputs = jax.device_put(
+        (jnp.zeros((vocab_size, 8)), dx),
+        (
+            jax.NamedSharding(shard.mesh, P("tensor", "context")),
+            jax.NamedSharding(shard.mesh, P(None, ("context", "tensor"))),
+        ),
+    )
     for function in (lambda e, dx: lookup(e, tokens, shard, jnp.float32), gradient):
         text = jax.jit(function).lower(*inputs).compile().as_text()
         sizes = {int(size) for size in re.findall(r"f32\[(?:1,)?(\d+),\d", text)}

@@ -7,11 +7,11 @@ import pytest
 from jaxlc.config import Config, load, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.plan import advise
-from jaxlc.plan.contents import Ring
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.report import Change, Plan, page
-from jaxlc.plan.timeline import Prediction
-from jaxlc.plan.topology import topology
+from jaxlc.plan.summary import Ring
+from jaxlc.simulate.timeline import Prediction
+from jaxlc.simulate.topology import topology
 from tests.plan.gpus import small_config
 from tests.plan.test_memory import GIB, MEMORY
 
@@ -62,7 +62,7 @@ def compiled(monkeypatch) -> list[str]:
     steps = []
 
     def plan_step(config, gpus, starting):
-        if config.train.rows_per_step % config.train.accumulation_steps:
+        if config.train.global_batch_size % config.train.gradient_accumulation_steps:
             raise UserError("cannot be")
         starting()
         steps.append((config.memory.remat, config.mesh.context))
@@ -117,7 +117,7 @@ def test_every_candidate_is_made_of_settings_that_there_are():
     config.mesh.update(data=2, fsdp=2)
     config.attention.strategy = "all_gather"
     config.memory.remat = "none"
-    config.train.update(rows_per_step=16, eval_rows=16)
+    config.train.update(global_batch_size=16, eval_sequences=16)
     config = load(config)
     found = list(advise.candidates(config))
     assert len(found) == 1 + 1 + 1 + 1 + 3 + 3 + 2 + 1 + 1 + 1 + 0 + 2
@@ -129,7 +129,7 @@ def test_every_candidate_is_made_of_settings_that_there_are():
 
 def long_config(**memory) -> Config:
     config = small_config()
-    config.data.sequence_tokens = 2 * 65_536  # of which a device has half
+    config.data.seq_len = 2 * 65_536  # of which a device has half
     config.memory.update(memory)
     return load(config)
 
@@ -148,7 +148,7 @@ def test_at_last_everything_is_tried_together():
         "memory.optimizer": "host",
         "memory.parameters": "host",
     }
-    assert in_groups == everything | {"memory.remat_layers": 2}
+    assert in_groups == everything | {"memory.layers_per_remat_group": 2}
 
 
 @pytest.mark.parametrize("remat", ["none", "matmuls", "attention"])
@@ -162,7 +162,7 @@ def test_what_does_not_go_with_a_remat_comes_with_another(remat):
 
 
 def test_what_is_there_already_is_not_advised():
-    config = long_config(tile_tokens=8192, optimizer="host", parameters="host", remat_layers=2)
+    config = long_config(tile_tokens=8192, optimizer="host", parameters="host", layers_per_remat_group=2)
     found = [candidate.settings for candidate in advise.candidates(config)]
     assert found[-1] == {"memory.remat": "full", "memory.offload": ("residual",)}
     assert not any("memory.tile_tokens" in settings or "memory.optimizer" in settings for settings in found)

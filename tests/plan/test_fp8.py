@@ -5,13 +5,13 @@ import pytest
 from jaxlc.config import load
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
+from jaxlc.hlo import Program, parse
+from jaxlc.hlo.kernel_costs import kernel_cost
+from jaxlc.hlo.trip_counts import executions
 from jaxlc.plan.compile import compile_step
-from jaxlc.plan.contents import kernels
-from jaxlc.plan.rates import Rates
-from jaxlc.plan.topology import make_mesh, topology
-from jaxlc.program import Program, parse
-from jaxlc.program.costs import kernel_cost
-from jaxlc.program.counts import executions
+from jaxlc.plan.summary import kernels
+from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.train.step import TrainStep, build_step
 from tests.plan.gpus import ignores_cache, needs_gpu_compiler, small_config
 
@@ -26,7 +26,7 @@ WEIGHTS = dict(
 def fp8_step(gpu: str = "h100", **precision) -> TrainStep:
     config = small_config(model_dim=D, num_heads=N, num_kv_heads=K, head_dim=H, ffn_dim=F)
     config.mesh.update(context=1, tensor=1)
-    config.data.sequence_tokens = TOKENS
+    config.data.seq_len = TOKENS
     config.memory.remat = "none"
     config.precision.update(compute="fp8", **precision)
     config = load(config)
@@ -45,11 +45,15 @@ def fp8_flops(program: Program) -> float:
     return sum(count * cost.flops for count, cost in costs)
 
 
-@pytest.mark.parametrize(("precision", "names"), [
-    (dict(), set(WEIGHTS)),
-    (dict(fp8_scaling="delayed", fp8_matmuls=("mlp_gate", "mlp_down")), {"mlp_gate", "mlp_down"}),
-    (dict(bf16_layers=(0,)), set(WEIGHTS)),  # which layers it is, is in no program: every branch counts
-], ids=["current", "delayed", "a layer in bf16"])
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [
+        (dict(), set(WEIGHTS)),
+        (dict(fp8_scaling="delayed", fp8_matmuls=("mlp_gate", "mlp_down")), {"mlp_gate", "mlp_down"}),
+        (dict(bf16_layers=(0,)), set(WEIGHTS)),  # which layers it is, is in no program: every branch counts
+    ],
+    ids=["current", "delayed", "a layer in bf16"],
+)
 @pytest.mark.heavy
 def test_cublas_multiplies_8_bits(precision, names):
     """Forward, gradient of x and gradient of w: 6 FLOPs a token and weight."""
@@ -61,7 +65,7 @@ def test_cublas_multiplies_8_bits(precision, names):
 
 def test_their_peak_is_twice_that_of_bfloat16():
     """1,979 TFLOP/s on an H100."""
-    seconds = Rates(f8_matmul_share=1.0).matmul_seconds(hardware.find("h100"), "f8e4m3fn", 1979e12)
+    seconds = Roofline(f8_matmul_share=1.0).matmul_seconds(hardware.find("h100"), "f8e4m3fn", 1979e12)
     assert seconds == pytest.approx(1, rel=1e-3)
 
 

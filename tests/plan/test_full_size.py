@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks import memory_ladder
 from jaxlc import plan
 from jaxlc.config import defaults
-from jaxlc.plan import ladder
 from tests.plan.gpus import ignores_cache, needs_gpu_compiler
 
 pytestmark = [pytest.mark.heavy, needs_gpu_compiler, ignores_cache]
@@ -16,7 +16,7 @@ def planned(preset: str, topology: str, **mesh):
     config.mesh.update(mesh)
     config.attention.document_mask = False
     config.memory.remat = "full"
-    config.data.sequence_tokens = 262_144
+    config.data.seq_len = 262_144
     return plan.plan(config, topology)
 
 
@@ -46,12 +46,12 @@ def test_large_models_and_long_rings(preset, topology, mesh):
 
 
 @pytest.mark.parametrize("rival, most_gib, most_seconds", list(zip(
-    ladder.rivals(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
+    memory_ladder.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
 )))  # fmt: skip
 def test_less_memory_than_others(rival, most_gib, most_seconds):
     """The last of our settings for each of their steps; what they counted: arguments and temporaries."""
     case = rival.ours[-1]
-    found = plan.plan(ladder.point(case).config, case.topology)
+    found = plan.plan(memory_ladder.point(case).config, case.topology)
     memory = found.memory
     assert (memory.device_arguments_bytes + memory.device_temp_bytes) / 2**30 < most_gib
     assert memory.fits

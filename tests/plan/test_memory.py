@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.plan.dump import Dump, LiveTensor, maker, read
+from jaxlc.hlo import parse
+from jaxlc.hlo.collectives import Collective
+from jaxlc.hlo.memory_dump import Dump, LiveTensor, maker, read
 from jaxlc.plan.memory import Memory, nccl_bytes, unified_host_bytes
-from jaxlc.plan.topology import topology
-from jaxlc.program import parse
-from jaxlc.program.collectives import Collective
+from jaxlc.simulate.topology import topology
 
 GIB = 2**30
 PEER = 32 * 12 * 2**20

@@ -5,7 +5,7 @@ import pytest
 
 from jaxlc.config import load
 from jaxlc.core.errors import UserError
-from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.train.step import TrainStep, build_step
 from tests.plan.gpus import ignores_cache, needs_gpu_compiler, small_config
 
@@ -16,7 +16,7 @@ LAYERS, TOKENS = 4, 4096
 def small_step(**memory) -> TrainStep:
     config = small_config()
     config.model.num_layers = LAYERS
-    config.data.sequence_tokens = TOKENS
+    config.data.seq_len = TOKENS
     config.memory.update(memory)
     config = load(config)
     return build_step(config, make_mesh(topology("h100:1x4"), config.mesh))
@@ -31,7 +31,7 @@ def test_residuals_of_all_layers_or_of_every_second_one():
     step = small_step(offload=("residual",))
     residuals = LAYERS * TOKENS * step.config.model.model_dim * 2 // 4  # bfloat16, split over context and tensor
     assert host_bytes(step) == residuals
-    assert host_bytes(small_step(offload=("residual",), remat_layers=2)) == residuals // 2
+    assert host_bytes(small_step(offload=("residual",), layers_per_remat_group=2)) == residuals // 2
 
 
 def test_what_attention_made():

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from benchmarks.attention_overlap import CompiledStep, compile_step, two_layers
 from jaxlc.attention import api, local
 from jaxlc.attention.contract import Masks
 from jaxlc.attention.merge import merge
 from jaxlc.config import defaults, load
-from jaxlc.plan.overlap import CompiledStep, compile_step, two_layers
-from jaxlc.plan.topology import topology
-from jaxlc.program.liveness import most_alive
-from jaxlc.program.passes import PASSES
-from jaxlc.program.ring import Hop
-from jaxlc.program.work import imbalance
+from jaxlc.hlo.attention_flops import imbalance
+from jaxlc.hlo.attention_hops import Hop
+from jaxlc.hlo.liveness import most_alive
+from jaxlc.hlo.op_names import PASSES
+from jaxlc.simulate.topology import topology
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_plugins") is None, reason="the extra `plan` is not installed"
@@ -91,7 +91,7 @@ def test_the_plain_loop_hides_nothing_and_holds_all_blocks(monkeypatch):
     # A small vocabulary, or the head's gradients would decide how much memory both take.
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=1024))
     ours = compile_step(config, gpus)
-    monkeypatch.setitem(api.STRATEGIES, "ring", api.Strategy(plain_ring, by_index=True))
+    monkeypatch.setitem(api.STRATEGIES, "ring", api.Strategy(plain_ring, implicit_positions=True))
     step = compile_step(config, gpus)
     forward = [hop for hop in step.hops if hop.which == "forward"]
     assert sum(hop.times for hop in forward) == LAYERS * 2 * 7  # K and V apart
@@ -107,7 +107,7 @@ def test_the_whole_model_fits_64_gpus_with_room_to_spare():
     config = defaults()
     config.model.preset = "llama3-8b"
     config.mesh.update(context=8, tensor=8)
-    config.data.sequence_tokens = TOKENS
+    config.data.seq_len = TOKENS
     config.attention.update(kernel="blockwise", query_block_tokens=1024, key_block_tokens=1024)
     step = compile_step(load(config), topology("h100:8x8"))
     assert step.temp_bytes < 6 * 2**30

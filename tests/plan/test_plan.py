@@ -14,7 +14,7 @@ from jaxlc.config import MeshConfig, load
 from jaxlc.core.errors import UserError
 from jaxlc.plan.compile import place_in_memory
 from jaxlc.plan.report import page
-from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.plan.gpus import ignores_cache, needs_gpu_compiler, small_config
 
 pytestmark = [needs_gpu_compiler, ignores_cache]
@@ -25,7 +25,7 @@ LAYERS, CONTEXT, ACCUMULATION = 2, 2, 3
 def found():
     """A process drives two GPUs, and the ring leads from one NVLink domain to the other."""
     config = small_config()
-    config.train.update(rows_per_step=ACCUMULATION, accumulation_steps=ACCUMULATION)
+    config.train.update(global_batch_size=ACCUMULATION, gradient_accumulation_steps=ACCUMULATION)
     config.runtime.update(simulated_devices=4)  # which counts for nothing here
     return plan.plan(config, "h100:2x2", devices_per_process=2)
 
@@ -76,10 +76,15 @@ def test_the_largest_arrays_have_sizes_and_makers(found):
 
 
 def test_the_rings_hops_are_counted_once_a_round_of_every_loop(found):
-    hops = ACCUMULATION * LAYERS * (
-        2 * (CONTEXT - 1)  # K and V, forward and again in the backward
-        + CONTEXT  # dK and dV, and home
-        + CONTEXT - 2  # K and V beside them
+    hops = (
+        ACCUMULATION
+        * LAYERS
+        * (
+            2 * (CONTEXT - 1)  # K and V, forward and again in the backward
+            + CONTEXT  # dK and dV, and home
+            + CONTEXT
+            - 2  # K and V beside them
+        )
     )
     assert found.ring.hops == found.ring.hidden + found.ring.exposed == hops
     assert found.ring.by_backend == {"NCCL": hops}
@@ -132,7 +137,7 @@ def test_the_page_fits_a_terminal(found):
 ])  # fmt: skip
 def test_a_mesh_of_another_size_is_told_what_works(mesh, words):
     config = small_config()
-    config.data.sequence_tokens = 3 * 4096
+    config.data.seq_len = 3 * 4096
     config.mesh.update(mesh)
     with pytest.raises(UserError, match=words):
         plan.plan(config, "h100:2x2")
@@ -141,7 +146,7 @@ def test_a_mesh_of_another_size_is_told_what_works(mesh, words):
 @pytest.mark.parametrize("settings, words", [
     (dict(runtime=dict(transport="peer")), "peer copies work within one process"),
     (dict(attention=dict(kernel="cudnn", document_mask=True)), "attention kernel cudnn cannot do this"),
-    (dict(data=dict(sequence_tokens=2**40)), "sequence_tokens=1099511627776 cannot be compiled"),
+    (dict(data=dict(seq_len=2**40)), "seq_len=1099511627776 cannot be compiled"),
 ], ids=["transport", "kernel", "size"])  # fmt: skip
 def test_what_cannot_be_is_one_sentence(settings, words):
     config = small_config()

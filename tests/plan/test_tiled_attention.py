@@ -9,14 +9,14 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.attention.tiled import make_tiled
+from jaxlc.attention.query_tiles import make_tiled
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.program import parse
-from jaxlc.program.schedule import transfers
-from jaxlc.program.text import Program
+from jaxlc.hlo import parse
+from jaxlc.hlo.async_ops import transfers
+from jaxlc.hlo.parser import Program
 from jaxlc.runtime.xla_flags import PRESETS
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.plan.gpus import ignores_cache, needs_gpu_compiler
 
 pytestmark = [needs_gpu_compiler, ignores_cache]
@@ -34,7 +34,7 @@ class Compiled(NamedTuple):
 def compiled(strategy: str, direction: str) -> Compiled:
     """All tiles of one row of one layer: `put`, then forward, or backward and `take`."""
     mesh = make_mesh(topology(f"h100:1x{CONTEXT_RANKS}"), MeshConfig(context=CONTEXT_RANKS))
-    config = AttentionConfig(strategy=strategy, ulysses_ranks=2 if strategy == "hybrid" else 1, kernel="cudnn")
+    config = AttentionConfig(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1, kernel="cudnn")
     tiled = make_tiled(config, mesh, tiles=TILES, num_kv_heads=K)
     numbers = jnp.arange(TILES, dtype=jnp.int32)
 

@@ -7,13 +7,13 @@ import pytest
 from jaxlc import attention
 from jaxlc.config import AttentionConfig, MeshConfig, RuntimeConfig
 from jaxlc.core.errors import UserError
-from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.program import parse
-from jaxlc.program.collectives import collectives
+from jaxlc.hlo import parse
+from jaxlc.hlo.collectives import collectives
 from jaxlc.runtime import transport
 from jaxlc.runtime.plugin import xla_version
 from jaxlc.runtime.transport import Place, choose, choose_for, prepare, unavailable
 from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, compile_options
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 
 needs_gpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_plugins") is None, reason='needs the GPU compiler: pip install "jaxlc[plan]"'

@@ -56,12 +56,15 @@ def test_a_fraction_in_the_environment_stays(name, monkeypatch):
         prepared(GRACE, monkeypatch, RuntimeConfig(unified_memory=True, unified_memory_fraction=4.0), **{name: "3.5"})
 
 
-@pytest.mark.parametrize("name, value, says", [
-    ("TF_FORCE_UNIFIED_MEMORY", "0", "=0 contradicts config.runtime.unified_memory=True"),
-    ("XLA_PYTHON_CLIENT_MEM_FRACTION", "most", "=most contradicts"),
-    ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "=platform knows no unified memory"),
-    ("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async", "=cuda_async knows no unified memory"),
-])
+@pytest.mark.parametrize(
+    "name, value, says",
+    [
+        ("TF_FORCE_UNIFIED_MEMORY", "0", "=0 contradicts config.runtime.unified_memory=True"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "most", "=most contradicts"),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "=platform knows no unified memory"),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async", "=cuda_async knows no unified memory"),
+    ],
+)
 def test_an_environment_that_contradicts(name, value, says, monkeypatch):
     with pytest.raises(UserError, match=name + says):
         prepared(GRACE, monkeypatch, **{name: value})

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.plan.topology import WITHOUT_GPU, topology
 from jaxlc.runtime.xla_flags import PRESETS, compile_options, users_options
+from jaxlc.simulate.topology import WITHOUT_GPU, topology
 
 
 def test_cpu_takes_its_options_and_knows_nothing_of_gpus():

@@ -1,6 +1,5 @@
 """The mesh: axes, order of devices, and a mismatch that names overrides which work."""
 
-
 import jax
 import numpy as np
 import pytest

@@ -25,13 +25,16 @@ def test_at_rest_and_in_use():
     assert compute_spec(dims, shape, mesh) == P(None, None, "tensor", None)
 
 
-@pytest.mark.parametrize("size, entry", [
-    (12, ("fsdp", "context")),
-    (9, "context"),  # 3 divides 9, 6 does not
-    (3, "context"),
-    (4, "fsdp"),
-    (7, None),
-])
+@pytest.mark.parametrize(
+    "size, entry",
+    [
+        (12, ("fsdp", "context")),
+        (9, "context"),  # 3 divides 9, 6 does not
+        (3, "context"),
+        (4, "fsdp"),
+        (7, None),
+    ],
+)
 def test_the_largest_subset_that_divides(size, entry):
     assert storage_spec(("model",), (size,), _mesh(fsdp=2, context=3)) == P(entry)
 
@@ -61,13 +64,16 @@ def test_every_field_names_mesh_axes():
         assert all(axis in MESH_AXES for axes in entries for axis in axes)
 
 
-@pytest.mark.parametrize("method, shape, spec", [
-    ("residual", (4, 8, 6), P(("fsdp",), ("context", "tensor"), None)),
-    ("gathered", (4, 8, 6), P(("fsdp",), "context", None)),
-    ("heads", (4, 8, 2, 6), P(("fsdp",), "context", "tensor", None)),
-    ("heads", (4, 8, 1, 6), P(("fsdp",), "context", None, None)),
-    ("ffn", (4, 8, 6), P(("fsdp",), "context", "tensor")),
-])
+@pytest.mark.parametrize(
+    "method, shape, spec",
+    [
+        ("residual", (4, 8, 6), P(("fsdp",), ("context", "tensor"), None)),
+        ("gathered", (4, 8, 6), P(("fsdp",), "context", None)),
+        ("heads", (4, 8, 2, 6), P(("fsdp",), "context", "tensor", None)),
+        ("heads", (4, 8, 1, 6), P(("fsdp",), "context", None, None)),
+        ("ffn", (4, 8, 6), P(("fsdp",), "context", "tensor")),
+    ],
+)
 def test_activations(method, shape, spec):
     mesh = _mesh(fsdp=2, context=2, tensor=2)
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)

@@ -21,10 +21,10 @@ def get_config(variant):
     config.runtime.simulated_devices = 8
     config.data.sources = ({corpus!r},)
     config.data.cache_dir = {cache!r}
-    config.data.sequence_tokens = 128
+    config.data.seq_len = 128
     config.data.eval_fraction = 0.3
     config.optimizer.learning_rate = 3e-3
-    config.train.update(steps=12, rows_per_step=2, eval_every_steps=6, eval_rows=2, checkpoint_every_steps=4)
+    config.train.update(steps=12, global_batch_size=2, eval_every_steps=6, eval_sequences=2, checkpoint_every_steps=4)
     return config
 """
 

@@ -29,11 +29,11 @@ def small_config(**sections: dict) -> Config:
         ffn_dim=64,
         tie_embeddings=False,
     )
-    config.data.sequence_tokens = TOKENS
+    config.data.seq_len = TOKENS
     config.attention.update(query_block_tokens=32, key_block_tokens=32)
     config.memory.loss_chunk_tokens = 20
     config.precision.compute = "fp32"
-    config.train.update(rows_per_step=ROWS, eval_rows=ROWS)
+    config.train.update(global_batch_size=ROWS, eval_sequences=ROWS)
     for section, values in sections.items():
         config[section].update(values)
     return load(config)
@@ -58,13 +58,15 @@ def natural_rows(vocab_size: int = 61, seed: int = 0) -> list[dict[str, np.ndarr
         weights = (segments > 0).astype(np.float32)
         weights[np.cumsum(np.abs(lengths)) - 1] = 0  # a document's last token has no target
         targets = np.append(tokens[1:], np.int32(0))
-        rows.append(dict(
-            tokens=tokens,
-            targets=targets,
-            loss_weights=weights,
-            positions=positions.astype(np.int32),
-            segment_ids=segments.astype(np.int32),
-        ))
+        rows.append(
+            dict(
+                tokens=tokens,
+                targets=targets,
+                loss_weights=weights,
+                positions=positions.astype(np.int32),
+                segment_ids=segments.astype(np.int32),
+            )
+        )
     return rows
 
 

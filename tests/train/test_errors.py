@@ -15,26 +15,33 @@ def config(tmp_path_factory):
     return runs.write_config(tmp_path_factory.mktemp("errors"))
 
 
-@pytest.mark.parametrize("overrides, words", [
-    (["mesh.contxt=2"], "there is no config.mesh.contxt; did you mean config.mesh.context?"),
-    (["mesh.context=two"], "config.mesh.context is 'two', which is not a whole number"),
-    (["mesh.context=2"], "--config.mesh."),
-    (["mesh.context=2", "runtime.simulated_devices=0"], "needs 4 devices but the devices here are 8; use --config"),
-    (["model.num_heads=3", "model.num_kv_heads=3"], "3"),
-    (["data.sequence_tokens=100"], "100"),
-    (["data.sources=/nowhere/at/all"], "/nowhere/at/all"),
-    (["data.sources={empty}"], "empty"),
-    (["data.tokenizer=/nowhere/tokenizer.json"], "/nowhere/tokenizer.json"),
-    (["model.vocab_size=100"], "tokenizer bytes has 257 tokens and the model 100; set --config.model.vocab_size=257"),
-    (["=3"], "there is no config."),
-    (["data.sources=('a',3)"], "config.data.sources is .* which is not a list of strings"),
-    (["train.steps=0"], "config.train.steps is 0; it must be at least 1"),
-    (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3-8b?"),
-    (["attention.strategy=ulysses"], "context=4, and each tensor rank has 2 query and 1 key/value heads"),
-    (["attention.ulysses_ranks=2"], "ulysses_ranks=2 is for strategy 'hybrid', and .*strategy is 'ring'"),
-    (["attention.kernel=cudnn"], "attention kernel cudnn cannot do this: it needs an NVIDIA GPU, and this is cpu"),
-    (["precision.compute=fp4"], "config.precision.compute is 'fp4', which is not one of 'auto', 'bf16', 'fp32'"),
-], ids=lambda value: value[0] if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["mesh.contxt=2"], "there is no config.mesh.contxt; did you mean config.mesh.context?"),
+        (["mesh.context=two"], "config.mesh.context is 'two', which is not a whole number"),
+        (["mesh.context=2"], "--config.mesh."),
+        (["mesh.context=2", "runtime.simulated_devices=0"], "needs 4 devices but the devices here are 8; use --config"),
+        (["model.num_heads=3", "model.num_kv_heads=3"], "3"),
+        (["data.seq_len=100"], "100"),
+        (["data.sources=/nowhere/at/all"], "/nowhere/at/all"),
+        (["data.sources={empty}"], "empty"),
+        (["data.tokenizer=/nowhere/tokenizer.json"], "/nowhere/tokenizer.json"),
+        (
+            ["model.vocab_size=100"],
+            "tokenizer bytes has 257 tokens and the model 100; set --config.model.vocab_size=257",
+        ),
+        (["=3"], "there is no config."),
+        (["data.sources=('a',3)"], "config.data.sources is .* which is not a list of strings"),
+        (["train.steps=0"], "config.train.steps is 0; it must be at least 1"),
+        (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3-8b?"),
+        (["attention.strategy=ulysses"], "context=4, and each tensor rank has 2 query and 1 key/value heads"),
+        (["attention.ulysses_degree=2"], "ulysses_degree=2 is for strategy 'hybrid', and .*strategy is 'ring'"),
+        (["attention.kernel=cudnn"], "attention kernel cudnn cannot do this: it needs an NVIDIA GPU, and this is cpu"),
+        (["precision.compute=fp4"], "config.precision.compute is 'fp4', which is not one of 'auto', 'bf16', 'fp32'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
 def test_wrong_settings(config, tmp_path, monkeypatch, capsys, overrides, words):
     monkeypatch.setattr(step.TrainStep, "compile", lambda self: pytest.fail("compiled before it was checked"))
     empty = tmp_path / "empty"
@@ -51,12 +58,19 @@ def test_a_workdir_that_cannot_be_written(config, tmp_path, capsys, obstacle):
     _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'run'}"], "choose another --workdir", capsys)
 
 
-@pytest.mark.parametrize("argv, words", [
-    ([], "no config is given; name a config file, such as --config=configs/quickstart.py"),
-    (["--config=configs/quickstrat.py"], "no config file 'configs/quickstrat.py'; did you mean configs/quickstart.py?"),
-    (["--config=configs/quickstart.py:mini"], "has no variants, so 'mini' is not one"),
-    (["--config=configs/quickstart.py", "--wrokdir=x"], "there is no flag --wrokdir; did you mean --workdir?"),
-], ids=["none", "file", "variant", "flag"])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "no config is given; name a config file, such as --config=configs/quickstart.py"),
+        (
+            ["--config=configs/quickstrat.py"],
+            "no config file 'configs/quickstrat.py'; did you mean configs/quickstart.py?",
+        ),
+        (["--config=configs/quickstart.py:mini"], "has no variants, so 'mini' is not one"),
+        (["--config=configs/quickstart.py", "--wrokdir=x"], "there is no flag --wrokdir; did you mean --workdir?"),
+    ],
+    ids=["none", "file", "variant", "flag"],
+)
 def test_wrong_command_lines(argv, words, capsys):
     _assert_refused(argv, words, capsys)
 

@@ -27,14 +27,14 @@ def test_edges_cover_every_position_once(tokens):
 @pytest.mark.parametrize("axes", [dict(), dict(data=2, context=2, tensor=2)], ids=str)
 def test_mean_loss_and_its_positions(axes):
     """Three rows on two ranks: the fourth is the first again and must not count."""
-    alone = small_step(small_config(train=dict(rows_per_step=4)))
+    alone = small_step(small_config(train=dict(global_batch_size=4)))
     params = alone.init().params
     batch = make_batch(alone, natural_rows())
     losses = np.asarray(alone.objective.token_losses(params, type(batch)(*(x[0] for x in batch))))
     weights = np.asarray(batch.loss_weights)[0]
     losses, weights, positions = losses[:3], weights[:3], np.asarray(batch.positions)[0, :3]
 
-    step = small_step(small_config(mesh=axes, train=dict(rows_per_step=4)))
+    step = small_step(small_config(mesh=axes, train=dict(global_batch_size=4)))
     evaluate = Evaluator(step, _Rows(), 8, zigzag_order(TOKENS, step.mesh.shape[CONTEXT]))
     assert evaluate.num_rows == 3
     evaluation = evaluate(put_params(step, params))

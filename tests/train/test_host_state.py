@@ -12,14 +12,14 @@ import pytest
 
 from jaxlc.config import load, to_dict
 from jaxlc.core.errors import UserError
+from jaxlc.hlo import parse
+from jaxlc.hlo.async_ops import transfers
+from jaxlc.hlo.attention_kernels import calls_within
+from jaxlc.hlo.host_transfers import host_copies
+from jaxlc.hlo.parser import Program
 from jaxlc.plan.compile import place_state
-from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.program import parse
-from jaxlc.program.attention_calls import calls_within
-from jaxlc.program.host_copies import host_copies
-from jaxlc.program.schedule import transfers
-from jaxlc.program.text import Program
-from jaxlc.train import readback, update
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
+from jaxlc.train import update, verify_compiled
 from jaxlc.train.checkpoint import Checkpoints
 from jaxlc.train.objective import Objective
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer
@@ -65,7 +65,7 @@ def test_a_streamed_update_is_the_plain_one(both_ways, grad_norm: float):
     config = small_config().optimizer
     schedule = learning_rate_schedule(config, 20)
     make = lambda dims: make_optimizer(config, schedule, dims)  # noqa: E731
-    start = update.Weights(_tree(0), make(DIMS).init(_tree(0)))
+    start = update.ParamsAndOptState(_tree(0), make(DIMS).init(_tree(0)))
 
     def two_steps(weights, gradients):
         for is_finite in (True, False, True):
@@ -91,7 +91,7 @@ def test_streamed_sums(both_ways):
 
 def _three_steps(**memory):
     """(step, state, losses and norms) after three steps of two microbatches."""
-    train = dict(accumulation_steps=2)
+    train = dict(gradient_accumulation_steps=2)
     step = small_step(small_config(mesh=dict(context=2, tensor=2), train=train, memory=memory))
     state, batch, run = step.init(), make_batch(step, natural_rows()), step.compile()
     seen = []
@@ -108,7 +108,7 @@ def on_device():
 
 @needs_host_memory
 @pytest.mark.parametrize("memory", [
-    dict(optimizer="host"), ON_HOST, dict(**ON_HOST, remat_layers=2), dict(**ON_HOST, tile_tokens=24),
+    dict(optimizer="host"), ON_HOST, dict(**ON_HOST, layers_per_remat_group=2), dict(**ON_HOST, tile_tokens=24),
 ], ids=str)  # fmt: skip
 def test_steps_with_the_state_in_host_memory(on_device, memory):
     _, state, seen = _three_steps(**memory)
@@ -184,14 +184,17 @@ def _compile(step: TrainStep) -> jax.stages.Compiled:
 def test_in_the_program_for_gpus_the_state_is_on_the_host_and_updated_in_place():
     step = _gpu_step()
     compiled = _compile(step)
-    readback.check_memory(step, parse(compiled.as_text()))
+    verify_compiled.check_memory(step, parse(compiled.as_text()))
     stats, spaces = compiled.memory_analysis(), step.memory_spaces
     on_host, params = (
         bytes_per_device(tree, its_spaces, HOST)
         for tree, its_spaces in ((step.abstract_state, spaces), (step.abstract_state.params, spaces.params))
     )
-    assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == on_host > 0.99 * bytes_per_device(
-        step.abstract_state
+    assert (
+        stats.host_argument_size_in_bytes
+        == stats.host_alias_size_in_bytes
+        == on_host
+        > 0.99 * bytes_per_device(step.abstract_state)
     )
     assert 0 < stats.host_temp_size_in_bytes <= params  # the gradients
     on_device = bytes_per_device(step.abstract_state, spaces, DEVICE) + bytes_per_device(step.abstract_batch)
@@ -202,10 +205,10 @@ def test_in_the_program_for_gpus_the_state_is_on_the_host_and_updated_in_place()
 @gpus.needs_gpu_compiler
 @gpus.ignores_cache
 def test_a_program_that_holds_the_state_on_the_gpu_is_an_error():
-    program = parse(_compile(_gpu_step(optimizer="device", remat_layers=2)).as_text())
-    readback.check_memory(_gpu_step(optimizer="device"), program)
+    program = parse(_compile(_gpu_step(optimizer="device", layers_per_remat_group=2)).as_text())
+    verify_compiled.check_memory(_gpu_step(optimizer="device"), program)
     with pytest.raises(UserError, match="arrays of the compiled step's state are not in host memory"):
-        readback.check_memory(_gpu_step(), program)
+        verify_compiled.check_memory(_gpu_step(), program)
 
 
 @pytest.mark.heavy
@@ -218,7 +221,7 @@ def test_a_program_that_fetches_all_layers_at_once_is_an_error(monkeypatch: pyte
     step = _gpu_step()
     program = parse(_compile(step).as_text())
     with pytest.raises(UserError, match="copies all layers' .* to the GPU at once"):
-        readback.check_memory(step, program)
+        verify_compiled.check_memory(step, program)
 
 
 def _fetches_of_layers(program: Program) -> list[list[set[str]]]:
@@ -236,7 +239,7 @@ def _fetches_of_layers(program: Program) -> list[list[set[str]]]:
 @gpus.needs_gpu_compiler
 @gpus.ignores_cache
 @pytest.mark.heavy
-@pytest.mark.parametrize("memory", [{}, dict(remat="attention"), dict(tile_tokens=512, remat_layers=2)])
+@pytest.mark.parametrize("memory", [{}, dict(remat="attention"), dict(tile_tokens=512, layers_per_remat_group=2)])
 def test_weights_are_fetched_beside_the_attention_of_the_layer_before(memory):
     forward, backward, *of_the_update = _fetches_of_layers(parse(_compile(_gpu_step(**memory)).as_text()))
     assert len(forward) == len(backward) == WEIGHTS_OF_A_LAYER

@@ -10,11 +10,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
+from jaxlc.hlo import parse
+from jaxlc.hlo.collectives import collectives
 from jaxlc.models.layers import lookup
-from jaxlc.plan.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.program import parse
-from jaxlc.program.collectives import collectives
 from jaxlc.sharding.rules import Sharder, storage_spec
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.train.loss import LossSpec, loss_sums
 from tests.plan.gpus import ignores_cache, needs_gpu_compiler
 

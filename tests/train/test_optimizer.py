@@ -54,12 +54,12 @@ def test_weight_decay_leaves_norm_scales_alone():
     assert (updates["weight"] < 0).all() and (updates["norm"] == 0).all()
 
 
-@pytest.mark.parametrize("clip_norm, same", [(1.0, True), (0.0, False)])
-def test_clipping_by_the_norm_over_all_parameters(clip_norm, same):
+@pytest.mark.parametrize("max_grad_norm, same", [(1.0, True), (0.0, False)])
+def test_clipping_by_the_norm_over_all_parameters(max_grad_norm, same):
     """With clipping a gradient of norm 50 and one of norm 500 leave the same first moment."""
     params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
     dims = {"a": ("norm",), "b": ("model",)}
-    config = dataclasses.replace(CONFIG, clip_norm=clip_norm)
+    config = dataclasses.replace(CONFIG, max_grad_norm=max_grad_norm)
     optimizer = make_optimizer(config, learning_rate_schedule(config, 20), dims)
     small = {"a": jnp.array([30.0, 0, 0]), "b": jnp.array([0.0, 40, 0, 0])}
     large = jax.tree.map(lambda g: 10 * g, small)

@@ -65,12 +65,12 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(axes):
 @pytest.mark.parametrize("axes", [dict(context=2, data=2), dict(context=2, fsdp=2, tensor=2)], ids=str)
 def test_accumulation_over_unequal_microbatches(axes):
     """Microbatches hold 95 + 91 and 9 + 0 targets: their sums are added and divided once."""
-    _assert_same(axes, train=dict(accumulation_steps=2))
+    _assert_same(axes, train=dict(gradient_accumulation_steps=2))
 
 
 def test_accumulation_itself_changes_nothing():
     _, gradients, loss = _on_one_device()
-    _, accumulated, accumulated_loss = _on_one_device(train=(("accumulation_steps", 4),))
+    _, accumulated, accumulated_loss = _on_one_device(train=(("gradient_accumulation_steps", 4),))
     np.testing.assert_allclose(accumulated_loss, loss, rtol=FLOAT32_PARITY)
     _assert_close(accumulated, gradients)
 
@@ -80,11 +80,15 @@ def test_more_tensor_ranks_than_key_value_heads(axes):
     _assert_same(axes)
 
 
-@pytest.mark.parametrize("split", [
-    dict(strategy="all_gather"),
-    dict(strategy="ulysses"),
-    dict(strategy="hybrid", ulysses_ranks=2),
-], ids=str)  # the ring is everywhere else
+@pytest.mark.parametrize(
+    "split",
+    [
+        dict(strategy="all_gather"),
+        dict(strategy="ulysses"),
+        dict(strategy="hybrid", ulysses_degree=2),
+    ],
+    ids=str,
+)  # the ring is everywhere else
 def test_other_strategies(split):
     _assert_same(dict(context=4, fsdp=2), split=split)
 
@@ -94,24 +98,32 @@ def test_other_masks(attention):
     _assert_same(dict(context=4, tensor=2), attention=attention)
 
 
-@pytest.mark.parametrize("model", [
-    dict(tie_embeddings=True, vocab_size=64),
-    dict(qk_norm=True),
-    dict(rope_scaling_factor=8.0, rope_scaling_original_tokens=32),
-], ids=["tied", "qk_norm", "rope_scaling"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        dict(tie_embeddings=True, vocab_size=64),
+        dict(qk_norm=True),
+        dict(rope_scaling_factor=8.0, rope_scaling_original_tokens=32),
+    ],
+    ids=["tied", "qk_norm", "rope_scaling"],
+)
 def test_model_variants(model):
     _assert_same(dict(context=2, tensor=2, fsdp=2), model=model)
 
 
-@pytest.mark.parametrize("memory", [
-    dict(remat="none"),
-    dict(remat="full"),
-    dict(remat="matmuls"),
-    dict(remat="full", keep=("mlp_gate", "query")),
-    dict(remat="full", offload=("residual", "attention_out", "attention_lse")),
-    dict(remat="attention", remat_layers=2),
-    dict(remat="full", remat_layers=2, offload=("residual",), keep=("attention_out", "attention_lse")),
-], ids=str)  # the others run with "attention"
+@pytest.mark.parametrize(
+    "memory",
+    [
+        dict(remat="none"),
+        dict(remat="full"),
+        dict(remat="matmuls"),
+        dict(remat="full", save=("mlp_gate", "query")),
+        dict(remat="full", offload=("residual", "attention_out", "attention_lse")),
+        dict(remat="attention", layers_per_remat_group=2),
+        dict(remat="full", layers_per_remat_group=2, offload=("residual",), save=("attention_out", "attention_lse")),
+    ],
+    ids=str,
+)  # the others run with "attention"
 def test_what_is_kept_changes_nothing(memory):
     params, gradients, _ = _on_one_device()
     step = small_step(small_config(memory=memory, mesh=dict(context=2, tensor=2)))
@@ -151,19 +163,21 @@ _WHOLE_TENSORS = ("residual", "attention_out", "attention_lse")
 
 _RUNGS = [  # every pair of a mesh, a strategy and two settings of memory, those that compile fastest first
     (dict(context=2, tensor=2, fsdp=2), dict(), dict(remat="attention", tile_tokens=16, parameters="host")),
-    (dict(context=4, fsdp=2), dict(strategy="hybrid", ulysses_ranks=2),
+    (dict(context=4, fsdp=2), dict(strategy="hybrid", ulysses_degree=2),
      dict(remat="full", tile_tokens=8, offload=_WHOLE_TENSORS, parameters="host", loss_chunk_tokens=7)),
     (dict(context=6), dict(document_mask=False), dict(remat="full", tile_tokens=8)),
     (dict(context=2, tensor=2, fsdp=2), dict(),
-     dict(remat="attention", remat_layers=2, offload=_WHOLE_TENSORS, parameters="host", optimizer="host")),
+     dict(remat="attention", layers_per_remat_group=2, offload=_WHOLE_TENSORS, parameters="host", optimizer="host")),
     (dict(), dict(), dict(remat="full", tile_tokens=24)),
     (dict(context=2, fsdp=2), dict(strategy="ulysses"), dict(remat="attention", tile_tokens=12, loss_chunk_tokens=7)),
     (dict(context=2, tensor=4), dict(), dict(remat="full", tile_tokens=24, offload=("residual",), optimizer="host")),
     (dict(context=2), dict(strategy="ulysses", document_mask=False),
-     dict(remat="full", tile_tokens=48, remat_layers=2, parameters="host", optimizer="host", loss_chunk_tokens=7)),
-    (dict(context=4, data=2), dict(), dict(remat="full", tile_tokens=6, remat_layers=2, offload=("residual",))),
-    (dict(context=8), dict(strategy="hybrid", ulysses_ranks=2),
-     dict(remat="attention", tile_tokens=4, remat_layers=2, optimizer="host")),
+     dict(remat="full", tile_tokens=48, layers_per_remat_group=2, parameters="host", optimizer="host",
+          loss_chunk_tokens=7)),
+    (dict(context=4, data=2), dict(),
+     dict(remat="full", tile_tokens=6, layers_per_remat_group=2, offload=("residual",))),
+    (dict(context=8), dict(strategy="hybrid", ulysses_degree=2),
+     dict(remat="attention", tile_tokens=4, layers_per_remat_group=2, optimizer="host")),
 ]  # fmt: skip
 
 

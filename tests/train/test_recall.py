@@ -32,9 +32,9 @@ def _final_loss() -> float:
     config = small_config(
         model=dict(vocab_size=16),
         mesh=dict(context=CONTEXT),
-        data=dict(sequence_tokens=TOKENS),
+        data=dict(seq_len=TOKENS),
         optimizer=dict(learning_rate=1e-2, schedule="constant", warmup_steps=1, weight_decay=0.0),
-        train=dict(rows_per_step=ROWS, steps=STEPS),
+        train=dict(global_batch_size=ROWS, steps=STEPS),
     )
     step = small_step(config)
     order, rng = zigzag_order(TOKENS, CONTEXT), np.random.default_rng(0)
@@ -54,5 +54,5 @@ def test_a_fact_on_another_rank_is_recalled():
 
 @pytest.mark.heavy
 def test_without_the_hops_it_is_not(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ring.RankOfRing, "send", lambda self, x: x)
+    monkeypatch.setattr(ring.RingState, "send", lambda self, x: x)
     assert _final_loss() > 0.9 * CHANCE

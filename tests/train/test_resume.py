@@ -84,16 +84,20 @@ def _assert_same_losses(got: list[dict], wanted: list[dict], tolerance: float) -
         )
 
 
-@pytest.mark.parametrize("mesh", [
-    dict(mesh__fsdp=2, mesh__context=4, mesh__tensor=1),
-    dict(mesh__context=3, mesh__tensor=2, runtime__simulated_devices=6, data__sequence_tokens=132),
-], ids=["fsdp", "other_length"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        dict(mesh__fsdp=2, mesh__context=4, mesh__tensor=1),
+        dict(mesh__context=3, mesh__tensor=2, runtime__simulated_devices=6, data__seq_len=132),
+    ],
+    ids=["fsdp", "other_length"],
+)
 @pytest.mark.heavy
 def test_resumed_on_another_mesh(config, uninterrupted, halfway, tmp_path, mesh):
     """The same next rows, and the same losses; where rows have another length, it says so."""
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     output = runs.train(config, workdir, **mesh)
-    if "data__sequence_tokens" in mesh:
+    if "data__seq_len" in mesh:
         assert "training goes on with other rows" in output
     else:
         _assert_same_losses(runs.rows(workdir), uninterrupted, 1e-5)
@@ -155,8 +159,15 @@ def test_another_models_workdir_is_refused(config, halfway):
 def test_a_loss_that_is_not_finite(config, tmp_path, nonfinite, status):
     """A learning rate that no model survives."""
     output = runs.train(
-        config, tmp_path, status, train__nonfinite=nonfinite, train__steps=6, train__checkpoint_every_steps=1,
-        optimizer__learning_rate=1e20, optimizer__clip_norm=0, optimizer__warmup_steps=0,
+        config,
+        tmp_path,
+        status,
+        train__nonfinite=nonfinite,
+        train__steps=6,
+        train__checkpoint_every_steps=1,
+        optimizer__learning_rate=1e20,
+        optimizer__max_grad_norm=0,
+        optimizer__warmup_steps=0,
     )
     assert re.search(r"step [1-6] has loss \S+ and gradient norm (nan|inf)", output), output
     if nonfinite == "stop":

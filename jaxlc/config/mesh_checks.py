@@ -1,0 +1,143 @@
+"""What a mesh splits and what it does not: heads, features, sequence and rows; and meshes that do. Imports no jax."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from jaxlc.config.schema import Config, MeshConfig
+from jaxlc.core.axes import MESH_AXES
+from jaxlc.core.errors import UserError
+
+
+def check_num_devices(config: Config, num_devices: int, there_are: str, config_path: str = "") -> None:
+    """Raises UserError unless the mesh has `num_devices` devices; names overrides, or commands, that do work.
+
+    Args:
+      there_are: how the sentence tells the number, such as "the devices here are" (the number is appended).
+      config_path: of the config file, with its variant if it has one; "" if there is none.
+    """
+    if config.mesh.num_devices == num_devices:
+        return
+    wanted = " x ".join(f"{axis}={size}" for axis, size in _sizes(config.mesh).items())
+    sentence = f"the mesh {wanted} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
+    if config.runtime.topology and config_path:
+        raise UserError(
+            f"{sentence}; it is made for {config.runtime.topology}: start it there, or compile it for there with"
+            f" `python -m jaxlc.plan --config={config_path} --topology={config.runtime.topology}`, or run the same in"
+            f" miniature with `python -m jaxlc.train --config={config_path.partition(':')[0]}:mini`"
+        )
+    mesh = working_mesh(config, num_devices)
+    ways = [] if mesh is None else [mesh_overrides(config.mesh, mesh)]
+    if _splits(config):
+        ways.append(f"--config.runtime.simulated_devices={config.mesh.num_devices}, on CPU")
+    advice = f"use {', or '.join(ways)}" if ways else "no mesh of either size splits this model and these rows"
+    raise UserError(f"{sentence}; {advice}")
+
+
+def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:
+    """The mesh of `num_devices` nearest to the config's that splits its model and rows; None if none does."""
+
+    def distance(mesh: MeshConfig) -> float:
+        old, new = _sizes(config.mesh), _sizes(mesh)
+        return sum(abs(math.log(new[axis] / old[axis])) for axis in MESH_AXES)
+
+    meshes = [mesh for mesh in _meshes(num_devices) if _splits(dataclasses.replace(config, mesh=mesh))]
+    return min(meshes, key=distance, default=None)
+
+
+def _splits(config: Config) -> bool:
+    return not any((*split_problems(config), *length_problems(config)))
+
+
+def mesh_overrides(old: MeshConfig, new: MeshConfig) -> str:
+    """The command line that turns one mesh into the other: "--config.mesh.context=2"."""
+    sizes = _sizes(new)
+    return " ".join(f"--config.mesh.{axis}={sizes[axis]}" for axis, size in _sizes(old).items() if size != sizes[axis])
+
+
+def _sizes(mesh: MeshConfig) -> dict[str, int]:
+    return {axis: getattr(mesh, axis) for axis in MESH_AXES}
+
+
+def _meshes(num_devices: int) -> Iterator[MeshConfig]:
+    """Every mesh of that many devices."""
+    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    for tensor in divisors:
+        for context in divisors:
+            for fsdp in divisors:
+                if num_devices % (tensor * context * fsdp) == 0:
+                    data = num_devices // (tensor * context * fsdp)
+                    yield MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor)
+
+
+def split_problems(config: Config) -> Iterator[str]:
+    """Whatever of the model the mesh does not divide."""
+    yield from _tensor_problems(config)
+    yield from _strategy_problems(config)
+
+
+def _tensor_problems(config: Config) -> Iterator[str]:
+    """Heads and features that the mesh does not divide."""
+    model, tensor = config.model, config.mesh.tensor
+    if model.num_heads % tensor:
+        yield f"config.model.num_heads={model.num_heads} is not divisible by config.mesh.tensor={tensor}"
+    if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
+        yield (
+            f"config.model.num_kv_heads={model.num_kv_heads} is neither a multiple nor a divisor of"
+            f" config.mesh.tensor={tensor}"
+        )
+    if model.ffn_dim % tensor:
+        yield f"config.model.ffn_dim={model.ffn_dim} is not divisible by config.mesh.tensor={tensor}"
+
+
+def _strategy_problems(config: Config) -> Iterator[str]:
+    """A context that the strategy does not cut, and heads that do not split over its ranks."""
+    attention, model, mesh = config.attention, config.model, config.mesh
+    if attention.strategy == "hybrid" and mesh.context % attention.ulysses_degree:
+        yield (
+            f"config.mesh.context={mesh.context} is not divisible by config.attention.ulysses_degree="
+            f"{attention.ulysses_degree}, which cuts it for 'hybrid'"
+        )
+    if attention.strategy != "hybrid" and attention.ulysses_degree > 1:
+        yield (
+            f"config.attention.ulysses_degree={attention.ulysses_degree} is for strategy 'hybrid', and"
+            f" config.attention.strategy is {attention.strategy!r}, which does not cut the context"
+        )
+    ranks = {"ulysses": mesh.context, "hybrid": attention.ulysses_degree}.get(attention.strategy, 1)
+    heads, kv_heads = model.num_heads // mesh.tensor, max(1, model.num_kv_heads // mesh.tensor)
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        setting = "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_degree"
+        yield (
+            f"config.attention.strategy={attention.strategy!r} splits heads over {setting}={ranks}, and each tensor"
+            f" rank has {heads} query and {kv_heads} key/value heads, which must split or repeat evenly, though not"
+            " with 'ring'"
+        )
+
+
+def length_problems(config: Config) -> Iterator[str]:
+    """Sequence and batch sizes that the mesh does not divide."""
+    mesh, train = config.mesh, config.train
+    num_tokens, piece = config.data.seq_len, 2 * mesh.context * mesh.tensor
+    if num_tokens % piece:
+        yield (
+            f"config.data.seq_len={num_tokens} is not divisible by 2 x mesh.context x mesh.tensor = {piece};"
+            f" use {_nearest_multiples(num_tokens, piece)}"
+        )
+    replicas = mesh.data * mesh.fsdp
+    parts = train.gradient_accumulation_steps * replicas
+    if train.global_batch_size % parts:
+        yield (
+            f"config.train.global_batch_size={train.global_batch_size} is not divisible by"
+            f" train.gradient_accumulation_steps x mesh.data x mesh.fsdp = {parts};"
+            f" use {_nearest_multiples(train.global_batch_size, parts)}"
+        )
+    if train.eval_sequences % replicas:
+        yield (
+            f"config.train.eval_sequences={train.eval_sequences} is not divisible by mesh.data x mesh.fsdp"
+            f" = {replicas}; use {_nearest_multiples(train.eval_sequences, replicas)}"
+        )
+
+
+def _nearest_multiples(value: int, divisor: int) -> str:
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"

@@ -1,5 +1,0 @@
-"""Reads a compiled program's text: what runs, how often, in which order, and what travels meanwhile."""
-
-from jaxlc.program.text import Program, parse
-
-__all__ = ["Program", "parse"]

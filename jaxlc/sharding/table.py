@@ -1,0 +1,87 @@
+"""The sharding table: where every parameter lies, and what stayed whole although its rule would split it."""
+
+import math
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxlc.sharding.rules import axes_at_rest, storage_spec
+
+_HEADINGS = ("parameter", "shape", "dtype", "split over", "bytes/device", "")
+
+
+def sharding_table(abstract_params: dict, dims: dict, mesh: Mesh) -> str:
+    """Plain text, one line a parameter, and the totals. A `!` marks a dimension not split over all its axes, and why.
+
+    Args:
+      abstract_params: nested dict of arrays or `jax.ShapeDtypeStruct`s.
+      dims: the same tree, a tuple of dimension names each.
+      mesh: may be of devices that are not here.
+    """
+    rows, num_params, global_bytes, device_bytes = [_HEADINGS], 0, 0, 0
+    for path, param in jax.tree.leaves_with_path(abstract_params):
+        names = _at(dims, path)
+        spec = storage_spec(names, param.shape, mesh)
+        per_device_bytes = math.prod(_piece(param.shape, spec, mesh)) * param.dtype.itemsize
+        rows.append(
+            (
+                "/".join(key.key for key in path),
+                " ".join(f"{name}={size}" for name, size in zip(names, param.shape)),
+                str(param.dtype),
+                _spec_text(names, spec),
+                f"{per_device_bytes:,}",
+                "; ".join(_not_split(names, param.shape, spec, mesh)),
+            )
+        )
+        num_params += param.size
+        global_bytes += param.size * param.dtype.itemsize
+        device_bytes += per_device_bytes
+    totals = (
+        f"{num_params:,} parameters, {global_bytes:,} bytes; {device_bytes:,} bytes per device"
+        f" ({device_bytes / global_bytes:.1%}) on a mesh of {mesh.size}"
+    )
+    return "\n".join([*_aligned(rows), totals]) + "\n"
+
+
+def _at(tree: dict, path) -> tuple[str, ...]:
+    for key in path:
+        tree = tree[key.key]
+    return tree
+
+
+def _axes(entry) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _num_pieces(axes: tuple[str, ...], mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _piece(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of one device's part."""
+    return tuple(size // _num_pieces(_axes(entry), mesh) for size, entry in zip(shape, spec))
+
+
+def _spec_text(names: tuple[str, ...], spec: PartitionSpec) -> str:
+    split = [f"{name}:{'+'.join(_axes(entry))}" for name, entry in zip(names, spec) if entry is not None]
+    return " ".join(split) or "-"
+
+
+def _not_split(names: tuple[str, ...], shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Iterator[str]:
+    """A reason for each dimension that is not split over all the axes its rule names."""
+    for name, size, entry in zip(names, shape, spec):
+        wanted = tuple(axis for axis in axes_at_rest(name) if mesh.shape[axis] > 1)
+        if _axes(entry) != wanted:
+            product = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in wanted)
+            yield f"! {name}={size} is not a multiple of {product}"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Columns of equal width; numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    numbers = _HEADINGS.index("bytes/device")
+    for row in rows:
+        cells = [cell.rjust(w) if i == numbers else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,64 @@
+"""The real training step, timed: the same object that the loop runs, on random tokens."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxlc.config import Config
+from jaxlc.core import hardware
+from jaxlc.core.flops import training_flops
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.sweep.timing import seconds_of_calls
+from jaxlc.train.batch import Batch
+from jaxlc.train.step import TrainStep, build_step
+
+
+def measure(config: Config, repeats: int) -> dict:
+    """A row of figures of the step of `config` on the first devices that are here.
+
+    Returns:
+      seconds (least of the calls); tokens_per_second_per_device; mfu_causal, model FLOPs with causal attention over the
+      devices' peak, None where that is not known; arguments_bytes and temp_bytes of one device's program, and
+      peak_bytes, the most that the device has had in use since the process started, None where it does not tell.
+    """
+    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
+    step = build_step(config, mesh)
+    compiled = step.compile()
+    state, batch = step.init(), _random_batch(step)
+
+    def run():
+        nonlocal state  # its buffers are given up to its successor
+        state, metrics = compiled(state, batch)
+        return metrics
+
+    seconds = min(seconds_of_calls(run, repeats=repeats))
+    rows, num_tokens = config.train.global_batch_size, config.data.seq_len
+    device, memory = mesh.devices.flat[0], compiled.memory_analysis()
+    chip = hardware.find(device.device_kind)
+    flops = training_flops(config.model, rows=rows, seq_len=num_tokens, attention="causal")
+    return dict(
+        model=config.model.preset,
+        seq_len=num_tokens,
+        rows=rows,
+        kernel=step.kernel.name,
+        remat=config.memory.remat,
+        seconds=seconds,
+        tokens_per_second_per_device=rows * num_tokens / seconds / mesh.size,
+        mfu_causal=flops / seconds / mesh.size / chip.bf16_flops_per_second if chip else None,
+        loss=float(run().loss),
+        arguments_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        peak_bytes=(device.memory_stats() or {}).get("peak_bytes_in_use"),
+    )
+
+
+def _random_batch(step: TrainStep) -> Batch:
+    """Rows of one document each."""
+    like = step.abstract_batch
+    shape, vocab_size = like.tokens.shape, step.config.model.vocab_size
+
+    def make():
+        tokens = jax.random.randint(jax.random.key(0), shape, 0, vocab_size)
+        positions = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), shape)
+        return Batch(tokens, jnp.roll(tokens, -1, axis=-1), jnp.ones(shape), positions, jnp.ones(shape, jnp.int32))
+
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))()

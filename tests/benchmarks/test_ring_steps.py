@@ -1,0 +1,37 @@
+"""The ring played on one device is the ring: every rank's part together is attention over the whole sequence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import ring_steps
+from jaxlc.attention import blockwise, reference
+from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.sharding.layout import natural_order, zigzag_order
+from tests.attention.cases import TOKENS, assert_rows_match, inputs
+from tests.tolerances import FLOAT32_PARITY
+
+RANKS = 3
+
+
+def test_all_ranks_together_are_the_whole():
+    q, k, v, _ = inputs(batch=1)
+    spec, no_masks = AttentionSpec(), Masks(None, None, None, None)
+    out, lse = reference.forward(q, k, v, no_masks, spec)
+    wanted = out, *reference.backward(q, k, v, no_masks, spec, out, lse, out, 0 * lse)
+
+    blocks = [ring_steps._blocks(x, RANKS) for x in (q, k, v)]
+    outs, dqs, dkvs = [], [], [0.0] * RANKS
+    for rank in range(RANKS):
+        play = jax.jit(functools.partial(ring_steps.play, blockwise, spec, rank=rank))
+        out, _, dq, gradients = play(*blocks)
+        outs.append(out)
+        dqs.append(dq)
+        for s, dkv in enumerate(gradients):
+            source = (rank - s) % RANKS
+            dkvs[source] = jnp.stack(dkv) + dkvs[source]
+    dk, dv = (jnp.concatenate([dkv[i] for dkv in dkvs], axis=1) for i in (0, 1))
+    natural = natural_order(zigzag_order(TOKENS, RANKS))
+    got = [x[:, natural] for x in (jnp.concatenate(outs, axis=1), jnp.concatenate(dqs, axis=1), dk, dv)]
+    assert_rows_match(got, wanted, FLOAT32_PARITY)

@@ -1,0 +1,86 @@
+"""A layer in tiles against the layer itself, on one device, with attention written out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxlc.attention import reference
+from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.models import layer_tiles
+from jaxlc.models.layers import DecoderLayer
+from jaxlc.models.rope import rope_tables
+from jaxlc.sharding.rules import Sharder
+from tests.models.small import small_mesh, small_model
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
+
+B, T = 2, 24
+
+
+class _TileAttention:
+    """Tiles are runs of the row, in order; kv is [2, B, S, K, H]."""
+
+    def __init__(self, tile_tokens: int, num_kv_heads: int):
+        self.tile_tokens, self.num_kv_heads = tile_tokens, num_kv_heads
+
+    def empty(self, batch, num_tokens, head_dim, dtype):
+        return jnp.zeros((2, batch, num_tokens, self.num_kv_heads, head_dim), dtype)
+
+    def put(self, kv, k_BtKH, v_BtKH, tile):
+        return jax.lax.dynamic_update_slice_in_dim(kv, jnp.stack([k_BtKH, v_BtKH]), tile * self.tile_tokens, axis=2)
+
+    def take(self, kv, tile):
+        return tuple(jax.lax.dynamic_slice_in_dim(kv, tile * self.tile_tokens, self.tile_tokens, axis=2))
+
+    def _masks(self, q_BtNH, kv, tile):
+        q_positions = jnp.broadcast_to(tile * self.tile_tokens + jnp.arange(q_BtNH.shape[1]), q_BtNH.shape[:2])
+        return Masks(q_positions, jnp.broadcast_to(jnp.arange(kv.shape[2]), kv.shape[1:3]), None, None)
+
+    def forward(self, q_BtNH, kv, tile, segments_BT):
+        return reference.forward(q_BtNH, *kv, self._masks(q_BtNH, kv, tile), AttentionSpec())
+
+    def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, segments_BT):
+        masks = self._masks(q_BtNH, kv, tile)
+        rows = out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt)
+        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *kv, masks, AttentionSpec(), *rows)
+        return dq_BtNH, dkv + jnp.stack([dk_BSKH, dv_BSKH])
+
+
+def _attend(q_BTNH, k_BTKH, v_BTKH):
+    return reference.forward(q_BTNH, k_BTKH, v_BTKH, Masks(None, None, None, None), AttentionSpec())[0]
+
+
+@pytest.mark.parametrize("num_tiles, keeps_attention, qk_norm", [(1, False, False), (3, True, True), (4, False, False)])
+def test_a_layer_in_tiles_is_the_layer(num_tiles, keeps_attention, qk_norm):
+    model = small_model(qk_norm=qk_norm)
+    layer_def, params = nnx.split(DecoderLayer(model, nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda w: w + 0.2 * rng.standard_normal(w.shape).astype(np.float32), params)
+    x_BTD, dy_BTD = rng.standard_normal((2, B, T, model.model_dim)).astype(np.float32)
+    positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    shard, tables = Sharder(small_mesh()), rope_tables(model, T)
+
+    def whole(params, x_BTD):
+        layer = nnx.merge(layer_def, params)
+        return layer(x_BTD, positions_BT, attend=_attend, shard=shard, tables=tables)[0]
+
+    def to_tiles(x_BT):
+        return jnp.stack(jnp.split(x_BT, num_tiles, axis=1))
+
+    def in_tiles(params, x_BTD):
+        tiling = layer_tiles.Tiling(_TileAttention(T // num_tiles, model.num_kv_heads), keeps_attention)
+        run = functools.partial(layer_tiles.run_layer, tiling=tiling, shard=shard, tables=tables)
+        y_nBtD, _ = run(layer_def, params, to_tiles(x_BTD), to_tiles(positions_BT))
+        return jnp.concatenate(y_nBtD, axis=1)
+
+    def with_gradients(layer):
+        y_BTD, backward = jax.vjp(layer, params, x_BTD)
+        return y_BTD, *backward(dy_BTD)
+
+    errors = jax.tree.map(
+        max_relative_error, jax.jit(with_gradients, static_argnums=0)(in_tiles), with_gradients(whole)
+    )
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors

@@ -1,0 +1,58 @@
+"""Layers with their weights one layer ahead, against a plain scan; here the weights rest where they are used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlc.models import offloaded_layers
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
+
+L, B, D, F = 3, 2, 4, 5
+_KEEP = jax.checkpoint_policies.save_only_these_names
+POLICIES = {"nothing": _KEEP(), "hidden": _KEEP("hidden")}
+
+
+def _run(x_BD, weights, shared, ahead=None):
+    work = lambda x_BD: jnp.tanh(x_BD @ weights["up"] + shared["bias_BF"])  # noqa: E731
+    hidden_BF, fetched = offloaded_layers.beside(work, (x_BD,), ahead)
+    hidden_BF = checkpoint_name(hidden_BF, "hidden")
+    return x_BD * shared["scale_B1"] + hidden_BF @ weights["down"], fetched
+
+
+def _inputs():
+    rng = np.random.default_rng(0)
+    shapes = dict(x=(B, D), up=(L, D, F), down=(L, F, D))
+    x, up, down = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes.values())
+    return x, dict(up=up, down=down)
+
+
+def _losses(policy):
+    run = jax.checkpoint(_run, policy=policy)
+    scale_B1 = jnp.arange(1.0, B + 1)[:, None]
+    shared = dict(scale_B1=scale_B1, bias_BF=jnp.ones((B, F)))
+
+    def plain(x_BD, stacked):
+        return (jax.lax.scan(lambda x_BD, weights: run(x_BD, weights, shared), x_BD, stacked)[0] ** 2).sum()
+
+    def ahead(x_BD, stacked):
+        return (offloaded_layers.run_layers(run, x_BD, stacked, shared, fetch=lambda w: w) ** 2).sum()
+
+    return plain, ahead
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_same_as_a_scan(policy):
+    plain, ahead = (jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*_inputs()) for loss in _losses(policy))
+    errors = jax.tree.map(max_relative_error, ahead, plain)
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
+@pytest.mark.parametrize("policy, kept", [("nothing", [(L, B, D)]), ("hidden", [(L, B, D), (L, B, F)])])
+def test_layers_keep_what_their_policy_says_and_nothing_that_is_there_already(policy, kept):
+    _, ahead = _losses(POLICIES[policy])
+    residuals = jax.tree.leaves(jax.eval_shape(lambda *inputs: jax.vjp(ahead, *inputs)[1], *_inputs()))
+    of_all_layers = [each.shape for each in residuals if each.shape[:1] == (L,)]
+    stacked = [(L, D, F), (L, F, D)]  # the weights where they rest, and not as layers had them
+    assert sorted(of_all_layers) == sorted(kept + stacked)

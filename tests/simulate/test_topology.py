@@ -1,0 +1,81 @@
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxlc.config import MeshConfig
+from jaxlc.core.errors import UserError
+from jaxlc.core.hardware import DEVICES
+from jaxlc.simulate import topology as topology_module
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
+
+needs_plugin = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is None, reason="the extra `plan` is not installed"
+)
+
+
+def test_a_name():
+    gpus = topology("h100:8x4")
+    assert str(gpus) == "h100:8x4" and gpus.device.device_kind == "NVIDIA H100 80GB HBM3"
+    assert (gpus.num_gpus, gpus.gpus_per_domain, gpus.devices_per_process) == (32, 4, 1)
+
+
+def test_host_memory_is_the_whole_nodes_unless_said_otherwise():
+    assert topology("h100:1x1").host_memory_bytes_per_node == 2 * 2**40
+    gb200 = topology("gb200:1x64")
+    assert (gb200.gpus_per_node, gb200.host_memory_bytes_per_node) == (4, 960 * 2**30)
+    gh200 = topology("gh200:2x1")
+    assert (gh200.gpus_per_node, gh200.host_memory_bytes_per_node) == (1, 480 * 2**30)
+    assert topology("h100:1x8", host_memory_bytes_per_node=10**12).host_memory_bytes_per_node == 10**12
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("v100:8x8", "no known GPU; known: a100, h100, h200, gh200, b200, gb200"),
+        ("", "no known GPU"),
+        ("h100", "such as h100:8x8"),
+        ("h100:8", "NVLink domains x GPUs"),
+        ("h100:0x8", "no size"),
+        ("h100:8x8x2", "no size"),
+    ],
+)
+def test_a_name_that_is_none(name, says):
+    with pytest.raises(UserError, match=says):
+        topology(name)
+
+
+def test_devices_per_process_must_divide_a_domain():
+    with pytest.raises(UserError, match="3 devices per process do not divide the 8 GPUs"):
+        topology("h100:1x8", devices_per_process=3)
+
+
+def test_a_mesh_of_another_size():
+    with pytest.raises(UserError, match="h100:8x8 has 64 GPUs and .* needs 32; make them equal"):
+        make_mesh(topology("h100:8x8"), MeshConfig(context=32))
+
+
+def test_without_the_compiler(monkeypatch):
+    monkeypatch.setattr(topology_module, "_has_gpu_compiler", lambda: False)
+    with pytest.raises(UserError, match=r'pip install "jaxlc\[plan\]"'):
+        make_mesh(topology("h100:1x1"), MeshConfig())
+
+
+@needs_plugin
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+def test_every_gpu_can_be_compiled_for(device):
+    mesh = make_mesh(topology(f"{device.name}:2x2"), MeshConfig(data=2, context=2))
+    assert mesh.devices.flat[0].device_kind == device.device_kind
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("context")))
+    compiled = jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile(compiler_options=dict(WITHOUT_GPU))
+    assert "is_scheduled=true" in compiled.as_text() and compiled.memory_analysis().argument_size_in_bytes == 64 * 64
+
+
+@needs_plugin
+def test_processes_and_the_order_of_devices():
+    gpus = topology("h100:2x4", devices_per_process=2)
+    assert [device.process_index for device in gpus.devices] == [0, 0, 1, 1, 2, 2, 3, 3]
+    mesh = make_mesh(gpus, MeshConfig(context=2, tensor=4))
+    assert [device.id for device in mesh.devices.flat] == list(range(8))  # tensor peers share a domain

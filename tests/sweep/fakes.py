@@ -1,0 +1,62 @@
+"""What a sweep's processes do in tests, in place of compiling. Imports no jax: each process imports this anew."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from jaxlc.config import Config
+from jaxlc.core.errors import UserError
+
+
+def figures(config: Config) -> dict:
+    """The more tensor the faster; a context of 1 does not fit. Leaves a file for each call in data.cache_dir."""
+    mesh, length = config.mesh, config.data.seq_len
+    with (Path(config.data.cache_dir) / f"calls-{mesh.context}x{mesh.tensor}").open("a") as file:
+        file.write("x")
+    rate = 100.0 * mesh.tensor + length / 1024 + (config.runtime.transport == "nvshmem")
+    return dict(
+        step_seconds=length / rate,
+        tokens_per_second_per_device=rate,
+        mfu_causal=0.25,
+        exposed_communication_seconds=0.5,
+        fits=mesh.context > 1,
+        device_peak_bytes=2**30 * mesh.context,
+        device_capacity_bytes=80 * 2**30,
+    )
+
+
+def figures_for(config: Config, topology: str) -> dict:
+    assert topology == "h100:1x4"
+    return figures(config)
+
+
+def killed_at_context_2(config: Config) -> dict:
+    if config.mesh.context == 2:
+        print("about to take too much")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return figures(config)
+
+
+def raises_at_context_2(config: Config) -> dict:
+    if config.mesh.context == 2:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand a long table")
+    return figures(config)
+
+
+def refuses_at_context_2(config: Config) -> dict:
+    if config.mesh.context == 2:
+        raise UserError("kernel cudnn cannot do this")
+    return figures(config)
+
+
+def exits_at_context_2(config: Config) -> dict:
+    if config.mesh.context == 2:
+        os._exit(3)
+    return figures(config)
+
+
+def waits(config: Config) -> dict:
+    (Path(config.data.cache_dir) / "pid").write_text(str(os.getpid()))
+    time.sleep(60)
+    return {}

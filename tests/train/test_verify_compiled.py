@@ -1,0 +1,99 @@
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from jaxlc.config import defaults, load
+from jaxlc.core.errors import UserError
+from jaxlc.hlo import parse
+from jaxlc.hlo.attention_hops import hops
+from jaxlc.runtime.transport import TransportSelection
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
+from jaxlc.train.step import build_step
+from jaxlc.train.verify_compiled import describe, mismatch, verify_compiled_step
+from tests.hlo.snippets import RING
+
+NVSHMEM = TransportSelection("nvshmem", "named in the config", is_auto=False)
+ALL_NCCL = RING.replace('"NVSHMEM"', '"DEFAULT"')
+
+
+def compiled(text: str) -> SimpleNamespace:
+    return SimpleNamespace(as_text=lambda: text)
+
+
+def step(transport: TransportSelection | None, mismatch_is: str = "error") -> SimpleNamespace:
+    config = defaults()
+    config.model.num_layers = 3
+    config.runtime.transport_mismatch = mismatch_is
+    return SimpleNamespace(config=load(config), transport=transport, abstract_state=(), memory_spaces=())
+
+
+def test_what_is_printed():
+    """Of two hops in a loop of three rounds one is NVSHMEM's and hidden; see the snippet."""
+    assert describe(hops(parse(RING)), strategy="ring", num_layers=3) == [
+        "ring: 6 hops (2 x 3 layers), 3 NVSHMEM and 3 NCCL; exposed: 3 of 6 forward"
+    ]
+    assert describe(hops(parse(ALL_NCCL)), strategy="ring", num_layers=4) == [
+        "ring: 6 hops, all NCCL; exposed: 3 of 6 forward"
+    ]
+    assert describe([], strategy="ring", num_layers=3) == ["ring: nothing to send"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [("COLLECTIVES_SYMMETRIC_MEMORY", "one-sided NCCL"), ("COLLECTIVES_PEER_MEMORY", "peer copies")]
+)
+def test_modes_of_nccl(mode, name):
+    (line,) = describe(hops(parse(ALL_NCCL.replace('"X"', f'"{mode}"'))), strategy="ring", num_layers=3)
+    assert f"3 {name} and 3 NCCL" in line
+
+
+def test_another_transport_than_asked_for_is_an_error():
+    with pytest.raises(UserError) as error:
+        verify_compiled_step(step(NVSHMEM), compiled(RING))
+    for words in ["of 6 hops the compiled step sends 3 by NCCL", "transport is 'nvshmem'", "transport_mismatch=warn"]:
+        assert words in str(error.value)
+
+
+def test_or_a_warning():
+    lines = verify_compiled_step(step(NVSHMEM, "warn"), compiled(RING))
+    assert lines[-1].startswith("warning: of 6 hops") and len(lines) == 2
+
+
+def test_what_auto_chose_is_checked_too():
+    with pytest.raises(UserError, match="transport chose 'nvshmem'"):
+        verify_compiled_step(step(NVSHMEM._replace(is_auto=True)), compiled(ALL_NCCL))
+
+
+def test_the_transport_that_was_asked_for():
+    (line,) = verify_compiled_step(
+        step(TransportSelection("nccl", "auto; one process", is_auto=True)), compiled(ALL_NCCL)
+    )
+    assert "all NCCL" in line
+
+
+def test_a_strategy_that_makes_no_hops():
+    text = ALL_NCCL.replace("collective-permute", "all-gather").replace("source_target_pairs", "replica_groups")
+    gathers = hops(parse(text))
+    assert gathers
+    assert "makes no hops" in mismatch(gathers, NVSHMEM, strategy="all_gather")
+    assert mismatch(gathers, NVSHMEM._replace(is_auto=True), strategy="all_gather") is None
+    assert mismatch([], NVSHMEM, strategy="ring") is None
+
+
+def test_on_cpu_nothing_is_said():
+    assert verify_compiled_step(step(None), compiled("of a CPU, which is not read")) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="needs the GPU compiler")
+@pytest.mark.heavy
+def test_a_real_step_for_h100s():
+    config = defaults()
+    config.model.update(num_layers=2, model_dim=64, num_heads=2, num_kv_heads=2, ffn_dim=64)
+    config.mesh.context = 4
+    config.attention.kernel = "blockwise"
+    config.data.seq_len = 512
+    config = load(config)
+    real = build_step(config, make_mesh(topology("h100:1x4"), config.mesh))
+    lines = verify_compiled_step(real, real.compile(extra_options=dict(WITHOUT_GPU)))
+    name = {"nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL"}[real.transport.name]
+    assert lines[0].startswith("ring: ") and f" x 2 layers), all {name}; exposed: " in lines[0]
