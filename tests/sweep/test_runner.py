@@ -188,8 +188,8 @@ def test_what_ends_one_point_is_a_row_and_ends_no_other(tmp_path, work, status, 
 
 def test_a_process_ends_when_the_leading_one_is_killed(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from tests.plan import test_sweep, sweep_fakes\n"
-        "if __name__ == '__main__': test_sweep.run(Path(sys.argv[1]), fakes.waits, num_workers=1)\n"
+        "import sys; from pathlib import Path; from tests.sweep import fakes, test_runner\n"
+        "if __name__ == '__main__': test_runner.run(Path(sys.argv[1]), fakes.waits, num_workers=1)\n"
     )
     leader = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
     path = tmp_path / "pid"
