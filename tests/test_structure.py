@@ -16,7 +16,7 @@ from jaxlc.config import load
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxlc"
 FLOORS = dict(
-    core=0,
+    core=0, _jax_internals=0,
     config=1, kernels=1,
     runtime=2, hlo=2, sharding=2,
     attention=3, data=3,

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxlc._jax_internals import replace_argument_residuals
+
 
 class Prefetch(NamedTuple):
     """Weights on their way while a layer runs: those of the layer after it, and in the backward of the one before."""
@@ -93,7 +95,9 @@ def run_layers(run: Callable, x_BTD: jax.Array, stacked, shared, fetch: Callable
             # What is of no use here has to be an array of its own: `args_res` knows residuals by their identity.
             ahead = Prefetch(fetched(stacked, layer + 1), jax.tree.map(jnp.zeros_like, weights))
             y_BTD, backward, ahead = jax.vjp(run, x_BTD, weights, shared, ahead, has_aux=True)
-            backward.args_res[1:] = [None, None, None]  # weights are fetched again, and what is shared is there
+            replace_argument_residuals(
+                backward, 1, [None, None, None]
+            )  # weights are fetched again, and what is shared is there
             return (y_BTD, ahead), backward
 
         (y_BTD, _), backwards = lax.scan(run_layer, (x_BTD, fetched(stacked, 0)), jnp.arange(last + 1))
@@ -106,7 +110,7 @@ def run_layers(run: Callable, x_BTD: jax.Array, stacked, shared, fetch: Callable
             dx_BTD, weights = carry
             layer, backward = operands
             # A layer that is computed again has nothing to wait for in its forward but its own weights.
-            backward.args_res[1:] = [weights, shared, Prefetch(weights, fetched(stacked, layer - 1))]
+            replace_argument_residuals(backward, 1, [weights, shared, Prefetch(weights, fetched(stacked, layer - 1))])
             dx_BTD, dweights, _, (_, ahead) = backward(dx_BTD)
             home = jax.tree.map(lambda d, stack: jax.device_put(d, jax.typeof(stack).memory_space), dweights, stacked)
             return (dx_BTD, ahead), home

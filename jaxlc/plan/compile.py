@@ -11,6 +11,7 @@ from jax.stages import Compiled, Lowered
 from jaxlib.mlir import ir
 from ml_collections import ConfigDict
 
+from jaxlc._jax_internals import kept_argument_indices
 from jaxlc.config import Config, load
 from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.core.errors import UserError
@@ -139,7 +140,7 @@ def place_in_memory(lowered: Lowered, arguments: Sequence[str | None], results: 
     Args:
       arguments, results: for each leaf "pinned_host" or "device", or None, which leaves it as it is.
     """
-    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])  # arguments that the program reads; private
+    kept = kept_argument_indices(lowered)
     module = lowered.compiler_ir("stablehlo")
     (main,) = (each for each in module.body.operations if _is_main(each))
     with module.context:

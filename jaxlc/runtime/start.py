@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxlc._jax_internals import backends_are_initialized
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import transport, unified_memory
@@ -31,9 +32,8 @@ def start(config: RuntimeConfig) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, not its notes; read at jax's import
     with _without_driver_notes():
         import jax
-        from jax._src import xla_bridge  # the only place that tells whether JAX has started, without starting it
 
-    if not xla_bridge.backends_are_initialized():
+    if not backends_are_initialized():
         _set_environment(config, os.environ)
         if "JAX_PLATFORMS" in os.environ:  # jax reads it when it is imported, which may have been long ago
             jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
