@@ -50,16 +50,16 @@ def write(tables: Sequence[str], num_gpus: Sequence[int], out: Path) -> None:
 
 
 def rungs_table(cases: Sequence[Case], rows: Sequence[Row]) -> Iterator[str]:
-    yield from _head("settings", "device GiB", "of it compiled", "host GiB a node", "s a step", "waits for host, s",
-                     "extra FLOPs")  # fmt: skip
+    yield from _head("settings", "device GiB", "of which compiled", "host GiB per node", "s per step",
+                     "exposed host copies, s", "extra FLOPs")  # fmt: skip
     for case, row in zip(cases, rows, strict=True):
         yield _line(case.name, *_memory(row), *_time(row), f"{row['recomputed_share']:.0%}")
 
 
 def rivals_table(baselines: Sequence[Baseline], rows: Iterable[Row]) -> Iterator[str]:
     """`rows` are those of all `ours`, one after the other."""
-    yield from _head("step", "theirs", "ours", "device GiB", "of it compiled", "host GiB a node", "s a step",
-                     "waits for host, s")  # fmt: skip
+    yield from _head("run", "theirs", "ours", "device GiB", "of which compiled", "host GiB per node",
+                     "s per step", "exposed host copies, s")  # fmt: skip
     rows = iter(rows)
     for rival in baselines:
         for case in rival.ours:
@@ -69,8 +69,9 @@ def rivals_table(baselines: Sequence[Baseline], rows: Iterable[Row]) -> Iterator
 
 def longest_table(found: dict[int, Longest]) -> Iterator[str]:
     """`found` is by number of GPUs."""
-    yield from _head("GPUs", "tokens", "`layers_per_remat_group`", "strategy", "device GiB", "of it compiled",
-                     "host GiB a node", "and staging", "hours a step", "in the way of longer rows")  # fmt: skip
+    yield from _head("GPUs", "sequence length", "`layers_per_remat_group`", "strategy", "device GiB",
+                     "of which compiled", "host GiB per node", "staging GiB per node", "hours per step",
+                     "bottleneck")  # fmt: skip
     for num_gpus, each in found.items():
         row = each.fits
         yield _line(
@@ -90,7 +91,7 @@ def plot_longest(found: dict[int, Longest], path: Path) -> None:
     figure = Figure(figsize=(7.5, 4.6), dpi=130, layout="constrained")
     axes = figure.subplots()
     gpus, tokens = list(found), [each.fits["seq_len"] for each in found.values()]
-    axes.plot(gpus, tokens, "o-", color=_OURS, linewidth=1.6, label="jaxlc, planned")
+    axes.plot(gpus, tokens, "o-", color=_OURS, linewidth=1.6, label="jaxlc, AOT-compiled")
     for num_gpus, longest in zip(gpus, tokens, strict=True):
         axes.annotate(_short(longest), (num_gpus, longest), (0, 8), textcoords="offset points", ha="center", fontsize=8)
     for name, points in RECORDS.items():
@@ -102,8 +103,8 @@ def plot_longest(found: dict[int, Longest], path: Path) -> None:
     axes.set_xticks(gpus, [str(num_gpus) for num_gpus in gpus])
     ticks = [2**power for power in range(19, 27)]
     axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set(xlabel="H100s with 80 GB, 8 a node with 2 TiB", ylabel="tokens of a row")
-    axes.set_title("Llama 3 8B, full training with AdamW: the longest rows that fit", loc="left", fontsize=10)
+    axes.set(xlabel="H100s with 80 GB, 8 a node with 2 TiB", ylabel="sequence length, tokens")
+    axes.set_title("Llama 3 8B, full training with AdamW: maximum sequence length", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=_FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
