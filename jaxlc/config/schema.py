@@ -7,6 +7,8 @@ types and everything that can be checked before JAX starts; below it each functi
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxlc.core.flops import training_flops
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -178,3 +180,15 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all devices, padding included."""
+        return self.train.global_batch_size * self.data.seq_len
+
+    @property
+    def flops_per_step(self) -> float:
+        """Model FLOPs of one optimizer step over all devices, with causal attention."""
+        return training_flops(
+            self.model, rows=self.train.global_batch_size, seq_len=self.data.seq_len, attention="causal"
+        )

@@ -70,7 +70,7 @@ def plan_step(
         num_devices=gpus.num_gpus,
         mesh=dict(step.mesh.shape),
         sequence_tokens=config.data.seq_len,
-        tokens_per_step=config.data.seq_len * config.train.global_batch_size,
+        tokens_per_step=config.tokens_per_step,
         compile_seconds=seconds,
         predicted=predict(program, gpus, config, rates),
         memory=memory.measure(step, gpus, compiled, program, sent, dump),

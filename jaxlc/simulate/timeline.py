@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlc.config import Config
-from jaxlc.core.flops import training_flops
 from jaxlc.hlo import Program
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.hlo.trip_counts import trip_count
@@ -67,20 +66,14 @@ def predict(program: Program, gpus: Topology, config: Config, rates: Roofline = 
     """
     walk = Simulator(TimedOps(program, gpus, config, rates))
     walk.run(program.entry)
-    tokens = config.data.seq_len * config.train.global_batch_size
-    flops = training_flops(
-        config.model,
-        rows=config.train.global_batch_size,
-        seq_len=config.data.seq_len,
-        attention="causal",
-    )
+    flops = config.flops_per_step
     by_resource, by_kind = Counter(), Counter()
     for (kind, resource), seconds in walk.spent.items():
         by_resource[resource] += seconds
         by_kind[kind] += seconds
     return Prediction(
         step_seconds=walk.now,
-        tokens_per_second_per_device=tokens / walk.now / gpus.num_gpus,
+        tokens_per_second_per_device=config.tokens_per_step / walk.now / gpus.num_gpus,
         recomputed_share=walk.flops * gpus.num_gpus / flops - 1,
         mfu_causal=flops / (walk.now * gpus.num_gpus * gpus.device.bf16_flops_per_second),
         exposed_communication_seconds=sum(by_resource[link] for link in _COMMUNICATION),

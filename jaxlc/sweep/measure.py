@@ -5,7 +5,6 @@ import jax.numpy as jnp
 
 from jaxlc.config import Config
 from jaxlc.core import hardware
-from jaxlc.core.flops import training_flops
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sweep.timing import seconds_of_calls
 from jaxlc.train.batch import Batch
@@ -34,7 +33,7 @@ def measure(config: Config, repeats: int) -> dict:
     rows, num_tokens = config.train.global_batch_size, config.data.seq_len
     device, memory = mesh.devices.flat[0], compiled.memory_analysis()
     chip = hardware.find(device.device_kind)
-    flops = training_flops(config.model, rows=rows, seq_len=num_tokens, attention="causal")
+    flops = config.flops_per_step
     return dict(
         model=config.model.preset,
         seq_len=num_tokens,
@@ -42,7 +41,7 @@ def measure(config: Config, repeats: int) -> dict:
         kernel=step.kernel.name,
         remat=config.memory.remat,
         seconds=seconds,
-        tokens_per_second_per_device=rows * num_tokens / seconds / mesh.size,
+        tokens_per_second_per_device=config.tokens_per_step / seconds / mesh.size,
         mfu_causal=flops / seconds / mesh.size / chip.bf16_flops_per_second if chip else None,
         loss=float(run().loss),
         arguments_bytes=memory.argument_size_in_bytes,

@@ -21,7 +21,7 @@ def write_report(workdir: Path, config: Config, corpus: Corpus, evaluation: Eval
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     eval_losses = [row["eval_loss"] for row in rows if row.get("eval_loss") is not None]
     rates = sorted(row["tokens_per_second"] for row in rows if "tokens_per_second" in row)
-    tokens = config.train.steps * config.train.global_batch_size * config.data.seq_len
+    tokens = config.train.steps * config.tokens_per_step
     speed = f", {rates[len(rates) // 2]:,.0f} tokens/s (median)" if rates else ""
     return "\n".join(
         [
