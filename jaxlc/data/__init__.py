@@ -1,7 +1,7 @@
-"""Documents on disk -> token ids -> a memory-mapped store -> packed rows -> batches spread over the devices.
+"""Training data: files -> documents -> token IDs -> memory-mapped token store -> packed sequences -> sharded batches.
 
-The whole state of the data is one number, the index of the next row: row i is a pure function of (corpus,
-tokenizer, seed, i), so any mesh and any number of processes go on with the same rows.
+The state of the data pipeline is one number, the index of the next sequence. Sequence i is a pure function of
+(sources, tokenizer, seed, i), so a run resumes with the same sequences on any mesh and any number of processes.
 """
 
 from jaxlc.data.loader import Corpus, batches, open_corpus

@@ -1,4 +1,4 @@
-"""The corpus behind a config, and its rows as global arrays on the devices of all processes."""
+"""Opens the corpus of a config, and feeds its sequences to the devices of all processes as sharded arrays."""
 
 import contextlib
 import hashlib
@@ -12,34 +12,38 @@ import numpy as np
 
 from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data.packing import PackedRows
+from jaxlc.data.packing import PackedSequences
 from jaxlc.data.store import Progress, open_store
 from jaxlc.data.tokenizers import Tokenizer, load_tokenizer
 
 _ENDLESS = 2**62
-_MAX_THREADS = 8  # building a row is mostly copying, which a few threads do as fast as memory allows
+_MAX_THREADS = 8  # building a sequence is mostly copying; a few threads saturate the memory bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
+    """A tokenized, split and packed corpus. Sizes are properties of `train` and `heldout`: `num_documents`, and per
+    epoch `num_tokens` and `num_sequences`."""
+
     tokenizer: Tokenizer
-    train: PackedRows
-    heldout: PackedRows  # other documents, in one fixed order
-    fingerprint: str  # equal where row i is the same for every i
+    train: PackedSequences
+    heldout: PackedSequences  # other documents, the same order in every epoch
+    fingerprint: str  # equal for two corpora if sequence i is the same for every i
+    warnings: tuple[str, ...] = ()  # one line each, for the caller to print once per run
 
 
-class Rows(Protocol):
+class Sequences(Protocol):
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Row i, for any i >= 0, natural order, arrays [S]. Called from several threads."""
+        """Returns sequence i, for any i >= 0, in natural order, arrays [S]. Called from several threads."""
 
 
 def open_corpus(config: DataConfig, progress: Progress | None = None) -> Corpus:
-    """Reads, tokenizes (the first time; then it is cached), splits by document, and packs.
+    """Reads and tokenizes the sources (once, then they are cached), splits them by document, and packs them.
 
-    A document is held out if the hash of its name says so, whatever else is in the corpus.
+    Whether a document is held out depends only on a hash of its name, not on the other documents of the corpus.
 
     Raises:
-      UserError: sources, tokenizer or cache that cannot be used, or no document on one side of the split.
+      UserError: sources, tokenizer or cache cannot be used, or one side of the split has no document.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     store = open_store(config, tokenizer, progress)
@@ -53,54 +57,54 @@ def open_corpus(config: DataConfig, progress: Progress | None = None) -> Corpus:
     identity = (store.fingerprint, tokenizer.fingerprint, config.seq_len, config.eval_fraction, config.seed)
     return Corpus(
         tokenizer=tokenizer,
-        train=PackedRows(store, train_ids, config.seq_len, config.seed),
-        heldout=PackedRows(store, heldout_ids, config.seq_len, seed=None),
+        train=PackedSequences(store, train_ids, config.seq_len, config.seed),
+        heldout=PackedSequences(store, heldout_ids, config.seq_len, seed=None),
         fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest(),
     )
 
 
 def batches(
-    rows: Rows,
+    sequences: Sequences,
     *,
-    first_row: int,
+    first_sequence: int,
     global_batch_size: int,
     gradient_accumulation_steps: int,
     sequence_order: np.ndarray,
     sharding: jax.sharding.NamedSharding,
     prefetch_steps: int,
 ) -> Iterator[dict[str, jax.Array]]:
-    """Endless batches of global arrays [A, B, S]: A microbatches (`gradient_accumulation_steps`) of B rows of S tokens.
+    """Yields endless batches of global arrays [A, B, S]: A microbatches of B sequences of S tokens each.
 
-    Row b of microbatch a of step n is `rows[first_row + n * global_batch_size + a * B + b]`; position t of the layout
-    holds its token `sequence_order[t]` (int [S]). `sharding` splits B and S, e.g. over (data, fsdp) and context.
-    A process builds only the rows of which its devices hold a piece, in threads, `prefetch_steps` ahead (0: when
-    asked for). Close the iterator, or drop it, to end the threads.
+    Sequence b of microbatch a of step n is `sequences[first_sequence + n * global_batch_size + a * B + b]`; position t
+    of the layout holds its token `sequence_order[t]` (int [S]). `sharding` shards B and S, e.g. over (data, fsdp) and
+    context. A process builds only the sequences of which its devices hold a shard, in threads, `prefetch_steps` steps
+    ahead (0: on demand). Closing or dropping the iterator ends the threads.
     """
     assert global_batch_size % gradient_accumulation_steps == 0, (global_batch_size, gradient_accumulation_steps)
     shape = (gradient_accumulation_steps, global_batch_size // gradient_accumulation_steps, len(sequence_order))
-    here = sharding.addressable_devices_indices_map(shape).values()
-    rows_B = sorted({b for _, slice_B, _ in here for b in range(*slice_B.indices(shape[1]))})
-    spans_T = sorted({slice_T.indices(shape[2])[:2] for _, _, slice_T in here})  # (begin, end) in layout order
-    local_rows = [(a, b) for a in range(gradient_accumulation_steps) for b in rows_B]
+    local_indices = sharding.addressable_devices_indices_map(shape).values()
+    local_B = sorted({b for _, slice_B, _ in local_indices for b in range(*slice_B.indices(shape[1]))})
+    spans_T = sorted({slice_T.indices(shape[2])[:2] for _, _, slice_T in local_indices})  # (begin, end), layout order
+    local_sequences = [(a, b) for a in range(gradient_accumulation_steps) for b in local_B]
 
-    def local_row(i: int) -> dict[str, list[np.ndarray]]:
-        """The i-th row that this process builds, in pieces: one a span."""
-        step, (a, b) = i // len(local_rows), local_rows[i % len(local_rows)]
-        row = rows[first_row + step * global_batch_size + a * shape[1] + b]
-        return {name: [array[sequence_order[slice(*span)]] for span in spans_T] for name, array in row.items()}
+    def local_spans(i: int) -> dict[str, list[np.ndarray]]:
+        """The spans of the i-th sequence that this process builds, in layout order."""
+        step, (a, b) = i // len(local_sequences), local_sequences[i % len(local_sequences)]
+        sequence = sequences[first_sequence + step * global_batch_size + a * shape[1] + b]
+        return {name: [array[sequence_order[slice(*span)]] for span in spans_T] for name, array in sequence.items()}
 
     def global_array(name: str, step: dict[tuple[int, int], dict[str, list[np.ndarray]]]) -> jax.Array:
-        def piece(index: tuple[slice, slice, slice]) -> np.ndarray:
+        def shard(index: tuple[slice, slice, slice]) -> np.ndarray:
             range_A, range_B = (range(*index[dim].indices(shape[dim])) for dim in (0, 1))
             span = spans_T.index(index[2].indices(shape[2])[:2])
             return np.stack([np.stack([step[a, b][name][span] for b in range_B]) for a in range_A])
 
-        return jax.make_array_from_callback(shape, sharding, piece)
+        return jax.make_array_from_callback(shape, sharding, shard)
 
-    prefetch_rows = prefetch_steps * len(local_rows)
-    options = grain.ReadOptions(num_threads=min(_MAX_THREADS, prefetch_rows), prefetch_buffer_size=prefetch_rows)
-    built = iter(grain.MapDataset.range(_ENDLESS).map(local_row).to_iter_dataset(options))
+    num_prefetched = prefetch_steps * len(local_sequences)
+    options = grain.ReadOptions(num_threads=min(_MAX_THREADS, num_prefetched), prefetch_buffer_size=num_prefetched)
+    built = iter(grain.MapDataset.range(_ENDLESS).map(local_spans).to_iter_dataset(options))
     with contextlib.closing(built):  # also when this generator is closed or dropped
         while True:
-            step = {at: next(built) for at in local_rows}
-            yield {name: global_array(name, step) for name in step[local_rows[0]]}
+            step = {at: next(built) for at in local_sequences}
+            yield {name: global_array(name, step) for name in step[local_sequences[0]]}

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.data.loader import batches
-from jaxlc.data.packing import PackedRows
+from jaxlc.data.packing import PackedSequences
 from jaxlc.train.batch import BATCH_SPEC, Batch
 from jaxlc.train.step import TrainStep
 
@@ -39,9 +39,9 @@ def position_edges(num_tokens: int) -> np.ndarray:
 class Evaluator:
     """Evaluates parameters on the first `num_rows` held-out rows, always the same ones."""
 
-    def __init__(self, step: TrainStep, heldout: PackedRows, num_rows: int, order: np.ndarray):
+    def __init__(self, step: TrainStep, heldout: PackedSequences, num_rows: int, order: np.ndarray):
         self._mesh, self._order = step.mesh, order
-        self.num_rows = min(num_rows, heldout.num_rows)
+        self.num_rows = min(num_rows, heldout.num_sequences)
         self._rows = _FirstRows(heldout, self.num_rows)
         self.edges = position_edges(step.config.data.seq_len)
         replicated = NamedSharding(self._mesh, PartitionSpec())
@@ -52,7 +52,7 @@ class Evaluator:
         num_batches = -(-self.num_rows // rows_per_batch)
         stream = batches(
             self._rows,
-            first_row=0,
+            first_sequence=0,
             global_batch_size=rows_per_batch,
             gradient_accumulation_steps=1,
             sequence_order=self._order,
@@ -69,7 +69,7 @@ class Evaluator:
 class _FirstRows:
     """The first rows of a set, and after them the same again with weight 0, to fill the last batch."""
 
-    def __init__(self, rows: PackedRows, num_rows: int):
+    def __init__(self, rows: PackedSequences, num_rows: int):
         self._rows, self._num_rows = rows, num_rows
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:

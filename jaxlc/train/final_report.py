@@ -13,7 +13,7 @@ def write_report(workdir: Path, config: Config, corpus: Corpus, evaluation: Eval
     """Writes loss.png and loss_by_position.png into `workdir`; returns the summary."""
     from jaxlc.train.loss_plots import plot_loss, plot_loss_by_position
 
-    num_rows = min(config.train.eval_sequences, corpus.heldout.num_rows)
+    num_rows = min(config.train.eval_sequences, corpus.heldout.num_sequences)
     unigram, bigram = ngram_losses(corpus.train, corpus.heldout, num_rows, config.model.vocab_size)
     rows = read_rows(workdir / "metrics.jsonl")
     plot_loss(rows, {"unigram": unigram, "bigram": bigram}, workdir / "loss.png")

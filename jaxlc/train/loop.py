@@ -120,7 +120,7 @@ class _Training:
             self.progress.say(line)
         stream = batches(
             self.corpus.train,
-            first_row=self.next_row,
+            first_sequence=self.next_row,
             global_batch_size=config.global_batch_size,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             sequence_order=self.order,

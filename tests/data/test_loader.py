@@ -45,7 +45,7 @@ def make_mesh(*shape: int) -> Mesh:
 
 def stream(rows, mesh: Mesh, spec=SPEC, **changes):
     arguments = dict(
-        first_row=0,
+        first_sequence=0,
         global_batch_size=8,
         gradient_accumulation_steps=2,
         sequence_order=zigzag_order(S, 4),
@@ -54,9 +54,9 @@ def stream(rows, mesh: Mesh, spec=SPEC, **changes):
     return batches(rows, sharding=NamedSharding(mesh, spec), **(arguments | changes))
 
 
-def expected_step(rows, step: int, first_row: int = 0) -> dict[str, np.ndarray]:
+def expected_step(rows, step: int, first_sequence: int = 0) -> dict[str, np.ndarray]:
     """[2, 4, S] in zigzag order over 4, from the rows alone."""
-    built = [rows[first_row + 8 * step + k] for k in range(8)]
+    built = [rows[first_sequence + 8 * step + k] for k in range(8)]
     return {name: np.stack([row[name][zigzag_order(S, 4)] for row in built]).reshape(2, 4, S) for name in NAMES}
 
 
@@ -83,10 +83,10 @@ def test_resume_from_any_row(rows):
     mesh, other_mesh = make_mesh(2, 1, 2, 2), make_mesh(1, 2, 4, 1)
     whole = stream(rows, mesh)
     steps = [next(whole) for _ in range(5)]
-    resumed = stream(rows, other_mesh, first_row=3 * 8)
+    resumed = stream(rows, other_mesh, first_sequence=3 * 8)
     for step in (3, 4):
         assert_step(next(resumed), {name: np.asarray(array) for name, array in steps[step].items()})
-    assert_step(next(stream(rows, mesh, first_row=10**9)), expected_step(rows, 0, first_row=10**9))
+    assert_step(next(stream(rows, mesh, first_sequence=10**9)), expected_step(rows, 0, first_sequence=10**9))
 
 
 def test_a_process_builds_each_of_its_rows_once(rows):
@@ -151,7 +151,7 @@ def test_corpus_is_split_by_document(tmp_path: Path):
 
 def test_heldout_rows_do_not_depend_on_the_seed(tmp_path: Path):
     one, two = (open_corpus(make_config(tmp_path, seed=seed)) for seed in (1, 2))
-    assert (one.heldout[0]["tokens"] == two.heldout[one.heldout.num_rows]["tokens"]).all()
+    assert (one.heldout[0]["tokens"] == two.heldout[one.heldout.num_sequences]["tokens"]).all()
     assert any((one.train[i]["tokens"] != two.train[i]["tokens"]).any() for i in range(3))
 
 
@@ -182,12 +182,12 @@ class Counted:
         return rows[i]
 
 rows = t.open_corpus(t.make_config(Path(sys.argv[1]))).train
-for shape, num_rows in (((2, 1, 4, 1), 4), ((1, 1, 8, 1), 8)):  # each its own rows; both a half of each row
+for shape, num_sequences in (((2, 1, 4, 1), 4), ((1, 1, 8, 1), 8)):  # each its own rows; both a half of each row
     Counted.asked = set()
     order = t.zigzag_order(t.S, 4)
     batch = next(t.stream(Counted(), t.make_mesh(*shape), sequence_order=order, prefetch_steps=0))
     expected = t.expected_step(rows, 0)
-    assert len(Counted.asked) == num_rows, Counted.asked
+    assert len(Counted.asked) == num_sequences, Counted.asked
     for name, array in batch.items():
         assert len(array.addressable_shards) == 4
         for shard in array.addressable_shards:

@@ -7,7 +7,7 @@ import pytest
 
 from jaxlc.data import ngrams
 from jaxlc.data.ngrams import ngram_losses
-from jaxlc.data.packing import PackedRows
+from jaxlc.data.packing import PackedSequences
 from jaxlc.data.store import TokenStore
 
 V = 12
@@ -24,17 +24,17 @@ STORE = TokenStore(
     split_hashes=np.zeros(len(DOCUMENTS)),
     fingerprint="test",
 )
-TRAIN = PackedRows(STORE, np.array([0, 1, 2, 3, 4]), 16, seed=0)
-HELDOUT = PackedRows(STORE, np.array([5, 6, 7]), 16, seed=None)
+TRAIN = PackedSequences(STORE, np.array([0, 1, 2, 3, 4]), 16, seed=0)
+HELDOUT = PackedSequences(STORE, np.array([5, 6, 7]), 16, seed=None)
 
 
-def brute_force_losses(num_rows: int) -> tuple[float, float]:
+def brute_force_losses(num_sequences: int) -> tuple[float, float]:
     pairs = collections.Counter((int(x), int(y)) for d in range(5) for x, y in itertools.pairwise(DOCUMENTS[d]))
     after = collections.Counter(y for _, y in pairs.elements())
     before = collections.Counter(x for x, _ in pairs.elements())
     distinct = collections.Counter(x for x, _ in pairs)
     losses = []
-    for i in range(num_rows):
+    for i in range(num_sequences):
         row = HELDOUT[i]
         for x, y, weight in zip(*(row[name].tolist() for name in ("tokens", "targets", "loss_weights")), strict=True):
             unigram = (after[y] + 1) / (after.total() + V)
@@ -43,11 +43,11 @@ def brute_force_losses(num_rows: int) -> tuple[float, float]:
     return tuple(np.mean(losses, axis=0))
 
 
-@pytest.mark.parametrize("num_rows", [1, HELDOUT.num_rows])
+@pytest.mark.parametrize("num_sequences", [1, HELDOUT.num_sequences])
 @pytest.mark.parametrize("chunk_tokens", [20, 4_000_000])
-def test_against_brute_force(num_rows: int, chunk_tokens: int, monkeypatch):
+def test_against_brute_force(num_sequences: int, chunk_tokens: int, monkeypatch):
     monkeypatch.setattr(ngrams, "_CHUNK_TOKENS", chunk_tokens)
-    assert ngram_losses(TRAIN, HELDOUT, num_rows, V) == pytest.approx(brute_force_losses(num_rows), rel=1e-12)
+    assert ngram_losses(TRAIN, HELDOUT, num_sequences, V) == pytest.approx(brute_force_losses(num_sequences), rel=1e-12)
 
 
 def test_probabilities_sum_to_one():
@@ -80,14 +80,14 @@ def test_the_cap_limits_what_is_read(monkeypatch):
     store = TokenStore(
         tokens=STORE.tokens[:35], offsets=np.array([0, 30, 31, 35]), split_hashes=np.zeros(3), fingerprint="cut"
     )
-    assert capped == ngram_losses(PackedRows(store, np.arange(3), 16, seed=0), HELDOUT, 2, V)
+    assert capped == ngram_losses(PackedSequences(store, np.arange(3), 16, seed=0), HELDOUT, 2, V)
 
 
 def test_large_vocabularies_need_no_square():
     """And x * V + y is past int32."""
     vocab_size, tokens = 200_000, np.array([150_000, 160_000] * 10, np.uint32)
     store = TokenStore(tokens=tokens, offsets=np.array([0, 20]), split_hashes=np.zeros(1), fingerprint="two tokens")
-    rows = PackedRows(store, np.array([0]), 2, seed=None)
+    rows = PackedSequences(store, np.array([0]), 2, seed=None)
     unigram = 11 / (19 + vocab_size)
     expected = (-math.log(unigram), -math.log((10 + unigram) / (10 + 1)))
     assert ngram_losses(rows, FixedRow([150_000], [160_000], [1]), 1, vocab_size) == pytest.approx(expected)

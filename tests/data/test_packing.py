@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxlc.data.packing import PackedRows, best_fit
+from jaxlc.data.packing import PackedSequences, best_fit
 from jaxlc.data.store import TokenStore
 
 S = 16
@@ -19,7 +19,7 @@ def make_store(lengths: list[int]) -> TokenStore:
 LENGTHS = [2, 40, 16, 7, 17, 3, 2, 9, 33, 5, 32, 12, 2, 64, 1, 15]  # shorter, longer, and multiples of a row
 STORE = make_store(LENGTHS)
 IDS = np.array([d for d in range(len(LENGTHS)) if d not in (3, 11)])  # the others are held out
-ROWS = PackedRows(STORE, IDS, S, seed=7)
+ROWS = PackedSequences(STORE, IDS, S, seed=7)
 
 
 def brute_force_row(tokens: np.ndarray) -> dict[str, list]:
@@ -38,7 +38,7 @@ def brute_force_row(tokens: np.ndarray) -> dict[str, list]:
     return row
 
 
-@pytest.mark.parametrize("i", range(ROWS.num_rows))
+@pytest.mark.parametrize("i", range(ROWS.num_sequences))
 def test_row_against_brute_force(i: int):
     row = ROWS[i]
     assert set(row) == {"tokens", "targets", "loss_weights", "positions", "segment_ids"}
@@ -51,7 +51,7 @@ def test_row_against_brute_force(i: int):
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])
 def test_every_token_once_and_predicted_once_per_epoch(epoch: int):
-    rows = [ROWS[epoch * ROWS.num_rows + i] for i in range(ROWS.num_rows)]
+    rows = [ROWS[epoch * ROWS.num_sequences + i] for i in range(ROWS.num_sequences)]
     tokens = np.concatenate([row["tokens"] for row in rows])
     targets = np.concatenate([row["targets"][row["loss_weights"] > 0] for row in rows])
     spans = [(STORE.offsets[d], STORE.offsets[d + 1]) for d in IDS]
@@ -61,7 +61,7 @@ def test_every_token_once_and_predicted_once_per_epoch(epoch: int):
 
 def test_a_document_is_cut_only_where_it_must_be():
     num_pieces = dict.fromkeys(IDS, 0)
-    for i in range(ROWS.num_rows):
+    for i in range(ROWS.num_sequences):
         tokens = ROWS[i]["tokens"]
         for document in np.unique(np.searchsorted(STORE.offsets, tokens[tokens > 0] - 1, "right") - 1):
             num_pieces[document] += 1
@@ -69,7 +69,7 @@ def test_a_document_is_cut_only_where_it_must_be():
 
 
 def test_a_document_goes_on_in_another_row():
-    rows = [PackedRows(make_store([40]), np.array([0]), S, seed=None)[i] for i in range(3)]
+    rows = [PackedSequences(make_store([40]), np.array([0]), S, seed=None)[i] for i in range(3)]
     by_start = sorted(rows, key=lambda row: row["tokens"][0])
     assert [row["targets"][S - 1] for row in by_start] == [17, 33, 0]
     assert [row["loss_weights"].sum() for row in by_start] == [16, 16, 7]
@@ -78,7 +78,7 @@ def test_a_document_goes_on_in_another_row():
 
 def test_rows_are_pure():
     """Equal whatever was asked for before, and to numbers of another day, process and numpy."""
-    again = PackedRows(STORE, IDS, S, seed=7)
+    again = PackedSequences(STORE, IDS, S, seed=7)
     indices = [30, 0, 3, 1000, 0, 17]
     expected = {i: ROWS[i] for i in sorted(indices)}
     for i in indices:
@@ -87,16 +87,16 @@ def test_rows_are_pure():
     assert [int(ROWS[i]["tokens"][0]) for i in range(6)] == [97, 245, 151, 3, 19, 197]  # frozen: checkpoints rely on it
 
 
-def first_tokens(rows: PackedRows, epoch: int) -> list[int]:
-    return [int(rows[epoch * rows.num_rows + i]["tokens"][0]) for i in range(rows.num_rows)]
+def first_tokens(rows: PackedSequences, epoch: int) -> list[int]:
+    return [int(rows[epoch * rows.num_sequences + i]["tokens"][0]) for i in range(rows.num_sequences)]
 
 
 def test_order_of_epochs_and_seeds():
-    other_seed = PackedRows(STORE, IDS, S, seed=8)
+    other_seed = PackedSequences(STORE, IDS, S, seed=8)
     orders = [first_tokens(ROWS, 0), first_tokens(ROWS, 1), first_tokens(other_seed, 0)]
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
-    fixed = PackedRows(STORE, IDS, S, seed=None)
+    fixed = PackedSequences(STORE, IDS, S, seed=None)
     assert first_tokens(fixed, 0) == first_tokens(fixed, 3) != sorted(first_tokens(fixed, 0))
 
 
@@ -130,7 +130,7 @@ def test_a_hundred_thousand_documents_take_seconds():
         fingerprint="large",
     )
     start = time.perf_counter()
-    rows = PackedRows(store, np.arange(len(lengths)), 1_000_000, seed=0)
+    rows = PackedSequences(store, np.arange(len(lengths)), 1_000_000, seed=0)
     row = rows[5]
     assert time.perf_counter() - start < 10
-    assert row["segment_ids"].max() > 100 and rows.num_rows == -(-lengths.sum() // 1_000_000)
+    assert row["segment_ids"].max() > 100 and rows.num_sequences == -(-lengths.sum() // 1_000_000)

@@ -12,10 +12,10 @@ from tests.train.synthetic import TOKENS, make_batch, natural_rows, put_params, 
 class _Rows:
     """Stands for a corpus's packed rows."""
 
-    num_rows = 3
+    num_sequences = 3
 
     def __getitem__(self, i):
-        return natural_rows()[i % self.num_rows]
+        return natural_rows()[i % self.num_sequences]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 96, 4096, 1_000_000])
