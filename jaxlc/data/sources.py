@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlc.config.schema import DataConfig
+from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 
 PYTHON_STDLIB = "python-stdlib"
@@ -150,11 +151,10 @@ def _jsonl_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
 
 
 def _parquet_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"reading {str(file.path)!r} needs the package pyarrow; pip install pyarrow") from error
+    extras.require("pyarrow", f"the Parquet file {str(file.path)!r}")
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:
             columns = table.schema_arrow.names

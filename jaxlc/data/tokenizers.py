@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import tokenizers
 
+from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 
 # What published models call the token that ends a document, the surest name first.
@@ -64,6 +64,9 @@ class HuggingFaceTokenizer:
     """A tokenizer.json, read by the package `tokenizers`."""
 
     def __init__(self, name: str):
+        extras.require("tokenizers", f"data.tokenizer {name!r}")
+        import tokenizers
+
         path = Path(name).expanduser()
         try:
             content = path.read_bytes()

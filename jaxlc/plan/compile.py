@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from jaxlc._jax_internals import kept_argument_indices
 from jaxlc.config import Config, load
 from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
+from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import parse
 from jaxlc.hlo.attention_hops import hops
@@ -50,6 +51,8 @@ def plan_step(
       UserError: whatever the user can mend: a mesh of another size, a kernel or transport that cannot be used, or
         is not what the compiler took, arrays too large.
     """
+    if timeline_path:
+        extras.require("matplotlib", "the picture of the timeline")
     config = on_gpus(config, gpus)
     step = build_step(config, make_mesh(gpus, config.mesh))
     kernel, hops_by = step.kernel, step.transport  # what cannot be is told before the compiler starts

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from jaxlc import runtime
 from jaxlc.config import Config, RuntimeConfig, to_dict
+from jaxlc.core import extras
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
 from jaxlc.sweep import grid, worker
@@ -152,14 +153,17 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 def write(rows: Sequence[Row], title: str, out: Path) -> list[Path]:
     """Writes the ranking as CSV, and the pictures. Returns their paths."""
-    from jaxlc.sweep import ranking_plots  # only now: matplotlib is slow to start
-
     path = out / RANKING
     names = dict.fromkeys(name for row in rows for name in row if name != "key")
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, ["rank", *names], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(dict(rank=rank) | row for rank, row in enumerate(rows, start=1))
+    if not extras.is_installed("matplotlib"):
+        print(f"pictures skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}", file=sys.stderr)
+        return [path]
+    from jaxlc.sweep import ranking_plots  # imported here: matplotlib is slow to import
+
     return [path, *ranking_plots.write(rows, title, out)]
 
 

@@ -11,10 +11,7 @@ import math
 import time
 from pathlib import Path
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.summary import scalar
-
+from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
@@ -45,7 +42,8 @@ class MetricsLog:
         new_path.write_text("".join(_line(row) for row in kept))
         new_path.replace(path)  # atomic: killed here, either the old file is there or the new one
         self._file = path.open("a")
-        self._tensorboard = _TensorBoard(self._workdir / TENSORBOARD_DIRECTORY, step)
+        if extras.is_installed("tensorboardX"):
+            self._tensorboard = _TensorBoard(self._workdir / TENSORBOARD_DIRECTORY, step)
 
     def write(self, *, step: int, **values: float) -> None:
         """Appends a row: values that are not finite become null, which JSON has and NaN it has not."""
@@ -55,7 +53,8 @@ class MetricsLog:
         row = dict(step=step) | {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(_line(row))
         self._file.flush()
-        self._tensorboard.write(step, values)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, values)
 
     def close(self) -> None:
         for log in (self._file, self._tensorboard):
@@ -69,6 +68,10 @@ class _TensorBoard:
     thread, where a kill would lose what metrics.jsonl has."""
 
     def __init__(self, directory: Path, rewound_to_step: int):
+        # tensorboardX is optional: pip install "jaxlc[tensorboard]".
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads event files in the order of their names, which begin with the time in whole seconds.
         self._events = EventsWriter(str(directory / "events"), filename_suffix=f".{rewound_to_step:09}")
@@ -78,6 +81,9 @@ class _TensorBoard:
         self._events.flush()
 
     def write(self, step: int, values: dict[str, float]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
         for name, value in values.items():
             self._events.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
         self._events.flush()

@@ -106,7 +106,7 @@ def test_parquet_without_the_field_or_with_nulls(tmp_path: Path):
 
 def test_parquet_without_pyarrow(corpus: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match="pip install pyarrow"):
+    with pytest.raises(UserError, match=r"jaxlc\[data\]"):
         documents_of(corpus / "i.parquet")
 
 

@@ -1,0 +1,28 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jaxlc.core import extras
+from jaxlc.core.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_extras_names_match_pyproject():
+    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, extra in extras.EXTRAS.items():
+        assert any(requirement.startswith(package) for requirement in optional[extra]), package
+
+
+def test_require_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr(extras, "is_installed", lambda package: False)
+    with pytest.raises(UserError) as error:
+        extras.require("matplotlib", "--timeline")
+    assert str(error.value) == (
+        '--timeline needs the package matplotlib, which is not installed: pip install "jaxlc[plot]"'
+    )
+
+
+def test_require_installed_package_passes():
+    extras.require("matplotlib", "--timeline")
