@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention import halo
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 
@@ -52,13 +53,15 @@ def _backward_rule(kernel, spec, ranks, residuals, cotangents):
     k_all, v_all = _gathered(k, v, ranks)
     dq, dk, dv = kernel.backward(q, k_all, v_all, _masks_of_all_keys(masks, ranks), spec, out, lse, *cotangents)
     # Every rank has a share in every key's gradient: summed in float32, each rank keeps its own piece.
-    dk, dv = (lax.psum_scatter(x, ranks.axis, scatter_dimension=1, tiled=True) for x in (dk, dv))
+    with jax.named_scope(scopes.ALL_GATHER_KV):
+        dk, dv = (lax.psum_scatter(x, ranks.axis, scatter_dimension=1, tiled=True) for x in (dk, dv))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 _attend.defvjp(_forward_rule, _backward_rule)
 
 
+@jax.named_scope(scopes.ALL_GATHER_KV)
 def _gathered(k_bskH: jax.Array, v_bskH: jax.Array, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
     """K and V of all ranks, in one collective."""
     head_dim = k_bskH.shape[-1]

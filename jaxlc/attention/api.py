@@ -13,6 +13,7 @@ from jaxlc.attention import all_gather, hybrid, ring, ulysses
 from jaxlc.attention.choose import KernelSelection, choose_kernel
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
 from jaxlc.config import AttentionConfig
+from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.layout import natural_order, zigzag_order
@@ -93,6 +94,7 @@ def make(config: AttentionConfig, mesh: Mesh, *, causal: bool = True, scale: flo
             packed=segments_BT is not None or (causal and positions_BT is not None),
         ).kernel  # fmt: skip
 
+        @jax.named_scope(scopes.CORE_ATTENTION)
         def local(q_btnH, k_bskH, v_bskH, *positions_and_segments):
             # Masks are the same in every layer, and differentiating a scan over layers takes what is the same out of
             # the loop: all tiles of all masks, T x S numbers. Tied to the queries, they stay inside, tile by tile.

@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 
@@ -72,6 +73,7 @@ def _halo_tokens(q_btnH, spec: AttentionSpec, ranks: Ranks) -> int:
     return min(spec.window - 1, (2 * ranks.size - 1) * chunk_tokens)
 
 
+@jax.named_scope(scopes.WINDOW_HALO)
 def _extended(x_bs: jax.Array, halo_tokens: int, ranks: Ranks) -> jax.Array:
     """[b, s, ...] -> [2 b, halo + s / 2, ...]: both chunks, each with the tokens before it. Linear in x."""
     pair = jnp.split(x_bs, 2, axis=1)

@@ -41,6 +41,7 @@ from jaxlc.attention.api import choose, repeat_heads
 from jaxlc.attention.contract import AttentionSpec, Kernel
 from jaxlc.attention.kv_blocks import Group, Rows, segments_of_groups
 from jaxlc.config import AttentionConfig
+from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.mesh import Ranks, split_context
@@ -269,6 +270,7 @@ class TiledAttention:
         return PartitionSpec(None, BATCH_AXES, self.outer.axis, (TENSOR, self.inner.axis), None)
 
     def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
+        local = jax.named_scope(scopes.CORE_ATTENTION)(local)
         # check_vma: see api.make.
         return jax.shard_map(local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

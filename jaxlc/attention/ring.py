@@ -28,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.attention import halo
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
 from jaxlc.attention.merge import merge
+from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 
@@ -135,12 +136,14 @@ class RingState(NamedTuple):
         """The rank that runs this; call inside `shard_map`."""
         return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), _segments_of_ranks(masks, ranks))
 
+    @jax.named_scope(scopes.RING_SEND)
     def send(self, x: jax.Array) -> jax.Array:
         if self.ranks.size == 1:
             return x
         size = self.ranks.size
         return lax.ppermute(x, self.ranks.axis, [(rank, (rank + 1) % size) for rank in range(size)])
 
+    @jax.named_scope(scopes.RING_STEP)
     def forward_hop(self, s, q, k, v, out_lse, in_flight=()):
         """Returns `in_flight`, which arrives meanwhile, and (out_btnH, lse_bnt) with rank - s's block merged in."""
         source, masks, spec = self._block(s)
@@ -156,6 +159,7 @@ class RingState(NamedTuple):
             out, lse = _with_half(out, half, out_half), _with_half(lse, half, lse_half, axis=2)
         return in_flight, (out, lse)
 
+    @jax.named_scope(scopes.RING_STEP)
     def backward_hop(self, s, q, k, v, rows: QueryResults, dq, in_flight=()):
         """Returns `in_flight`, dq with this block's share added, and this rank's share of the block's dk and dv."""
         source, masks, spec = self._block(s)

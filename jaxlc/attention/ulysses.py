@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxlc.attention import local
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
@@ -59,11 +60,13 @@ def _repeated(x_bskH: jax.Array, num_ranks: int) -> jax.Array:
     return x_bskH if num_kv_heads % num_ranks == 0 else jnp.repeat(x_bskH, num_ranks // num_kv_heads, axis=2)
 
 
+@jax.named_scope(scopes.ALL_TO_ALL)
 def _tokens_of_some_heads(x_btnH: jax.Array, ranks: Ranks) -> jax.Array:
     """[b, t, n, H] -> [b, T, n / ranks, H], natural order."""
     return _natural(lax.all_to_all(x_btnH, ranks.axis, split_axis=2, concat_axis=1, tiled=True), ranks.size)
 
 
+@jax.named_scope(scopes.ALL_TO_ALL)
 def _heads_of_some_tokens(x_bTmH: jax.Array, ranks: Ranks) -> jax.Array:
     """The inverse: [b, T, n / ranks, H] -> [b, t, n, H], layout order."""
     x_bTmH = x_bTmH[:, zigzag_order(x_bTmH.shape[1], ranks.size)]

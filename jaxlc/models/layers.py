@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxlc.config import ModelConfig
+from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.chunks import over_chunks
 from jaxlc.models.matmuls import Fp8, Matmuls
@@ -77,6 +78,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(H, model.norm_epsilon) if model.qk_norm else None
         self.matmul = Matmuls(fp8, "query", "key", "value", "attention_projected")
 
+    @jax.named_scope(scopes.ATTENTION)
     def queries(self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables) -> jax.Array:
         """q_BTNH. `x_BTD` is normed and gathered over tensor, here and below."""
         q_BTNH = shard.heads(self.matmul("query", "BTD,DNH->BTNH", x_BTD, in_use(self.wq, shard, x_BTD.dtype)))
@@ -84,6 +86,7 @@ class Attention(nnx.Module):
             q_BTNH = self.q_norm(q_BTNH)
         return checkpoint_name(apply_rope(q_BTNH, positions_BT, tables), "query")
 
+    @jax.named_scope(scopes.ATTENTION)
     def keys_values(
         self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables
     ) -> tuple[jax.Array, jax.Array]:
@@ -94,6 +97,7 @@ class Attention(nnx.Module):
             k_BTKH = self.k_norm(k_BTKH)
         return checkpoint_name(apply_rope(k_BTKH, positions_BT, tables), "key"), checkpoint_name(v_BTKH, "value")
 
+    @jax.named_scope(scopes.ATTENTION)
     def projected(self, out_BTNH: jax.Array, *, shard: Sharder) -> jax.Array:
         """What attention adds to the residual stream: out_BTD."""
         out_BTNH = shard.heads(out_BTNH)
@@ -111,6 +115,7 @@ class MLP(nnx.Module):
         self.w_down = matrix(rngs, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D)
         self.matmul = Matmuls(fp8, "mlp_gate", "mlp_up", "mlp_down")
 
+    @jax.named_scope(scopes.MLP)
     def __call__(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """`x_BTD` is normed and gathered over tensor."""
         gate_BTF = shard.ffn(self.matmul("mlp_gate", "BTD,DF->BTF", x_BTD, in_use(self.w_gate, shard, x_BTD.dtype)))
@@ -151,6 +156,7 @@ class DecoderLayer(nnx.Module):
         out_BTNH, ahead = beside(attend, (q_BTNH, k_BTKH, v_BTKH), ahead)
         return self.after_attention(x_BTD, out_BTNH, shard=shard), ahead
 
+    @jax.named_scope(scopes.ATTENTION)
     def attention_input(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """x_BTD normed, and gathered over tensor."""
         return shard.gathered(self.attention_norm(x_BTD))
@@ -158,10 +164,12 @@ class DecoderLayer(nnx.Module):
     def after_attention(self, x_BTD: jax.Array, out_BTNH: jax.Array, *, shard: Sharder) -> jax.Array:
         """The rest of the layer: x_BTD with attention's out and the MLP's added."""
         x_BTD += self.attention.projected(out_BTNH, shard=shard)
-        normed_BTD = shard.gathered(self.mlp_norm(x_BTD))
+        with jax.named_scope(scopes.MLP):
+            normed_BTD = shard.gathered(self.mlp_norm(x_BTD))
         return x_BTD + self.mlp(normed_BTD, shard=shard)
 
 
+@jax.named_scope(scopes.GATHER_WEIGHTS)
 def in_use(param: nnx.Param, shard: Sharder, dtype) -> jax.Array:
     """A declared weight, cast and gathered for the matmul that reads it."""
     return shard.weight(param[...], param.dims, dtype)
@@ -178,6 +186,7 @@ def lookup(embedding_VD: jax.Array, tokens_BT: jax.Array, shard: Sharder, dtype)
     Both go by chunks of tokens, so that neither the rows before their sum nor float32 gradients are of full length.
     """
 
+    @jax.named_scope(scopes.EMBEDDING)
     def local(table_vD, tokens_bt):
         tokens_t = tokens_bt.reshape(-1)
 
@@ -205,6 +214,7 @@ def _lookup_backward(shard, _dtype, residuals, dx_BTD):
     embedding_VD, tokens_BT = residuals
     num_rows = len(embedding_VD) // shard.mesh.shape[TENSOR]
 
+    @jax.named_scope(scopes.EMBEDDING)
     def local(tokens_bt, dx_btD):
         tokens_t, dx_tD = tokens_bt.reshape(-1), dx_btD.reshape(-1, dx_btD.shape[-1])
 

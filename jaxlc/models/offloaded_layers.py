@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc._jax_internals import replace_argument_residuals
+from jaxlc.core import scopes
 
 
 class Prefetch(NamedTuple):
@@ -77,6 +78,7 @@ def run_layers(run: Callable, x_BTD: jax.Array, stacked, shared, fetch: Callable
     """
     last = len(jax.tree.leaves(stacked)[0]) - 1
 
+    @jax.named_scope(scopes.PREFETCH)
     def fetched(stacked, layer):
         layer = jnp.clip(layer, 0, last)  # beyond the ends: once more what is there
         return fetch(jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, layer, keepdims=False), stacked))
@@ -112,7 +114,10 @@ def run_layers(run: Callable, x_BTD: jax.Array, stacked, shared, fetch: Callable
             # A layer that is computed again has nothing to wait for in its forward but its own weights.
             replace_argument_residuals(backward, 1, [weights, shared, Prefetch(weights, fetched(stacked, layer - 1))])
             dx_BTD, dweights, _, (_, ahead) = backward(dx_BTD)
-            home = jax.tree.map(lambda d, stack: jax.device_put(d, jax.typeof(stack).memory_space), dweights, stacked)
+            with jax.named_scope(scopes.OFFLOAD_GRADIENTS):
+                home = jax.tree.map(
+                    lambda d, stack: jax.device_put(d, jax.typeof(stack).memory_space), dweights, stacked
+                )
             return (dx_BTD, ahead), home
 
         layers = jnp.arange(last + 1)

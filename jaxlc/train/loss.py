@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.chunks import over_chunks
 from jaxlc.models.layers import rms_norm
@@ -82,6 +83,7 @@ def _forward_rule(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec):
     return sums, gradients
 
 
+@jax.named_scope(scopes.LOSS)
 def _backward_rule(_spec, gradients, cotangents: LossSums):
     scaled = (((cotangents.objective * gradient).astype(gradient.dtype)) for gradient in gradients)
     return *scaled, None, None
@@ -102,6 +104,7 @@ def _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec,
     return mapped(x_BTD, scale_D, head_DV, targets_BT, weights_BT)
 
 
+@jax.named_scope(scopes.LOSS)
 def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, with_gradient: bool):
     """One rank's tokens: (sums over all ranks, token losses, and with_gradient dx_btD, dscale_D, dhead_Dv)."""
     x_tD, targets_t, weights_t = x_btD.reshape(-1, x_btD.shape[-1]), targets_bt.reshape(-1), weights_bt.reshape(-1)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxlc.core import scopes
 from jaxlc.train.state import DEVICE, is_on_host, memory_kind_of, put
 
 
@@ -24,6 +25,7 @@ class ParamsAndOptState(NamedTuple):
     opt_state: optax.OptState
 
 
+@jax.named_scope(scopes.GRADIENT_NORM)
 def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
     """Of `scale` times the gradients: the root of the sum of all squares, float32."""
 
@@ -39,6 +41,7 @@ def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
     return jnp.sqrt(sum(sums))
 
 
+@jax.named_scope(scopes.ACCUMULATE_GRADIENTS)
 def add(gradients: dict, others: dict, dims: dict) -> dict:
     """Their sum, in the memory of `gradients`."""
 
@@ -50,6 +53,7 @@ def add(gradients: dict, others: dict, dims: dict) -> dict:
     return {name: _stream(add_part, dims[name], part, others[name]) for name, part in gradients.items()}
 
 
+@jax.named_scope(scopes.OPTIMIZER)
 def update(
     make_optimizer: Callable[[dict], optax.GradientTransformationExtraArgs],
     dims: dict,
@@ -100,9 +104,11 @@ def _stream(function: Callable, dims, results, *operands):
         return jax.tree.map(lambda old, new: put(new, memory_kind_of(old)), results, made)
 
     def run_layer(results, layer):
+        @jax.named_scope(scopes.HOST_STATE)
         def fetch(x):
             return _fetched(lax.dynamic_index_in_dim(x, layer, keepdims=False)) if x.ndim else x
 
+        @jax.named_scope(scopes.HOST_STATE)
         def write(stack, new):
             if not stack.ndim:
                 return stack

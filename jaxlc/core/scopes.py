@@ -1,0 +1,32 @@
+"""Names for `jax.named_scope`: profiles, the analysis of compiled programs and the plan page use the same ones.
+
+A scope becomes one component of an instruction's `op_name` path, such as "jit(_step)/jvp()/while/body/attention/
+core_attention/ring_step/...". JAX adds marks of its own transformations, e.g. "transpose(jvp(loss))".
+"""
+
+# Parts of the model.
+EMBEDDING = "embedding"  # token embedding lookup
+ATTENTION = "attention"  # attention block of a layer: norm, projections, RoPE, core attention, output projection
+CORE_ATTENTION = "core_attention"  # what runs inside attention's shard_map: kernels and exchanges over the context axis
+MLP = "mlp"  # MLP block of a layer: norm and SwiGLU
+GATHER_WEIGHTS = "gather_weights"  # cast of a stored weight, and its all-gather over the axes that shard it
+
+# Exchanges over the context axis, inside CORE_ATTENTION.
+RING_STEP = "ring_step"  # attention to one KV block of another rank
+RING_SEND = "ring_send"  # collective permute of a KV block, or of its gradients, to the next rank
+ALL_GATHER_KV = "all_gather_kv"  # all-gather of K and V; in the backward pass also the reduce-scatter of dK and dV
+ALL_TO_ALL = "all_to_all_heads"  # Ulysses: exchange of heads for tokens, and back
+WINDOW_HALO = "window_halo"  # sliding windows: exchange of the tokens before each chunk
+
+# Training step.
+LOSS = "loss"  # final norm, output head and cross entropy
+ACCUMULATE_GRADIENTS = "accumulate_gradients"  # sum of gradients over microbatches
+GRADIENT_NORM = "gradient_norm"  # global norm of the gradients
+OPTIMIZER = "optimizer"  # optimizer update
+
+# Host memory.
+PREFETCH = "prefetch_weights"  # copy of the next layer's weights from host memory to the device
+OFFLOAD_GRADIENTS = "offload_gradients"  # copy of a layer's weight gradients from the device to host memory
+HOST_STATE = "host_state"  # copies of weights, gradients and moments around a streamed optimizer update
+
+SCOPES = frozenset(value for name, value in list(globals().items()) if name.isupper() and isinstance(value, str))
