@@ -1,70 +1,83 @@
-# A fresh machine needs python3 (3.11 or newer) and make. `make` alone lists what there is.
+# A fresh machine needs python3 (3.11 or newer) and make. `make` without a target lists the targets.
 PYTHON ?= python3
 VENV = .venv
 READY = $(VENV)/.ready
 ARGS ?=
 
-PYTEST = -m pytest -n 2 --dist=worksteal
+PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-rest test-heavy test-jax0.12 smoke-jax0.11 test-all lint lock clean
+.PHONY: help train plan test test-rest test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
 
-help:  ## this list
+help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
-train: $(READY)  ## train configs/quickstart.py; more settings in ARGS="--config.train.steps=20"
-	$(VENV)/bin/python -m jaxlc.train --config=configs/quickstart.py $(ARGS)
+train: $(READY)  ## train configs/quickstart.py; add settings with ARGS="--config.train.steps=20"
+	$(VENV)/bin/python -m jaxlc.train --config=quickstart $(ARGS)
 
-test: $(READY) $(VENV)/.ready-plan  ## the tests, on one JAX version
+plan: $(READY) $(VENV)/.ready-plan  ## plan configs/256k.py for 64 H100s, without a GPU; other settings in ARGS
+	$(VENV)/bin/python -m jaxlc.plan $(or $(ARGS),--config=256k:h100 --topology=h100:8x8)
+
+test: $(READY) $(VENV)/.ready-plan  ## run the tests on one JAX version
 	$(VENV)/bin/python $(PYTEST) -m "not heavy" $(ARGS)
 
-test-all: test test-rest  ## also heavy tests and the other JAX versions
+test-all: test test-rest  ## also run the heavy tests and the other JAX versions
 
-test-rest: test-heavy test-jax0.12 smoke-jax0.11  ## what test-all adds to test
+test-rest: test-heavy test-jax0.12 smoke-jax0.11  ## run what test-all adds to test
 
-test-heavy: $(READY) $(VENV)/.ready-plan  ## large compile checks: the program for GPUs that are not here
-	$(VENV)/bin/python $(PYTEST) -m heavy
+test-heavy: $(READY) $(VENV)/.ready-plan  ## run the tests that compile large programs for GPUs
+	$(VENV)/bin/python $(PYTEST) -m heavy $(ARGS)
 
-test-jax0.12:  ## the tests on JAX 0.12, where a Python 3.12 or newer is
-	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "not heavy",-plan)
+test-jax0.12:  ## run the tests that depend on the JAX version on JAX 0.12 (needs Python 3.12 or newer)
+	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "jax_version and not heavy",-plan)
 
-smoke-jax0.11:  ## a few steps on JAX 0.11.2, which GPU machines often carry; needs Python 3.12 or newer too
+smoke-jax0.11:  ## train a few steps on JAX 0.11.2, which GPU machines often have (needs Python 3.12 or newer)
 	@rm -rf .cache/smoke
-	$(call WITH_PYTHON_312,.venv-jax0.11,-m jaxlc.train --config=configs/quickstart.py --workdir=.cache/smoke \
+	$(call WITH_PYTHON_312,.venv-jax0.11,-m jaxlc.train --config=quickstart --workdir=.cache/smoke \
 	  --config.train.steps=3 --config.data.seq_len=512)
 
-lint: $(READY)  ## ruff
+lint: $(READY)  ## check lint rules, format and types
 	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(TYPES) --preset=basic jaxlc benchmarks scripts
+	$(TYPES) --preset=strict jaxlc/core jaxlc/config jaxlc/hlo
 
-lock: $(READY)  ## choose the pinned versions anew, with uv
+format: $(READY)  ## format the code
+	$(VENV)/bin/python -m ruff check --fix-only --quiet .
+	$(VENV)/bin/python -m ruff format .
+
+lock: $(READY)  ## update the pinned versions with uv
 	$(VENV)/bin/python -m pip install --quiet uv
 	printf '%s\n' 'jax==0.10.1; python_version < "3.12"' 'jax==0.12.0.1; python_version >= "3.12"' > $(VENV)/jax.txt
 	$(UV_COMPILE) --extra dev --upgrade --output-file requirements.lock
 	$(UV_COMPILE) --extra plan --no-deps | grep '^jax-cuda' > requirements-plan.lock
 
-clean:  ## remove environments, caches and runs' leftovers, but not runs/
+clean:  ## remove environments, caches and build outputs; keeps runs/
 	rm -rf .venv .venv-jax0.11 .venv-jax0.12 .cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+TYPES = $(VENV)/bin/pyrefly check --python-interpreter-path=$(VENV)/bin/python --output-format=min-text
 
 UV_COMPILE = $(VENV)/bin/uv pip compile pyproject.toml --quiet --constraint $(VENV)/jax.txt --universal \
   --python-version 3.11 --no-annotate --no-header --no-emit-index-url
 
-# The first that runs and is new enough: a pyenv shim may be there and not run.
+# The first Python that is new enough and starts: a pyenv shim may exist without starting.
 FIND_PYTHON_312 = for python in python3.12 python3.13 $$HOME/.pyenv/versions/3.1[23]*/bin/python $(PYTHON); do \
   "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo "$$python"; break; }; done
 
-# $(1) environment, $(2) what its Python runs, $(3) "-plan" if that needs the GPU compiler
+# $(1): environment, $(2): arguments of its Python, $(3): "-plan" if they need the GPU compiler
 define WITH_PYTHON_312
 @python=$$($(FIND_PYTHON_312)); \
-	if [ -z "$$python" ]; then echo "no Python 3.12 or newer here: $@ is left out"; \
+	if [ -z "$$python" ]; then echo "no Python 3.12 or newer found: skipping $@"; \
 	else $(MAKE) --no-print-directory $(1)/.ready$(3) PYTHON="$$python" && $(1)/bin/python $(2); fi
 endef
 
-# jaxlc is installed editable, with the setuptools of the lock: --no-build-isolation downloads nothing more.
+# An editable install with the setuptools of the lock: --no-build-isolation downloads nothing else.
 define INSTALL
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), and jaxlc needs 3.11 or newer: make PYTHON=python3.11"; exit 1; }
-	$(PYTHON) -m venv --clear $(@D) || { echo "no venv module: install your system's python3-venv package"; exit 1; }
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), and jaxlc needs 3.11 or newer; use make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv --clear $(@D) || { echo "the venv module is missing; install your system's python3-venv package"; exit 1; }
+	@echo "installing the packages of $(1) into $(@D) (about 700 MB, one to three minutes)"
 	$(@D)/bin/python -m pip install --quiet --requirement $(1)
 	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -73,7 +86,7 @@ endef
 $(READY) .venv-jax0.12/.ready: requirements.lock pyproject.toml
 	$(call INSTALL,requirements.lock)
 
-# The GPU compiler, without a GPU and without NVIDIA's libraries.
+# The GPU compiler; it needs neither a GPU nor NVIDIA's libraries.
 %/.ready-plan: %/.ready requirements-plan.lock
 	$*/bin/python -m pip install --quiet --no-deps --requirement requirements-plan.lock
 	@touch $@

@@ -1,7 +1,13 @@
-"""Environment that must be set before jax is imported: eight simulated CPU devices, a persistent compilation cache."""
+"""Environment that must be set before jax is imported, and the CPU time of a test run.
+
+Tests run on eight simulated CPU devices with a persistent compilation cache.
+"""
 
 import os
+import resource
 from pathlib import Path
+
+import pytest
 
 NUM_DEVICES = 8
 # In the user's cache directory, so that clones and worktrees share it. JAX keys entries by its version and the program.
@@ -12,3 +18,29 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES} --xla_backend_optimization_level=0"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE_DIR)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+_worker_cpu_seconds: list[float] = []
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process and of its finished children."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist
+        session.config.workeroutput["cpu_seconds"] = _cpu_seconds()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """Called in the leading process when a worker of pytest-xdist ends; a crashed worker has no output."""
+    _worker_cpu_seconds.append(getattr(node, "workeroutput", {}).get("cpu_seconds", 0.0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """CPU seconds do not depend on what else the machine does; they are the measure of the suite's cost."""
+    cpu_seconds = sum(_worker_cpu_seconds) or _cpu_seconds()
+    terminalreporter.write_line(f"CPU seconds of all tests: {cpu_seconds:.0f}")
