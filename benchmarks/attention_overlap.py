@@ -55,7 +55,7 @@ def two_layers(strategy: str, context: int, num_tokens: int, kernel: str = "auto
     hybrid strategy exchanges heads among 8 neighbours, as in a node, and among 2 where there are no more than 8 ranks.
     """
     config = defaults()
-    config.model.preset = "llama3-8b"
+    config.model.preset = "llama3.1-8b"
     config.model.num_layers = 2
     config.mesh.context = context
     config.attention.update(strategy=strategy, kernel=kernel, document_mask=False)

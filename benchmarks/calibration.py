@@ -35,7 +35,7 @@ _LLAMA2_7B = {  # github.com/meta-llama: the shapes of Llama 2 7B
     "model.ffn_dim": 11_008,
 }
 _COMMON = {
-    "model.preset": "llama3-8b",
+    "model.preset": "llama3.1-8b",
     "attention.document_mask": False,
     "attention.kernel": "cudnn",
     "train.eval_sequences": 8,  # a multiple of any number of rows here

@@ -64,7 +64,7 @@ class Longest(NamedTuple):
 def base() -> Config:
     """Rows of one document, which is what long rows are made of and what cuDNN's attention is for."""
     config = defaults()
-    config.model.preset = "llama3-8b"
+    config.model.preset = "llama3.1-8b"
     config.attention.document_mask = False
     return load(config)
 

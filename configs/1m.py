@@ -1,27 +1,26 @@
-"""Llama 3 8B on rows of 1,048,576 tokens, 64 GPUs of one GB200 NVL72 domain. Variants: h100, 70b, mini.
+r"""Llama 3.1 8B with sequences of 1,048,576 tokens on 64 GPUs of one GB200 NVL72 domain. Variants: h100, 70b, mini.
 
-    python -m jaxlc.train --config=configs/1m.py:mini    the same in miniature, on 8 simulated CPU devices
-    python -m jaxlc.plan  --config=configs/1m.py --topology=gb200:1x64    compiled for GPUs that are not here
+    jaxlc train --config=1m:mini                        # the same features in miniature, on 8 simulated CPU devices
+    jaxlc plan --config=1m --topology=gb200:1x64        # ahead-of-time compilation, without a GPU
 
-To train, one process for each GPU, with Slurm and CUDA_VISIBLE_DEVICES=$SLURM_LOCALID in each:
+To train, start one process per GPU, here with Slurm and CUDA_VISIBLE_DEVICES=$SLURM_LOCALID in each:
 
-    python -m jaxlc.train --config=configs/1m.py --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
-      --config.runtime.num_processes=64 --config.runtime.process_id=$SLURM_PROCID
+    jaxlc train --config=1m --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json \
+      --config.runtime.num_processes=64 --config.runtime.process_id=$SLURM_PROCID \
       --config.runtime.coordinator_address=FIRST_HOST:9753
 """
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import defaults
+from jaxlc.config import check_variant, defaults, shrink_for_cpu
 
 VARIANTS = ("h100", "70b", "mini")
 
 
 def get_config(variant: str = "") -> ConfigDict:
-    if variant not in ("", *VARIANTS):
-        raise ValueError(f"configs/1m.py has no variant {variant!r}; there are {', '.join(VARIANTS)}")
+    check_variant(variant, VARIANTS)
     config = defaults()
-    config.model.preset = "llama3-8b"
+    config.model.preset = "llama3.1-8b"
     config.mesh.update(context=8, tensor=8)
     config.runtime.update(topology="gb200:1x64", transport="nvshmem")
     config.data.seq_len = 1_048_576
@@ -32,14 +31,9 @@ def get_config(variant: str = "") -> ConfigDict:
     if variant == "h100":  # 8 nodes of 8
         config.runtime.topology = "h100:8x8"
     elif variant == "70b":
-        config.model.preset = "llama3-70b"
+        config.model.preset = "llama3.1-70b"
         config.memory.remat = "full"
-    elif variant == "mini":  # the same axes and features, a small model on short rows
-        config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # bytes and the end of a document
+    elif variant == "mini":
+        shrink_for_cpu(config)
         config.mesh.update(context=4, tensor=2)
-        config.runtime.update(topology="", simulated_devices=8)
-        config.data.seq_len = 1024
-        config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
-        config.train.update(steps=20, global_batch_size=2, gradient_accumulation_steps=2)
-        config.train.update(eval_sequences=2, eval_every_steps=10, checkpoint_every_steps=10)
     return config

@@ -1,27 +1,26 @@
-"""Llama 3 8B on rows of 1,048,576 tokens, a single H100 with 80 GB. Variants: mini.
+r"""Llama 3.1 8B with sequences of 1,048,576 tokens on a single H100 with 80 GB. Variants: mini.
 
-    python -m jaxlc.train --config=configs/1m_1gpu.py:mini    the same in miniature, on 1 simulated CPU device
-    python -m jaxlc.plan  --config=configs/1m_1gpu.py --topology=h100:1x1    compiled for GPUs that are not here
+    jaxlc train --config=1m_1gpu:mini                     # the same features in miniature, on 1 simulated CPU device
+    jaxlc plan --config=1m_1gpu --topology=h100:1x1         # ahead-of-time compilation, without a GPU
 
-What makes it fit is under `memory`; docs/memory.md says what each setting saves and costs. To train, with 520 GiB of
-host memory:
+The settings under `memory` make it fit; docs/memory.md gives what each of them saves and costs. To
+train, on a machine with 520 GiB of host memory:
 
-    python -m jaxlc.train --config=configs/1m_1gpu.py --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
+    jaxlc train --config=1m_1gpu --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
 """
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import defaults
+from jaxlc.config import check_variant, defaults, shrink_for_cpu
 
 VARIANTS = ("mini",)
 
 
 def get_config(variant: str = "") -> ConfigDict:
-    if variant not in ("", *VARIANTS):
-        raise ValueError(f"configs/1m_1gpu.py has no variant {variant!r}; there is mini")
+    check_variant(variant, VARIANTS)
     config = defaults()
-    config.model.preset = "llama3-8b"
-    config.attention.update(document_mask=False)  # a row is one document: cuDNN can do it
+    config.model.preset = "llama3.1-8b"
+    config.attention.update(document_mask=False)  # a sequence is one document, which the cuDNN kernel supports
     config.runtime.update(topology="h100:1x1")
     config.data.seq_len = 1_048_576
     config.memory.update(remat="full", offload=("residual",), tile_tokens=32_768)
@@ -29,11 +28,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.optimizer.warmup_steps = 10
     config.train.update(steps=100, global_batch_size=1, eval_sequences=1, checkpoint_every_steps=10)
 
-    if variant == "mini":  # the same axes and features, a small model on short rows
-        config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # bytes and the end of a document
-        config.runtime.update(topology="", simulated_devices=1)
-        config.data.seq_len = 1024
+    if variant == "mini":
+        shrink_for_cpu(config, simulated_devices=1)
         config.memory.tile_tokens = 128
-        config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
-        config.train.update(steps=20, eval_every_steps=10)
     return config

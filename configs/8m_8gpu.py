@@ -1,26 +1,25 @@
-"""Llama 3 8B on rows of 8,388,608 tokens, one node of 8 H100s. Variants: mini.
+r"""Llama 3.1 8B with sequences of 8,388,608 tokens on one node of 8 H100s. Variants: mini.
 
-    python -m jaxlc.train --config=configs/8m_8gpu.py:mini    the same in miniature, on 8 simulated CPU devices
-    python -m jaxlc.plan  --config=configs/8m_8gpu.py --topology=h100:1x8    compiled for GPUs that are not here
+    jaxlc train --config=8m_8gpu:mini                     # the same features in miniature, on 8 simulated CPU devices
+    jaxlc plan --config=8m_8gpu --topology=h100:1x8         # ahead-of-time compilation, without a GPU
 
-What makes it fit is under `memory`; docs/memory.md says what each setting saves and costs. To train, start a process
-for each GPU as configs/256k.py tells it; the node needs 1,370 GiB of host memory.
+The settings under `memory` make it fit; docs/memory.md gives what each of them saves and costs. To
+train, start one process per GPU as in configs/256k.py; the node needs 1,370 GiB of host memory.
 """
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import defaults
+from jaxlc.config import check_variant, defaults, shrink_for_cpu
 
 VARIANTS = ("mini",)
 
 
 def get_config(variant: str = "") -> ConfigDict:
-    if variant not in ("", *VARIANTS):
-        raise ValueError(f"configs/8m_8gpu.py has no variant {variant!r}; there is mini")
+    check_variant(variant, VARIANTS)
     config = defaults()
-    config.model.preset = "llama3-8b"
+    config.model.preset = "llama3.1-8b"
     config.mesh.context = 8
-    config.attention.update(strategy="ulysses", document_mask=False)  # a row is one document: cuDNN can do it
+    config.attention.update(strategy="ulysses", document_mask=False)  # one document per sequence, for the cuDNN kernel
     config.runtime.update(topology="h100:1x8")
     config.data.seq_len = 8_388_608
     config.memory.update(remat="full", offload=("residual",), layers_per_remat_group=2, tile_tokens=32_768)
@@ -28,12 +27,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.optimizer.warmup_steps = 10
     config.train.update(steps=100, global_batch_size=1, eval_sequences=1, checkpoint_every_steps=10)
 
-    if variant == "mini":  # the same axes and features, a small model on short rows
-        config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # bytes and the end of a document
-        config.model.update(num_heads=8, num_kv_heads=8, head_dim=16)  # a key/value head for each of 8 ranks
-        config.runtime.update(topology="", simulated_devices=8)
-        config.data.seq_len = 1024
+    if variant == "mini":
+        shrink_for_cpu(config)
+        config.model.update(num_heads=8, num_kv_heads=8, head_dim=16)  # one key/value head per rank
         config.memory.tile_tokens = 32
-        config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
-        config.train.update(steps=20, eval_every_steps=10)
     return config

@@ -1,23 +1,89 @@
 """jaxlc: train language models on very long sequences in JAX.
 
-Rooms are imported on first use, so `import jaxlc` starts neither JAX nor a GPU: what must be set before JAX
-starts (see `jaxlc.runtime`) still can be.
+The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `attention` and `config`, and the
+functions `attend`, `make_mesh` and `start`. Everything is imported on first use: `import jaxlc` does not import JAX, so
+that environment variables which JAX reads at start-up can still be set (`jaxlc.start`).
 """
 
 import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxlc import attention, config, plan, train
+    from jaxlc.attention import attend
 
 __version__ = "0.1.0"
-_ROOMS = (
-    "attention", "bench", "config", "core", "data", "kernels", "models", "plan", "program", "runtime", "sharding",
-    "train",
-)  # fmt: skip
+__all__ = ["attend", "attention", "config", "make_mesh", "plan", "start", "train"]
+
+_PACKAGES = ("attention", "config", "plan", "runtime", "train")  # available after `import jaxlc` alone
 
 
-def __getattr__(name: str):
-    if name in _ROOMS:
+def start(
+    *,
+    simulated_devices: int = 0,
+    num_processes: int = 1,
+    process_id: int = 0,
+    coordinator_address: str = "127.0.0.1:9753",
+) -> None:
+    """Starts JAX on GPUs, or on simulated CPU devices. Call it before anything uses a device.
+
+    `jaxlc.train.run` starts JAX itself, as its config says. Calling this again with equal arguments does nothing.
+
+    Args:
+      simulated_devices: 0, or the number of CPU devices to simulate, over all processes.
+      num_processes: more than 1: joins the processes of a run with `jax.distributed`.
+      process_id: the index of this process, from 0.
+      coordinator_address: host:port of process 0.
+    Raises:
+      jaxlc.core.errors.UserError: JAX has already started with other settings.
+    """
+    from jaxlc import runtime
+    from jaxlc.config import RuntimeConfig
+
+    runtime.start(
+        RuntimeConfig(
+            simulated_devices=simulated_devices,
+            num_processes=num_processes,
+            process_id=process_id,
+            coordinator_address=coordinator_address,
+        )
+    )
+
+
+def make_mesh(
+    *,
+    data: int = 1,
+    fsdp: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    devices: "Sequence[jax.Device] | None" = None,
+) -> "jax.sharding.Mesh":
+    """A device mesh with the axes data, fsdp, context and tensor, in this order, for `jaxlc.attend`.
+
+    Args:
+      data, fsdp, context, tensor: the size of each axis; their product is the number of devices.
+      devices: default: `jax.devices()`.
+    Raises:
+      jaxlc.core.errors.UserError: the number of devices differs from the size of the mesh.
+    """
+    from jaxlc.config import MeshConfig
+    from jaxlc.sharding import mesh
+
+    return mesh.make_mesh(MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor), devices)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "attend":
+        from jaxlc.attention import attend
+
+        return attend
+    if name in _PACKAGES:
         return importlib.import_module(f"jaxlc.{name}")
     raise AttributeError(f"module 'jaxlc' has no attribute {name!r}")
 
 
-def __dir__():
-    return sorted([*globals(), *_ROOMS])
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

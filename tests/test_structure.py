@@ -25,6 +25,7 @@ FLOORS = dict(
     simulate=6,
     plan=7,
     sweep=8,
+    cli=9,
 )  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))

@@ -5,6 +5,7 @@ config.mesh.context = 4
 frozen = load(config)
 """
 
+from jaxlc.config.files import check_variant, read_config, shipped_configs, shrink_for_cpu
 from jaxlc.config.loading import defaults, load, to_dict, transport_settings, with_settings
 from jaxlc.config.mesh_checks import check_num_devices
 from jaxlc.config.presets import PRESETS
@@ -34,8 +35,12 @@ __all__ = [
     "RuntimeConfig",
     "TrainConfig",
     "check_num_devices",
+    "check_variant",
     "defaults",
     "load",
+    "read_config",
+    "shipped_configs",
+    "shrink_for_cpu",
     "to_dict",
     "transport_settings",
     "with_settings",

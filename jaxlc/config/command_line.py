@@ -4,10 +4,8 @@ absl and ml_collections parse; what they answer to a mistake is turned into one 
 """
 
 import difflib
-import importlib.util
 import re
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import tuple_parser
 
+from jaxlc.config.files import read_config, shipped_configs
 from jaxlc.config.help import settings_help
 from jaxlc.config.loading import check_key, describe_type, did_you_mean, field_types, load
 from jaxlc.config.schema import Config
@@ -71,9 +70,12 @@ def parse(argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None) 
     except flags.Error as error:
         raise UserError(f"{error}; write it as --name=value") from None
     if not known["config"].value:
-        raise UserError("no config is given; name a config file, such as --config=configs/quickstart.py")
+        raise UserError(
+            "no config is given: use --config=NAME or --config=FILE.py; the shipped configs are"
+            f" {', '.join(shipped_configs())}"
+        )
     config_path, _, variant = known["config"].value.partition(":")
-    config = _override(_run_config_file(config_path, variant), rest, known=list(known))
+    config = _override(read_config(known["config"].value), rest, known=list(known))
     stem = "-".join(filter(None, [Path(config_path).stem, variant.replace("/", "-")]))
     return ParsedCommand(
         config=load(config),
@@ -88,40 +90,6 @@ def help_text(description: str, extra_flags: Mapping[str, str] | None = None) ->
     """What `--help` prints."""
     usage = [f"  --{name:<10} {text}" for name, text in {**_STANDARD_FLAGS, **(extra_flags or {})}.items()]
     return "\n".join([description.strip(), "", *usage, "", "Settings and their defaults:", settings_help()])
-
-
-def _run_config_file(path: str, variant: str) -> ConfigDict:
-    """`get_config(variant)` of the file. Whatever fails in it is the user's: told with its line."""
-    if not Path(path).is_file():
-        here = [str(file) for file in Path(path).parent.glob("*.py")]
-        nearest = difflib.get_close_matches(path, here, n=1)
-        raise UserError(f"there is no config file {path!r}; {did_you_mean(nearest, here or ['none here'])}")
-    spec = importlib.util.spec_from_file_location("jaxlc_config_file", path)
-    if spec is None:
-        raise UserError(f"{path!r} is not a Python file; a config file defines get_config(variant)")
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        if not hasattr(module, "get_config"):
-            raise UserError(f"{path} has no get_config(variant); configs/quickstart.py shows one")
-        config = module.get_config(variant)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(_told_with_line(error, path)) from error
-    if not isinstance(config, ConfigDict):
-        raise UserError(f"get_config in {path} returned {type(config).__name__}; return the ConfigDict of defaults()")
-    return config
-
-
-def _told_with_line(error: Exception, path: str) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [frame for frame in frames if Path(frame.filename).resolve() == Path(path).resolve()]
-    if isinstance(error, ValueError) and frames[-1] in own_frames:
-        return str(error)  # raised by the file itself, for people: "has no variant 'x'"
-    where = f"{path} line {own_frames[-1].lineno}" if own_frames else path
-    text = " ".join(str(error).split())
-    return f"{where} fails with {type(error).__name__}: {text}"
 
 
 def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> ConfigDict:

@@ -53,7 +53,7 @@ _PRESETS = (
         **{**_LLAMA_3, **_LLAMA_3_2},
     ),
     ModelConfig(
-        preset="llama3-8b",
+        preset="llama3.1-8b",
         num_layers=32,
         model_dim=4096,
         num_heads=32,
@@ -63,7 +63,7 @@ _PRESETS = (
         **{**_LLAMA_3, **_LLAMA_3_1},
     ),
     ModelConfig(
-        preset="llama3-70b",
+        preset="llama3.1-70b",
         num_layers=80,
         model_dim=8192,
         num_heads=64,

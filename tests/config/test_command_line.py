@@ -73,11 +73,17 @@ def test_workdir_and_extra_flags(tmp_path):
     ("arguments", "words"),
     [
         ([], "no config is given"),
-        (["--config=configs/quikstart.py"], "did you mean configs/quickstart.py?"),
-        (["--config=nowhere/x.py"], "there is no config file 'nowhere/x.py'"),
-        (["--config=Makefile"], "'Makefile' is not a Python file"),
+        (["--config=configs/quikstart.py"], "'configs/quikstart.py' not found (did you mean configs/quickstart.py?)"),
+        (["--config=quikstart"], "config 'quikstart' not found (did you mean quickstart?)"),
+        (
+            ["--config=configs/nothere.py"],
+            "'configs/nothere.py' not found: give the path of a .py file or one of",
+        ),
+        (["--config=nowhere/x.py"], "not found: give the path of a .py file or one of the shipped configs 128k, 1m"),
+        (["--config=Makefile"], "invalid config file 'Makefile': expected a Python file"),
+        (["--config=256k:h10"], "256k: unknown variant 'h10': did you mean h100?"),
         (["--config"], "Missing value for flag --config"),
-        ([QUICKSTART + ":mini"], "has no variants, so 'mini' is not one"),
+        ([QUICKSTART + ":mini"], "unknown variant 'mini': this config has no variants"),
         ([QUICKSTART, "--config.train.step=3"], "there is no config.train.step; did you mean config.train.steps?"),
         ([QUICKSTART, "--config.steps=3"], "did you mean config.train.steps?"),
         ([QUICKSTART, "--config.mesh=3"], "config.mesh is a section"),
@@ -103,7 +109,7 @@ def test_mistakes_are_sentences(arguments, words, monkeypatch):
         ("config = defaults(); config.modle.preset = 'x'", "line 5 fails with AttributeError"),
         ("config = defaults(); config.train.steps = 'x'", "line 5 fails with TypeError"),
         ("return 1 / 0", "mine.py line 5 fails with ZeroDivisionError: division by zero"),
-        ("return {}", "returned dict"),
+        ("return {}", "get_config returned dict, expected the ConfigDict of"),
         ("return (", "fails with SyntaxError"),
         ("raise ValueError('there is no variant of that name')", "there is no variant of that name"),
     ],
@@ -114,7 +120,7 @@ def test_a_config_file_that_fails_is_told_with_its_line(body, words, tmp_path):
 
 def test_a_config_file_without_get_config(tmp_path):
     (tmp_path / "mine.py").write_text("x = 1\n")
-    assert "has no get_config" in sentence(f"--config={tmp_path}/mine.py")
+    assert "expected a function get_config(variant)" in sentence(f"--config={tmp_path}/mine.py")
 
 
 def test_run_main_returns_the_status_of_main():

@@ -37,9 +37,9 @@ def test_defaults_load_as_the_tiny_preset_and_the_schema():
 
 def test_preset_with_overrides():
     config = defaults()
-    config.model.preset = "llama3-8b"
+    config.model.preset = "llama3.1-8b"
     config.model.num_layers = 2
-    assert load(config).model == dataclasses.replace(PRESETS["llama3-8b"], num_layers=2)
+    assert load(config).model == dataclasses.replace(PRESETS["llama3.1-8b"], num_layers=2)
 
 
 def test_placeholders_are_typed():
@@ -81,8 +81,8 @@ def test_what_is_left_out_has_its_default():
         ("precision", "bf16_layers", ("0", "x"), "('0', 'x'), which is not a list of whole numbers"),
         ("precision", "bf16_layers", (True,), "which is not a list of whole numbers"),
         ("memory", "remat", "ful", "config.memory.remat is 'ful', which is not one of 'none', 'full'"),
-        ("model", "preset", "llama3-8", "did you mean llama3-8b?"),
-        ("model", "preset", "xyz", "there are llama3-70b"),
+        ("model", "preset", "llama3-8", "did you mean llama3.1-8b?"),
+        ("model", "preset", "xyz", "there are llama3.1-70b"),
     ],
 )
 def test_wrong_keys_types_and_names(section, name, value, words):

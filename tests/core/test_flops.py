@@ -9,8 +9,8 @@ from jaxlc.core.flops import num_matmul_params, num_params, training_flops
 PUBLISHED = {
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_248_023_552,
 }
@@ -38,7 +38,7 @@ def test_training_flops_of_a_model_small_enough_to_count_by_hand():
 def test_a_step_at_1m_tokens_with_full_recomputation_takes_1_36e18_flop():
     """Recomputed, a matrix product is done 4 times for the model's 3. Attention's 6 products a pair (2 forward, 4
     backward) become 9: 2 forward, 2 again for the layer, and 5 in a flash backward, which also redoes q . k."""
-    model, tokens = PRESETS["llama3-8b"], 2**20
+    model, tokens = PRESETS["llama3.1-8b"], 2**20
     matmul_flops = 6 * num_matmul_params(model) * tokens
     attention_flops = training_flops(model, rows=1, seq_len=tokens, attention="causal") - matmul_flops
     assert matmul_flops * 4 / 3 + attention_flops * 9 / 6 == pytest.approx(1.36e18, rel=1e-3)

@@ -18,8 +18,8 @@ from tests.tolerances import FLOAT32_PARITY, max_relative_error
 PUBLISHED = {
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_248_023_552,
 }

@@ -25,7 +25,7 @@ def test_a_declared_matrix():
 
 
 def test_depth_scale():
-    assert residual_depth_scale(PRESETS["llama3-8b"]) == pytest.approx(1 / 8)
+    assert residual_depth_scale(PRESETS["llama3.1-8b"]) == pytest.approx(1 / 8)
     param = matrix(nnx.Rngs(0), fan_in=64, depth_scale=0.1, ffn=64, model=512)
     assert float(param[...].std()) == pytest.approx(0.1 / 8, rel=0.02)
 

@@ -18,7 +18,7 @@ def _x(num_tokens, head_dim):
     return np.random.default_rng(0).standard_normal((num_tokens, head_dim)).astype(np.float32)
 
 
-@pytest.mark.parametrize("preset", ["tiny", "llama3-8b", "llama3.2-1b", "qwen3-8b"])
+@pytest.mark.parametrize("preset", ["tiny", "llama3.1-8b", "llama3.2-1b", "qwen3-8b"])
 @pytest.mark.parametrize("start", [0, LOW_TOKENS - 8, 2**20 - 8, 2**25 - 8, 2**26 - 16])
 def test_within_1e_6_of_float64(preset, start):
     """A unit vector per pair, so that the error is that of cos and sin."""
@@ -31,14 +31,14 @@ def test_within_1e_6_of_float64(preset, start):
 
 def test_float32_angles_would_fail():
     """Why the tables exist: at 2^25 the plain way is off by more than half a radian."""
-    model, position = PRESETS["llama3-8b"], 2**25 - 1
+    model, position = PRESETS["llama3.1-8b"], 2**25 - 1
     frequencies = model.rope_theta ** -(np.arange(0, model.head_dim, 2) / model.head_dim)
     plain_float32 = np.float32(position) * frequencies.astype(np.float32)
     assert np.abs(plain_float32 - position * frequencies).max() > 0.5
 
 
 def test_a_long_row_on_any_heads_like_hugging_face():
-    model = dataclasses.replace(PRESETS["llama3-8b"], head_dim=8)
+    model = dataclasses.replace(PRESETS["llama3.1-8b"], head_dim=8)
     x_BTNH = _x(2 * 5000 * 3, 8).reshape(2, 5000, 3, 8)
     positions_BT = np.stack([np.arange(5000), np.arange(5000)[::-1]]).astype(np.int32)
     got = jax.jit(apply_rope)(x_BTNH, positions_BT, rope_tables(model, 5000))
@@ -48,7 +48,7 @@ def test_a_long_row_on_any_heads_like_hugging_face():
 
 
 def test_scores_depend_on_the_distance_alone():
-    model = PRESETS["llama3-8b"]
+    model = PRESETS["llama3.1-8b"]
     tables, (q, k) = rope_tables(model, MAX_TOKENS), _x(2, 128)
 
     def score(q_position, k_position):
@@ -68,7 +68,7 @@ def test_float32_inside_and_the_dtype_of_x_outside():
 
 
 def test_tables_are_small():
-    tables = rope_tables(PRESETS["llama3-8b"], 2**20)
+    tables = rope_tables(PRESETS["llama3.1-8b"], 2**20)
     assert tables.high_cos.shape == (256, 64) and tables.low_sin.shape == (4096, 64)
     assert {table.dtype for table in tables} == {np.dtype(np.float32)}
-    assert rope_tables(PRESETS["llama3-8b"], 100).low_cos.shape == (100, 64)
+    assert rope_tables(PRESETS["llama3.1-8b"], 100).low_cos.shape == (100, 64)

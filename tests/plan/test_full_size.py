@@ -21,7 +21,7 @@ def planned(preset: str, topology: str, **mesh):
 
 
 def test_llama3_8b_on_64_h100s():
-    found = planned("llama3-8b", "h100:8x8", context=8, tensor=8)
+    found = planned("llama3.1-8b", "h100:8x8", context=8, tensor=8)
     assert found.compile_seconds < 60
     gib = {name: size / 2**30 for name, size in found.to_json()["memory"].items() if name.endswith("_bytes")}
     assert gib["device_arguments_bytes"] == pytest.approx(1.41, abs=0.02)  # 12 B for each of 8.03e9 / 64 parameters
@@ -35,8 +35,8 @@ def test_llama3_8b_on_64_h100s():
 
 
 @pytest.mark.parametrize("preset, topology, mesh", [
-    ("llama3-70b", "gb200:1x64", dict(context=8, tensor=8)),
-    ("llama3-8b", "h100:8x8", dict(context=64)),
+    ("llama3.1-70b", "gb200:1x64", dict(context=8, tensor=8)),
+    ("llama3.1-8b", "h100:8x8", dict(context=64)),
 ])  # fmt: skip
 def test_large_models_and_long_rings(preset, topology, mesh):
     found = planned(preset, topology, **mesh)

@@ -105,7 +105,7 @@ def test_the_plain_loop_hides_nothing_and_holds_all_blocks(monkeypatch):
 def test_the_whole_model_fits_64_gpus_with_room_to_spare():
     """1.4 GiB of state, and 5.3 of temporaries where nothing of size tokens x tokens or tokens x vocabulary is kept."""
     config = defaults()
-    config.model.preset = "llama3-8b"
+    config.model.preset = "llama3.1-8b"
     config.mesh.update(context=8, tensor=8)
     config.data.seq_len = TOKENS
     config.attention.update(kernel="blockwise", query_block_tokens=1024, key_block_tokens=1024)

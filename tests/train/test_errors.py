@@ -34,7 +34,7 @@ def config(tmp_path_factory):
         (["=3"], "there is no config."),
         (["data.sources=('a',3)"], "config.data.sources is .* which is not a list of strings"),
         (["train.steps=0"], "config.train.steps is 0; it must be at least 1"),
-        (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3-8b?"),
+        (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3.1-8b?"),
         (["attention.strategy=ulysses"], "context=4, and each tensor rank has 2 query and 1 key/value heads"),
         (["attention.ulysses_degree=2"], "ulysses_degree=2 is for strategy 'hybrid', and .*strategy is 'ring'"),
         (["attention.kernel=cudnn"], "attention kernel cudnn cannot do this: it needs an NVIDIA GPU, and this is cpu"),

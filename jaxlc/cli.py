@@ -1,0 +1,60 @@
+"""The `jaxlc` console command: `jaxlc VERB ...` is `python -m jaxlc.VERB ...`."""
+
+import difflib
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxlc import __version__
+from jaxlc.config import shipped_configs
+from jaxlc.config.loading import did_you_mean
+
+
+class Verb(NamedTuple):
+    package: str  # its __main__ module reads sys.argv
+    summary: str  # one line of `jaxlc --help`
+
+
+VERBS = {
+    "train": Verb("jaxlc.train", "train a model; resumes from the latest valid checkpoint in --workdir"),
+    "plan": Verb("jaxlc.plan", "compile the training step ahead of time, without a GPU: memory, overlap, step time"),
+    "sweep": Verb("jaxlc.sweep", "plan or measure many meshes and rank them"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (default: sys.argv, program name first) and returns the exit status.
+
+    Raises:
+      SystemExit: the verb ended with its own exit status.
+    """
+    arguments = list(sys.argv if argv is None else argv)[1:]
+    if not arguments or arguments[0] in ("--help", "-help", "-h", "help"):
+        print(help_text())
+        return 0
+    if arguments[0] == "--version":
+        print(f"jaxlc {__version__}")
+        return 0
+    name = arguments[0]
+    if name not in VERBS:
+        nearest = difflib.get_close_matches(name, VERBS, n=1)
+        print(f"error: unknown command {name!r}: {did_you_mean(nearest, VERBS)}", file=sys.stderr)
+        return 2
+    sys.argv = [f"jaxlc {name}", *arguments[1:]]
+    runpy.run_module(VERBS[name].package, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def help_text() -> str:
+    """The text of `jaxlc --help`."""
+    return "\n".join(
+        [
+            "usage: jaxlc VERB --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]",
+            "",
+            *(f"  {name:<8} {verb.summary}" for name, verb in VERBS.items()),
+            "",
+            "`jaxlc VERB --help` lists the flags of a verb and all settings.",
+            f"Shipped configs: {', '.join(shipped_configs())}; or give the path of a .py file.",
+        ]
+    )

@@ -1,0 +1,128 @@
+"""Config files: Python files that define `get_config(variant) -> ConfigDict`, found by path or by the name of a shipped
+one. Imports no jax."""
+
+import difflib
+import importlib.util
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from ml_collections import ConfigDict
+
+from jaxlc.config.loading import did_you_mean
+from jaxlc.core.errors import UserError
+
+_PACKAGE = Path(__file__).parents[1]
+# A wheel has the shipped configs at jaxlc/configs, a source tree at configs/.
+_DIRECTORIES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> file of the configs that come with jaxlc: {"quickstart": .../configs/quickstart.py, ...}."""
+    directory = next((directory for directory in _DIRECTORIES if directory.is_dir()), None)
+    return {path.stem: path for path in sorted(directory.glob("*.py"))} if directory else {}
+
+
+def read_config(name: str) -> ConfigDict:
+    """The ConfigDict of a config file, to edit and pass to `jaxlc.train.run` or `jaxlc.plan.plan`.
+
+    Args:
+      name: the name of a shipped config or the path of a file that ends in .py; both may be followed by a colon and a
+        variant: "256k", "256k:h100", "my/config.py:small".
+    Raises:
+      UserError: no such config or variant, or the file fails.
+    """
+    name, _, variant = name.partition(":")
+    path = _find(name)
+    module = _import_file(path)
+    if not hasattr(module, "get_config"):
+        raise UserError(f"invalid config file {name}: expected a function get_config(variant), as in quickstart.py")
+    try:
+        config = module.get_config(variant)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+    except Exception as error:
+        raise UserError(_with_line(error, path)) from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(
+            f"invalid config file {name}: get_config returned {type(config).__name__}, expected the ConfigDict of"
+            " jaxlc.config.defaults()"
+        )
+    return config
+
+
+def check_variant(variant: str, variants: Sequence[str]) -> None:
+    """For config files: checks that `variant` is "" or one of `variants`.
+
+    Raises:
+      UserError: it is not.
+    """
+    if variant in ("", *variants):
+        return
+    if not variants:
+        raise UserError(f"unknown variant {variant!r}: this config has no variants")
+    nearest = difflib.get_close_matches(variant, variants, n=1)
+    raise UserError(f"unknown variant {variant!r}: {did_you_mean(nearest, variants)}")
+
+
+def shrink_for_cpu(config: ConfigDict, *, simulated_devices: int = 8) -> None:
+    """For config files: shrinks `config` in place to a model and sequences that train on CPU in about a minute.
+
+    Strategy, precision, rematerialization and offloading stay, so that the same code runs. The caller sets the mesh and
+    `memory.tile_tokens`, which depend on the config.
+
+    Args:
+      simulated_devices: the number of CPU devices to simulate; the size of the mesh.
+    """
+    config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # 256 bytes and the end-of-document token
+    config.runtime.update(topology="", simulated_devices=simulated_devices)
+    config.data.seq_len = 1024
+    config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
+    train = config.train
+    train.update(steps=20, eval_every_steps=10, checkpoint_every_steps=10)
+    for setting in ("global_batch_size", "gradient_accumulation_steps", "eval_sequences"):
+        train[setting] = min(2, train[setting])
+
+
+def _find(name: str) -> Path:
+    """The file of a config that is named by path or, if shipped, by its bare name."""
+    shipped = shipped_configs()
+    if name in shipped:
+        return shipped[name]
+    path = Path(name)
+    if path.is_file():
+        if path.suffix != ".py":
+            raise UserError(f"invalid config file {name!r}: expected a Python file that defines get_config(variant)")
+        return path
+    # Suggestions for a path are files of its own directory, but only where the file name is close to one of them.
+    stems = {file.stem: str(file) for file in path.parent.glob("*.py")} if path.suffix or path.parent.name else {}
+    nearest = [stems.get(stem, stem) for stem in difflib.get_close_matches(path.stem, [*stems, *shipped], n=1)]
+    question = f" (did you mean {nearest[0]}?)" if nearest else ""
+    raise UserError(
+        f"config {name!r} not found{question}: give the path of a .py file or one of the shipped configs"
+        f" {', '.join(shipped)}"
+    )
+
+
+def _import_file(path: Path) -> ModuleType:
+    # Loaded by path: names such as 256k.py cannot be imported.
+    spec = importlib.util.spec_from_file_location("jaxlc_config_file", path)
+    assert spec is not None and spec.loader is not None, path  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(_with_line(error, path)) from error
+    return module
+
+
+def _with_line(error: Exception, path: Path) -> str:
+    """The error of a config file in one line, with the file's line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own_frames = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    if isinstance(error, ValueError) and frames[-1] in own_frames:
+        return f"{path}: {error}"  # raised by the file itself, for its user
+    where = f"{path} line {own_frames[-1].lineno}" if own_frames else str(path)
+    text = " ".join(str(error).split())
+    return f"{where} fails with {type(error).__name__}: {text}"
