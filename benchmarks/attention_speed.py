@@ -15,7 +15,7 @@ from benchmarks.attention_contestants import Case, Contestant, prepare, prepare_
 from jaxlc.config import MeshConfig
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.sweep.timing import environment_info, seconds_in_turn
+from jaxlc.sweep.timing import environment_info, interleaved_seconds
 
 CONTESTANT = "ringattention"  # the package, in place of a strategy of ours
 
@@ -40,7 +40,7 @@ def run(cases: list[Case], mesh_config: MeshConfig, repeats: int, out: Path) -> 
         lengths = dict.fromkeys(case.seq_len for case in cases)
         for num_tokens in track(lengths, "measuring", console=console, transient=True):
             contestants = [_prepare(case, mesh) for case in cases if case.seq_len == num_tokens]
-            seconds = seconds_in_turn([each.call for each in contestants], repeats)
+            seconds = interleaved_seconds([each.call for each in contestants], repeats)
             new = [each.row(its_seconds) | environment_info() for each, its_seconds in zip(contestants, seconds)]
             file.writelines(json.dumps(row) + "\n" for row in new)
             file.flush()

@@ -226,4 +226,4 @@ def _train_steps(sizes: Sizes) -> Part:
         config.model.preset = sizes.preset
         config.data.seq_len = num_tokens
         config.attention.document_mask = False
-        yield dict(tokens=num_tokens), functools.partial(measure.measure, load(config), sizes.repeats)
+        yield dict(tokens=num_tokens), functools.partial(measure.measure_step, load(config), sizes.repeats)

@@ -238,7 +238,7 @@ def compile_cases(cases: Sequence[Case], out: Path, work: Work | None = None, nu
         points = [point(case) for case in cases if case.topology == topology]
         found = runner.run(
             points,
-            work or functools.partial(worker.predicted, topology=topology),
+            work or functools.partial(worker.estimate, topology=topology),
             about=dict(topology=topology, model=base().model.preset),
             out=out,
             num_workers=num_workers,

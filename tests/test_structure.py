@@ -136,8 +136,9 @@ def test_sizes(path):
             assert node.end_lineno - node.lineno + 1 < 60, node.name
 
 
-def test_scripts_parse_arguments_only():
-    assert [path.name for path in SCRIPTS if len(path.read_text().splitlines()) >= 60] == []
+def test_package_does_not_import_benchmarks_scripts_or_tests():
+    roots = {path: {module.partition(".")[0] for module in all_imports(path)} for path in MODULES}
+    assert [path for path, names in roots.items() if names & {"benchmarks", "scripts", "tests"}] == []
 
 
 def test_there_is_no_drawer_for_odds_and_ends():

@@ -1,6 +1,6 @@
-"""What a sweep visits: every mesh of so many devices, with every strategy, remat, length and transport asked for.
+"""The grid of a sweep: meshes combined with attention strategies, remat policies, sequence lengths and transports.
 
-Imports no jax: the process that leads a sweep must leave the devices to those that measure.
+Imports no jax: the leading process of a sweep leaves the devices to the workers that measure.
 """
 
 import difflib
@@ -19,106 +19,110 @@ Setting = int | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
-    """What is tried in every combination. Axes that are not named keep the config's size."""
+class Grid:
+    """The values to combine. A mesh axis that is not in `axes` keeps the size it has in the config."""
 
     axes: tuple[str, ...]
     strategies: tuple[str, ...]
     remats: tuple[str, ...]
-    lengths: tuple[int, ...]  # tokens of a row
+    seq_lens: tuple[int, ...]  # tokens
     transports: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A config of the sweep, or the reason why it is none."""
+    """One configuration of the sweep, or the reason why the config checks reject it."""
 
-    settings: dict[str, Setting]  # by their paths: "mesh.context" -> 8
-    config: Config | None
+    settings: dict[str, Setting]  # key -> value: "mesh.context" -> 8
+    config: Config | None  # None if rejected
     refusal: str = ""
 
     @property
     def overrides(self) -> str:
-        """Of the command line; only on top of the config that the sweep began with."""
-        texts = {path: ",".join(x) if isinstance(x, tuple) else x for path, x in self.settings.items()}
-        return " ".join(f"--config.{path}={text}" for path, text in texts.items())
+        """Command-line flags that turn the sweep's config into this point."""
+        texts = {key: ",".join(x) if isinstance(x, tuple) else x for key, x in self.settings.items()}
+        return " ".join(f"--config.{key}={text}" for key, text in texts.items())
 
     def columns(self) -> dict[str, Setting]:
-        """The settings under their last names."""
-        return {path.rpartition(".")[2]: value for path, value in self.settings.items()}
+        """The settings by field name, without the section: "context" -> 8."""
+        return {key.rpartition(".")[2]: value for key, value in self.settings.items()}
 
 
-def space(
+def parse_grid(
     config: Config,
     *,
     axes: str | None = None,
     strategies: str | None = None,
     remat: str | None = None,
-    sequence: str | None = None,
+    seq_len: str | None = None,
     transports: str | None = None,
-) -> Space:
-    """Reads what a user gives, each a list with commas; None is the config's own value, and for axes all but data.
+) -> Grid:
+    """Parses comma-separated flag values.
+
+    None selects the value in `config`; for `axes` it selects all axes but data.
 
     Raises:
-      UserError: a name that there is not, or a length that is no number.
+      UserError: an unknown name, or a sequence length that is not a whole number.
     """
-    lengths = sequence.split(",") if sequence else [str(config.data.seq_len)]
+    lengths = seq_len.split(",") if seq_len else [str(config.data.seq_len)]
     for length in lengths:
         if not length.isdigit():
-            raise UserError(f"--sequence has {length!r}, which is not a whole number; write --sequence=65536,262144")
-    return Space(
-        axes=_names(axes or f"{CONTEXT},{TENSOR},{FSDP}", MESH_AXES, "mesh axis"),
-        strategies=_names(strategies or config.attention.strategy, _choices("attention", "strategy"), "strategy"),
+            raise UserError(f"invalid {length!r} for --seq_len: expected whole numbers, such as --seq_len=65536,262144")
+    return Grid(
+        axes=_names(axes or f"{CONTEXT},{TENSOR},{FSDP}", MESH_AXES, "axes"),
+        strategies=_names(strategies or config.attention.strategy, _choices("attention", "strategy"), "strategies"),
         remats=_names(remat or config.memory.remat, _choices("memory", "remat"), "remat"),
-        lengths=tuple(dict.fromkeys(map(int, lengths))),
-        transports=_names(transports or config.runtime.transport, _choices("runtime", "transport"), "transport"),
+        seq_lens=tuple(dict.fromkeys(map(int, lengths))),
+        transports=_names(transports or config.runtime.transport, _choices("runtime", "transport"), "transports"),
     )
 
 
-def points(config: Config, num_devices: int, space: Space) -> tuple[list[Point], int]:
-    """All points, those that the config's checks refuse among them, and how many combinations are none of their own.
+def points(config: Config, num_devices: int, grid: Grid) -> tuple[list[Point], int]:
+    """Returns all points, rejected ones included, and the number of duplicate combinations that are skipped.
 
-    Those are all strategies but the first where nothing splits the sequence, since none has anything to do, and hybrid
-    where context has no divisor that cuts it into exchange and ring. The batch keeps its rows, and a replica takes as
-    many at a time as in `config`.
+    With context=1 all strategies compile to the same program, so only the first is kept. Hybrid is skipped where
+    context has no divisor that splits it into an all-to-all group and a ring: it would equal ulysses or ring. The
+    global batch size is that of `config`. Gradient accumulation steps follow from the number of replicas, so that the
+    microbatch per replica stays the same.
 
     Raises:
-      UserError: no mesh of these axes has so many devices.
+      UserError: no mesh of these axes has `num_devices` devices.
     """
-    meshes = list(_meshes(config, num_devices, space.axes))
+    meshes = list(_meshes(config, num_devices, grid.axes))
     if not meshes:
-        sizes = " x ".join(f"{axis}={size}" for axis, size in _sizes(config).items() if axis not in space.axes)
+        fixed = " x ".join(f"{axis}={size}" for axis, size in _sizes(config).items() if axis not in grid.axes)
         raise UserError(
-            f"no mesh of the axes {', '.join(space.axes)} beside {sizes} has {num_devices} devices; name more of --axes"
+            f"no mesh of {num_devices} devices: --axes={','.join(grid.axes)} cannot complete {fixed};"
+            " add axes to --axes"
         )
-    found, num_left_out = [], 0
-    combinations = product(space.lengths, space.transports, space.remats, meshes, space.strategies)
-    for length, transport, remat, mesh, strategy in combinations:
-        is_same = mesh[CONTEXT] == 1 and strategy != space.strategies[0]
-        ranks = [1] if strategy != "hybrid" or mesh[CONTEXT] == 1 else _ulysses_degree(config, mesh)
-        if is_same or not ranks:
-            num_left_out += 1
+    points, num_duplicates = [], 0
+    combinations = product(grid.seq_lens, grid.transports, grid.remats, meshes, grid.strategies)
+    for seq_len, transport, remat, mesh, strategy in combinations:
+        is_duplicate = mesh[CONTEXT] == 1 and strategy != grid.strategies[0]
+        degrees = [1] if strategy != "hybrid" or mesh[CONTEXT] == 1 else _ulysses_degrees(config, mesh)
+        if is_duplicate or not degrees:
+            num_duplicates += 1
             continue
         settings = {
             **{f"mesh.{axis}": size for axis, size in mesh.items()},
             "attention.strategy": strategy,
-            "attention.ulysses_degree": ranks[0],
+            "attention.ulysses_degree": degrees[0],
             "memory.remat": remat,
-            "data.seq_len": length,
+            "data.seq_len": seq_len,
             "runtime.transport": transport,
-            **_batch(config, mesh[DATA] * mesh[FSDP]),
+            **_batch_settings(config, mesh[DATA] * mesh[FSDP]),
         }
-        found.append(_point(config, settings, num_devices))
-    return found, num_left_out
+        points.append(_point(config, settings, num_devices))
+    return points, num_duplicates
 
 
-def _names(given: str, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """ "a,b" -> ("a", "b"), each of which must be known."""
-    names = tuple(dict.fromkeys(given.split(",")))
+def _names(text: str, known: Sequence[str], flag: str) -> tuple[str, ...]:
+    """ "a,b" -> ("a", "b"). Raises UserError for a name that is not in `known`."""
+    names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
-            raise UserError(f"there is no {what} {name!r}; {did_you_mean(nearest, known)}")
+            raise UserError(f"invalid {name!r} for --{flag}: {did_you_mean(nearest, known)}")
     return names
 
 
@@ -131,7 +135,7 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def _meshes(config: Config, num_devices: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Sizes of all axes, shortest rings and fewest replicas first."""
+    """Axis sizes of every mesh of `num_devices` devices; small sizes of the first axes come first."""
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     for sizes in product(divisors, repeat=len(axes)):
         mesh = _sizes(config) | dict(zip(axes, sizes, strict=True))
@@ -139,25 +143,29 @@ def _meshes(config: Config, num_devices: int, axes: Sequence[str]) -> Iterator[d
             yield mesh
 
 
-def _ulysses_degree(config: Config, mesh: dict[str, int]) -> list[int]:
-    """Ways to cut context for hybrid, best first: the most ranks with key/value heads of their own, then the fewest
-    that must repeat some. All of context would be ulysses, and none of it ring."""
+def _ulysses_degrees(config: Config, mesh: dict[str, int]) -> list[int]:
+    """Degrees that split context for hybrid, best first.
+
+    First the largest degrees that divide the KV heads, then the smallest ones that repeat KV heads. Degree `context`
+    would be ulysses, degree 1 would be ring.
+    """
     kv_heads = max(1, config.model.num_kv_heads // mesh[TENSOR])
     heads = config.model.num_heads // mesh[TENSOR]
-    cuts = [ranks for ranks in range(2, mesh[CONTEXT]) if mesh[CONTEXT] % ranks == 0 and heads % ranks == 0]
-    own = [ranks for ranks in cuts if kv_heads % ranks == 0]
-    return own[::-1] + [ranks for ranks in cuts if ranks % kv_heads == 0 and ranks not in own]
+    degrees = [degree for degree in range(2, mesh[CONTEXT]) if mesh[CONTEXT] % degree == 0 and heads % degree == 0]
+    without_repeats = [degree for degree in degrees if kv_heads % degree == 0]
+    repeats = [degree for degree in degrees if degree % kv_heads == 0 and degree not in without_repeats]
+    return without_repeats[::-1] + repeats
 
 
-def _batch(config: Config, replicas: int) -> dict[str, int]:
-    """As many rows at a time for each replica as in the config; evaluation needs some for each."""
+def _batch_settings(config: Config, num_replicas: int) -> dict[str, int]:
+    """Keeps the microbatch per replica of `config`, and rounds eval_sequences up to a multiple of the replicas."""
     train = config.train
-    rows_at_a_time = max(
+    microbatch_per_replica = max(
         1, train.global_batch_size // (train.gradient_accumulation_steps * config.mesh.data * config.mesh.fsdp)
     )
     return {
-        "train.gradient_accumulation_steps": max(1, train.global_batch_size // (rows_at_a_time * replicas)),
-        "train.eval_sequences": math.ceil(train.eval_sequences / replicas) * replicas,
+        "train.gradient_accumulation_steps": max(1, train.global_batch_size // (microbatch_per_replica * num_replicas)),
+        "train.eval_sequences": math.ceil(train.eval_sequences / num_replicas) * num_replicas,
     }
 
 

@@ -1,4 +1,4 @@
-"""The real training step, timed: the same object that the loop runs, on random tokens."""
+"""Times the training step of a config: the same `TrainStep` that the training loop runs, on random tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,18 @@ from jaxlc.train.batch import Batch
 from jaxlc.train.step import TrainStep, build_step
 
 
-def measure(config: Config, repeats: int) -> dict:
-    """A row of figures of the step of `config` on the first devices that are here.
+def measure_step(config: Config, repeats: int) -> dict:
+    """Compiles and times the training step of `config` on the first devices of this machine.
 
     Returns:
-      seconds (least of the calls); tokens_per_second_per_device; mfu_causal, model FLOPs with causal attention over the
-      devices' peak, None where that is not known; arguments_bytes and temp_bytes of one device's program, and
-      peak_bytes, the most that the device has had in use since the process started, None where it does not tell.
+      seconds: the minimum over `repeats` calls.
+      tokens_per_second_per_device.
+      mfu_causal: model FLOP/s with causal attention over peak FLOP/s; None if the peak of the device is unknown.
+      arguments_bytes, temp_bytes: of the compiled program, per device.
+      peak_bytes: peak memory in use on the first device since the process started; None if the backend does not report
+        it.
+      loss: of one more call.
+      model, seq_len, rows (the global batch size), kernel, remat: the measured configuration.
     """
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
     step = build_step(config, mesh)
@@ -25,7 +30,7 @@ def measure(config: Config, repeats: int) -> dict:
     state, batch = step.init(), _random_batch(step)
 
     def run():
-        nonlocal state  # its buffers are given up to its successor
+        nonlocal state  # its buffers are donated to the new state
         state, metrics = compiled(state, batch)
         return metrics
 
@@ -51,7 +56,7 @@ def measure(config: Config, repeats: int) -> dict:
 
 
 def _random_batch(step: TrainStep) -> Batch:
-    """Rows of one document each."""
+    """Random tokens; each sequence is one document."""
     like = step.abstract_batch
     shape, vocab_size = like.tokens.shape, step.config.model.vocab_size
 

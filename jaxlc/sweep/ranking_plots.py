@@ -1,40 +1,40 @@
-"""The pictures of a sweep. Bars are meshes; lines are transports over sequence lengths."""
+"""Plots of a sweep: a bar per mesh, and a line per transport over sequence length."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot: it would take over the backend of a notebook
+from matplotlib.figure import Figure  # not pyplot, which would change the backend of a notebook
 
 from jaxlc.core.axes import MESH_AXES
 
 MESHES, TRANSPORTS = "meshes.png", "transports.png"
-_MOST_BARS = 32
+_MAX_BARS = 32
 _COLORS = {"ring": "#1f5fa8", "hybrid": "#d1495b", "ulysses": "#2a9d8f", "all_gather": "#e9a23b"}
-_QUIET, _FAINT = "#6b7280", "#dde1e6"
-_WIDE = dict(dpi=110, layout="constrained")
+_CAPACITY_COLOR, _GRID_COLOR = "#6b7280", "#dde1e6"
+_FIGURE = dict(dpi=110, layout="constrained")
 
 
 def write(rows: Sequence[dict], title: str, out: Path) -> list[Path]:
-    """The pictures that rows, best first, have figures for; returns their paths."""
+    """Writes the plots for rows sorted best first; returns their paths. Without figures there is no plot."""
     done = [row for row in rows if row["status"] == "done"]
     paths = []
     if done:
         paths.append(out / MESHES)
-        _meshes(done, title, paths[-1])
+        _plot_meshes(done, title, paths[-1])
     if len({row["transport"] for row in done}) > 1:
         paths.append(out / TRANSPORTS)
-        _transports(done, title, paths[-1])
+        _plot_transports(done, title, paths[-1])
     return paths
 
 
-def _meshes(done: Sequence[dict], title: str, path: Path) -> None:
-    """Tokens/s and memory, a bar a point; of several lengths the longest."""
+def _plot_meshes(done: Sequence[dict], title: str, path: Path) -> None:
+    """Tokens/s and memory, one bar per point, at the longest sequence length."""
     longest = max(row["seq_len"] for row in done)
-    shown = [row for row in done if row["seq_len"] == longest][:_MOST_BARS]
+    shown = [row for row in done if row["seq_len"] == longest][:_MAX_BARS]
     also = [name for name in ("remat", "transport") if len({row[name] for row in shown}) > 1]
     labels = [", ".join([_mesh(row), *(row[name] for name in also)]) for row in shown]
-    figure = Figure(figsize=(10, 1.4 + 0.24 * len(shown)), **_WIDE)
+    figure = Figure(figsize=(10, 1.4 + 0.24 * len(shown)), **_FIGURE)
     speed, memory = figure.subplots(1, 2, sharey=True)
     colors = [_COLORS[row["strategy"]] for row in shown]
     opacity = [1.0 if row["fits"] else 0.35 for row in shown]
@@ -42,70 +42,73 @@ def _meshes(done: Sequence[dict], title: str, path: Path) -> None:
     for axes, column, unit in ((speed, "tokens_per_second_per_device", 1), (memory, "device_peak_bytes", 2**30)):
         for place, row, color, alpha in zip(places, shown, colors, opacity, strict=True):
             axes.barh(place, row[column] / unit, color=color, alpha=alpha, height=0.72)
-        _quiet(axes, "x")
+        _style(axes, "x")
     if "device_capacity_bytes" in shown[0]:
-        memory.axvline(shown[0]["device_capacity_bytes"] / 2**30, color=_QUIET, linestyle=(0, (5, 4)), linewidth=0.9)
+        memory.axvline(
+            shown[0]["device_capacity_bytes"] / 2**30, color=_CAPACITY_COLOR, linestyle=(0, (5, 4)), linewidth=0.9
+        )
     speed.set_yticks(places, labels, fontsize=8)
     speed.invert_yaxis()
-    speed.set(xlabel="tokens/s a device")
-    memory.set(xlabel="GiB a device" + ("; dashed: what it has" if "device_capacity_bytes" in shown[0] else ""))
+    speed.set(xlabel="tokens/s per device")
+    memory.set(xlabel="GiB per device" + ("; dashed: capacity" if "device_capacity_bytes" in shown[0] else ""))
     names = list(dict.fromkeys(row["strategy"] for row in shown))
     handles = [speed.barh(0, 0, color=_COLORS[name], label=name) for name in names]
     figure.legend(handles=handles, ncols=len(names), frameon=False, loc="outside lower right", fontsize=8)
-    figure.suptitle(f"{title}, rows of {longest:,} tokens", x=0.01, ha="left", fontsize=10)
+    figure.suptitle(f"{title}, sequence length {longest:,}", x=0.01, ha="left", fontsize=10)
     figure.savefig(path)
 
 
-def _transports(done: Sequence[dict], title: str, path: Path) -> None:
-    """Tokens/s over sequence length of the best mesh, a line a transport; and of every mesh, what each wins over the
-    first."""
+def _plot_transports(done: Sequence[dict], title: str, path: Path) -> None:
+    """Left: tokens/s of the best mesh over sequence length, one line per transport. Right: for every mesh, the speedup
+    of each transport over the first one."""
     longest = max(row["seq_len"] for row in done)
     best = _program(next(row for row in done if row["seq_len"] == longest))
     names = sorted({row["transport"] for row in done})
     rate = {(_program(row), row["transport"], row["seq_len"]): row["tokens_per_second_per_device"] for row in done}
     lengths = sorted({row["seq_len"] for row in done})
-    figure = Figure(figsize=(10, 4), **_WIDE)
+    figure = Figure(figsize=(10, 4), **_FIGURE)
     speed, gain = figure.subplots(1, 2)
     for number, name in enumerate(names):
-        there = [length for length in lengths if (best, name, length) in rate]
-        rates = [rate[best, name, length] for length in there]
-        # Where two lie on each other, both can be seen.
-        width = 5 - 3 * number / len(names)
-        speed.plot(there, rates, "o-", linewidth=width, alpha=0.7, label=name)
+        known = [length for length in lengths if (best, name, length) in rate]
+        rates = [rate[best, name, length] for length in known]
+        width = 5 - 3 * number / len(names)  # of lines that coincide, all stay visible
+        speed.plot(known, rates, "o-", linewidth=width, alpha=0.7, label=name)
     programs = dict.fromkeys(_program(row) for row in done)
-    is_few = len(programs) <= 8  # names of more would hide the lines
+    has_legend = len(programs) <= 8  # a longer legend would cover the lines
     for program in programs:
         for name in names[1:]:
             both = [n for n in lengths if (program, names[0], n) in rate and (program, name, n) in rate]
-            shares = [100 * (rate[program, name, n] / rate[program, names[0], n] - 1) for n in both]
-            gain.plot(both, shares, "o-", linewidth=1, markersize=3, label=f"{name}: {program[0]}" if is_few else None)
+            gains = [100 * (rate[program, name, n] / rate[program, names[0], n] - 1) for n in both]
+            gain.plot(
+                both, gains, "o-", linewidth=1, markersize=3, label=f"{name}: {program[0]}" if has_legend else None
+            )
     for axes in (speed, gain):
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.minorticks_off()
-        axes.set_xlabel("tokens")
-        _quiet(axes, "y")
+        axes.set_xlabel("sequence length, tokens")
+        _style(axes, "y")
     speed.legend(frameon=False, fontsize=7)
-    if is_few:
+    if has_legend:
         gain.legend(frameon=False, fontsize=7)
     speed.set_ylim(bottom=0)
-    speed.set(ylabel="tokens/s a device", title=best[0])
-    gain.set(ylabel="%", title=f"over {names[0]}")
+    speed.set(ylabel="tokens/s per device", title=best[0])
+    gain.set(ylabel="speedup, %", title=f"speedup over {names[0]}")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.savefig(path)
 
 
 def _mesh(row: dict) -> str:
     axes = [f"{axis} {row[axis]}" for axis in MESH_AXES if row[axis] > 1]
-    return " x ".join(axes) + (f", exchange {row['ulysses_degree']}" if row["strategy"] == "hybrid" else "")
+    return " x ".join(axes) + (f", ulysses_degree {row['ulysses_degree']}" if row["strategy"] == "hybrid" else "")
 
 
 def _program(row: dict) -> tuple[str, str]:
-    """All but transport and length."""
+    """Everything but transport and sequence length."""
     return f"{_mesh(row)}, {row['strategy']}", row["remat"]
 
 
-def _quiet(axes: Axes, lines: str) -> None:
+def _style(axes: Axes, lines: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=lines, color=_FAINT, linewidth=0.6)
+    axes.grid(axis=lines, color=_GRID_COLOR, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""Timing a compiled function, and the environment_info that belong beside every figure."""
+"""Timing of compiled functions, and the environment to record with every measurement."""
 
 import platform
 import subprocess
@@ -10,26 +10,30 @@ import jax
 
 
 def seconds_of_calls(function, *args, repeats: int) -> list[float]:
-    """Wall-clock seconds of each of `repeats` calls, after one that is not counted; each waits for its result."""
-    (seconds,) = seconds_in_turn([lambda: function(*args)], repeats)
+    """Wall-clock seconds of each of `repeats` calls after one warm-up call. Each call waits for its result."""
+    (seconds,) = interleaved_seconds([lambda: function(*args)], repeats)
     return seconds
 
 
-def seconds_in_turn(calls: list[Callable[[], object]], repeats: int) -> list[list[float]]:
-    """The same of several functions, one call of each in every round: what disturbs the machine disturbs them all."""
+def interleaved_seconds(calls: list[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Times several functions, one call of each per round, so that other load on the machine affects all of them.
+
+    Returns:
+      For each function the wall-clock seconds of its `repeats` calls, after one warm-up call.
+    """
     for call in calls:
         jax.block_until_ready(call())
     seconds = [[] for _ in calls]
     for _ in range(repeats):
-        for call, its_seconds in zip(calls, seconds):
+        for call, call_seconds in zip(calls, seconds):
             start_seconds = time.perf_counter()
             jax.block_until_ready(call())
-            its_seconds.append(time.perf_counter() - start_seconds)
+            call_seconds.append(time.perf_counter() - start_seconds)
     return seconds
 
 
 def environment_info() -> dict[str, str | int]:
-    """Device, number of devices, versions and commit."""
+    """Device kind, number of devices, versions, and git commit of the checkout."""
     device = jax.devices()[0]
     return dict(
         device=f"{platform.machine()} {device.device_kind}" if device.platform == "cpu" else device.device_kind,
@@ -41,9 +45,9 @@ def environment_info() -> dict[str, str | int]:
 
 
 def _commit() -> str:
-    """Of the checkout that this file is in; "+" where it has changes, "" where it is in none."""
+    """The commit of the checkout that contains this file, with "+" after it if files were changed; "" without one."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # no git here
+    except OSError:  # git is not installed
         return ""

@@ -1,6 +1,6 @@
-"""One point of a sweep in a process of its own: what ends it, a signal too, ends nothing else.
+"""Runs each point of a sweep in its own process, so that a crash fails only that point.
 
-Imports no jax, so that such a process can set the environment first.
+Imports no jax, so that a worker process can set the environment before it imports jax.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -22,17 +23,16 @@ from jaxlc.config import Config, RuntimeConfig
 from jaxlc.core.errors import UserError
 
 Row = dict[str, object]
-Work = Callable[[Config], Row]  # a function at the top of a module, or a partial of one: it is sent by its name
-Measure = Callable[[Config, int], Row]  # (config, repeats) -> figures, as `jaxlc.sweep.measure` has it
+Work = Callable[[Config], Row]  # a module-level function, or a partial of one: it is pickled by name
 
-_REPEATS = 5  # timed steps of a measurement
-# Of host memory: an 8B step for 64 GPUs took 0.65 GB (jax 0.10.1, kernel pallas); there are larger ones.
+_TIMED_STEPS = 5
+# Host memory of one compilation: an 8B step for 64 GPUs took 0.65 GB (jax 0.10.1, kernel pallas); others take more.
 _COMPILE_BYTES = 2 * 2**30
 
 
-def predicted(config: Config, topology: str) -> Row:
-    """Figures of the step compiled for GPUs that are not here."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # for JAX, which reads it at its import, and for processes that it may start
+def estimate(config: Config, topology: str) -> Row:
+    """AOT-compiles the training step for `topology` and returns the figures of its plan."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # read by jax at import, here and in child processes
     from jaxlc import plan, runtime
 
     runtime.start(RuntimeConfig())
@@ -40,7 +40,7 @@ def predicted(config: Config, topology: str) -> Row:
 
     from jaxlc.plan.memory import USABLE_HOST_SHARE
 
-    jax.config.update("jax_enable_compilation_cache", False)  # cannot read programs for GPUs that are not here
+    jax.config.update("jax_enable_compilation_cache", False)  # cannot read programs compiled for absent devices
     found = plan.plan(config, topology)
     time_of_step, memory, ring = found.predicted, found.memory, found.ring
     return dict(
@@ -61,7 +61,9 @@ def predicted(config: Config, topology: str) -> Row:
         host_bytes_per_node=memory.host_bytes_per_node,
         staging_bytes_per_node=memory.staging_bytes_per_node,
         host_usable_bytes_per_node=USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes,
-        largest="; ".join(f"{each.shape} {each.bytes / 2**30:.2f} GiB {each.made_by}" for each in memory.largest[:3]),
+        largest="; ".join(
+            f"{array.shape} {array.bytes / 2**30:.2f} GiB {array.made_by}" for array in memory.largest[:3]
+        ),
         hops=ring.hops,
         hops_exposed=ring.exposed,
         hops_by=", ".join(sorted(ring.by_backend)),
@@ -70,8 +72,8 @@ def predicted(config: Config, topology: str) -> Row:
     )
 
 
-def devices_here(config: Config) -> Row:
-    """How many devices JAX has here, and of which kind."""
+def local_devices(config: Config) -> Row:
+    """The kind and number of the devices of this machine."""
     from jaxlc import runtime
 
     runtime.start(config.runtime)
@@ -80,34 +82,36 @@ def devices_here(config: Config) -> Row:
     return dict(device=jax.devices()[0].device_kind, num_devices=jax.device_count())
 
 
-def measured(config: Config, measure: Measure) -> Row:
-    """Figures of the step on the devices that are here. What JAX cannot allocate is an exception."""
+def measure(config: Config) -> Row:
+    """Times the training step on the devices of this machine. Raises JAX's error if they run out of memory."""
     from jaxlc import runtime
 
     runtime.start(config.runtime)
-    found = measure(config, _REPEATS)
+    from jaxlc.sweep.measure import measure_step
+
+    figures = measure_step(config, _TIMED_STEPS)
     return dict(
-        step_seconds=found["seconds"],
-        tokens_per_second_per_device=found["tokens_per_second_per_device"],
-        mfu_causal=found["mfu_causal"],
+        step_seconds=figures["seconds"],
+        tokens_per_second_per_device=figures["tokens_per_second_per_device"],
+        mfu_causal=figures["mfu_causal"],
         fits=True,
-        device_peak_bytes=found["peak_bytes"] or found["arguments_bytes"] + found["temp_bytes"],
-        kernel=found["kernel"],
-        loss=found["loss"],
+        device_peak_bytes=figures["peak_bytes"] or figures["arguments_bytes"] + figures["temp_bytes"],
+        kernel=figures["kernel"],
+        loss=figures["loss"],
     )
 
 
-def rows(configs: Sequence[Config], work: Work, num_workers: int) -> Iterator[tuple[int, Row]]:
-    """Does `work` for every config, so many at a time; gives (index, row) as they are done.
+def run_in_processes(configs: Sequence[Config], work: Work, num_workers: int) -> Iterator[tuple[int, Row]]:
+    """Runs `work` on every config, `num_workers` at a time; yields (index, row) in order of completion.
 
-    Every row has `status`: "done"; "refused" where a UserError says why; "failed" after any other exception, or when
-    the process died. `reason` is empty if it is done.
+    Every row has a `status`: "done"; "refused" after a UserError; "failed" after any other exception, or if the process
+    died. `reason` is the error message, empty if done.
     """
-    waiting, running = deque(enumerate(configs)), []
+    pending, running = deque(enumerate(configs)), []
     try:
-        while waiting or running:
-            while waiting and len(running) < num_workers:
-                running.append(_Worker.start(*waiting.popleft(), work))
+        while pending or running:
+            while pending and len(running) < num_workers:
+                running.append(_Worker.start(*pending.popleft(), work))
             ready = wait([worker.connection for worker in running])
             for worker in [worker for worker in running if worker.connection in ready]:
                 running.remove(worker)
@@ -115,12 +119,13 @@ def rows(configs: Sequence[Config], work: Work, num_workers: int) -> Iterator[tu
     finally:
         for worker in running:
             worker.process.kill()
-            worker.said.unlink()
+            worker.process.join()
+            worker.log.unlink()
 
 
-def num_workers_here() -> int:
-    """As many compiles side by side as there are cores, and host memory for."""
-    with contextlib.suppress(FileNotFoundError):  # where the system is no Linux, cores alone decide
+def default_num_workers() -> int:
+    """The number of concurrent compilations that cores and available host memory allow."""
+    with contextlib.suppress(FileNotFoundError):  # /proc exists on Linux only; elsewhere use the number of cores
         memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available_bytes = 1024 * int(memory["MemAvailable"].split()[0])
         return max(1, min(_num_cores(), available_bytes // _COMPILE_BYTES))
@@ -134,19 +139,20 @@ def _num_cores() -> int:
 class _Worker(NamedTuple):
     index: int
     process: multiprocessing.Process
-    connection: Connection  # gives one row; ends without one when the process dies
-    said: Path  # what it and the compiler print, which would disturb the progress on the screen
+    connection: Connection  # receives one row; closed without a row if the process dies
+    log: Path  # stdout and stderr of the process, which would corrupt the progress display
 
     @classmethod
     def start(cls, index: int, config: Config, work: Work) -> "_Worker":
-        context = multiprocessing.get_context("spawn")  # a fork would take JAX's threads along, half alive
-        ours, theirs = context.Pipe(duplex=False)
-        descriptor, said = tempfile.mkstemp(prefix="sweep-", suffix=".log")
+        context = multiprocessing.get_context("spawn")  # fork would copy JAX's locks, but not its threads
+        receiver, sender = context.Pipe(duplex=False)
+        descriptor, log = tempfile.mkstemp(prefix="sweep-", suffix=".log")
         os.close(descriptor)
-        process = context.Process(target=_main, args=(config, pickle.dumps(work), theirs, said), daemon=True)
-        process.start()
-        theirs.close()  # or the end of the process would not end the connection
-        return cls(index, process, ours, Path(said))
+        process = context.Process(target=_main, args=(config, pickle.dumps(work), sender, log), daemon=True)
+        with _sigint_blocked():
+            process.start()
+        sender.close()  # otherwise the receiver would not see the end of the process
+        return cls(index, process, receiver, Path(log))
 
     def result(self) -> Row:
         try:
@@ -154,17 +160,29 @@ class _Worker(NamedTuple):
         except EOFError:
             row = None
         self.process.join()
-        lines = self.said.read_text(errors="replace").strip().splitlines()
-        self.said.unlink()
-        return row or dict(status="failed", reason=_death(self.process.exitcode, lines[-1] if lines else ""))
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        self.log.unlink()
+        return row or dict(status="failed", reason=_exit_reason(self.process.exitcode, lines[-1] if lines else ""))
 
 
-def _main(config: Config, pickled_work: bytes, connection: Connection, said: str) -> None:
-    """Runs in the new process. To unpickle is to import, which may print or fail too."""
-    with open(said, "w") as file:
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Processes started in this context never receive SIGINT. The terminal sends Ctrl-C to all processes of a command;
+    only the leading one must react, the workers would each print a traceback."""
+    resource_tracker.ensure_running()  # its start would unblock SIGINT
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+
+
+def _main(config: Config, pickled_work: bytes, connection: Connection, log: str) -> None:
+    """The main function of a worker process. Unpickling `work` imports its module, so its errors are caught too."""
+    with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    threading.Thread(target=_end_with_the_leader, daemon=True).start()
+    threading.Thread(target=_exit_with_the_parent, daemon=True).start()
     start_seconds = time.perf_counter()
     try:
         row = dict(status="done", reason="", **pickle.loads(pickled_work)(config))
@@ -174,21 +192,21 @@ def _main(config: Config, pickled_work: bytes, connection: Connection, said: str
         first_line = str(error).partition("\n")[0]
         row = dict(status="failed", reason=f"{type(error).__name__}: {first_line}")
     row["seconds"] = time.perf_counter() - start_seconds
-    row["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
+    row["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
     connection.send(row)
 
 
-def _end_with_the_leader() -> None:
-    """Nobody waits for the row when the leading process has been killed."""
+def _exit_with_the_parent() -> None:
+    """Exits when the parent process has died, since nothing would receive the row."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
-def _death(exit_code: int, last_line: str) -> str:
-    """A sentence on a process that said no more."""
+def _exit_reason(exit_code: int, last_line: str) -> str:
+    """The error message for a process that exited without a row."""
     if exit_code >= 0:
-        how = f"its process ended with status {exit_code}"
+        reason = f"the process exited with status {exit_code}"
     else:
         name = signal.Signals(-exit_code).name
-        how = f"its process was ended by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")
-    return f"{how}; its last line: {last_line}" if last_line else how
+        reason = f"the process was killed by {name}" + (" (possibly out of host memory)" if name == "SIGKILL" else "")
+    return f"{reason}; its last line of output: {last_line}" if last_line else reason

@@ -1,4 +1,4 @@
-"""What a sweep's processes do in tests, in place of compiling. Imports no jax: each process imports this anew."""
+"""Replacements for compilation in the sweep's processes. Imports no jax, since every process imports this module."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from jaxlc.core.errors import UserError
 
 
 def figures(config: Config) -> dict:
-    """The more tensor the faster; a context of 1 does not fit. Leaves a file for each call in data.cache_dir."""
+    """Speed grows with the tensor axis; context=1 does not fit. A call appends to its mesh's file in cache_dir."""
     mesh, length = config.mesh, config.data.seq_len
     with (Path(config.data.cache_dir) / f"calls-{mesh.context}x{mesh.tensor}").open("a") as file:
         file.write("x")
@@ -33,7 +33,7 @@ def figures_for(config: Config, topology: str) -> dict:
 
 def killed_at_context_2(config: Config) -> dict:
     if config.mesh.context == 2:
-        print("about to take too much")
+        print("allocating the logits")
         os.kill(os.getpid(), signal.SIGKILL)
     return figures(config)
 
@@ -46,7 +46,7 @@ def raises_at_context_2(config: Config) -> dict:
 
 def refuses_at_context_2(config: Config) -> dict:
     if config.mesh.context == 2:
-        raise UserError("kernel cudnn cannot do this")
+        raise UserError("unsupported: kernel cudnn")
     return figures(config)
 
 
@@ -56,7 +56,12 @@ def exits_at_context_2(config: Config) -> dict:
     return figures(config)
 
 
-def waits(config: Config) -> dict:
-    (Path(config.data.cache_dir) / "pid").write_text(str(os.getpid()))
-    time.sleep(60)
-    return {}
+def four_devices(config: Config) -> dict:
+    return dict(device="fake", num_devices=4)
+
+
+def hangs_at_context_2(config: Config) -> dict:
+    if config.mesh.context == 2:
+        (Path(config.data.cache_dir) / "pid").write_text(str(os.getpid()))
+        time.sleep(60)
+    return figures(config)

@@ -1,23 +1,27 @@
-"""The mesh sweep: which points there are, and that none is lost or done twice whatever ends a process."""
+"""The mesh sweep: its grid of points, one process per point, resuming, interrupting, and the ranking."""
 
 import csv
 import functools
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from jaxlc.config import Config, defaults, load
 from jaxlc.core.errors import UserError
-from jaxlc.sweep import runner, worker
-from jaxlc.sweep.grid import Point, points, space
+from jaxlc.sweep import ranking, runner, worker
+from jaxlc.sweep.__main__ import main
+from jaxlc.sweep.grid import Point, parse_grid, points
 from tests.plan.gpus import needs_gpu_compiler, small_config
+from tests.plots import record_figures
 from tests.sweep import fakes
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +39,7 @@ def small(tmp_path, model: dict | None = None, **mesh) -> Config:
 def three_points(tmp_path) -> list[Point]:
     """context x tensor: 1 x 4, 2 x 2, 4 x 1."""
     config = small(tmp_path)
-    return points(config, 4, space(config, axes="context,tensor"))[0]
+    return points(config, 4, parse_grid(config, axes="context,tensor"))[0]
 
 
 def run(tmp_path, work, *, console: Console | None = None, num_workers: int = 3) -> list[dict]:
@@ -53,102 +57,105 @@ def written(tmp_path) -> list[dict]:
     return [json.loads(line) for line in (tmp_path / runner.ROWS).read_text().splitlines()]
 
 
-def wait_until(holds) -> None:
+def wait_until(condition) -> None:
     end_seconds = time.monotonic() + 30
-    while not holds():
+    while not condition():
         assert time.monotonic() < end_seconds
         time.sleep(0.02)
 
 
-class Interrupts(Console):
-    """Ctrl-C when the first row has been written."""
+class InterruptingConsole(Console):
+    """Raises KeyboardInterrupt at the line of the first finished point."""
 
-    def print(self, *args, **kwargs):
-        raise KeyboardInterrupt
+    def print(self, text, **kwargs):
+        if "1/3" in text:
+            raise KeyboardInterrupt
 
 
-def test_all_meshes_with_the_batch_as_it_was(tmp_path):
+def test_points_all_meshes_keep_microbatch_per_replica(tmp_path):
     config = small(tmp_path)
-    found, num_left_out = points(config, 4, space(config))
-    meshes = [point.columns() for point in found]
+    all_points, num_duplicates = points(config, 4, parse_grid(config))
+    meshes = [point.columns() for point in all_points]
     assert sorted((mesh["fsdp"], mesh["context"], mesh["tensor"]) for mesh in meshes) == [
         (1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)
     ]  # fmt: skip
-    assert num_left_out == 0
-    for point in found:
+    assert num_duplicates == 0
+    for point in all_points:
         train, mesh = point.config.train, point.config.mesh
         assert train.global_batch_size // train.gradient_accumulation_steps // (mesh.data * mesh.fsdp) == 1
-    overrides = found[-1].overrides
+    overrides = all_points[-1].overrides
     assert (
         "--config.mesh.context=4 --config.mesh.tensor=1" in overrides and "gradient_accumulation_steps=4" in overrides
     )
 
 
-def test_an_axis_that_is_not_named_keeps_its_size(tmp_path):
+def test_points_axis_not_listed_keeps_its_size(tmp_path):
     config = small(tmp_path, tensor=2)
-    found, _ = points(config, 8, space(config, axes="context,data"))
-    assert {(p.config.mesh.context, p.config.mesh.data, p.config.mesh.tensor) for p in found} == {
+    all_points, _ = points(config, 8, parse_grid(config, axes="context,data"))
+    assert {(p.config.mesh.context, p.config.mesh.data, p.config.mesh.tensor) for p in all_points} == {
         (1, 4, 2), (2, 2, 2), (4, 1, 2)
     }  # fmt: skip
-    with pytest.raises(UserError, match=r"no mesh of the axes context beside data=1 x fsdp=1 x tensor=2 has 9 devices"):
-        points(config, 9, space(config, axes="context"))
+    with pytest.raises(
+        UserError, match="no mesh of 9 devices: --axes=context cannot complete data=1 x fsdp=1 x tensor=2"
+    ):
+        points(config, 9, parse_grid(config, axes="context"))
 
 
-def test_points_that_are_no_programs_of_their_own_are_counted_and_refused_ones_have_a_reason(tmp_path):
+def test_points_duplicates_counted_and_rejected_with_reason(tmp_path):
     config = small(tmp_path)
-    found, num_left_out = points(config, 8, space(config, axes="context,tensor", strategies="ring,hybrid"))
-    by_name = {(p.columns()["context"], p.columns()["strategy"]): p for p in found}
-    # hybrid at context 1, as ring does nothing there either, and at 2, where nothing cuts it
+    all_points, num_duplicates = points(config, 8, parse_grid(config, axes="context,tensor", strategies="ring,hybrid"))
+    by_name = {(p.columns()["context"], p.columns()["strategy"]): p for p in all_points}
+    # The duplicates: hybrid at context 1, where ring communicates nothing either, and at 2, which has no divisor.
     assert set(by_name) == {(1, "ring"), (2, "ring"), (4, "ring"), (4, "hybrid"), (8, "ring"), (8, "hybrid")}
-    assert num_left_out == 2
+    assert num_duplicates == 2
     assert "num_heads=4 is not divisible by config.mesh.tensor=8" in by_name[1, "ring"].refusal
     assert by_name[1, "ring"].config is None
 
 
-@pytest.mark.parametrize("num_kv_heads, context, ranks", [
+@pytest.mark.parametrize("num_kv_heads, context, degree", [
     (8, 16, 8),
-    (8, 8, 4),  # 8 would be ulysses
-    (2, 8, 2),  # 4 would repeat heads
-    (1, 8, 2),  # repeats one, as 4 would more often
+    (8, 8, 4),  # degree 8 would be ulysses
+    (2, 8, 2),  # degree 4 would repeat KV heads
+    (1, 8, 2),  # both repeat the KV head, degree 4 more often
 ])  # fmt: skip
-def test_hybrid_exchanges_among_as_many_as_have_heads_of_their_own(tmp_path, num_kv_heads, context, ranks):
+def test_ulysses_degree_largest_without_repeated_kv_heads(tmp_path, num_kv_heads, context, degree):
     config = small(tmp_path, dict(num_heads=8, num_kv_heads=num_kv_heads))
-    ((point,), _) = points(config, context, space(config, axes="context", strategies="hybrid"))
-    assert point.config.attention.ulysses_degree == ranks
+    ((point,), _) = points(config, context, parse_grid(config, axes="context", strategies="hybrid"))
+    assert point.config.attention.ulysses_degree == degree
 
 
-def test_rows_that_the_replicas_do_not_divide_are_refused(tmp_path):
+def test_points_batch_not_divisible_by_replicas_rejected(tmp_path):
     config = small(tmp_path)
-    found, _ = points(config, 8, space(config, axes="fsdp"))
-    assert [point.refusal for point in found] == [
+    all_points, _ = points(config, 8, parse_grid(config, axes="fsdp"))
+    assert [point.refusal for point in all_points] == [
         "config.train.global_batch_size=4 is not divisible by"
         " train.gradient_accumulation_steps x mesh.data x mesh.fsdp = 8; use 8"
     ]
 
 
-def test_lengths_remats_and_transports_multiply(tmp_path):
+def test_points_seq_lens_remats_and_transports_multiply(tmp_path):
     config = small(tmp_path)
-    asked = space(config, axes="context", remat="full,attention", sequence="2048,4096", transports="nccl,nvshmem")
-    found, _ = points(config, 4, asked)
-    assert len(found) == 8
-    assert {p.config.data.seq_len for p in found} == {2048, 4096}
+    grid = parse_grid(config, axes="context", remat="full,attention", seq_len="2048,4096", transports="nccl,nvshmem")
+    all_points, _ = points(config, 4, grid)
+    assert len(all_points) == 8
+    assert {p.config.data.seq_len for p in all_points} == {2048, 4096}
 
 
-@pytest.mark.parametrize("asked, words", [
-    (dict(axes="contxt"), "there is no mesh axis 'contxt'; did you mean context?"),
-    (dict(strategies="ring,rings"), "there is no strategy 'rings'; did you mean ring?"),
-    (dict(remat="most"), "there is no remat 'most'; there are"),
-    (dict(transports="rdma"), "there is no transport 'rdma'; there are"),
-    (dict(sequence="64k"), "--sequence has '64k', which is not a whole number"),
+@pytest.mark.parametrize("flags, message", [
+    (dict(axes="contxt"), "invalid 'contxt' for --axes: did you mean context?"),
+    (dict(strategies="ring,rings"), "invalid 'rings' for --strategies: did you mean ring?"),
+    (dict(remat="most"), r"invalid 'most' for --remat: .*attention, .*full"),
+    (dict(transports="rdma"), r"invalid 'rdma' for --transports: .*nccl, nvshmem"),
+    (dict(seq_len="64k"), "invalid '64k' for --seq_len: expected whole numbers"),
 ])  # fmt: skip
-def test_unknown_names_are_a_sentence(tmp_path, asked, words):
-    with pytest.raises(UserError, match=words.replace("?", r"\?")):
-        space(small(tmp_path), **asked)
+def test_parse_grid_invalid_value_raises_user_error(tmp_path, flags, message):
+    with pytest.raises(UserError, match=message.replace("n context?", r"n context\?")):
+        parse_grid(small(tmp_path), **flags)
 
 
-def test_a_sweep_goes_on_where_it_was(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, fakes.figures, console=Interrupts(), num_workers=1)
+def test_run_interrupted_resumes_without_repeating_points(tmp_path):
+    with pytest.raises(KeyboardInterrupt, match=r"^interrupted: 1 of 3 points are in .*points.jsonl; the same command"):
+        run(tmp_path, fakes.figures, console=InterruptingConsole(), num_workers=1)
     first = (tmp_path / runner.ROWS).read_text()
     assert len(first.splitlines()) == 1
     (tmp_path / runner.ROWS).write_text(first + '{"key": "half a li')
@@ -162,10 +169,10 @@ def test_a_sweep_goes_on_where_it_was(tmp_path):
     assert (tmp_path / "calls-4x1").read_text() == "x"
 
 
-def test_rows_of_another_config_are_others(tmp_path):
+def test_run_other_config_adds_rows(tmp_path):
     run(tmp_path, fakes.figures)
     config = small(tmp_path)
-    longer = points(config, 4, space(config, axes="context,tensor", sequence="8192"))[0]
+    longer = points(config, 4, parse_grid(config, axes="context,tensor", seq_len="8192"))[0]
     console = Console(file=io.StringIO())
     rows = runner.run(longer, fakes.figures, about=dict(figures="fake"), out=tmp_path, num_workers=3, console=console)
     assert [row["seq_len"] for row in rows] == [8192] * 3 and len(written(tmp_path)) == 6
@@ -173,61 +180,134 @@ def test_rows_of_another_config_are_others(tmp_path):
 
 @pytest.mark.parametrize("work, status, reason", [
     (fakes.killed_at_context_2, "failed",
-     "its process was ended by SIGKILL, as when memory runs out; its last line: about to take too much"),
-    (fakes.exits_at_context_2, "failed", "its process ended with status 3"),
+     "the process was killed by SIGKILL (possibly out of host memory); its last line of output: allocating the logits"),
+    (fakes.exits_at_context_2, "failed", "the process exited with status 3"),
     (fakes.raises_at_context_2, "failed", "RuntimeError: RESOURCE_EXHAUSTED: out of memory"),
-    (fakes.refuses_at_context_2, "refused", "kernel cudnn cannot do this"),
+    (fakes.refuses_at_context_2, "refused", "unsupported: kernel cudnn"),
 ])  # fmt: skip
-def test_what_ends_one_point_is_a_row_and_ends_no_other(tmp_path, work, status, reason):
+def test_run_failing_point_is_a_row_and_others_finish(tmp_path, work, status, reason):
     rows = run(tmp_path, work)
     assert [mesh_of(row) for row in rows] == [(4, 1), (1, 4), (2, 2)]  # (1, 4) is fast and does not fit
     assert (rows[-1]["status"], rows[-1]["reason"].replace("\n", "")) == (status, reason)
     assert len(written(tmp_path)) == 3
-    assert list(runner.without_figures(rows)) == [f"{status}: context=2 tensor=2 ring: {reason}"]
+    assert list(ranking.failures(rows)) == [f"{status}: context=2 tensor=2 ring: {reason}"]
 
 
-def test_a_process_ends_when_the_leading_one_is_killed(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from tests.sweep import fakes, test_runner\n"
-        "if __name__ == '__main__': test_runner.run(Path(sys.argv[1]), fakes.waits, num_workers=1)\n"
+# Runs the command twice in one process, with fake work: the first run is interrupted, the second one killed.
+_COMMAND_TWICE = """
+import sys
+from jaxlc.sweep import worker
+from jaxlc.sweep.__main__ import main
+from tests.sweep import fakes
+if __name__ == "__main__":
+    worker.local_devices, worker.measure = fakes.four_devices, fakes.hangs_at_context_2
+    print("status", main(["sweep", *sys.argv[1:]]), flush=True)
+    main(["sweep", *sys.argv[1:]])
+"""
+
+
+def test_command_ctrl_c_and_kill_leave_no_worker(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from jaxlc.config import defaults\n"
+        "def get_config(variant):\n"
+        "    config = defaults()\n"
+        f"    config.data.cache_dir = {str(tmp_path)!r}\n"
+        "    config.runtime.simulated_devices = config.mesh.context = 4\n"
+        "    return config\n"
     )
-    leader = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    flags = ["--run", f"--config={config}", f"--out={tmp_path}", "--axes=context,tensor"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", _COMMAND_TWICE, *flags]
+    leader = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    pids = [_wait_for_worker(tmp_path)]
+    os.killpg(leader.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
+    pids.append(_wait_for_worker(tmp_path))  # of the resumed sweep
+    leader.kill()
+    stdout, stderr = leader.communicate(timeout=60)
+    for pid in pids:
+        stat = Path("/proc") / pid / "stat"
+        wait_until(lambda stat=stat: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    assert "status 130" in stdout and "Traceback" not in stderr
+    interrupted = [line for line in stderr.splitlines() if line.startswith("interrupted")]
+    assert interrupted == [f"interrupted: 1 of 3 points are in {tmp_path / runner.ROWS}; the same command resumes"]
+    assert stderr.splitlines()[0] == "starting JAX" and f"1 of 3 points are already in {tmp_path}" in stderr
+
+
+def _wait_for_worker(tmp_path) -> str:
+    """Waits until a worker hangs; returns its process id."""
     path = tmp_path / "pid"
     wait_until(lambda: path.exists() and path.read_text())
-    leader.kill()
-    leader.wait()
-    stat = Path("/proc") / path.read_text() / "stat"
-    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    pid = path.read_text()
+    path.unlink()
+    return pid
 
 
-def test_those_that_fit_come_first_then_by_speed():
+def test_ranked_fitting_points_first_then_by_speed():
     def row(name, status="done", fits=True, rate=0.0):
         return dict(name=name, status=status, fits=fits, tokens_per_second_per_device=rate)
 
     fitting = [row("slow", rate=1.0), row("fast", rate=2.0)]
     rows = [row("broken", status="failed"), row("large", fits=False, rate=9.0), *fitting]
-    assert [each["name"] for each in runner.ranked(rows)] == ["fast", "slow", "large", "broken"]
+    assert [ranked["name"] for ranked in ranking.ranked(rows)] == ["fast", "slow", "large", "broken"]
+
+
+def test_estimate_note_counts_points_within_the_error():
+    def row(rate, status="done", fits=True):
+        return dict(status=status, fits=fits, tokens_per_second_per_device=rate)
+
+    rows = [row(100.0), row(80.0), row(79.0), row(99.0, fits=False), dict(status="failed")]
+    assert "1 of the other 2 that fit may be as fast" in ranking.estimate_note(rows)
+    assert "may be as fast" not in ranking.estimate_note([row(100.0), row(79.0)])
+    assert "under 20% are within the error" in ranking.estimate_note([row(1.0, fits=False)])
 
 
 @needs_gpu_compiler
-def test_table_csv_and_pictures(tmp_path, monkeypatch, capsys):
+def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
     for name in ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # and back afterwards
-    monkeypatch.setattr(worker, "predicted", fakes.figures_for)
-    asked = dict(axes="context,tensor", transports="nccl,nvshmem", sequence="2048,4096")
-    assert runner.compare(small(tmp_path), tmp_path, topology="h100:1x4", workers="4", **asked) == 0
-    printed = capsys.readouterr().out
-    assert "tiny, predicted for h100:1x4" in printed and "does not fit" in printed
-    assert "first: --config.mesh.data=1 --config.mesh.fsdp=1 --config.mesh.context=2 --config.mesh.tensor=2" in printed
-    with (tmp_path / runner.RANKING).open() as file:
-        ranking = list(csv.DictReader(file))
-    assert len(ranking) == 12 and ranking[0]["rank"] == "1" and ranking[0]["transport"] == "nvshmem"
-    assert float(ranking[0]["tokens_per_second_per_device"]) == 205.0
-    for name in ("meshes.png", "transports.png"):
-        assert (tmp_path / name).stat().st_size > 5000
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
+    monkeypatch.setattr(worker, "estimate", fakes.figures_for)
+    figures = record_figures(monkeypatch)
+    grid = dict(axes="context,tensor", transports="nccl,nvshmem", seq_len="2048,4096")
+    assert runner.estimate(small(tmp_path), tmp_path, topology="h100:1x4", workers="4", **grid) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("starting the GPU compiler for h100:1x4\n12 configurations\n")
+    assert "tiny, estimated for h100:1x4" in printed.out and "does not fit" in printed.out
+    assert "Estimates, not measurements" in printed.out
+    best = "first: --config.mesh.data=1 --config.mesh.fsdp=1 --config.mesh.context=2 --config.mesh.tensor=2"
+    assert best in printed.out
+    with (tmp_path / ranking.RANKING).open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12 and rows[0]["rank"] == "1" and rows[0]["transport"] == "nvshmem"
+    assert float(rows[0]["tokens_per_second_per_device"]) == 205.0
+    _check_mesh_plot(figures[0])
+    _check_transport_plot(figures[1])
+    assert (tmp_path / "meshes.png").exists() and (tmp_path / "transports.png").exists()
 
 
-def test_the_command_measures_on_simulated_devices_and_tells_mistakes_in_a_sentence(tmp_path):
+def _check_mesh_plot(figure) -> None:
+    """Six points have the longest sequence; best first, and those that do not fit are paler."""
+    speed, memory = figure.axes
+    assert speed.get_xlabel() == "tokens/s per device" and "GiB" in memory.get_xlabel()
+    assert [bar.get_width() for bar in speed.patches[:6]] == [205, 204, 105, 104, 405, 404]
+    assert [bar.get_width() for bar in memory.patches[:6]] == [2, 2, 4, 4, 1, 1]
+    assert [bar.get_alpha() for bar in speed.patches[:6]] == [1, 1, 1, 1, 0.35, 0.35]
+    assert speed.get_yticklabels()[0].get_text() == "context 2 x tensor 2, nvshmem"
+    assert memory.lines[0].get_xdata()[0] == 80  # capacity
+    assert "4,096" in figure.get_suptitle()
+
+
+def _check_transport_plot(figure) -> None:
+    """A line per transport for the best mesh; a line per mesh for the speedup."""
+    speed, gain = figure.axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in speed.lines}
+    assert lines == {"nccl": ([2048, 4096], [202, 204]), "nvshmem": ([2048, 4096], [203, 205])}
+    speedups = [[100 / rate, 100 / (rate + 2)] for rate in (202, 102, 402)]
+    np.testing.assert_allclose([line.get_ydata() for line in gain.lines], speedups)
+    assert speed.get_ylabel() == "tokens/s per device" and gain.get_ylabel() == "speedup, %"
+
+
+def test_command_run_measures_simulated_devices(tmp_path):
     config = tmp_path / "config.py"
     config.write_text(
         "from jaxlc.config import defaults\n"
@@ -240,26 +320,38 @@ def test_the_command_measures_on_simulated_devices_and_tells_mistakes_in_a_sente
     )
     command = [sys.executable, "scripts/sweep_meshes.py", f"--config={config}", f"--out={tmp_path}", "--run"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-
-    def call(*arguments):
-        return subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    done = call("--axes=context")
+    done = subprocess.run([*command, "--axes=context"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "tiny, measured on 8 x cpu" in done.stdout
+    assert "tiny, measured on 8 x cpu" in done.stdout and "stimate" not in done.stdout
     (row,) = written(tmp_path)
     assert (row["status"], row["figures"], row["context"]) == ("done", "measured", 8)
     assert row["tokens_per_second_per_device"] > 0 and row["device_peak_bytes"] > 0
-    refused = call("--topology=h100:1x8")
-    assert refused.returncode == 2
-    assert refused.stderr == "error: --topology=h100:1x8 is for predictions; leave it out, or leave out --run\n"
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--run", "--topology=h100:1x8"], "--topology=h100:1x8 is unsupported with --run"),
+    (["--topology=h100:1x8", "--workers=0"], "invalid '0' for --workers: expected a whole number, at least 1"),
+    ([], "no target GPUs: set --topology"),
+])  # fmt: skip
+def test_command_invalid_flags_exit_with_status_2(monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(ROOT)
+    assert main(["sweep", "--config=configs/quickstart.py", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_command_help_lists_own_flags_before_settings(capsys):
+    assert main(["sweep", "--help"]) == 0
+    text = capsys.readouterr().out
+    settings = text.index("Settings")
+    assert all(text.index(f"\n  --{flag} ") < settings for flag in ("topology", "axes", "seq_len", "run"))
+    assert settings < text.index("--config.mesh.context")
 
 
 @needs_gpu_compiler
 @pytest.mark.heavy
-def test_a_row_of_the_real_plan():
-    work = functools.partial(worker.predicted, topology="h100:1x4")
-    ((_, row),) = worker.rows([load(small_config())], work, num_workers=1)
+def test_estimate_small_config_has_all_figures():
+    work = functools.partial(worker.estimate, topology="h100:1x4")
+    ((_, row),) = worker.run_in_processes([load(small_config())], work, num_workers=1)
     assert row["status"] == "done", row["reason"]
     assert row["fits"] and row["hops"] > 0 and row["hops_by"] == "NCCL" and row["kernel"] == "cudnn"
     assert row["tokens_per_second_per_device"] > 0 and 0 < row["mfu_causal"] < 1

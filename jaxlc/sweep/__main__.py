@@ -1,0 +1,51 @@
+"""python -m jaxlc.sweep --config=FILE[:variant] --topology=GPU:DOMAINSxGPUS [--config.a.b=value ...]
+
+Compiles the training step ahead of time (AOT) for every mesh of the target GPUs, which need not be attached, and ranks
+the meshes by estimated tokens/s. The same command resumes an interrupted sweep. With --run, the steps are measured on
+the devices of this machine instead, one configuration at a time:
+
+    python -m jaxlc.sweep --config=configs/256k.py:mini --run --axes=context,tensor
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxlc.config.command_line import ParsedCommand, run_main
+
+_FLAGS = {
+    "topology": "target GPUs, such as gb200:1x64; default: config.runtime.topology",
+    "axes": "mesh axes to vary; default: context,tensor,fsdp",
+    "strategies": "attention strategies to compare, such as ring,hybrid; default: the config's",
+    "remat": "rematerialization policies to compare, such as attention,full; default: the config's",
+    "seq_len": "sequence lengths to compare, such as 65536,262144; default: the config's",
+    "transports": "transports to compare, such as nccl,nvshmem; default: the config's",
+    "workers": "number of concurrent compilations; default: as many as cores and memory allow",
+    "out": "directory for points, ranking and plots; default: runs/sweep_FILE",
+    "run": "measure on the devices of this machine, or on config.runtime.simulated_devices",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, program name first; returns the exit status, 130 after Ctrl-C."""
+    # The parser supports only flags with a value.
+    arguments = ["--run=true" if argument == "--run" else argument for argument in argv]
+    try:
+        return run_main(_sweep, arguments, description=__doc__, extra_flags=_FLAGS)
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
+        return 130
+
+
+def _sweep(command: ParsedCommand) -> int:
+    from jaxlc.sweep import runner
+
+    flags = dict(command.extra)
+    out = Path(flags.pop("out") or f"runs/sweep_{Path(command.workdir).name}")
+    if flags.pop("run"):
+        return runner.measure(command.config, out, **flags)
+    return runner.estimate(command.config, out, **flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
