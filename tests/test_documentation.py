@@ -1,0 +1,208 @@
+"""Commands, Python blocks and links of README.md, CONTRIBUTING.md and docs/: they run, parse, or exist.
+
+A comment before each fenced `sh`, `bash` or `python` block says what this test does with it:
+
+    <!-- run: cpu -->                            the block is executed
+    <!-- run: cpu, with --config.train.steps=2 -->   as above; every training command gets these flags
+    <!-- run: cpu, needs the GPU compiler -->    executed where the extra `plan` is installed
+    <!-- not run: REASON -->                     its commands are parsed only
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from jaxlc.config.command_line import parse
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+EXECUTABLE = ("sh", "bash", "python")
+LANGUAGES = (*EXECUTABLE, "text", "json", "toml")
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)$")
+MARKER = re.compile(
+    r"<!-- (not run: (?P<reason>.+)|run: cpu(?P<needs_compiler>, needs the GPU compiler)?(, with (?P<flags>--.+))?) -->"
+)
+COMMAND = re.compile(r"(jaxlc |python -m |make )")
+
+
+class Block(NamedTuple):
+    """A fenced block: its page, first line number, language, text, and the comment before it."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    marker: re.Match | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.stem}:{self.line}"
+
+
+def blocks_of(page: Path, text: str | None = None) -> list[Block]:
+    lines = (page.read_text() if text is None else text).splitlines()
+    blocks, start = [], None
+    for number, line in enumerate(lines):
+        fence = FENCE.match(line)
+        if fence and start is None:
+            start, language, before = number, fence["language"], lines[number - 1].strip() if number else ""
+        elif fence:
+            body = "\n".join(line.removeprefix(fence["indent"]) for line in lines[start + 1 : number])
+            blocks.append(Block(page, start + 1, language, body, MARKER.fullmatch(before)))
+            start = None
+    assert start is None, f"{page.name}:{start}: this fence is not closed"
+    return blocks
+
+
+def commands_of(text: str) -> list[str]:
+    """The commands of a shell block: continued lines joined, comments and leading environment variables removed."""
+    joined = text.replace("\\\n", " ")
+    words = [shlex.split(line, comments=True) for line in joined.splitlines()]
+    return [shlex.join(line) for line in words if line]
+
+
+def jaxlc_arguments(command: str) -> list[str] | None:
+    """The verb and its arguments, for `jaxlc VERB ...` and `python -m jaxlc.VERB ...`; else None."""
+    words = shlex.split(command)
+    while words and re.fullmatch(r"\w+=\S*", words[0]):  # environment variables
+        words = words[1:]
+    if words[:1] == ["srun"]:
+        words = words[1 + sum(word.startswith("-") for word in words[1:6]) :]
+    if words[:1] == ["jaxlc"]:
+        return words[1:]
+    if words[:2] == ["python", "-m"] and words[2].startswith("jaxlc."):
+        return [words[2].removeprefix("jaxlc."), *words[3:]]
+    return None
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+EXECUTABLE_BLOCKS = [block for block in BLOCKS if block.language in EXECUTABLE]
+RUN_BLOCKS = [block for block in EXECUTABLE_BLOCKS if block.marker and not block.marker["reason"]]
+SHELL_COMMANDS = [
+    (block.name, command)
+    for block in EXECUTABLE_BLOCKS
+    if block.language != "python"
+    for command in commands_of(block.text)
+]
+
+
+def unmarked(blocks: list[Block]) -> list[str]:
+    return [block.name for block in blocks if block.language in EXECUTABLE and block.marker is None]
+
+
+def test_blocks_have_run_marker():
+    assert unmarked(BLOCKS) == []
+    assert [block.name for block in BLOCKS if block.language not in LANGUAGES] == []
+
+
+def test_blocks_without_marker_are_reported():
+    page = "```sh\nmake train\n```\n\n<!-- run: cpu -->\n```python\n1\n```\n\n<!-- run: gpu -->\n```sh\n2\n```\n"
+    assert unmarked(blocks_of(Path("x.md"), page)) == ["x:1", "x:11"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_fenced(page):
+    """An indented block is not executed, so it must not hold a command."""
+    outside = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in outside.splitlines() if re.match(r" {4,}" + COMMAND.pattern, line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_exist(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"(https?|mailto):", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("where, command", SHELL_COMMANDS, ids=lambda value: value[:60])
+def test_commands_parse(where, command):
+    words = shlex.split(re.sub(r"\$\w+", "0", command))  # $SLURM_PROCID is a number
+    if words[0] == "make":
+        targets = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
+        makefile = (ROOT / "Makefile").read_text()
+        assert [target for target in targets if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)] == []
+    elif words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
+        assert importlib.util.find_spec(words[2])
+    elif arguments := jaxlc_arguments(shlex.join(words)):
+        check_arguments(arguments)
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """Parses the arguments of `jaxlc VERB` as the verb does: an unknown verb, flag, key, config or value raises."""
+    from jaxlc.cli import VERBS
+
+    verb, *flags = arguments
+    assert verb in VERBS or verb.startswith("-"), verb
+    if any(flag.startswith("--config") for flag in flags) and "--help" not in flags:
+        parse([verb, *flags], extra_flags=VERBS[verb].flags)
+
+
+def test_parsing_rejects_stale_settings():
+    from jaxlc.core.errors import UserError
+
+    check_arguments(["train", "--config=quickstart", "--config.mesh.context=8"])
+    for stale in ("--config.data.sequence_tokens=8", "--config.mesh.contexts=8", "--confg=quickstart"):
+        with pytest.raises(UserError):
+            check_arguments(["train", "--config=quickstart", stale])
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A directory that looks like the checkout, through links; what the blocks write goes there."""
+    directory = tmp_path_factory.mktemp("checkout")
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".git"):
+            (directory / path.name).symlink_to(path)
+    commands = directory / "bin"  # the commands of this Python, of this checkout
+    commands.mkdir()
+    for name, arguments in {"jaxlc": "-m jaxlc.cli", "python": ""}.items():
+        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (commands / name).chmod(0o755)
+    return directory
+
+
+def environment_of(checkout: Path) -> dict[str, str]:
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    return os.environ | {
+        "PATH": f"{checkout / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": " ".join(flags),
+    }
+
+
+@pytest.mark.parametrize("block", RUN_BLOCKS, ids=lambda block: block.name)
+def test_block_runs(block, checkout):
+    if block.marker["needs_compiler"] and importlib.util.find_spec("jax_plugins") is None:
+        pytest.skip("the extra `plan` installs the GPU compiler")
+    text = block.text
+    if block.language == "python":
+        argv = [sys.executable, "-c", text]
+    else:
+        flags = block.marker["flags"] or ""
+        commands = [f"{line} {flags}" if line.startswith("jaxlc train ") else line for line in commands_of(text)]
+        argv = ["bash", "-euo", "pipefail", "-c", "\n".join(commands)]
+    done = subprocess.run(argv, cwd=checkout, env=environment_of(checkout), capture_output=True, text=True)
+    assert done.returncode == 0, f"{block.page.name}:{block.line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
