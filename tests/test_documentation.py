@@ -181,7 +181,8 @@ def checkout(tmp_path_factory) -> Path:
             (directory / path.name).symlink_to(path)
     commands = directory / "bin"  # the commands of this Python, of this checkout
     commands.mkdir()
-    for name, arguments in {"jaxlc": "-m jaxlc.cli", "python": ""}.items():
+    call_main = "-c 'import sys; from jaxlc.cli import main; sys.exit(main())'"
+    for name, arguments in {"jaxlc": call_main, "python": ""}.items():
         (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (commands / name).chmod(0o755)
     return directory
@@ -196,19 +197,30 @@ def environment_of(checkout: Path) -> dict[str, str]:
     }
 
 
+def run_block(block: Block, checkout: Path) -> subprocess.CompletedProcess:
+    if block.language == "python":
+        argv = [sys.executable, "-c", block.text]
+    else:
+        flags = block.marker["flags"] or ""
+        commands = [f"{line} {flags}" if line.startswith("jaxlc train ") else line for line in commands_of(block.text)]
+        argv = ["bash", "-euo", "pipefail", "-c", "\n".join(commands)]
+    return subprocess.run(argv, cwd=checkout, env=environment_of(checkout), capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("block", RUN_BLOCKS, ids=lambda block: block.name)
 def test_block_runs(block, checkout):
     if block.marker["needs_compiler"] and importlib.util.find_spec("jax_plugins") is None:
         pytest.skip("the extra `plan` installs the GPU compiler")
-    text = block.text
-    if block.language == "python":
-        argv = [sys.executable, "-c", text]
-    else:
-        flags = block.marker["flags"] or ""
-        commands = [f"{line} {flags}" if line.startswith("jaxlc train ") else line for line in commands_of(text)]
-        argv = ["bash", "-euo", "pipefail", "-c", "\n".join(commands)]
-    done = subprocess.run(argv, cwd=checkout, env=environment_of(checkout), capture_output=True, text=True)
+    done = run_block(block, checkout)
     assert done.returncode == 0, f"{block.page.name}:{block.line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_failing_block_is_reported(checkout):
+    page = (
+        "<!-- run: cpu, with --config.train.steps=0 -->\n```sh\njaxlc train --config=quickstart\njaxlc --version\n```\n"
+    )
+    done = run_block(*blocks_of(Path("x.md"), page), checkout)
+    assert done.returncode == 2 and "config.train.steps" in done.stderr and "jaxlc" not in done.stdout
 
 
 def test_readme_is_short():
