@@ -3,6 +3,7 @@
 Tests run on eight simulated CPU devices with a persistent compilation cache.
 """
 
+import importlib.metadata
 import os
 import resource
 from pathlib import Path
@@ -14,8 +15,16 @@ NUM_DEVICES = 8
 CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlc" / "xla"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Tests spend most of their time in compilation, so LLVM's optimizer is off.
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES} --xla_backend_optimization_level=0"
+# Tests spend most of their time in compilation, not in the programs: the optimizer and, where it can be switched off
+# (JAX 0.10), the slower of XLA's two code generators for CPU fusions are off. That makes compilation 3 times as fast.
+_fast_compilation = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+if importlib.metadata.version("jax").startswith("0.10."):
+    _fast_compilation.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([f"--xla_force_host_platform_device_count={NUM_DEVICES}", *_fast_compilation])
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE_DIR)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
