@@ -1,42 +1,60 @@
-"""The decoder, and the pure functions around it: parameters are a plain nested dict.
+"""The decoder as pure functions; parameters are a nested dict of arrays.
 
-    init(model, vocab_size_padded, key) -> params        dims_of(model) -> the same tree, of dimension names
-    apply(params, model, tokens, positions, ...) -> final hidden states, scale of their norm, output head
+    init(model, vocab_size_padded, key) -> params        dims_of(model) -> the same tree of dimension names
+    apply(params, model, tokens, positions, ...) -> final hidden states, scale of the final norm, output head
 
-There are no logits here: they exist in chunks only, in the loss. The decoder is given `attend` and knows no
-strategy, and is given a `Sharder` and knows no mesh.
+It computes no logits: the loss computes them chunk by chunk. The decoder is independent of attention strategies and
+tiling, which are inside `run_layer`, and of the mesh, which is inside `Sharder`.
 """
 
 import functools
 import operator
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
-from jaxlc.models import layer_tiles, offloaded_layers
-from jaxlc.models.layer_tiles import Tiling
+from jaxlc.models import offloaded_layers
 from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, lookup, matrix
 from jaxlc.models.matmuls import Fp8, History, IsBf16
+from jaxlc.models.offloaded_layers import Prefetch
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
 
 _LAYERS = "layers"  # Decoder.layers: every parameter under it has a leading dimension L
 
 
-class Remat(Protocol):
-    """What a layer keeps for its backward; `jaxlc.train.remat.Remat` is one."""
+class RunLayer(Protocol):
+    """Runs one decoder layer; `layers.run_layer` and `layer_tiles.run_layer`, with their options bound, are such."""
 
-    of_layer: Callable[[Callable], Callable]
-    of_group: Callable[[Callable], Callable]
+    def __call__(
+        self,
+        layer_def: nnx.GraphDef,
+        params: nnx.State,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        masks: tuple,
+        prefetch: Prefetch | None = None,
+        *,
+        shard: Sharder,
+        tables: RopeTables,
+    ) -> tuple[jax.Array, Any]:
+        """Returns x_BTD after the layer, and the weights that were prefetched meanwhile (None without `prefetch`)."""
+
+
+class Remat(Protocol):
+    """Rematerialization of layers and of groups of layers; implemented by `jaxlc.train.remat.Remat`."""
+
+    of_layer: Callable[[Callable], Callable]  # wraps the function that runs one layer
+    of_group: Callable[[Callable], Callable]  # wraps the function that runs `layers_per_group` layers
     layers_per_group: int
 
 
 class Decoder(nnx.Module):
-    """Embedding, L equal layers stored as one stacked layer, final norm, and a head unless it is the embedding."""
+    """Embedding, L equal layers stored as one stacked layer, final norm, and an output head unless it is tied."""
 
     def __init__(self, model: ModelConfig, vocab_size_padded: int, rngs: nnx.Rngs, fp8: Fp8 | None = None):
         D, V = model.model_dim, model.vocab_size
@@ -53,39 +71,29 @@ class Decoder(nnx.Module):
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
         *,
-        attend: Callable | Tiling,
+        run_layer: RunLayer,
         masks: tuple,
         shard: Sharder,
         remat: Remat,
         compute_dtype,
         tables: RopeTables,
     ) -> jax.Array:
-        """Final hidden states x_BTD, before the final norm; see `apply`."""
+        """Returns the final hidden states x_BTD, before the final norm; see `apply`."""
         layer_def, stacked = nnx.split(self.layers)
-        shared = positions_BT, masks  # arrays that are the same in every layer
+        shared = positions_BT, masks  # arrays that are equal for all layers
 
-        def run_layer(x_BTD, params, shared, ahead=None):
-            positions_BT, masks = shared
-            if isinstance(attend, Tiling):
-                _, segments_BT = masks
-                operands = x_BTD, positions_BT, segments_BT, ahead
-                return layer_tiles.run_layer(layer_def, params, *operands, tiling=attend, shard=shard, tables=tables)
+        def run_one(x_BTD, params, shared, prefetch=None):
+            return run_layer(layer_def, params, x_BTD, *shared, prefetch, shard=shard, tables=tables)
 
-            def attend_masked(*qkv):
-                return attend(*qkv, *masks)
-
-            layer = nnx.merge(layer_def, params)
-            return layer(x_BTD, positions_BT, ahead, attend=attend_masked, shard=shard, tables=tables)
-
-        def run_group(x_BTD, params, shared, ahead=None):
-            # No scan: of a group that is recomputed the last layer's output is of no use, and is left out like this.
-            x_BTD, fetched = remat.of_layer(run_layer)(x_BTD, _of(params, 0), shared, ahead)
-            for place in range(1, remat.layers_per_group):
-                x_BTD, _ = remat.of_layer(run_layer)(x_BTD, _of(params, place), shared)
-            return x_BTD, fetched
+        def run_group(x_BTD, params, shared, prefetch=None):
+            # Not a scan: when the group is recomputed, the output of its last layer is unused and not computed.
+            x_BTD, next_weights = remat.of_layer(run_one)(x_BTD, _layer_at(params, 0), shared, prefetch)
+            for index in range(1, remat.layers_per_group):
+                x_BTD, _ = remat.of_layer(run_one)(x_BTD, _layer_at(params, index), shared)
+            return x_BTD, next_weights
 
         if remat.layers_per_group == 1:
-            run = remat.of_layer(run_layer)
+            run = remat.of_layer(run_one)
         else:
             run = remat.of_group(run_group)
             stacked = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
@@ -95,33 +103,33 @@ class Decoder(nnx.Module):
         return jax.lax.scan(lambda x_BTD, params: run(x_BTD, params, shared), x_BTD, stacked)[0]
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
-        """The output head, split over tensor along V."""
+        """The output head, sharded over tensor along V."""
         if self.head is None:
             return in_use(self.embedding, shard, compute_dtype).T
         return in_use(self.head, shard, compute_dtype)
 
 
 def init(model: ModelConfig, vocab_size_padded: int, key: jax.Array) -> dict:
-    """First parameters, float32; run it under `jit` with out_shardings.
+    """Initial parameters, float32; call it under `jit` with out_shardings.
 
-    Values depend on the key alone: not on the mesh, and not on the padding of the vocabulary, which is 0.
+    The values depend only on `key`, not on the mesh or on the vocabulary padding, which is 0.
     """
     return nnx.to_pure_dict(nnx.state(Decoder(model, vocab_size_padded, nnx.Rngs(key))))
 
 
 def abstract_params(model: ModelConfig, vocab_size_padded: int) -> dict:
-    """Shapes and dtypes of `init`'s result; nothing is computed."""
+    """Shapes and dtypes of the result of `init`; nothing is computed."""
     return jax.eval_shape(lambda: init(model, vocab_size_padded, jax.random.key(0)))
 
 
 def first_histories(model: ModelConfig, fp8: Fp8) -> dict:
-    """What delayed scaling has seen before the first step: nothing, in zeros."""
+    """Amax histories of delayed scaling before the first step: zeros."""
     _, state = _abstract_decoder(model, model.vocab_size, fp8)
     return nnx.to_pure_dict(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.filter_state(state, History)))
 
 
 def dims_of(model: ModelConfig) -> dict:
-    """The parameters' tree, with a tuple of dimension names for each: ("layers", "model", "heads", "head_dim")."""
+    """The parameter tree with a tuple of dimension names per leaf, e.g. ("layers", "model", "heads", "head_dim")."""
     _, state = _abstract_decoder(model, model.vocab_size)
     declared = {path: param.dims for path, param in nnx.to_flat_state(state)}
     stacked = {path: (_LAYERS, *dims) if path[0] == _LAYERS else dims for path, dims in declared.items()}
@@ -134,7 +142,7 @@ def apply(
     tokens_BT: jax.Array,
     positions_BT: jax.Array,
     *,
-    attend: Callable | Tiling,
+    run_layer: RunLayer,
     masks: tuple = (),
     shard: Sharder,
     remat: Remat,
@@ -146,28 +154,29 @@ def apply(
     """Runs the decoder, under `jit`.
 
     Args:
-      params: as `init` makes them.
-      tokens_BT, positions_BT: int32, in the same (any) sequence order; T a multiple of context x tensor. In tiles:
-        [n, B, t], and so is what is returned.
-      attend: `(q_BTNH, k_BTKH, v_BTKH, *masks) -> out_BTNH`, in the compute dtype; or how layers run in tiles.
-      masks: what `attend` takes beside them: positions_BT and segment_ids_BT, int32, or None for each.
-      remat: wraps the functions of layers, or of groups of them; `train.remat.Remat` is one.
-      compute_dtype: of matmuls and of the residual stream.
-      tables: of `rope_tables`.
-      fp8: which products are in 8 bits; None: none of them.
-      histories: as `first_histories` makes them, of delayed scaling; their gradients are their next values.
+      params: the tree that `init` returns.
+      tokens_BT, positions_BT: int32, both in the same sequence order, which may be any; T is a multiple of context x
+        tensor. If `run_layer` runs tiles, they are [n, B, t], and so is the x that is returned.
+      run_layer: runs one layer, attention included.
+      masks: passed to `run_layer`: positions_BT and segment_ids_BT, int32, never tiled, or None for each.
+      remat: rematerialization of layers and groups of layers.
+      compute_dtype: dtype of matrix products and of the residual stream.
+      tables: the result of `rope_tables`.
+      fp8: which matrix products are in FP8; None: none.
+      histories: amax histories of delayed scaling, the tree that `first_histories` returns; their gradients are their
+        next values.
     Returns:
-      x_BTD, final hidden states, split over context and tensor along T, in compute_dtype; scale_D, float32, of the
-      final norm, which the loss does chunk by chunk; and head_DV, split over tensor along V, padded, in compute_dtype.
+      x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; scale_D, float32, of the final
+      norm, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor.
     """
     params = {name: part if name == _LAYERS else shard.fetched(part) for name, part in params.items()}
     vocab_size_padded = params["embedding"].shape[0]
     graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8)
-    decoder = nnx.merge(graph_def, params, histories or {}, _which_are_bf16(state, fp8))
+    decoder = nnx.merge(graph_def, params, histories or {}, _bf16_flags(state, fp8))
     x_BTD = decoder(
         tokens_BT,
         positions_BT,
-        attend=attend,
+        run_layer=run_layer,
         masks=masks,
         shard=shard,
         remat=remat,
@@ -179,12 +188,12 @@ def apply(
 
 @functools.cache
 def _abstract_decoder(model: ModelConfig, vocab_size_padded: int, fp8: Fp8 | None = None):
-    """(graph definition, state of shapes) of the decoder; nothing is computed."""
+    """(graph definition, abstract state) of the decoder; nothing is computed."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, nnx.Rngs(0), fp8)))
 
 
-def _which_are_bf16(state, fp8: Fp8 | None) -> dict:
-    """Every `IsBf16` of the decoder, float32 [L]."""
+def _bf16_flags(state, fp8: Fp8 | None) -> dict:
+    """The values of all `IsBf16` variables of the decoder, float32 [L]."""
 
     def flags_L(like):
         return jnp.zeros(like.shape, like.dtype).at[jnp.array(fp8.bf16_layers)].set(1)
@@ -192,11 +201,11 @@ def _which_are_bf16(state, fp8: Fp8 | None) -> dict:
     return nnx.to_pure_dict(jax.tree.map(flags_L, nnx.filter_state(state, IsBf16)))
 
 
-def _of(stacked, place: int):
-    return jax.tree.map(operator.itemgetter(place), stacked)
+def _layer_at(stacked, index: int):
+    return jax.tree.map(operator.itemgetter(index), stacked)
 
 
 def _pad_vocab(param: nnx.Param, padding: int) -> nnx.Param:
-    """Appends zeros to the vocabulary: the values before them do not depend on how many."""
+    """Appends zeros to the vocabulary dimension, so that the other values do not depend on the padding."""
     widths = [(0, padding if name == "vocab" else 0) for name in param.dims]
     return param.replace(jnp.pad(param[...], widths))

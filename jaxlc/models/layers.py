@@ -1,7 +1,7 @@
-"""The parts of a Llama (Touvron et al. 2023, arXiv:2302.13971): RMSNorm, grouped-query attention, SwiGLU.
+"""The modules of a Llama decoder (Touvron et al. 2023, arXiv:2302.13971): RMSNorm, grouped-query attention, SwiGLU.
 
-A parameter is declared once, by `matrix` or in RMSNorm: its shape, the names of its dimensions, its first value.
-Everything else (abstract tree, shardings, byte counts, table) is derived. Values are float32; a layer computes in
+A parameter is declared once, by `matrix` or in RMSNorm: its shape, the names of its dimensions, its initial value. The
+abstract tree, shardings, byte counts and the sharding table are derived. Parameters are float32; a layer computes in
 the dtype of its input.
 """
 
@@ -20,7 +20,7 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.chunks import over_chunks
 from jaxlc.models.matmuls import Fp8, Matmuls
-from jaxlc.models.offloaded_layers import Prefetch, beside
+from jaxlc.models.offloaded_layers import Prefetch, overlap_with_prefetch
 from jaxlc.models.rope import RopeTables, apply_rope
 from jaxlc.sharding.rules import Sharder
 
@@ -32,9 +32,9 @@ _TRUNCATED_STD = 0.87962566  # of a standard normal cut at -2 and 2
 def matrix(rngs: nnx.Rngs, *, fan_in: int, depth_scale: float = 1.0, **dims: int) -> nnx.Param:
     """Declares a weight with its dimensions, e.g. `matrix(rngs, fan_in=D, model=D, heads=N, head_dim=H)`.
 
-    The first value is a normal of standard deviation 1/sqrt(fan_in), cut at two deviations: a unit input gives a
-    unit output at every width. At D = 4096 that is 0.016, near the 0.02 that Llama-sized models start from, and for
-    a D of 128 it is still right, which a constant is not. `depth_scale` multiplies it.
+    The initial value is a normal with standard deviation `depth_scale`/sqrt(fan_in), truncated at two deviations, so
+    that an input of unit variance gives an output of unit variance at every width. At D = 4096 the deviation is 0.016,
+    close to the constant 0.02 of many models of that size; a constant would be wrong at other widths.
     """
     std = depth_scale / fan_in**0.5
     unit_variance = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, tuple(dims.values())) / _TRUNCATED_STD
@@ -42,13 +42,13 @@ def matrix(rngs: nnx.Rngs, *, fan_in: int, depth_scale: float = 1.0, **dims: int
 
 
 def residual_depth_scale(model: ModelConfig) -> float:
-    """Scale of the two matrices a layer that write to the residual stream, so that the sum of 2L of them stays of
-    the size of one (GPT-2, Radford et al. 2019, section 2.3)."""
+    """Scale of the two matrices per layer whose results are added to the residual stream, so that the sum of all 2L
+    results has the size of one of them (GPT-2, Radford et al. 2019, section 2.3)."""
     return (2 * model.num_layers) ** -0.5
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dimension; float32 inside, x's dtype outside."""
+    """x / rms(x) * scale over the last dimension; computed in float32, returned in the dtype of x."""
 
     def __init__(self, size: int, epsilon: float):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32), dims=("norm",))
@@ -59,7 +59,7 @@ class RMSNorm(nnx.Module):
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """As in `RMSNorm`; the loss norms its chunks by it."""
+    """The function of `RMSNorm`; the loss applies it to chunks of hidden states."""
     wide = x.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
     return (wide * inverse_rms * scale).astype(x.dtype)
@@ -80,7 +80,7 @@ class Attention(nnx.Module):
 
     @jax.named_scope(scopes.ATTENTION)
     def queries(self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables) -> jax.Array:
-        """q_BTNH. `x_BTD` is normed and gathered over tensor, here and below."""
+        """Returns q_BTNH, with RoPE. `x_BTD` is normed and gathered over tensor."""
         q_BTNH = shard.heads(self.matmul("query", "BTD,DNH->BTNH", x_BTD, in_use(self.wq, shard, x_BTD.dtype)))
         if self.q_norm is not None:
             q_BTNH = self.q_norm(q_BTNH)
@@ -90,7 +90,7 @@ class Attention(nnx.Module):
     def keys_values(
         self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables
     ) -> tuple[jax.Array, jax.Array]:
-        """(k_BTKH, v_BTKH)."""
+        """Returns (k_BTKH, v_BTKH), K with RoPE. `x_BTD` is normed and gathered over tensor."""
         k_BTKH = shard.heads(self.matmul("key", "BTD,DKH->BTKH", x_BTD, in_use(self.wk, shard, x_BTD.dtype)))
         v_BTKH = shard.heads(self.matmul("value", "BTD,DKH->BTKH", x_BTD, in_use(self.wv, shard, x_BTD.dtype)))
         if self.k_norm is not None:
@@ -99,7 +99,7 @@ class Attention(nnx.Module):
 
     @jax.named_scope(scopes.ATTENTION)
     def projected(self, out_BTNH: jax.Array, *, shard: Sharder) -> jax.Array:
-        """What attention adds to the residual stream: out_BTD."""
+        """The output projection: out_BTD, which is added to the residual stream."""
         out_BTNH = shard.heads(out_BTNH)
         out_BTD = self.matmul("attention_projected", "BTNH,NHD->BTD", out_BTNH, in_use(self.wo, shard, out_BTNH.dtype))
         return checkpoint_name(shard.residual(out_BTD), "attention_projected")
@@ -127,7 +127,7 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One block of attention and one of MLP, each normed before and added to the residual stream."""
+    """An attention block and an MLP block, each with a norm before it and added to the residual stream."""
 
     def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None):
         self.attention_norm = RMSNorm(model.model_dim, model.norm_epsilon)
@@ -139,65 +139,94 @@ class DecoderLayer(nnx.Module):
         self,
         x_BTD: jax.Array,
         positions_BT: jax.Array,
-        ahead: Prefetch | None = None,
+        prefetch: Prefetch | None = None,
         *,
         attend: Callable,
         shard: Sharder,
         tables: RopeTables,
     ) -> tuple[jax.Array, Any]:
-        """(x_BTD, the weights that were fetched meanwhile).
+        """Returns (x_BTD, the prefetched weights, None without `prefetch`).
 
-        x_BTD lies split over context and tensor along T; each block gathers its normed input over tensor once.
+        T of x_BTD is sharded over context and tensor; each block gathers its normed input over tensor once.
+
+        Args:
+          attend: `(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`.
         """
         x_BTD = checkpoint_name(x_BTD, "residual")
         normed_BTD = self.attention_input(x_BTD, shard=shard)
         q_BTNH = self.attention.queries(normed_BTD, positions_BT, shard=shard, tables=tables)
         k_BTKH, v_BTKH = self.attention.keys_values(normed_BTD, positions_BT, shard=shard, tables=tables)
-        out_BTNH, ahead = beside(attend, (q_BTNH, k_BTKH, v_BTKH), ahead)
-        return self.after_attention(x_BTD, out_BTNH, shard=shard), ahead
+        out_BTNH, next_weights = overlap_with_prefetch(attend, (q_BTNH, k_BTKH, v_BTKH), prefetch)
+        return self.after_attention(x_BTD, out_BTNH, shard=shard), next_weights
 
     @jax.named_scope(scopes.ATTENTION)
     def attention_input(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
-        """x_BTD normed, and gathered over tensor."""
+        """Returns x_BTD, normed and gathered over tensor."""
         return shard.gathered(self.attention_norm(x_BTD))
 
     def after_attention(self, x_BTD: jax.Array, out_BTNH: jax.Array, *, shard: Sharder) -> jax.Array:
-        """The rest of the layer: x_BTD with attention's out and the MLP's added."""
+        """The layer after attention: returns x_BTD plus the projected attention output plus the MLP output."""
         x_BTD += self.attention.projected(out_BTNH, shard=shard)
         with jax.named_scope(scopes.MLP):
             normed_BTD = shard.gathered(self.mlp_norm(x_BTD))
         return x_BTD + self.mlp(normed_BTD, shard=shard)
 
 
+def run_layer(
+    layer_def: nnx.GraphDef,
+    params: nnx.State,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    masks: tuple,
+    prefetch: Prefetch | None = None,
+    *,
+    attend: Callable,
+    shard: Sharder,
+    tables: RopeTables,
+) -> tuple[jax.Array, Any]:
+    """Runs the layer `nnx.merge(layer_def, params)` on whole sequences; `decoder.RunLayer` once `attend` is bound.
+
+    Args:
+      attend: `(q_BTNH, k_BTKH, v_BTKH, *masks) -> out_BTNH`.
+    """
+
+    def attend_masked(*qkv):
+        return attend(*qkv, *masks)
+
+    layer: DecoderLayer = nnx.merge(layer_def, params)
+    return layer(x_BTD, positions_BT, prefetch, attend=attend_masked, shard=shard, tables=tables)
+
+
 @jax.named_scope(scopes.GATHER_WEIGHTS)
 def in_use(param: nnx.Param, shard: Sharder, dtype) -> jax.Array:
-    """A declared weight, cast and gathered for the matmul that reads it."""
+    """A declared weight, cast to `dtype` and gathered, as a matrix product reads it."""
     return shard.weight(param[...], param.dims, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def lookup(embedding_VD: jax.Array, tokens_BT: jax.Array, shard: Sharder, dtype) -> jax.Array:
-    """Rows of the float32 embedding as the residual stream x_BTD, in `dtype`; more dimensions may come before B.
+    """Token embeddings from the float32 table, as the residual stream x_BTD in `dtype`; B may be preceded by others.
 
-    Each rank looks up the ids in its piece of the vocabulary, and the pieces are summed over tensor (Megatron-LM,
-    Shoeybi et al. 2019, section 3). Written out in `shard_map`, because the compiler left alone gathers the whole
-    table, and in the backward the whole sequence. Rows move in `dtype`, but their gradients are summed in float32: in
-    a long sequence a common token occurs thousands of times, and a bfloat16 sum stands still after 256 equal terms.
-    Both go by chunks of tokens, so that neither the rows before their sum nor float32 gradients are of full length.
+    Each rank looks up the ids in its shard of the vocabulary, and the results are summed over tensor (Megatron-LM,
+    Shoeybi et al. 2019, section 3). It uses `shard_map` because XLA's partitioner would gather the whole table, and in
+    the backward pass the whole sequence. Embeddings are sent in `dtype`, but their gradients are summed in float32: a
+    common token occurs thousands of times in a long sequence, and a bfloat16 sum stops growing after 256 equal terms.
+    Both passes run over chunks of tokens, so that neither the partial embeddings nor the float32 gradients exist at
+    full sequence length.
     """
 
     @jax.named_scope(scopes.EMBEDDING)
     def local(table_vD, tokens_bt):
         tokens_t = tokens_bt.reshape(-1)
 
-        def visit(x_tD, start, size):
+        def look_up_chunk(x_tD, start, size):
             ids_c = _local_ids(tokens_t, start, size, len(table_vD))
             rows_cD = table_vD.at[ids_c].get(mode="fill", fill_value=0)
             rows_cD = jax.lax.psum_scatter(rows_cD, TENSOR, scatter_dimension=0, tiled=True)
             return jax.lax.dynamic_update_slice_in_dim(x_tD, rows_cD, start, 0), None
 
         x_tD = jnp.zeros((len(tokens_t), table_vD.shape[1]), dtype)
-        x_tD, _ = over_chunks(visit, x_tD, len(tokens_t), _own_chunk_tokens(shard))
+        x_tD, _ = over_chunks(look_up_chunk, x_tD, len(tokens_t), _own_chunk_tokens(shard))
         return x_tD.reshape(*tokens_bt.shape, -1)
 
     table_VD = shard.weight(embedding_VD, ("vocab", "model"), dtype)
@@ -218,14 +247,14 @@ def _lookup_backward(shard, _dtype, residuals, dx_BTD):
     def local(tokens_bt, dx_btD):
         tokens_t, dx_tD = tokens_bt.reshape(-1), dx_btD.reshape(-1, dx_btD.shape[-1])
 
-        def visit(gradient_vD, start, size):
+        def add_chunk(gradient_vD, start, size):
             dx_cD = jax.lax.dynamic_slice_in_dim(dx_tD, start, size)
             dx_cD = jax.lax.all_gather(dx_cD, TENSOR, axis=0, tiled=True).astype(jnp.float32)
             ids_c = _local_ids(tokens_t, start, size, num_rows)
             return gradient_vD.at[ids_c].add(dx_cD, mode="drop"), None
 
         gradient_vD = jnp.zeros((num_rows, dx_tD.shape[-1]), jnp.float32)
-        gradient_vD, _ = over_chunks(visit, gradient_vD, len(tokens_t), _own_chunk_tokens(shard))
+        gradient_vD, _ = over_chunks(add_chunk, gradient_vD, len(tokens_t), _own_chunk_tokens(shard))
         return jax.lax.psum(gradient_vD, (*BATCH_AXES, CONTEXT))
 
     specs = dict(in_specs=_token_specs(tokens_BT), out_specs=_VOCAB_SPLIT, check_vma=False)
@@ -236,19 +265,19 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def _token_specs(tokens_BT: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
-    """Of tokens and residual stream; what comes before B is on every rank."""
+    """Of tokens and of the residual stream; dimensions before B are replicated."""
     tokens = (*(None,) * (tokens_BT.ndim - 2), BATCH_AXES, (CONTEXT, TENSOR))
     return PartitionSpec(*tokens), PartitionSpec(*tokens, None)
 
 
 def _own_chunk_tokens(shard: Sharder) -> int:
-    """Tokens of one rank in a chunk, before they are gathered over tensor."""
+    """Tokens per chunk of one rank, before the gather over tensor."""
     return max(1, _LOOKUP_CHUNK_TOKENS // shard.mesh.shape[TENSOR])
 
 
 def _local_ids(tokens_t: jax.Array, start: jax.Array, size: int, num_rows: int) -> jax.Array:
-    """Row numbers in this rank's piece of the vocabulary of all tensor ranks' tokens of a chunk; num_rows, which is
-    none, for ids in another's."""
+    """Row indices in this rank's shard of the vocabulary, for a chunk's tokens of all tensor ranks; num_rows, which is
+    out of range, for ids of other shards."""
     tokens_c = jax.lax.all_gather(jax.lax.dynamic_slice_in_dim(tokens_t, start, size), TENSOR, axis=0, tiled=True)
     ids_c = tokens_c - jax.lax.axis_index(TENSOR) * num_rows
     return jnp.where((ids_c >= 0) & (ids_c < num_rows), ids_c, num_rows)

@@ -1,15 +1,15 @@
-"""Layers whose weights rest in host memory: each layer's are fetched while the one before it computes.
+"""Layers whose weights are stored in host memory: each layer's weights are prefetched while its neighbor computes.
 
-    forward    fetch(0); for each layer i: fetch(i + 1) beside layer i's attention
-    backward   fetch(L - 1); for each layer i, from the last: fetch(i - 1) beside the backward of layer i's attention
+    forward    fetch(0); for each layer i: fetch(i + 1), overlapped with the attention of layer i
+    backward   fetch(L - 1); for each layer i, from the last: fetch(i - 1), overlapped with the attention backward of i
 
-A scan that is differentiated by JAX could only fetch at a layer's own beginning, where the layer waits for it: weights
-that a round hands on to the next would be residuals, kept for every layer. So the two scans are written out, and
-weights are taken out of what a layer keeps for its backward (`jax.vjp` tells them apart: `args_res`).
+If JAX differentiated the scan, a layer could only fetch its weights when it starts, and would wait for them: weights
+that one iteration passes to the next would be residuals, stored once per layer. So both scans are written out, and the
+weights are removed from the residuals of each layer (`_jax_internals.replace_argument_residuals`).
 
-A copy that is wanted in the next round only is started by XLA's scheduler at the end of this one, where it is waited
-for: it takes copies for cheap. So a layer ties what comes from the host to its attention, which takes longest: the copy
-is over when attention is (`beside`), and the scheduler starts it before.
+XLA's scheduler assumes that copies are cheap: it starts a copy that only the next iteration needs at the end of the
+current one, where it is exposed. So each layer makes the results of its attention, the longest operation, depend on the
+copy (`overlap_with_prefetch`); the scheduler then starts the copy before attention.
 """
 
 from collections.abc import Callable
@@ -24,27 +24,27 @@ from jaxlc.core import scopes
 
 
 class Prefetch(NamedTuple):
-    """Weights on their way while a layer runs: those of the layer after it, and in the backward of the one before."""
+    """Weights of the layers that follow, copied to the device while a layer runs."""
 
-    in_forward: Any
-    in_backward: Any
+    in_forward: Any  # of the next layer
+    in_backward: Any  # of the previous layer, which the backward pass runs next
 
 
-def beside(work: Callable, operands: tuple, ahead: Prefetch | None) -> tuple[Any, Any]:
-    """(`work(*operands)`, weights that are there when it is done).
+def overlap_with_prefetch(work: Callable, operands: tuple, prefetch: Prefetch | None) -> tuple[Any, Any]:
+    """Returns (`work(*operands)`, prefetch.in_forward), where the copy of the weights completes during `work`.
 
-    In the backward `ahead.in_backward` is there when the gradients of `operands` are, and is handed out as the gradient
-    of itself. Without `ahead` the work alone.
+    In the backward pass, the copy of `prefetch.in_backward` completes during the backward of `work`, and these weights
+    are returned as the "gradient" of `prefetch.in_backward`. If `prefetch` is None, this is `work` alone.
     """
-    if ahead is None:
+    if prefetch is None:
         return work(*operands), None
-    results = work(*_there_after_backward(operands, ahead.in_backward))
-    return schedule_after(results, ahead.in_forward)
+    results = work(*_schedule_after_backward(operands, prefetch.in_backward))
+    return schedule_after(results, prefetch.in_forward)
 
 
 @jax.custom_vjp
 def schedule_after(results, weights):
-    """Both; whatever uses the results finds the weights fetched. Weights have no gradient."""
+    """Returns both; operations on the results are scheduled after the copy of the weights. Weights have no gradient."""
     return lax.optimization_barrier((results, weights))
 
 
@@ -52,57 +52,55 @@ schedule_after.defvjp(lambda *both: (lax.optimization_barrier(both), None), lamb
 
 
 @jax.custom_vjp
-def _there_after_backward(operands, weights):
+def _schedule_after_backward(operands, weights):
     del weights
     return operands
 
 
-_there_after_backward.defvjp(
+_schedule_after_backward.defvjp(
     lambda operands, weights: (operands, weights),
     lambda weights, gradients: lax.optimization_barrier((gradients, weights)),
 )
 
 
 def run_layers(run: Callable, x_BTD: jax.Array, stacked, shared, fetch: Callable) -> jax.Array:
-    """x_BTD through all layers.
+    """Runs all layers; returns the output of the last one.
 
     Args:
-      run: `(x_BTD, weights, shared, ahead) -> (x_BTD, ahead.in_forward)`, one layer, or a group of them, that runs
-        something long `beside` what is ahead. It decides what it keeps for its backward (`jax.checkpoint`), and closes
-        over no arrays of the row's length: they would be kept once a layer.
-      stacked: a tree of arrays with a leading dimension of layers, or of groups of them; their gradients come to lie in
-        the same memory.
-      shared: a tree of arrays that are the same for all layers, and are not differentiated; none that is a constant,
-        which would be an argument of the whole program.
-      fetch: a layer's weights -> the same on the device.
+      run: `(x_BTD, weights, shared, prefetch) -> (x_BTD, prefetch.in_forward)`, one layer or one remat group, which
+        calls `overlap_with_prefetch` around its attention. It applies `jax.checkpoint` itself, and closes over no
+        arrays of the sequence length: they would be stored once per layer.
+      stacked: pytree of weights with a leading dimension of layers, or of remat groups. Gradients are stored in the
+        same memory as the weights.
+      shared: pytree of arrays that are equal for all layers and not differentiated. None may be a constant of the
+        traced program, since constants become its arguments.
+      fetch: copies the weights of one layer to the device.
     """
     last = len(jax.tree.leaves(stacked)[0]) - 1
 
     @jax.named_scope(scopes.PREFETCH)
-    def fetched(stacked, layer):
-        layer = jnp.clip(layer, 0, last)  # beyond the ends: once more what is there
+    def fetch_layer(stacked, layer):
+        layer = jnp.clip(layer, 0, last)  # past either end: the end layer again
         return fetch(jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, layer, keepdims=False), stacked))
 
     @jax.custom_vjp
-    def through(x_BTD, stacked, shared):
+    def through_layers(x_BTD, stacked, shared):
         def run_layer(carry, layer):
             x_BTD, weights = carry
-            return run(x_BTD, weights, shared, Prefetch(fetched(stacked, layer + 1), weights)), None
+            return run(x_BTD, weights, shared, Prefetch(fetch_layer(stacked, layer + 1), weights)), None
 
-        return lax.scan(run_layer, (x_BTD, fetched(stacked, 0)), jnp.arange(last + 1))[0][0]
+        return lax.scan(run_layer, (x_BTD, fetch_layer(stacked, 0)), jnp.arange(last + 1))[0][0]
 
     def forward(x_BTD, stacked, shared):
         def run_layer(carry, layer):
             x_BTD, weights = carry
-            # What is of no use here has to be an array of its own: `args_res` knows residuals by their identity.
-            ahead = Prefetch(fetched(stacked, layer + 1), jax.tree.map(jnp.zeros_like, weights))
-            y_BTD, backward, ahead = jax.vjp(run, x_BTD, weights, shared, ahead, has_aux=True)
-            replace_argument_residuals(
-                backward, 1, [None, None, None]
-            )  # weights are fetched again, and what is shared is there
-            return (y_BTD, ahead), backward
+            # An array of its own for the unused half: JAX recognizes argument residuals by the identity of the array.
+            prefetch = Prefetch(fetch_layer(stacked, layer + 1), jax.tree.map(jnp.zeros_like, weights))
+            y_BTD, backward, next_weights = jax.vjp(run, x_BTD, weights, shared, prefetch, has_aux=True)
+            replace_argument_residuals(backward, 1, [None, None, None])  # the backward pass sets them again
+            return (y_BTD, next_weights), backward
 
-        (y_BTD, _), backwards = lax.scan(run_layer, (x_BTD, fetched(stacked, 0)), jnp.arange(last + 1))
+        (y_BTD, _), backwards = lax.scan(run_layer, (x_BTD, fetch_layer(stacked, 0)), jnp.arange(last + 1))
         return y_BTD, (backwards, stacked, shared)
 
     def backward(residuals, dy_BTD):
@@ -111,18 +109,21 @@ def run_layers(run: Callable, x_BTD: jax.Array, stacked, shared, fetch: Callable
         def run_layer(carry, operands):
             dx_BTD, weights = carry
             layer, backward = operands
-            # A layer that is computed again has nothing to wait for in its forward but its own weights.
-            replace_argument_residuals(backward, 1, [weights, shared, Prefetch(weights, fetched(stacked, layer - 1))])
-            dx_BTD, dweights, _, (_, ahead) = backward(dx_BTD)
-            with jax.named_scope(scopes.OFFLOAD_GRADIENTS):
-                home = jax.tree.map(
-                    lambda d, stack: jax.device_put(d, jax.typeof(stack).memory_space), dweights, stacked
-                )
-            return (dx_BTD, ahead), home
+            # A layer that is recomputed prefetches nothing in its forward: it is given its own weights.
+            prefetch = Prefetch(weights, fetch_layer(stacked, layer - 1))
+            replace_argument_residuals(backward, 1, [weights, shared, prefetch])
+            dx_BTD, dweights, _, (_, next_weights) = backward(dx_BTD)
+            return (dx_BTD, next_weights), jax.tree.map(_to_memory_of, stacked, dweights)
 
-        layers = jnp.arange(last + 1)
-        (dx_BTD, _), dstacked = lax.scan(run_layer, (dy_BTD, fetched(stacked, last)), (layers, backwards), reverse=True)
+        first_carry = dy_BTD, fetch_layer(stacked, last)
+        (dx_BTD, _), dstacked = lax.scan(run_layer, first_carry, (jnp.arange(last + 1), backwards), reverse=True)
         return dx_BTD, dstacked, None
 
-    through.defvjp(forward, backward)
-    return through(x_BTD, stacked, shared)
+    through_layers.defvjp(forward, backward)
+    return through_layers(x_BTD, stacked, shared)
+
+
+@jax.named_scope(scopes.OFFLOAD_GRADIENTS)
+def _to_memory_of(stored: jax.Array, gradient: jax.Array) -> jax.Array:
+    """The gradient, in the memory in which the weights are stored."""
+    return jax.device_put(gradient, jax.typeof(stored).memory_space)

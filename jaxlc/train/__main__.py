@@ -1,13 +1,22 @@
 """python -m jaxlc.train --config=FILE[:variant] [--config.a.b=value ...] [--workdir=DIR]"""
 
 import sys
+from pathlib import Path
 
 from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, run_main
 
 
 def main(command: ParsedCommand) -> int:
-    """Returns the exit status: 0; 143 after SIGTERM, 130 after Ctrl-C; 1 at a loss that is not finite."""
+    """Returns the exit status: 0; 143 after SIGTERM, 130 after Ctrl-C; 1 if a loss or gradient is not finite."""
+    try:
+        return _run(command)
+    except KeyboardInterrupt:  # before the first step, after the last, or a second Ctrl-C
+        print(f"\ninterrupted; {_latest_checkpoint(Path(command.workdir).expanduser())}", file=sys.stderr)
+        return 130
+
+
+def _run(command: ParsedCommand) -> int:
     runtime.start(command.config.runtime)  # before anything imports jax
     from jaxlc.train import loop
 
@@ -17,9 +26,15 @@ def main(command: ParsedCommand) -> int:
     except loop.TrainingStopped as stopped:
         print(f"error: {stopped}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on from the newest checkpoint in {command.workdir}", file=sys.stderr)
-        return 130
+
+
+def _latest_checkpoint(workdir: Path) -> str:
+    from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps
+
+    steps = committed_steps(workdir / CHECKPOINTS_DIRECTORY)
+    if not steps:
+        return f"there is no checkpoint in {workdir}"
+    return f"the latest checkpoint in {workdir} is of step {steps[-1]}; run the same command again to resume from it"
 
 
 if __name__ == "__main__":

@@ -49,6 +49,12 @@ def prepare_workdir(workdir: str | Path) -> Path:
     return path
 
 
+def committed_steps(directory: Path) -> list[int]:
+    """The steps of the committed checkpoints in `directory`, in ascending order; empty if it does not exist."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted(int(path.name) for path in paths if path.name.isdigit())
+
+
 class Checkpoints:
     """The checkpoints of one run, of which the newest `keep` are kept. Every process calls every method."""
 
@@ -67,8 +73,8 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def steps(self) -> list[int]:
-        """The steps of the committed checkpoints, oldest first; one that is still being written is not among them."""
-        return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdigit())
+        """The steps of the committed checkpoints, in ascending order, without one that is still being written."""
+        return committed_steps(self._directory)
 
     def save(self, step: int, state, meta: dict) -> None:
         """Copies the state off the devices and returns; the rest happens in the background. Saves no step twice.

@@ -1,15 +1,15 @@
-"""Metrics on disk: WORKDIR/metrics.jsonl, one JSON object a line, and the same numbers for TensorBoard.
+"""Metrics on disk: WORKDIR/metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard.
 
-The order that makes a resumed run's file equal to an uninterrupted one's: **a step's rows are written before its
-checkpoint is saved.** Then, when the checkpoint of step n exists, so do all rows up to n, and `rewind(n)` drops the
-others: no row is lost and none is there twice. A row goes to the operating system in one write, so a kill of the
-process leaves at most the last line torn.
+The loop writes the rows of a step before it saves the checkpoint of that step. So if the checkpoint of step n exists,
+all rows up to n exist, and a run that resumes from it drops the later rows: its file equals that of an uninterrupted
+run. A row is passed to the operating system in one write, so killing the process truncates at most the last line.
 """
 
 import json
 import math
 import time
 from pathlib import Path
+from typing import TextIO
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
@@ -17,39 +17,42 @@ from jaxlc.core.errors import UserError
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
 
-Row = dict[str, float | None]  # "step" and what was measured then; None is a value that was not finite
+Row = dict[str, float | None]  # "step" and the values measured at it; None: the value was not finite
+
+
+def open_metrics(workdir: str | Path, *, resume_step: int | None, is_primary: bool) -> "MetricsLog":
+    """Opens the metrics of a run in `workdir`.
+
+    Args:
+      resume_step: the step that the run resumes from: rows after it are dropped. None: a new run, all rows are dropped.
+      is_primary: False on all processes but one; they write nothing.
+    Raises:
+      UserError: a line of metrics.jsonl, other than a truncated last one, is not a metrics row.
+    """
+    if not is_primary:
+        return MetricsLog(None, None)
+    last_step = -1 if resume_step is None else resume_step
+    path = Path(workdir) / METRICS_FILE
+    kept = [row for row in read_rows(path) if row["step"] <= last_step] if path.exists() else []
+    new_path = path.with_suffix(".jsonl.new")
+    new_path.write_text("".join(_line(row) for row in kept))
+    new_path.replace(path)  # atomic: a kill leaves either the old file or the new one
+    directory = Path(workdir) / TENSORBOARD_DIRECTORY
+    return MetricsLog(
+        path.open("a"), _TensorBoard(directory, last_step) if extras.is_installed("tensorboardX") else None
+    )
 
 
 class MetricsLog:
-    """Appends rows. Call `rewind` first: with 0 for a new run. On processes other than the primary it does nothing."""
+    """Appends metrics rows; made by `open_metrics`."""
 
-    def __init__(self, workdir: str | Path, *, is_primary: bool):
-        self._workdir, self._is_primary = Path(workdir), is_primary
-        self._file = self._tensorboard = None
-
-    def rewind(self, step: int) -> None:
-        """Makes the log read as if nothing had happened after `step`.
-
-        Raises:
-          UserError: a line of metrics.jsonl, other than a torn last one, is not JSON.
-        """
-        if not self._is_primary:
-            return
-        self.close()
-        path = self._workdir / METRICS_FILE
-        kept = [row for row in read_rows(path) if row["step"] <= step] if path.exists() else []
-        new_path = path.with_suffix(".jsonl.new")
-        new_path.write_text("".join(_line(row) for row in kept))
-        new_path.replace(path)  # atomic: killed here, either the old file is there or the new one
-        self._file = path.open("a")
-        if extras.is_installed("tensorboardX"):
-            self._tensorboard = _TensorBoard(self._workdir / TENSORBOARD_DIRECTORY, step)
+    def __init__(self, file: TextIO | None, tensorboard: "_TensorBoard | None"):
+        self._file, self._tensorboard = file, tensorboard
 
     def write(self, *, step: int, **values: float) -> None:
-        """Appends a row: values that are not finite become null, which JSON has and NaN it has not."""
-        if not self._is_primary:
+        """Appends a row. Values that are not finite become null, since JSON has no NaN or infinity."""
+        if self._file is None:
             return
-        assert self._file is not None, "call rewind(step) first, with 0 for a new run"
         row = dict(step=step) | {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(_line(row))
         self._file.flush()
@@ -60,23 +63,22 @@ class MetricsLog:
         for log in (self._file, self._tensorboard):
             if log is not None:
                 log.close()
-        self._file = self._tensorboard = None
 
 
 class _TensorBoard:
-    """Scalars for TensorBoard, in the file when `write` returns; tensorboardX's own SummaryWriter queues them in a
-    thread, where a kill would lose what metrics.jsonl has."""
+    """Scalars for TensorBoard, which are in the file when `write` returns. tensorboardX's SummaryWriter queues them for
+    a thread, so a kill would lose values that metrics.jsonl has."""
 
-    def __init__(self, directory: Path, rewound_to_step: int):
+    def __init__(self, directory: Path, last_step: int):
         # tensorboardX is optional: pip install "jaxlc[tensorboard]".
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads event files in the order of their names, which begin with the time in whole seconds.
-        self._events = EventsWriter(str(directory / "events"), filename_suffix=f".{rewound_to_step:09}")
-        # What earlier event files hold from this step on is hidden.
-        restart = Event(step=rewound_to_step + 1, session_log=SessionLog(status=SessionLog.START))
+        # TensorBoard reads event files in the order of their names, which start with the time in whole seconds.
+        self._events = EventsWriter(str(directory / "events"), filename_suffix=f".{last_step:09}")
+        # Hides the scalars of earlier event files from this step on.
+        restart = Event(step=last_step + 1, session_log=SessionLog(status=SessionLog.START))
         self._events.write_event(restart)
         self._events.flush()
 
@@ -93,7 +95,7 @@ class _TensorBoard:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a metrics.jsonl, in order; a torn last line is left out.
+    """The rows of a metrics.jsonl, in order; a truncated last line is skipped.
 
     Raises:
       UserError: another line is not a JSON object with a step.

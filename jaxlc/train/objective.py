@@ -4,7 +4,7 @@ batch -> decoder -> hidden states, final norm, head -> loss, chunk by chunk
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,8 +17,7 @@ from jaxlc import attention
 from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import CONTEXT
-from jaxlc.models import decoder
-from jaxlc.models.layer_tiles import Tiling
+from jaxlc.models import decoder, layer_tiles, layers
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder
 from jaxlc.train import mixed_precision, update
@@ -100,7 +99,7 @@ class Objective:
             self.config.model,
             self._in_tiles(batch.tokens),
             self._in_tiles(positions),
-            attend=self._attend(),
+            run_layer=self._run_layer(),
             masks=masks,
             shard=Sharder(self.mesh, weights_on_host=is_on_host(params)),
             remat=make_remat(self._memory),
@@ -129,12 +128,14 @@ class Objective:
     def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
         return tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles) if self._num_tiles else x_BT
 
-    def _attend(self) -> Callable | Tiling:
-        """Attention as the decoder wants it."""
+    def _run_layer(self) -> decoder.RunLayer:
+        """A decoder layer with the attention of the config, on tiles if memory.tile_tokens is set."""
         if self._num_tiles:
             tile_attention = attention.make_tiled(
                 self.config.attention, self.mesh, tiles=self._num_tiles, num_kv_heads=self.config.model.num_kv_heads
             )
-            return Tiling(tile_attention, keeps_attention(self._memory))
+            return functools.partial(
+                layer_tiles.run_layer, attention=tile_attention, saves_attention=keeps_attention(self._memory)
+            )
         attend = attention.make(self.config.attention, self.mesh)
-        return lambda *operands: attend(*operands)[0]
+        return functools.partial(layers.run_layer, attend=lambda *operands: attend(*operands)[0])

@@ -1,35 +1,56 @@
-"""SIGTERM, by which schedulers ask a run to end: it saves, then exits with the status that says so."""
+"""Stopping on a signal: SIGTERM, which schedulers send before they kill a job, and SIGINT (Ctrl-C)."""
 
+import contextlib
+import os
 import signal
 import threading
 
 import jax
 from jax.experimental import multihost_utils
 
-SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
+_CTRL_C_MESSAGE = b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to stop now without saving\n"
 
 
 class PreemptionGuard:
-    """Whether somebody asked the run to end. With several processes they agree on the step at which it ends."""
+    """While it is entered, the first SIGTERM or SIGINT sets `requested`; a second SIGINT raises KeyboardInterrupt.
+
+    With several processes, a signal to any of them stops all of them after the same step: JAX's preemption service
+    catches SIGTERM, and SIGINT is passed on as SIGTERM. Outside the main thread signals cannot be caught; with one
+    process `requested` is then always False.
+    """
 
     def __init__(self):
-        self._arrived = False
-        # jax.distributed catches SIGTERM itself; in threads other than the main one signals cannot be caught.
-        self._catches = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+        self._signal: signal.Signals | None = None
+        self._is_main_thread = threading.current_thread() is threading.main_thread()
+        self._previous_handlers: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "PreemptionGuard":
-        if self._catches:
-            self._previous = signal.signal(signal.SIGTERM, self._note)
+        if self._is_main_thread:
+            caught = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
+            self._previous_handlers = {number: signal.signal(number, self._handle) for number in caught}
         return self
 
     def __exit__(self, *_) -> None:
-        if self._catches:
-            signal.signal(signal.SIGTERM, self._previous)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
 
-    def _note(self, _signal, _frame) -> None:
-        self._arrived = True
+    def _handle(self, number: int, _frame) -> None:
+        if number == signal.SIGINT:
+            if self._signal == signal.SIGINT:
+                raise KeyboardInterrupt
+            with contextlib.suppress(OSError):
+                os.write(2, _CTRL_C_MESSAGE)  # not print: the signal may have interrupted one
+            if jax.process_count() > 1:
+                signal.raise_signal(signal.SIGTERM)
+        self._signal = signal.Signals(number)
 
-    def arrived(self, step: int) -> bool:
+    def requested(self, step: int) -> bool:
+        """Whether the run should stop after `step`. Every process must call it for every step."""
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
-        return self._arrived
+        return self._signal is not None
+
+    @property
+    def exit_status(self) -> int:
+        """128 + the number of the signal, as shells report it: 143 for SIGTERM, 130 for SIGINT."""
+        return 128 + (self._signal or signal.SIGTERM)

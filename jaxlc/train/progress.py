@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: a live line in a terminal, plain lines elsewhere. Only the primary process."""
+"""Progress output of a run: a live line in a terminal, plain lines elsewhere. Only the primary process prints."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as LiveBars
 
-_PLAIN_SECONDS = 5.0  # at least so long between two plain progress lines
+_MIN_SECONDS_BETWEEN_LINES = 5.0  # between two plain progress lines
 
 
 class Progress:
-    """The progress of one run of `total_steps`; a context manager, open while the run goes."""
+    """The progress of one run of `total_steps`; a context manager that shows the live line while it is entered."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Progress:
         """
         Args:
           flops_per_step: model FLOPs with causal attention, over all devices.
-          peak_flops_per_second: bf16, over all devices; None where it is not known, as of CPUs.
+          peak_flops_per_second: bf16 peak, over all devices; None if unknown, as for CPUs.
         """
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._console.quiet = not is_primary
@@ -34,7 +34,7 @@ class Progress:
         self._total_steps, self._flops_per_step, self._peak = total_steps, flops_per_step, peak_flops_per_second
         columns = SpinnerColumn(), BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn()
         self._bars = LiveBars(*columns, console=self._console, transient=True)
-        self._steps_bar = None  # there from the first step on
+        self._steps_bar = None  # created at the first step
         self._last_line_seconds = float("-inf")
 
     def __enter__(self) -> "Progress":
@@ -46,13 +46,13 @@ class Progress:
         if self._is_live:
             self._bars.stop()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Prints above the live line."""
         self._console.print(text, markup=False)
 
     @contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """A spinner with the elapsed time, while something goes on that cannot be counted; nothing without terminal."""
+    def spinner(self, what: str) -> Iterator[None]:
+        """Shows a spinner with the elapsed time; prints nothing outside a terminal."""
         bar = self._bars.add_task(what, total=None)
         try:
             yield
@@ -61,17 +61,17 @@ class Progress:
 
     @contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """`working`, and a line that stays: compilation may take minutes, also where nothing spins."""
+        """A spinner, and permanent lines before and after: compilation may take minutes, also without a terminal."""
         if not self._is_live:
-            self.say(f"compiling {what} ...")
+            self.log(f"compiling {what} ...")
         start_seconds = time.perf_counter()
-        with self.working(f"compiling {what}"):
+        with self.spinner(f"compiling {what}"):
             yield
-        self.say(f"compiled {what} in {time.perf_counter() - start_seconds:.1f} s")
+        self.log(f"compiled {what} in {time.perf_counter() - start_seconds:.1f} s")
 
     @contextmanager
-    def counting(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Gives a function (done, total) that moves a bar."""
+    def progress_bar(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Shows a progress bar; yields a function (done, total) that updates it."""
         bar = self._bars.add_task(what, total=None)
         try:
             yield lambda done, total: self._bars.update(bar, completed=done, total=total)
@@ -79,12 +79,12 @@ class Progress:
             self._bars.remove_task(bar)
 
     def update(self, *, step: int, loss: float, tokens_per_second: float, step_seconds: float, **_) -> None:
-        """After a step (or several). Takes a whole metrics row, and leaves the rest of it alone."""
+        """Shows the progress after one or more steps. Accepts a whole metrics row and ignores its other values."""
         rate = self._flops_per_step / step_seconds
-        share = f", {rate / self._peak:.1%} of the bf16 peak" if self._peak else ""
+        utilization = f", {rate / self._peak:.1%} of the bf16 peak" if self._peak else ""
         text = (
             f"step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
-            f"  {_flops_text(rate)} (model, causal{share})"
+            f"  {_flops_text(rate)} (model, causal{utilization})"
             f"  {_duration_text((self._total_steps - step) * step_seconds)} left"
         )
         if self._is_live:
@@ -93,13 +93,13 @@ class Progress:
             self._bars.update(self._steps_bar, completed=step, description=text)
             return
         now_seconds = time.perf_counter()
-        if step == self._total_steps or now_seconds - self._last_line_seconds >= _PLAIN_SECONDS:
+        if step == self._total_steps or now_seconds - self._last_line_seconds >= _MIN_SECONDS_BETWEEN_LINES:
             self._last_line_seconds = now_seconds
-            self.say(text)
+            self.log(text)
 
 
 def _flops_text(flops_per_second: float) -> str:
-    """Three digits and a unit: 5.43 GFLOP/s, 3.2 PFLOP/s."""
+    """Three significant digits and a unit: 5.43 GFLOP/s, 3.2 PFLOP/s."""
     units = (("P", 1e15), ("T", 1e12), ("G", 1e9))
     unit, size = next((pair for pair in units if flops_per_second >= pair[1]), units[-1])
     return f"{flops_per_second / size:.3g} {unit}FLOP/s"

@@ -92,7 +92,7 @@ def test_on_a_machine_with_other_devices_the_commands_that_do_work_are_told():
 
 def test_train_tells_them_too(tmp_path):
     output = runs.train("64k", tmp_path, status=2)
-    assert "needs 8 devices but the devices here are 1" in output
+    assert "needs 8 devices but the number of available devices is 1" in output
     assert "jaxlc.train --config=64k:mini`" in output
 
 

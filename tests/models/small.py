@@ -1,6 +1,7 @@
-"""Small models for tests, and the same Llama once more: plain numpy, float64, one token and one head at a time."""
+"""Small models for tests, and a reference Llama in numpy: float64, one token and one head at a time."""
 
 import dataclasses
+import functools
 import math
 import operator
 
@@ -11,7 +12,7 @@ import numpy as np
 from jaxlc.config import MeshConfig
 from jaxlc.config.presets import PRESETS
 from jaxlc.models import decoder
-from jaxlc.models.layers import rms_norm
+from jaxlc.models.layers import rms_norm, run_layer
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.rules import Sharder
@@ -26,14 +27,14 @@ def small_model(**overrides):
 
 
 def small_inputs(model):
-    """(tokens_BT, positions_BT): the second row's positions restart, as after packing."""
+    """(tokens_BT, positions_BT); the positions of the second sequence restart, as in a packed sequence."""
     tokens_BT = np.random.default_rng(0).integers(0, model.vocab_size, (B, T), dtype=np.int32)
     positions_BT = np.stack([np.arange(T), np.r_[np.arange(5), np.arange(T - 5)]]).astype(np.int32)
     return tokens_BT, positions_BT
 
 
 def small_params(model):
-    """Numpy values of the size of the first ones, but norm scales are moved off 1, so that forgetting one shows."""
+    """Numpy values of the size of initial values, but norm scales differ from 1, so that a missing one is detected."""
     rng = np.random.default_rng(0)
 
     def draw(path, x):
@@ -45,7 +46,7 @@ def small_params(model):
 
 
 def dense_attend(q_BTNH, k_BTKH, v_BTKH):
-    """Causal attention over the whole row, the T x T matrix written out."""
+    """Causal attention over the whole sequence, with the full T x T matrix."""
     groups = q_BTNH.shape[2] // k_BTKH.shape[2]
     k_BTNH, v_BTNH = (jnp.repeat(x, groups, axis=2) for x in (k_BTKH, v_BTKH))
     scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH).astype(jnp.float32) / math.sqrt(q_BTNH.shape[-1])
@@ -59,13 +60,13 @@ def small_mesh(**axes):
 
 
 def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: layer):
-    """(x_BTD, normed, head_DV) of the decoder; call under `jit`."""
+    """(normed x_BTD, head_DV) of the decoder; call under `jit`."""
     x_BTD, scale_D, head_DV = decoder.apply(
         params,
         model,
         tokens_BT,
         positions_BT,
-        attend=dense_attend,
+        run_layer=functools.partial(run_layer, attend=dense_attend),
         shard=Sharder(small_mesh() if mesh is None else mesh),
         remat=Remat(of_layer=remat, of_group=lambda group: group, layers_per_group=1),
         compute_dtype=compute_dtype,
@@ -83,7 +84,7 @@ def plain_llama(params, model, tokens_BT, positions_BT):
 
 
 def plain_rope(x_TH, positions_T, model):
-    """Hugging Face's way: rotate_half and full-width cos and sin; float64."""
+    """RoPE as Hugging Face transformers computes it: rotate_half and full-width cos and sin; float64."""
     frequencies = np.array([model.rope_theta ** (-2 * i / model.head_dim) for i in range(model.head_dim // 2)])
     if model.rope_scaling_factor != 1.0:
         frequencies = np.array([_plain_scaled(f, model) for f in frequencies])

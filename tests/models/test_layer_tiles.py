@@ -1,6 +1,4 @@
-"""A layer in tiles against the layer itself, on one device, with attention written out."""
-
-import functools
+"""A layer on tiles against the same layer on whole sequences, on one device, with reference attention."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ B, T = 2, 24
 
 
 class _TileAttention:
-    """Tiles are runs of the row, in order; kv is [2, B, S, K, H]."""
+    """Tiles are consecutive parts of the sequence; kv is [2, B, S, K, H]."""
 
     def __init__(self, tile_tokens: int, num_kv_heads: int):
         self.tile_tokens, self.num_kv_heads = tile_tokens, num_kv_heads
@@ -53,8 +51,8 @@ def _attend(q_BTNH, k_BTKH, v_BTKH):
     return reference.forward(q_BTNH, k_BTKH, v_BTKH, Masks(None, None, None, None), AttentionSpec())[0]
 
 
-@pytest.mark.parametrize("num_tiles, keeps_attention, qk_norm", [(1, False, False), (3, True, True), (4, False, False)])
-def test_a_layer_in_tiles_is_the_layer(num_tiles, keeps_attention, qk_norm):
+@pytest.mark.parametrize("num_tiles, saves_attention, qk_norm", [(1, False, False), (3, True, True), (4, False, False)])
+def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, qk_norm):
     model = small_model(qk_norm=qk_norm)
     layer_def, params = nnx.split(DecoderLayer(model, nnx.Rngs(0)))
     rng = np.random.default_rng(0)
@@ -71,9 +69,17 @@ def test_a_layer_in_tiles_is_the_layer(num_tiles, keeps_attention, qk_norm):
         return jnp.stack(jnp.split(x_BT, num_tiles, axis=1))
 
     def in_tiles(params, x_BTD):
-        tiling = layer_tiles.Tiling(_TileAttention(T // num_tiles, model.num_kv_heads), keeps_attention)
-        run = functools.partial(layer_tiles.run_layer, tiling=tiling, shard=shard, tables=tables)
-        y_nBtD, _ = run(layer_def, params, to_tiles(x_BTD), to_tiles(positions_BT))
+        y_nBtD, _ = layer_tiles.run_layer(
+            layer_def,
+            params,
+            to_tiles(x_BTD),
+            to_tiles(positions_BT),
+            (None, None),
+            attention=_TileAttention(T // num_tiles, model.num_kv_heads),
+            saves_attention=saves_attention,
+            shard=shard,
+            tables=tables,
+        )
         return jnp.concatenate(y_nBtD, axis=1)
 
     def with_gradients(layer):

@@ -16,7 +16,7 @@ POLICIES = {"nothing": _KEEP(), "hidden": _KEEP("hidden")}
 
 def _run(x_BD, weights, shared, ahead=None):
     work = lambda x_BD: jnp.tanh(x_BD @ weights["up"] + shared["bias_BF"])  # noqa: E731
-    hidden_BF, fetched = offloaded_layers.beside(work, (x_BD,), ahead)
+    hidden_BF, fetched = offloaded_layers.overlap_with_prefetch(work, (x_BD,), ahead)
     hidden_BF = checkpoint_name(hidden_BF, "hidden")
     return x_BD * shared["scale_B1"] + hidden_BF @ weights["down"], fetched
 

@@ -1,16 +1,16 @@
-"""Real runs of `python -m jaxlc.train` in processes of their own, on a model small enough for tests."""
+"""Runs `python -m jaxlc.train` in subprocesses, with a model small enough for tests."""
 
 import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from jaxlc.train.metrics import METRICS_FILE, read_rows
+from tests import helpers
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 240  # after which a run counts as hanging
+SECONDS = 240  # timeout of a run
 _CONFIG = """
 from jaxlc.config import defaults
 
@@ -30,7 +30,7 @@ def get_config(variant):
 
 
 def write_config(directory: Path) -> Path:
-    """A config file, and beside it the corpus that it names: sixteen documents of a few hundred bytes."""
+    """Writes a config file and its corpus, sixteen documents of a few hundred bytes, to `directory`."""
     corpus = directory / "corpus"
     corpus.mkdir()
     for i in range(16):
@@ -45,7 +45,7 @@ def start(config: Path, workdir: Path, **overrides) -> subprocess.Popen:
     """Starts a run; `mesh__context=2` is --config.mesh.context=2."""
     settings = [f"--config.{name.replace('__', '.')}={value}" for name, value in overrides.items()]
     command = [sys.executable, "-m", "jaxlc.train", f"--config={config}", f"--workdir={workdir}", *settings]
-    # As in a user's shell: without what tests/conftest.py sets, but for leaving out LLVM's optimizer.
+    # The environment of a user, without the variables of tests/conftest.py; LLVM's optimizer stays off.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     return subprocess.Popen(
@@ -59,18 +59,18 @@ def finish(run: subprocess.Popen, status: int = 0) -> str:
         output, _ = run.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         run.kill()
-        raise AssertionError(f"hangs:\n{run.communicate()[0]}") from None
+        raise AssertionError(f"timeout:\n{run.communicate()[0]}") from None
     assert run.returncode == status, output
     return output
 
 
 def train(config: Path, workdir: Path, status: int = 0, **overrides) -> str:
-    """A run from start to end."""
+    """Runs from start to end and returns the output."""
     return finish(start(config, workdir, **overrides), status)
 
 
 def start_pair(config: Path, workdir: Path, **overrides) -> list[subprocess.Popen]:
-    """The same run as two processes with half of the devices each; the context axis lies across them."""
+    """Starts a run of two processes with half of the devices each; the context axis spans both."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -79,12 +79,8 @@ def start_pair(config: Path, workdir: Path, **overrides) -> list[subprocess.Pope
 
 
 def wait_until(condition, run: subprocess.Popen) -> None:
-    """Waits for something that a run does while it goes."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert run.poll() is None, f"ended before:\n{run.communicate()[0]}"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    """Waits for a condition while a run continues."""
+    helpers.wait_until(condition, process=run, timeout_seconds=SECONDS)
 
 
 def rows(workdir: Path) -> list[dict]:
@@ -94,6 +90,6 @@ def rows(workdir: Path) -> list[dict]:
 
 
 def step_of(workdir: Path) -> int:
-    """The step of the newest whole row, 0 before the first; safe while the run writes."""
+    """The step of the last complete row, 0 before the first; safe while the run writes."""
     path = workdir / METRICS_FILE
     return max((row["step"] for row in read_rows(path)), default=0) if path.exists() else 0

@@ -1,4 +1,4 @@
-"""Whatever a user can get wrong is one sentence on stderr and exit status 2, before anything is compiled."""
+"""Invalid user input gives one line on stderr and exit status 2, before the run prints or compiles anything."""
 
 import re
 
@@ -21,7 +21,10 @@ def config(tmp_path_factory):
         (["mesh.contxt=2"], "there is no config.mesh.contxt; did you mean config.mesh.context?"),
         (["mesh.context=two"], "config.mesh.context is 'two', which is not a whole number"),
         (["mesh.context=2"], "--config.mesh."),
-        (["mesh.context=2", "runtime.simulated_devices=0"], "needs 4 devices but the devices here are 8; use --config"),
+        (
+            ["mesh.context=2", "runtime.simulated_devices=0"],
+            "needs 4 devices but the number of available devices is 8; use --config",
+        ),
         (["model.num_heads=3", "model.num_kv_heads=3"], "3"),
         (["data.seq_len=100"], "100"),
         (["data.sources=/nowhere/at/all"], "/nowhere/at/all"),
@@ -42,8 +45,8 @@ def config(tmp_path_factory):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_wrong_settings(config, tmp_path, monkeypatch, capsys, overrides, words):
-    monkeypatch.setattr(step.TrainStep, "compile", lambda self: pytest.fail("compiled before it was checked"))
+def test_train_with_invalid_setting_prints_one_line(config, tmp_path, monkeypatch, capsys, overrides, words):
+    monkeypatch.setattr(step.TrainStep, "compile", lambda self: pytest.fail("compiled before the check"))
     empty = tmp_path / "empty"
     empty.mkdir()
     settings = [f"--config.{override}".format(empty=empty) for override in overrides]
@@ -51,7 +54,7 @@ def test_wrong_settings(config, tmp_path, monkeypatch, capsys, overrides, words)
 
 
 @pytest.mark.parametrize("obstacle", ["run", "run/checkpoints", "run/metrics.jsonl/directory"])
-def test_a_workdir_that_cannot_be_written(config, tmp_path, capsys, obstacle):
+def test_train_with_unwritable_workdir_prints_one_line(config, tmp_path, capsys, obstacle):
     path = tmp_path / obstacle
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
@@ -71,12 +74,13 @@ def test_a_workdir_that_cannot_be_written(config, tmp_path, capsys, obstacle):
     ],
     ids=["none", "file", "variant", "flag"],
 )
-def test_wrong_command_lines(argv, words, capsys):
+def test_train_with_invalid_command_line_prints_one_line(argv, words, capsys):
     _assert_refused(argv, words, capsys)
 
 
 def _assert_refused(argv: list[str], words: str, capsys) -> None:
     assert run_main(main, ["jaxlc.train", *argv], description="") == 2
-    stderr = capsys.readouterr().err
+    stdout, stderr = capsys.readouterr()
+    assert "mesh " not in stdout  # the description of the run
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
     assert re.search(words.replace("?", r"\?"), stderr), stderr

@@ -1,4 +1,4 @@
-"""The summary, also where the metrics are gone or hold losses that were not finite."""
+"""The summary and plots, also if the metrics are missing or hold losses that were not finite."""
 
 import json
 
@@ -8,6 +8,7 @@ import pytest
 from jaxlc.data import open_corpus
 from jaxlc.train.evaluation import Evaluation, PositionSums
 from jaxlc.train.final_report import write_report
+from tests.helpers import png_size, record_figures
 from tests.train import runs
 from tests.train.synthetic import small_config
 
@@ -26,16 +27,28 @@ def corpus_and_config(tmp_path_factory):
 @pytest.mark.parametrize(
     "rows, words",
     [
-        ([ROW, ROW | dict(loss=4.0), dict(step=2, eval_loss=4.5)], ["5.000 -> 4.000", "4.500 -> 2.000", "10 tokens/s"]),
-        ([], ["training loss   not known", "held-out loss   2.000"]),
-        ([ROW | dict(loss=None), dict(step=1, eval_loss=None)], ["training loss   not known", "held-out loss   2.000"]),
+        (
+            [dict(step=0, eval_loss=4.5), ROW, ROW | dict(step=2, loss=4.0), dict(step=2, eval_loss=2.0)],
+            ["trained         2 steps", "5.000 -> 4.000 nats", "4.500 -> 2.000, over", "10 tokens/s"],
+        ),
+        (
+            [ROW | dict(step=2), dict(step=2, eval_loss=2.0)],
+            ["training loss   5.000 nats", "held-out loss   2.000, over"],
+        ),
+        ([], ["training loss   unknown", "held-out loss   2.000"]),
+        ([ROW | dict(loss=None), dict(step=1, eval_loss=None)], ["training loss   unknown", "held-out loss   2.000"]),
     ],
-    ids=["whole", "none", "not_finite"],
+    ids=["two_evaluations", "one_evaluation", "no_rows", "not_finite"],
 )
-def test_summary_and_pictures(corpus_and_config, tmp_path, rows, words):
+def test_write_report_prints_losses_and_saves_plots(corpus_and_config, tmp_path, monkeypatch, rows, words):
+    figures = record_figures(monkeypatch)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sums = PositionSums(np.array([10.0, 90.0]), np.array([30.0, 170.0]), np.array([100.0, 400.0]))
     corpus, config = corpus_and_config
-    summary = write_report(tmp_path, config, corpus, Evaluation(2.0, np.array([0, 1, 96]), sums))
+    summary = write_report(tmp_path, config, corpus, Evaluation(2.0, np.array([0, 1, 96]), sums), step=2)
     assert all(word in summary for word in [*words, "unigram", "bigram"]), summary
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("loss.png", "loss_by_position.png"))
+    loss_axes, position_axes = figures[0].axes[0], figures[1].axes[0]
+    drawn_losses = list(loss_axes.lines[0].get_ydata())
+    assert drawn_losses == [row["loss"] for row in rows if row.get("loss") is not None]
+    np.testing.assert_allclose(position_axes.lines[0].get_ydata(), [3.0, 170 / 90])
+    assert all(png_size(tmp_path / name)[0] > 800 for name in ("loss.png", "loss_by_position.png"))

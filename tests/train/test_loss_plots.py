@@ -1,36 +1,27 @@
-import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxlc.train import loss_plots
 from jaxlc.train.evaluation import Evaluation, PositionSums, position_edges
 from jaxlc.train.loss_plots import plot_loss, plot_loss_by_position
+from tests.helpers import png_size, record_figures
 
 BASELINES = dict(unigram=3.25, bigram=2.5)
 
 
 @pytest.fixture
 def figures(monkeypatch) -> list[Figure]:
-    """The figures that were saved, to look into."""
-    saved = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **kwargs: (saved.append(self), save(self, *args, **kwargs))
-    )
-    return saved
-
-
-def png_size(path) -> tuple[int, int]:
-    header = path.read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    return struct.unpack(">II", header[16:24])
+    """The figures that were saved."""
+    return record_figures(monkeypatch)
 
 
 def training_rows() -> list[dict]:
     rows = [dict(step=step, loss=5.0 / step) for step in range(1, 21)]
-    rows[4]["loss"] = None  # was not finite
+    rows[4]["loss"] = None  # not finite
     return [*rows, dict(step=10, eval_loss=0.75), dict(step=20, eval_loss=0.5)]
 
 
@@ -45,7 +36,7 @@ def evaluation(num_tokens: int, loss_at) -> Evaluation:
     return Evaluation(float(losses.mean()), edges, PositionSums(*sums))
 
 
-def test_loss_png_shows_every_curve(tmp_path, figures):
+def test_plot_loss_draws_every_curve(tmp_path, figures):
     plot_loss(training_rows(), BASELINES, tmp_path / "loss.png")
     width, height = png_size(tmp_path / "loss.png")
     assert 800 < width < 1600 and 500 < height < 1000
@@ -62,24 +53,26 @@ def test_loss_png_shows_every_curve(tmp_path, figures):
 @pytest.mark.parametrize(
     "rows", [[], [dict(step=1, loss=3.0)], [dict(step=1, loss=None), dict(step=1, eval_loss=None)]]
 )
-def test_loss_png_of_hardly_anything(tmp_path, rows):
+def test_plot_loss_with_few_rows_writes_png(tmp_path, rows):
     plot_loss(rows, BASELINES, tmp_path / "loss.png")
     assert png_size(tmp_path / "loss.png")[0] > 800
 
 
-def test_loss_by_position_is_the_mean_of_each_bin(tmp_path, figures):
+def test_plot_loss_by_position_draws_mean_of_each_bin(tmp_path, figures):
     plot_loss_by_position(evaluation(512, lambda positions: 2.0 + 1.0 / (1 + positions)), tmp_path / "position.png")
     width, height = png_size(tmp_path / "position.png")
     assert 800 < width < 1600 and 500 < height < 1000
     axes, below = figures[0].axes
     [curve] = axes.lines
     x, y = curve.get_data()
-    assert len(x) == len(position_edges(512)) - 2  # the empty bin is left out
-    np.testing.assert_allclose(x[:3], [np.sqrt(0.15), 1.0, 2.0])  # 0 has a place of its own on the logarithmic axis
+    assert len(x) == len(position_edges(512)) - 2  # the empty bin is skipped
+    np.testing.assert_allclose(x[:3], [np.sqrt(0.15), 1.0, 2.0])  # 0 is drawn at sqrt(0.15) on the logarithmic axis
     np.testing.assert_allclose(y[:3], [3.0, 2.5, 2 + 1 / 3])
     band = axes.collections[0].get_paths()[0].vertices
     at_zero = band[np.isclose(band[:, 0], x[0]), 1]
-    np.testing.assert_allclose([at_zero.min(), at_zero.max()], [2.9, 3.1])  # deviation 0.1 over 4 tokens, twice
+    np.testing.assert_allclose(
+        [at_zero.min(), at_zero.max()], [2.9, 3.1]
+    )  # two standard errors: deviation 0.1 over 4 tokens
     assert [bar.get_height() for bar in below.patches[:2]] == [4, 4]
     labels = [below.xaxis.get_major_formatter()(tick, 0) for tick in below.get_xticks()]
     assert labels == ["0", "1", "10", "100"]
@@ -87,12 +80,14 @@ def test_loss_by_position_is_the_mean_of_each_bin(tmp_path, figures):
 
 
 @pytest.mark.parametrize("num_tokens", [16, 4096])
-def test_loss_by_position_of_a_flat_loss(tmp_path, num_tokens, figures):
+def test_plot_loss_by_position_with_flat_loss_keeps_it_in_view(tmp_path, num_tokens, figures):
     plot_loss_by_position(evaluation(num_tokens, lambda positions: 2.0 + 0 * positions), tmp_path / "position.png")
     low, high = figures[0].axes[0].get_ylim()
     assert low < 2.0 < high
     assert png_size(tmp_path / "position.png")[0] > 800
 
 
-def test_the_backend_of_a_notebook_is_left_alone():
-    assert not hasattr(loss_plots, "plt")
+def test_loss_plots_import_leaves_pyplot_unloaded():
+    """pyplot would replace the matplotlib backend of a notebook."""
+    code = "import jaxlc.train.loss_plots, sys; assert 'matplotlib.pyplot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)

@@ -10,16 +10,15 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxlc.core.errors import UserError
-from jaxlc.train.metrics import MetricsLog, read_rows
+from jaxlc.train.metrics import open_metrics, read_rows
 
 REPOSITORY = Path(__file__).parents[2]
 EVALUATION_STEPS = (4, 8, 10)
 
 
 def train(workdir: Path, first_step: int, last_step: int = 10) -> None:
-    """Writes what steps first_step .. last_step write, as the loop does: all rows of a step before its checkpoint."""
-    log = MetricsLog(workdir, is_primary=True)
-    log.rewind(first_step - 1)
+    """Writes the rows of steps first_step .. last_step in the order of the loop."""
+    log = open_metrics(workdir, resume_step=first_step - 1 or None, is_primary=True)
     for step in range(first_step, last_step + 1):
         log.write(step=step, loss=10.0 / step, learning_rate=0.1)
         if step in EVALUATION_STEPS:
@@ -28,7 +27,7 @@ def train(workdir: Path, first_step: int, last_step: int = 10) -> None:
 
 
 def scalars(workdir: Path) -> dict[tuple[str, int], float]:
-    """(tag, step) -> value as TensorBoard shows them: a file's START session log hides what is there from its step."""
+    """(tag, step) -> value as TensorBoard shows them: a START session log hides earlier values from its step on."""
     shown = {}
     for path in sorted((workdir / "tensorboard").iterdir()):
         content = path.read_bytes()
@@ -44,7 +43,7 @@ def scalars(workdir: Path) -> dict[tuple[str, int], float]:
     return shown
 
 
-def test_rows_and_scalars(tmp_path):
+def test_metrics_log_writes_jsonl_and_tensorboard(tmp_path):
     train(tmp_path, 1, 4)
     assert read_rows(tmp_path / "metrics.jsonl") == [
         dict(step=1, loss=10.0, learning_rate=0.1),
@@ -60,7 +59,7 @@ def test_rows_and_scalars(tmp_path):
 @pytest.mark.parametrize(
     ("checkpoint_step", "killed_after_step"), [(c, k) for c in (0, 3, 4, 8, 10) for k in (3, 4, 7, 10) if c <= k]
 )
-def test_a_resumed_log_equals_an_uninterrupted_one(tmp_path, checkpoint_step, killed_after_step):
+def test_metrics_log_after_resume_equals_uninterrupted(tmp_path, checkpoint_step, killed_after_step):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     for workdir in (whole, resumed):
         workdir.mkdir()
@@ -72,7 +71,7 @@ def test_a_resumed_log_equals_an_uninterrupted_one(tmp_path, checkpoint_step, ki
     assert list(resumed.glob("*.new")) == []
 
 
-def test_a_torn_last_line_is_dropped(tmp_path):
+def test_read_rows_with_truncated_last_line_skips_it(tmp_path):
     train(tmp_path, 1, 3)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 3, "eval_l')
@@ -81,41 +80,40 @@ def test_a_torn_last_line_is_dropped(tmp_path):
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4, 4]
 
 
-def test_a_new_run_starts_empty(tmp_path):
+def test_open_metrics_for_new_run_drops_all_rows(tmp_path):
     train(tmp_path, 1, 3)
-    log = MetricsLog(tmp_path, is_primary=True)
-    log.rewind(0)
+    log = open_metrics(tmp_path, resume_step=3, is_primary=True)
+    log.write(step=0, eval_loss=1.0)  # an evaluation before the first step
+    log.close()
+    log = open_metrics(tmp_path, resume_step=None, is_primary=True)
     log.close()
     assert read_rows(tmp_path / "metrics.jsonl") == []
 
 
-def test_a_row_is_in_the_file_as_soon_as_it_is_written(tmp_path):
-    log = MetricsLog(tmp_path, is_primary=True)
-    log.rewind(0)
+def test_write_flushes_each_row(tmp_path):
+    log = open_metrics(tmp_path, resume_step=None, is_primary=True)
     log.write(step=1, loss=2.0)
     assert read_rows(tmp_path / "metrics.jsonl") == [dict(step=1, loss=2.0)]
     assert scalars(tmp_path) == {("loss", 1): 2.0}
     log.close()
 
 
-def test_nan_is_null(tmp_path):
-    log = MetricsLog(tmp_path, is_primary=True)
-    log.rewind(0)
+def test_write_with_nan_or_inf_writes_null(tmp_path):
+    log = open_metrics(tmp_path, resume_step=None, is_primary=True)
     log.write(step=1, loss=math.nan, grad_norm=math.inf)
     log.close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": null, "grad_norm": null}\n'
 
 
-def test_only_the_primary_writes(tmp_path):
-    log = MetricsLog(tmp_path, is_primary=False)
-    log.rewind(0)
+def test_write_on_other_processes_writes_nothing(tmp_path):
+    log = open_metrics(tmp_path, resume_step=None, is_primary=False)
     log.write(step=1, loss=1.0)
     log.close()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("bad", ["not json", '{"loss": 1.0}', "[1]", "\0\0"])
-def test_a_bad_line_is_named(tmp_path, bad):
+def test_read_rows_with_invalid_line_raises_with_line_number(tmp_path, bad):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 2}}\n')
     with pytest.raises(UserError, match=f"line 2 of {path} .* remove that line"):
@@ -124,16 +122,15 @@ def test_a_bad_line_is_named(tmp_path, bad):
 
 WRITE_FOREVER = """
 import itertools, sys
-from jaxlc.train.metrics import MetricsLog
-log = MetricsLog(sys.argv[1], is_primary=True)
-log.rewind(0)
+from jaxlc.train.metrics import open_metrics
+log = open_metrics(sys.argv[1], resume_step=None, is_primary=True)
 for step in itertools.count(1):
-    log.write(step=step, loss=1.0 / step, text_to_tear=0.123456789 * step)
+    log.write(step=step, loss=1.0 / step, long_value=0.123456789 * step)
     print(step, flush=True)
 """
 
 
-def test_killed_while_writing(tmp_path):
+def test_metrics_log_killed_while_writing_is_readable(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", WRITE_FOREVER, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -143,15 +140,14 @@ def test_killed_while_writing(tmp_path):
     while int(process.stdout.readline()) < 50:
         pass
     process.send_signal(signal.SIGKILL)
-    told = [50, *map(int, process.stdout.read().split())]
+    printed_steps = [50, *map(int, process.stdout.read().split())]
     process.communicate()
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert max(told) <= len(rows) <= max(told) + 1
-    assert max(told) <= max(step for _, step in scalars(tmp_path)) <= max(told) + 1
+    assert max(printed_steps) <= len(rows) <= max(printed_steps) + 1
+    assert max(printed_steps) <= max(step for _, step in scalars(tmp_path)) <= max(printed_steps) + 1
 
-    log = MetricsLog(tmp_path, is_primary=True)
-    log.rewind(40)
+    log = open_metrics(tmp_path, resume_step=40, is_primary=True)
     log.write(step=41, loss=1.0)
     log.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

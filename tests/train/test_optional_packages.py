@@ -8,16 +8,15 @@ from jaxlc.train import final_report, metrics
 
 def test_metrics_without_tensorboardx_writes_jsonl_only(tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "is_installed", lambda package: False)
-    log = metrics.MetricsLog(tmp_path, is_primary=True)
-    log.rewind(0)
+    log = metrics.open_metrics(tmp_path, resume_step=None, is_primary=True)
     log.write(step=1, loss=2.0)
     log.close()
     assert json.loads((tmp_path / metrics.METRICS_FILE).read_text()) == {"step": 1, "loss": 2.0}
     assert not (tmp_path / metrics.TENSORBOARD_DIRECTORY).exists()
 
 
-def test_pictures_without_matplotlib_are_skipped_in_one_line(tmp_path, monkeypatch):
+def test_plots_without_matplotlib_are_skipped_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "is_installed", lambda package: False)
-    lines = final_report.write_pictures(tmp_path, [], {}, evaluation=None)
-    assert lines == ['pictures        skipped, matplotlib is not installed: pip install "jaxlc[plot]"']
+    lines = final_report.write_plots(tmp_path, [], {}, evaluation=None)
+    assert lines == ['plots           skipped, matplotlib is not installed: pip install "jaxlc[plot]"']
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass only when a test says so."""
+    """A clock that only the test advances."""
 
     class Clock:
         seconds = 0.0
@@ -27,20 +27,20 @@ def make_progress(total_steps=130, *, is_primary=True, is_terminal=False, peak=N
     return Progress(total_steps, **flops, is_primary=is_primary, console=console), out
 
 
-def test_a_plain_line_says_everything(clock):
+def test_update_without_terminal_prints_one_line(clock):
     progress, out = make_progress()
     with progress:
         progress.update(step=10, **ROW)
     assert out.getvalue() == ("step 10/130  loss 2.5000  4,321 tokens/s  4 GFLOP/s (model, causal)  1:00 left\n")
 
 
-def test_the_share_of_the_peak_where_it_is_known(clock):
+def test_update_with_known_peak_prints_utilization(clock):
     progress, out = make_progress(peak=16e9)
     progress.update(step=10, **ROW)
     assert "4 GFLOP/s (model, causal, 25.0% of the bf16 peak)" in out.getvalue()
 
 
-def test_plain_lines_are_first_last_and_every_few_seconds(clock):
+def test_update_without_terminal_prints_every_few_seconds(clock):
     progress, out = make_progress(total_steps=40)
     with progress:
         for step in range(1, 41):
@@ -50,12 +50,12 @@ def test_plain_lines_are_first_last_and_every_few_seconds(clock):
     assert shown == [1, 18, 35, 40]
 
 
-def test_the_console_that_is_made_here_prints_plainly_to_a_pipe(capsys, monkeypatch):
+def test_progress_to_pipe_prints_plain_text(capsys, monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     with Progress(2, flops_per_step=1e9, peak_flops_per_second=None, is_primary=True) as progress:
-        with progress.compiling("the step"), progress.counting("reading") as count:
+        with progress.compiling("the step"), progress.progress_bar("reading") as count:
             count(1, 2)
-        progress.say("[bold]not markup[/bold] " + 200 * "x")
+        progress.log("[bold]not markup[/bold] " + 200 * "x")
         progress.update(step=2, **ROW)
     out = capsys.readouterr().out
     assert "\x1b" not in out
@@ -67,31 +67,31 @@ def test_the_console_that_is_made_here_prints_plainly_to_a_pipe(capsys, monkeypa
     assert len(lines) == 4
 
 
-def test_compiling_times(clock):
+def test_compiling_prints_seconds(clock):
     progress, out = make_progress()
     with progress, progress.compiling("the training step"):
         clock.seconds += 12.34
     assert "compiled the training step in 12.3 s" in out.getvalue()
 
 
-def test_a_terminal_gets_a_live_line():
+def test_progress_in_terminal_shows_live_line():
     progress, out = make_progress(is_terminal=True)
     with progress:
         with progress.compiling("the training step"):
             progress._bars.refresh()
-        progress.say("above the line")
+        progress.log("above the line")
         progress.update(step=10, **ROW)
-        with progress.working("evaluating"), progress.counting("reading"):
+        with progress.spinner("evaluating"), progress.progress_bar("reading"):
             progress._bars.refresh()
     text = out.getvalue()
     assert "\x1b[" in text
     for part in ("compiling the training step", "above the line", "step 10/130", "evaluating", "reading"):
         assert part in text
-    assert "compiling the training step ..." not in text  # the spinner says it
+    assert "compiling the training step ..." not in text  # the spinner shows it
 
 
-@pytest.mark.parametrize("section", ["compiling", "working", "counting"])
-def test_an_error_passes_through_and_leaves_no_bar(section):
+@pytest.mark.parametrize("section", ["compiling", "spinner", "progress_bar"])
+def test_progress_with_error_raises_and_removes_bar(section):
     progress, out = make_progress(is_terminal=True)
     with progress, pytest.raises(ZeroDivisionError), getattr(progress, section)("something"):
         raise ZeroDivisionError
@@ -100,10 +100,10 @@ def test_an_error_passes_through_and_leaves_no_bar(section):
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_only_the_primary_prints(is_terminal):
+def test_progress_on_other_processes_prints_nothing(is_terminal):
     progress, out = make_progress(is_primary=False, is_terminal=is_terminal)
     with progress:
-        progress.say("hello")
+        progress.log("hello")
         with progress.compiling("the training step"):
             pass
         progress.update(step=130, **ROW)

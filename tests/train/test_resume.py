@@ -1,4 +1,4 @@
-"""Nothing is lost: killed, told to stop, resumed elsewhere, or resumed from a damaged checkpoint."""
+"""Runs that are killed or stopped resume without loss, also on another mesh and from damaged checkpoints."""
 
 import re
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers import png_size
 from tests.train import runs
 
 
@@ -18,17 +19,16 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(config, tmp_path_factory) -> list[dict]:
-    """The rows of a run that nothing happened to."""
+    """The metrics rows of a run that was not interrupted."""
     workdir = tmp_path_factory.mktemp("uninterrupted")
     runs.train(config, workdir)
-    assert (workdir / "loss.png").stat().st_size > 5000
-    assert (workdir / "loss_by_position.png").stat().st_size > 5000
+    assert all(png_size(workdir / name)[0] > 800 for name in ("loss.png", "loss_by_position.png"))
     return runs.rows(workdir)
 
 
 @pytest.fixture(scope="module")
 def halfway(config, tmp_path_factory) -> Path:
-    """A workdir whose run was killed when it had two checkpoints, of steps 4 and 8."""
+    """A workdir whose run was killed when it had the checkpoints of steps 4 and 8."""
     workdir = tmp_path_factory.mktemp("halfway")
     run = runs.start(config, workdir)
     runs.wait_until(lambda: (workdir / "checkpoints" / "8").exists(), run)
@@ -37,13 +37,13 @@ def halfway(config, tmp_path_factory) -> Path:
     return workdir
 
 
-def test_the_log_of_a_whole_run(uninterrupted):
+def test_uninterrupted_run_logs_every_step(uninterrupted):
     assert [row["step"] for row in uninterrupted if "loss" in row] == list(range(1, 13))
     assert [row["step"] for row in uninterrupted if "eval_loss" in row] == [0, 6, 12]
     assert set(uninterrupted[1]) == {"step", "loss", "grad_norm", "learning_rate"}
 
 
-def test_killed_in_mid_run(config, uninterrupted, tmp_path):
+def test_run_killed_between_checkpoints_resumes_bitwise(config, uninterrupted, tmp_path):
     run = runs.start(config, tmp_path)
     runs.wait_until(lambda: (tmp_path / "checkpoints" / "4").exists(), run)
     run.send_signal(signal.SIGKILL)
@@ -54,7 +54,7 @@ def test_killed_in_mid_run(config, uninterrupted, tmp_path):
 
 
 @pytest.mark.heavy
-def test_killed_while_a_checkpoint_is_written(config, uninterrupted, tmp_path):
+def test_run_killed_while_saving_resumes_bitwise(config, uninterrupted, tmp_path):
     checkpoints = tmp_path / "checkpoints"
     run = runs.start(config, tmp_path)
     runs.wait_until(lambda: list(checkpoints.glob("*tmp*")), run)
@@ -65,14 +65,23 @@ def test_killed_while_a_checkpoint_is_written(config, uninterrupted, tmp_path):
     assert not list(checkpoints.glob("*tmp*"))
 
 
-def test_sigterm_saves_and_exits(config, uninterrupted, tmp_path):
-    run = runs.start(config, tmp_path, train__checkpoint_every_steps=0)
-    runs.wait_until(lambda: runs.step_of(tmp_path) >= 1, run)
-    run.send_signal(signal.SIGTERM)
-    runs.finish(run, status=128 + signal.SIGTERM)
-    saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
-    assert saved == [runs.step_of(tmp_path)]
-    assert f"resuming from step {saved[0]} " in runs.train(config, tmp_path, train__checkpoint_every_steps=0)
+def test_run_stopped_by_ctrl_c_then_sigterm_resumes_bitwise(config, uninterrupted, tmp_path):
+    def stop(number: signal.Signals, after_step: int) -> tuple[int, str]:
+        """Signals a run after that step; returns the step that it saved, and its output."""
+        run = runs.start(config, tmp_path, train__checkpoint_every_steps=0)
+        runs.wait_until(lambda: runs.step_of(tmp_path) > after_step, run)
+        run.send_signal(number)
+        output = runs.finish(run, status=128 + number)
+        saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+        assert saved == runs.step_of(tmp_path)
+        assert f"stopped after step {saved}, saved a checkpoint; run the same command again to resume" in output
+        return saved, output
+
+    first, output = stop(signal.SIGINT, after_step=0)
+    assert "Ctrl-C: saving a checkpoint after this step; press Ctrl-C again to stop now without saving" in output
+    second, output = stop(signal.SIGTERM, after_step=first)
+    assert f"resuming from step {first} " in output
+    assert f"resuming from step {second} " in runs.train(config, tmp_path, train__checkpoint_every_steps=0)
     assert runs.rows(tmp_path) == uninterrupted
 
 
@@ -93,36 +102,36 @@ def _assert_same_losses(got: list[dict], wanted: list[dict], tolerance: float) -
     ids=["fsdp", "other_length"],
 )
 @pytest.mark.heavy
-def test_resumed_on_another_mesh(config, uninterrupted, halfway, tmp_path, mesh):
-    """The same next rows, and the same losses; where rows have another length, it says so."""
+def test_run_resumed_on_another_mesh_has_equal_losses(config, uninterrupted, halfway, tmp_path, mesh):
+    """The same next sequences and losses; a changed sequence length is reported."""
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     output = runs.train(config, workdir, **mesh)
     if "data__seq_len" in mesh:
-        assert "training goes on with other rows" in output
+        assert "training continues with different sequences" in output
     else:
         _assert_same_losses(runs.rows(workdir), uninterrupted, 1e-5)
 
 
-def test_resumed_by_two_processes(config, uninterrupted, halfway, tmp_path):
+def test_run_resumed_by_two_processes_has_equal_losses(config, uninterrupted, halfway, tmp_path):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     primary, other = runs.start_pair(config, workdir)
     runs.finish(primary)
-    # Only process 0 prints. Gloo's own lines come from several C++ threads at once, and may be torn.
+    # Only process 0 prints. Gloo prints from several C++ threads, so its lines may be interleaved.
     output = runs.finish(other)
     assert not re.search(r"mesh|compil|loss|resuming|checkpoint", output), output
     _assert_same_losses(runs.rows(workdir), uninterrupted, 1e-5)
 
 
 @pytest.mark.heavy
-def test_two_processes_from_the_start(config, uninterrupted, tmp_path):
-    """Context lies across the processes: rank 0 and 1 of four in one, 2 and 3 in the other."""
+def test_run_of_two_processes_has_equal_losses(config, uninterrupted, tmp_path):
+    """The context axis spans the processes: ranks 0 and 1 of four in one, 2 and 3 in the other."""
     for run in runs.start_pair(config, tmp_path):
         runs.finish(run)
     _assert_same_losses(runs.rows(tmp_path), uninterrupted, 1e-6)
 
 
 @pytest.mark.heavy
-def test_sigterm_to_both_processes(config, tmp_path):
+def test_run_of_two_processes_stopped_by_sigterm_saves(config, tmp_path):
     pair = runs.start_pair(config, tmp_path, train__steps=400, train__eval_every_steps=0)
     runs.wait_until(lambda: runs.step_of(tmp_path) >= 3, pair[0])
     for run in pair:
@@ -132,7 +141,7 @@ def test_sigterm_to_both_processes(config, tmp_path):
     assert (tmp_path / "checkpoints" / str(runs.step_of(tmp_path))).exists()
 
 
-def test_a_damaged_checkpoint_is_passed_over(config, uninterrupted, halfway, tmp_path):
+def test_run_with_damaged_checkpoint_resumes_from_older_one(config, uninterrupted, halfway, tmp_path):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     saved = [int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()]
     newest = workdir / "checkpoints" / str(max(saved))
@@ -144,20 +153,20 @@ def test_a_damaged_checkpoint_is_passed_over(config, uninterrupted, halfway, tmp
     assert runs.rows(workdir) == uninterrupted
 
 
-def test_a_finished_run_says_so(config, halfway, tmp_path):
+def test_run_already_trained_says_how_to_continue(config, halfway, tmp_path):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     output = runs.train(config, workdir, train__steps=8)
-    assert re.search(r"is already trained to step (8|12); train on with --config.train.steps=(16|24)", output), output
+    assert re.search(r"is already trained to step (8|12): continue with --config.train.steps=(16|24)", output), output
 
 
-def test_another_models_workdir_is_refused(config, halfway):
+def test_run_with_checkpoint_of_other_model_raises(config, halfway):
     output = runs.train(config, halfway, status=2, model__ffn_dim=128)
     assert re.search(r"^error: checkpoint .* is of another model: ffn_dim is 64 there and 128", output, re.M), output
 
 
 @pytest.mark.parametrize("nonfinite, status", [("stop", 1), ("skip", 0)])
-def test_a_loss_that_is_not_finite(config, tmp_path, nonfinite, status):
-    """A learning rate that no model survives."""
+def test_run_with_nonfinite_loss_stops_or_skips(config, tmp_path, nonfinite, status):
+    """A learning rate of 1e20 makes the loss overflow."""
     output = runs.train(
         config,
         tmp_path,

@@ -1,0 +1,94 @@
+"""The lines that a run prints before training: devices, kernel, memory, batch, data, shardings, and how it resumes."""
+
+from pathlib import Path
+
+import jax
+
+from jaxlc.config import Config
+from jaxlc.data import Corpus
+from jaxlc.sharding.table import sharding_table
+from jaxlc.train.state import memory_lines
+from jaxlc.train.step import TrainStep
+
+
+def step_lines(config: Config, step: TrainStep) -> list[str]:
+    """The mesh, the attention kernel, the transport, host memory and the global batch.
+
+    Raises:
+      UserError: no attention kernel supports the config on these devices.
+    """
+    device = step.mesh.devices.flat[0]
+    axes = " x ".join(f"{axis}={size}" for axis, size in step.mesh.shape.items())
+    batch = f"global batch size {config.train.global_batch_size:,} x {config.data.seq_len:,} tokens"
+    if config.train.gradient_accumulation_steps > 1:
+        batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
+    return [
+        f"mesh       {axes}: {step.mesh.size} x {device.device_kind}, {_count(jax.process_count(), 'process', 'es')}",
+        f"attention  {config.attention.strategy}, tokens in zigzag order;"
+        f" kernel {step.kernel.name} ({step.kernel.reason})",
+        *_transport_lines(config, step),
+        *memory_lines(config.memory, step.mesh),
+        f"step       {batch}, {config.flops_per_step / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
+    ]
+
+
+def _transport_lines(config: Config, step: TrainStep) -> list[str]:
+    if step.transport is not None:
+        return [f"transport  {step.transport.name} ({step.transport.reason})"]
+    if config.runtime.transport != "auto":
+        return [f"transport  {config.runtime.transport} has no effect on simulated devices"]
+    return []
+
+
+def corpus_lines(config: Config, corpus: Corpus) -> list[str]:
+    """The size of the corpus, of an epoch, and the number of epochs that the run makes."""
+    train, heldout, batch_size = corpus.train, corpus.heldout, config.train.global_batch_size
+    steps_per_epoch = train.num_sequences / batch_size
+    return [
+        f"data       {_count(train.num_documents, 'document')}, {_count(train.num_tokens, 'token')};"
+        f" held out: {_count(heldout.num_documents, 'document')}, {_count(heldout.num_tokens, 'token')}",
+        f"epoch      {_count(train.num_sequences, 'sequence')}, {_decimal(steps_per_epoch)} steps; this run:"
+        f" {_count(config.train.steps, 'step')}, {_decimal(config.train.steps / steps_per_epoch)} epochs",
+    ]
+
+
+def sharding_lines(step: TrainStep) -> list[str]:
+    """The shape, sharding and bytes per device of each parameter."""
+    return [sharding_table(step.abstract_state.params, step.dims, step.mesh)]
+
+
+def resume_lines(config: Config, workdir: Path, corpus: Corpus, step: int, meta: dict) -> list[str]:
+    """What a run that resumes from the checkpoint of `step` prints; `meta` is stored in that checkpoint."""
+    steps = config.train.steps
+    if step >= steps:
+        line = (
+            f"{workdir} is already trained to step {step}: continue with --config.train.steps={2 * step},"
+            " or use a different --workdir to start over"
+        )
+    else:
+        line = (
+            f"resuming from step {step} (latest valid checkpoint) of {workdir}; use a different --workdir to start over"
+        )
+    lines = [line]
+    old_steps = meta["config"]["train"]["steps"]
+    if step < steps != old_steps and config.optimizer.schedule != "constant":
+        lines.append(
+            f"train.steps changed from {old_steps} to {steps}: the {config.optimizer.schedule} learning-rate schedule"
+            f" now ends at step {steps}, so the learning rate differs from that of the earlier run"
+        )
+    if meta["corpus"] != corpus.fingerprint:
+        lines.append(
+            "the corpus, tokenizer, data.seq_len, data.eval_fraction or data.seed changed since that checkpoint:"
+            " training continues with different sequences, from the same sequence index"
+        )
+    return lines
+
+
+def _decimal(number: float) -> str:
+    if number < 0.01:
+        return "less than 0.01"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _count(number: int, noun: str, plural_ending: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural_ending}"

@@ -1,0 +1,55 @@
+import signal
+
+import pytest
+
+from jaxlc.config.command_line import run_main
+from jaxlc.train import loop
+from jaxlc.train.__main__ import main
+from jaxlc.train.preemption import PreemptionGuard
+from tests.train import runs
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_guard_after_signal_requests_stop(number, status):
+    previous = signal.getsignal(number)
+    with PreemptionGuard() as guard:
+        assert not guard.requested(1)
+        signal.raise_signal(number)
+        assert guard.requested(2)
+    assert guard.exit_status == status
+    assert signal.getsignal(number) is previous
+
+
+def test_guard_after_second_ctrl_c_raises():
+    with pytest.raises(KeyboardInterrupt), PreemptionGuard():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_guard_after_sigterm_and_ctrl_c_requests_stop():
+    with PreemptionGuard() as guard:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert guard.requested(1)
+
+
+@pytest.mark.parametrize(
+    "steps, words",
+    [
+        ([], "there is no checkpoint in"),
+        ([5, 10], "is of step 10; run the same command again to resume from it"),
+    ],
+    ids=["none", "two"],
+)
+def test_train_interrupted_outside_loop_names_latest_checkpoint(tmp_path, monkeypatch, capsys, steps, words):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "run", interrupt)
+    for step in steps:
+        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+    config = runs.write_config(tmp_path)
+    assert run_main(main, ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'run'}"], description="") == 130
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("\ninterrupted; ") and words in stderr
