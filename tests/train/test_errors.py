@@ -64,12 +64,12 @@ def test_train_with_unwritable_workdir_prints_one_line(config, tmp_path, capsys,
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "no config is given; name a config file, such as --config=configs/quickstart.py"),
+        ([], "no config is given: use --config=NAME or --config=FILE.py; the shipped configs are .*quickstart"),
         (
             ["--config=configs/quickstrat.py"],
-            "no config file 'configs/quickstrat.py'; did you mean configs/quickstart.py?",
+            r"config 'configs/quickstrat.py' not found \(did you mean configs/quickstart.py?\)",
         ),
-        (["--config=configs/quickstart.py:mini"], "has no variants, so 'mini' is not one"),
+        (["--config=configs/quickstart.py:mini"], "unknown variant 'mini': this config has no variants"),
         (["--config=configs/quickstart.py", "--wrokdir=x"], "there is no flag --wrokdir; did you mean --workdir?"),
     ],
     ids=["none", "file", "variant", "flag"],
