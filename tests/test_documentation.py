@@ -1,5 +1,7 @@
 """Commands, Python blocks and links of README.md, CONTRIBUTING.md and docs/: they run, parse, or exist.
 
+Commands in the docstrings of modules are parsed, too.
+
 A comment before each fenced `sh`, `bash` or `python` block says what this test does with it:
 
     <!-- run: cpu -->                            the block is executed
@@ -8,6 +10,7 @@ A comment before each fenced `sh`, `bash` or `python` block says what this test 
     <!-- not run: REASON -->                     its commands are parsed only
 """
 
+import ast
 import functools
 import importlib.util
 import os
@@ -71,6 +74,12 @@ def commands_of(text: str) -> list[str]:
     return [shlex.join(line) for line in words if line]
 
 
+def indented_commands(docstring: str) -> str:
+    """The indented commands of a docstring, with the lines that continue them."""
+    matches = re.finditer(rf"^    {COMMAND.pattern}(.*\\\n)*.*$", docstring, re.MULTILINE)
+    return "\n".join(match.group() for match in matches)
+
+
 def jaxlc_arguments(command: str) -> list[str] | None:
     """The verb and its arguments, for `jaxlc VERB ...` and `python -m jaxlc.VERB ...`; else None."""
     words = shlex.split(command)
@@ -89,11 +98,17 @@ def slug(heading: str) -> str:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 EXECUTABLE_BLOCKS = [block for block in BLOCKS if block.language in EXECUTABLE]
 RUN_BLOCKS = [block for block in EXECUTABLE_BLOCKS if block.marker and not block.marker["reason"]]
-SHELL_COMMANDS = [
+PAGE_COMMANDS = [
     (block.name, command)
     for block in EXECUTABLE_BLOCKS
     if block.language != "python"
     for command in commands_of(block.text)
+]
+MODULES = sorted(path for folder in ("jaxlc", "configs", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+DOCSTRING_COMMANDS = [
+    (path.stem, command)
+    for path in MODULES
+    for command in commands_of(indented_commands(ast.get_docstring(ast.parse(path.read_text())) or ""))
 ]
 
 
@@ -132,7 +147,7 @@ def test_relative_links_exist(page):
             assert anchor in map(slug, headings), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("where, command", SHELL_COMMANDS, ids=lambda value: value[:60])
+@pytest.mark.parametrize("where, command", PAGE_COMMANDS + DOCSTRING_COMMANDS, ids=lambda value: value[:60])
 def test_commands_parse(where, command):
     words = shlex.split(command.replace("$SLURM_NTASKS", "64").replace("$SLURM_PROCID", "0"))
     if words[0] == "make":
@@ -171,6 +186,12 @@ def test_parsing_rejects_stale_settings():
     for stale in ("--config.data.sequence_tokens=8", "--config.mesh.contexts=8", "--work_dir=x", "--config=nothing"):
         with pytest.raises(UserError):
             check_arguments(["train", "--config=quickstart", stale])
+
+
+def test_docstring_commands_are_read():
+    text = "Trains.\n\n    jaxlc train --config=a \\\n      --config.b.c=1   # small\n    make x\n\n    other\n"
+    assert commands_of(indented_commands(text)) == ["jaxlc train --config=a --config.b.c=1", "make x"]
+    assert len(DOCSTRING_COMMANDS) > 10
 
 
 @pytest.fixture(scope="module")
