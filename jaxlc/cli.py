@@ -58,3 +58,7 @@ def help_text() -> str:
             f"Shipped configs: {', '.join(shipped_configs())}; or give the path of a .py file.",
         ]
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

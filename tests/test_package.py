@@ -1,0 +1,172 @@
+"""The wheel: what it contains, and that it works on its own in an empty directory."""
+
+import ast
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from jaxlc.cli import VERBS
+
+ROOT = Path(__file__).parents[1]
+NOT_SOURCES = shutil.ignore_patterns(
+    ".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "images", "*.png", "*.jsonl", "shared"
+)
+TINY = (
+    "--config.data.seq_len=128",
+    "--config.data.eval_fraction=0.3",
+    "--config.model.num_layers=1",
+    "--config.train.steps=2",
+    "--config.train.eval_every_steps=0",
+    "--config.train.eval_sequences=2",
+)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of a copy of the source tree, so that no build directory is left in the tree itself."""
+    source = tmp_path_factory.mktemp("source") / "jaxlc"
+    shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
+    directory = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(directory), str(source))
+    (path,) = directory.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="session")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A directory into which the wheel is installed. Dependencies come from the environment of the tests."""
+    target = tmp_path_factory.mktemp("installed")
+    pip("install", "--no-deps", "--no-index", "--target", str(target), str(wheel))
+    return target
+
+
+def pip(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(installed: Path, directory: Path, *command: str) -> str:
+    """Runs a command in `directory` with the installed jaxlc, which precedes an editable one; returns its output."""
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=directory, env=environment, text=True, capture_output=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_wheel_contains_package_configs_and_licence_only(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in ("jaxlc/py.typed", "jaxlc/cli.py", *(f"jaxlc/configs/{path.name}" for path in configs())):
+        assert name in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"jaxlc"}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "jaxlc").rglob("*.py")}
+    shipped = {name for name in names if name.endswith(".py") and not name.startswith("jaxlc/configs/")}
+    assert shipped == modules
+
+
+def configs() -> list[Path]:
+    paths = sorted((ROOT / "configs").glob("*.py"))
+    assert paths
+    return paths
+
+
+def test_wheel_core_requirements_exclude_optional_packages(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    core = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    assert len(core) == 9
+    for package in ("tokenizers", "pyarrow", "matplotlib", "tensorboardX"):
+        assert not any(package in line for line in core)
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_pyproject_lists_every_package_of_the_tree():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    directories = {path.parent.relative_to(ROOT) for path in (ROOT / "jaxlc").rglob("*.py")}
+    assert set(listed) == {".".join(directory.parts) for directory in directories} | {"jaxlc.configs"}
+
+
+def test_installed_quickstart_trains_in_an_empty_directory(installed, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(8):
+        (texts / f"{i}.txt").write_text(f"Document {i} of the package test. " * 40)
+    where = run(installed, work, "-c", "import jaxlc; print(jaxlc.__file__)")
+    assert Path(where.strip()).is_relative_to(installed)
+    settings = [f"--config.data.sources={texts}", f"--config.data.cache_dir={tmp_path / 'cache'}", *TINY]
+    output = run(installed, work, str(installed / "bin" / "jaxlc"), "train", "--config=quickstart", *settings)
+    assert "held-out loss" in output
+    assert [path.name for path in work.iterdir()] == ["runs"]
+    rows = [json.loads(line) for line in (work / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="the extra `plan` has the GPU compiler")
+def test_installed_plan_compiles_in_an_empty_directory(installed, tmp_path):
+    run(
+        installed,
+        tmp_path,
+        str(installed / "bin" / "jaxlc"),
+        "plan",
+        "--config=64k:mini",
+        "--topology=h100:1x2",
+        "--transport=nccl",
+        "--json=plan.json",
+        "--config.mesh.context=2",
+        "--config.model.num_layers=1",
+        "--config.runtime.simulated_devices=0",
+    )
+    assert json.loads((tmp_path / "plan.json").read_text())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verb_has_a_main_module(verb):
+    package = ROOT / VERBS[verb].package.replace(".", "/")
+    assert (package / "__main__.py").is_file()
+
+
+def test_public_api_is_complete_and_typed():
+    """`dir`, `__all__` and what a type checker sees (definitions and TYPE_CHECKING imports) agree, without JAX."""
+    code = (
+        "import jaxlc, sys; assert sorted([*jaxlc.__all__, '__version__']) == dir(jaxlc);"
+        "assert 'jax' not in sys.modules; [getattr(jaxlc, name) for name in jaxlc.__all__];"
+        "mesh = jaxlc.make_mesh(); assert dict(mesh.shape) == dict(data=1, fsdp=1, context=1, tensor=1)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    tree = ast.parse((ROOT / "jaxlc" / "__init__.py").read_text())
+    visible = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            visible |= {alias.name for line in node.body if isinstance(line, ast.ImportFrom) for alias in line.names}
+    (public,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__")
+    assert set(ast.literal_eval(public)) <= visible
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "output"),
+    [
+        ([], 0, "usage: jaxlc VERB"),
+        (["--help"], 0, "Shipped configs: 128k,"),
+        (["--version"], 0, "jaxlc 0."),
+        (["trian"], 2, "unknown command 'trian': did you mean train?"),
+        (["train", "--help"], 0, "--config.mesh.context"),
+    ],
+)
+def test_console_command_help_and_unknown_verb(arguments, status, output):
+    done = subprocess.run([sys.executable, "-m", "jaxlc.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status
+    assert output in done.stdout + done.stderr
