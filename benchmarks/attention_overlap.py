@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from benchmarks.causal_work import causal_pairs, document_pairs, visited_pairs
+from benchmarks.causal_work import causal_pairs, computed_pairs, document_pairs
 from jaxlc.config import Config, defaults, load
 from jaxlc.hlo import Program, parse
 from jaxlc.hlo.attention_flops import flops_by_rank, imbalance
@@ -39,8 +39,8 @@ class CompiledStep(NamedTuple):
     def attention_flops(self) -> dict[Pass, list[float]]:
         """Of one step, on each rank. Raises ValueError where the kernel does not tell; see `flops_by_rank`."""
         context = self.config.mesh.context
-        visited = functools.partial(visited_pairs, self.config.data.seq_len, context)
-        return flops_by_rank(self.program, visited, context)
+        pairs_of_call = functools.partial(computed_pairs, self.config.data.seq_len, context)
+        return flops_by_rank(self.program, pairs_of_call, context)
 
     def least_attention_flops(self, which: Pass) -> float:
         """What the causal mask leaves to a pass, on all ranks together."""

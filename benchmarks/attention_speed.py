@@ -70,8 +70,8 @@ class CompiledCase:
         return self.compiled(*self.inputs)
 
     def row(self, seconds: list[float]) -> dict:
-        """The case; seconds (median) and seconds_min of a call; tflops, causal, over all devices; share_of_peak, None if
-        the peak of the device is unknown; temp_bytes per device."""
+        """The case; seconds (median) and seconds_min of a call; tflops, causal, over all devices; share_of_peak, None
+        if the peak of the device is unknown; temp_bytes per device."""
         device = hardware.find(self.mesh.devices.flat[0].device_kind)
         flops_per_second = self.case.causal_flops / statistics.median(seconds)
         peak = device.bf16_flops_per_second * self.mesh.size if device else None

@@ -1,17 +1,27 @@
-"""Loss curves of one config in several precisions, side by side: rows, a table and a picture from their metrics."""
+"""Trains one config in several precisions, from the same weights on the same data, and compares the losses.
+
+    python -m benchmarks.loss_curves --config=configs/quickstart.py --config.train.steps=300 --out=runs/precision
+
+Prints a table; writes precision.jsonl, precision.png and one workdir per precision. The same command resumes an
+interrupted comparison.
+"""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
+from jaxlc import runtime
+from jaxlc.config import with_settings
+from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.core.errors import UserError
 from jaxlc.sweep.timing import environment_info
 from jaxlc.train.metrics import METRICS_FILE, read_rows
 
-# Settings of config.precision, by the name of the run. All others are compared with the first that has run.
+# Name -> settings of config.precision. Each run is compared with the first one in this order.
 PRECISIONS: Mapping[str, dict] = MappingProxyType(
     {
         "bf16": dict(compute="bf16"),
@@ -21,22 +31,46 @@ PRECISIONS: Mapping[str, dict] = MappingProxyType(
         "fp32": dict(compute="fp32"),
     }
 )
-_LAST_STEPS = 20  # whose mean loss is a run's loss at its end; running means are of as many
+_WINDOW_STEPS = 20  # of the running means, and of the mean loss at the end
+_FLAGS = {
+    "precisions": "comma-separated, of bf16,fp8,fp8-delayed,fp16,fp32; default: all",
+    "out": "output directory; default: runs/precision",
+}
+
+
+def main(command: ParsedCommand) -> int:
+    """Returns the exit status: 0, or that of a training run that was interrupted."""
+    runtime.start(command.config.runtime)
+    from jaxlc import train
+
+    out = Path(command.extra["out"] or "runs/precision")
+    configs = {
+        name: with_settings(command.config, {"train.log_every_steps": 1} | settings_of(name))
+        for name in (command.extra["precisions"] or ",".join(PRECISIONS)).split(",")
+    }
+    for name, config in configs.items():
+        print(f"\n{name}", flush=True)
+        result = train.run(config, out / name)
+        if result.exit_status:
+            return result.exit_status
+    print(compare(out))
+    print(f"{out / 'precision.jsonl'}, {out / 'precision.png'}")
+    return 0
 
 
 def settings_of(name: str) -> dict[str, str]:
-    """Of a run, by their paths, as `config.with_settings` takes them.
+    """The settings of a precision by key, for `config.with_settings`.
 
     Raises:
-      UserError: there is no such name.
+      UserError: an unknown precision.
     """
     if name not in PRECISIONS:
-        raise UserError(f"there is no precision {name!r} to compare; there are {', '.join(PRECISIONS)}")
+        raise UserError(f"invalid {name!r} for --precisions: expected {', '.join(PRECISIONS)}")
     return {f"precision.{setting}": value for setting, value in PRECISIONS[name].items()}
 
 
 def compare(out: Path) -> str:
-    """Reads OUT/NAME/metrics.jsonl of each run; writes out/precision.jsonl and out/precision.png, returns a table."""
+    """Reads the metrics of each run in `out`; writes precision.jsonl and precision.png; returns a Markdown table."""
     curves = {name: _losses(out / name / METRICS_FILE) for name in PRECISIONS if (out / name / METRICS_FILE).exists()}
     num_steps = min(len(losses) for losses in curves.values())
     reference, *_ = curves.values()
@@ -47,8 +81,8 @@ def compare(out: Path) -> str:
     base = rows[0]["precision"]
     return "\n".join(
         [
-            f"| {num_steps} steps | loss, mean of the last {_LAST_STEPS} | over {base} | largest difference of a"
-            f" mean of {_LAST_STEPS} | of a step |",
+            f"| {num_steps} steps | loss, mean of the last {_WINDOW_STEPS} | over {base} | largest difference of a"
+            f" running mean of {_WINDOW_STEPS} | of one step |",
             "| --- | ---: | ---: | ---: | ---: |",
             *(
                 f"| {row['precision']} | {row['last_loss']:.4f} | {row['over_reference']:+.2%}"
@@ -60,12 +94,12 @@ def compare(out: Path) -> str:
 
 
 def _losses(path: Path) -> np.ndarray:
-    """Of every step."""
+    """The loss of every step."""
     return np.array([row["loss"] for row in read_rows(path) if "loss" in row])
 
 
 def _row(name: str, losses: np.ndarray, reference: np.ndarray) -> dict:
-    last, reference_last = losses[-_LAST_STEPS:].mean(), reference[-_LAST_STEPS:].mean()
+    last, reference_last = losses[-_WINDOW_STEPS:].mean(), reference[-_WINDOW_STEPS:].mean()
     return dict(
         precision=name,
         steps=len(losses),
@@ -77,29 +111,35 @@ def _row(name: str, losses: np.ndarray, reference: np.ndarray) -> dict:
 
 
 def _running_means(losses: np.ndarray) -> np.ndarray:
-    """Of each step with those before it; of all steps, where they are few."""
-    num_steps = min(_LAST_STEPS, len(losses))
+    """The mean over _WINDOW_STEPS steps, or over all steps if there are fewer."""
+    num_steps = min(_WINDOW_STEPS, len(losses))
     return np.convolve(losses, np.ones(num_steps) / num_steps, mode="valid")
 
 
 def _plot(curves: dict[str, np.ndarray], path: Path) -> None:
-    """Running means of the losses, and below their distance from the first one's in percent."""
-    from matplotlib.figure import Figure
+    """Above: running means of the losses. Below: their difference from the first run in percent."""
+    from matplotlib.figure import Figure  # imported here because matplotlib is slow to import
 
     figure = Figure(figsize=(7.5, 5.4), dpi=150, layout="constrained")
-    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    losses_axes, difference_axes = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     means = {name: _running_means(losses) for name, losses in curves.items()}
     reference_name, *_ = means
     for name, mean in means.items():
         last_step = len(curves[name])
         steps = np.arange(last_step - len(mean), last_step) + 1
-        above.plot(steps, mean, label=name, linewidth=1.1)
-        below.plot(steps, 100 * (mean / means[reference_name] - 1), linewidth=1.1)
-    below.axhspan(-2, 2, color="#dde1e6", alpha=0.5, zorder=0)
-    above.set_title(f"Training loss, mean of {min(_LAST_STEPS, *map(len, curves.values()))} steps", loc="left")
-    above.set(ylabel="nats per token")
-    below.set(xlabel="step", ylabel=f"over {reference_name}, %")
-    above.legend(frameon=False)
-    for axes in (above, below):
+        losses_axes.plot(steps, mean, label=name, linewidth=1.1)
+        difference_axes.plot(steps, 100 * (mean / means[reference_name] - 1), linewidth=1.1)
+    difference_axes.axhspan(-2, 2, color="#dde1e6", alpha=0.5, zorder=0)
+    losses_axes.set_title(
+        f"Training loss, running mean of {min(_WINDOW_STEPS, *map(len, curves.values()))} steps", loc="left"
+    )
+    losses_axes.set(ylabel="nats per token")
+    difference_axes.set(xlabel="step", ylabel=f"over {reference_name}, %")
+    losses_axes.legend(frameon=False)
+    for axes in (losses_axes, difference_axes):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, sys.argv, description=__doc__, extra_flags=_FLAGS))

@@ -1,7 +1,7 @@
-"""A ring played on one device: what its kernel calls and merges cost beside one call over everything.
+"""The overhead of splitting attention into ring steps, measured on one device and without communication.
 
-Ranks of a causal ring do equal work, so n times what one rank computes is what the ring computes. One call over the
-whole sequence computes the same attention. Their ratio is what cutting into steps costs, communication aside.
+All ranks of a causal ring do equal work, so n times the time of one rank is the compute time of the ring. It is
+compared with one kernel call over the whole sequence.
 """
 
 import functools
@@ -19,12 +19,17 @@ _NO_MASKS = Masks(None, None, None, None)
 
 
 def measure(kernel: Kernel, spec: AttentionSpec, q_BTNH, k_BTKH, v_BTKH, num_ranks: int, repeats: int) -> dict:
-    """Seconds (least of the calls) of the ring's steps on all ranks and of one call, forward and backward, causal."""
-    whole = jax.jit(functools.partial(_monolithic, kernel, spec))
+    """Times forward and backward of causal attention, as ring steps and as one call.
+
+    Returns:
+      ring_seconds (all steps of all ranks) and whole_seconds (one call), the minimum over `repeats` calls; their ratio
+      ring_over_whole; seq_len and num_ranks.
+    """
+    one_call = jax.jit(functools.partial(_one_call, kernel, spec))
     blocks = [_blocks(x, num_ranks) for x in (q_BTNH, k_BTKH, v_BTKH)]
-    steps = jax.jit(functools.partial(play, kernel, spec, rank=num_ranks // 2))
+    steps = jax.jit(functools.partial(run_rank, kernel, spec, rank=num_ranks // 2))
     ring_seconds = num_ranks * min(seconds_of_calls(steps, *blocks, repeats=repeats))
-    whole_seconds = min(seconds_of_calls(whole, q_BTNH, k_BTKH, v_BTKH, repeats=repeats))
+    whole_seconds = min(seconds_of_calls(one_call, q_BTNH, k_BTKH, v_BTKH, repeats=repeats))
     return dict(
         seq_len=q_BTNH.shape[1],
         num_ranks=num_ranks,
@@ -34,13 +39,13 @@ def measure(kernel: Kernel, spec: AttentionSpec, q_BTNH, k_BTKH, v_BTKH, num_ran
     )
 
 
-def play(kernel: Kernel, spec: AttentionSpec, q_blocks, k_blocks, v_blocks, *, rank: int):
-    """What `rank` computes in a causal ring, forward and then backward with its out as the cotangent.
+def run_rank(kernel: Kernel, spec: AttentionSpec, q_blocks, k_blocks, v_blocks, *, rank: int):
+    """Runs the steps of one rank of a causal ring, forward and then backward with `out` as the cotangent.
 
     Args:
-      q_blocks, k_blocks, v_blocks: every rank's piece of the sequence, in zigzag order.
+      q_blocks, k_blocks, v_blocks: the blocks of all ranks, in zigzag order.
     Returns:
-      out_btnH, lse_bnt and dq_btnH of that rank, and its share of everybody's dk and dv, in order of the steps.
+      out_btnH, lse_bnt and dq_btnH of the rank, and per ring step the (dk, dv) of the block that it used.
     """
     num_ranks, q = len(q_blocks), q_blocks[rank]
     ring = RingState(kernel, spec, Ranks("", num_ranks), rank, None)
@@ -60,7 +65,7 @@ def play(kernel: Kernel, spec: AttentionSpec, q_blocks, k_blocks, v_blocks, *, r
     return out, lse, dq, gradients
 
 
-def _monolithic(kernel: Kernel, spec: AttentionSpec, q, k, v):
+def _one_call(kernel: Kernel, spec: AttentionSpec, q, k, v):
     out, lse = kernel.forward(q, k, v, _NO_MASKS, spec)
     out = out.astype(q.dtype)
     return out, lse, kernel.backward(q, k, v, _NO_MASKS, spec, out, lse, out, jnp.zeros_like(lse))
@@ -68,4 +73,4 @@ def _monolithic(kernel: Kernel, spec: AttentionSpec, q, k, v):
 
 def _blocks(x_BT: jax.Array, num_ranks: int) -> list[jax.Array]:
     order = zigzag_order(x_BT.shape[1], num_ranks).reshape(num_ranks, -1)
-    return [x_BT[:, places] for places in order]
+    return [x_BT[:, positions] for positions in order]

@@ -29,9 +29,8 @@ def start(config: RuntimeConfig) -> None:
     Raises:
       UserError: JAX has already started with something else, or XLA_FLAGS contradicts the config.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, not its notes; read at jax's import
-    with _without_driver_notes():
-        import jax
+    import_jax()
+    import jax
 
     if not backends_are_initialized():
         _set_environment(config, os.environ)
@@ -47,6 +46,13 @@ def start(config: RuntimeConfig) -> None:
     with _without_driver_notes():
         platform = jax.devices()[0].platform
     _check_started(config, platform, jax.local_device_count(), jax.process_count())
+
+
+def import_jax() -> None:
+    """Imports jax, without starting it and without XLA's notes. Programs that import jax at the top call it first."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # warnings and errors only; read at jax's import
+    with _without_driver_notes():
+        import jax  # noqa: F401
 
 
 def _set_environment(config: RuntimeConfig, environment: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The comparison of loss curves: what its table and rows say of curves that are made up."""
+"""The comparison of loss curves: its table, rows and plot for synthetic curves."""
 
 import json
 
@@ -8,6 +8,7 @@ import pytest
 from benchmarks.loss_curves import compare, settings_of
 from jaxlc.core.errors import UserError
 from jaxlc.train.metrics import METRICS_FILE
+from tests.plots import record_figures
 
 
 def write_losses(path, losses):
@@ -16,8 +17,9 @@ def write_losses(path, losses):
     (path / METRICS_FILE).write_text("\n".join(rows) + "\n")
 
 
-def test_differences_of_steps_and_of_their_means(tmp_path):
-    """One step of 60 is 10% above, which is 0.5% of a mean of 20; the last 20 are 1% above."""
+def test_compare_reports_differences_of_steps_and_means(tmp_path, monkeypatch):
+    """One of 60 steps is 10% higher, which is 0.5% of a mean of 20; the last 20 steps are 1% higher."""
+    figures = record_figures(monkeypatch)
     reference = np.full(60, 2.0)
     losses = reference * np.r_[np.full(10, 1.0), 1.1, np.full(29, 1.0), np.full(20, 1.01)]
     write_losses(tmp_path / "bf16", reference)
@@ -26,11 +28,16 @@ def test_differences_of_steps_and_of_their_means(tmp_path):
     assert "| fp8 | 2.0200 | +1.00% | 1.00% | 10.00% |" in table
     of_bf16, of_fp8 = (json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines())
     assert (of_bf16["largest_difference_of_means"], of_fp8["steps"]) == (0, 60)
-    assert (tmp_path / "precision.png").stat().st_size > 10_000
-    write_losses(tmp_path / "fp16", reference[:15])  # fewer than a mean is of: then it is of all
+    losses_axes, difference_axes = figures[0].axes
+    assert [line.get_label() for line in losses_axes.lines] == ["bf16", "fp8"]
+    fp8 = difference_axes.lines[1]
+    assert list(fp8.get_xdata()) == list(range(20, 61)) and fp8.get_ydata()[-1] == pytest.approx(1.0)
+    assert losses_axes.get_ylabel() == "nats per token" and difference_axes.get_ylabel() == "over bf16, %"
+    assert (tmp_path / "precision.png").exists()
+    write_losses(tmp_path / "fp16", reference[:15])  # fewer steps than the window: the mean is over all steps
     assert "| fp8 | 2.0133 | +0.67% | 0.67% | 10.00% |" in compare(tmp_path)
 
 
-def test_an_unknown_precision_is_a_sentence():
-    with pytest.raises(UserError, match="no precision 'fp4' to compare; there are bf16, fp8"):
+def test_settings_of_unknown_precision_raises_user_error():
+    with pytest.raises(UserError, match="invalid 'fp4' for --precisions: expected bf16, fp8"):
         settings_of("fp4")

@@ -1,4 +1,4 @@
-"""The ring played on one device is the ring: every rank's part together is attention over the whole sequence."""
+"""The ring steps of all ranks, run on one device, together compute attention over the whole sequence."""
 
 import functools
 
@@ -15,17 +15,17 @@ from tests.tolerances import FLOAT32_PARITY
 RANKS = 3
 
 
-def test_all_ranks_together_are_the_whole():
+def test_run_rank_all_ranks_match_reference():
     q, k, v, _ = inputs(batch=1)
     spec, no_masks = AttentionSpec(), Masks(None, None, None, None)
     out, lse = reference.forward(q, k, v, no_masks, spec)
-    wanted = out, *reference.backward(q, k, v, no_masks, spec, out, lse, out, 0 * lse)
+    expected = out, *reference.backward(q, k, v, no_masks, spec, out, lse, out, 0 * lse)
 
     blocks = [ring_steps._blocks(x, RANKS) for x in (q, k, v)]
     outs, dqs, dkvs = [], [], [0.0] * RANKS
     for rank in range(RANKS):
-        play = jax.jit(functools.partial(ring_steps.play, blockwise, spec, rank=rank))
-        out, _, dq, gradients = play(*blocks)
+        run_rank = jax.jit(functools.partial(ring_steps.run_rank, blockwise, spec, rank=rank))
+        out, _, dq, gradients = run_rank(*blocks)
         outs.append(out)
         dqs.append(dq)
         for s, dkv in enumerate(gradients):
@@ -33,5 +33,5 @@ def test_all_ranks_together_are_the_whole():
             dkvs[source] = jnp.stack(dkv) + dkvs[source]
     dk, dv = (jnp.concatenate([dkv[i] for dkv in dkvs], axis=1) for i in (0, 1))
     natural = natural_order(zigzag_order(TOKENS, RANKS))
-    got = [x[:, natural] for x in (jnp.concatenate(outs, axis=1), jnp.concatenate(dqs, axis=1), dk, dv)]
-    assert_rows_match(got, wanted, FLOAT32_PARITY)
+    actual = [x[:, natural] for x in (jnp.concatenate(outs, axis=1), jnp.concatenate(dqs, axis=1), dk, dv)]
+    assert_rows_match(actual, expected, FLOAT32_PARITY)
