@@ -13,7 +13,9 @@ import numpy as np
 from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.packing import PackedSequences
-from jaxlc.data.store import Progress, open_store
+from jaxlc.data.sources import list_files
+from jaxlc.data.split import Split, split_documents
+from jaxlc.data.store import Progress, TokenStore, open_store
 from jaxlc.data.tokenizers import Tokenizer, load_tokenizer
 
 _ENDLESS = 2**62
@@ -27,7 +29,7 @@ class Corpus:
 
     tokenizer: Tokenizer
     train: PackedSequences
-    heldout: PackedSequences  # other documents, the same order in every epoch
+    heldout: PackedSequences  # other documents or the tail of one, in the same order in every epoch
     fingerprint: str  # equal for two corpora if sequence i is the same for every i
     warnings: tuple[str, ...] = ()  # one line each, for the caller to print once per run
 
@@ -40,27 +42,43 @@ class Sequences(Protocol):
 def open_corpus(config: DataConfig, progress: Progress | None = None) -> Corpus:
     """Reads and tokenizes the sources (once, then they are cached), splits them by document, and packs them.
 
-    Whether a document is held out depends only on a hash of its name, not on the other documents of the corpus.
-
     Raises:
-      UserError: sources, tokenizer or cache cannot be used, or one side of the split has no document.
+      UserError: the sources, the tokenizer, the cache or data.eval_fraction cannot be used.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
-    store = open_store(config, tokenizer, progress)
-    is_heldout = store.split_hashes < config.eval_fraction
-    train_ids, heldout_ids = np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout)
-    if not len(train_ids) or not len(heldout_ids):
+    if not 0 < config.eval_fraction < 1:
         raise UserError(
-            f"data.eval_fraction {config.eval_fraction} leaves {len(train_ids)} documents to train on and"
-            f" {len(heldout_ids)} held out; each needs at least one: change it, or add documents to data.sources"
+            f"invalid value {config.eval_fraction} for data.eval_fraction: expected more than 0 and less than 1;"
+            " training ends with an evaluation on held-out text, so use a small value such as 0.01"
         )
+    tokenizer = load_tokenizer(config.tokenizer)
+    files, num_duplicates = list_files(config.sources)
+    store = open_store(files, config, tokenizer, progress)
+    split = split_documents(store, config.eval_fraction)
     identity = (store.fingerprint, tokenizer.fingerprint, config.seq_len, config.eval_fraction, config.seed)
     return Corpus(
         tokenizer=tokenizer,
-        train=PackedSequences(store, train_ids, config.seq_len, config.seed),
-        heldout=PackedSequences(store, heldout_ids, config.seq_len, seed=None),
+        train=PackedSequences(split.store, split.train_ids, config.seq_len, config.seed),
+        heldout=PackedSequences(split.store, split.heldout_ids, config.seq_len, seed=None),
         fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest(),
+        warnings=tuple(_warnings(num_duplicates, store, split)),
     )
+
+
+def _warnings(num_duplicates: int, store: TokenStore, split: Split) -> Iterator[str]:
+    if num_duplicates:
+        yield f"data.sources list {num_duplicates:,} files more than once; each file is used once per epoch"
+    invalid = store.invalid_utf8
+    if invalid.num_documents:
+        yield (
+            f"{invalid.num_documents:,} of {store.num_documents:,} documents are not valid UTF-8"
+            f" ({invalid.num_characters:,} invalid characters, first in {invalid.first_document!r});"
+            " convert them to UTF-8"
+        )
+    if split.tail_tokens:
+        yield (
+            f"data.eval_fraction holds out all or none of {store.num_documents:,} documents; the last"
+            f" {split.tail_tokens:,} tokens of the longest document are held out instead"
+        )
 
 
 def batches(

@@ -1,11 +1,11 @@
-"""Where documents come from: files on disk, in an order and under names that are the same on every machine.
+"""Lists source files and reads documents from them, in an order and under names that are equal on every machine.
 
-A source is a file, a directory (read recursively, hidden directories left out), a glob (`**` for any depth), or
-the built-in `python-stdlib`: the standard library's own sources, whole files, there wherever Python is.
+A source is a file, a directory (read recursively, without hidden directories), a glob (`**` matches any depth), or the
+built-in `python-stdlib`: the source files of Python's standard library, which exist wherever Python is installed.
 
-    .txt .py .md .rst     one document a file
-    .jsonl .jsonl.gz      one document a line, in the field `text_field`
-    .parquet              one document a record, in the column `text_field`
+    .txt .py .md .rst     one document per file
+    .jsonl .jsonl.gz      one document per line, in the field `text_field`
+    .parquet              one document per record, in the column `text_field`
 """
 
 import glob
@@ -15,11 +15,11 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from jaxlc.config.schema import DataConfig
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 
@@ -27,7 +27,7 @@ PYTHON_STDLIB = "python-stdlib"
 _TEXT_SUFFIXES = (".txt", ".py", ".md", ".rst")
 _JSON_SUFFIXES = (".jsonl", ".jsonl.gz")
 _SUFFIXES = (*_TEXT_SUFFIXES, *_JSON_SUFFIXES, ".parquet")
-_INSTALLED_PACKAGES = ("site-packages", "dist-packages")  # not the standard library, and different everywhere
+_INSTALLED_PACKAGES = ("site-packages", "dist-packages")  # not the standard library, and different on every machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,31 +38,41 @@ class SourceFile:
     modified_ns: int
 
 
+class FileList(NamedTuple):
+    files: list[SourceFile]
+    num_duplicates: int  # files that a source lists although an earlier one already has; they are not repeated
+
+
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    name: str  # the file's name, and `:line` or `:row` (from 1) where a file holds many
+    name: str  # the file's name; `name:number` (from 1) of the line or record if a file holds several documents
     text: bytes
 
 
-def list_files(config: DataConfig) -> list[SourceFile]:
-    """All files of `config.sources`, each once, sorted by name within a source.
+def list_files(sources: Sequence[str]) -> FileList:
+    """Lists the files of `sources`, sorted by name within a source, each file once even if sources overlap.
 
     Raises:
-      UserError: a source that does not exist, holds no file of a known kind, or cannot be read.
+      UserError: a source does not exist, contains no file of a supported type, or cannot be read.
     """
-    files: dict[Path, SourceFile] = {}  # by real path, so that overlapping sources do not repeat a document
-    for source in config.sources:
-        found = _stdlib_files() if source == PYTHON_STDLIB else _files_of(source)
-        if not found:
-            raise UserError(f"data.sources {source!r} holds no file that ends in {', '.join(_SUFFIXES)}; give another")
-        for name, path in sorted(found):
-            file = _source_file(name, path)  # first: it tells of files that cannot be read, loops of links among them
+    files: dict[Path, SourceFile] = {}  # by real path
+    num_listed = 0
+    for source in sources:
+        named_paths = _stdlib_files() if source == PYTHON_STDLIB else _files_of(source)
+        if not named_paths:
+            raise UserError(
+                f"data.sources: {source!r} contains no file with a supported suffix ({', '.join(_SUFFIXES)});"
+                " use a different source"
+            )
+        num_listed += len(named_paths)
+        for name, path in sorted(named_paths):
+            file = _source_file(name, path)  # before resolve(), because it reports unreadable files and link loops
             files.setdefault(path.resolve(), file)
-    return list(files.values())
+    return FileList(list(files.values()), num_listed - len(files))
 
 
 def read_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
-    """The documents of one file in their order, those without text left out. Memory: one document or record batch.
+    """Yields the documents of a file in order and skips empty ones. Memory: one document or one batch of records.
 
     Raises:
       UserError: the file cannot be read or decoded, or a record has no text in `text_field`.
@@ -76,21 +86,27 @@ def read_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
             documents = iter([Document(name=file.name, text=file.path.read_bytes())])
         yield from (document for document in documents if document.text)
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {str(file.path)!r} ({error}); mend it or leave it out of data.sources") from error
+        raise _unreadable(file.path, error) from error
 
 
 def split_hash(name: str) -> float:
-    """A number in [0, 1) that depends on a document's name alone; below `eval_fraction` it is held out."""
+    """A number in [0, 1) that depends only on a document's name; documents below `eval_fraction` are held out."""
     return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:6]) / 2**48
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"cannot read {str(path)!r} ({_one_line(error)}); fix it or remove it from data.sources")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(getattr(error, "strerror", None) or error).split())
 
 
 def _source_file(name: str, path: Path) -> SourceFile:
     try:
         stat = path.stat()
     except OSError as error:
-        raise UserError(
-            f"cannot read {str(path)!r} ({error.strerror}); mend it or leave it out of data.sources"
-        ) from error
+        raise _unreadable(path, error) from error
     return SourceFile(name=name, path=path, size_bytes=stat.st_size, modified_ns=stat.st_mtime_ns)
 
 
@@ -104,20 +120,20 @@ def _stdlib_files() -> list[tuple[str, Path]]:
 
 
 def _files_of(source: str) -> list[tuple[str, Path]]:
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, it does not raise for an unknown user
     if path.is_dir():
         return _files_below(path)
     if path.is_file():
         return [(path.name, path)] if path.name.endswith(_SUFFIXES) else []
     if not glob.has_magic(source):
-        raise UserError(f"data.sources names {source!r}, which does not exist; give a file, a directory or a glob")
-    root = Path(*_parts_without_magic(path))
+        raise UserError(f"data.sources: {source!r} does not exist; use an existing file, directory or glob")
+    root = Path(*_parts_before_wildcard(path))
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
     return [(m.relative_to(root).as_posix(), m) for m in matches if m.is_file() and m.name.endswith(_SUFFIXES)]
 
 
-def _parts_without_magic(path: Path) -> Iterator[str]:
-    """The directories of a glob before its first wildcard."""
+def _parts_before_wildcard(path: Path) -> Iterator[str]:
+    """Yields the directories of a glob before its first wildcard."""
     for part in path.parts[:-1]:
         if glob.has_magic(part):
             return
@@ -125,12 +141,12 @@ def _parts_without_magic(path: Path) -> Iterator[str]:
 
 
 def _files_below(root: Path) -> list[tuple[str, Path]]:
-    found = []
+    named_paths = []
     for directory, subdirectories, file_names in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if not name.startswith(".") and name != "__pycache__"]
         paths = [Path(directory, name) for name in file_names if name.endswith(_SUFFIXES)]
-        found += [(path.relative_to(root).as_posix(), path) for path in paths]
-    return found
+        named_paths += [(path.relative_to(root).as_posix(), path) for path in paths]
+    return named_paths
 
 
 def _jsonl_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
@@ -139,15 +155,20 @@ def _jsonl_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            name = f"{file.name}:{number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:  # not JSON, or not UTF-8
+            except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
                 raise UserError(
-                    f"line {number} of {str(file.path)!r} is not JSON ({error}); mend or remove it"
+                    f"{file.path}:{number}: invalid JSON ({_one_line(error)}); fix or remove this line"
                 ) from error
-            fields = record if isinstance(record, dict) else {}
-            yield _text_document(name, fields.get(text_field), text_field, list(fields))
+            if not isinstance(record, dict):
+                raise UserError(
+                    f"{file.path}:{number}: expected a JSON object, not a {type(record).__name__};"
+                    " fix or remove this line"
+                )
+            if text_field not in record:
+                raise _no_text_field(f"{file.path}:{number}", text_field, list(record))
+            yield _text_document(file, number, record[text_field], text_field)
 
 
 def _parquet_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
@@ -159,20 +180,31 @@ def _parquet_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
         with pyarrow.parquet.ParquetFile(file.path) as table:
             columns = table.schema_arrow.names
             if text_field not in columns:
-                _text_document(f"{file.name}:1", None, text_field, columns)
-            row = 0
+                raise _no_text_field(str(file.path), text_field, columns)
+            number = 0
             for batch in table.iter_batches(batch_size=256, columns=[text_field]):
                 for value in batch.column(0):
-                    row += 1
-                    yield _text_document(f"{file.name}:{row}", value.as_py(), text_field, columns)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{str(file.path)!r} is not a Parquet file ({error}); mend or remove it") from error
-
-
-def _text_document(name: str, text: object, text_field: str, fields: list[str]) -> Document:
-    if not isinstance(text, str):
+                    number += 1
+                    yield _text_document(file, number, value.as_py(), text_field)
+    except pyarrow.ArrowException as error:
         raise UserError(
-            f"record {name} has no text in the field {text_field!r} (its fields are {fields});"
-            " set data.text_field to the one that holds the document"
+            f"cannot read {str(file.path)!r} as Parquet ({_one_line(error)}); fix it or remove it from data.sources"
+        ) from error
+
+
+def _no_text_field(where: str, text_field: str, fields: list[str]) -> UserError:
+    return UserError(
+        f"{where}: no field {text_field!r} (the fields are {fields}); set data.text_field to the field that holds the"
+        " document"
+    )
+
+
+def _text_document(file: SourceFile, number: int, text: object, text_field: str) -> Document:
+    if not isinstance(text, str):
+        value = "null" if text is None else f"a {type(text).__name__}"
+        raise UserError(
+            f"{file.path}:{number}: the field {text_field!r} is {value}, expected text; fix or remove this record, or"
+            " set data.text_field to another field"
         )
-    return Document(name=name, text=text.encode(errors="replace"))  # JSON can spell lone surrogates, UTF-8 cannot
+    # JSON can contain lone surrogates, which UTF-8 cannot encode.
+    return Document(name=f"{file.name}:{number}", text=text.encode(errors="replace"))

@@ -23,10 +23,11 @@ SPEC = PartitionSpec(None, BATCH_AXES, CONTEXT)
 
 
 def make_config(directory: Path, **changes) -> DataConfig:
-    """Forty documents of one line."""
-    (directory / "docs").mkdir(exist_ok=True)
-    for i in range(40):
-        (directory / "docs" / f"{i}.txt").write_text(f"document {i} " * (i % 7 + 1))
+    """40 documents of one line each."""
+    if not (directory / "docs").exists():
+        (directory / "docs").mkdir()
+        for i in range(40):
+            (directory / "docs" / f"{i}.txt").write_text(f"document {i} " * (i % 7 + 1))
     config = DataConfig(
         sources=(str(directory / "docs"),), cache_dir=str(directory / "cache"), seq_len=S, eval_fraction=0.25
     )
@@ -34,7 +35,7 @@ def make_config(directory: Path, **changes) -> DataConfig:
 
 
 @pytest.fixture
-def rows(tmp_path: Path):
+def train(tmp_path: Path):
     return open_corpus(make_config(tmp_path)).train
 
 
@@ -43,7 +44,7 @@ def make_mesh(*shape: int) -> Mesh:
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: np.prod(shape)])
 
 
-def stream(rows, mesh: Mesh, spec=SPEC, **changes):
+def stream(sequences, mesh: Mesh, spec=SPEC, **changes):
     arguments = dict(
         first_sequence=0,
         global_batch_size=8,
@@ -51,13 +52,14 @@ def stream(rows, mesh: Mesh, spec=SPEC, **changes):
         sequence_order=zigzag_order(S, 4),
         prefetch_steps=2,
     )
-    return batches(rows, sharding=NamedSharding(mesh, spec), **(arguments | changes))
+    return batches(sequences, sharding=NamedSharding(mesh, spec), **(arguments | changes))
 
 
-def expected_step(rows, step: int, first_sequence: int = 0) -> dict[str, np.ndarray]:
-    """[2, 4, S] in zigzag order over 4, from the rows alone."""
-    built = [rows[first_sequence + 8 * step + k] for k in range(8)]
-    return {name: np.stack([row[name][zigzag_order(S, 4)] for row in built]).reshape(2, 4, S) for name in NAMES}
+def expected_step(sequences, step: int, first_sequence: int = 0) -> dict[str, np.ndarray]:
+    """[2, 4, S] in zigzag order over 4, computed from the sequences alone."""
+    built = [sequences[first_sequence + 8 * step + k] for k in range(8)]
+    order = zigzag_order(S, 4)
+    return {name: np.stack([sequence[name][order] for sequence in built]).reshape(2, 4, S) for name in NAMES}
 
 
 def assert_step(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> None:
@@ -65,46 +67,46 @@ def assert_step(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) ->
     for name, array in batch.items():
         assert array.dtype == expected[name].dtype
         np.testing.assert_array_equal(array, expected[name])
-        for shard in array.addressable_shards:  # each device holds its own piece, not only the array as a whole
+        for shard in array.addressable_shards:  # not only the global array
             np.testing.assert_array_equal(shard.data, expected[name][shard.index])
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 4, 2), (2, 2, 2, 1), (2, 1, 4, 1), (1, 4, 1, 2), (1, 1, 3, 1), (1, 1, 1, 1)])
 @pytest.mark.parametrize("prefetch_steps", [0, 3])
-def test_sharded_arrays_are_the_rows(rows, shape: tuple[int, ...], prefetch_steps: int):
-    batch_stream = stream(rows, make_mesh(*shape), prefetch_steps=prefetch_steps)
+def test_batches_any_mesh_equal_sequences(train, shape: tuple[int, ...], prefetch_steps: int):
+    batch_stream = stream(train, make_mesh(*shape), prefetch_steps=prefetch_steps)
     for step in range(3):
         batch = next(batch_stream)
         assert batch["tokens"].sharding.shard_shape((2, 4, S)) == (2, 4 // (shape[0] * shape[1]), S // shape[2])
-        assert_step(batch, expected_step(rows, step))
+        assert_step(batch, expected_step(train, step))
 
 
-def test_resume_from_any_row(rows):
+def test_batches_resumed_on_other_mesh_are_equal(train):
     mesh, other_mesh = make_mesh(2, 1, 2, 2), make_mesh(1, 2, 4, 1)
-    whole = stream(rows, mesh)
-    steps = [next(whole) for _ in range(5)]
-    resumed = stream(rows, other_mesh, first_sequence=3 * 8)
+    uninterrupted = stream(train, mesh)
+    steps = [next(uninterrupted) for _ in range(5)]
+    resumed = stream(train, other_mesh, first_sequence=3 * 8)
     for step in (3, 4):
         assert_step(next(resumed), {name: np.asarray(array) for name, array in steps[step].items()})
-    assert_step(next(stream(rows, mesh, first_sequence=10**9)), expected_step(rows, 0, first_sequence=10**9))
+    assert_step(next(stream(train, mesh, first_sequence=10**9)), expected_step(train, 0, first_sequence=10**9))
 
 
-def test_a_process_builds_each_of_its_rows_once(rows):
+def test_batches_each_sequence_is_built_once(train):
     class Counted:
-        asked = []
+        indices = []
 
         def __getitem__(self, i: int):
-            self.asked.append(i)
-            return rows[i]
+            self.indices.append(i)
+            return train[i]
 
     batch_stream = stream(Counted(), make_mesh(1, 1, 4, 2), prefetch_steps=0)
     next(batch_stream), next(batch_stream)
-    assert Counted.asked == list(range(16))
+    assert Counted.indices == list(range(16))
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])
-def test_threads_end_with_the_iterator(rows, end: str):
-    """And they end soon: what was still to be prefetched, here 8,000 rows, is not built."""
+def test_batches_ended_iterator_ends_threads(train, end: str):
+    """They end soon: the sequences still to be prefetched, here 8,000, are not built."""
 
     class Slow:
         num_built = 0
@@ -112,7 +114,7 @@ def test_threads_end_with_the_iterator(rows, end: str):
         def __getitem__(self, i: int):
             time.sleep(1e-3)
             self.num_built += 1
-            return rows[i]
+            return train[i]
 
     slow = Slow()
     batch_stream = stream(slow, make_mesh(1, 1, 4, 2), prefetch_steps=1000)
@@ -129,46 +131,75 @@ def test_threads_end_with_the_iterator(rows, end: str):
     assert slow.num_built < 4000
 
 
-def test_errors_of_a_row_reach_the_caller():
+def test_batches_error_in_sequence_reaches_caller():
     class Broken:
         def __getitem__(self, i: int):
-            raise UserError(f"row {i} is gone")
+            raise UserError(f"sequence {i} is missing")
 
-    with pytest.raises(UserError, match="row 0 is gone"):
+    with pytest.raises(UserError, match="sequence 0 is missing"):
         next(stream(Broken(), make_mesh(1, 1, 4, 2)))
 
 
-def test_corpus_is_split_by_document(tmp_path: Path):
+def test_corpus_split_is_by_document_and_stable(tmp_path: Path):
     corpus = open_corpus(make_config(tmp_path))
     train, heldout = set(corpus.train.document_ids), set(corpus.heldout.document_ids)
     assert not train & heldout and len(train | heldout) == 40 and 3 <= len(heldout) <= 20
-    (tmp_path / "docs" / "new.txt").write_text("one more does not move the others")
+    (tmp_path / "docs" / "new.txt").write_text("an added document does not move the others")
     names = sorted(path.name for path in (tmp_path / "docs").iterdir())
     grown = open_corpus(make_config(tmp_path))
     old_ids = [d for d, name in enumerate(names) if name != "new.txt"]
     assert [old_ids.index(d) for d in grown.heldout.document_ids if d in old_ids] == sorted(heldout)
 
 
-def test_heldout_rows_do_not_depend_on_the_seed(tmp_path: Path):
+def test_corpus_heldout_does_not_depend_on_seed(tmp_path: Path):
     one, two = (open_corpus(make_config(tmp_path, seed=seed)) for seed in (1, 2))
     assert (one.heldout[0]["tokens"] == two.heldout[one.heldout.num_sequences]["tokens"]).all()
     assert any((one.train[i]["tokens"] != two.train[i]["tokens"]).any() for i in range(3))
 
 
-def test_fingerprint_changes_with_whatever_changes_the_rows(tmp_path: Path):
+def test_corpus_fingerprint_changes_with_sequences(tmp_path: Path):
     configs = [{}, {"seed": 1}, {"seq_len": 32}, {"eval_fraction": 0.3}, {"prefetch_steps": 9}]
     fingerprints = [open_corpus(make_config(tmp_path, **changes)).fingerprint for changes in configs]
     assert len(set(fingerprints)) == 4 and fingerprints[0] == fingerprints[4]
 
 
-@pytest.mark.parametrize("eval_fraction, counts", [(0.0, "40 documents to train on and 0"), (1.0, "0 documents to")])
-def test_a_side_without_documents(tmp_path: Path, eval_fraction: float, counts: str):
-    with pytest.raises(UserError, match=f"data.eval_fraction {eval_fraction} leaves {counts}"):
-        open_corpus(make_config(tmp_path, eval_fraction=eval_fraction))
+def test_corpus_fingerprint_equals_earlier_version(tmp_path: Path):
+    """Checkpoints store it: a change would report other data for every run that is resumed."""
+    fingerprint = open_corpus(make_config(tmp_path)).fingerprint
+    assert fingerprint == "168e1d23680e1d10c17de2fea2b38fb9bd9cdf1b28fa4d3134422b739800b24a"
+
+
+def test_corpus_sizes_cover_all_documents(tmp_path: Path):
+    corpus = open_corpus(make_config(tmp_path))
+    assert corpus.train.num_documents + corpus.heldout.num_documents == 40
+    num_bytes = sum(path.stat().st_size for path in (tmp_path / "docs").iterdir())
+    assert corpus.train.num_tokens + corpus.heldout.num_tokens == num_bytes + 40  # and 40 end-of-document tokens
+    assert corpus.warnings == ()
+
+
+@pytest.mark.parametrize("eval_fraction", [0.0, 1.0])
+def test_corpus_invalid_eval_fraction_is_refused(tmp_path: Path, eval_fraction: float, monkeypatch):
+    config = make_config(tmp_path, eval_fraction=eval_fraction)
+    monkeypatch.setattr("jaxlc.data.loader.open_store", None)  # it is refused before anything is tokenized
+    with pytest.raises(UserError, match=f"invalid value {eval_fraction} for data.eval_fraction: expected more than 0"):
+        open_corpus(config)
+
+
+def test_corpus_single_file_can_be_trained_on(tmp_path: Path):
+    (tmp_path / "big.txt").write_bytes(b"one large document " * 500 + b"\xff")
+    corpus = open_corpus(make_config(tmp_path, sources=(str(tmp_path / "big.txt"),) * 2))
+    assert (corpus.train.num_tokens, corpus.heldout.num_tokens) == (7126, 2376)
+    assert corpus.heldout.num_sequences == 99
+    assert corpus.warnings == (
+        "data.sources list 1 files more than once; each file is used once per epoch",
+        "1 of 1 documents are not valid UTF-8 (1 invalid characters, first in 'big.txt'); convert them to UTF-8",
+        "data.eval_fraction holds out all or none of 1 documents; the last 2,376 tokens of the longest document are"
+        " held out instead",
+    )
 
 
 _PROCESS = """
-import sys
+import os, sys
 from pathlib import Path
 import jax, numpy as np
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], num_processes=2, process_id=int(sys.argv[3]))
@@ -176,54 +207,45 @@ sys.path[:0] = [sys.argv[4]]
 import test_loader as t
 
 class Counted:
-    asked = set()
+    indices = set()
     def __getitem__(self, i):
-        self.asked.add(i)
-        return rows[i]
+        self.indices.add(i)
+        return train[i]
 
-rows = t.open_corpus(t.make_config(Path(sys.argv[1]))).train
-for shape, num_sequences in (((2, 1, 4, 1), 4), ((1, 1, 8, 1), 8)):  # each its own rows; both a half of each row
-    Counted.asked = set()
-    order = t.zigzag_order(t.S, 4)
-    batch = next(t.stream(Counted(), t.make_mesh(*shape), sequence_order=order, prefetch_steps=0))
-    expected = t.expected_step(rows, 0)
-    assert len(Counted.asked) == num_sequences, Counted.asked
+config = t.make_config(Path(sys.argv[1]))
+train = t.open_corpus(config).train  # both processes tokenize at the same time
+for shape, num_sequences in (((2, 1, 4, 1), 4), ((1, 1, 8, 1), 8)):  # each its own sequences; each a half of all
+    Counted.indices = set()
+    batch = next(t.stream(Counted(), t.make_mesh(*shape), prefetch_steps=0))
+    expected = t.expected_step(train, 0)
+    assert len(Counted.indices) == num_sequences, Counted.indices
     for name, array in batch.items():
         assert len(array.addressable_shards) == 4
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(shard.data, expected[name][shard.index])
-print("equal")
+print("equal", train.store.fingerprint)
+left_open = t.stream(train, t.make_mesh(2, 1, 4, 1), prefetch_steps=2)
+next(left_open)
 """
 
 
-def test_two_processes_hold_the_pieces_of_one(tmp_path: Path, monkeypatch):
+def test_two_processes_share_cache_and_hold_their_shards(tmp_path: Path, monkeypatch):
+    """Both tokenize the corpus at the same time. They end although a stream is left open, and although absl's flags are
+    never parsed and the command line has a flag of its own, as in a notebook."""
     import portpicker
 
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    open_corpus(make_config(tmp_path))
-    here = str(Path(__file__).parent)
+    config = make_config(tmp_path)
+    directory = str(Path(__file__).parent)
     command = [sys.executable, "-c", _PROCESS, str(tmp_path), str(portpicker.pick_unused_port())]
     processes = [
-        subprocess.Popen([*command, str(i), here], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(i), directory, "--config=x.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for i in range(2)
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
-    assert [stdout for stdout, _ in outputs] == ["equal\n"] * 2, outputs
-
-
-_UNPARSED_FLAGS = """
-import sys
-from pathlib import Path
-import test_loader as t
-batch = next(t.stream(t.open_corpus(t.make_config(Path(sys.argv[1]))).train, t.make_mesh(1, 1, 4, 2)))
-print(batch["tokens"].shape)
-"""
-
-
-def test_a_notebook_needs_no_flags_and_ends_in_time(tmp_path: Path, monkeypatch):
-    """absl's flags are never parsed here, the command line has a flag of its own, the stream is left open."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[2]}")
-    command = [sys.executable, "-c", _UNPARSED_FLAGS, str(tmp_path), "--config=x.py"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stdout) == (0, "(2, 4, 24)\n"), result.stderr
+    fingerprint = open_corpus(config).train.store.fingerprint
+    assert [stdout for stdout, _ in outputs] == [f"equal {fingerprint}\n"] * 2, outputs
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert len(list(Path(config.cache_dir).iterdir())) == 2  # the temporary files of both are gone

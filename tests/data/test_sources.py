@@ -9,21 +9,20 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sources import list_files, read_documents, split_hash
 
 
 def documents_of(*sources: str, text_field: str = "text") -> dict[str, bytes]:
-    config = DataConfig(sources=tuple(map(str, sources)), text_field=text_field)
-    read = [document for file in list_files(config) for document in read_documents(file, text_field)]
+    files, _ = list_files([str(source) for source in sources])
+    read = [document for file in files for document in read_documents(file, text_field)]
     assert len({document.name for document in read}) == len(read)
     return {document.name: document.text for document in read}
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """One file of each kind, among files that are no documents."""
+    """One file of each type, and files that are not documents."""
     (tmp_path / "sub" / ".git").mkdir(parents=True)
     (tmp_path / "sub" / "__pycache__").mkdir()
     for name in ("a.txt", "sub/b.py", "sub/c.md", "sub/d.rst"):
@@ -40,7 +39,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_format(corpus: Path):
+def test_read_documents_every_format_is_read(corpus: Path):
     documents = documents_of(corpus)
     texts = {name: f"text of {name} \xff".encode("latin-1") for name in ("a.txt", "sub/b.py", "sub/c.md", "sub/d.rst")}
     lines = {"g.jsonl:1": "née".encode(), "g.jsonl:4": b"lone ?", "h.jsonl.gz:1": b"zipped"}
@@ -49,28 +48,30 @@ def test_every_format(corpus: Path):
     assert list(documents) == sorted(documents, key=lambda name: (name.partition(":")[0], len(name), name))
 
 
-def test_files_globs_and_overlaps(corpus: Path):
+def test_list_files_overlapping_sources_list_files_once(corpus: Path):
     assert list(documents_of(corpus / "a.txt")) == ["a.txt"]
     assert list(documents_of(f"{corpus}/**/*.md")) == ["sub/c.md"]
     assert list(documents_of(f"{corpus}/sub/*")) == ["b.py", "c.md", "d.rst"]
     overlapping = (corpus / "sub", corpus / "sub" / "b.py", f"{corpus}/sub/*.py")
     assert list(documents_of(*overlapping)) == ["b.py", "c.md", "d.rst"]
+    assert list_files([str(source) for source in overlapping]).num_duplicates == 2
+    assert list_files([str(corpus)]).num_duplicates == 0
 
 
-def test_text_field(tmp_path: Path):
+def test_read_documents_text_field_is_used(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"body": "long"}\n')
     assert documents_of(tmp_path, text_field="body") == {"a.jsonl:1": b"long"}
 
 
-def test_python_stdlib():
-    files = {file.name: file for file in list_files(DataConfig())}
+def test_list_files_python_stdlib_lists_library():
+    files = {file.name: file for file in list_files(["python-stdlib"]).files}
     assert len(files) > 500 and list(files) == sorted(files)
     assert files["json/decoder.py"].path == Path(sysconfig.get_paths()["stdlib"], "json", "decoder.py").resolve()
     assert all(name.endswith(".py") and "site-packages" not in name for name in files)
 
 
-def test_split_hash_depends_on_the_name_alone():
-    assert split_hash("json/decoder.py") == 0.2311742724437984  # frozen: a change would move documents across the split
+def test_split_hash_is_stable_and_uniform():
+    assert split_hash("json/decoder.py") == 0.2311742724437984  # must not change: documents would move across the split
     hashes = [split_hash(f"document {i}") for i in range(2000)]
     assert min(hashes) >= 0 and max(hashes) < 1
     assert sum(value < 0.25 for value in hashes) == pytest.approx(500, abs=60)
@@ -79,41 +80,57 @@ def test_split_hash_depends_on_the_name_alone():
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.jsonl", b'{"text": "fine"}\n{"text": 7}\n', r"a.jsonl:2 has no text in the field 'text' .*data.text_field"),
-        ("a.jsonl", b'{"body": "x"}\n', r"its fields are \['body'\]"),
-        ("a.jsonl", b'["text"]\n', r"a.jsonl:1 has no text"),
-        ("a.jsonl", b"{text}\n", r"line 1 of .*a.jsonl' is not JSON"),
-        ("a.jsonl", b'{"text": "\xff"}\n', r"line 1 of .*a.jsonl' is not JSON"),
-        ("a.jsonl.gz", b"not gzip", r"cannot read .*a.jsonl.gz"),
+        (
+            "a.jsonl",
+            b'{"text": "fine"}\n{"text": 7}\n',
+            r"a.jsonl:2: the field 'text' is a int, expected text; fix .*data.text_field",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": null}\n',
+            r"/a.jsonl:1: the field 'text' is null, expected text; fix or remove this record",
+        ),
+        (
+            "a.jsonl",
+            b'{"body": "x"}\n',
+            r"a.jsonl:1: no field 'text' \(the fields are \['body'\]\); set data.text_field",
+        ),
+        ("a.jsonl", b'["text"]\n', r"a.jsonl:1: expected a JSON object, not a list; fix or remove this line"),
+        ("a.jsonl", b"{text}\n", r"/a.jsonl:1: invalid JSON \(.*\); fix or remove this line"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"/a.jsonl:1: invalid JSON"),
+        ("a.jsonl.gz", b"not gzip", r"cannot read .*a.jsonl.gz' \(.*\); fix it or remove it from data.sources"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "cut"}\n' * 99, mtime=0)[:-12], r"cannot read .*a.jsonl.gz"),
-        ("a.parquet", b"not parquet", r"a.parquet' is not a Parquet file"),
-        ("a.bin", b"", r"holds no file that ends in .txt"),
+        ("a.parquet", b"not parquet", r"cannot read .*a.parquet' as Parquet .*; fix it or remove it from data.sources"),
+        ("a.bin", b"", r"contains no file with a supported suffix \(.txt"),
     ],
 )
-def test_unreadable_files(tmp_path: Path, name: str, content: bytes, message: str):
+def test_read_documents_invalid_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as error:
         documents_of(tmp_path)
+    assert "\n" not in str(error.value)
 
 
-def test_parquet_without_the_field_or_with_nulls(tmp_path: Path):
+def test_read_documents_parquet_without_text_is_refused(tmp_path: Path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a.parquet:2 has no text"):
+    with pytest.raises(UserError, match=r"a.parquet:2: the field 'text' is null"):
         documents_of(tmp_path)
-    with pytest.raises(UserError, match=r"no text in the field 'body' \(its fields are \['text'\]\)"):
+    with pytest.raises(UserError, match=r"a.parquet: no field 'body' \(the fields are \['text'\]\)"):
         documents_of(tmp_path, text_field="body")
 
 
-def test_parquet_without_pyarrow(corpus: Path, monkeypatch):
+def test_read_documents_without_pyarrow_says_install(corpus: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"jaxlc\[data\]"):
         documents_of(corpus / "i.parquet")
 
 
-def test_missing_sources(tmp_path: Path):
-    with pytest.raises(UserError, match=r"'/no/such/place', which does not exist"):
+def test_list_files_missing_source_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"'/no/such/place' does not exist; use"):
         documents_of("/no/such/place")
-    with pytest.raises(UserError, match=r"\*.txt' holds no file"):
+    with pytest.raises(UserError, match="'~no-such-user/place' does not exist"):
+        documents_of("~no-such-user/place")
+    with pytest.raises(UserError, match=r"\*.txt' contains no file"):
         documents_of(f"{tmp_path}/*.txt")
     os.symlink(tmp_path / "gone", tmp_path / "link.txt")
     with pytest.raises(UserError, match=r"cannot read .*link.txt"):

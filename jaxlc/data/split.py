@@ -1,0 +1,46 @@
+"""Splits a corpus into training and held-out documents."""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxlc.core.errors import UserError
+from jaxlc.data.store import TokenStore
+
+
+class Split(NamedTuple):
+    store: TokenStore  # that the ids refer to: with one more document if a document's tail is held out
+    train_ids: np.ndarray  # int64 [training documents]
+    heldout_ids: np.ndarray  # int64 [held-out documents]
+    tail_tokens: int  # length of the held-out tail; 0 if entire documents are held out
+
+
+def split_documents(store: TokenStore, eval_fraction: float) -> Split:
+    """Holds out the documents whose split hash is below `eval_fraction`, 0 < eval_fraction < 1.
+
+    The hash depends only on a document's name, so adding documents does not move others across the split. If it puts
+    all documents on one side, as with a single large document, the last `eval_fraction` of the longest document is
+    held out instead. It becomes a document of its own, so training never predicts its tokens.
+
+    Raises:
+      UserError: the longest document is too short to hold out its tail.
+    """
+    is_heldout = store.split_hashes < eval_fraction
+    if is_heldout.any() and not is_heldout.all():
+        return Split(store, np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout), 0)
+    lengths = np.diff(store.offsets)
+    longest = int(lengths.argmax())
+    tail_tokens = math.ceil(lengths[longest] * eval_fraction)
+    if min(tail_tokens, lengths[longest] - tail_tokens) < 2:  # one token to predict, and one to predict it from
+        raise UserError(
+            f"data.sources contain too little text to hold out data.eval_fraction={eval_fraction}: {len(lengths)}"
+            f" documents, the longest of {lengths[longest]} tokens; add documents or change data.eval_fraction"
+        )
+    store = replace(
+        store,
+        offsets=np.insert(store.offsets, longest + 1, store.offsets[longest + 1] - tail_tokens),
+        split_hashes=np.insert(store.split_hashes, longest, store.split_hashes[longest]),
+    )
+    return Split(store, np.delete(np.arange(store.num_documents), longest + 1), np.array([longest + 1]), tail_tokens)
