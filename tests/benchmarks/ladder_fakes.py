@@ -1,4 +1,4 @@
-"""What the memory ladder's cases cost in tests, in place of compiling. Imports no jax: processes import this anew."""
+"""Replacements for the compilation of memory cases. Imports no jax, since every process imports this module."""
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
@@ -7,7 +7,8 @@ GIB = 2**30
 
 
 def planned(config: Config) -> dict:
-    """10 GiB, and 40 GiB for every 2^20 tokens of a GPU; layers' inputs go to the host. Groups take a little more."""
+    """GPU memory is 10 GiB plus 40 GiB per 2^20 tokens of a GPU, 5% more per extra layer of a group. Host memory holds
+    the layer inputs, one per group."""
     num_gpus, tokens, groups = config.mesh.num_devices, config.data.seq_len, config.memory.layers_per_remat_group
     device = 10 * GIB + 40 * GIB * tokens / num_gpus / 2**20 * (1 + 0.05 * (groups - 1))
     host = 90 * GIB + 8192 * 32 / groups * tokens / max(1, num_gpus // 8)

@@ -1,28 +1,30 @@
-"""The search for the longest rows, the steps that are compared, and the tables; what they compile is faked."""
+"""The memory tables: the search for the maximum sequence length, the cases, and the plot. Compilation is faked."""
 
 from collections.abc import Callable
 
 import pytest
 
-from benchmarks import memory_ladder, memory_ladder_page
-from benchmarks.memory_ladder import Case
+from benchmarks import memory_cases, memory_ladder
+from benchmarks.memory_cases import Case, MaxSeqLen
 from jaxlc.core.errors import UserError
 from jaxlc.sweep import runner
 from tests.benchmarks import ladder_fakes
+from tests.plots import record_figures
 
 
 def row(case: Case) -> dict:
-    """As `compile_cases` has it, without its processes."""
-    point = memory_ladder.point(case)
+    """The row of `compile_cases`, without its processes."""
+    point = memory_cases.point(case)
     return dict(layers_per_remat_group=1) | point.columns() | ladder_fakes.planned(point.config)
 
 
 def all_cases() -> list[Case]:
-    return [*memory_ladder.rungs(), *(case for rival in memory_ladder.baselines() for case in rival.ours)]
+    baselines = memory_cases.baselines()
+    return [*memory_cases.ablation(), *(case for baseline in baselines for case in baseline.ours)]
 
 
-def bent(n: int) -> dict:
-    """Fits up to 41: a straight line with an offset, and from 50 on a steeper one."""
+def piecewise_linear(n: int) -> dict:
+    """Fits up to 41: linear with an offset, and steeper from 50 on."""
     load = max(0.1 + 0.0218 * n, 0.1 * n - 3.81)
     host = dict(host_bytes_per_node=0, staging_bytes_per_node=0, host_usable_bytes_per_node=1)
     return dict(fits=load <= 1, device_peak_bytes=load, device_usable_bytes=1) | host
@@ -37,90 +39,97 @@ def counting(row_of: Callable[[int], dict], calls: list[int]) -> Callable[[int],
 
 
 @pytest.mark.parametrize("first", [1, 7, 41, 60])
-def test_the_largest_that_fits_is_found_in_few_tries(first):
+def test_largest_that_fits_needs_few_rows(first):
     calls = []
-    most, fits, beyond = memory_ladder.most_that_fit(counting(bent, calls), least=0, first=first)
-    assert most == 41 and fits == bent(41) and beyond == bent(42)
+    largest = memory_cases.largest_that_fits(counting(piecewise_linear, calls), least=0, first=first)
+    assert largest == (41, piecewise_linear(41), piecewise_linear(42))
     assert len(calls) == len(set(calls)) <= 6
-    assert memory_ladder.most_that_fit(bent, least=41, first=42) is None
+    assert memory_cases.largest_that_fits(piecewise_linear, least=41, first=42) is None
 
 
-@pytest.mark.parametrize("num_gpus, tokens, layers_per_remat_group, is_host_full_too", [
+@pytest.mark.parametrize("num_gpus, tokens, layers_per_remat_group, exceeds_host", [
     (1, 13 * 2**17, 1, False),
     (4, 4 * 6 * 2**18, 1, True),
-    (8, 8 * 6 * 2**18, 2, True),  # 3 x 2^18 with each layer's input on the host
+    (8, 8 * 6 * 2**18, 2, True),  # groups of 1 reach 3 x 2^18 per GPU
     (32, 32 * 6 * 2**18, 2, True),
 ])  # fmt: skip
-def test_layers_are_grouped_where_the_host_holds_back(num_gpus, tokens, layers_per_remat_group, is_host_full_too):
-    planned = []
+def test_max_seq_len_groups_layers_while_host_is_full(num_gpus, tokens, layers_per_remat_group, exceeds_host):
+    group_sizes = []
 
     def plan(case: Case) -> dict:
-        planned.append(case.settings["memory.layers_per_remat_group"])
+        group_sizes.append(case.settings["memory.layers_per_remat_group"])
         return row(case)
 
-    found = memory_ladder.longest(num_gpus, plan)
-    assert set(planned) == set(range(1, layers_per_remat_group + 1)) and len(planned) <= 4 * layers_per_remat_group
-    assert (found.fits["seq_len"], found.fits["layers_per_remat_group"]) == (tokens, layers_per_remat_group)
-    assert found.fits["fits"] and not found.beyond["fits"]
-    and_the_host = " and the host's memory" if is_host_full_too else ""
-    assert found.obstacle == f"the GPU's memory (bf16[1,2] 8.00 GiB){and_the_host}"
+    result = memory_cases.max_seq_len(num_gpus, plan)
+    assert set(group_sizes) == set(range(1, layers_per_remat_group + 1))
+    assert len(group_sizes) <= 4 * layers_per_remat_group
+    assert (result.fits["seq_len"], result.fits["layers_per_remat_group"]) == (tokens, layers_per_remat_group)
+    assert result.fits["fits"] and not result.too_long["fits"]
+    host = " and host memory" if exceeds_host else ""
+    assert result.bottleneck == f"GPU memory (bf16[1,2] 8.00 GiB){host}"
 
 
-def test_the_host_may_be_what_is_in_the_way(monkeypatch):
-    monkeypatch.setattr(memory_ladder, "_GROUP_SIZES", (1,))
-    found = memory_ladder.longest(8, row)
-    assert found.fits["seq_len"] == 8 * 3 * 2**18 and found.obstacle == "the host's memory"
+def test_max_seq_len_without_groups_host_is_bottleneck(monkeypatch):
+    monkeypatch.setattr(memory_cases, "_GROUP_SIZES", (1,))
+    result = memory_cases.max_seq_len(8, row)
+    assert result.fits["seq_len"] == 8 * 3 * 2**18 and result.bottleneck == "host memory"
 
 
-def test_gpus_that_hold_no_row_at_all_are_told():
-    with pytest.raises(UserError, match="1 GPUs do not even hold rows of 131072 tokens"):
-        memory_ladder.longest(1, lambda case: row(case) | dict(fits=False))
+def test_max_seq_len_nothing_fits_raises_user_error():
+    with pytest.raises(UserError, match="no sequence fits: even 131072 tokens exceed the memory of 1 GPUs"):
+        memory_cases.max_seq_len(1, lambda case: row(case) | dict(fits=False))
 
 
-def test_every_step_is_another_config_for_its_gpus():
+def test_cases_are_distinct_configs_that_use_all_gpus():
     cases = all_cases()
     for case in cases:
         domains, _, gpus = case.topology.partition(":")[2].partition("x")
-        assert memory_ladder.point(case).config.mesh.num_devices == int(domains) * int(gpus)
-    assert len({str(memory_ladder.point(case).config) for case in cases}) == len(cases)
+        assert memory_cases.point(case).config.mesh.num_devices == int(domains) * int(gpus)
+    assert len({str(memory_cases.point(case).config) for case in cases}) == len(cases)
 
 
-def test_tables_and_picture(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(memory_ladder, "compile_cases", lambda cases, out: [row(case) for case in cases])
-    memory_ladder_page.write(["rungs", "baselines", "longest"], [1, 8], tmp_path)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert len(lines) == 3 * 2 + len(all_cases()) + 2
-    assert all(line.startswith("| ") and line.endswith(" |") for line in lines)
-    assert "| 8 | 12,582,912 | 2 | ulysses | 73.0 | 70.0 | 1,626.0 | 90.0 |" in lines[-1]
-    assert (tmp_path / memory_ladder_page.PICTURE).stat().st_size > 10_000
+def test_write_prints_a_line_per_case(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(memory_cases, "compile_cases", lambda cases, out: [row(case) for case in cases])
+    memory_ladder.write(memory_ladder.TABLES, [8], tmp_path)
+    *tables, lengths = capsys.readouterr().out.strip().split("\n\n")
+    assert sum(len(table.splitlines()) - 2 for table in tables) == len(all_cases())
+    assert "| 8 | 12,582,912 | 2 | ulysses | 73.0 | 70.0 | 1,626.0 | 90.0 |" in lengths
 
 
-def test_rows_come_in_the_order_of_their_steps_and_are_made_once(tmp_path):
-    cases = [*memory_ladder.rungs()[1:3], memory_ladder.baselines()[2].ours[0]]
-    found = memory_ladder.compile_cases(cases, tmp_path, work=ladder_fakes.planned, num_workers=2)
-    assert [(each["remat"], each["topology"]) for each in found] == [
+def test_plot_shows_own_and_reported_lengths(tmp_path, monkeypatch):
+    figures = record_figures(monkeypatch)
+    results = {gpus: MaxSeqLen(dict(seq_len=gpus * 2**21), {}) for gpus in (1, 8)}
+    memory_ladder.plot_max_seq_len(results, tmp_path / memory_ladder.PLOT)
+    [axes] = figures[0].axes
+    ours, *reported = axes.lines
+    assert (list(ours.get_xdata()), list(ours.get_ydata())) == ([1, 8], [2**21, 2**24])
+    assert [line.get_label() for line in reported] == [f"{name}, reported" for name in memory_ladder.REPORTED]
+    assert axes.get_ylabel() == "sequence length, tokens" and (tmp_path / memory_ladder.PLOT).exists()
+
+
+def test_compile_cases_keeps_order_and_reuses_rows(tmp_path):
+    cases = [*memory_cases.ablation()[1:3], memory_cases.baselines()[2].ours[0]]
+    rows = memory_cases.compile_cases(cases, tmp_path, work=ladder_fakes.planned, num_workers=2)
+    assert [(row["remat"], row["topology"]) for row in rows] == [
         ("attention", "h100:1x8"), ("full", "h100:1x8"), ("full", "h100:8x8")
     ]  # fmt: skip
-    again = memory_ladder.compile_cases(cases[::-1], tmp_path, work=ladder_fakes.refuses)
-    assert [each["key"] for each in again] == [each["key"] for each in found[::-1]]
+    again = memory_cases.compile_cases(cases[::-1], tmp_path, work=ladder_fakes.refuses)
+    assert [row["key"] for row in again] == [row["key"] for row in rows[::-1]]
     assert len(runner.read_rows(tmp_path / runner.ROWS)) == 3
-
-
-def test_a_step_that_does_not_compile_is_an_error(tmp_path):
     with pytest.raises(UserError, match="`remat=none` on h100:1x8: too large"):
-        memory_ladder.compile_cases(memory_ladder.rungs()[:1], tmp_path, work=ladder_fakes.refuses)
+        memory_cases.compile_cases(memory_cases.ablation()[:1], tmp_path, work=ladder_fakes.refuses)
 
 
 @pytest.mark.parametrize("gpus", [["eight"], ["0"], ["12"], ["8", "3"], ["-8"]])
-def test_numbers_of_gpus_that_make_no_nodes(gpus):
-    with pytest.raises(UserError, match="is no number of GPUs here; use 1, 2, 4, or a multiple of 8"):
-        memory_ladder.numbers_of_gpus(gpus)
+def test_parse_num_gpus_invalid_raises_user_error(gpus):
+    with pytest.raises(UserError, match="for --gpus: expected 1, 2, 4, or a multiple of 8"):
+        memory_cases.parse_num_gpus(gpus)
 
 
-def test_numbers_of_gpus():
-    assert memory_ladder.numbers_of_gpus(["1", "4", "24"]) == [1, 4, 24]
+def test_parse_num_gpus_valid():
+    assert memory_cases.parse_num_gpus(["1", "4", "24"]) == [1, 4, 24]
 
 
-def test_a_table_that_there_is_not(tmp_path):
-    with pytest.raises(UserError, match="no table 'rung'; there are rungs, baselines, longest"):
-        memory_ladder_page.write(["rung"], [], tmp_path)
+def test_write_unknown_table_raises_user_error(tmp_path):
+    with pytest.raises(UserError, match="invalid 'memory' for --tables: expected ablation, baselines, max_seq_len"):
+        memory_ladder.write(["memory"], [], tmp_path)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import memory_ladder
+from benchmarks import memory_cases
 from jaxlc import plan
 from jaxlc.config import defaults
 from tests.plan.gpus import ignores_cache, needs_gpu_compiler
@@ -45,14 +45,14 @@ def test_large_models_and_long_rings(preset, topology, mesh):
     assert found.ring.hops == found.ring.hidden + found.ring.exposed > 0
 
 
-@pytest.mark.parametrize("rival, most_gib, most_seconds", list(zip(
-    memory_ladder.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
+@pytest.mark.parametrize("baseline, max_gib, max_seconds", list(zip(
+    memory_cases.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
 )))  # fmt: skip
-def test_less_memory_than_others(rival, most_gib, most_seconds):
-    """The last of our settings for each of their steps; what they counted: arguments and temporaries."""
-    case = rival.ours[-1]
-    found = plan.plan(memory_ladder.point(case).config, case.topology)
+def test_plan_baseline_cases_need_less_memory(baseline, max_gib, max_seconds):
+    """The last of our cases for each baseline; arguments and temporaries, as the baselines are measured."""
+    case = baseline.ours[-1]
+    found = plan.plan(memory_cases.point(case).config, case.topology)
     memory = found.memory
-    assert (memory.device_arguments_bytes + memory.device_temp_bytes) / 2**30 < most_gib
+    assert (memory.device_arguments_bytes + memory.device_temp_bytes) / 2**30 < max_gib
     assert memory.fits
-    assert most_seconds is None or found.predicted.step_seconds < most_seconds
+    assert max_seconds is None or found.predicted.step_seconds < max_seconds
