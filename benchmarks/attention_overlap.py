@@ -1,23 +1,51 @@
-"""What of attention's communication hides behind attention, read from the compiled step: a table for each strategy."""
+"""Communication/computation overlap of attention, read from the compiled training step: the tables of docs/overlap.md.
+
+    python -m benchmarks.attention_overlap
+    python -m benchmarks.attention_overlap --topologies=gb200:1x64 --seq_len=1048576
+
+Compiles two layers of Llama 3.1 8B ahead of time for every attention strategy.
+"""
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+from absl import app, flags
 
 from benchmarks.causal_work import causal_pairs, computed_pairs, document_pairs
-from jaxlc.config import Config, defaults, load
+from jaxlc import runtime
+from jaxlc.config import Config, RuntimeConfig, defaults, load
+from jaxlc.core.errors import UserError
 from jaxlc.hlo import Program, parse
 from jaxlc.hlo.attention_flops import flops_by_rank, imbalance
 from jaxlc.hlo.attention_hops import Hop, hops
 from jaxlc.hlo.op_names import PASSES, Pass
 from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
+from jaxlc.simulate.topology import topology as parse_topology
 from jaxlc.train.step import build_step
 
 STRATEGIES = ("ring", "hybrid", "ulysses", "all_gather")
 _PRODUCTS = {"forward": 2, "recomputation": 2, "backward": 5}  # matrix products over the head dim for each pair
+
+
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
+    topologies = ["h100:1x8", "h100:1x64", "h100:8x8"]
+    flags.DEFINE_list("topologies", topologies, "target GPUs: GPU:DOMAINSxGPUS", flag_values=values)
+    flags.DEFINE_integer("seq_len", 262_144, "sequence length over all GPUs", flag_values=values)
+
+
+def main(_) -> None:
+    values = flags.FLAGS
+    try:
+        runtime.start(RuntimeConfig())
+        topologies = [parse_topology(name) for name in values.topologies]
+        command = " ".join(["python -m benchmarks.attention_overlap", *sys.argv[1:]])
+        print(page(topologies, values.seq_len, command), end="")
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
 class CompiledStep(NamedTuple):
@@ -149,3 +177,8 @@ def _documents(num_tokens: int, contexts: Sequence[int]) -> Iterator[str]:
     documents = [*halves, num_tokens - sum(halves)]
     ratios = (imbalance(document_pairs(documents, context)) for context in contexts)
     yield "| each half of the previous one | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |"
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

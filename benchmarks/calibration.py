@@ -1,14 +1,24 @@
-"""The model of time against published runs: the nearest step that we can compile, predicted, over what was measured."""
+"""Compares estimated step times with published measurements: the table of docs/calibration.md.
+
+    python -m benchmarks.calibration
+
+For each published run it compiles the most similar training step that jaxlc supports, ahead of time, for the same GPUs.
+"""
 
 import dataclasses
+import os
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+from absl import app
 from jax.stages import Compiled
 
-from jaxlc.config import Config, defaults, load
+from jaxlc import runtime
+from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core import hardware
+from jaxlc.core.errors import UserError
 from jaxlc.core.flops import training_flops
 from jaxlc.hlo import parse
 from jaxlc.simulate.roofline import Roofline
@@ -159,3 +169,16 @@ _COLUMNS = (
     "compiled configuration", "estimated time by kind", "differences",
 )  # fmt: skip
 _HEADER = (f"| {' | '.join(_COLUMNS)} |", "| --- " * len(_COLUMNS) + "|")
+
+
+def main(_) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # also on machines with a GPU
+    try:
+        runtime.start(RuntimeConfig())
+        print(page("python -m benchmarks.calibration"), end="")
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main)

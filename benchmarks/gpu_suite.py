@@ -1,9 +1,15 @@
-"""What one GPU says of this project's claims: kernels against the oracle and against plain cuDNN, the cost of cutting a
-ring into steps, the workspaces that no compiler tells, and real training steps. Needs jax, flax, optax, numpy, absl and
-ml_collections; no data, no network.
+"""Validation and measurements on one GPU, under 8 minutes: prints one JSON object.
+
+    python scripts/gpu_suite.py > suite.json
+    python scripts/gpu_suite.py --dry_run
+
+It checks kernels against the reference implementation, compares them with jax.nn's cuDNN attention, and measures the
+overhead of ring steps, the workspaces of kernels and complete training steps. Needs jax, flax, optax, orbax, numpy,
+absl and ml_collections; no data, no network. --dry_run runs the same code on small shapes, on any device.
 """
 
 import functools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +17,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from absl import app, flags
 
 from benchmarks import ring_steps
+from jaxlc import runtime
 from jaxlc.attention import reference
 from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, Masks
-from jaxlc.config import defaults, load
+from jaxlc.config import RuntimeConfig, defaults, load
 from jaxlc.core import hardware
 from jaxlc.sweep import measure
 from jaxlc.sweep.timing import environment_info, seconds_of_calls
@@ -24,24 +32,24 @@ from jaxlc.sweep.timing import environment_info, seconds_of_calls
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How large everything is; the defaults fit an 80 GB GPU and 8 minutes."""
+    """Problem sizes. The defaults fit an 80 GB GPU and 8 minutes."""
 
     heads: tuple[int, int, int] = (32, 8, 128)  # N, K, H of Llama 3 8B
     dtype: str = "bfloat16"
     oracle_tokens: int = 1024
     kernel_tokens: tuple[int, ...] = (4096, 16_384, 65_536, 131_072)
-    portable_tokens: int = 16_384  # the longest that kernels in plain XLA are given
+    blockwise_max_tokens: int = 16_384  # kernel blockwise is skipped above this length
     ring_tokens: int = 131_072
     ring_ranks: int = 8
     workspace_tokens: tuple[int, ...] = (16_384, 65_536)
     preset: str = "llama3.2-1b"
     train_tokens: tuple[int, ...] = (8192, 32_768, 131_072)
     repeats: int = 3
-    budget_seconds: float = 450.0  # what has not begun by then is left out
+    budget_seconds: float = 450.0  # measurements that have not started by then are skipped
 
 
 DRY_RUN = Sizes(
-    heads=(4, 2, 16), dtype="float32", oracle_tokens=64, kernel_tokens=(64,), portable_tokens=64, ring_tokens=64,
+    heads=(4, 2, 16), dtype="float32", oracle_tokens=64, kernel_tokens=(64,), blockwise_max_tokens=64, ring_tokens=64,
     ring_ranks=4, workspace_tokens=(64,), preset="tiny", train_tokens=(64,), repeats=1,
 )  # fmt: skip
 
@@ -54,10 +62,10 @@ _MASKS = {  # name: (causal, window, packed)
 
 
 def run(sizes: Sizes) -> dict:
-    """All of it, what matters most first. A part that fails is a row that says why."""
+    """Runs all parts, the most important first. A measurement that fails gives a row with `error`."""
     deadline = time.monotonic() + sizes.budget_seconds
     parts = dict(
-        workspaces=_workspaces,  # before all else: the device tells only the most it has had in use since the start
+        workspaces=_workspaces,  # first: the device reports only the peak since the start of the process
         correctness=_correctness,
         ring_steps=_ring_steps,
         train_steps=_train_steps,
@@ -65,29 +73,29 @@ def run(sizes: Sizes) -> dict:
     )
     results = dict(environment_info())
     for name, part in parts.items():
-        results[name] = [_row(name, labels, measure, deadline) for labels, measure in part(sizes)]
+        results[name] = [_row(name, labels, measurement, deadline) for labels, measurement in part(sizes)]
     return results
 
 
-Part = Iterator[tuple[dict, Callable[[], dict]]]  # labels of a row, and what measures it
+Part = Iterator[tuple[dict, Callable[[], dict]]]  # labels of a row, and the function that measures the rest of it
 
 
-def _row(part: str, labels: dict, measure: Callable[[], dict], deadline: float) -> dict:
+def _row(part: str, labels: dict, measurement: Callable[[], dict], deadline: float) -> dict:
     if time.monotonic() > deadline:
-        return labels | dict(left_out="no time left")
+        return labels | dict(skipped="no time left")
     start_seconds = time.monotonic()
     try:
-        row = labels | measure()
-    except Exception as error:  # one kernel that does not run must not take the others' figures with it
+        row = labels | measurement()
+    except Exception as error:  # the other measurements must still run
         row = labels | dict(error=f"{type(error).__name__}: {str(error)[:300]}")
     print(f"{part} ({time.monotonic() - start_seconds:.1f} s): {row}", file=sys.stderr, flush=True)
     return row
 
 
 def _kernels(sizes: Sizes, num_tokens: int, window: int | None = None, packed: bool = False) -> list[str]:
-    """Names of the kernels that can do it on this device, within reason; the oracle is none."""
+    """Names of the kernels that support the problem on this device, without the reference."""
     device, (_, _, head_dim) = jax.devices()[0], sizes.heads
-    case = AttentionProblem(
+    problem = AttentionProblem(
         platform=device.platform,
         compute_capability=getattr(device, "compute_capability", None),
         dtype=sizes.dtype,
@@ -96,12 +104,12 @@ def _kernels(sizes: Sizes, num_tokens: int, window: int | None = None, packed: b
         window=window,
         implicit_positions=not packed,
     )
-    slow = {"reference"} if num_tokens <= sizes.portable_tokens else {"reference", "blockwise"}
-    return [name for name, each in KERNELS.items() if name not in slow and each.unsupported(case) is None]
+    slow = {"reference"} if num_tokens <= sizes.blockwise_max_tokens else {"reference", "blockwise"}
+    return [name for name, kernel in KERNELS.items() if name not in slow and kernel.unsupported(problem) is None]
 
 
 def _inputs(sizes: Sizes, num_tokens: int) -> tuple[jax.Array, ...]:
-    """Random (q, k, v, dout) of one row; zeros would flatter a GPU."""
+    """Random (q, k, v, dout), batch size 1. A GPU computes zeros faster than random numbers."""
     num_heads, num_kv_heads, head_dim = sizes.heads
     keys = jax.random.split(jax.random.key(0), 4)
     counts = (num_heads, num_kv_heads, num_kv_heads, num_heads)
@@ -109,13 +117,13 @@ def _inputs(sizes: Sizes, num_tokens: int) -> tuple[jax.Array, ...]:
 
 
 def _masks(num_tokens: int, packed: bool) -> Masks:
-    """Documents of half the row, a quarter and so on, and padding at the end."""
+    """Documents of half the sequence, a quarter and so on, and padding at the end."""
     if not packed:
         return Masks(None, None, None, None)
-    place = jnp.arange(num_tokens)
-    segments = jnp.minimum(jnp.floor(jnp.log2(num_tokens / (num_tokens - place))), 5).astype(jnp.int32) + 1
-    segments = jnp.where(place >= num_tokens - num_tokens // 32, 0, segments)
-    return Masks.of_row(place.astype(jnp.int32)[None], segments[None])
+    position = jnp.arange(num_tokens)
+    segments = jnp.minimum(jnp.floor(jnp.log2(num_tokens / (num_tokens - position))), 5).astype(jnp.int32) + 1
+    segments = jnp.where(position >= num_tokens - num_tokens // 32, 0, segments)
+    return Masks.of_row(position.astype(jnp.int32)[None], segments[None])
 
 
 def _both_passes(kernel: Kernel, spec: AttentionSpec, masks: Masks, q, k, v, dout):
@@ -124,15 +132,15 @@ def _both_passes(kernel: Kernel, spec: AttentionSpec, masks: Masks, q, k, v, dou
 
 
 def _correctness(sizes: Sizes) -> Part:
-    """Largest error of out, dq, dk and dv over the largest value, against the float32 oracle."""
+    """Largest error of out, dq, dk and dv relative to the largest value, against the float32 reference."""
 
     def measure(name: str, spec: AttentionSpec, masks: Masks) -> dict:
         inputs = _inputs(sizes, sizes.oracle_tokens)
         float32 = (x.astype(jnp.float32) for x in inputs)
-        with jax.default_matmul_precision("highest"):  # GPUs multiply float32 in fewer bits unless told
-            wanted = jax.jit(functools.partial(_both_passes, reference, spec, masks))(*float32)
-        got = jax.jit(functools.partial(_both_passes, KERNELS[name], spec, masks))(*inputs)
-        errors = [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(got, wanted)]
+        with jax.default_matmul_precision("highest"):  # the default on GPUs is TF32
+            expected = jax.jit(functools.partial(_both_passes, reference, spec, masks))(*float32)
+        actual = jax.jit(functools.partial(_both_passes, KERNELS[name], spec, masks))(*inputs)
+        errors = [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(actual, expected)]
         return dict(zip(("out", "dq", "dk", "dv"), errors))
 
     for mask, (causal, window, packed) in _MASKS.items():
@@ -143,15 +151,15 @@ def _correctness(sizes: Sizes) -> Part:
 
 
 def _rates(sizes: Sizes) -> Part:
-    """TFLOP/s of causal attention, forward and forward with backward, beside cuDNN called plainly."""
+    """TFLOP/s of causal attention, forward and forward with backward; for comparison also jax.nn's cuDNN attention."""
     for num_tokens in sizes.kernel_tokens:
-        contestants = {
+        candidates = {
             name: functools.partial(_both_passes, KERNELS[name], AttentionSpec(), _masks(num_tokens, packed=False))
             for name in _kernels(sizes, num_tokens)
         }
         if jax.devices()[0].platform == "gpu":
-            contestants["plain cudnn"] = _plain_cudnn
-        for name, both_passes in contestants.items():
+            candidates["jax.nn cudnn"] = _jax_nn_cudnn
+        for name, both_passes in candidates.items():
             yield dict(kernel=name, tokens=num_tokens), functools.partial(_rate, sizes, num_tokens, both_passes)
 
 
@@ -159,7 +167,7 @@ def _rate(sizes: Sizes, num_tokens: int, both_passes: Callable) -> dict:
     num_heads, _, head_dim = sizes.heads
     inputs = _inputs(sizes, num_tokens)
     forward_flops = 4.0 * num_heads * head_dim * num_tokens * (num_tokens + 1) / 2
-    forward = jax.jit(lambda *x: both_passes(*x)[0])  # XLA leaves out the backward, which nobody reads
+    forward = jax.jit(lambda *x: both_passes(*x)[0])  # XLA removes the unused backward
     forward_seconds = min(seconds_of_calls(forward, *inputs, repeats=sizes.repeats))
     both_seconds = min(seconds_of_calls(jax.jit(both_passes), *inputs, repeats=sizes.repeats))
     chip = hardware.find(jax.devices()[0].device_kind)
@@ -172,7 +180,7 @@ def _rate(sizes: Sizes, num_tokens: int, both_passes: Callable) -> dict:
     )
 
 
-def _plain_cudnn(q, k, v, dout):
+def _jax_nn_cudnn(q, k, v, dout):
     def attend(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
@@ -190,7 +198,7 @@ def _ring_steps(sizes: Sizes) -> Part:
 
 
 def _workspaces(sizes: Sizes) -> Part:
-    """Bytes that a kernel's backward takes beside operands, results and the program's temporaries, shortest first."""
+    """Bytes that a kernel's backward allocates in addition to operands, results and the program's temporaries."""
 
     def measure(name: str, num_tokens: int) -> dict:
         q, k, v, dout = _inputs(sizes, num_tokens)
@@ -227,3 +235,17 @@ def _train_steps(sizes: Sizes) -> Part:
         config.data.seq_len = num_tokens
         config.attention.document_mask = False
         yield dict(tokens=num_tokens), functools.partial(measure.measure_step, load(config), sizes.repeats)
+
+
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
+    flags.DEFINE_bool("dry_run", False, "small shapes, on any device", flag_values=values)
+
+
+def main(_) -> None:
+    runtime.start(RuntimeConfig())
+    print(json.dumps(run(DRY_RUN if flags.FLAGS.dry_run else Sizes()), indent=1))
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

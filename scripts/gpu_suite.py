@@ -1,25 +1,18 @@
-"""One command for a machine with one NVIDIA GPU: prints one JSON object of figures, under 8 minutes.
+"""Validation and measurements on one GPU, from a checkout without installation; see benchmarks/gpu_suite.py.
 
 python scripts/gpu_suite.py > suite.json
-python scripts/gpu_suite.py --dry_run        # the same code on small shapes, on any device
+python scripts/gpu_suite.py --dry_run
 """
 
-import json
+import sys
+from pathlib import Path
 
-from absl import app, flags
+from absl import app
 
-from jaxlc import runtime
-from jaxlc.config import RuntimeConfig
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "small shapes: shows that everything runs")
-
-
-def main(_) -> None:
-    runtime.start(RuntimeConfig())
-    from benchmarks import gpu_suite
-
-    print(json.dumps(gpu_suite.run(gpu_suite.DRY_RUN if _DRY_RUN.value else gpu_suite.Sizes()), indent=1))
-
+from benchmarks import gpu_suite  # noqa: E402
 
 if __name__ == "__main__":
-    app.run(main)
+    gpu_suite.define_flags()
+    app.run(gpu_suite.main)
