@@ -1,5 +1,5 @@
 """Cases of the memory tables: an ablation of config.memory, baselines of other trainers, and the search for the maximum
-sequence length. Each case is the training step of Llama 3 8B, AOT-compiled for H100s."""
+sequence length. Each case is the training step of Llama 3.1 8B, AOT-compiled for H100s."""
 
 import functools
 import os
@@ -62,7 +62,7 @@ class MaxSeqLen(NamedTuple):
 
 
 def base() -> Config:
-    """Llama 3 8B. One document per sequence, the common case of long sequences, so that cuDNN attention is used."""
+    """Llama 3.1 8B. One document per sequence, the common case of long sequences, so that cuDNN attention is used."""
     config = defaults()
     config.model.preset = "llama3.1-8b"
     config.attention.document_mask = False

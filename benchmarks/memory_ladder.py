@@ -128,7 +128,7 @@ def plot_max_seq_len(results: dict[int, MaxSeqLen], path: Path) -> None:
     ticks = [2**power for power in range(19, 27)]
     axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set(xlabel="H100s with 80 GB, 8 per node with 2 TiB", ylabel="sequence length, tokens")
-    axes.set_title("Llama 3 8B, full training with AdamW: maximum sequence length", loc="left", fontsize=10)
+    axes.set_title("Llama 3.1 8B, full training with AdamW: maximum sequence length", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=_GRID_COLOR, linewidth=0.6)
     axes.set_axisbelow(True)
