@@ -1,11 +1,11 @@
-"""The transports of ring hops between GPUs, and their requirements. Imports jax inside functions only.
+"""How attention's hops travel between GPUs, and what each way needs. Imports no jax but inside functions.
 
-    nccl       send and receive; supported everywhere
-    nvshmem    a put into the neighbour's symmetric heap; only in the XLA of JAX 0.10.1 and older
-    symmetric  NCCL's put and signal into registered memory; the replacement in newer XLA
+    nccl       send and receive: works everywhere
+    nvshmem    a put into the neighbour's symmetric heap; only in the XLA of jax 0.10.1 and older
+    symmetric  NCCL's own put and signal into registered memory; what newer XLA has instead
     peer       copy engines, between the GPUs of one process
 
-XLA may ignore the requested transport, so `jaxlc.train.verify_compiled` reads it from the compiled program.
+What a compiled program uses is read from it afterwards (`jaxlc.train.verify_compiled`): XLA takes these as wishes.
 """
 
 import ctypes
@@ -21,9 +21,9 @@ from jaxlc.core.errors import UserError
 from jaxlc.runtime.plugin import Version, check_plugin, xla_version
 from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, NVSHMEM_OPTION, users_options
 
-# The order of preference of "auto" with several processes. With one process, hops stay within the node: NCCL.
+# What "auto" tries between processes. The one of a single process stays with NCCL: its hops never leave the node.
 _BY_SPEED = ("nvshmem", "symmetric", "nccl")
-# With an older NCCL, XLA reports "Put requires NCCL >= 2.29.0".
+# XLA's own words where an older one is loaded: "Put requires NCCL >= 2.29.0".
 _FIRST_NCCL_WITH_PUT = (2, 29)
 _NCCL = "libnccl.so.2"
 _NVSHMEM = "libnvshmem_host.so.3"  # the name that XLA loads
@@ -31,18 +31,18 @@ _NVSHMEM_BOOTSTRAP = "nvshmem_bootstrap_uid.so.3"
 
 
 class Place(NamedTuple):
-    """Everything that the selection of a transport depends on."""
+    """All that a choice of transport may depend on."""
 
     num_processes: int
     devices_per_process: int
-    xla_version: Version  # of the GPU plugin
-    nccl_version: Version | None  # None: not installed
-    has_nvshmem: bool  # the library is installed
-    is_nvshmem_started: bool  # JAX was started with it, which determines XLA's allocator for its buffers
+    xla_version: Version  # of the GPU plugin, which is jax's own
+    nccl_version: Version | None  # None: there is none
+    has_nvshmem: bool  # the library
+    is_nvshmem_started: bool  # JAX was started for it: XLA chooses the allocator of its buffers then
 
 
 class TransportSelection(NamedTuple):
-    """The selected transport and the reason for the selection."""
+    """A transport, and a sentence that says why this one."""
 
     name: str
     reason: str
@@ -50,32 +50,32 @@ class TransportSelection(NamedTuple):
 
 
 def choose(config: RuntimeConfig, devices: Sequence) -> TransportSelection | None:
-    """Selects the transport of a program for `devices` (`jax.Device`, possibly absent); None on CPU.
+    """The transport of a program for `devices`, of `jax.Device`, which need not be here; None on CPU.
 
     Raises:
-      UserError: the transport that the config names is unsupported, with the reason.
+      UserError: the one that the config names cannot be used; says why.
     """
     if devices[0].platform == "gpu":
         check_plugin()
         return choose_for(config.transport, place_of(devices))
     if config.transport != "auto" and not config.simulated_devices:
         raise UserError(
-            f"config.runtime.transport={config.transport!r} needs GPUs, but the devices are"
-            f" {devices[0].platform}: use --config.runtime.transport=auto"
+            f"config.runtime.transport={config.transport!r} is for GPUs, and the devices here are of"
+            f" {devices[0].platform}; use --config.runtime.transport=auto"
         )
     return None
 
 
 def choose_for(name: str, place: Place) -> TransportSelection:
-    """Resolves `name` at `place`: a named transport never falls back; "auto" reports why it skipped faster ones.
+    """What `name` means at `place`: a named transport never falls back; "auto" says why faster ones declined.
 
     Raises:
-      UserError: the named transport is unsupported at `place`.
+      UserError: the named transport cannot be used at `place`.
     """
     if name != "auto":
         limit = unavailable(name, place)
         if limit is not None:
-            raise UserError(f"config.runtime.transport={name!r} is unsupported: {limit}")
+            raise UserError(f"config.runtime.transport={name!r} cannot be used: {limit}")
         return TransportSelection(name, "named in the config", is_auto=False)
     if place.num_processes == 1:
         return TransportSelection("nccl", "auto; one process", is_auto=True)
@@ -86,52 +86,52 @@ def choose_for(name: str, place: Place) -> TransportSelection:
 
 
 def unavailable(name: str, place: Place) -> str | None:
-    """The reason why transport `name` is unsupported at `place`, with a remedy; None if it is supported."""
+    """Why transport `name` cannot be used at `place`, and what to do about it; None if it can."""
     version = ".".join(map(str, place.xla_version))
     if name == "nvshmem":
         if place.xla_version > LAST_XLA_WITH_NVSHMEM:
-            return f'the XLA of JAX {version} no longer has NVSHMEM; JAX 0.10.1 does: pip install "jaxlc[nvshmem]"'
+            return f'the XLA of jax {version} does not have NVSHMEM any more, 0.10.1 does: pip install "jaxlc[nvshmem]"'
         if place.devices_per_process > 1:
-            return f"NVSHMEM needs one process per GPU, but one process has {place.devices_per_process} GPUs"
+            return f"NVSHMEM needs a process for each GPU, and here are {place.devices_per_process} GPUs in one"
         if not place.has_nvshmem:
-            return f"{_NVSHMEM} not found: pip install nvidia-nvshmem-cu12"
+            return f"there is no {_NVSHMEM} here: pip install nvidia-nvshmem-cu12"
         if not place.is_nvshmem_started:
             return (
-                "JAX has already started without NVSHMEM: restart Python (in a notebook, the kernel), call"
-                " jaxlc.runtime.start(config.runtime) first, and do not disable NVSHMEM in XLA_FLAGS"
+                "JAX has started without it; restart Python (in a notebook, the kernel) and call"
+                " jaxlc.runtime.start(config.runtime) first, without NVSHMEM turned off in XLA_FLAGS"
             )
     elif name == "symmetric":
         if place.nccl_version is None:
-            return f"{_NCCL} not found: pip install nvidia-nccl-cu12"
+            return f"there is no {_NCCL} here: pip install nvidia-nccl-cu12"
         if place.nccl_version < _FIRST_NCCL_WITH_PUT:
-            installed = ".".join(map(str, place.nccl_version))
-            return f"its puts need NCCL 2.29 or newer, found {installed}: pip install --upgrade nvidia-nccl-cu12"
+            found = ".".join(map(str, place.nccl_version))
+            return f"its puts need NCCL 2.29, and here is {found}: pip install --upgrade nvidia-nccl-cu12"
     elif name == "peer" and place.num_processes > 1:
-        return f"peer copies need a single process, but there are {place.num_processes}: use 'symmetric' or 'nccl'"
+        return f"peer copies work within one process, and there are {place.num_processes}; use 'symmetric' or 'nccl'"
     return None
 
 
 def place_of(devices: Sequence) -> Place:
-    """Where a program for `devices` will run. For absent GPUs, all libraries are assumed to be installed."""
+    """Where a program for `devices` is to run. Of GPUs that are not here, all libraries are taken to be there."""
     import jax
 
     num_devices = Counter(device.process_index for device in devices)
-    are_attached = devices[0] in jax.devices()
+    are_here = devices[0] in jax.devices()
     return Place(
         num_processes=len(num_devices),
         devices_per_process=max(num_devices.values()),
         xla_version=xla_version(),
-        nccl_version=nccl_version() if are_attached else _FIRST_NCCL_WITH_PUT,
-        has_nvshmem=not are_attached or _find_library("nvshmem", _NVSHMEM) is not None,
-        is_nvshmem_started=not are_attached or users_options(os.environ).get(NVSHMEM_OPTION) in ("true", "1"),
+        nccl_version=nccl_version() if are_here else _FIRST_NCCL_WITH_PUT,
+        has_nvshmem=not are_here or _find_library("nvshmem", _NVSHMEM) is not None,
+        is_nvshmem_started=not are_here or users_options(os.environ).get(NVSHMEM_OPTION) in ("true", "1"),
     )
 
 
 def prepare(config: RuntimeConfig, environment: dict[str, str]) -> None:
-    """Sets the environment of NVSHMEM and XLA if NVSHMEM is requested and supported. Call it before JAX starts.
+    """Writes what NVSHMEM and XLA read at their start, where NVSHMEM is wanted and can be used; before JAX starts.
 
-    The compile option alone would produce programs whose buffers are in NCCL's memory, because XLA chooses the
-    allocator from XLA_FLAGS when it opens the device. Variables that the user has set take precedence.
+    As a compile option alone it would lead to programs whose buffers lie in NCCL's memory: XLA chooses the allocator
+    when it opens the device, and looks into XLA_FLAGS for that. What the user has set stays, and wins.
     """
     library = _find_library("nvshmem", _NVSHMEM)
     place = Place(
@@ -142,20 +142,20 @@ def prepare(config: RuntimeConfig, environment: dict[str, str]) -> None:
         has_nvshmem=library is not None,
         is_nvshmem_started=True,
     )
-    is_requested = config.transport == "nvshmem" or (config.transport == "auto" and config.num_processes > 1)
-    if not is_requested or unavailable("nvshmem", place) is not None:
-        return  # `choose` reports the reason later, after the number of devices has been checked
+    is_wanted = config.transport == "nvshmem" or (config.transport == "auto" and config.num_processes > 1)
+    if not is_wanted or unavailable("nvshmem", place) is not None:
+        return  # of a named transport `choose` tells the reason, after the number of devices has been looked at
     if NVSHMEM_OPTION not in users_options(environment):
         environment["XLA_FLAGS"] = f"--{NVSHMEM_OPTION}=true {environment.get('XLA_FLAGS', '')}".strip()
     bootstrap = Path(library).with_name(_NVSHMEM_BOOTSTRAP)
-    if bootstrap.is_file():  # in the directory of a pip-installed library, which may not be in a search path
+    if bootstrap.is_file():  # beside a library of a pip package, where no search path need lead
         environment.setdefault("NVSHMEM_BOOTSTRAP_UID_PLUGIN", str(bootstrap))
     if config.nvshmem_heap_bytes:
         environment.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(config.nvshmem_heap_bytes))
 
 
 def nccl_version() -> Version | None:
-    """The version of the NCCL that XLA loads; None if it is not installed."""
+    """The version of the NCCL that XLA loads; None if there is none."""
     path = _find_library("nccl", _NCCL)
     if path is None:
         return None
@@ -165,7 +165,7 @@ def nccl_version() -> Version | None:
 
 
 def _find_library(package: str, name: str) -> str | None:
-    """The library in NVIDIA's pip package `nvidia.<package>`, else in the loader's path; None if in neither."""
+    """The library in NVIDIA's pip package `nvidia.<package>`, else where the loader looks; None: in neither."""
     spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec(f"nvidia.{package}")
     for directory in spec.submodule_search_locations if spec else ():
         path = Path(directory) / "lib" / name
@@ -179,7 +179,7 @@ def _find_library(package: str, name: str) -> str | None:
 
 
 def _num_visible_gpus(environment: dict[str, str]) -> int:
-    """The number of GPUs visible to this process, as far as known before JAX starts."""
+    """GPUs that this process will see, as far as that can be told before JAX starts."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name])
