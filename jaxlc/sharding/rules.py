@@ -1,9 +1,8 @@
-"""Sharding rules: the mesh axes of each dimension of parameters and activations.
+"""Which mesh axes split which dimension: the rules, as data, and what follows from them.
 
-Parameters have two shardings. In storage they are split over fsdp, context and tensor; the fsdp and context ranks use
-the same weights (ZeRO-3, Rajbhandari et al. 2020). A layer gathers its weights over fsdp and context just before use,
-and they stay split over tensor (Megatron-LM, Shoeybi et al. 2019). A dimension is split over the largest subset of its
-axes that divides it.
+Parameters have two shardings. At rest they are also split over fsdp and context, whose ranks all use the same
+weights (ZeRO-3, Rajbhandari et al. 2020); a layer gathers its own just before use, and they stay split over tensor
+only (Shoeybi et al. 2019). A dimension is split over the largest subset of its axes that divides it.
 """
 
 import itertools
@@ -20,19 +19,19 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """The mesh axes of each parameter dimension in storage, and of each dimension of the activations."""
+    """Mesh axes of every parameter dimension at rest, and of the activations dimension by dimension."""
 
     model: Axes = WEIGHT_AXES  # D of every weight matrix
     heads: Axes = (TENSOR,)  # N of wq [D, N, H] and wo [N, H, D]
-    kv_heads: Axes = (TENSOR,)  # K of wk and wv [D, K, H]; replicated if tensor does not divide K
+    kv_heads: Axes = (TENSOR,)  # K of wk and wv [D, K, H]; whole on every rank where tensor does not divide K
     ffn: Axes = (TENSOR,)  # F of w_gate and w_up [D, F] and w_down [F, D]
     vocab: Axes = (TENSOR,)  # V of embedding [V, D] and head [D, V]
-    head_dim: Axes = ()  # H: attention needs all of it
+    head_dim: Axes = ()  # H: attention needs it whole
     layers: Axes = ()  # L: every rank runs every layer
-    norm: Axes = ()  # D or H of a norm's scale, a few kilobytes
+    norm: Axes = ()  # D or H of a norm's scale: a few kilobytes
 
     residual: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT, TENSOR), ())  # x_BTD between blocks
-    gathered: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT,), ())  # x_BTD, input of the matrix products
+    gathered: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT,), ())  # x_BTD as a block's matmuls read it
     heads_out: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT,), (TENSOR,), ())  # q_BTNH, k_BTKH, v_BTKH
     ffn_out: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT,), (TENSOR,))  # gate_BTF, up_BTF
 
@@ -40,19 +39,19 @@ class ShardingRules:
 RULES = ShardingRules()
 
 
-def storage_axes(name: str, rules: ShardingRules = RULES) -> Axes:
-    """The mesh axes that the rules assign to the parameter dimension `name` in storage."""
+def axes_at_rest(name: str, rules: ShardingRules = RULES) -> Axes:
+    """Mesh axes that the rules name for a parameter's dimension `name`."""
     return vars(rules)[name]
 
 
 def storage_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES) -> PartitionSpec:
-    """The sharding of a stored parameter with dimension names `dims`, such as ("model", "heads", "head_dim")."""
-    return _fit([storage_axes(name, rules) for name in dims], shape, mesh)
+    """How a parameter lies at rest. `dims` are the names of its dimensions, e.g. ("model", "heads", "head_dim")."""
+    return _fit([axes_at_rest(name, rules) for name in dims], shape, mesh)
 
 
 def compute_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES) -> PartitionSpec:
-    """The sharding of a parameter in a layer: gathered over fsdp and context, still split over tensor."""
-    in_use = [tuple(axis for axis in storage_axes(name, rules) if axis not in WEIGHT_AXES) for name in dims]
+    """How a layer uses a parameter: gathered over fsdp and context, still split over tensor."""
+    in_use = [tuple(axis for axis in axes_at_rest(name, rules) if axis not in WEIGHT_AXES) for name in dims]
     return _fit(in_use, shape, mesh)
 
 
@@ -62,7 +61,7 @@ def _fit(axes_of_dims, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 def _largest_divisor(axes: Axes, dim_size: int, mesh: Mesh) -> Axes | str | None:
-    """The PartitionSpec entry for the subset of `axes` with the largest product that divides `dim_size`."""
+    """The subset of `axes` with the largest product that divides dim_size, as a PartitionSpec's entry."""
     axes = [axis for axis in axes if mesh.shape[axis] > 1]
     subsets = [subset for length in range(len(axes) + 1) for subset in itertools.combinations(axes, length)]
     product = {subset: math.prod(mesh.shape[axis] for axis in subset) for subset in subsets}
@@ -72,23 +71,23 @@ def _largest_divisor(axes: Axes, dim_size: int, mesh: Mesh) -> Axes | str | None
 
 @dataclass(frozen=True)
 class Sharder:
-    """Applies the sharding rules to the weights and activations of a model. Models access the mesh only through it."""
+    """Puts a model's values where the rules say; the one thing about the mesh that a model is given."""
 
     mesh: Mesh
     rules: ShardingRules = RULES
-    weights_are_gathered: bool = False  # the caller has already applied `weight` to all parameters
-    weights_on_host: bool = False  # weights and their gradients are stored in host memory
+    weights_are_gathered: bool = False  # whoever holds this has called `weight` for all that it is asked about
+    weights_on_host: bool = False  # they rest there, and their gradients go there
 
     def fetched(self, params):
-        """Copies a tree of parameters to the device; the gradient is copied back to their memory space."""
+        """A tree of parameters on the device, while they are in use; its gradient goes to where they rest."""
         return jax.device_put(params, jax.memory.Space.Device) if self.weights_on_host else params
 
     def weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
-        """Casts a stored float32 parameter to `dtype`, then gathers it for use in a layer.
+        """A float32 parameter as a layer uses it: cast first and gathered after, so that the gather moves `dtype`.
 
-        The first constraint has no effect in the forward. In the backward it shards the gradient at once, so that the
-        sum over ranks becomes a reduce-scatter. The barrier keeps the cast before the gather: without it, XLA moved the
-        cast after the gather in the recomputation of a layer, and gathered float32.
+        The first constraint does nothing on the way in. On the way back it cuts the gradient to its piece at once,
+        and the sum over ranks becomes a reduce-scatter. The barrier keeps the cast before the gather: without it XLA
+        moved it behind, in the recomputation of a layer, and gathered float32.
         """
         if self.weights_are_gathered:
             return stored
@@ -100,7 +99,7 @@ class Sharder:
         return self._activation(x_BTD, self.rules.residual)
 
     def gathered(self, x_BTD: jax.Array) -> jax.Array:
-        # The barrier keeps a cast before the gather, as in `weight`.
+        # The barrier: as in `weight`, a cast before the gather stays before it.
         return self._activation(jax.lax.optimization_barrier(x_BTD), self.rules.gathered)
 
     def heads(self, x_BTNH: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The sharding table: the sharding of every parameter, and the dimensions that do not divide over their axes."""
+"""The sharding table: where every parameter lies, and what stayed whole although its rule would split it."""
 
 import math
 from collections.abc import Iterator
@@ -6,20 +6,18 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.sharding.rules import storage_axes, storage_spec
+from jaxlc.sharding.rules import axes_at_rest, storage_spec
 
 _HEADINGS = ("parameter", "shape", "dtype", "split over", "bytes/device", "")
 
 
 def sharding_table(abstract_params: dict, dims: dict, mesh: Mesh) -> str:
-    """Returns plain text: one line per parameter, and the totals.
-
-    A `!` marks a dimension that is not split over all of its axes, with the reason.
+    """Plain text, one line a parameter, and the totals. A `!` marks a dimension not split over all its axes, and why.
 
     Args:
       abstract_params: nested dict of arrays or `jax.ShapeDtypeStruct`s.
-      dims: the same tree with a tuple of dimension names for each parameter.
-      mesh: its devices may be absent.
+      dims: the same tree, a tuple of dimension names each.
+      mesh: may be of devices that are not here.
     """
     rows, num_params, global_bytes, device_bytes = [_HEADINGS], 0, 0, 0
     for path, param in jax.tree.leaves_with_path(abstract_params):
@@ -62,7 +60,7 @@ def _num_pieces(axes: tuple[str, ...], mesh: Mesh) -> int:
 
 
 def _piece(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one device's shard."""
+    """The shape of one device's part."""
     return tuple(size // _num_pieces(_axes(entry), mesh) for size, entry in zip(shape, spec))
 
 
@@ -72,16 +70,16 @@ def _spec_text(names: tuple[str, ...], spec: PartitionSpec) -> str:
 
 
 def _not_split(names: tuple[str, ...], shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Iterator[str]:
-    """Yields a reason for each dimension that is not split over all axes of its rule."""
+    """A reason for each dimension that is not split over all the axes its rule names."""
     for name, size, entry in zip(names, shape, spec):
-        rule = tuple(axis for axis in storage_axes(name) if mesh.shape[axis] > 1)
-        if _axes(entry) != rule:
-            product = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in rule)
+        wanted = tuple(axis for axis in axes_at_rest(name) if mesh.shape[axis] > 1)
+        if _axes(entry) != wanted:
+            product = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in wanted)
             yield f"! {name}={size} is not a multiple of {product}"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Pads the columns to equal width; numbers are right-aligned."""
+    """Columns of equal width; numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     numbers = _HEADINGS.index("bytes/device")
     for row in rows:

@@ -1,4 +1,4 @@
-"""Zigzag order: the permutation, its inverse, and equal causal work on all ranks."""
+"""Zigzag order: a permutation, its inverse, and the balance it exists for."""
 
 import numpy as np
 import pytest
@@ -7,22 +7,22 @@ from jaxlc.core.errors import UserError
 from jaxlc.sharding.layout import natural_order, zigzag_order
 
 
-def test_zigzag_order_two_ranks():
+def test_two_ranks_written_out():
     np.testing.assert_array_equal(zigzag_order(8, 2), [0, 1, 6, 7, 2, 3, 4, 5])
 
 
-def test_zigzag_order_one_rank_is_natural_order():
+def test_one_rank_is_the_natural_order():
     np.testing.assert_array_equal(zigzag_order(6, 1), np.arange(6))
 
 
 @pytest.mark.parametrize("context", [1, 2, 3, 4, 6, 8])
-def test_zigzag_order_has_inverse_and_equal_work(context):
+def test_inverse_and_balance(context):
     order = zigzag_order(48, context)
     np.testing.assert_array_equal(order[natural_order(order)], np.arange(48))
-    visible_keys = (order + 1).reshape(context, -1).sum(axis=1)  # causal: token t attends to t + 1 keys
+    visible_keys = (order + 1).reshape(context, -1).sum(axis=1)  # causal: token t sees t + 1 keys
     assert len(set(visible_keys)) == 1
 
 
-def test_zigzag_order_indivisible_length_raises():
-    with pytest.raises(UserError, match="invalid sequence length 10 .* expected a multiple of 2 x context = 8"):
+def test_a_length_that_does_not_split_is_named():
+    with pytest.raises(UserError, match="10 tokens does not split into 2 x 4 equal chunks; use a multiple of 8"):
         zigzag_order(10, 4)
