@@ -1,14 +1,14 @@
-"""The matrix products of a block with its weights: by `jnp.einsum`, or in 8 bits where a recipe says so.
+"""The matrix products of a block with its weights: `jnp.einsum`, or FP8 products.
 
-8 bits (Micikevicius et al. 2022, arXiv:2209.05433): both operands are scaled and rounded to e4m3, the gradient that
-comes back to e5m2, and all three products of a training step, x w, dout w^T and x^T dout, read these. Sums are float32
-within a product. A scale is one number for a whole tensor, over all ranks:
+FP8 (Micikevicius et al. 2022, arXiv:2209.05433): x and w are scaled and rounded to e4m3, dout to e5m2; all three
+products of a training step, x w, dout w^T and x^T dout, use the rounded operands and accumulate in float32. Scaling is
+per tensor, over all ranks:
 
-    current   from the largest value of the tensor itself, which costs a pass over it first;
-    delayed   from the largest value of so many steps before: of x, w and dout, for each product of each layer.
+    current   by the largest absolute value (amax) of the tensor itself, which costs an extra pass over it;
+    delayed   by the largest amax of the last steps, separately for x, w and dout of each product of each layer.
 
-Delayed scaling keeps state, and a model here has none that changes: `History` is an input beside the parameters, and
-what a step has seen leaves as its "gradient" (as in `flax.linen.fp8_ops`), to be put in its place.
+Delayed scaling needs state, and models are pure functions: `History` is an input like the parameters, and its
+"gradient" is its next value (as in `flax.linen.fp8_ops`).
 """
 
 import functools
@@ -22,31 +22,31 @@ from flax.linen.fp8_ops import compute_scale, get_fp8_max, quantize
 from jax import lax
 
 _E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-_X, _W, _DOUT = range(3)  # rows of a history
+_X, _W, _DOUT = range(3)  # indices into a history
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8:
-    """Which products are in 8 bits, and how they are scaled."""
+    """Which matrix products are in FP8, and how they are scaled."""
 
-    matmuls: tuple[str, ...]  # names in config.schema.MATMUL_NAMES; the others are in the dtype of their input
+    matmuls: tuple[str, ...]  # names in config.schema.MATMUL_NAMES; other products use the dtype of their input
     scaling: Literal["current", "delayed"]
-    history_steps: int  # of delayed scaling
-    bf16_layers: tuple[int, ...] = ()  # layers that have no product in 8 bits; negative: from the end
+    history_steps: int  # length of the amax history of delayed scaling
+    bf16_layers: tuple[int, ...] = ()  # layers without FP8 products; negative indices count from the end
 
 
 class History(nnx.Variable):
-    """float32 [products, 3, steps]: the largest |x|, |w| and |dout| of the steps before, the last one first. 0: none
-    yet. Its gradient is its next value."""
+    """float32 [products, 3, steps]: amax of x, w and dout in the previous steps, latest first; 0: no step yet. Its
+    gradient is its next value."""
 
 
 class IsBf16(nnx.Variable):
-    """float32 scalar: 1 in a layer of `Fp8.bf16_layers`, 0 in the others. An input beside the parameters; float, so
-    that it may be among what is differentiated."""
+    """float32 scalar: 1 in the layers of `Fp8.bf16_layers`, 0 in the others. An input like the parameters; a float, so
+    that it can be among the differentiated arguments."""
 
 
 class Matmuls(nnx.Module):
-    """The products of one block, by name."""
+    """The matrix products of one block, by name."""
 
     def __init__(self, fp8: Fp8 | None, *names: str):
         self.names = names
@@ -56,7 +56,7 @@ class Matmuls(nnx.Module):
         self.is_bf16 = IsBf16(jnp.zeros(()), dims=()) if fp8 is not None and fp8.bf16_layers else None
 
     def __call__(self, name: str, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        """einsum(subscripts, x, w) in x's dtype: over the last dimensions of x and the first of w."""
+        """einsum(subscripts, x, w) in the dtype of x; it contracts the last dimensions of x with the first of w."""
         assert name in self.names, name
         if name not in self.fp8_names:
             return jnp.einsum(subscripts, x, w)
@@ -67,7 +67,7 @@ class Matmuls(nnx.Module):
 
 
 def _num_contracted(subscripts: str) -> int:
-    """Of "BTD,DNH->BTNH": 1. The dimensions that are summed are the last of x and the first of w, in one order."""
+    """Number of contracted dimensions, 1 for "BTD,DNH->BTNH": the last of x and the first of w, in the same order."""
     operands, _, result = subscripts.partition("->")
     x, _, w = operands.partition(",")
     num_contracted = (len(x) + len(w) - len(result)) // 2
@@ -77,33 +77,34 @@ def _num_contracted(subscripts: str) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def fp8_product(x: jax.Array, w: jax.Array, history: jax.Array | None, num_contracted: int) -> jax.Array:
-    """x w over the last `num_contracted` dimensions of x and the first of w, in x's dtype.
+    """The FP8 product that contracts the last `num_contracted` dimensions of x with the first of w, in the dtype of x.
 
     Args:
-      history: float32 [3, steps] as in `History`, for delayed scaling; its gradient is its next value.
+      history: float32 [3, steps] as in `History` for delayed scaling, None for current scaling; its gradient is its
+        next value.
     """
     return _forward_rule(x, w, history, num_contracted)[0]
 
 
 def _forward_rule(x, w, history, num_contracted):
-    x_8, x_scale, x_largest = _to_8_bits(x, _E4M3, history, _X)
-    w_8, w_scale, w_largest = _to_8_bits(w, _E4M3, history, _W)
+    x_8, x_scale, x_amax = _to_fp8(x, _E4M3, history, _X)
+    w_8, w_scale, w_amax = _to_fp8(w, _E4M3, history, _W)
     contracted = range(x.ndim - num_contracted, x.ndim), range(num_contracted)
     out = _product(x_8, w_8, contracted, x_scale * w_scale, x.dtype)
-    return out, (x_8, w_8, x_scale, w_scale, x_largest, w_largest, history)
+    return out, (x_8, w_8, x_scale, w_scale, x_amax, w_amax, history)
 
 
 def _backward_rule(num_contracted, residuals, dout):
-    x_8, w_8, x_scale, w_scale, x_largest, w_largest, history = residuals
-    dout_8, dout_scale, dout_largest = _to_8_bits(dout, _E5M2, history, _DOUT)
+    x_8, w_8, x_scale, w_scale, x_amax, w_amax, history = residuals
+    dout_8, dout_scale, dout_amax = _to_fp8(dout, _E5M2, history, _DOUT)
     num_rows = x_8.ndim - num_contracted
-    kept_of_w = range(num_rows, dout.ndim), range(num_contracted, w_8.ndim)
-    dx = _product(dout_8, w_8, kept_of_w, dout_scale * w_scale, dout.dtype)
+    contracted_with_w = range(num_rows, dout.ndim), range(num_contracted, w_8.ndim)
+    dx = _product(dout_8, w_8, contracted_with_w, dout_scale * w_scale, dout.dtype)
     dw = _product(x_8, dout_8, (range(num_rows), range(num_rows)), x_scale * dout_scale, dout.dtype)
     if history is None:
         return dx, dw, None
-    seen = jnp.stack([x_largest, w_largest, dout_largest])
-    return dx, dw, jnp.roll(history, 1, axis=1).at[:, 0].set(seen)
+    amax = jnp.stack([x_amax, w_amax, dout_amax])
+    return dx, dw, jnp.roll(history, 1, axis=1).at[:, 0].set(amax)
 
 
 fp8_product.defvjp(_forward_rule, _backward_rule)
@@ -113,10 +114,10 @@ fp8_product.defvjp(_forward_rule, _backward_rule)
 def fp8_or_bf16_product(
     x: jax.Array, w: jax.Array, history: jax.Array | None, is_bf16: jax.Array, num_contracted: int
 ) -> jax.Array:
-    """`fp8_product`, but in x's dtype where `is_bf16` is 1; it is a float32 scalar. There the next history is 0.
+    """`fp8_product`, or a product in the dtype of x if the float32 scalar `is_bf16` is 1; its next history is then 0.
 
-    Only operands are kept for the backward, where they are rounded again: a `lax.cond` that JAX differentiates keeps
-    what any of its branches would, and the layers of a step took a third more memory.
+    Only the operands are saved for the backward pass, which rounds them again: JAX's derivative of `lax.cond` saves the
+    residuals of all branches, which took a third more memory for the layers of a step.
     """
     return _either(is_bf16, lambda product: product(x, w, history, num_contracted))
 
@@ -145,21 +146,21 @@ def _either_backward_rule(num_contracted, residuals, dout):
 fp8_or_bf16_product.defvjp(_either_forward_rule, _either_backward_rule)
 
 
-def _to_8_bits(x: jax.Array, dtype, history: jax.Array | None, row: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(x / scale rounded to `dtype`, and cut off at its largest value; scale; largest |x|).
+def _to_fp8(x: jax.Array, dtype, history: jax.Array | None, row: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (x / scale rounded to `dtype` and clipped to its range; scale; amax of x).
 
-    The scale is a power of two: nothing but the rounding to `dtype` changes a value, and the product of two scales is
-    exact in bfloat16. It costs no precision, since these are floating-point numbers too, up to where they underflow.
+    The scale is a power of two: then only the rounding to `dtype` changes a value, and the product of two scales is
+    exact in bfloat16. FP8 values are floating-point numbers, so this costs no precision until they underflow.
     """
-    largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    expected = largest if history is None else history[row].max()
-    # 1 where nothing is expected, or nothing finite.
-    exact_scale = compute_scale(expected, jnp.float32(1), get_fp8_max(dtype, jnp.float32))
+    amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    expected_amax = amax if history is None else history[row].max()
+    # 1 if the expected amax is 0 or not finite.
+    exact_scale = compute_scale(expected_amax, jnp.float32(1), get_fp8_max(dtype, jnp.float32))
     mantissa, exponent = jnp.frexp(exact_scale)  # 0.5 <= mantissa < 1
     scale = jnp.ldexp(jnp.float32(1), exponent - (mantissa == 0.5))
-    return quantize(x, dtype, scale, jnp.float32), scale, largest
+    return quantize(x, dtype, scale, jnp.float32), scale, amax
 
 
 def _product(a: jax.Array, b: jax.Array, contracted, scale: jax.Array, dtype) -> jax.Array:
-    dimensions = (tuple(tuple(each) for each in contracted), ((), ()))
+    dimensions = (tuple(tuple(dims) for dims in contracted), ((), ()))
     return lax.dot_general(a, b, dimensions, preferred_element_type=dtype) * scale.astype(dtype)

@@ -1,11 +1,11 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), exact at millions of positions.
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), accurate at millions of positions.
 
-The angle position x frequency in float32 is off by a radian at 2^25 positions. Here position = hi x 4096 + lo; the
-cosines and sines of both parts' angles come from small tables computed in float64, and
+In float32 the angle position x frequency has an error of a radian at 2^25 positions. So position = hi x 4096 + lo; the
+cosines and sines of both angles come from small tables computed in float64, and are combined by
 
     cos(a + b) = cos a cos b - sin a sin b        sin(a + b) = sin a cos b + cos a sin b
 
-join them: within 1e-6 of float64 at any position.
+within 1e-6 of float64 at any position.
 """
 
 import math
@@ -17,11 +17,11 @@ import numpy as np
 
 from jaxlc.config import ModelConfig
 
-LOW_TOKENS = 4096  # positions that the low table tells apart
+LOW_TOKENS = 4096  # number of positions of the low table
 
 
 class RopeTables(NamedTuple):
-    """float32 numpy arrays, made in float64; H/2 frequencies each."""
+    """float32 numpy arrays, computed in float64, for H/2 frequencies."""
 
     high_cos: np.ndarray  # [ceil(max_tokens / 4096), H/2]
     high_sin: np.ndarray
@@ -40,13 +40,13 @@ def rope_tables(model: ModelConfig, max_tokens: int) -> RopeTables:
 
 
 def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables) -> jax.Array:
-    """Rotates each pair (x[i], x[i + H/2]), the half-split order of Llama's and Hugging Face's weights.
+    """Rotates each pair (x[i], x[i + H/2]), the half-split order of Hugging Face weights.
 
     Args:
       x_BTNH: queries or keys, any float dtype; rotated in float32.
       positions_BT: int32, less than the tables' max_tokens.
     Returns:
-      the rotated x_BTNH, in its dtype.
+      The rotated x_BTNH, in its dtype.
     """
     cos, sin = _cos_sin(positions_BT, tables)
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
@@ -55,7 +55,7 @@ def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables) -
 
 
 def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, jax.Array]:
-    """float32 [B, T, 1, H/2] each; the 1 stands for the heads."""
+    """cos and sin, float32 [B, T, 1, H/2]; the 1 broadcasts over heads."""
     high_BT1, low_BT1 = positions_BT[:, :, None] // LOW_TOKENS, positions_BT[:, :, None] % LOW_TOKENS
     high_cos, high_sin = jnp.asarray(tables.high_cos)[high_BT1], jnp.asarray(tables.high_sin)[high_BT1]
     low_cos, low_sin = jnp.asarray(tables.low_cos)[low_BT1], jnp.asarray(tables.low_sin)[low_BT1]
@@ -63,10 +63,10 @@ def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, ja
 
 
 def _frequencies(model: ModelConfig) -> np.ndarray:
-    """float64 [H/2], in radians per token, with Llama 3.1's scaling for contexts longer than it was trained on.
+    """float64 [H/2], in radians per token, with the scaling of Llama 3.1 for contexts longer than the original one.
 
-    Frequencies that turn often within the original context stay as they are, those that hardly turn are divided by
-    the factor, and those between are blended (Meta's llama-models, `apply_scaling`).
+    High frequencies, with many turns within the original context, are unchanged; low frequencies are divided by the
+    factor; those between are interpolated (Meta's llama-models, `apply_scaling`).
     """
     exponents = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
     frequencies = model.rope_theta**-exponents
@@ -74,5 +74,5 @@ def _frequencies(model: ModelConfig) -> np.ndarray:
         return frequencies
     turns = model.rope_scaling_original_tokens * frequencies / (2 * math.pi)
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: stays, 0: divided
-    return kept * frequencies + (1 - kept) * frequencies / model.rope_scaling_factor
+    unscaled = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: unchanged, 0: divided by the factor
+    return unscaled * frequencies + (1 - unscaled) * frequencies / model.rope_scaling_factor

@@ -1,10 +1,10 @@
-"""Checkpoints that survive a kill at any moment: Orbax behind one small class.
+"""Checkpoints, written by Orbax. A kill at any time leaves the committed checkpoints valid.
 
-DIRECTORY/STEP/             one committed checkpoint: Orbax writes under another name and renames when all is there
-    state/                  the arrays; any mesh and any number of processes can read them
-    meta/                   JSON: what else is needed to go on (next row, corpus, config, step)
-    checksums/              JSON: one number an array, against silent damage
-DIRECTORY/STEP.unreadable/  was found damaged; nothing reads it any more
+DIRECTORY/STEP/             a committed checkpoint; Orbax writes to a temporary name and renames it when it is complete
+    state/                  the arrays, readable on any mesh and by any number of processes
+    meta/                   JSON: the step, the next sequence ("next_row"), the corpus fingerprint, the config
+    checksums/              JSON: one checksum per array, to detect corruption
+DIRECTORY/STEP.unreadable/  a checkpoint that failed validation; it is never read again
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from jax.experimental import multihost_utils
 
 from jaxlc.core.errors import UserError
 from jaxlc.train.metrics import METRICS_FILE
-from jaxlc.train.state import DEVICE, is_on_host, put
+from jaxlc.train.state import DEVICE, is_on_host, to_memory_kind
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
-_DIGEST = "sha256"  # key in the stored meta: of the rest of it
+_DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
 
 
 def prepare_workdir(workdir: str | Path) -> Path:
-    """Creates `workdir` if need be, makes sure that this process can write there, and returns its absolute path.
+    """Creates `workdir` if it does not exist, checks that it is writable, and returns its absolute path.
 
     Raises:
-      UserError: it cannot; better now than at the first checkpoint.
+      UserError: it is not writable.
     """
     path = Path(workdir).expanduser().absolute()
     try:
@@ -45,7 +45,7 @@ def prepare_workdir(workdir: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=path), (path / METRICS_FILE).open("a"):
             pass
     except OSError as error:
-        raise UserError(f"cannot write to {path} ({error.strerror}): choose another --workdir") from error
+        raise UserError(f"cannot write to {path} ({error.strerror}): use a different --workdir") from error
     return path
 
 
@@ -56,19 +56,19 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which the newest `keep` are kept. Every process calls every method."""
+    """The checkpoints of one run; the latest `keep` are kept. Every process must call every method."""
 
     def __init__(self, directory: str | Path, *, keep: int, warn: Callable[[str], None]):
         """
         Args:
-          warn: is given one sentence for each damaged checkpoint that `restore_latest` passes over.
+          warn: called with one line for each damaged checkpoint that `restore_latest` skips.
         """
         assert keep >= 1
         self._directory, self._warn = Path(directory).absolute(), warn
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-            cleanup_tmp_directories=True,  # what a killed run left half-written
-            lightweight_initialize=True,  # reads no old checkpoint, which might be damaged
+            cleanup_tmp_directories=True,  # incomplete checkpoints of killed runs
+            lightweight_initialize=True,  # does not read old checkpoints, which may be damaged
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
@@ -77,13 +77,13 @@ class Checkpoints:
         return committed_steps(self._directory)
 
     def save(self, step: int, state, meta: dict) -> None:
-        """Copies the state off the devices and returns; the rest happens in the background. Saves no step twice.
+        """Copies the state from the devices and returns; the checkpoint is written in the background.
 
-        With arrays in host memory it returns when the checkpoint is committed.
+        If some arrays are in host memory, it returns when the checkpoint is committed. A saved step is not saved again.
 
         Args:
-          state: a pytree of jax.Arrays, typed PRNG keys among them. Its buffers may be donated right after.
-          meta: JSON values; `meta["config"]["model"]` must be there, `restore_latest` compares it.
+          state: a pytree of jax.Arrays, typed PRNG keys included. Its buffers may be donated afterwards.
+          meta: JSON values, among them `meta["config"]["model"]`, which `restore_latest` compares.
         """
         if step in self._manager.all_steps():
             return
@@ -92,28 +92,28 @@ class Checkpoints:
             meta=ocp.args.JsonSave(meta | {_DIGEST: _digest(meta)}),
             checksums=ocp.args.JsonSave(_checksums(state)),
         )
-        self._manager.save(step, args=arguments, force=True)  # force: when to save is the caller's decision
-        if is_on_host(state):  # Orbax may read it where it is, and the caller gives the buffers away
+        self._manager.save(step, args=arguments, force=True)  # force: the caller decides when to save
+        if is_on_host(state):  # Orbax may read these buffers later, and the caller donates them
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is committed; raises what went wrong in the background."""
+        """Waits until the last checkpoint is committed; raises the errors of the background thread."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()  # waits, too
+        self._manager.close()  # waits first
 
     def restore_latest(self, abstract_state, *, model: dict):
-        """(state, meta) of the newest checkpoint that reads back whole, or None where there is none at all.
+        """Returns (state, meta) of the latest valid checkpoint, or None if there are no checkpoints.
 
-        Newer ones that are damaged are renamed to STEP.unreadable, so that their steps can be saved again.
+        Later checkpoints that are damaged are renamed to STEP.unreadable, so that their steps can be saved again.
 
         Args:
-          abstract_state: pytree of jax.ShapeDtypeStruct with shardings, on whatever mesh the state shall live.
-          model: what `meta["config"]["model"]` must be; `preset` is only a name and may differ.
+          abstract_state: pytree of jax.ShapeDtypeStruct with the target shardings, on any mesh.
+          model: required value of `meta["config"]["model"]`; `preset` is only a name and may differ.
 
         Raises:
-          UserError: the checkpoint is of another model, or there are checkpoints and none can be read.
+          UserError: the checkpoint has a different model, or there are checkpoints and none can be read.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -127,14 +127,14 @@ class Checkpoints:
         newest, problem = next(iter(damaged.items()))
         raise UserError(
             f"none of the checkpoints in {self._directory} can be read (step {newest}: {problem}):"
-            " remove that directory to start from step 0, or choose another --workdir"
+            " remove that directory to start from step 0, or use a different --workdir"
         )
 
     def _restore(self, step: int, abstract_state, model: dict):
-        """((state, meta), None), or (None, what is wrong with the checkpoint); the same on every process.
+        """Returns ((state, meta), None), or (None, the problem of the checkpoint); the same on every process.
 
-        Reads through Orbax's handler and not its manager, whose restore has a barrier: a process that cannot read
-        its part would leave the others waiting there.
+        It uses Orbax's handler, not its manager: the manager's restore has a barrier, at which the other processes
+        would wait for a process that failed to read its part.
         """
         directory = self._directory / str(step)
         meta, problem = _on_every_process(lambda: _read_meta(directory))
@@ -146,7 +146,7 @@ class Checkpoints:
             return None, problem
         checksums, stored_shapes = described
         padded = _check_same_shapes(directory, stored_shapes, _shapes(abstract_state), model["vocab_size"])
-        arguments = ocp.args.StandardRestore(abstract_state, strict=not padded)  # not strict: may cut and pad
+        arguments = ocp.args.StandardRestore(abstract_state, strict=not padded)  # not strict: may truncate and pad
         state, problem = _on_every_process(
             lambda: ocp.StandardCheckpointHandler().restore(epath.Path(directory) / "state", args=arguments)
         )
@@ -154,7 +154,7 @@ class Checkpoints:
             return None, problem
         for name, checksum in _checksums(state).items():
             if name not in padded and checksum != checksums[name]:
-                return None, f"array {name} is not what was saved"
+                return None, f"array {name} has the wrong checksum"
         return (state, meta), None
 
     def _set_aside(self, damaged: dict[int, str], restored_step: int) -> None:
@@ -165,22 +165,22 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
             self._warn(
-                f"checkpoint {path} cannot be read ({problem}): it is renamed to {aside.name},"
-                f" and training goes on from the one of step {restored_step}"
+                f"checkpoint {path} cannot be read ({problem}): renamed to {aside.name};"
+                f" training resumes from the checkpoint of step {restored_step}"
             )
         multihost_utils.sync_global_devices("damaged checkpoints set aside")
         self._manager.reload()
 
 
 def _on_every_process(read: Callable):
-    """(read(), None), or (None, what went wrong) on all processes if it went wrong on any: they go on together."""
+    """Returns (read(), None), or (None, the problem) on all processes if it failed on any of them."""
     result, problem = None, None
     try:
         with _quiet_failures():
             result = read()
     except (jax.errors.JaxRuntimeError, MemoryError):
-        raise  # out of memory is not the checkpoint's fault
-    except Exception as error:  # Orbax and TensorStore raise a bare Exception, ValueError and others for damaged files
+        raise  # such as out of memory: the checkpoint is not damaged
+    except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
         problem = _first_words(error)
     failed = multihost_utils.process_allgather(np.array(problem is not None)).reshape(-1)
     if failed.any() and problem is None:
@@ -195,15 +195,19 @@ def _first_words(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet_failures() -> Iterator[None]:
-    """Orbax abandons the other reads when one fails, and Python would print a traceback for each of them."""
+    """Suppresses the tracebacks of reads that Orbax abandons when another read fails.
+
+    Python reports an abandoned read when it is garbage collected, through `sys.unraisablehook`. So the hook is replaced
+    until these reads are collected. Automatic collection is off meanwhile, because it could run in any thread: in one
+    that was inside a JAX callback it crashed the process (JAX 0.12.0.1).
+    """
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-    # Nobody else's thread collects meanwhile: one that did while JAX's own callback ran has crashed (jax 0.12.0.1).
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.collect()  # what was abandoned is reported when it is collected
+        gc.collect()
         sys.unraisablehook = hook
         if was_enabled:
             gc.enable()
@@ -212,7 +216,7 @@ def _quiet_failures() -> Iterator[None]:
 def _read_meta(directory: Path) -> dict:
     meta = json.loads((directory / "meta" / "metadata").read_text())
     if meta.pop(_DIGEST, None) != _digest(meta):
-        raise ValueError("meta is not what was saved")
+        raise ValueError("meta has the wrong checksum")
     return meta
 
 
@@ -227,37 +231,37 @@ def _read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[st
     return checksums, shapes
 
 
-def _check_same_model(directory: Path, stored: dict, wanted: dict) -> None:
-    for name in sorted((stored.keys() | wanted.keys()) - {"preset"}):
-        if stored.get(name) != wanted.get(name):
+def _check_same_model(directory: Path, stored: dict, current: dict) -> None:
+    for name in sorted((stored.keys() | current.keys()) - {"preset"}):
+        if stored.get(name) != current.get(name):
             raise UserError(
-                f"checkpoint {directory} is of another model: {name} is {stored.get(name)} there and"
-                f" {wanted.get(name)} in this config: choose another --workdir"
+                f"checkpoint {directory} has a different model: model.{name} is {stored.get(name)} there"
+                f" and {current.get(name)} in this config; use a different --workdir"
             )
 
 
-def _check_same_shapes(directory: Path, stored: dict, wanted: dict, vocab_size: int) -> set[str]:
-    """The names of the arrays that differ in vocabulary padding alone, which depends on the mesh.
+def _check_same_shapes(directory: Path, stored: dict, current: dict, vocab_size: int) -> set[str]:
+    """Returns the names of the arrays that differ only in vocabulary padding, which depends on the mesh.
 
-    The padding's values have no effect, so such an array may be cut, or filled with zeros.
+    The values of the padding have no effect, so such an array may be truncated, or padded with zeros.
     """
     padded = set()
-    for name in sorted(stored.keys() | wanted.keys()):
-        there, here = stored.get(name), wanted.get(name)
-        if there == here:
+    for name in sorted(stored.keys() | current.keys()):
+        old, new = stored.get(name), current.get(name)
+        if old == new:
             continue
-        is_same_rank = there is not None and here is not None and len(there) == len(here)
-        if not is_same_rank or any(a != b and min(a, b) < vocab_size for a, b in zip(there, here)):
+        is_same_rank = old is not None and new is not None and len(old) == len(new)
+        if not is_same_rank or any(a != b and min(a, b) < vocab_size for a, b in zip(old, new)):
             raise UserError(
-                f"checkpoint {directory} is of another model, optimizer or precision: array {name} has shape {there}"
-                f" there and {here} in this config: choose another --workdir"
+                f"checkpoint {directory} has a different model, optimizer or precision: array {name} has shape {old}"
+                f" there and {new} in this config; use a different --workdir"
             )
         padded.add(name)
     return padded
 
 
 def _shapes(tree) -> dict[str, tuple[int, ...]]:
-    """The arrays' shapes as stored: a PRNG key is stored as its words."""
+    """Shapes of the arrays as stored: a PRNG key is stored as its words."""
     words = {name: jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for name, x in _named_leaves(tree)}
     return {name: tuple(x.shape) for name, x in words.items()}
 
@@ -267,15 +271,15 @@ def _is_key(x) -> bool:
 
 
 def _named_leaves(tree) -> list[tuple[str, jax.Array]]:
-    """(name, leaf) pairs; the name is the path, the same for a tree and for Orbax's picture of it in dicts."""
+    """(name, leaf) pairs; the name is the path, equal for a tree and for Orbax's copy of it as nested dicts."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
 def _checksums(state) -> dict[str, int]:
-    """One number an array, from its bits: TensorStore notices a file that is too short, but not wrong bytes in it.
+    """One checksum per array: TensorStore detects truncated files, but not wrong bytes.
 
-    Arrays from host memory come to the device for it, one at a time.
+    Arrays in host memory are copied to the device for this, one at a time.
     """
     names, leaves = [name for name, _ in _named_leaves(state)], jax.tree.leaves(state)
     groups = [[leaf] for leaf in leaves] if is_on_host(state) else [leaves]
@@ -285,9 +289,9 @@ def _checksums(state) -> dict[str, int]:
 
 @jax.jit
 def _sums_of_bits(arrays: list[jax.Array]) -> jax.Array:
-    """uint32 [number of arrays]: bits read as unsigned integers, added modulo 2^32, in which the order of summation,
-    and so the sharding, makes no difference."""
-    return jnp.stack([_bits(put(x, DEVICE)).astype(jnp.uint32).sum(dtype=jnp.uint32) for x in arrays])
+    """uint32 [number of arrays]: the sum of the bits as unsigned integers modulo 2^32. The order of summation does not
+    change it, so it is independent of the sharding."""
+    return jnp.stack([_bits(to_memory_kind(x, DEVICE)).astype(jnp.uint32).sum(dtype=jnp.uint32) for x in arrays])
 
 
 def _bits(x: jax.Array) -> jax.Array:

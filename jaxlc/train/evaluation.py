@@ -1,4 +1,4 @@
-"""Held-out loss, and how it falls with the number of earlier tokens that the model could look at."""
+"""Held-out loss, also by position: as a function of the number of earlier tokens of the same document."""
 
 import functools
 from typing import NamedTuple
@@ -20,40 +20,40 @@ class PositionSums(NamedTuple):
 
     weight: jax.Array
     loss: jax.Array  # sum of weight x loss, in nats
-    loss_squared: jax.Array  # sum of weight x loss^2: the spread, for error bars
+    loss_squared: jax.Array  # sum of weight x loss^2, for error bars
 
 
 class Evaluation(NamedTuple):
     loss: float  # mean over all held-out target tokens, nats
-    edges: np.ndarray  # int64 [number of bins + 1]: earlier tokens of the same document in the row
+    edges: np.ndarray  # int64 [number of bins + 1]: numbers of earlier tokens of the same document
     sums: PositionSums  # numpy
 
 
 def position_edges(num_tokens: int) -> np.ndarray:
-    """Bins of half an octave: 0, 1, 2, 3, 4, 6, 8, 12, 16 ... up to a row's length."""
+    """Edges of bins of half an octave: 0, 1, 2, 3, 4, 6, 8, 12, 16, ... up to the sequence length."""
     octaves = 2.0 ** np.arange(0, np.log2(max(2, num_tokens)) + 0.5, 0.5)
     edges = np.unique(np.concatenate([[0], np.round(octaves).astype(np.int64)]))
     return np.append(edges[edges < num_tokens], num_tokens)
 
 
 class Evaluator:
-    """Evaluates parameters on the first `num_rows` held-out rows, always the same ones."""
+    """Evaluates parameters on the first held-out sequences, the same in every evaluation."""
 
-    def __init__(self, step: TrainStep, heldout: PackedSequences, num_rows: int, order: np.ndarray):
+    def __init__(self, step: TrainStep, heldout: PackedSequences, num_sequences: int, order: np.ndarray):
         self._mesh, self._order = step.mesh, order
-        self.num_rows = min(num_rows, heldout.num_sequences)
-        self._rows = _FirstRows(heldout, self.num_rows)
+        self.num_sequences = min(num_sequences, heldout.num_sequences)
+        self._sequences = _FirstSequences(heldout, self.num_sequences)
         self.edges = position_edges(step.config.data.seq_len)
         replicated = NamedSharding(self._mesh, PartitionSpec())
         self._sums = jax.jit(functools.partial(_position_sums, step, self.edges), out_shardings=replicated)
 
     def __call__(self, params) -> Evaluation:
-        rows_per_batch = self._mesh.shape[DATA] * self._mesh.shape[FSDP]
-        num_batches = -(-self.num_rows // rows_per_batch)
+        batch_size = self._mesh.shape[DATA] * self._mesh.shape[FSDP]
+        num_batches = -(-self.num_sequences // batch_size)
         stream = batches(
-            self._rows,
+            self._sequences,
             first_sequence=0,
-            global_batch_size=rows_per_batch,
+            global_batch_size=batch_size,
             gradient_accumulation_steps=1,
             sequence_order=self._order,
             sharding=NamedSharding(self._mesh, BATCH_SPEC),
@@ -66,15 +66,17 @@ class Evaluator:
         return Evaluation(float(total.loss.sum() / total.weight.sum()), self.edges, total)
 
 
-class _FirstRows:
-    """The first rows of a set, and after them the same again with weight 0, to fill the last batch."""
+class _FirstSequences:
+    """The first sequences of a corpus; then the same again with weight 0, to fill the last batch."""
 
-    def __init__(self, rows: PackedSequences, num_rows: int):
-        self._rows, self._num_rows = rows, num_rows
+    def __init__(self, sequences: PackedSequences, num_sequences: int):
+        self._sequences, self._num_sequences = sequences, num_sequences
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        row = self._rows[i % self._num_rows]
-        return row if i < self._num_rows else {**row, "loss_weights": np.zeros_like(row["loss_weights"])}
+        sequence = self._sequences[i % self._num_sequences]
+        if i < self._num_sequences:
+            return sequence
+        return {**sequence, "loss_weights": np.zeros_like(sequence["loss_weights"])}
 
 
 def _position_sums(step: TrainStep, edges: np.ndarray, params, batch: Batch) -> PositionSums:

@@ -1,10 +1,10 @@
 """Final norm and cross entropy over a long sequence and a large vocabulary, one chunk of tokens at a time.
 
-At a million tokens the logits of Llama 3 would take 538 GB, and the normed hidden states 8 GiB. Here each rank walks
-over its tokens in chunks: norms the chunk, gathers it over tensor, multiplies by its share of the vocabulary, and
-reduces (max, sum of exponentials, target logit) over tensor (Megatron-LM's vocabulary-parallel loss, Shoeybi et al.
-2019, section 3). The chunk's gradient is taken in the same visit, so the backward recomputes nothing and the head is
-read once, and it takes the chunk's place in x, so that one array of full length is all there is.
+At a million tokens the logits of Llama 3 would take 538 GB, and the normed hidden states 8 GiB. Each rank loops over
+chunks of its tokens: it norms the chunk, gathers it over tensor, multiplies by its shard of the head, and reduces (max,
+sum of exponentials, target logit) over tensor (Megatron-LM's vocabulary-parallel loss, Shoeybi et al. 2019, section 3).
+The gradient of the chunk is computed in the same iteration, so the backward pass recomputes nothing and the head is
+read once. It overwrites the chunk of x, so only one array of full sequence length exists.
 """
 
 import functools
@@ -29,23 +29,23 @@ _SUM_AXES = (*BATCH_AXES, CONTEXT)
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
     mesh: Mesh
-    vocab_size: int  # columns of the head beyond it are padding
-    chunk_tokens: int  # tokens per device whose logits exist at one time
+    vocab_size: int  # columns of the head from this index on are padding
+    chunk_tokens: int  # tokens per device whose logits exist at the same time
     z_loss: float  # weight of log(Z)^2 (PaLM, section 5)
     norm_epsilon: float
 
 
 class LossSums(NamedTuple):
-    objective: jax.Array  # float32: sum of weight x (cross entropy + z_loss log(Z)^2); this one has the gradient
-    cross_entropy: jax.Array  # float32: sum of weight x cross entropy, in nats; for people to read
+    objective: jax.Array  # float32: sum of weight x (cross entropy + z_loss log(Z)^2); it is differentiated
+    cross_entropy: jax.Array  # float32: sum of weight x cross entropy, in nats; the loss that is reported
 
 
-class _Visited(NamedTuple):
-    """What the walk over one rank's tokens carries on."""
+class _ChunkCarry(NamedTuple):
+    """The carry of the loop over the chunks of one rank."""
 
     losses_t: jax.Array  # float32
-    x_tD: jax.Array  # with a gradient: dx_tD up to here
-    dscale_D: jax.Array | None  # this and the next float32; None without a gradient
+    x_tD: jax.Array  # with gradients: the processed chunks hold dx_tD
+    dscale_D: jax.Array | None  # float32, as dhead_Dv; None without gradients
     dhead_Dv: jax.Array | None
 
 
@@ -66,14 +66,15 @@ def loss_sums(
     weights_BT: jax.Array,
     spec: LossSpec,
 ) -> LossSums:
-    """Weighted sums of the loss over all ranks; the caller divides once by the weights of all microbatches.
+    """Weighted sums of the loss over all ranks; the caller divides by the sum of weights of all microbatches.
 
     Args:
-      x_BTD: final hidden states before the norm, in the compute dtype, layout order. T lies split over context and
-        tensor, B over data and fsdp; any number of dimensions may come before B (tiles of the sequence), unsplit.
-      scale_D: of the final norm, float32.
+      x_BTD: final hidden states before the norm, in the compute dtype, layout order; T sharded over context and tensor,
+        B over data and fsdp. More dimensions, not sharded, may precede B (tiles of the sequence).
+      scale_D: scale of the final norm, float32.
       head_DV: output head in the compute dtype, V padded to a multiple of tensor.
-      targets_BT: int32. weights_BT: float32, 0 where there is nothing to predict.
+      targets_BT: int32.
+      weights_BT: float32, 0 at tokens without a target.
     """
     return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, with_gradient=False)[0]
 
@@ -106,43 +107,44 @@ def _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec,
 
 @jax.named_scope(scopes.LOSS)
 def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, with_gradient: bool):
-    """One rank's tokens: (sums over all ranks, token losses, and with_gradient dx_btD, dscale_D, dhead_Dv)."""
+    """On one rank: (sums over all ranks, token losses, and if with_gradient dx_btD, dscale_D, dhead_Dv)."""
     x_tD, targets_t, weights_t = x_btD.reshape(-1, x_btD.shape[-1]), targets_bt.reshape(-1), weights_bt.reshape(-1)
     gradients = (jnp.zeros(scale_D.shape, jnp.float32), jnp.zeros(head_Dv.shape, jnp.float32))
-    visited = _Visited(jnp.zeros(x_tD.shape[:1], jnp.float32), x_tD, *(gradients if with_gradient else (None, None)))
+    carry = _ChunkCarry(jnp.zeros(x_tD.shape[:1], jnp.float32), x_tD, *(gradients if with_gradient else (None, None)))
 
-    def visit(visited: _Visited, start, size: int):
+    def process_chunk(carry: _ChunkCarry, start, size: int):
         x_cD, targets_c, weights_c = (
-            lax.dynamic_slice_in_dim(x, start, size) for x in (visited.x_tD, targets_t, weights_t)
+            lax.dynamic_slice_in_dim(x, start, size) for x in (carry.x_tD, targets_t, weights_t)
         )
-        normed_cD, pull_norm = jax.vjp(functools.partial(rms_norm, epsilon=spec.norm_epsilon), x_cD, scale_D)
+        normed_cD, norm_vjp = jax.vjp(functools.partial(rms_norm, epsilon=spec.norm_epsilon), x_cD, scale_D)
         sums, losses_c, *gradients = _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec, with_gradient)
-        visited = visited._replace(losses_t=lax.dynamic_update_slice_in_dim(visited.losses_t, losses_c, start, 0))
+        carry = carry._replace(losses_t=lax.dynamic_update_slice_in_dim(carry.losses_t, losses_c, start, 0))
         if not with_gradient:
-            return visited, sums
+            return carry, sums
         dnormed_cD, dhead_Dv = gradients
-        dx_cD, dscale_D = pull_norm(dnormed_cD)
-        return visited._replace(
-            x_tD=lax.dynamic_update_slice_in_dim(visited.x_tD, dx_cD, start, 0),
-            dscale_D=visited.dscale_D + dscale_D,
-            dhead_Dv=visited.dhead_Dv + dhead_Dv,
+        dx_cD, dscale_D = norm_vjp(dnormed_cD)
+        return carry._replace(
+            x_tD=lax.dynamic_update_slice_in_dim(carry.x_tD, dx_cD, start, 0),
+            dscale_D=carry.dscale_D + dscale_D,
+            dhead_Dv=carry.dhead_Dv + dhead_Dv,
         ), sums
 
     chunk_tokens = max(1, spec.chunk_tokens // spec.mesh.shape[TENSOR])  # before the gather over tensor
-    visited, sums = over_chunks(visit, visited, len(x_tD), chunk_tokens)
+    carry, sums = over_chunks(process_chunk, carry, len(x_tD), chunk_tokens)
     sums = jax.tree.map(lambda per_chunk: lax.psum(per_chunk.sum(), _SUM_AXES), sums)
-    losses_bt = visited.losses_t.reshape(targets_bt.shape)
+    losses_bt = carry.losses_t.reshape(targets_bt.shape)
     if not with_gradient:
         return sums, losses_bt
-    dscale_D = lax.psum(visited.dscale_D, (*_SUM_AXES, TENSOR))  # each rank norms its own tokens
-    dhead_Dv = lax.psum(visited.dhead_Dv, _SUM_AXES).astype(head_Dv.dtype)
-    return sums, losses_bt, visited.x_tD.reshape(x_btD.shape), dscale_D, dhead_Dv
+    dscale_D = lax.psum(carry.dscale_D, (*_SUM_AXES, TENSOR))  # each tensor rank norms its own tokens
+    dhead_Dv = lax.psum(carry.dhead_Dv, _SUM_AXES).astype(head_Dv.dtype)
+    return sums, losses_bt, carry.x_tD.reshape(x_btD.shape), dscale_D, dhead_Dv
 
 
 def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, with_gradient: bool):
-    """(sums over tensor's share, own losses_c, and with_gradient own dnormed_cD, dhead_Dv) of a chunk of own tokens."""
+    """Of a chunk of this rank's tokens: (sums over the chunks of all tensor ranks, losses_c and, if with_gradient,
+    dnormed_cD of this rank's tokens, dhead_Dv)."""
     num_own = len(targets_c)
-    # One gather serves the forward and the gradient of this chunk. From here on c counts tokens of all tensor ranks.
+    # One gather for the forward and the gradient of the chunk. From here on c counts the tokens of all tensor ranks.
     normed_cD, targets_c, weights_c = (
         lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in (normed_cD, targets_c, weights_c)
     )
@@ -164,18 +166,18 @@ def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, with_gra
 
 
 def _logits(x_cD: jax.Array, head_Dv: jax.Array, vocab_size: int) -> jax.Array:
-    """float32 logits of this rank's columns; -inf in the columns that pad the vocabulary."""
+    """float32 logits of this rank's columns; -inf in the columns of vocabulary padding."""
     logits_cv = jnp.einsum("cD,Dv->cv", x_cD, head_Dv, preferred_element_type=jnp.float32)
     return jnp.where(_columns(head_Dv.shape[1]) < vocab_size, logits_cv, -jnp.inf)
 
 
 def _columns(width: int) -> jax.Array:
-    """Vocabulary ids of this rank's columns."""
+    """Token ids of this rank's columns."""
     return lax.axis_index(TENSOR) * width + jnp.arange(width)
 
 
 def _reduce_vocabulary(logits_cv: jax.Array, targets_c: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """log(Z) and the target's logit over the whole vocabulary, from each rank's columns."""
+    """log(Z) and the target logit over the whole vocabulary, from the columns of each rank."""
     max_c = lax.pmax(logits_cv.max(axis=1), TENSOR)
     is_target_cv = _columns(logits_cv.shape[1]) == targets_c[:, None]
     sums_2c = jnp.stack(

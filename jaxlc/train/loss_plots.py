@@ -1,21 +1,21 @@
-"""The two pictures at the end of a run. Imported only then: matplotlib is slow to start."""
+"""The two plots at the end of a run. Imported only then, because matplotlib is slow to import."""
 
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot: it would take over the backend of a notebook
+from matplotlib.figure import Figure  # not pyplot, which would replace the backend of a notebook
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.metrics import Row
 
 _MODEL, _HELDOUT, _QUIET, _FAINT = "#1f5fa8", "#d1495b", "#6b7280", "#dde1e6"
-_ZERO_BIN = (0.3, 0.5)  # where a logarithmic axis shows the tokens that have nothing before them
+_ZERO_BIN = (0.3, 0.5)  # where the logarithmic axis shows the tokens at position 0
 
 
 def plot_loss(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
-    """Training and held-out loss over steps, with what counting tokens reaches, for comparison.
+    """Plots training and held-out loss over steps, with the losses of n-gram models as baselines.
 
     Args:
       rows: of metrics.jsonl.
@@ -34,7 +34,10 @@ def plot_loss(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
         axes.annotate(
             f"{name} {loss:.2f}",
             (1.0, loss),
-            (5, 1 if is_highest else -1),  # points; above one line and below the other, close as they may be
+            (
+                5,
+                1 if is_highest else -1,
+            ),  # points; one label above its line and one below
             xycoords=("axes fraction", "data"),
             textcoords="offset points",
             va="bottom" if is_highest else "top",
@@ -48,17 +51,17 @@ def plot_loss(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
 
 
 def plot_loss_by_position(evaluation: Evaluation, path: Path) -> None:
-    """Held-out loss against the number of earlier tokens of the same document in the row: does long context pay?
+    """Plots held-out loss against the number of earlier tokens of the same document in the sequence.
 
-    The band is two standard errors of the mean, the spread over tokens taken for independent; below, how many
-    tokens each point rests on.
+    The band is two standard errors of the mean, as if token losses were independent; the bars below show the number of
+    tokens per point.
     """
     is_used = np.asarray(evaluation.sums.weight) > 0
     weight, loss, loss_squared = (np.asarray(sums)[is_used] for sums in evaluation.sums)
     mean = loss / weight
     error = np.sqrt(np.maximum(loss_squared / weight - mean**2, 0.0) / weight)
     first, last = evaluation.edges[:-1][is_used], evaluation.edges[1:][is_used] - 1  # earlier tokens in each bin
-    left = np.where(first == 0, _ZERO_BIN[0], first - 0.5)  # half a token more on both sides, and bars touch
+    left = np.where(first == 0, _ZERO_BIN[0], first - 0.5)  # half a token more on both sides, so that bars touch
     right = last + 0.5
     center = np.where(first == 0, np.sqrt(np.prod(_ZERO_BIN)), np.sqrt(first * last))
 
@@ -66,13 +69,13 @@ def plot_loss_by_position(evaluation: Evaluation, path: Path) -> None:
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1), gridspec_kw=dict(hspace=0.08))
     axes.fill_between(center, mean - 2 * error, mean + 2 * error, color=_MODEL, alpha=0.15, linewidth=0)
     axes.plot(center, mean, "o-", color=_MODEL, markersize=3.5, linewidth=1.3)
-    # Bins of few tokens have bands of several nats: they are cut off, so that they do not flatten the curve.
+    # Bins of few tokens have bands of several nats: they are clipped, so that they do not flatten the curve.
     margin = max(0.15 * np.ptp(mean), 3 * np.median(error))
     axes.set(ylim=(mean.min() - margin, mean.max() + margin), ylabel="held-out loss, nats per token")
     axes.set_title("Does long context pay?  Loss by position", loc="left")
     below.bar(left, weight, width=right - left, align="edge", color=_FAINT, edgecolor="white", linewidth=0.8)
     below.set(yscale="log", ylim=(0.5, 2 * weight.max()), ylabel="tokens")
-    below.set_xlabel("earlier tokens of the same document in the row")
+    below.set_xlabel("earlier tokens of the same document in the sequence")
     below.yaxis.set(major_formatter=_COUNT, minor_locator=NullLocator())
     _count_axis(axes, below, right.max())
     _save(figure, path)
@@ -83,12 +86,12 @@ _COUNT = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 def _points(rows: list[Row], name: str) -> tuple[list[float], list[float]]:
     """(steps, values) of the rows that have a finite value."""
-    found = [row for row in rows if row.get(name) is not None]
-    return [row["step"] for row in found], [row[name] for row in found]
+    finite_rows = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in finite_rows], [row[name] for row in finite_rows]
 
 
 def _count_axis(axes: Axes, below: Axes, largest: float) -> None:
-    """A logarithmic axis of numbers of tokens on which 0 has a place, for both."""
+    """Gives both axes a logarithmic x axis of token counts on which 0 is shown too."""
     powers = 10.0 ** np.arange(0, np.log10(largest))
     below.set_xscale("log")
     below.set_xlim(0.9 * _ZERO_BIN[0], 1.1 * largest)

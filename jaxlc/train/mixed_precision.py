@@ -1,12 +1,12 @@
-"""What config.precision means: the compute dtype, products in 8 bits, and dynamic loss scaling for float16.
+"""Mixed precision (config.precision): the compute dtype, FP8 matrix products, and dynamic loss scaling for float16.
 
-Master weights, moments and sums of gradients are float32 throughout. float16 has 5 bits of exponent, and gradients
-vanish below 6e-8: so the mean loss is multiplied by a scale before the backward, and gradients are divided by it in
-float32 (Micikevicius et al. 2018, arXiv:1710.03740, sections 3.2 and 5). A scale that is too large shows as a gradient
-that is not finite: then the update is left out and the scale goes down. Without that for long enough it goes up.
+Master weights, moments and sums of gradients are always float32. float16 has 5 exponent bits, so gradients below 6e-8
+underflow: the mean loss is multiplied by a scale before the backward pass, and gradients are divided by it in float32
+(Micikevicius et al. 2018, arXiv:1710.03740, sections 3.2 and 5). If the scale is too large, a gradient is not finite:
+the update is skipped and the scale is reduced. After enough steps without an overflow the scale is increased.
 
-flax.training.dynamic_scale has the same rule, but only inside of its own `value_and_grad`, which would judge and divide
-each microbatch for itself; jmp has no upper bound. The rule is these few lines.
+flax.training.dynamic_scale implements the same rule, but inside its own `value_and_grad`, which would test and divide
+each microbatch separately; jmp has no upper bound of the scale.
 """
 
 from collections.abc import Iterable
@@ -24,27 +24,27 @@ _FIRST_CAPABILITY_WITH_FP8 = (8, 9)
 
 
 class LossScale(NamedTuple):
-    scale: jax.Array  # float32: the next step's
-    good_steps: jax.Array  # int32: finite steps since the scale has changed last
-    skipped_steps: jax.Array  # int32: updates left out since step 0
+    scale: jax.Array  # float32: of the next step
+    good_steps: jax.Array  # int32: steps without overflow since the scale last changed
+    skipped_steps: jax.Array  # int32: updates skipped since step 0
 
 
 class Scaling(NamedTuple):
-    """What precision keeps from step to step; part of the training state."""
+    """The part of the training state that belongs to mixed precision."""
 
-    loss_scale: LossScale | None = None  # of fp16
-    histories: dict | None = None  # of fp8 with delayed scaling: see `models.matmuls.History`
+    loss_scale: LossScale | None = None  # with fp16
+    histories: dict | None = None  # with fp8 and delayed scaling: see `models.matmuls.History`
 
 
 def compute_dtype(precision: str, platform: str) -> jnp.dtype:
-    """Of the residual stream and of all products that are not in 8 bits. `precision` is config.precision.compute;
-    "auto" is bfloat16 except on CPU, which emulates it."""
+    """The dtype of the residual stream and of all matrix products that are not in FP8. `precision` is
+    config.precision.compute; "auto" is bfloat16, but float32 on CPU, which emulates bfloat16."""
     name = {"auto": "fp32" if platform == "cpu" else "bf16"}.get(precision, precision)
     return jnp.dtype({"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}[name])
 
 
 def make_fp8(config: PrecisionConfig, histories: dict | None) -> Fp8 | None:
-    """The products in 8 bits. Without histories, as in evaluation, tensors are scaled by themselves."""
+    """The FP8 recipe. Without histories, as in evaluation, scaling is current, not delayed."""
     if config.compute != "fp8":
         return None
     return Fp8(
@@ -56,7 +56,7 @@ def make_fp8(config: PrecisionConfig, histories: dict | None) -> Fp8 | None:
 
 
 def check_devices(config: PrecisionConfig, devices: Iterable[jax.Device]) -> None:
-    """Raises UserError if a GPU of them has no products in 8 bits. CPUs emulate them."""
+    """Raises UserError if a GPU among `devices` has no FP8 matrix products. CPUs emulate them."""
     if config.compute != "fp8":
         return
     for device in devices:
@@ -69,7 +69,7 @@ def check_devices(config: PrecisionConfig, devices: Iterable[jax.Device]) -> Non
 
 
 def first_scaling(config: PrecisionConfig, model: ModelConfig) -> Scaling:
-    """At step 0."""
+    """The scaling state of step 0."""
     zero = jnp.zeros((), jnp.int32)
     if config.compute == "fp16":
         return Scaling(loss_scale=LossScale(jnp.float32(config.loss_scale), zero, zero))
@@ -78,19 +78,19 @@ def first_scaling(config: PrecisionConfig, model: ModelConfig) -> Scaling:
     return Scaling()
 
 
-def after_step(now: Scaling, seen: dict | None, is_finite: jax.Array, config: PrecisionConfig) -> Scaling:
-    """After a step that has `seen` these next histories; one that was not finite leaves them as they were."""
-    histories = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), seen, now.histories)
+def after_step(now: Scaling, next_histories: dict | None, is_finite: jax.Array, config: PrecisionConfig) -> Scaling:
+    """The scaling state after a step. A step that was not finite does not change the histories."""
+    histories = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), next_histories, now.histories)
     return Scaling(now.loss_scale and _next_loss_scale(now.loss_scale, is_finite, config), histories)
 
 
 def is_retried(loss_scale: float | None, config: PrecisionConfig) -> bool:
-    """Whether a step that was not finite is mended by a smaller scale, in float16; what its own was is given."""
+    """Whether reducing the loss scale can fix a step that was not finite; `loss_scale` is that of the step."""
     return loss_scale is not None and loss_scale > config.loss_scale_min
 
 
 def _next_loss_scale(now: LossScale, is_finite: jax.Array, config: PrecisionConfig) -> LossScale:
-    """After a step with `now`, whose loss and gradients were finite or not."""
+    """The loss scale after a step with the loss scale `now`."""
     good_steps = jnp.where(is_finite, now.good_steps + 1, 0)
     grows = good_steps >= config.loss_scale_growth_interval
     larger = jnp.where(

@@ -1,6 +1,6 @@
-"""What training makes small, of one batch: the loss over its tokens, and its gradient.
+"""Loss and gradients of one batch.
 
-batch -> decoder -> hidden states, final norm, head -> loss, chunk by chunk
+batch -> decoder -> hidden states -> final norm, output head and loss, chunk by chunk
 """
 
 import dataclasses
@@ -21,36 +21,38 @@ from jaxlc.models import decoder, layer_tiles, layers
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder
 from jaxlc.train import mixed_precision, update
-from jaxlc.train.batch import Batch, row_positions
+from jaxlc.train.batch import Batch, sequence_positions
 from jaxlc.train.loss import LossSpec, loss_sums, token_losses
-from jaxlc.train.remat import keeps_attention, make_remat
+from jaxlc.train.remat import make_remat, saves_attention
 from jaxlc.train.state import is_on_host, lacks_host_memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The loss of `config` on `mesh`, as functions to be called under `jit`."""
+    """The loss of `config` on `mesh`, as functions to call under `jit`."""
 
     config: Config
     mesh: Mesh
 
     @cached_property
     def dims(self):
-        """The parameters' tree with each one's dimension names."""
+        """The parameter tree with a tuple of dimension names per leaf."""
         return decoder.dims_of(self.config.model)
 
     def token_losses(self, params, batch: Batch) -> jax.Array:
-        """Cross entropy of each token of a batch [rows, tokens], in nats, float32; for evaluation."""
+        """Cross entropy of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable."""
         losses = token_losses(*self._hidden_and_head(params, batch), self._in_tiles(batch.targets), self._loss_spec)
         return layout_of(losses, self.mesh.shape[CONTEXT]) if self._num_tiles else losses
 
-    def gradients(self, params, batch: Batch):
-        """Gradient and cross entropy, both summed over the step's tokens, one microbatch after the other."""
-        (gradients, _), cross_entropy = self.sums(params, None, batch)
-        return gradients, cross_entropy
+    def loss_and_grads(self, params, batch: Batch, histories: dict | None = None):
+        """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens], one microbatch at a time.
 
-    def sums(self, params, histories: dict | None, batch: Batch):
-        """((gradient, next histories), cross entropy) of a batch: sums over it; of histories, the largest."""
+        Args:
+          histories: amax histories of FP8 delayed scaling, or None.
+        Returns:
+          The sum of weight x cross entropy in nats, float32; its gradients, with z-loss; the next histories, which are
+          the maximum over the microbatches, or None.
+        """
 
         def objective(params, histories, part: Batch):
             hidden_and_head = self._hidden_and_head(params, part, histories)
@@ -61,21 +63,21 @@ class Objective:
         differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
 
         def add_microbatch(totals, part: Batch):
-            (gradients, seen), (part_totals, cross_entropy) = totals, differentiate(params, histories, part)
+            (gradients, amax), (part_totals, cross_entropy) = totals, differentiate(params, histories, part)
             gradients = update.add(gradients, part_totals[0], self.dims)
-            return (gradients, jax.tree.map(jnp.maximum, seen, part_totals[1])), cross_entropy
+            return (gradients, jax.tree.map(jnp.maximum, amax, part_totals[1])), cross_entropy
 
         if not is_on_host(params):
             zeros = jax.tree.map(jnp.zeros_like, (params, histories))
             totals, cross_entropy = lax.scan(add_microbatch, zeros, batch)
-            return totals, cross_entropy.sum()
-        # No zeros: they would be made on the device. The first microbatch's gradients are where the others are added.
+            return cross_entropy.sum(), *totals
+        # No zeros, which would be allocated on the device: the sum starts with the gradients of the first microbatch.
         first, others = jax.tree.map(lambda x: x[0], batch), jax.tree.map(lambda x: x[1:], batch)
         totals, first_cross_entropy = differentiate(params, histories, first)
         if len(batch.tokens) == 1:
-            return totals, first_cross_entropy
+            return first_cross_entropy, *totals
         totals, cross_entropy = lax.scan(add_microbatch, totals, others)
-        return totals, first_cross_entropy + cross_entropy.sum()
+        return first_cross_entropy + cross_entropy.sum(), *totals
 
     @cached_property
     def _loss_spec(self) -> LossSpec:
@@ -88,11 +90,11 @@ class Objective:
         )
 
     def _hidden_and_head(self, params, batch: Batch, histories: dict | None = None):
-        """Final hidden states before their norm, its scale, and the output head; hidden states in tiles, if so set."""
+        """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""
         if self.config.attention.document_mask:
             positions, masks = batch.positions, (batch.positions, batch.segment_ids)
-        else:  # a row is one document; attention then knows the order of tokens by their place in it
-            positions, masks = row_positions(batch.positions.shape, self.mesh), (None, None)
+        else:  # a sequence is one document: attention derives positions from indices
+            positions, masks = sequence_positions(batch.positions.shape, self.mesh), (None, None)
 
         return decoder.apply(
             params,
@@ -113,7 +115,7 @@ class Objective:
 
     @property
     def _memory(self) -> MemoryConfig:
-        """config.memory, without offloading where there is no host memory to use."""
+        """config.memory; tensors to offload are saved on the device if the devices cannot use host memory."""
         memory = self.config.memory
         if lacks_host_memory(self.mesh) is None:
             return memory
@@ -121,7 +123,7 @@ class Objective:
 
     @property
     def _num_tiles(self) -> int:
-        """Of a row; 0: layers do not run in tiles."""
+        """Tiles per sequence; 0: layers run on whole sequences."""
         tile_tokens = self.config.memory.tile_tokens
         return tile_tokens and self.config.data.seq_len // (self.mesh.shape[CONTEXT] * tile_tokens)
 
@@ -135,7 +137,7 @@ class Objective:
                 self.config.attention, self.mesh, tiles=self._num_tiles, num_kv_heads=self.config.model.num_kv_heads
             )
             return functools.partial(
-                layer_tiles.run_layer, attention=tile_attention, saves_attention=keeps_attention(self._memory)
+                layer_tiles.run_layer, attention=tile_attention, saves_attention=saves_attention(self._memory)
             )
         attend = attention.make(self.config.attention, self.mesh)
         return functools.partial(layers.run_layer, attend=lambda *operands: attend(*operands)[0])

@@ -8,11 +8,11 @@ from jaxlc.config import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """step -> learning rate: a linear warm-up, then
+    """Returns step -> learning rate: a linear warm-up, then
 
-    cosine    down to final_learning_rate_ratio x peak at the last step (Loshchilov and Hutter 2017);
-    wsd       stable, then a linear decay over the last decay_steps (MiniCPM, Hu et al. 2024, section 4);
-    constant  the peak to the end.
+    cosine    a cosine decay to final_learning_rate_ratio x peak at the last step (Loshchilov and Hutter 2017);
+    wsd       the peak, then a linear decay over the last decay_steps (MiniCPM, Hu et al. 2024, section 4);
+    constant  the peak.
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_learning_rate_ratio
     after_warmup = max(1, steps - config.warmup_steps)
@@ -23,25 +23,24 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         main = optax.join_schedules([optax.constant_schedule(peak), decay], [after_warmup - config.decay_steps])
     else:
         main = optax.constant_schedule(peak)
-    # The first step already learns: step 0 has peak / warmup_steps.
+    # Step 0 has the learning rate peak / warmup_steps, not 0.
     warmup = optax.linear_schedule(peak / max(1, config.warmup_steps), peak, max(1, config.warmup_steps - 1))
     return optax.join_schedules([warmup, main], [config.warmup_steps])
 
 
 def updates_made(opt_state: optax.OptState) -> jax.Array:
-    """How many updates the optimizer has counted, int32; its schedule is at this step."""
+    """Number of updates that the optimizer has made, int32; the step of its schedule."""
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> optax.GradientTransformationExtraArgs:
     """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019).
 
-    `update` is told the norm, as `grad_norm`: then it can be given a part of the parameters at a time, with that part's
-    gradients and moments.
+    `update` takes the global norm as `grad_norm`, so that it can be called on a part of the parameters, with the
+    gradients and moments of that part.
 
     Args:
-      dims: the parameters' tree, or a part of it, with each one's dimension names; weight decay leaves norm scales
-        alone.
+      dims: dimension names of the parameters, or of a part of them; norm scales have no weight decay.
     """
     is_matrix = jax.tree.map(lambda names: "norm" not in names, dims, is_leaf=lambda x: isinstance(x, tuple))
     adamw = optax.adamw(
@@ -58,7 +57,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> o
 
 
 def _clip_by_given_norm(max_grad_norm: float) -> optax.GradientTransformationExtraArgs:
-    """As optax.clip_by_global_norm (Pascanu et al. 2013), of a norm that is given."""
+    """optax.clip_by_global_norm (Pascanu et al. 2013) with the norm as an argument of `update`."""
 
     def update(gradients, state, params=None, *, grad_norm: jax.Array, **_):
         del params

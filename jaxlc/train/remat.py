@@ -1,7 +1,7 @@
-"""What layers keep for their backward, what waits in host memory, and what is computed again (`jax.checkpoint`).
+"""Rematerialization: which activations are saved, offloaded to host memory, or recomputed (`jax.checkpoint`).
 
-Tensors are named where they are made: attention/ring.py and its siblings name `attention_out` and `attention_lse`,
-models/layers.py the others (`config.schema.TENSOR_NAMES`).
+Activations are named where they are computed: `attention_out` and `attention_lse` in attention/ring.py and the other
+strategies, the rest in models/layers.py (`config.schema.TENSOR_NAMES`).
 """
 
 from collections.abc import Callable
@@ -12,17 +12,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import MemoryConfig
 
-_KEPT_BY = {
-    "full": (),  # only the layer's input
-    # The ring is the dearest thing to run again, and its output one of the smallest.
+_SAVED_BY = {
+    "full": (),  # only the layer input
+    # Attention is the most expensive part to recompute, and its output is one of the smallest activations.
     "attention": ("attention_out", "attention_lse"),
-    "matmuls": ("attention_out", "attention_lse"),  # and all products: recompute only what is cheap
+    "matmuls": (
+        "attention_out",
+        "attention_lse",
+    ),  # and all matrix products with weights: only cheap operations are recomputed
 }
 _GROUP_INPUT = "residual"
 
 
 class Remat(NamedTuple):
-    """How the decoder runs its layers."""
+    """How the decoder wraps its layers in `jax.checkpoint`."""
 
     of_layer: Callable[[Callable], Callable]  # wraps the function of one layer
     of_group: Callable[[Callable], Callable]  # wraps the function of `layers_per_group` layers, if that is not 1
@@ -30,9 +33,12 @@ class Remat(NamedTuple):
 
 
 def make_remat(memory: MemoryConfig) -> Remat:
-    """With groups, a group keeps its input alone; when it is recomputed its layers keep what `memory` says, without
-    host memory, for they are in the backward already. So attention runs no more often than with single layers and
-    `full`, whatever `memory` keeps, and layers are recomputed from the group's input once."""
+    """The rematerialization policy of config.memory.
+
+    With groups of layers, a group saves only its input. When the backward pass recomputes the group, its layers save
+    what `memory` selects, all on the device. So layers are recomputed from the group's input once, and attention runs
+    as often as with single layers and remat "full", independent of what `memory` saves.
+    """
     if memory.remat == "none":
         return Remat(lambda layer: layer, lambda group: group, 1)
     if memory.layers_per_remat_group == 1:
@@ -42,24 +48,24 @@ def make_remat(memory: MemoryConfig) -> Remat:
     return Remat(of_layer, of_group, memory.layers_per_remat_group)
 
 
-def keeps_attention(memory: MemoryConfig) -> bool:
-    """Whether attention's out and lse are there in the backward, on the device or the host."""
-    return {"attention_out", "attention_lse"} <= {*_KEPT_BY[memory.remat], *memory.save, *memory.offload}
+def saves_attention(memory: MemoryConfig) -> bool:
+    """Whether attention_out and attention_lse are saved for the backward pass, on the device or the host."""
+    return {"attention_out", "attention_lse"} <= {*_SAVED_BY[memory.remat], *memory.save, *memory.offload}
 
 
-def _checkpoint(memory: MemoryConfig, keep: tuple[str, ...], offload: tuple[str, ...]) -> Callable:
-    kept = {*_KEPT_BY[memory.remat], *keep} - set(offload)
-    policy = _policy(kept, offload)
+def _checkpoint(memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str, ...]) -> Callable:
+    saved = {*_SAVED_BY[memory.remat], *save} - set(offload)
+    policy = _policy(saved, offload)
     if memory.remat == "matmuls":
         policy = jax.checkpoint_policies.save_from_both_policies(
             policy, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         )
-    # prevent_cse guards against a compiler that undoes the recomputation; inside a scan nothing can.
+    # prevent_cse keeps the compiler from undoing the recomputation; inside a scan it cannot do that.
     return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
 def _group_checkpoint(offloads_input: bool) -> Callable:
-    # A name of its own: layers name their inputs too, and of those a group keeps none.
+    # Not "residual": every layer names its input that, and a group saves only its own.
     name = "group_residual"
     policy = _policy((), (name,) if offloads_input else ())
 
@@ -72,11 +78,11 @@ def _group_checkpoint(offloads_input: bool) -> Callable:
     return of_group
 
 
-def _policy(kept, offloaded):
+def _policy(saved, offloaded):
     if not offloaded:
-        return jax.checkpoint_policies.save_only_these_names(*kept)
+        return jax.checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(kept),
+        names_which_can_be_saved=list(saved),
         names_which_can_be_offloaded=list(offloaded),
         offload_src="device",
         offload_dst="pinned_host",

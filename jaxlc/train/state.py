@@ -1,4 +1,4 @@
-"""The training state: what a step takes and returns, and what a checkpoint holds."""
+"""The training state: the argument and result of a step, and the content of a checkpoint."""
 
 import math
 from typing import NamedTuple
@@ -15,25 +15,25 @@ from jaxlc.sharding import rules
 from jaxlc.train.mixed_precision import Scaling, first_scaling
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
-PINNED_HOST = "pinned_host"  # HOST, as shardings and programs name it
-_MADE_AT_ONCE_BYTES = 2**30
+PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in compiled programs
+_INIT_GROUP_BYTES = 2**30  # per device, of arrays that are initialized together
 
 
 class TrainState(NamedTuple):
     step: jax.Array  # int32: optimizer steps done
     params: dict  # float32 master weights
     opt_state: optax.OptState
-    rng: jax.Array  # PRNG key data, uint32; a new one each step, for whatever in a model is random
-    scaling: Scaling = Scaling()  # what fp16 and fp8 keep from step to step
+    rng: jax.Array  # PRNG key data, uint32; a new key each step, for random operations of the model
+    scaling: Scaling = Scaling()  # state of fp16 loss scaling and of fp8 delayed scaling
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """V as stored: the next multiple of tensor."""
+    """The stored vocabulary size: `vocab_size` rounded up to a multiple of tensor."""
     return -(-vocab_size // tensor) * tensor
 
 
 def make_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state of step 0, a pure function of config.train.seed, the same on every mesh up to vocabulary padding."""
+    """The state of step 0: a pure function of config.train.seed, equal on every mesh up to vocabulary padding."""
     init_key, rng = jax.random.split(jax.random.key(config.train.seed))
     params = decoder.init(config.model, padded_vocab_size(config.model.vocab_size, mesh.shape[TENSOR]), init_key)
     scaling = first_scaling(config.precision, config.model)
@@ -43,8 +43,8 @@ def make_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformati
 def first_state(
     config: Config, mesh: Mesh, optimizer: optax.GradientTransformation, abstract: TrainState
 ) -> TrainState:
-    """`make_state` on the devices of `mesh`; a few arrays after the other where some rest in host memory, since all
-    are made on the device."""
+    """`make_state` on the devices of `mesh`. If some arrays are stored in host memory, arrays are initialized in
+    groups, since each is computed on the device first."""
     leaves, tree = jax.tree.flatten(abstract)
     on_host = any(leaf.sharding.memory_kind == PINNED_HOST for leaf in leaves)
     groups = _groups(leaves) if on_host else [range(len(leaves))]
@@ -60,11 +60,11 @@ def first_state(
 
 
 def _groups(leaves: list[jax.ShapeDtypeStruct]) -> list[list[int]]:
-    """Places of neighbours that together take no more than _MADE_AT_ONCE_BYTES of a device, or are alone."""
-    groups, filled_bytes = [], _MADE_AT_ONCE_BYTES
+    """Indices of consecutive arrays that together take at most _INIT_GROUP_BYTES per device; a larger one is alone."""
+    groups, filled_bytes = [], _INIT_GROUP_BYTES
     for index, leaf in enumerate(leaves):
         filled_bytes += bytes_per_device(leaf)
-        if filled_bytes > _MADE_AT_ONCE_BYTES:
+        if filled_bytes > _INIT_GROUP_BYTES:
             groups.append([])
             filled_bytes = bytes_per_device(leaf)
         groups[-1].append(index)
@@ -72,19 +72,23 @@ def _groups(leaves: list[jax.ShapeDtypeStruct]) -> list[list[int]]:
 
 
 def bytes_per_device(abstract, spaces=None, space: jax.memory.Space | None = None) -> int:
-    """Of a tree of `jax.ShapeDtypeStruct`s with shardings: the part of one device, if need be in `space` only."""
+    """Bytes that a tree of `jax.ShapeDtypeStruct`s with shardings takes on one device.
+
+    Args:
+      spaces: tree of the memory space of each array; only arrays in `space` are counted. None: all are counted.
+    """
     leaves = jax.tree.leaves(abstract)
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, its_space in zip(leaves, jax.tree.leaves(spaces) or [None] * len(leaves), strict=True)
-        if its_space is space
+        for leaf, leaf_space in zip(leaves, jax.tree.leaves(spaces) or [None] * len(leaves), strict=True)
+        if leaf_space is space
     )
 
 
 def memory_spaces(
     config: MemoryConfig, mesh: Mesh, optimizer: optax.GradientTransformation, abstract: TrainState
 ) -> TrainState:
-    """A `jax.memory.Space` for each array of the state: where it rests between steps, and within the step too."""
+    """The `jax.memory.Space` in which each array of the state is stored, between steps and within a step."""
     has_host = lacks_host_memory(mesh) is None
     params = HOST if has_host and config.parameters == "host" else DEVICE
     moments = HOST if has_host and config.optimizer == "host" else DEVICE
@@ -97,7 +101,7 @@ def memory_spaces(
 
 
 def is_on_host(*trees) -> bool:
-    """Whether any of these arrays, traced or not, rests in host memory."""
+    """Whether any of these arrays, concrete or traced, is in host memory."""
     return any(memory_kind_of(x) is HOST for x in jax.tree.leaves(trees))
 
 
@@ -105,15 +109,15 @@ def memory_kind_of(x: jax.Array) -> jax.memory.Space:
     return jax.typeof(x).memory_space
 
 
-def put(x: jax.Array, space: jax.memory.Space) -> jax.Array:
-    """`x` in that memory; under `jit`."""
+def to_memory_kind(x: jax.Array, space: jax.memory.Space) -> jax.Array:
+    """Copies `x` to that memory if it is not there; call it under `jit`."""
     return x if memory_kind_of(x) is space else jax.device_put(x, space)
 
 
 def lacks_host_memory(mesh: Mesh) -> str | None:
     """Why programs on the devices of `mesh` cannot use pinned host memory; None if they can.
 
-    On CPU, jax 0.10 has no implementation of the transfers ("annotate_device_placement"); 0.11.2 and 0.12 have.
+    On CPU, JAX 0.10 does not implement the transfers ("annotate_device_placement"); 0.11.2 and 0.12 do.
     """
     if mesh.devices.flat[0].platform == "cpu" and jax.__version_info__ < (0, 11):
         return f"jax {jax.__version__} cannot use host memory on CPU; 0.11 can"
@@ -121,37 +125,38 @@ def lacks_host_memory(mesh: Mesh) -> str | None:
 
 
 def memory_lines(config: MemoryConfig, mesh: Mesh) -> list[str]:
-    """For the start of a run: what rests in host memory, or why it does not."""
+    """Lines for the start of a run: the arrays that are stored in host memory, or why they are not."""
     problem = lacks_host_memory(mesh)
-    asked = [name for name in ("parameters", "optimizer") if vars(config)[name] == "host"]
+    requested = [name for name in ("parameters", "optimizer") if vars(config)[name] == "host"]
     if problem is not None:
-        asked += config.offload
-    if not asked:
+        requested += config.offload
+    if not requested:
         return []
-    where = "in pinned host memory" if problem is None else f"on the device all the same: {problem}"
-    return [f"memory     {' and '.join(asked)} (config.memory) rest {where}"]
+    where = "in pinned host memory" if problem is None else f"on the device: {problem}"
+    return [f"memory     {' and '.join(requested)} (config.memory) stored {where}"]
 
 
 def abstract_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformation, dims) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    Parameters lie as the rules say, optimizer moments as their parameter, everything else on every device. What
-    `memory_spaces` puts in host memory has shardings that say so, which devices that are not here leave out.
+    Parameters are sharded by `sharding.rules`, optimizer moments like their parameter; all else is replicated. Arrays
+    that `memory_spaces` puts in host memory have shardings with that memory kind, except on absent devices (AOT
+    compilation), whose shardings drop it.
     """
     shapes = jax.eval_shape(lambda: make_state(config, mesh, optimizer))
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    replicated_sharding = NamedSharding(mesh, PartitionSpec())
 
     def stored(shape, names):
         spec = rules.storage_spec(names, shape.shape, mesh)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
-    def resting(shape, space):
+    def in_memory(shape, space):
         kind = PINNED_HOST if space is HOST else None
         sharding = NamedSharding(mesh, shape.sharding.spec, memory_kind=kind)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
     def replicated(shape):
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=everywhere)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=replicated_sharding)
 
     abstract = TrainState(
         step=replicated(shapes.step),
@@ -160,4 +165,4 @@ def abstract_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransfor
         rng=replicated(shapes.rng),
         scaling=jax.tree.map(replicated, shapes.scaling),
     )
-    return jax.tree.map(resting, abstract, memory_spaces(config.memory, mesh, optimizer, abstract))
+    return jax.tree.map(in_memory, abstract, memory_spaces(config.memory, mesh, optimizer, abstract))

@@ -1,4 +1,4 @@
-"""The training step: built here for the loop, the plan, the sweeps and the benchmarks alike. Nobody else jits one."""
+"""The training step, used by the loop, the plan, the sweep and the benchmarks; only this module jits it."""
 
 import os
 from dataclasses import dataclass
@@ -19,26 +19,26 @@ from jaxlc.train import mixed_precision, update
 from jaxlc.train.batch import Batch, abstract_batch
 from jaxlc.train.objective import Objective
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
-from jaxlc.train.state import TrainState, abstract_state, first_state, memory_spaces, put
+from jaxlc.train.state import TrainState, abstract_state, first_state, memory_spaces, to_memory_kind
 
 
 class StepMetrics(NamedTuple):
-    """Scalars, float32 but for is_finite, the same on every device."""
+    """Scalars, float32 unless noted, replicated."""
 
     loss: jax.Array  # mean cross entropy in nats over all weighted tokens of the step
     grad_norm: jax.Array  # before clipping
     learning_rate: jax.Array
     target_tokens: jax.Array  # sum of the loss weights
-    is_finite: jax.Array  # bool: loss and gradient; where they are not, the update was left out
-    loss_scale: jax.Array | None  # of fp16 only: this step's
-    skipped_steps: jax.Array | None  # of fp16 only, int32: updates left out since step 0
+    is_finite: jax.Array  # bool: of loss and gradients; if False, the update was skipped
+    loss_scale: jax.Array | None  # with fp16 only: of this step
+    skipped_steps: jax.Array | None  # with fp16 only, int32: updates skipped since step 0
 
 
 def build_step(config: Config, mesh: Mesh) -> "TrainStep":
-    """The training step of `config` on `mesh`; allocates and compiles nothing yet. The devices need not be here.
+    """The training step of `config` on `mesh`; allocates and compiles nothing. The devices may be absent.
 
     Raises:
-      UserError: they cannot multiply in config.precision.
+      UserError: the devices do not support config.precision.
     """
     mixed_precision.check_devices(config.precision, mesh.devices.flat)
     return TrainStep(config=config, mesh=mesh)
@@ -46,7 +46,7 @@ def build_step(config: Config, mesh: Mesh) -> "TrainStep":
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStep:
-    """The jitted step, with the state and batch it takes. `mesh` may be of devices that are not here."""
+    """The jitted step and its abstract arguments. The devices of `mesh` may be absent (AOT compilation)."""
 
     config: Config
     mesh: Mesh
@@ -57,7 +57,7 @@ class TrainStep:
 
     @property
     def dims(self):
-        """The parameters' tree with each one's dimension names."""
+        """The parameter tree with a tuple of dimension names per leaf."""
         return self.objective.dims
 
     @cached_property
@@ -66,7 +66,7 @@ class TrainStep:
 
     @cached_property
     def memory_spaces(self) -> TrainState:
-        """Where each array of the state rests; `abstract_state` tells it only of devices that are here."""
+        """The memory of each array of the state; the shardings of `abstract_state` drop it for absent devices."""
         return memory_spaces(self.config.memory, self.mesh, self._optimizer, self.abstract_state)
 
     @cached_property
@@ -75,10 +75,10 @@ class TrainStep:
 
     @cached_property
     def jitted(self):
-        """(state, batch) -> (state, StepMetrics); the state's buffers are given up to its successor."""
+        """(state, batch) -> (state, StepMetrics); the buffers of the old state are donated."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, everywhere))
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, replicated))
 
     def lower(self) -> jax.stages.Lowered:
         return self.jitted.lower(self.abstract_state, self.abstract_batch)
@@ -88,25 +88,25 @@ class TrainStep:
         extra_options: dict[str, bool | int | str] | None = None,
         lowered: jax.stages.Lowered | None = None,
     ) -> jax.stages.Compiled:
-        """The executable for the mesh's devices, with the compiler options of their platform and `extra_options`.
+        """Compiles the step for the devices of the mesh, with `compiler_options` and `extra_options`.
 
         Args:
-          lowered: of `lower`, where the caller had something to change in it.
+          lowered: the result of `lower`, if the caller changed it.
         Raises:
-          UserError: an offload that the program for a GPU does not contain.
+          UserError: config.memory.offload is set, and the program for a GPU has nothing in host memory.
         """
         compiled = (lowered or self.lower()).compile(compiler_options=self.compiler_options | (extra_options or {}))
         offload = self.config.memory.offload
         if offload and self._platform == "gpu" and not compiled.memory_analysis().host_temp_size_in_bytes:
             raise UserError(
-                f"config.memory.offload={offload} was asked for, and the compiled step holds nothing in host memory:"
-                " nothing of that is made in these layers, or this compiler leaves it out"
+                f"config.memory.offload={offload} has no effect: the compiled step has no buffers in host memory;"
+                " these layers do not compute such tensors, or this compiler ignores offloading"
             )
         return compiled
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
-        """By the devices' platform, the preset of the config and the transport; without what XLA_FLAGS has set."""
+        """Options for the platform, runtime.xla_preset and the transport, without those that XLA_FLAGS sets."""
         memory = self.config.memory
         return compile_options(
             self._platform,
@@ -117,17 +117,17 @@ class TrainStep:
         )
 
     def init(self) -> TrainState:
-        """The state of step 0, each device making its own part."""
+        """The state of step 0; each device initializes its own shards."""
         return first_state(self.config, self.mesh, self._optimizer, self.abstract_state)
 
     @cached_property
     def transport(self) -> transport.TransportSelection | None:
-        """How attention's hops travel, and why that way; None on CPU."""
+        """The transport of attention's sends and why it was selected; None on CPU."""
         return transport.choose(self.config.runtime, tuple(self.mesh.devices.flat))
 
     @property
     def kernel(self) -> attention.KernelSelection:
-        """The attention kernel of the step, and why that one."""
+        """The attention kernel of the step and why it was selected."""
         return attention.choose(
             self.config.attention,
             self.mesh,
@@ -149,19 +149,21 @@ class TrainStep:
         return make_optimizer(self.config.optimizer, self._schedule, self.dims)
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        # Changes nothing but types: those of the arguments do not tell of the host's memory where no device is here.
-        state = jax.tree.map(put, state, self.memory_spaces)
-        # Divided once, by the weights of all ranks and microbatches: one of either may have no target at all.
+        # No copy, only types: with absent devices the types of the arguments do not include the memory space.
+        state = jax.tree.map(to_memory_kind, state, self.memory_spaces)
+        # The division by the sum of weights of all ranks and microbatches: a single one may have no target tokens.
         target_tokens = batch.loss_weights.sum()
         to_mean = jnp.where(target_tokens > 0, 1.0 / target_tokens, 0.0)
         loss_scale = state.scaling.loss_scale
-        if loss_scale is not None:  # the mean loss is multiplied by it, before anything is rounded to float16
+        if loss_scale is not None:  # multiplies the mean loss, before anything is rounded to float16
             batch = batch._replace(loss_weights=batch.loss_weights * (loss_scale.scale * to_mean))
             to_mean = 1.0 / loss_scale.scale
-        (gradients, histories), cross_entropy = self.objective.sums(state.params, state.scaling.histories, batch)
+        cross_entropy, gradients, histories = self.objective.loss_and_grads(
+            state.params, batch, state.scaling.histories
+        )
         loss = cross_entropy * to_mean
         grad_norm = update.gradient_norm(gradients, self.dims, to_mean)
-        # A bad step leaves the state as it was: the loop may skip it, or stop with a state worth saving.
+        # A step that is not finite does not change the parameters, so the loop can skip it, or stop with a valid state.
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         params, opt_state = update.update(
             lambda dims: make_optimizer(self.config.optimizer, self._schedule, dims),
@@ -175,7 +177,7 @@ class TrainStep:
         metrics = StepMetrics(
             loss=loss,
             grad_norm=grad_norm,
-            # The optimizer counts the updates it made; a step that was left out is not among them.
+            # The optimizer counts updates; skipped steps do not count.
             learning_rate=jnp.float32(self._schedule(updates_made(state.opt_state))),
             target_tokens=target_tokens,
             is_finite=is_finite,

@@ -1,9 +1,10 @@
-"""The optimizer's update: of everything at once, or streamed where part of the state rests in host memory.
+"""The optimizer update: of the whole state at once, or streamed if part of the state is in host memory.
 
-Streamed, a scan over layers fetches one layer's weights, gradients and moments, updates them and writes them back to
-where they were, so that no more than a layer of what rests on the host is ever on the device; what is in no layer
-(embedding, head, final norm) follows, one after the other. After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840),
-but that the arithmetic stays on the device. An array's home is in its type: `jax.typeof(x).memory_space`.
+A streamed update is a scan over layers: it copies the weights, gradients and moments of one layer to the device,
+updates them, and writes them back, so that at most one layer of the host state is on the device. Parameters
+outside the layers (embedding, head, final norm) follow one by one. As in ZeRO-Offload (Ren et al. 2021,
+arXiv:2101.06840), but the arithmetic is done on the device. The memory of an array is part of its type,
+`jax.typeof(x).memory_space`.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,11 @@ import optax
 from jax import lax
 
 from jaxlc.core import scopes
-from jaxlc.train.state import DEVICE, is_on_host, memory_kind_of, put
+from jaxlc.train.state import DEVICE, is_on_host, memory_kind_of, to_memory_kind
 
 
 class ParamsAndOptState(NamedTuple):
-    """What an update makes new: all of it, or the part of one entry of the parameters' dictionary."""
+    """What an update changes: of the whole model, or of one entry of the parameter dictionary."""
 
     params: dict
     opt_state: optax.OptState
@@ -27,7 +28,7 @@ class ParamsAndOptState(NamedTuple):
 
 @jax.named_scope(scopes.GRADIENT_NORM)
 def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
-    """Of `scale` times the gradients: the root of the sum of all squares, float32."""
+    """The global norm of `scale` times the gradients, float32."""
 
     def squares(_, gradients):
         return optax.tree.norm(jax.tree.map(lambda g: g * scale, gradients), squared=True)
@@ -43,7 +44,7 @@ def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
 
 @jax.named_scope(scopes.ACCUMULATE_GRADIENTS)
 def add(gradients: dict, others: dict, dims: dict) -> dict:
-    """Their sum, in the memory of `gradients`."""
+    """The sum of both trees, in the memory of `gradients`."""
 
     def add_part(a, b):
         return jax.tree.map(jnp.add, a, b)
@@ -57,18 +58,18 @@ def add(gradients: dict, others: dict, dims: dict) -> dict:
 def update(
     make_optimizer: Callable[[dict], optax.GradientTransformationExtraArgs],
     dims: dict,
-    weights: ParamsAndOptState,
+    old: ParamsAndOptState,
     gradients: dict,
     *,
     scale: jax.Array,
     grad_norm: jax.Array,
     is_finite: jax.Array,
 ) -> ParamsAndOptState:
-    """The weights after a step with `scale` times the gradients; those before it where `is_finite` is False.
+    """Parameters and optimizer state after an update with `scale` times the gradients; `old` if `is_finite` is False.
 
     Args:
-      make_optimizer: given the dims of all parameters or of a part of them, the optimizer of these.
-      grad_norm: of all gradients, scaled, for clipping.
+      make_optimizer: returns the optimizer of all parameters, or of a part of them, given their dims.
+      grad_norm: global norm of the scaled gradients, for clipping.
     """
 
     def update_part(dims):
@@ -82,40 +83,40 @@ def update(
 
         return run
 
-    if not is_on_host(weights):
-        return update_part(dims)(weights, gradients)
+    if not is_on_host(old):
+        return update_part(dims)(old, gradients)
     parts = {}
-    # Layers first: the others' counts of updates are the new ones.
-    for name in sorted(weights.params, key=lambda name: _is_stacked(dims[name]), reverse=True):
-        part = ParamsAndOptState(weights.params[name], _of_part(weights.opt_state, name))
+    # Layers first: the optimizer's count is taken from the last part, and a streamed update does not write it.
+    for name in sorted(old.params, key=lambda name: _is_stacked(dims[name]), reverse=True):
+        part = ParamsAndOptState(old.params[name], _of_part(old.opt_state, name))
         parts[name] = _stream(update_part(dims[name]), dims[name], part, gradients[name])
-    return _joined(weights, parts)
+    return _joined(old, parts)
 
 
 def _stream(function: Callable, dims, results, *operands):
-    """`function(results, *operands)`, in the memory of `results`: of whole arrays, or of one layer after the other.
+    """`function(results, *operands)`, in the memory of `results`: on whole arrays, or layer by layer if stacked.
 
-    Arrays come to the function on the device. Layers are written in place; scalars among `results` stay as they are
-    there, since all layers have them in common.
+    The function gets its arrays on the device. Layers are updated in place; scalars among `results` are not written,
+    since all layers share them.
     """
     if not _is_stacked(dims):
         results, operands = lax.optimization_barrier((results, operands))
-        made = function(*jax.tree.map(_fetched, (results, *operands)))
-        return jax.tree.map(lambda old, new: put(new, memory_kind_of(old)), results, made)
+        new_results = function(*jax.tree.map(_to_device, (results, *operands)))
+        return jax.tree.map(lambda old, new: to_memory_kind(new, memory_kind_of(old)), results, new_results)
 
     def run_layer(results, layer):
         @jax.named_scope(scopes.HOST_STATE)
         def fetch(x):
-            return _fetched(lax.dynamic_index_in_dim(x, layer, keepdims=False)) if x.ndim else x
+            return _to_device(lax.dynamic_index_in_dim(x, layer, keepdims=False)) if x.ndim else x
 
         @jax.named_scope(scopes.HOST_STATE)
         def write(stack, new):
             if not stack.ndim:
                 return stack
-            return lax.dynamic_update_index_in_dim(stack, put(new, memory_kind_of(stack)), layer, 0)
+            return lax.dynamic_update_index_in_dim(stack, to_memory_kind(new, memory_kind_of(stack)), layer, 0)
 
-        made = function(*jax.tree.map(fetch, (results, *operands)))
-        return jax.tree.map(write, results, made), None
+        new_results = function(*jax.tree.map(fetch, (results, *operands)))
+        return jax.tree.map(write, results, new_results), None
 
     return lax.scan(run_layer, results, jnp.arange(_num_layers(dims, operands)))[0]
 
@@ -125,7 +126,7 @@ def _is_stacked(dims) -> bool:
 
 
 def _num_layers(dims, part) -> tuple[int, ...] | int:
-    """L of stacked parameters; () of others, the shape of one number."""
+    """L of stacked parameters; () of others, the shape of a scalar."""
     return jax.tree.leaves(part)[0].shape[0] if _is_stacked(dims) else ()
 
 
@@ -134,12 +135,12 @@ def _first(dims) -> tuple[str, ...]:
 
 
 def _of_part(opt_state: optax.OptState, name: str) -> optax.OptState:
-    """The optimizer's state for one entry of the parameters: moments are dictionaries as the parameters are."""
+    """The optimizer state of one entry of the parameters; moments are dictionaries with the same keys."""
     return jax.tree.map(lambda x: x[name] if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
 
 
 def _joined(whole: ParamsAndOptState, parts: dict[str, ParamsAndOptState]) -> ParamsAndOptState:
-    """The opposite of taking parts; what is no dictionary is the last part's."""
+    """Joins parts of the parameters and of the optimizer state; other optimizer state is that of the last part."""
 
     def join(in_whole, *states):
         return dict(zip(parts, states)) if _is_dict(in_whole) else states[-1]
@@ -155,5 +156,5 @@ def _is_dict(x) -> bool:
     return isinstance(x, dict)
 
 
-def _fetched(x: jax.Array) -> jax.Array:
-    return put(x, DEVICE)
+def _to_device(x: jax.Array) -> jax.Array:
+    return to_memory_kind(x, DEVICE)

@@ -1,4 +1,4 @@
-"""The decoder: published sizes, a plain float64 Llama, meshes, padding, gradients."""
+"""The decoder: published sizes, a float64 reference Llama, meshes, padding, gradients."""
 
 import functools
 
@@ -31,18 +31,18 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_parameter_count_is_the_published_one(preset):
+def test_preset_has_published_parameter_count(preset):
     model = PRESETS[preset]
     params = decoder.abstract_params(model, model.vocab_size)
     assert sum(x.size for x in jax.tree.leaves(params)) == PUBLISHED[preset]
 
 
-def test_every_preset_but_tiny_is_counted():
+def test_every_preset_except_tiny_has_a_published_count():
     assert set(PRESETS) == {*PUBLISHED, "tiny"}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_dims_name_every_parameter(variant):
+def test_dims_of_names_every_parameter_dimension(variant):
     model = small_model(**VARIANTS[variant])
     sizes = dict(
         model=16,
@@ -64,7 +64,7 @@ def test_dims_name_every_parameter(variant):
 
 
 def _step(model, **options):
-    """Jitted: (params, inputs) -> (gradients, (x_BTD, head_DV)); every part of every parameter moves the objective."""
+    """Jitted: (params, inputs) -> (gradients, (x_BTD, head_DV)); the objective depends on every parameter entry."""
 
     def objective(params, inputs):
         x_BTD, head_DV = run(params, model, *inputs, **options)
@@ -83,7 +83,7 @@ def _on_one_device(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_against_a_plain_float64_llama(variant):
+def test_apply_equals_float64_reference(variant):
     model, params, inputs, _, (gradients, (x_BTD, head_DV)) = _on_one_device(variant)
     wanted_BTD, wanted_BTV = plain_llama(params, model, *inputs)
     assert x_BTD.shape == (B, T, 16) and x_BTD.dtype == jnp.float32
@@ -109,7 +109,7 @@ def _stored(params, model, mesh):
     ],
     ids=str,
 )
-def test_output_and_gradient_do_not_depend_on_the_mesh(variant, axes):
+def test_apply_on_mesh_equals_one_device(variant, axes):
     model, params, inputs, _, (gradients, (x_BTD, _)) = _on_one_device(variant)
     mesh = small_mesh(**axes)
     got, (got_BTD, got_DV) = _step(model, mesh=mesh)(_stored(params, model, mesh), inputs)
@@ -121,7 +121,7 @@ def test_output_and_gradient_do_not_depend_on_the_mesh(variant, axes):
 
 
 @pytest.mark.parametrize("changed", [0, 7, T - 1])
-def test_causality(changed):
+def test_apply_is_causal(changed):
     model, params, (tokens, positions), step, (_, (x_BTD, _)) = _on_one_device("tied")
     other = tokens.copy()
     other[:, changed] = (other[:, changed] + 1) % model.vocab_size
@@ -130,7 +130,7 @@ def test_causality(changed):
     assert (got_BTD[:, changed:] != x_BTD[:, changed:]).any(axis=(0, 2)).all()
 
 
-def test_bfloat16_runs_and_stays_near():
+def test_apply_in_bfloat16_is_close_to_float32():
     model, params, inputs, _, (gradients, (x_BTD, _)) = _on_one_device("tied")
     got, (got_BTD, got_DV) = _step(model, compute_dtype=jnp.bfloat16)(params, inputs)
     assert got_BTD.dtype == got_DV.dtype == jnp.bfloat16
@@ -138,8 +138,8 @@ def test_bfloat16_runs_and_stays_near():
     assert {g.dtype for g in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
 
 
-def test_padding_of_the_vocabulary_changes_nothing():
-    """The same hidden states, and no gradient for the padding."""
+def test_apply_with_vocab_padding_has_equal_results():
+    """Equal hidden states, and zero gradient for the padding."""
     model, params, inputs, step, (gradients, (x_BTD, _)) = _on_one_device("odd")
     padding = dict(embedding=[(0, 3), (0, 0)], head=[(0, 0), (0, 3)])
     padded = {**params, **{name: np.pad(params[name], widths) for name, widths in padding.items()}}
@@ -151,7 +151,7 @@ def test_padding_of_the_vocabulary_changes_nothing():
     assert (got["embedding"][29:] == 0).all() and (got["head"][:, 29:] == 0).all()
 
 
-def test_first_values_do_not_depend_on_mesh_or_padding():
+def test_init_is_independent_of_mesh_and_padding():
     model, key = small_model(vocab_size=61, model_dim=64, tie_embeddings=False), jax.random.key(3)
     mesh, dims = small_mesh(fsdp=2, context=2, tensor=2), decoder.dims_of(model)
     shardings = jax.tree.map(
@@ -166,10 +166,10 @@ def test_first_values_do_not_depend_on_mesh_or_padding():
 
     def compare(a, b):
         a = np.asarray(a)[tuple(slice(size) for size in b.shape)]
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)  # other programs: other last bits
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)  # the compiled programs differ in the last bits
 
     jax.tree.map(compare, split, whole)
     w_up_LDF = whole["layers"]["mlp"]["w_up"]
-    assert (w_up_LDF[0] != w_up_LDF[1]).any()  # each layer has its own
-    # A normed hidden state gives logits of unit size, so that the first loss is near log(V).
+    assert (w_up_LDF[0] != w_up_LDF[1]).any()  # layers have different values
+    # Normed hidden states give logits of unit variance, so the initial loss is near log(V).
     assert float(whole["head"].std()) == pytest.approx(64**-0.5, rel=0.05)

@@ -1,4 +1,4 @@
-"""The layers' parts: first values, norm, what a remat policy can name."""
+"""Modules of a layer: initial values, norm, names for remat policies, embedding lookup."""
 
 import dataclasses
 import re
@@ -16,22 +16,24 @@ from jaxlc.sharding.rules import Sharder
 from tests.models.small import run, small_inputs, small_mesh, small_model, small_params
 
 
-def test_a_declared_matrix():
+def test_matrix_declares_dims_and_initial_values():
     param = matrix(nnx.Rngs(0), fan_in=64, model=64, heads=32, head_dim=16)
     assert param.dims == ("model", "heads", "head_dim")
     assert param[...].shape == (64, 32, 16) and param[...].dtype == jnp.float32
     assert float(param[...].std()) == pytest.approx(1 / 8, rel=0.02)
-    assert float(jnp.abs(param[...]).max()) < 3 / 8  # truncated: a plain normal of this size reaches 4 deviations
+    assert (
+        float(jnp.abs(param[...]).max()) < 3 / 8
+    )  # truncated: an untruncated normal of this size reaches 4 deviations
 
 
-def test_depth_scale():
+def test_depth_scale_scales_output_matrices():
     assert residual_depth_scale(PRESETS["llama3.1-8b"]) == pytest.approx(1 / 8)
     param = matrix(nnx.Rngs(0), fan_in=64, depth_scale=0.1, ffn=64, model=512)
     assert float(param[...].std()) == pytest.approx(0.1 / 8, rel=0.02)
 
 
-def test_norm_rounds_once():
-    """bfloat16 in and out, float32 between: the result is that of float64, rounded."""
+def test_rms_norm_in_bfloat16_rounds_once():
+    """bfloat16 in and out, computed in float32: equal to the float64 result, rounded."""
     x = jax.random.normal(jax.random.key(0), (8, 512)).astype(jnp.bfloat16)
     out, wide = RMSNorm(512, 1e-5)(x), np.asarray(x, np.float64)
     exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5)
@@ -39,11 +41,11 @@ def test_norm_rounds_once():
     assert (np.asarray(out) == exact.astype(jnp.bfloat16)).mean() > 0.999
 
 
-def test_norm_epsilon():
+def test_rms_norm_adds_epsilon():
     np.testing.assert_allclose(RMSNorm(4, 1.0)(jnp.ones(4)), 1 / np.sqrt(2), rtol=1e-6)
 
 
-def test_in_use_casts():
+def test_in_use_casts_to_dtype():
     param = matrix(nnx.Rngs(0), fan_in=4, model=4, ffn=6)
     used = in_use(param, Sharder(small_mesh()), jnp.bfloat16)
     np.testing.assert_array_equal(used, param[...].astype(jnp.bfloat16))
@@ -53,8 +55,8 @@ NAMES = {"query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_a_remat_policy_finds_each_name(name):
-    """Kept by name, a tensor is among what the layer stacks up for its backward: one more [L, ...] array."""
+def test_remat_policy_saves_named_tensor(name):
+    """A tensor saved by name adds one [L, ...] array to the residuals of the scan over layers."""
     model = small_model()
     params, (tokens, positions) = small_params(model), small_inputs(model)
 
@@ -69,14 +71,14 @@ def test_a_remat_policy_finds_each_name(name):
 
     text = str(jax.make_jaxpr(lambda p: run(p, model, tokens, positions)[0])(params))
     assert f"name={name}]" in text or f"name[name={name}" in text
-    if name != "residual":  # the layer's input is kept with or without its name
+    if name != "residual":  # the layer input is saved anyway
         assert num_residuals(jax.checkpoint_policies.save_only_these_names(name)) > num_residuals(
             jax.checkpoint_policies.nothing_saveable
         )
 
 
 def test_weights_are_gathered_in_the_compute_dtype():
-    """Every weight of the layer is cast before the constraint that gathers it."""
+    """Every weight of the layer is cast before the sharding constraint that gathers it."""
     model = dataclasses.replace(small_model(), tie_embeddings=False)
     params, (tokens, positions) = small_params(model), small_inputs(model)
     mesh = small_mesh(context=2, tensor=2)
@@ -91,8 +93,8 @@ def test_weights_are_gathered_in_the_compute_dtype():
 
 @pytest.mark.parametrize("shape", [(2, 16), (3, 2, 8)], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [6, 1024])
-def test_lookup_is_indexing(shape, chunk_tokens, monkeypatch: pytest.MonkeyPatch):
-    """Both ways, with the vocabulary split over tensor and the sequence over context, in whole chunks and a rest."""
+def test_lookup_equals_indexing(shape, chunk_tokens, monkeypatch: pytest.MonkeyPatch):
+    """Forward and gradient, V sharded over tensor and T over context, with and without a shorter last chunk."""
     monkeypatch.setattr("jaxlc.models.layers._LOOKUP_CHUNK_TOKENS", chunk_tokens)
     rng = np.random.default_rng(0)
     embedding, dx = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (*shape, 6)))
@@ -105,8 +107,8 @@ def test_lookup_is_indexing(shape, chunk_tokens, monkeypatch: pytest.MonkeyPatch
     np.testing.assert_allclose(pull_back(dx)[0], wanted, atol=1e-5)
 
 
-def test_lookup_moves_neither_the_table_nor_the_sequence():
-    """On 4 tensor ranks no array of the program is as large as the table, or as one rank's row over all of context."""
+def test_lookup_gathers_neither_table_nor_sequence():
+    """On 4 tensor ranks no array is as large as the table, or as one sequence over all context ranks."""
     shard, num_tokens, vocab_size = Sharder(small_mesh(context=2, tensor=4)), 512, 1024
     tokens, dx = jnp.zeros((1, num_tokens), jnp.int32), jnp.zeros((1, num_tokens, 8))
 
@@ -126,8 +128,8 @@ def test_lookup_moves_neither_the_table_nor_the_sequence():
         assert sizes and not sizes & {vocab_size, num_tokens}
 
 
-def test_a_common_token_has_its_gradient_summed_in_float32():
-    """4097 gradients of 1 for one token: no bfloat16 is 4097."""
+def test_lookup_sums_gradients_of_common_token_in_float32():
+    """4097 gradients of 1 for one token; bfloat16 cannot represent 4097."""
     embedding, tokens = jnp.ones((4, 2)), jnp.full((1, 4097), 3)
     shard = Sharder(small_mesh())
     gradient = jax.grad(lambda e: lookup(e, tokens, shard, jnp.bfloat16).astype(jnp.float32).sum())(embedding)

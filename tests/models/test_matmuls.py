@@ -1,4 +1,4 @@
-"""Products in 8 bits against float64 products of operands that numpy rounds."""
+"""FP8 products against float64 products of operands that numpy rounds."""
 
 import functools
 import operator
@@ -20,7 +20,7 @@ from tests.models import small
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 B, T, N, H, D = 2, 5, 3, 4, 6
-# Results are rounded to float32 here; in 8 bits everything else is exact in float32, sums too but for their order.
+# Results are float32; the products of FP8 operands are exact in float32, and so are the sums up to their order.
 EXACT = 1e-6
 
 
@@ -32,7 +32,7 @@ def operands():
 
 
 def rounded(x, dtype, largest=None):
-    """x as 8 bits have it: scaled by a power of two, so that `largest` becomes representable, and cut off there."""
+    """x rounded to FP8: scaled by a power of two so that `largest` is representable, and clipped there."""
     top = float(ml_dtypes.finfo(dtype).max)
     scale = 2.0 ** np.ceil(np.log2((np.abs(x).max() if largest is None else largest) / top))
     return np.clip(x / scale, -top, top).astype(dtype).astype(np.float64) * scale
@@ -44,8 +44,8 @@ def product_and_gradients(x, w, dout, history):
 
 
 @pytest.mark.parametrize("largest", [None, (50.0, 0.5, 4e-6)], ids=["current", "delayed"])
-def test_operands_are_rounded_and_nothing_else(largest):
-    """Delayed scaling expects too little of dout here, and cuts it off."""
+def test_fp8_product_rounds_only_operands(largest):
+    """The amax history of dout is too small here, so that delayed scaling clips dout."""
     x, w, dout = operands()
     history = None if largest is None else jnp.array(largest)[:, None] * jnp.array([0.5, 1.0, 0.0])
     got = jax.jit(product_and_gradients)(x, w, dout, history)
@@ -62,10 +62,10 @@ def test_operands_are_rounded_and_nothing_else(largest):
     )
     for a, b in zip(got, expected):
         assert max_relative_error(a, b) <= EXACT
-    assert max_relative_error(got[0], np.einsum("btnh,nhd->btd", x, w)) > 1e-3  # so something was rounded
+    assert max_relative_error(got[0], np.einsum("btnh,nhd->btd", x, w)) > 1e-3  # so operands were rounded
 
 
-def test_the_gradient_of_a_history_is_the_next_one():
+def test_fp8_product_gradient_of_history_is_next_history():
     x, w, dout = operands()
     history = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
     *_, got = product_and_gradients(x, w, dout, history)
@@ -74,13 +74,13 @@ def test_the_gradient_of_a_history_is_the_next_one():
 
 
 @pytest.mark.parametrize("history", [None, jnp.zeros((3, 2))], ids=["current", "delayed"])
-def test_zeros_and_no_history_yet(history):
+def test_fp8_product_of_zeros_and_empty_history_is_finite(history):
     x, w, dout = (jnp.zeros_like(value) for value in operands())
     for got in jax.tree.leaves(product_and_gradients(x, w, dout, history)):
         np.testing.assert_array_equal(got, jnp.zeros_like(got))
 
 
-def test_only_the_named_products_are_in_8_bits():
+def test_matmuls_uses_fp8_for_named_products_only():
     x, w = jnp.ones((1, 2, 4), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
     matmul = Matmuls(Fp8(matmuls=("mlp_up", "query"), scaling="delayed", history_steps=2), "mlp_gate", "mlp_up")
     for name, is_8_bits in (("mlp_gate", False), ("mlp_up", True)):
@@ -89,7 +89,7 @@ def test_only_the_named_products_are_in_8_bits():
     assert nnx.state(matmul)["history"].shape == (2, 3, 2)
 
 
-def test_a_name_of_another_block_is_a_mistake():
+def test_matmuls_with_unknown_name_raises():
     with pytest.raises(AssertionError):
         Matmuls(None, "mlp_gate")("query", "BTD,DF->BTF", jnp.ones((1, 2, 4)), jnp.ones((4, 8)))
 
@@ -99,7 +99,7 @@ RECIPE = dict(matmuls=("query", "mlp_down"), history_steps=2)
 
 
 def hidden(params, histories=None, fp8=None):
-    """x_BTD after three layers, float32 but for products in 8 bits."""
+    """x_BTD after three layers, float32 except FP8 products."""
     return decoder.apply(
         params,
         MODEL,
@@ -114,8 +114,8 @@ def hidden(params, histories=None, fp8=None):
     )[0]
 
 
-def hidden_by_hand(params, recipes):
-    """The same, of layers one by one, each with a recipe of its own."""
+def hidden_layer_by_layer(params, recipes):
+    """The same with explicit layers, each with its own recipe."""
     tokens_BT, positions_BT = small.small_inputs(MODEL)
     x_BTD = params["embedding"][tokens_BT]
     for place, fp8 in enumerate(recipes):
@@ -136,23 +136,23 @@ def result_and_gradients(run, *operands):
     return x_BTD, gradients
 
 
-def test_the_named_layers_are_not_in_8_bits():
+def test_bf16_layers_have_no_fp8_products():
     params = small.small_params(MODEL)
     everywhere, mixed = (Fp8(scaling="current", bf16_layers=layers, **RECIPE) for layers in ((), (0, -1)))
     got = result_and_gradients(functools.partial(hidden, fp8=mixed), params)
-    by_hand = functools.partial(hidden_by_hand, recipes=(None, everywhere, None))
-    errors = jax.tree.map(max_relative_error, got, result_and_gradients(by_hand, params))
+    layer_by_layer = functools.partial(hidden_layer_by_layer, recipes=(None, everywhere, None))
+    errors = jax.tree.map(max_relative_error, got, result_and_gradients(layer_by_layer, params))
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
     for fp8 in (everywhere, None):
         assert max_relative_error(jax.jit(functools.partial(hidden, fp8=fp8))(params), got[0]) > 1e-3
 
 
-def test_layers_that_are_not_in_8_bits_have_seen_nothing():
+def test_bf16_layers_have_empty_histories():
     params = small.small_params(MODEL)
     mixed = Fp8(scaling="delayed", bf16_layers=(0,), **RECIPE)
     histories = decoder.first_histories(MODEL, mixed)
     _, (_, seen) = result_and_gradients(functools.partial(hidden, fp8=mixed), params, histories)
-    assert len(jax.tree.leaves(seen)) == 2  # attention's and the MLP's
+    assert len(jax.tree.leaves(seen)) == 2  # of the attention and the MLP block
     for of_block in jax.tree.leaves(seen):
         np.testing.assert_array_equal(of_block[0], np.zeros_like(of_block[0]))
         assert of_block[1:, :, :, 0].any(axis=(1, 2)).all()

@@ -1,4 +1,4 @@
-"""Layers with their weights one layer ahead, against a plain scan; here the weights rest where they are used."""
+"""Layers with prefetched weights against a plain scan; here all weights are on the device."""
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ _KEEP = jax.checkpoint_policies.save_only_these_names
 POLICIES = {"nothing": _KEEP(), "hidden": _KEEP("hidden")}
 
 
-def _run(x_BD, weights, shared, ahead=None):
+def _run(x_BD, weights, shared, prefetch=None):
     work = lambda x_BD: jnp.tanh(x_BD @ weights["up"] + shared["bias_BF"])  # noqa: E731
-    hidden_BF, fetched = offloaded_layers.overlap_with_prefetch(work, (x_BD,), ahead)
+    hidden_BF, fetched = offloaded_layers.overlap_with_prefetch(work, (x_BD,), prefetch)
     hidden_BF = checkpoint_name(hidden_BF, "hidden")
     return x_BD * shared["scale_B1"] + hidden_BF @ weights["down"], fetched
 
@@ -36,23 +36,23 @@ def _losses(policy):
     def plain(x_BD, stacked):
         return (jax.lax.scan(lambda x_BD, weights: run(x_BD, weights, shared), x_BD, stacked)[0] ** 2).sum()
 
-    def ahead(x_BD, stacked):
+    def prefetched(x_BD, stacked):
         return (offloaded_layers.run_layers(run, x_BD, stacked, shared, fetch=lambda w: w) ** 2).sum()
 
-    return plain, ahead
+    return plain, prefetched
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_same_as_a_scan(policy):
-    plain, ahead = (jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*_inputs()) for loss in _losses(policy))
-    errors = jax.tree.map(max_relative_error, ahead, plain)
+def test_run_layers_equals_scan(policy):
+    plain, prefetched = (jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*_inputs()) for loss in _losses(policy))
+    errors = jax.tree.map(max_relative_error, prefetched, plain)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
 
 @pytest.mark.parametrize("policy, kept", [("nothing", [(L, B, D)]), ("hidden", [(L, B, D), (L, B, F)])])
-def test_layers_keep_what_their_policy_says_and_nothing_that_is_there_already(policy, kept):
-    _, ahead = _losses(POLICIES[policy])
-    residuals = jax.tree.leaves(jax.eval_shape(lambda *inputs: jax.vjp(ahead, *inputs)[1], *_inputs()))
-    of_all_layers = [each.shape for each in residuals if each.shape[:1] == (L,)]
-    stacked = [(L, D, F), (L, F, D)]  # the weights where they rest, and not as layers had them
+def test_run_layers_saves_policy_residuals_but_no_weights(policy, kept):
+    _, prefetched = _losses(POLICIES[policy])
+    residuals = jax.tree.leaves(jax.eval_shape(lambda *inputs: jax.vjp(prefetched, *inputs)[1], *_inputs()))
+    of_all_layers = [array.shape for array in residuals if array.shape[:1] == (L,)]
+    stacked = [(L, D, F), (L, F, D)]  # the stored weights, not copies of each layer
     assert sorted(of_all_layers) == sorted(kept + stacked)

@@ -1,4 +1,4 @@
-"""RoPE against float64, far beyond where float32 angles fail."""
+"""RoPE against float64, at positions where float32 angles are wrong."""
 
 import dataclasses
 
@@ -20,8 +20,8 @@ def _x(num_tokens, head_dim):
 
 @pytest.mark.parametrize("preset", ["tiny", "llama3.1-8b", "llama3.2-1b", "qwen3-8b"])
 @pytest.mark.parametrize("start", [0, LOW_TOKENS - 8, 2**20 - 8, 2**25 - 8, 2**26 - 16])
-def test_within_1e_6_of_float64(preset, start):
-    """A unit vector per pair, so that the error is that of cos and sin."""
+def test_apply_rope_is_within_1e_6_of_float64(preset, start):
+    """One unit vector per pair, so that the error is that of cos and sin."""
     model = PRESETS[preset]
     positions = np.arange(start, start + 16, dtype=np.int32)
     x_TH = np.concatenate([np.ones((16, model.head_dim // 2)), np.zeros((16, model.head_dim // 2))], axis=-1)
@@ -29,15 +29,15 @@ def test_within_1e_6_of_float64(preset, start):
     np.testing.assert_allclose(got[0, :, 0], plain_rope(x_TH, positions, model), rtol=0, atol=1e-6)
 
 
-def test_float32_angles_would_fail():
-    """Why the tables exist: at 2^25 the plain way is off by more than half a radian."""
+def test_float32_angles_are_wrong_at_2_25():
+    """The reason for the tables: at 2^25, float32 angles have an error above half a radian."""
     model, position = PRESETS["llama3.1-8b"], 2**25 - 1
     frequencies = model.rope_theta ** -(np.arange(0, model.head_dim, 2) / model.head_dim)
     plain_float32 = np.float32(position) * frequencies.astype(np.float32)
     assert np.abs(plain_float32 - position * frequencies).max() > 0.5
 
 
-def test_a_long_row_on_any_heads_like_hugging_face():
+def test_apply_rope_equals_hugging_face():
     model = dataclasses.replace(PRESETS["llama3.1-8b"], head_dim=8)
     x_BTNH = _x(2 * 5000 * 3, 8).reshape(2, 5000, 3, 8)
     positions_BT = np.stack([np.arange(5000), np.arange(5000)[::-1]]).astype(np.int32)
@@ -47,7 +47,7 @@ def test_a_long_row_on_any_heads_like_hugging_face():
         np.testing.assert_allclose(got[b, :, n], wanted, atol=3e-6)
 
 
-def test_scores_depend_on_the_distance_alone():
+def test_rope_scores_depend_only_on_distance():
     model = PRESETS["llama3.1-8b"]
     tables, (q, k) = rope_tables(model, MAX_TOKENS), _x(2, 128)
 
@@ -58,7 +58,7 @@ def test_scores_depend_on_the_distance_alone():
     assert score(2**25 + 100, 2**25 + 7) == pytest.approx(score(93, 0), abs=1e-4)
 
 
-def test_float32_inside_and_the_dtype_of_x_outside():
+def test_apply_rope_computes_in_float32_and_keeps_dtype():
     model = PRESETS["tiny"]
     x, positions = jnp.asarray(_x(16, 32), jnp.bfloat16)[None, :, None], np.arange(16, dtype=np.int32)[None]
     got = apply_rope(x, positions, rope_tables(model, 16))
@@ -67,7 +67,7 @@ def test_float32_inside_and_the_dtype_of_x_outside():
     np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
 
 
-def test_tables_are_small():
+def test_rope_tables_are_small():
     tables = rope_tables(PRESETS["llama3.1-8b"], 2**20)
     assert tables.high_cos.shape == (256, 64) and tables.low_sin.shape == (4096, 64)
     assert {table.dtype for table in tables} == {np.dtype(np.float32)}

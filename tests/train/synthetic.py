@@ -12,12 +12,12 @@ from jaxlc.sharding.mesh import make_mesh
 from jaxlc.train.batch import Batch
 from jaxlc.train.step import TrainStep, build_step
 
-TOKENS = 96  # splits over every context x tensor that the tests use
+TOKENS = 96  # divisible by every context x tensor of the tests
 ROWS = 4
 
 
 def small_config(**sections: dict) -> Config:
-    """Two layers on rows of 96 tokens; `sections` override, e.g. `mesh=dict(context=2)`."""
+    """Two layers, sequences of 96 tokens; `sections` override, e.g. `mesh=dict(context=2)`."""
     config = defaults()
     config.model.update(
         vocab_size=61,
@@ -40,14 +40,14 @@ def small_config(**sections: dict) -> Config:
 
 
 def small_step(config: Config) -> TrainStep:
-    """The step on the first devices of this machine that its mesh needs."""
+    """The step on the first devices, as many as its mesh has."""
     return build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
 
 
 def natural_rows(vocab_size: int = 61, seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Rows that differ in what they ask: one document; packed; a few tokens and padding; padding only.
+    """Sequences of one document, of packed documents, of a few tokens and padding, and of padding only.
 
-    So some ranks hold no target at all, and ranks and microbatches hold different numbers of them.
+    So ranks and microbatches have different numbers of target tokens, and some have none.
     """
     documents = ((TOKENS,), (40, 3, 1, 29, 23), (10, -86), (-96,))
     rows = []
@@ -71,7 +71,7 @@ def natural_rows(vocab_size: int = 61, seed: int = 0) -> list[dict[str, np.ndarr
 
 
 def make_batch(step: TrainStep, rows: list[dict[str, np.ndarray]]) -> Batch:
-    """`rows` as the step wants them: [accumulation, rows, tokens] in layout order, on its devices."""
+    """`rows` as the batch of the step: [accumulation, rows, tokens] in layout order, on its devices."""
     order = zigzag_order(TOKENS, step.mesh.shape[CONTEXT])
 
     def stacked(name, like):
@@ -81,8 +81,18 @@ def make_batch(step: TrainStep, rows: list[dict[str, np.ndarray]]) -> Batch:
     return Batch(*(stacked(name, like) for name, like in step.abstract_batch._asdict().items()))
 
 
+def gradients_and_loss(step: TrainStep):
+    """A function (params, batch) -> (gradients, cross entropy), both summed over the tokens."""
+
+    def run(params, batch: Batch):
+        cross_entropy, gradients, _ = step.objective.loss_and_grads(params, batch)
+        return gradients, cross_entropy
+
+    return run
+
+
 def put_params(step: TrainStep, params):
-    """Copies parameters onto the step's mesh, with its shardings and its padding of the vocabulary."""
+    """Copies parameters to the mesh of the step, with its shardings and vocabulary padding."""
 
     def put(x, like):
         padding = [(0, wide - narrow) for wide, narrow in zip(like.shape, x.shape)]
@@ -92,7 +102,7 @@ def put_params(step: TrainStep, params):
 
 
 def without_padding(x, like) -> np.ndarray:
-    """The part of a parameter-shaped array that a mesh without vocabulary padding has."""
+    """A parameter-shaped array without vocabulary padding, of the shape of `like`."""
     return np.asarray(x)[tuple(slice(size) for size in like.shape)]
 
 

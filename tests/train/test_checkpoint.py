@@ -71,7 +71,7 @@ def assert_same(a: State, b: State) -> None:
 
 
 class Run:
-    """A directory with checkpoints of some steps, and what was warned about."""
+    """A directory with checkpoints of some steps, and the warnings of restoring."""
 
     def __init__(self, directory: Path, *steps: int, keep: int = 3):
         self.directory, self.keep, self.warnings = directory, keep, []
@@ -93,7 +93,7 @@ class Run:
             checkpoints.close()
 
     def biggest_file(self, step: int) -> Path:
-        files = (self.directory / str(step) / "state").rglob("d/*")  # where arrays lie
+        files = (self.directory / str(step) / "state").rglob("d/*")  # files with array data
         return max(files, key=lambda path: path.stat().st_size)
 
 
@@ -126,7 +126,7 @@ def empty_everything(run: Run, step: int) -> None:
 
 
 def change_meta(run: Run, step: int) -> None:
-    """A digit of the next row: still JSON, and silently other data."""
+    """Changes a digit of next_row: still valid JSON, but other data."""
     path = run.directory / str(step) / "meta" / "metadata"
     path.write_text(path.read_text().replace('"next_row": ', '"next_row": 1'))
 
@@ -134,7 +134,7 @@ def change_meta(run: Run, step: int) -> None:
 DAMAGES = (truncate, delete_arrays, delete_manifest, flip_a_bit, garble_meta, change_meta, empty_everything)
 
 
-def test_every_leaf_and_the_meta_come_back(tmp_path):
+def test_restore_latest_returns_saved_state_and_meta(tmp_path):
     run = Run(tmp_path, 7)
     state, meta = run.restore()
     assert_same(state, make_state(7, run.mesh))
@@ -143,7 +143,7 @@ def test_every_leaf_and_the_meta_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (1, 2), (1, 1)])
-def test_restores_onto_another_mesh(tmp_path, shape):
+def test_restore_latest_on_another_mesh_returns_same_state(tmp_path, shape):
     run = Run(tmp_path, 7)
     mesh = make_mesh(*shape)
     checkpoints = run.open()
@@ -153,7 +153,7 @@ def test_restores_onto_another_mesh(tmp_path, shape):
     assert state.params["embedding"].sharding.mesh.shape == mesh.shape
 
 
-def test_vocabulary_padding_may_differ_with_the_mesh(tmp_path):
+def test_restore_latest_with_other_vocab_padding_resizes(tmp_path):
     run = Run(tmp_path, 7)
     for vocab_size in (61, 64):
         checkpoints = run.open()
@@ -169,16 +169,16 @@ def test_vocabulary_padding_may_differ_with_the_mesh(tmp_path):
             np.testing.assert_array_equal(np.asarray(restored)[:61], np.asarray(original)[:61])
 
 
-def test_only_the_newest_are_kept_and_nothing_is_there_at_first(tmp_path):
+def test_save_keeps_the_latest_checkpoints(tmp_path):
     run = Run(tmp_path / "new", keep=2)
     assert run.restore() is None
     run = Run(tmp_path / "new", 1, 2, 3, keep=2)
     assert run.open().steps() == [2, 3]
 
 
-def test_half_written_checkpoints_do_not_count_and_are_cleared_away(tmp_path):
+def test_incomplete_checkpoints_are_ignored_and_removed(tmp_path):
     run = Run(tmp_path, 5)
-    shutil.copytree(tmp_path / "5", tmp_path / "6.orbax-checkpoint-tmp")  # the name until all is on disk
+    shutil.copytree(tmp_path / "5", tmp_path / "6.orbax-checkpoint-tmp")  # the temporary name
     checkpoints = run.open()
     assert checkpoints.steps() == [5]
     checkpoints.save(7, make_state(7, run.mesh), meta_of(7))
@@ -186,7 +186,7 @@ def test_half_written_checkpoints_do_not_count_and_are_cleared_away(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["5", "7"]
 
 
-def test_a_step_is_saved_once(tmp_path):
+def test_save_of_saved_step_does_nothing(tmp_path):
     run = Run(tmp_path, 5)
     checkpoints = run.open()
     checkpoints.save(5, make_state(99, run.mesh), meta_of(99))
@@ -194,7 +194,7 @@ def test_a_step_is_saved_once(tmp_path):
     assert_same(run.restore()[0], make_state(5, run.mesh))
 
 
-def test_buffers_may_be_donated_right_after_save(tmp_path):
+def test_save_then_donation_keeps_saved_values(tmp_path):
     run = Run(tmp_path)
     overwrite = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
     big = jax.device_put(jnp.ones((1024, 16)), NamedSharding(run.mesh, PartitionSpec("fsdp", "context")))
@@ -211,10 +211,10 @@ def test_buffers_may_be_donated_right_after_save(tmp_path):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_falls_back_from_a_damaged_checkpoint_and_goes_on(tmp_path, damage, monkeypatch):
+def test_restore_latest_with_damage_uses_older_checkpoint(tmp_path, damage, monkeypatch):
     run = Run(tmp_path, 10, 20)
     damage(run, 20)
-    printed = []  # tracebacks that Python would print although nothing is raised
+    printed = []  # tracebacks that Python would print
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: printed.append(str(unraisable.exc_value)))
 
     state, meta = run.restore()
@@ -233,7 +233,7 @@ def test_falls_back_from_a_damaged_checkpoint_and_goes_on(tmp_path, damage, monk
     assert len(run.warnings) == 1
 
 
-def test_saves_at_the_damaged_step_with_the_same_object(tmp_path):
+def test_save_after_damage_replaces_damaged_step(tmp_path):
     run = Run(tmp_path, 10, 20)
     truncate(run, 20)
     checkpoints = run.open()
@@ -244,7 +244,7 @@ def test_saves_at_the_damaged_step_with_the_same_object(tmp_path):
     assert run.restore()[0].step == 20
 
 
-def test_none_readable_is_told_and_nothing_is_touched(tmp_path):
+def test_restore_latest_with_only_damage_raises_and_keeps_files(tmp_path):
     run = Run(tmp_path, 10, 20)
     truncate(run, 10)
     delete_manifest(run, 20)
@@ -255,27 +255,27 @@ def test_none_readable_is_told_and_nothing_is_touched(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         (dict(model_dim=32), "model_dim is 16 there and 32"),
         (dict(rope_theta=5e5), "rope_theta is 10000.0 there and 500000.0"),
         (dict(new_setting=1), "new_setting is None there and 1"),
     ],
 )
-def test_another_model_is_refused_before_arrays_are_read(tmp_path, changed, told):
+def test_restore_latest_with_other_model_raises(tmp_path, changed, message):
     run = Run(tmp_path, 10)
     truncate(run, 10)
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=message) as error:
         run.restore(**changed)
     assert "--workdir" in str(error.value)
 
 
-def test_another_preset_name_is_the_same_model(tmp_path):
+def test_restore_latest_with_other_preset_name_works(tmp_path):
     assert Run(tmp_path, 10).restore(preset="renamed") is not None
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda state, S: state._replace(params={**state.params, "half": S((16, 8))}), r"half has shape \(16, 16\)"),
         (lambda state, S: state._replace(params={**state.params, "more": S((4,))}), "more has shape None"),
@@ -283,16 +283,16 @@ def test_another_preset_name_is_the_same_model(tmp_path):
         (lambda state, S: state._replace(params={**state.params, "flags": S((17,))}), "flags"),
     ],
 )
-def test_other_arrays_are_refused(tmp_path, change, told):
+def test_restore_latest_with_other_arrays_raises(tmp_path, change, message):
     run = Run(tmp_path, 10)
     shape = lambda dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(run.mesh, PartitionSpec()))
     checkpoints = run.open()
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         checkpoints.restore_latest(change(abstract(make_state(0, run.mesh), run.mesh), shape), model=MODEL)
     checkpoints.close()
 
 
-def test_prepare_workdir(tmp_path, monkeypatch):
+def test_prepare_workdir_creates_directory_or_raises(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert prepare_workdir("runs/new") == tmp_path / "runs" / "new"
     assert {path.name for path in (tmp_path / "runs" / "new").iterdir()} == {"checkpoints", "metrics.jsonl"}
@@ -321,12 +321,12 @@ for step in itertools.count(1):
 """
 
 
-def test_killed_while_writing_loses_at_most_the_checkpoint_in_flight(tmp_path):
+def test_kill_while_saving_loses_at_most_that_checkpoint(tmp_path):
     process = start(SAVE_FOREVER, str(tmp_path), devices=1)
     while (started := int(process.stdout.readline())) < 4:
         pass
     process.send_signal(signal.SIGKILL)
-    started = max([started, *map(int, process.stdout.read().split())])  # how far it really came
+    started = max([started, *map(int, process.stdout.read().split())])  # the last step that it printed
     process.communicate()
 
     warnings = []
@@ -362,7 +362,7 @@ checkpoints = Checkpoints(directory, keep=3, warn=lambda text: print("WARNED", t
 for step in (1, 2):
     checkpoints.save(step, make(step), dict(step=step, config=dict(model=dict(vocab_size=61))))
 checkpoints.wait()
-if process_id == 1:  # damage what process 1 alone reads
+if process_id == 1:  # damage a file that only process 1 reads
     file = max((directory / "2/state/ocdbt.process_1/d").iterdir(), key=lambda path: path.stat().st_size)
     os.truncate(file, file.stat().st_size // 2)
 multihost_utils.sync_global_devices("damaged")
@@ -376,7 +376,7 @@ print("RESTORED", meta["step"], checkpoints.steps())
 """
 
 
-def test_two_processes_fall_back_together_and_one_goes_on(tmp_path):
+def test_two_processes_with_damage_use_same_older_checkpoint(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

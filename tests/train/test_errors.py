@@ -58,7 +58,7 @@ def test_train_with_unwritable_workdir_prints_one_line(config, tmp_path, capsys,
     path = tmp_path / obstacle
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
-    _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'run'}"], "choose another --workdir", capsys)
+    _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'run'}"], "use a different --workdir", capsys)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The chunked loss against the plain one: values, gradients, padding, weights, meshes, tiles; and what it holds."""
+"""The chunked loss against a reference: values, gradients, padding, weights, meshes, tiles; and its array sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxlc.train.loss import LossSpec, loss_sums, token_losses
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 B, T, D, V, V_PADDED = 2, 24, 8, 13, 16
-EPSILON = 0.1  # large, so that forgetting it shows
+EPSILON = 0.1  # large, so that a missing epsilon is detected
 
 
 def _inputs():
@@ -41,7 +41,7 @@ def _spec(chunk_tokens, z_loss=0.0, vocab_size=V, **axes):
 
 
 def _assert_parity(spec, shape):
-    """`shape` is what targets have; the same tokens in the same order whatever it is."""
+    """`shape`: shape of the targets; the tokens and their order do not depend on it."""
     inputs = _inputs()
     plain = jax.value_and_grad(_plain, (0, 1, 2), has_aux=True)
     (objective, (cross_entropy, losses_BT)), wanted = plain(*inputs, spec.z_loss)
@@ -59,7 +59,7 @@ def _assert_parity(spec, shape):
     assert got[0].shape == x_BTD.shape
     for mine, theirs in zip(got, wanted):
         assert max_relative_error(mine.reshape(theirs.shape), 3.0 * theirs) <= FLOAT32_PARITY
-    assert (got[2][:, V:] == 0).all()  # the padding of the vocabulary learns nothing
+    assert (got[2][:, V:] == 0).all()  # vocabulary padding has no gradient
     losses = jax.jit(token_losses, static_argnums=4)(x_BTD, scale_D, head_DV, targets_BT, spec)
     assert losses.shape == shape
     np.testing.assert_allclose(losses.reshape(B, T), losses_BT, rtol=1e-5)
@@ -70,26 +70,26 @@ MESHES = [dict(), dict(tensor=4), dict(context=3, tensor=2), dict(data=2, contex
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [5, 1024])
-def test_parity_with_the_plain_loss(axes, chunk_tokens):
-    """Chunks of 5 tokens leave some over on most meshes."""
+def test_loss_sums_on_mesh_equals_reference(axes, chunk_tokens):
+    """With chunks of 5 tokens the last chunk is shorter on most meshes."""
     _assert_parity(_spec(chunk_tokens, z_loss=0.01, **axes), (B, T))
 
 
 @pytest.mark.parametrize("axes", [dict(), dict(data=2, context=2, tensor=2)], ids=str)
 @pytest.mark.parametrize("shape", [(3, B, T // 3), (2, 3, B, T // 6)], ids=str)
-def test_parity_in_tiles(axes, shape):
+def test_loss_sums_on_tiles_equals_reference(axes, shape):
     _assert_parity(_spec(5, z_loss=0.01, **axes), shape)
 
 
-def test_the_value_without_a_gradient_is_the_same():
+def test_loss_sums_without_gradient_has_equal_value():
     spec, inputs = _spec(7), _inputs()
     value = loss_sums(*inputs, spec)
     grad_value = jax.value_and_grad(lambda x: loss_sums(x, *inputs[1:], spec).objective)(inputs[0])[0]
     np.testing.assert_allclose(value.objective, grad_value, rtol=1e-6)
 
 
-def test_no_array_holds_all_logits():
-    """The widest float array of forward and backward is far smaller than [tokens, vocabulary]."""
+def test_loss_sums_never_materializes_all_logits():
+    """The largest float array of forward and backward is far smaller than [tokens, vocabulary]."""
     spec = _spec(8, vocab_size=4096)
     x, scale, head = jnp.zeros((1, 512, 4)), jnp.ones(4), jnp.zeros((4, 4096))
     targets, weights = jnp.zeros((1, 512), jnp.int32), jnp.ones((1, 512))

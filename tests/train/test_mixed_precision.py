@@ -1,4 +1,4 @@
-"""Training in float16 with a dynamic loss scale, and with products in 8 bits."""
+"""Training in float16 with dynamic loss scaling, and with FP8 matrix products."""
 
 import dataclasses
 import functools
@@ -13,7 +13,15 @@ from jaxlc.core.errors import UserError
 from jaxlc.train.checkpoint import Checkpoints
 from jaxlc.train.mixed_precision import is_retried
 from tests.tolerances import BFLOAT16_GRADIENT, FLOAT16_GRADIENT, FP8_GRADIENT, max_relative_error
-from tests.train.synthetic import make_batch, natural_rows, put_params, small_config, small_step, without_padding
+from tests.train.synthetic import (
+    gradients_and_loss,
+    make_batch,
+    natural_rows,
+    put_params,
+    small_config,
+    small_step,
+    without_padding,
+)
 
 DELAYED = dict(compute="fp8", fp8_scaling="delayed", fp8_amax_history_len=3)
 MESH = dict(context=2, tensor=2, fsdp=2)
@@ -24,14 +32,14 @@ def _in_float32():
     """(parameters, gradients, cross entropy) on one device."""
     step = small_step(small_config())
     params = step.init().params
-    return params, *jax.jit(step.objective.gradients)(params, make_batch(step, natural_rows()))
+    return params, *jax.jit(gradients_and_loss(step))(params, make_batch(step, natural_rows()))
 
 
 def _gradients(mesh, **sections):
-    """Of the same parameters in another precision; the loss is checked on the way."""
+    """Gradients of the same parameters in another precision; also checks the loss."""
     params, _, loss = _in_float32()
     step = small_step(small_config(mesh=mesh, **sections))
-    got, got_loss = jax.jit(step.objective.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=1e-2)
     return jax.tree.map(without_padding, got, params)
 
@@ -41,14 +49,14 @@ def _norm_error(a, b) -> float:
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(context=8), MESH], ids=str)
-def test_float16_gradients_are_close(mesh):
+def test_float16_gradients_are_close_to_float32(mesh):
     got = _gradients(mesh, precision=dict(compute="fp16"), train=dict(gradient_accumulation_steps=1 if not mesh else 2))
     errors = jax.tree.map(max_relative_error, got, _in_float32()[1])
     assert max(jax.tree.leaves(errors)) <= FLOAT16_GRADIENT, errors
 
 
-def test_bfloat16_on_a_ring_without_documents_runs_on_cpu():
-    """Where nothing is masked XLA once left products of bfloat16 to a library that did not take them."""
+def test_bfloat16_ring_without_document_mask_runs_on_cpu():
+    """Without masks XLA once dispatched bfloat16 products to a library that does not support them."""
     config = small_config(
         model=dict(num_layers=1),
         mesh=dict(context=2),
@@ -57,21 +65,21 @@ def test_bfloat16_on_a_ring_without_documents_runs_on_cpu():
         train=dict(global_batch_size=4),
     )
     step = small_step(config)
-    _, loss = jax.jit(step.objective.gradients)(step.init().params, make_batch(step, natural_rows(4)))
+    _, loss = jax.jit(gradients_and_loss(step))(step.init().params, make_batch(step, natural_rows(4)))
     assert np.isfinite(loss)
 
 
 @pytest.mark.parametrize(("mesh", "memory"), [({}, {}), (MESH, {}), (dict(context=2), dict(tile_tokens=24))], ids=str)
 @pytest.mark.heavy
-def test_gradients_in_8_bits_are_as_close_as_they_can_be(mesh, memory):
+def test_fp8_gradients_are_close_to_float32(mesh, memory):
     got = _gradients(mesh, precision=dict(compute="fp8"), memory=memory)
     errors = jax.tree.map(_norm_error, got, _in_float32()[1])
     assert BFLOAT16_GRADIENT < max(jax.tree.leaves(errors)) <= FP8_GRADIENT, errors
 
 
 @pytest.mark.heavy
-def test_layers_in_bf16_are_the_same_however_layers_run():
-    """Far nearer to the same in another way than to another layer in bf16; roundings to 8 bits flip."""
+def test_bf16_layers_are_equal_in_scan_and_tiles():
+    """The error is far below the difference to another bf16 layer; FP8 rounding may flip."""
 
     def gradients(layer, **memory):
         return _gradients({}, precision=dict(compute="fp8", bf16_layers=(layer,)), memory=memory)
@@ -85,12 +93,12 @@ def test_layers_in_bf16_are_the_same_however_layers_run():
         assert distance(got, first) < distance(got, last) / 2, memory
 
 
-def test_the_named_products_alone_are_in_8_bits():
-    """Three of each: forward, gradient of x, gradient of w."""
+def test_fp8_matmuls_selects_products_in_fp8():
+    """Three products of each matrix: forward, gradient of x, gradient of w."""
     names = ("query", "mlp_down")
     step = small_step(small_config(precision=dict(compute="fp8", fp8_matmuls=names), memory=dict(remat="none")))
     params, batch = step.abstract_state.params, step.abstract_batch
-    text = jax.jit(step.objective.gradients).lower(params, batch).as_text()
+    text = jax.jit(gradients_and_loss(step)).lower(params, batch).as_text()
     products = re.findall(r"dot_general.* : \(tensor<\w*x(f8E\w+)>, tensor<\w*x(f8E\w+)>\)", text)
     kinds = ("f8E4M3FN", "f8E4M3FN"), ("f8E5M2", "f8E4M3FN"), ("f8E4M3FN", "f8E5M2")
     assert sorted(products) == sorted(kinds * len(names)), products
@@ -111,11 +119,11 @@ def _trained(num_steps: int, mesh=(), gradient_accumulation_steps: int = 1, **pr
     return step, run, [*states, jax.device_get(state)], metrics
 
 
-# The first scales overflow: gradients of weights of about 0.1, times 2^20, are more than float16 holds.
+# The first scales overflow: weight gradients of about 0.1, times 2^20, exceed the range of float16.
 OVERFLOWS = dict(compute="fp16", loss_scale=2.0**20, loss_scale_growth_interval=3)
 
 
-def test_an_overflow_leaves_the_update_out_and_halves_the_scale():
+def test_overflow_skips_update_and_halves_loss_scale():
     _, _, states, metrics = _trained(8, mesh=(("context", 2),), **OVERFLOWS)
     finite = [bool(each.is_finite) for each in metrics]
     num_overflows = finite.index(True)
@@ -126,22 +134,24 @@ def test_an_overflow_leaves_the_update_out_and_halves_the_scale():
         assert after.scaling.loss_scale.scale == before.scaling.loss_scale.scale / 2
         assert metrics[overflow].loss_scale == before.scaling.loss_scale.scale
         assert metrics[overflow].skipped_steps == overflow + 1
-        np.testing.assert_allclose(metrics[overflow].loss, metrics[0].loss)  # which the scale is no part of
+        np.testing.assert_allclose(metrics[overflow].loss, metrics[0].loss)  # independent of the scale
     good = num_overflows + 3
-    assert states[good].scaling.loss_scale.scale == 2 * metrics[num_overflows].loss_scale  # after three good ones
+    assert (
+        states[good].scaling.loss_scale.scale == 2 * metrics[num_overflows].loss_scale
+    )  # after three steps without overflow
     assert metrics[good - 1].skipped_steps == num_overflows
     assert metrics[good - 1].loss < metrics[0].loss
 
 
-def test_the_scale_stays_between_its_bounds():
+def test_loss_scale_stays_between_bounds():
     _, _, states, _ = _trained(3, compute="fp16", loss_scale=4.0, loss_scale_max=8.0, loss_scale_growth_interval=1)
     assert [float(state.scaling.loss_scale.scale) for state in states] == [4, 8, 8, 8]
     config = PrecisionConfig(compute="fp16", loss_scale_min=2.0)
     assert is_retried(4.0, config) and not is_retried(2.0, config) and not is_retried(None, config)
 
 
-def test_the_scale_changes_no_gradient():
-    """float16 rounds the same bits wherever the exponent is, but for the smallest values."""
+def test_loss_scale_does_not_change_gradients():
+    """Rounding to float16 is independent of the exponent, except for subnormal values."""
     (*_, small), (*_, large) = (
         _trained(1, compute="fp16", loss_scale=scale, loss_scale_growth_interval=1)[3] for scale in (2.0**12, 2.0**16)
     )
@@ -149,13 +159,13 @@ def test_the_scale_changes_no_gradient():
 
 
 @pytest.mark.parametrize("precision", [dict(compute="fp8"), DELAYED], ids=["current", "delayed"])
-def test_training_in_8_bits_learns(precision):
+def test_fp8_training_reduces_loss(precision):
     _, _, _, metrics = _trained(6, mesh=(("context", 2),), **precision)
     assert metrics[-1].loss < 0.9 * metrics[0].loss
 
 
-def test_histories_are_of_all_ranks_and_microbatches():
-    """The largest of all: as on one device with one microbatch, up to what bfloat16 rounds."""
+def test_amax_histories_cover_all_ranks_and_microbatches():
+    """The maximum, equal to that of one device and one microbatch up to bfloat16 rounding."""
     (_, _, one, _), (_, _, many, _) = (
         _trained(6, mesh=(("context", 2),), **DELAYED),
         _trained(2, mesh=tuple(MESH.items()), gradient_accumulation_steps=2, **DELAYED),
@@ -166,7 +176,7 @@ def test_histories_are_of_all_ranks_and_microbatches():
 
 
 @pytest.mark.parametrize("precision", [OVERFLOWS, DELAYED], ids=["fp16", "fp8"])
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(precision, tmp_path):
+def test_resume_from_checkpoint_is_bitwise(precision, tmp_path):
     num_steps, saved = (8, 2) if precision is OVERFLOWS else (6, 2)
     step, run, states, _ = _trained(num_steps, mesh=(("context", 2),), **precision)
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract_state)
@@ -198,6 +208,6 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(precision, tmp_path):
     (dict(precision=dict(compute="fp16", loss_scale_min=2.0**20)), "is not between loss_scale_min"),
     (dict(precision=DELAYED, memory=dict(tile_tokens=24)), "makes it tile by tile"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
-def test_what_cannot_be_is_a_sentence(sections, sentence):
+def test_unsupported_precision_raises(sections, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         small_config(**sections)

@@ -1,4 +1,4 @@
-"""Schedules at their corners, and what weight decay and clipping touch."""
+"""Schedules at their boundaries, weight decay and clipping."""
 
 import dataclasses
 
@@ -20,32 +20,32 @@ def _rates(steps=20, **changes):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-def test_warmup_rises_in_equal_steps_and_learns_from_the_first(schedule):
+def test_warmup_is_linear_and_starts_above_zero(schedule):
     np.testing.assert_allclose(_rates(schedule=schedule, decay_steps=5)[:4], [0.25, 0.5, 0.75, 1.0], rtol=1e-6)
 
 
-def test_cosine_falls_from_the_peak_to_the_final_rate():
+def test_cosine_decays_from_peak_to_final_rate():
     rates = _rates(schedule="cosine")
     assert rates[4] == 1.0 and np.isclose(rates[12], 0.55) and np.isclose(rates[20], 0.1)
     assert (np.diff(rates[4:]) < 0).all()
 
 
-def test_wsd_is_stable_and_then_falls_in_a_line():
+def test_wsd_is_stable_then_decays_linearly():
     rates = _rates(schedule="wsd", decay_steps=5)
     np.testing.assert_allclose(rates[4:16], 1.0)
     np.testing.assert_allclose(np.diff(rates[15:]), -0.18, rtol=1e-5)
     assert np.isclose(rates[20], 0.1)
 
 
-def test_constant_stays():
+def test_constant_stays_at_peak():
     np.testing.assert_allclose(_rates(schedule="constant")[4:], 1.0)
 
 
-def test_no_warmup_starts_at_the_peak():
+def test_schedule_without_warmup_starts_at_peak():
     assert _rates(schedule="cosine", warmup_steps=0)[0] == 1.0
 
 
-def test_weight_decay_leaves_norm_scales_alone():
+def test_weight_decay_skips_norm_scales():
     params = {"weight": jnp.ones((2, 3)), "norm": jnp.ones(3)}
     dims = {"weight": ("model", "ffn"), "norm": ("layers", "norm")}
     optimizer = make_optimizer(CONFIG, learning_rate_schedule(CONFIG, 20), dims)
@@ -55,8 +55,8 @@ def test_weight_decay_leaves_norm_scales_alone():
 
 
 @pytest.mark.parametrize("max_grad_norm, same", [(1.0, True), (0.0, False)])
-def test_clipping_by_the_norm_over_all_parameters(max_grad_norm, same):
-    """With clipping a gradient of norm 50 and one of norm 500 leave the same first moment."""
+def test_clipping_uses_global_norm(max_grad_norm, same):
+    """With clipping, gradients of norm 50 and 500 give the same first moment."""
     params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
     dims = {"a": ("norm",), "b": ("model",)}
     config = dataclasses.replace(CONFIG, max_grad_norm=max_grad_norm)

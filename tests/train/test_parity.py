@@ -1,4 +1,4 @@
-"""Context, tensor and fsdp parallel training against one device: the same loss and the same gradients."""
+"""Context, tensor and fsdp parallelism against one device: equal loss and gradients."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import pytest
 
 from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_PARITY, max_relative_error
 from tests.train.synthetic import (
+    gradients_and_loss,
     make_batch,
     natural_rows,
     put_params,
@@ -36,39 +37,39 @@ def _on_one_device(**overrides):
     config = small_config(**{section: dict(values) for section, values in overrides.items()})
     step = small_step(config)
     params = step.init().params
-    gradients, loss = jax.jit(step.objective.gradients)(params, make_batch(step, natural_rows()))
+    gradients, loss = jax.jit(gradients_and_loss(step))(params, make_batch(step, natural_rows()))
     return params, gradients, loss
 
 
 def _assert_close(got, gradients, tolerance=FLOAT32_PARITY):
-    """`gradients` are of one device, without padding."""
+    """Compares with `gradients` of one device, without padding."""
     errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
     assert max(jax.tree.leaves(errors)) <= tolerance, errors
 
 
 def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), **overrides):
-    """Parameters are copied, so that the comparison is of the step alone. `split` is how attention is split."""
+    """Compares steps with equal parameters. `split`: settings of the attention strategy."""
     frozen = {section: tuple(sorted(values.items())) for section, values in overrides.items()}
     params, gradients, loss = _on_one_device(**frozen)
     config = with_mesh(small_config(**overrides), **axes)
     step = small_step(dataclasses.replace(config, attention=dataclasses.replace(config.attention, **dict(split))))
-    got, got_loss = jax.jit(step.objective.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=tolerance)
     _assert_close(got, gradients, tolerance)
 
 
 @pytest.mark.parametrize("axes", MESHES)
-def test_loss_and_gradients_do_not_depend_on_the_mesh(axes):
+def test_loss_and_gradients_on_mesh_equal_one_device(axes):
     _assert_same(axes)
 
 
 @pytest.mark.parametrize("axes", [dict(context=2, data=2), dict(context=2, fsdp=2, tensor=2)], ids=str)
-def test_accumulation_over_unequal_microbatches(axes):
-    """Microbatches hold 95 + 91 and 9 + 0 targets: their sums are added and divided once."""
+def test_accumulation_over_unequal_microbatches_equals_one_device(axes):
+    """Microbatches have 95 + 91 and 9 + 0 targets: the sums are added and divided once."""
     _assert_same(axes, train=dict(gradient_accumulation_steps=2))
 
 
-def test_accumulation_itself_changes_nothing():
+def test_accumulation_on_one_device_equals_one_batch():
     _, gradients, loss = _on_one_device()
     _, accumulated, accumulated_loss = _on_one_device(train=(("gradient_accumulation_steps", 4),))
     np.testing.assert_allclose(accumulated_loss, loss, rtol=FLOAT32_PARITY)
@@ -76,7 +77,7 @@ def test_accumulation_itself_changes_nothing():
 
 
 @pytest.mark.parametrize("axes", [dict(tensor=4), dict(context=2, tensor=4)], ids=str)
-def test_more_tensor_ranks_than_key_value_heads(axes):
+def test_more_tensor_ranks_than_kv_heads_equals_one_device(axes):
     _assert_same(axes)
 
 
@@ -88,13 +89,13 @@ def test_more_tensor_ranks_than_key_value_heads(axes):
         dict(strategy="hybrid", ulysses_degree=2),
     ],
     ids=str,
-)  # the ring is everywhere else
-def test_other_strategies(split):
+)  # all other tests use the ring
+def test_attention_strategies_equal_one_device(split):
     _assert_same(dict(context=4, fsdp=2), split=split)
 
 
 @pytest.mark.parametrize("attention", [dict(window=20), dict(document_mask=False)], ids=str)
-def test_other_masks(attention):
+def test_attention_masks_equal_one_device(attention):
     _assert_same(dict(context=4, tensor=2), attention=attention)
 
 
@@ -107,7 +108,7 @@ def test_other_masks(attention):
     ],
     ids=["tied", "qk_norm", "rope_scaling"],
 )
-def test_model_variants(model):
+def test_model_variants_equal_one_device(model):
     _assert_same(dict(context=2, tensor=2, fsdp=2), model=model)
 
 
@@ -123,33 +124,33 @@ def test_model_variants(model):
         dict(remat="full", layers_per_remat_group=2, offload=("residual",), save=("attention_out", "attention_lse")),
     ],
     ids=str,
-)  # the others run with "attention"
-def test_what_is_kept_changes_nothing(memory):
+)  # all other tests use remat "attention"
+def test_remat_settings_equal_one_device(memory):
     params, gradients, _ = _on_one_device()
     step = small_step(small_config(memory=memory, mesh=dict(context=2, tensor=2)))
-    got, _ = jax.jit(step.objective.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    got, _ = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
     _assert_close(got, gradients)
 
 
 @pytest.mark.parametrize("context", [1, 2, 4, 8])
 def test_bfloat16_error_does_not_grow_with_the_ring(context):
-    """bfloat16 on a ring against float32 on one device: one bound for every size."""
+    """bfloat16 on a ring against float32 on one device: the same bound for every ring size."""
     params, gradients, loss = _on_one_device()
     step = small_step(small_config(precision=dict(compute="bf16"), mesh=dict(context=context)))
-    got, got_loss = jax.jit(step.objective.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=BFLOAT16_GRADIENT)
     _assert_close(got, gradients, BFLOAT16_GRADIENT)
 
 
-def test_gradients_against_finite_differences():
-    """The whole model's gradient along one random direction, on a mesh."""
+def test_gradients_equal_finite_differences():
+    """The gradient of the whole model along one random direction, on a mesh."""
     step = small_step(small_config(mesh=dict(context=2, tensor=2)))
     params, batch = step.init().params, make_batch(step, natural_rows())
-    gradients, _ = jax.jit(step.objective.gradients)(params, batch)
+    gradients, _ = jax.jit(gradients_and_loss(step))(params, batch)
     keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
     keys = jax.tree.unflatten(jax.tree.structure(params), list(keys))
     direction = jax.tree.map(lambda p, key: jax.random.normal(key, p.shape) * np.abs(p).mean(), params, keys)
-    loss = jax.jit(lambda params: step.objective.gradients(params, batch)[1])
+    loss = jax.jit(lambda params: step.objective.loss_and_grads(params, batch)[0])
 
     def at(distance):
         return float(loss(jax.tree.map(lambda p, d: p + distance * d, params, direction)))
@@ -161,7 +162,7 @@ def test_gradients_against_finite_differences():
 _WHOLE_TENSORS = ("residual", "attention_out", "attention_lse")
 
 
-_RUNGS = [  # every pair of a mesh, a strategy and two settings of memory, those that compile fastest first
+_COMBINATIONS = [  # every pair of a mesh, a strategy and two settings of memory, fastest compile first
     (dict(context=2, tensor=2, fsdp=2), dict(), dict(remat="attention", tile_tokens=16, parameters="host")),
     (dict(context=4, fsdp=2), dict(strategy="hybrid", ulysses_degree=2),
      dict(remat="full", tile_tokens=8, offload=_WHOLE_TENSORS, parameters="host", loss_chunk_tokens=7)),
@@ -183,14 +184,14 @@ _RUNGS = [  # every pair of a mesh, a strategy and two settings of memory, those
 
 @pytest.mark.parametrize(
     "axes, attention, memory",
-    [*_RUNGS[:4], *(pytest.param(*case, marks=pytest.mark.heavy) for case in _RUNGS[4:])],
+    [*_COMBINATIONS[:4], *(pytest.param(*case, marks=pytest.mark.heavy) for case in _COMBINATIONS[4:])],
     ids=str,
 )
-def test_the_rungs_of_the_memory_ladder_change_nothing(axes, attention, memory):
-    """Against one device, whole layers and a state on it. Gradients; `test_host_state.py` has the update."""
+def test_memory_settings_equal_one_device(axes, attention, memory):
+    """Gradients against one device with the state on the device; `test_host_state.py` tests the update."""
     mask = {key: value for key, value in attention.items() if key == "document_mask"}
     params, gradients, loss = _on_one_device(**({"attention": tuple(mask.items())} if mask else {}))
     step = small_step(small_config(mesh=axes, attention=attention, memory=memory))
-    got, got_loss = jax.jit(step.objective.gradients)(put_params(step, params), make_batch(step, natural_rows()))
+    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=FLOAT32_PARITY)
     _assert_close(got, gradients)

@@ -1,4 +1,4 @@
-"""A task that only attention across ranks solves: learned on a ring of four, not learned when its hops are cut."""
+"""A task that needs attention across ranks: learned on a ring of four, not learned when the ring sends nothing."""
 
 import jax
 import numpy as np
@@ -10,13 +10,13 @@ from jaxlc.train.batch import Batch
 from tests.train.synthetic import small_config, small_step
 
 ROWS, TOKENS, CONTEXT, STEPS = 16, 64, 4, 120
-FACTS = 8  # tokens 0..7 are facts, 8 asks, 9..15 are noise
+FACTS = 8  # tokens 0..7 are facts, 8 is the question, 9..15 are noise
 ASK, CHANCE = 8, np.log(FACTS)
 FACT_POSITION = 20  # chunk 2 of 8, on rank 2; the question is asked in chunk 7, on rank 0
 
 
 def _rows(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """A fact among noise; the last token asks for it. Only the answer counts."""
+    """A fact among noise; the last token asks for it. Only the answer has a loss weight."""
     tokens = rng.integers(ASK + 1, 16, (1, ROWS, TOKENS), dtype=np.int32)
     facts = rng.integers(0, FACTS, (1, ROWS), dtype=np.int32)
     tokens[..., FACT_POSITION], tokens[..., -1] = facts, ASK
@@ -48,11 +48,11 @@ def _final_loss() -> float:
     return float(np.mean(losses[-10:]))
 
 
-def test_a_fact_on_another_rank_is_recalled():
+def test_fact_on_another_rank_is_learned():
     assert _final_loss() < 0.1 * CHANCE
 
 
 @pytest.mark.heavy
-def test_without_the_hops_it_is_not(monkeypatch: pytest.MonkeyPatch):
+def test_fact_on_another_rank_without_sends_is_not_learned(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ring.RingState, "send", lambda self, x: x)
     assert _final_loss() > 0.9 * CHANCE

@@ -161,7 +161,9 @@ def test_run_already_trained_says_how_to_continue(config, halfway, tmp_path):
 
 def test_run_with_checkpoint_of_other_model_raises(config, halfway):
     output = runs.train(config, halfway, status=2, model__ffn_dim=128)
-    assert re.search(r"^error: checkpoint .* is of another model: ffn_dim is 64 there and 128", output, re.M), output
+    assert re.search(r"^error: checkpoint .* has a different model: model.ffn_dim is 64 there and 128", output, re.M), (
+        output
+    )
 
 
 @pytest.mark.parametrize("nonfinite, status", [("stop", 1), ("skip", 0)])
