@@ -24,6 +24,10 @@ B, T, N, H, D = 2, 5, 3, 4, 6
 EXACT = 1e-6
 
 
+# tests/conftest.py selects XLA's older code generator for JAX 0.10, which rounds to FP8 differently.
+EXACT_FP8 = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+
+
 def operands():
     rng = np.random.default_rng(0)
     shapes = (B, T, N, H), (N, H, D), (B, T, D)
@@ -48,7 +52,7 @@ def test_fp8_product_rounds_only_operands(largest):
     """The amax history of dout is too small here, so that delayed scaling clips dout."""
     x, w, dout = operands()
     history = None if largest is None else jnp.array(largest)[:, None] * jnp.array([0.5, 1.0, 0.0])
-    got = jax.jit(product_and_gradients)(x, w, dout, history)
+    got = jax.jit(product_and_gradients, compiler_options=EXACT_FP8)(x, w, dout, history)
     x_8, w_8, dout_8 = (
         rounded(value, dtype, largest and largest[row])
         for row, (value, dtype) in enumerate(
