@@ -1,4 +1,4 @@
-"""What must happen before JAX starts. Imports no jax until one of its functions is called."""
+"""Configures the environment, then starts JAX. Importing this package does not import JAX."""
 
 from jaxlc.runtime.start import import_jax, start
 

@@ -1,4 +1,4 @@
-"""Which version of XLA compiles for GPUs: that of the installed plugin. Imports no jax."""
+"""The version of XLA that compiles for GPUs, which is the version of the installed plugin. Does not import JAX."""
 
 import importlib.metadata
 import re
@@ -9,24 +9,25 @@ Version = tuple[int, ...]
 
 
 def check_plugin() -> None:
-    """Raises UserError if the GPU plugin is not of jaxlib's version: what XLA can do is told from that."""
+    """Raises UserError if the versions of the GPU plugin and jaxlib differ, because XLA's features depend on both."""
     jaxlib = importlib.metadata.version("jaxlib")
     package, version = _plugin() or ("", jaxlib)
     if version != jaxlib:
         pjrt = package.replace("plugin", "pjrt")
         raise UserError(
-            f'{package} is {version} and jaxlib is {jaxlib}; pip install "{package}=={jaxlib}" "{pjrt}=={jaxlib}"'
+            f"{package} has version {version} but jaxlib has version {jaxlib}:"
+            f' pip install "{package}=={jaxlib}" "{pjrt}=={jaxlib}"'
         )
 
 
 def xla_version() -> Version:
-    """The version of the GPU plugin; of jaxlib, which the plugin must equal, where it is part of that."""
+    """The version of the GPU plugin; without one, the version of jaxlib, which a plugin must equal."""
     _, version = _plugin() or ("", importlib.metadata.version("jaxlib"))
     return tuple(int(number) for number in re.match(r"\d+(?:\.\d+)*", version)[0].split("."))
 
 
 def _plugin() -> tuple[str, str] | None:
-    """The installed GPU plugin's package and version; in the order in which JAX looks for them."""
+    """The package and version of the installed GPU plugin, in the order in which JAX searches for it."""
     for package in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
         try:
             return package, importlib.metadata.version(package)

@@ -1,4 +1,4 @@
-"""Prepares the environment that JAX reads when it starts, and joins the processes of a run."""
+"""Sets the environment variables that JAX reads at its start, and connects the processes of a run."""
 
 import contextlib
 import os
@@ -15,19 +15,19 @@ from jaxlc.runtime import transport, unified_memory
 
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-# Simulated devices share few cores, so one may wait for another far longer than the 40 s after which XLA takes a
-# collective on CPU for dead and aborts. Both flags are known to the XLA of every jax from 0.10.1 to 0.12.
-_PATIENT_COLLECTIVES = (
+# Simulated devices share few cores, so one may be late by more than the 40 s after which XLA assumes that a CPU
+# collective is stuck and aborts. XLA knows both flags in every JAX version from 0.10.1 to 0.12.
+_COLLECTIVE_TIMEOUTS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
 
 
 def start(config: RuntimeConfig) -> None:
-    """Starts JAX as `config` asks. May be called again, and in a notebook, as long as it asks for the same.
+    """Starts JAX with the devices and processes of `config`. It may be called again with an equal config.
 
     Raises:
-      UserError: JAX has already started with something else, or XLA_FLAGS contradicts the config.
+      UserError: JAX has already started with other settings, or XLA_FLAGS contradicts the config.
     """
     import_jax()
     import jax
@@ -49,83 +49,85 @@ def start(config: RuntimeConfig) -> None:
 
 
 def import_jax() -> None:
-    """Imports jax, without starting it and without XLA's notes. Programs that import jax at the top call it first."""
+    """Imports JAX without starting it and without XLA's notes. Call it before a top-level import of JAX."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # warnings and errors only; read at jax's import
     with _without_driver_notes():
         import jax  # noqa: F401
 
 
 def _set_environment(config: RuntimeConfig, environment: dict[str, str]) -> None:
-    """Writes JAX_PLATFORMS, XLA_FLAGS and what NVSHMEM and XLA's allocator read; what the user has set stays."""
+    """Sets JAX_PLATFORMS, XLA_FLAGS, and the variables of NVSHMEM and XLA's allocator that the user has not set."""
     if config.simulated_devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["XLA_FLAGS"] = _simulation_flags(config, environment.get("XLA_FLAGS", ""))
     elif not _has_nvidia_driver():
-        # The CUDA plugin may be installed all the same; without a driver it prints a traceback.
+        # The CUDA plugin may still be installed; without a driver it prints a traceback.
         environment.setdefault("JAX_PLATFORMS", "cpu")
     if environment.get("JAX_PLATFORMS") != "cpu":
         transport.prepare(config, environment)
     if config.unified_memory:
         is_cpu = environment.get("JAX_PLATFORMS") == "cpu"
-        done = "unified memory: no effect on CPU" if is_cpu else unified_memory.prepare(config, environment)
+        message = "unified memory: no effect on CPU" if is_cpu else unified_memory.prepare(config, environment)
         if config.process_id == 0:
-            print(done, flush=True)
+            print(message, flush=True)
 
 
 def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
-    """XLA_FLAGS for this process's share of the simulated devices; the user's flags come last, and so win."""
-    wanted = f"{_DEVICE_COUNT_FLAG}={config.simulated_devices // config.num_processes}"
-    theirs = [flag for flag in users_flags.split() if flag.startswith(_DEVICE_COUNT_FLAG)]
-    if theirs and theirs[-1] != wanted:
+    """XLA_FLAGS for this process's share of the simulated devices. The user's flags are last and take precedence."""
+    device_count = f"{_DEVICE_COUNT_FLAG}={config.simulated_devices // config.num_processes}"
+    users_counts = [flag for flag in users_flags.split() if flag.startswith(_DEVICE_COUNT_FLAG)]
+    if users_counts and users_counts[-1] != device_count:
         raise UserError(
-            f"XLA_FLAGS holds {theirs[-1]}, but config.runtime.simulated_devices={config.simulated_devices} over"
-            f" {config.num_processes} processes needs {wanted}; remove it from XLA_FLAGS"
+            f"XLA_FLAGS contains {users_counts[-1]}, but config.runtime.simulated_devices={config.simulated_devices}"
+            f" over {config.num_processes} processes requires {device_count}; remove it from XLA_FLAGS"
         )
-    ours = [wanted, *_PATIENT_COLLECTIVES]
+    ours = [device_count, *_COLLECTIVE_TIMEOUTS]
     return " ".join([*(flag for flag in ours if flag not in users_flags.split()), users_flags]).strip()
 
 
 @contextlib.contextmanager
 def _without_driver_notes() -> Iterator[None]:
-    """Where the CUDA plugin is installed for compiling and there is no driver, its C++ says so on stderr, several
-    times, whatever the log level. Those lines are left out; anything else comes a moment late."""
+    """Removes the CUDA plugin's notes about a missing driver from stderr, where it is only used to compile.
+
+    Its C++ code prints them several times at any log level. All other lines are printed when the context ends.
+    """
     if _has_nvidia_driver():
         yield
         return
     sys.stderr.flush()
     real_stderr = os.dup(2)
-    with tempfile.TemporaryFile() as held_back:
-        os.dup2(held_back.fileno(), 2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(real_stderr, 2)
             os.close(real_stderr)
-            held_back.seek(0)
-            lines = held_back.read().decode(errors="replace").splitlines(keepends=True)
+            captured.seek(0)
+            lines = captured.read().decode(errors="replace").splitlines(keepends=True)
             sys.stderr.write("".join(line for line in lines if not any(note in line for note in _DRIVER_NOTES)))
 
 
 def _has_nvidia_driver() -> bool:
-    places = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia")  # under WSL there is only nvidia-smi
-    return any(Path(place).exists() for place in places) or shutil.which("nvidia-smi") is not None
+    paths = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia")  # WSL has only nvidia-smi
+    return any(Path(path).exists() for path in paths) or shutil.which("nvidia-smi") is not None
 
 
 def _check_started(config: RuntimeConfig, platform: str, num_local_devices: int, num_processes: int) -> None:
     if num_processes != config.num_processes:
         raise UserError(
-            f"JAX has already started with {num_processes} processes and config.runtime.num_processes is"
-            f" {config.num_processes}; call jaxlc.runtime.start(config.runtime) before anything uses a device"
+            f"JAX has already started with {num_processes} processes, but config.runtime.num_processes is"
+            f" {config.num_processes}; call jaxlc.runtime.start(config.runtime) before any code uses a device"
         )
     if config.unified_memory and platform != "cpu" and not unified_memory.is_on(os.environ):
         raise UserError(
-            "JAX has already started without unified memory, for config.runtime.unified_memory=True; restart Python (in"
+            "JAX has already started without unified memory, but config.runtime.unified_memory=True; restart Python (in"
             " a notebook, the kernel) and call jaxlc.runtime.start(config.runtime) first"
         )
-    wanted = config.simulated_devices // config.num_processes
-    if wanted and (platform != "cpu" or num_local_devices != wanted):
+    num_simulated = config.simulated_devices // config.num_processes
+    if num_simulated and (platform != "cpu" or num_local_devices != num_simulated):
         raise UserError(
-            f"JAX has already started with {num_local_devices} {platform} devices and"
-            f" config.runtime.simulated_devices={config.simulated_devices} needs {wanted} of cpu; restart Python (in a"
-            " notebook, the kernel) and call jaxlc.runtime.start(config.runtime) first"
+            f"JAX has already started with {num_local_devices} {platform} devices, but"
+            f" config.runtime.simulated_devices={config.simulated_devices} requires {num_simulated} cpu devices in this"
+            " process; restart Python (in a notebook, the kernel) and call jaxlc.runtime.start(config.runtime) first"
         )

@@ -1,11 +1,12 @@
-"""How attention's hops travel between GPUs, and what each way needs. Imports no jax but inside functions.
+"""Selects the transport of context parallelism: how K, V, dK and dV blocks are sent between GPUs.
 
-    nccl       send and receive: works everywhere
-    nvshmem    a put into the neighbour's symmetric heap; only in the XLA of jax 0.10.1 and older
-    symmetric  NCCL's own put and signal into registered memory; what newer XLA has instead
-    peer       copy engines, between the GPUs of one process
+    nccl       NCCL send and receive: supported everywhere
+    nvshmem    one-sided put into the neighbour's symmetric heap: only in the XLA of JAX 0.10.1 and older
+    symmetric  NCCL's one-sided put and signal into registered memory: its replacement in newer XLA
+    peer       copy engines between the GPUs of one process
 
-What a compiled program uses is read from it afterwards (`jaxlc.train.verify_compiled`): XLA takes these as wishes.
+XLA may ignore the selection, so `jaxlc.train.verify_compiled` checks which transport a compiled program uses.
+Importing this module does not import JAX.
 """
 
 import ctypes
@@ -21,28 +22,28 @@ from jaxlc.core.errors import UserError
 from jaxlc.runtime.plugin import Version, check_plugin, xla_version
 from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, NVSHMEM_OPTION, users_options
 
-# What "auto" tries between processes. The one of a single process stays with NCCL: its hops never leave the node.
+# The order in which "auto" tries transports between processes. A single process uses NCCL: it never leaves the node.
 _BY_SPEED = ("nvshmem", "symmetric", "nccl")
-# XLA's own words where an older one is loaded: "Put requires NCCL >= 2.29.0".
+# XLA's error with an older version: "Put requires NCCL >= 2.29.0".
 _FIRST_NCCL_WITH_PUT = (2, 29)
 _NCCL = "libnccl.so.2"
 _NVSHMEM = "libnvshmem_host.so.3"  # the name that XLA loads
 _NVSHMEM_BOOTSTRAP = "nvshmem_bootstrap_uid.so.3"
 
 
-class Place(NamedTuple):
-    """All that a choice of transport may depend on."""
+class TransportEnvironment(NamedTuple):
+    """The processes and libraries on which the selection of a transport depends."""
 
     num_processes: int
     devices_per_process: int
-    xla_version: Version  # of the GPU plugin, which is jax's own
-    nccl_version: Version | None  # None: there is none
-    has_nvshmem: bool  # the library
-    is_nvshmem_started: bool  # JAX was started for it: XLA chooses the allocator of its buffers then
+    xla_version: Version  # of the GPU plugin
+    nccl_version: Version | None  # None: NCCL is not installed
+    has_nvshmem: bool  # whether the library is installed
+    is_nvshmem_started: bool  # whether JAX was started with NVSHMEM, when XLA selects the allocator of its buffers
 
 
 class TransportSelection(NamedTuple):
-    """A transport, and a sentence that says why this one."""
+    """A transport and the reason for its selection."""
 
     name: str
     reason: str
@@ -50,91 +51,98 @@ class TransportSelection(NamedTuple):
 
 
 def choose(config: RuntimeConfig, devices: Sequence) -> TransportSelection | None:
-    """The transport of a program for `devices`, of `jax.Device`, which need not be here; None on CPU.
+    """Selects the transport of a program for `devices` (`jax.Device`, attached or absent); None on CPU.
 
     Raises:
-      UserError: the one that the config names cannot be used; says why.
+      UserError: the transport that the config names is unsupported.
     """
     if devices[0].platform == "gpu":
         check_plugin()
-        return choose_for(config.transport, place_of(devices))
+        return choose_for(config.transport, environment_of(devices))
     if config.transport != "auto" and not config.simulated_devices:
         raise UserError(
-            f"config.runtime.transport={config.transport!r} is for GPUs, and the devices here are of"
+            f"config.runtime.transport={config.transport!r} is unsupported: it needs GPUs and the platform is"
             f" {devices[0].platform}; use --config.runtime.transport=auto"
         )
     return None
 
 
-def choose_for(name: str, place: Place) -> TransportSelection:
-    """What `name` means at `place`: a named transport never falls back; "auto" says why faster ones declined.
+def choose_for(name: str, environment: TransportEnvironment) -> TransportSelection:
+    """Selects the transport for the setting `name`.
+
+    A named transport never falls back to another. With "auto" the reason contains why faster ones are unsupported.
 
     Raises:
-      UserError: the named transport cannot be used at `place`.
+      UserError: the named transport is unsupported.
     """
     if name != "auto":
-        limit = unavailable(name, place)
+        limit = unsupported(name, environment)
         if limit is not None:
-            raise UserError(f"config.runtime.transport={name!r} cannot be used: {limit}")
+            raise UserError(f"config.runtime.transport={name!r} is unsupported: {limit}")
         return TransportSelection(name, "named in the config", is_auto=False)
-    if place.num_processes == 1:
+    if environment.num_processes == 1:
         return TransportSelection("nccl", "auto; one process", is_auto=True)
-    limits = {candidate: unavailable(candidate, place) for candidate in _BY_SPEED}
-    chosen = next(candidate for candidate, limit in limits.items() if limit is None)  # nccl has none
+    limits = {candidate: unsupported(candidate, environment) for candidate in _BY_SPEED}
+    chosen = next(candidate for candidate, limit in limits.items() if limit is None)  # nccl is always supported
     declined = [f"not {candidate}: {limit}" for candidate, limit in limits.items() if limit is not None]
     return TransportSelection(chosen, "; ".join(["auto", *declined]), is_auto=True)
 
 
-def unavailable(name: str, place: Place) -> str | None:
-    """Why transport `name` cannot be used at `place`, and what to do about it; None if it can."""
-    version = ".".join(map(str, place.xla_version))
+def unsupported(name: str, environment: TransportEnvironment) -> str | None:
+    """The reason why transport `name` is unsupported, and what to do about it; None if it is supported."""
+    version = ".".join(map(str, environment.xla_version))
     if name == "nvshmem":
-        if place.xla_version > LAST_XLA_WITH_NVSHMEM:
-            return f'the XLA of jax {version} does not have NVSHMEM any more, 0.10.1 does: pip install "jaxlc[nvshmem]"'
-        if place.devices_per_process > 1:
-            return f"NVSHMEM needs a process for each GPU, and here are {place.devices_per_process} GPUs in one"
-        if not place.has_nvshmem:
-            return f"there is no {_NVSHMEM} here: pip install nvidia-nvshmem-cu12"
-        if not place.is_nvshmem_started:
+        if environment.xla_version > LAST_XLA_WITH_NVSHMEM:
+            return f'the XLA of JAX {version} has no NVSHMEM; JAX 0.10.1 has: pip install "jaxlc[nvshmem]"'
+        if environment.devices_per_process > 1:
+            return f"NVSHMEM needs one process per GPU, and a process has {environment.devices_per_process} GPUs"
+        if not environment.has_nvshmem:
+            return f"{_NVSHMEM} is not installed: pip install nvidia-nvshmem-cu12"
+        if not environment.is_nvshmem_started:
             return (
-                "JAX has started without it; restart Python (in a notebook, the kernel) and call"
+                "JAX has started without NVSHMEM; restart Python (in a notebook, the kernel) and call"
                 " jaxlc.runtime.start(config.runtime) first, without NVSHMEM turned off in XLA_FLAGS"
             )
     elif name == "symmetric":
-        if place.nccl_version is None:
-            return f"there is no {_NCCL} here: pip install nvidia-nccl-cu12"
-        if place.nccl_version < _FIRST_NCCL_WITH_PUT:
-            found = ".".join(map(str, place.nccl_version))
-            return f"its puts need NCCL 2.29, and here is {found}: pip install --upgrade nvidia-nccl-cu12"
-    elif name == "peer" and place.num_processes > 1:
-        return f"peer copies work within one process, and there are {place.num_processes}; use 'symmetric' or 'nccl'"
+        if environment.nccl_version is None:
+            return f"{_NCCL} is not installed: pip install nvidia-nccl-cu12"
+        if environment.nccl_version < _FIRST_NCCL_WITH_PUT:
+            installed = ".".join(map(str, environment.nccl_version))
+            return (
+                f"one-sided puts need NCCL 2.29, and {installed} is installed: pip install --upgrade nvidia-nccl-cu12"
+            )
+    elif name == "peer" and environment.num_processes > 1:
+        return (
+            "peer copies need all GPUs in one process, and the number of processes is"
+            f" {environment.num_processes}; use 'symmetric' or 'nccl'"
+        )
     return None
 
 
-def place_of(devices: Sequence) -> Place:
-    """Where a program for `devices` is to run. Of GPUs that are not here, all libraries are taken to be there."""
+def environment_of(devices: Sequence) -> TransportEnvironment:
+    """The environment of a program for `devices`. For absent devices, all libraries are assumed to be installed."""
     import jax
 
     num_devices = Counter(device.process_index for device in devices)
-    are_here = devices[0] in jax.devices()
-    return Place(
+    are_attached = devices[0] in jax.devices()
+    return TransportEnvironment(
         num_processes=len(num_devices),
         devices_per_process=max(num_devices.values()),
         xla_version=xla_version(),
-        nccl_version=nccl_version() if are_here else _FIRST_NCCL_WITH_PUT,
-        has_nvshmem=not are_here or _find_library("nvshmem", _NVSHMEM) is not None,
-        is_nvshmem_started=not are_here or users_options(os.environ).get(NVSHMEM_OPTION) in ("true", "1"),
+        nccl_version=nccl_version() if are_attached else _FIRST_NCCL_WITH_PUT,
+        has_nvshmem=not are_attached or _find_library("nvshmem", _NVSHMEM) is not None,
+        is_nvshmem_started=not are_attached or users_options(os.environ).get(NVSHMEM_OPTION) in ("true", "1"),
     )
 
 
 def prepare(config: RuntimeConfig, environment: dict[str, str]) -> None:
-    """Writes what NVSHMEM and XLA read at their start, where NVSHMEM is wanted and can be used; before JAX starts.
+    """Sets the environment variables for NVSHMEM, if it is selected and supported. Call it before JAX starts.
 
-    As a compile option alone it would lead to programs whose buffers lie in NCCL's memory: XLA chooses the allocator
-    when it opens the device, and looks into XLA_FLAGS for that. What the user has set stays, and wins.
+    A compile option would not be enough: XLA selects the allocator of communication buffers when it opens the device,
+    and reads XLA_FLAGS for it. The user's settings take precedence.
     """
     library = _find_library("nvshmem", _NVSHMEM)
-    place = Place(
+    transport_environment = TransportEnvironment(
         num_processes=config.num_processes,
         devices_per_process=_num_visible_gpus(environment),
         xla_version=xla_version(),
@@ -142,30 +150,30 @@ def prepare(config: RuntimeConfig, environment: dict[str, str]) -> None:
         has_nvshmem=library is not None,
         is_nvshmem_started=True,
     )
-    is_wanted = config.transport == "nvshmem" or (config.transport == "auto" and config.num_processes > 1)
-    if not is_wanted or unavailable("nvshmem", place) is not None:
-        return  # of a named transport `choose` tells the reason, after the number of devices has been looked at
+    is_selected = config.transport == "nvshmem" or (config.transport == "auto" and config.num_processes > 1)
+    if not is_selected or unsupported("nvshmem", transport_environment) is not None:
+        return  # `choose` later reports the reason, after the number of devices has been checked
     if NVSHMEM_OPTION not in users_options(environment):
         environment["XLA_FLAGS"] = f"--{NVSHMEM_OPTION}=true {environment.get('XLA_FLAGS', '')}".strip()
     bootstrap = Path(library).with_name(_NVSHMEM_BOOTSTRAP)
-    if bootstrap.is_file():  # beside a library of a pip package, where no search path need lead
+    if bootstrap.is_file():  # in a pip package, which no library search path contains
         environment.setdefault("NVSHMEM_BOOTSTRAP_UID_PLUGIN", str(bootstrap))
     if config.nvshmem_heap_bytes:
         environment.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(config.nvshmem_heap_bytes))
 
 
 def nccl_version() -> Version | None:
-    """The version of the NCCL that XLA loads; None if there is none."""
+    """The version of the NCCL library that XLA loads; None if it is not installed."""
     path = _find_library("nccl", _NCCL)
     if path is None:
         return None
     code = ctypes.c_int()
     ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
-    return code.value // 10_000, code.value // 100 % 100, code.value % 100  # since 2.9
+    return code.value // 10_000, code.value // 100 % 100, code.value % 100  # NCCL 2.9 and newer
 
 
 def _find_library(package: str, name: str) -> str | None:
-    """The library in NVIDIA's pip package `nvidia.<package>`, else where the loader looks; None: in neither."""
+    """The library in NVIDIA's pip package `nvidia.<package>`, else in the loader's search path; None if in neither."""
     spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec(f"nvidia.{package}")
     for directory in spec.submodule_search_locations if spec else ():
         path = Path(directory) / "lib" / name
@@ -179,7 +187,7 @@ def _find_library(package: str, name: str) -> str | None:
 
 
 def _num_visible_gpus(environment: dict[str, str]) -> int:
-    """GPUs that this process will see, as far as that can be told before JAX starts."""
+    """The number of GPUs that are visible to this process, as far as it is known before JAX starts."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name])

@@ -1,10 +1,10 @@
-"""Compiler options by name and version: the one place that knows XLA's option names and which versions know them.
+"""XLA compiler options: the only module with their names, and with the differences between XLA versions.
 
-An unknown name in XLA_FLAGS kills the process inside C++; as a compile option it is a Python error, and one process
-can compile the same step in several ways. So options travel with `.compile(compiler_options=...)`.
+Options are passed to `.compile(compiler_options=...)`. An unknown name is then a Python error, and one process can
+compile a step with several sets of options; an unknown name in XLA_FLAGS aborts the process in C++.
 
-What each preset does to a schedule is in docs/xla_flags.md. All options here are known to the compilers of jax 0.10.1,
-0.11.2 and 0.12.0.1, but for those that are chosen by version.
+docs/xla_flags.md shows the effect of each preset on a schedule. The compilers of JAX 0.10.1, 0.11.2 and 0.12.0.1 know
+all options of this module, except for those that depend on the version.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from jaxlc.runtime.plugin import Version, xla_version
 
 Options = dict[str, bool | int | str]
 
-# 0.10.2 still takes the option and does nothing; from 0.11 on it is unknown.
+# 0.10.2 accepts the option without effect; 0.11 and newer do not know it.
 LAST_XLA_WITH_NVSHMEM = (0, 10, 1)
 NVSHMEM_OPTION = "xla_gpu_experimental_enable_nvshmem"
 
@@ -28,53 +28,54 @@ _TRANSPORTS: Mapping[str, Options] = MappingProxyType(
 )
 
 _OVERLAP: Options = {
-    # Schedules by estimated latencies, so that a collective starts early and compute runs until it is done; without it
-    # the ring's hops wait in line with the attention that should hide them.
+    # Schedules by estimated latencies: a collective starts early, and compute runs until it is done. Without it the
+    # ring's sends do not overlap with attention.
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    # By default one collective is in flight at a time. The ring's backward has two (the K/V hop and the dK/dV hop) and
-    # FSDP gathers beside them: all should hide behind the same attention call.
+    # By default one collective is in flight at a time. The ring's backward has two (K/V and dK/dV) in addition to FSDP
+    # all-gathers, and all should overlap with the same attention call.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    # The scheduler gives up overlap where it believes memory to be short: at 95% of what 80% of the GPU's memory leaves
-    # beside the arguments. A step that fits with room to spare then has half of its hops exposed; in percent.
+    # The scheduler reduces overlap above its memory limit: this percentage of 80% of the GPU's memory minus the
+    # arguments. With the default of 95, half of the ring's sends are exposed in steps that have ample memory.
     "xla_gpu_memory_limit_slop_factor": 130,
 }
 _PIPELINED: Options = {
-    # The loop over layers gathers the weights of the next layer, and reduces the gradients of the last one, beside the
-    # compute of this one, instead of waiting for them at its ends.
+    # The loop over layers gathers the weights of the next layer and reduces the gradients of the previous one during
+    # the compute of the current one, instead of at the ends of an iteration.
     "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_ON",
     "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",
 }
 _UNCOMBINED: Options = {
-    # Small collectives are joined into one that waits for all of them; each alone can start as soon as it may.
+    # XLA combines small collectives into one, which starts when the operands of all are ready. Separate collectives
+    # start earlier.
     "xla_gpu_all_gather_combine_threshold_bytes": 1,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
     "xla_gpu_all_reduce_combine_threshold_bytes": 1,
 }
 _HOST_MEMORY: Options = {
-    # Where XLA believes that a program does not fit it computes things again, and it counts what waits in host memory
-    # as the GPU's. 8B at 1,048,576 tokens on one H100, state and residuals on the host: predicted 2,720 s with this
-    # pass and 2,607 s without it, for 0.6 GiB more. What is computed again is the config's to say (memory.remat).
+    # XLA rematerializes if it estimates that a program does not fit, and its estimate counts host memory as GPU memory.
+    # 8B at 1,048,576 tokens on one H100 with state and residuals on the host: estimated 2,720 s with this pass and
+    # 2,607 s without it, for 0.6 GiB more. The config selects what is recomputed (memory.remat).
     "xla_disable_hlo_passes": "rematerialization",
-    # Copies between host and device that may be on their way at a time. By default two, and a layer has nine weights:
-    # all but the last two would be waited for before anything else starts.
+    # Copies between host and device in flight at a time. The default is two, but a layer has nine weights: all but the
+    # last two copies would be exposed.
     "xla_gpu_experimental_parallel_async_compute_limit": 16,
 }
 PRESETS: Mapping[str, Options] = MappingProxyType(
     {
-        "default": {},  # as XLA comes
+        "default": {},  # XLA's defaults
         "overlap": _OVERLAP,
         "pipelined": _OVERLAP | _PIPELINED,
-        # Two rounds of the loop over layers in one: no copy from the end of a round to the start of the next.
+        # Unrolls the loop over layers by two, which avoids the copy from one iteration to the next.
         "double_buffered": _OVERLAP | _PIPELINED | {"xla_gpu_enable_while_loop_double_buffering": True},
         "uncombined": _OVERLAP | _UNCOMBINED,
-        # Kernels launched one by one instead of as CUDA graphs: slower to launch, and profiles and crashes name them.
+        # Launches kernels separately instead of as CUDA graphs: slower, but profiles and crashes name them.
         "no_graphs": _OVERLAP | {"xla_gpu_enable_command_buffer": ""},
     }
 )
 
 
-# In the XLA of jax 0.10 some options have another name, and are on or off.
+# In the XLA of JAX 0.10 some options have other names and are booleans.
 _FIRST_XLA_WITH_NEW_NAMES = (0, 11)
 _OLD_NAMES = MappingProxyType(
     {
@@ -87,13 +88,13 @@ _OLD_NAMES = MappingProxyType(
 def compile_options(
     platform: str, *, preset: str, transport: str | None, uses_host_memory: bool = False, environment: Mapping[str, str]
 ) -> Options:
-    """Options for `lowered.compile`. What the user has set in XLA_FLAGS is left out of them, or it would not count.
+    """Options for `lowered.compile`, without those in the user's XLA_FLAGS, which they would override.
 
     Args:
-      platform: of the devices, as `jax.Device.platform` names it.
+      platform: `jax.Device.platform` of the devices.
       preset: a name in PRESETS.
-      transport: of attention's hops, as `jaxlc.runtime.transport` chooses it; None: XLA's own way.
-      uses_host_memory: whether the program keeps anything there.
+      transport: the transport that `jaxlc.runtime.transport` selects; None: XLA's default.
+      uses_host_memory: whether the program has arrays in host memory.
     """
     if platform != "gpu":
         return {}
@@ -110,6 +111,6 @@ def _for_version(options: Options, version: Version) -> Options:
 
 
 def users_options(environment: Mapping[str, str]) -> dict[str, str]:
-    """Names and values in XLA_FLAGS, "--name=value" or "--name"; the last one of a name counts."""
+    """Names and values in XLA_FLAGS, "--name=value" or "--name"; the last value of a name takes precedence."""
     flags = (flag.partition("=") for flag in environment.get("XLA_FLAGS", "").split())
     return {name.lstrip("-"): value or "true" for name, _, value in flags}

@@ -1,8 +1,8 @@
-"""Which mesh axes split which dimension: the rules, as data, and what follows from them.
+"""Sharding rules: which mesh axes shard which dimension of parameters and activations.
 
-Parameters have two shardings. At rest they are also split over fsdp and context, whose ranks all use the same
-weights (ZeRO-3, Rajbhandari et al. 2020); a layer gathers its own just before use, and they stay split over tensor
-only (Shoeybi et al. 2019). A dimension is split over the largest subset of its axes that divides it.
+Parameters have two shardings. For storage they are also sharded over fsdp and context, whose ranks use the same weights
+(ZeRO-3, Rajbhandari et al. 2020). For compute a layer gathers its weights, which then remain sharded over tensor only
+(Shoeybi et al. 2019). A dimension is sharded over the subset of its axes with the largest product that divides it.
 """
 
 import itertools
@@ -19,19 +19,19 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Mesh axes of every parameter dimension at rest, and of the activations dimension by dimension."""
+    """The mesh axes of every parameter dimension in storage, and of every dimension of the activations."""
 
     model: Axes = WEIGHT_AXES  # D of every weight matrix
     heads: Axes = (TENSOR,)  # N of wq [D, N, H] and wo [N, H, D]
-    kv_heads: Axes = (TENSOR,)  # K of wk and wv [D, K, H]; whole on every rank where tensor does not divide K
+    kv_heads: Axes = (TENSOR,)  # K of wk and wv [D, K, H]; replicated if tensor does not divide K
     ffn: Axes = (TENSOR,)  # F of w_gate and w_up [D, F] and w_down [F, D]
     vocab: Axes = (TENSOR,)  # V of embedding [V, D] and head [D, V]
-    head_dim: Axes = ()  # H: attention needs it whole
+    head_dim: Axes = ()  # H: attention needs the entire head dimension
     layers: Axes = ()  # L: every rank runs every layer
     norm: Axes = ()  # D or H of a norm's scale: a few kilobytes
 
     residual: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT, TENSOR), ())  # x_BTD between blocks
-    gathered: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT,), ())  # x_BTD as a block's matmuls read it
+    gathered: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT,), ())  # x_BTD as input of a block's matmuls
     heads_out: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT,), (TENSOR,), ())  # q_BTNH, k_BTKH, v_BTKH
     ffn_out: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT,), (TENSOR,))  # gate_BTF, up_BTF
 
@@ -39,20 +39,20 @@ class ShardingRules:
 RULES = ShardingRules()
 
 
-def axes_at_rest(name: str, rules: ShardingRules = RULES) -> Axes:
-    """Mesh axes that the rules name for a parameter's dimension `name`."""
+def storage_axes(name: str, rules: ShardingRules = RULES) -> Axes:
+    """The mesh axes of the parameter dimension `name` in storage."""
     return vars(rules)[name]
 
 
 def storage_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES) -> PartitionSpec:
-    """How a parameter lies at rest. `dims` are the names of its dimensions, e.g. ("model", "heads", "head_dim")."""
-    return _fit([axes_at_rest(name, rules) for name in dims], shape, mesh)
+    """The sharding of a stored parameter. `dims` names its dimensions, e.g. ("model", "heads", "head_dim")."""
+    return _fit([storage_axes(name, rules) for name in dims], shape, mesh)
 
 
 def compute_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES) -> PartitionSpec:
-    """How a layer uses a parameter: gathered over fsdp and context, still split over tensor."""
-    in_use = [tuple(axis for axis in axes_at_rest(name, rules) if axis not in WEIGHT_AXES) for name in dims]
-    return _fit(in_use, shape, mesh)
+    """The sharding of a parameter in use by a layer: gathered over fsdp and context, sharded over tensor."""
+    compute_axes = [tuple(axis for axis in storage_axes(name, rules) if axis not in WEIGHT_AXES) for name in dims]
+    return _fit(compute_axes, shape, mesh)
 
 
 def _fit(axes_of_dims, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -61,7 +61,7 @@ def _fit(axes_of_dims, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 def _largest_divisor(axes: Axes, dim_size: int, mesh: Mesh) -> Axes | str | None:
-    """The subset of `axes` with the largest product that divides dim_size, as a PartitionSpec's entry."""
+    """The subset of `axes` with the largest product that divides dim_size, as an entry of a PartitionSpec."""
     axes = [axis for axis in axes if mesh.shape[axis] > 1]
     subsets = [subset for length in range(len(axes) + 1) for subset in itertools.combinations(axes, length)]
     product = {subset: math.prod(mesh.shape[axis] for axis in subset) for subset in subsets}
@@ -71,23 +71,23 @@ def _largest_divisor(axes: Axes, dim_size: int, mesh: Mesh) -> Axes | str | None
 
 @dataclass(frozen=True)
 class Sharder:
-    """Puts a model's values where the rules say; the one thing about the mesh that a model is given."""
+    """Applies the rules to a model's values. Models use the mesh only through this object."""
 
     mesh: Mesh
     rules: ShardingRules = RULES
-    weights_are_gathered: bool = False  # whoever holds this has called `weight` for all that it is asked about
-    weights_on_host: bool = False  # they rest there, and their gradients go there
+    weights_are_gathered: bool = False  # `weight` has already been applied to all weights
+    weights_on_host: bool = False  # parameters and their gradients are stored in host memory
 
     def fetched(self, params):
-        """A tree of parameters on the device, while they are in use; its gradient goes to where they rest."""
+        """Copies a tree of parameters to the device; their gradients are copied back to where they are stored."""
         return jax.device_put(params, jax.memory.Space.Device) if self.weights_on_host else params
 
     def weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
-        """A float32 parameter as a layer uses it: cast first and gathered after, so that the gather moves `dtype`.
+        """Casts a stored float32 parameter to `dtype` and then gathers it for compute: the all-gather moves `dtype`.
 
-        The first constraint does nothing on the way in. On the way back it cuts the gradient to its piece at once,
-        and the sum over ranks becomes a reduce-scatter. The barrier keeps the cast before the gather: without it XLA
-        moved it behind, in the recomputation of a layer, and gathered float32.
+        The first constraint has no effect in the forward pass. In the backward pass it shards the gradient immediately,
+        so that the sum over ranks becomes a reduce-scatter. The barrier keeps the cast before the gather: without it,
+        XLA moved the cast after the gather when it recomputed a layer, and gathered float32.
         """
         if self.weights_are_gathered:
             return stored
@@ -99,7 +99,7 @@ class Sharder:
         return self._activation(x_BTD, self.rules.residual)
 
     def gathered(self, x_BTD: jax.Array) -> jax.Array:
-        # The barrier: as in `weight`, a cast before the gather stays before it.
+        # The barrier keeps a preceding cast before the gather, as in `weight`.
         return self._activation(jax.lax.optimization_barrier(x_BTD), self.rules.gathered)
 
     def heads(self, x_BTNH: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The sharding table: where every parameter lies, and what stayed whole although its rule would split it."""
+"""The sharding table: the sharding of every parameter, and the dimensions that a rule could not shard."""
 
 import math
 from collections.abc import Iterator
@@ -6,24 +6,24 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.sharding.rules import axes_at_rest, storage_spec
+from jaxlc.sharding.rules import storage_axes, storage_spec
 
-_HEADINGS = ("parameter", "shape", "dtype", "split over", "bytes/device", "")
+_HEADINGS = ("parameter", "shape", "dtype", "sharded over", "bytes/device", "")
 
 
 def sharding_table(abstract_params: dict, dims: dict, mesh: Mesh) -> str:
-    """Plain text, one line a parameter, and the totals. A `!` marks a dimension not split over all its axes, and why.
+    """Formats one line per parameter, and the totals. A `!` marks a dimension that is not sharded over all its axes.
 
     Args:
       abstract_params: nested dict of arrays or `jax.ShapeDtypeStruct`s.
-      dims: the same tree, a tuple of dimension names each.
-      mesh: may be of devices that are not here.
+      dims: the same tree; each leaf is a tuple of dimension names.
+      mesh: of attached or absent devices.
     """
     rows, num_params, global_bytes, device_bytes = [_HEADINGS], 0, 0, 0
     for path, param in jax.tree.leaves_with_path(abstract_params):
         names = _at(dims, path)
         spec = storage_spec(names, param.shape, mesh)
-        per_device_bytes = math.prod(_piece(param.shape, spec, mesh)) * param.dtype.itemsize
+        per_device_bytes = math.prod(_shard_shape(param.shape, spec, mesh)) * param.dtype.itemsize
         rows.append(
             (
                 "/".join(key.key for key in path),
@@ -31,7 +31,7 @@ def sharding_table(abstract_params: dict, dims: dict, mesh: Mesh) -> str:
                 str(param.dtype),
                 _spec_text(names, spec),
                 f"{per_device_bytes:,}",
-                "; ".join(_not_split(names, param.shape, spec, mesh)),
+                "; ".join(_unsharded(names, param.shape, spec, mesh)),
             )
         )
         num_params += param.size
@@ -39,7 +39,7 @@ def sharding_table(abstract_params: dict, dims: dict, mesh: Mesh) -> str:
         device_bytes += per_device_bytes
     totals = (
         f"{num_params:,} parameters, {global_bytes:,} bytes; {device_bytes:,} bytes per device"
-        f" ({device_bytes / global_bytes:.1%}) on a mesh of {mesh.size}"
+        f" ({device_bytes / global_bytes:.1%}) on a mesh of {mesh.size} devices"
     )
     return "\n".join([*_aligned(rows), totals]) + "\n"
 
@@ -55,31 +55,31 @@ def _axes(entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _num_pieces(axes: tuple[str, ...], mesh: Mesh) -> int:
+def _num_shards(axes: tuple[str, ...], mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _piece(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one device's part."""
-    return tuple(size // _num_pieces(_axes(entry), mesh) for size, entry in zip(shape, spec))
+def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of the local shard of a device."""
+    return tuple(size // _num_shards(_axes(entry), mesh) for size, entry in zip(shape, spec))
 
 
 def _spec_text(names: tuple[str, ...], spec: PartitionSpec) -> str:
-    split = [f"{name}:{'+'.join(_axes(entry))}" for name, entry in zip(names, spec) if entry is not None]
-    return " ".join(split) or "-"
+    sharded = [f"{name}:{'+'.join(_axes(entry))}" for name, entry in zip(names, spec) if entry is not None]
+    return " ".join(sharded) or "-"
 
 
-def _not_split(names: tuple[str, ...], shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Iterator[str]:
-    """A reason for each dimension that is not split over all the axes its rule names."""
+def _unsharded(names: tuple[str, ...], shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Iterator[str]:
+    """Yields a reason for each dimension that is not sharded over all axes of its rule."""
     for name, size, entry in zip(names, shape, spec):
-        wanted = tuple(axis for axis in axes_at_rest(name) if mesh.shape[axis] > 1)
-        if _axes(entry) != wanted:
-            product = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in wanted)
-            yield f"! {name}={size} is not a multiple of {product}"
+        rule_axes = tuple(axis for axis in storage_axes(name) if mesh.shape[axis] > 1)
+        if _axes(entry) != rule_axes:
+            product = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in rule_axes)
+            yield f"! {name}={size} is not divisible by {product}"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Columns of equal width; numbers to the right."""
+    """Pads the columns to equal width; numbers are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     numbers = _HEADINGS.index("bytes/device")
     for row in rows:

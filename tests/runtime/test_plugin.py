@@ -7,15 +7,17 @@ from jaxlc.runtime import plugin
 from jaxlc.runtime.plugin import check_plugin, xla_version
 
 
-def test_a_plugin_of_another_version_than_jaxlib(monkeypatch):
+def test_check_plugin_other_version_is_refused(monkeypatch):
     monkeypatch.setattr(plugin, "_plugin", lambda: ("jax-cuda12-plugin", "0.10.9"))
     jaxlib = importlib.metadata.version("jaxlib")
-    with pytest.raises(UserError, match=f'is 0.10.9 and jaxlib is {jaxlib}; .*"jax-cuda12-pjrt=={jaxlib}"'):
+    with pytest.raises(
+        UserError, match=f'has version 0.10.9 but jaxlib has version {jaxlib}: .*"jax-cuda12-pjrt=={jaxlib}"'
+    ):
         check_plugin()
     assert xla_version() == (0, 10, 9)
 
 
-def test_without_a_plugin_jaxlib_tells(monkeypatch):
+def test_xla_version_without_plugin_is_jaxlib_version(monkeypatch):
     monkeypatch.setattr(plugin, "_plugin", lambda: None)
     check_plugin()
     assert ".".join(map(str, xla_version())) == importlib.metadata.version("jaxlib")

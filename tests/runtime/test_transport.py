@@ -11,7 +11,7 @@ from jaxlc.hlo import parse
 from jaxlc.hlo.collectives import collectives
 from jaxlc.runtime import transport
 from jaxlc.runtime.plugin import xla_version
-from jaxlc.runtime.transport import Place, choose, choose_for, prepare, unavailable
+from jaxlc.runtime.transport import TransportEnvironment, choose, choose_for, prepare, unsupported
 from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, compile_options
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 
@@ -19,8 +19,8 @@ needs_gpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_plugins") is None, reason='needs the GPU compiler: pip install "jaxlc[plan]"'
 )
 NVSHMEM_IS_GONE = xla_version() > LAST_XLA_WITH_NVSHMEM
-# All that NVSHMEM and one-sided NCCL need.
-GOOD = Place(
+# Supports NVSHMEM and one-sided NCCL.
+ENVIRONMENT = TransportEnvironment(
     num_processes=8,
     devices_per_process=1,
     xla_version=(0, 10, 1),
@@ -33,30 +33,30 @@ GOOD = Place(
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("nvshmem", dict(xla_version=(0, 10, 2)), ["0.10.2 does not have NVSHMEM", 'pip install "jaxlc[nvshmem]"']),
-        ("nvshmem", dict(xla_version=(0, 12, 0, 1)), ["0.12.0.1 does not have NVSHMEM"]),
-        ("nvshmem", dict(devices_per_process=4), ["a process for each GPU", "4 GPUs in one"]),
+        ("nvshmem", dict(xla_version=(0, 10, 2)), ["JAX 0.10.2 has no NVSHMEM", 'pip install "jaxlc[nvshmem]"']),
+        ("nvshmem", dict(xla_version=(0, 12, 0, 1)), ["JAX 0.12.0.1 has no NVSHMEM"]),
+        ("nvshmem", dict(devices_per_process=4), ["one process per GPU", "a process has 4 GPUs"]),
         ("nvshmem", dict(has_nvshmem=False), ["libnvshmem_host.so.3", "pip install nvidia-nvshmem-cu12"]),
         ("nvshmem", dict(is_nvshmem_started=False), ["restart Python", "jaxlc.runtime.start(config.runtime)"]),
         ("symmetric", dict(nccl_version=(2, 28, 9)), ["NCCL 2.29", "2.28.9", "nvidia-nccl-cu12"]),
-        ("symmetric", dict(nccl_version=None), ["no libnccl.so.2"]),
+        ("symmetric", dict(nccl_version=None), ["libnccl.so.2 is not installed"]),
         ("peer", dict(), ["one process", "8"]),
     ],
 )
-def test_a_named_transport_that_cannot_be_is_refused_with_the_reason(name, change, words):
+def test_choose_unsupported_transport_is_refused_with_reason(name, change, words):
     with pytest.raises(UserError) as error:
-        choose_for(name, GOOD._replace(**change))
-    for word in [f"config.runtime.transport={name!r}", *words]:
+        choose_for(name, ENVIRONMENT._replace(**change))
+    for word in [f"config.runtime.transport={name!r} is unsupported: ", *words]:
         assert word in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["nccl", "nvshmem", "symmetric"])
-def test_named_transports_between_processes(name):
-    assert choose_for(name, GOOD).name == name
+def test_choose_named_transport_is_selected(name):
+    assert choose_for(name, ENVIRONMENT).name == name
 
 
-def test_peer_within_one_process():
-    assert choose_for("peer", GOOD._replace(num_processes=1, devices_per_process=8)).name == "peer"
+def test_choose_peer_in_one_process_is_selected():
+    assert choose_for("peer", ENVIRONMENT._replace(num_processes=1, devices_per_process=8)).name == "peer"
 
 
 @pytest.mark.parametrize(
@@ -69,17 +69,17 @@ def test_peer_within_one_process():
         (dict(num_processes=1, devices_per_process=8), "nccl"),
     ],
 )
-def test_auto_takes_the_best_that_will_really_be_used(change, chosen):
-    place = GOOD._replace(**change)
-    choice = choose_for("auto", place)
-    assert (choice.name, choice.is_auto) == (chosen, True)
-    if place.num_processes > 1 and chosen != "nvshmem":
-        assert f"not nvshmem: {unavailable('nvshmem', place)}" in choice.reason
+def test_choose_auto_selects_first_supported(change, chosen):
+    environment = ENVIRONMENT._replace(**change)
+    selection = choose_for("auto", environment)
+    assert (selection.name, selection.is_auto) == (chosen, True)
+    if environment.num_processes > 1 and chosen != "nvshmem":
+        assert f"not nvshmem: {unsupported('nvshmem', environment)}" in selection.reason
 
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """NVSHMEM as pip installs it."""
+    """NVSHMEM in a pip package."""
     directory = tmp_path / "nvidia" / "nvshmem" / "lib"
     directory.mkdir(parents=True)
     (directory / "libnvshmem_host.so.3").touch()
@@ -95,7 +95,7 @@ def prepared(config: RuntimeConfig, **environment: str) -> dict[str, str]:
     return environment
 
 
-def test_what_nvshmem_reads_at_its_start(library):
+def test_prepare_nvshmem_sets_its_variables(library):
     environment = prepared(RuntimeConfig(transport="nvshmem", num_processes=8, nvshmem_heap_bytes=2**31))
     assert environment["XLA_FLAGS"] == "--xla_gpu_experimental_enable_nvshmem=true"
     assert environment["NVSHMEM_SYMMETRIC_SIZE"] == "2147483648"
@@ -103,14 +103,16 @@ def test_what_nvshmem_reads_at_its_start(library):
     assert prepared(RuntimeConfig(num_processes=8))["XLA_FLAGS"] == environment["XLA_FLAGS"]  # auto
 
 
-def test_what_the_user_has_set_stays(library):
-    own = dict(
+def test_prepare_users_variables_take_precedence(library):
+    users_variables = dict(
         XLA_FLAGS="--xla_gpu_experimental_enable_nvshmem=false --xla_dump_to=there",
         NVSHMEM_SYMMETRIC_SIZE="1G",
         NVSHMEM_BOOTSTRAP_UID_PLUGIN="mine.so",
     )
-    environment = prepared(RuntimeConfig(transport="nvshmem", num_processes=8, nvshmem_heap_bytes=2**31), **own)
-    assert {name: environment[name] for name in own} == own
+    environment = prepared(
+        RuntimeConfig(transport="nvshmem", num_processes=8, nvshmem_heap_bytes=2**31), **users_variables
+    )
+    assert {name: environment[name] for name in users_variables} == users_variables
 
 
 @pytest.mark.parametrize(
@@ -119,38 +121,38 @@ def test_what_the_user_has_set_stays(library):
         (RuntimeConfig(transport="nccl", num_processes=8), "0", (0, 10, 1)),
         (RuntimeConfig(), "0", (0, 10, 1)),
         (RuntimeConfig(transport="nvshmem", num_processes=8), "0,1", (0, 10, 1)),  # XLA would abort
-        (RuntimeConfig(transport="nvshmem", num_processes=8), "0", (0, 12, 0, 1)),  # and here too: an unknown flag
+        (RuntimeConfig(transport="nvshmem", num_processes=8), "0", (0, 12, 0, 1)),  # XLA would abort: an unknown flag
     ],
 )
-def test_nothing_is_set_where_nvshmem_is_not_wanted_or_cannot_be(config, visible, version, library, monkeypatch):
+def test_prepare_without_nvshmem_sets_nothing(config, visible, version, library, monkeypatch):
     monkeypatch.setattr(transport, "xla_version", lambda: version)
     assert prepared(config, CUDA_VISIBLE_DEVICES=visible) == {"CUDA_VISIBLE_DEVICES": visible}
 
 
-def test_on_cpu():
+def test_choose_on_cpu_refuses_gpu_transport():
     devices = jax.devices()
     assert choose(RuntimeConfig(), devices) is None
     assert choose(RuntimeConfig(transport="nvshmem", simulated_devices=8), devices) is None
-    with pytest.raises(UserError, match="'nvshmem' is for GPUs, and the devices here are of cpu"):
+    with pytest.raises(UserError, match="'nvshmem' is unsupported: it needs GPUs and the platform is cpu"):
         choose(RuntimeConfig(transport="nvshmem"), devices)
 
 
-def compiled_hops(name: str) -> set[tuple[str, str]]:
-    """(backend, mode) of the hops of a small ring on four H100s."""
+def compiled_transports(name: str) -> set[tuple[str, str]]:
+    """(backend, mode) of the sends of a small ring, compiled for four H100s."""
     gpus = topology("h100:1x4", devices_per_process=4 if name == "peer" else 1)
     mesh = make_mesh(gpus, MeshConfig(context=4))
-    choice = choose(RuntimeConfig(transport=name), tuple(mesh.devices.flat))
+    selection = choose(RuntimeConfig(transport=name), tuple(mesh.devices.flat))
     attend = attention.make(AttentionConfig(kernel="blockwise"), mesh)
     x_BTNH, row_BT = jax.ShapeDtypeStruct((1, 1024, 2, 32), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-    options = compile_options("gpu", preset="overlap", transport=choice.name, environment={}) | WITHOUT_GPU
+    options = compile_options("gpu", preset="overlap", transport=selection.name, environment={}) | WITHOUT_GPU
     compiled = jax.jit(attend).lower(x_BTNH, x_BTNH, x_BTNH, row_BT, row_BT).compile(compiler_options=options)
-    sent = collectives(parse(compiled.as_text()))
-    return {(each.backend, each.mode) for each in sent if each.kind == "collective-permute"}
+    sends = [c for c in collectives(parse(compiled.as_text())) if c.kind == "collective-permute"]
+    return {(send.backend, send.mode) for send in sends}
 
 
 @needs_gpu_compiler
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "transport"),
     [
         ("auto", ("DEFAULT", "COLLECTIVES_SYMMETRIC_MEMORY") if NVSHMEM_IS_GONE else ("NVSHMEM", "")),
         ("nccl", ("DEFAULT", "")),
@@ -159,9 +161,9 @@ def compiled_hops(name: str) -> set[tuple[str, str]]:
         ("peer", ("DEFAULT", "COLLECTIVES_PEER_MEMORY")),
     ],
 )
-def test_every_hop_of_the_program_for_h100s_has_the_transport(name, found):
+def test_compiled_ring_uses_selected_transport(name, transport):
     if name == "nvshmem" and NVSHMEM_IS_GONE:
-        with pytest.raises(UserError, match="does not have NVSHMEM any more"):
-            compiled_hops(name)
+        with pytest.raises(UserError, match="has no NVSHMEM"):
+            compiled_transports(name)
     else:
-        assert compiled_hops(name) == {found}
+        assert compiled_transports(name) == {transport}

@@ -10,17 +10,17 @@ from jaxlc.runtime.xla_flags import PRESETS, compile_options, users_options
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 
 
-def test_cpu_takes_its_options_and_knows_nothing_of_gpus():
+def test_compile_options_on_cpu_are_empty():
     options = compile_options("cpu", preset="overlap", transport=None, environment={})
     assert options == {}
     assert jax.jit(jnp.sin).lower(1.0).compile(compiler_options=options)(0.0) == 0.0
 
 
-def test_the_config_names_every_preset():
+def test_presets_equal_choices_of_config():
     assert set(typing.get_args(typing.get_type_hints(RuntimeConfig)["xla_preset"])) == PRESETS.keys()
 
 
-def test_gpus_hide_collectives_unless_told_otherwise():
+def test_compile_options_default_preset_overlaps_collectives():
     assert compile_options("gpu", preset=RuntimeConfig().xla_preset, transport="nccl", environment={}) == {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
@@ -29,29 +29,29 @@ def test_gpus_hide_collectives_unless_told_otherwise():
     assert compile_options("gpu", preset="default", transport=None, environment={}) == {}
 
 
-def test_what_waits_in_host_memory_is_computed_once_and_fetched_many_arrays_at_a_time():
+def test_compile_options_host_memory_copies_in_parallel():
     assert compile_options("gpu", preset="default", transport=None, uses_host_memory=True, environment={}) == {
         "xla_disable_hlo_passes": "rematerialization",
         "xla_gpu_experimental_parallel_async_compute_limit": 16,
     }
 
 
-def test_the_users_xla_flags_win():
-    """A compile option would take precedence over XLA_FLAGS: what is there is left out."""
+def test_compile_options_skip_users_xla_flags():
+    """A compile option would take precedence over XLA_FLAGS."""
     flags = "--xla_gpu_collective_permute_mode=private --xla_gpu_enable_latency_hiding_scheduler"
     options = compile_options("gpu", preset="overlap", transport="symmetric", environment={"XLA_FLAGS": flags})
     assert not options.keys() & users_options({"XLA_FLAGS": flags}).keys()
     assert options["xla_gpu_experimental_parallel_collective_overlap_limit"] == 4
 
 
-def test_users_options():
+def test_users_options_last_value_takes_precedence():
     assert users_options({}) == {}
     assert users_options({"XLA_FLAGS": "--a=1 --b  --a=x=y"}) == {"a": "x=y", "b": "true"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="needs the GPU compiler")
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_gpu_compiler_knows_every_option(preset):
+def test_presets_options_are_known_to_gpu_compiler(preset):
     device = topology("h100:1x1").devices[0]
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
     options = compile_options("gpu", preset=preset, transport="symmetric", uses_host_memory=True, environment={})

@@ -1,4 +1,4 @@
-"""The mesh: axes, order of devices, and a mismatch that names overrides which work."""
+"""The mesh: axes, order of devices, and a wrong number of devices."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import make_mesh
 
 
-def test_axes_and_order():
+def test_make_mesh_axes_and_device_order():
     mesh = make_mesh(MeshConfig(fsdp=2, context=2, tensor=2))
     assert mesh.axis_names == MESH_AXES
     assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}
@@ -20,11 +20,13 @@ def test_axes_and_order():
     assert mesh.devices[0, 0, 0].tolist() == jax.devices()[:2]  # tensor peers are neighbours
 
 
-def test_given_devices_only():
+def test_make_mesh_uses_given_devices():
     devices = jax.devices()[3:5]
     np.testing.assert_array_equal(make_mesh(MeshConfig(data=2), devices).devices.flat, devices)
 
 
-def test_another_number_of_devices_is_refused():
-    with pytest.raises(UserError, match=r"context=4, tensor=1\) needs 4 devices and there are 2; give it that many"):
+def test_make_mesh_wrong_number_of_devices_is_refused():
+    with pytest.raises(
+        UserError, match=r"context=4, tensor=1\) needs 4 devices but 2 are given; use a mesh of that size"
+    ):
         make_mesh(MeshConfig(context=4), jax.devices()[:2])

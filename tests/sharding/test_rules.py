@@ -1,4 +1,4 @@
-"""The rules: which axes a dimension gets, at rest and in use, and where the Sharder puts activations."""
+"""Sharding rules: the axes of stored and gathered parameters, and the shardings of activations."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.sharding.rules import RULES, Sharder, axes_at_rest, compute_spec, storage_spec
+from jaxlc.sharding.rules import RULES, Sharder, compute_spec, storage_axes, storage_spec
 
 
 def _mesh(**axes):
@@ -19,7 +19,7 @@ def _mesh(**axes):
     return make_mesh(config, jax.devices()[: config.num_devices])
 
 
-def test_at_rest_and_in_use():
+def test_specs_for_storage_and_compute():
     mesh, dims, shape = _mesh(fsdp=2, context=2, tensor=2), ("layers", "model", "heads", "head_dim"), (3, 8, 4, 6)
     assert storage_spec(dims, shape, mesh) == P(None, ("fsdp", "context"), "tensor", None)
     assert compute_spec(dims, shape, mesh) == P(None, None, "tensor", None)
@@ -35,30 +35,30 @@ def test_at_rest_and_in_use():
         (7, None),
     ],
 )
-def test_the_largest_subset_that_divides(size, entry):
+def test_storage_spec_uses_largest_dividing_subset(size, entry):
     assert storage_spec(("model",), (size,), _mesh(fsdp=2, context=3)) == P(entry)
 
 
-def test_kv_heads_that_tensor_does_not_divide_stay_whole():
+def test_compute_spec_indivisible_kv_heads_are_replicated():
     mesh = _mesh(tensor=4)
     assert compute_spec(("model", "kv_heads", "head_dim"), (8, 2, 4), mesh) == P(None, None, None)
     assert compute_spec(("model", "kv_heads", "head_dim"), (8, 4, 4), mesh) == P(None, "tensor", None)
 
 
-def test_one_device_splits_nothing():
+def test_storage_spec_one_device_shards_nothing():
     assert storage_spec(("vocab", "model"), (8, 8), _mesh()) == P(None, None)
 
 
-def test_rules_are_data():
+def test_storage_spec_follows_given_rules():
     rules = dataclasses.replace(RULES, model=("fsdp",))
     mesh = _mesh(fsdp=2, context=2)
-    assert axes_at_rest("model", rules) == ("fsdp",)
+    assert storage_axes("model", rules) == ("fsdp",)
     assert storage_spec(("model",), (8,), mesh, rules) == P("fsdp")
     with pytest.raises(KeyError):
-        axes_at_rest("no such dimension")
+        storage_axes("no such dimension")
 
 
-def test_every_field_names_mesh_axes():
+def test_rules_name_only_mesh_axes():
     for value in vars(RULES).values():
         entries = value if value and isinstance(value[0], tuple) else (value,)
         assert all(axis in MESH_AXES for axes in entries for axis in axes)
@@ -74,7 +74,7 @@ def test_every_field_names_mesh_axes():
         ("ffn", (4, 8, 6), P(("fsdp",), "context", "tensor")),
     ],
 )
-def test_activations(method, shape, spec):
+def test_sharder_shards_activations(method, shape, spec):
     mesh = _mesh(fsdp=2, context=2, tensor=2)
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     got = jax.jit(getattr(Sharder(mesh), method))(x)
@@ -82,7 +82,7 @@ def test_activations(method, shape, spec):
     assert got.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), len(shape))
 
 
-def test_a_weight_is_cast_then_gathered_and_its_gradient_is_cut_at_once():
+def test_sharder_weight_is_cast_before_gather():
     mesh, dims = _mesh(context=2, tensor=2), ("model", "ffn")
     stored = jax.device_put(np.ones((8, 6), np.float32), jax.NamedSharding(mesh, storage_spec(dims, (8, 6), mesh)))
     value, pull_back = jax.vjp(jax.jit(lambda w: Sharder(mesh).weight(w, dims, jnp.bfloat16)), stored)

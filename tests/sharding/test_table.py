@@ -1,4 +1,4 @@
-"""The sharding table against a golden file, and its numbers against real arrays."""
+"""The sharding table equals a golden file, and its byte counts equal those of arrays."""
 
 from pathlib import Path
 
@@ -21,13 +21,13 @@ def _table(**axes):
     return sharding_table(params, dims, make_mesh(MeshConfig(**axes))), params, dims
 
 
-def test_tiny_on_context_2_tensor_4():
-    """tensor=4 does not divide the 2 key/value heads: marked. To renew the file, write `table` to it."""
+def test_table_tiny_model_equals_golden():
+    """tensor=4 does not divide the 2 key/value heads, which is marked. To regenerate the file, write `table` to it."""
     table, _, _ = _table(context=2, tensor=4)
     assert table == GOLDEN.read_text()
 
 
-def test_bytes_per_device_are_those_of_the_arrays():
+def test_table_bytes_per_device_equal_arrays():
     table, params, dims = _table(fsdp=2, context=2, tensor=2)
     mesh = make_mesh(MeshConfig(fsdp=2, context=2, tensor=2))
     device_bytes = 0
@@ -42,10 +42,10 @@ def test_bytes_per_device_are_those_of_the_arrays():
     assert "!" not in table
 
 
-def test_a_dimension_split_over_some_of_its_axes_is_marked():
+def test_table_partly_sharded_dimension_is_marked():
     params = {"w": jax.ShapeDtypeStruct((6, 5), np.float32)}
     mesh = make_mesh(MeshConfig(fsdp=2, context=4))
     table = sharding_table(params, {"w": ("model", "ffn")}, mesh)
     assert "model:fsdp" in table
-    assert "! model=6 is not a multiple of fsdp=2 x context=4" in table
-    assert "30 parameters, 120 bytes; 60 bytes per device (50.0%) on a mesh of 8" in table
+    assert "! model=6 is not divisible by fsdp=2 x context=4" in table
+    assert "30 parameters, 120 bytes; 60 bytes per device (50.0%) on a mesh of 8 devices" in table
