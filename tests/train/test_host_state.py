@@ -1,6 +1,6 @@
-"""Weights, gradients and moments in host memory: the same steps as without it, and in a GPU's program no copy of them.
+"""Weights, gradients and moments in host memory: equal steps, and GPU programs that never copy all of them.
 
-CPUs have host memory from jax 0.11 on. Before, the streamed update is tested on what lies on the device.
+CPUs have host memory from JAX 0.11 on. Before, the streamed update is tested with arrays on the device.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def _close(a, b, tolerance=1e-6):
 
 @pytest.fixture
 def both_ways(monkeypatch: pytest.MonkeyPatch):
-    """The results of a function of `update`, plain and streamed."""
+    """Calls a function of `update` without and with streaming, and returns both results."""
 
     def run(function, *arguments):
         plain = jax.jit(lambda *x: function(*x))(*arguments)
@@ -60,8 +60,8 @@ def both_ways(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize("grad_norm", [0.5, 20.0])  # clipped and not
-def test_a_streamed_update_is_the_plain_one(both_ways, grad_norm: float):
+@pytest.mark.parametrize("grad_norm", [0.5, 20.0])  # below and above the clipping norm
+def test_streamed_update_equals_plain_update(both_ways, grad_norm: float):
     config = small_config().optimizer
     schedule = learning_rate_schedule(config, 20)
     make = lambda dims: make_optimizer(config, schedule, dims)  # noqa: E731
@@ -78,14 +78,14 @@ def test_a_streamed_update_is_the_plain_one(both_ways, grad_norm: float):
     assert jax.tree.structure(plain) == jax.tree.structure(streamed) == jax.tree.structure(start)
     _close(streamed, plain)
     counts = [x for x in jax.tree.leaves(streamed) if x.dtype == jnp.int32]
-    assert counts and all(count == 2 for count in counts)  # the step that was not finite is not counted
+    assert counts and all(count == 2 for count in counts)  # the step that was not finite does not count
 
 
-def test_streamed_norms_and_sums(both_ways):
+def test_streamed_gradient_norm_equals_plain_norm(both_ways):
     _close(*both_ways(lambda g: update.gradient_norm(g, DIMS, 0.5), _tree(0)))
 
 
-def test_streamed_sums(both_ways):
+def test_streamed_gradient_sum_equals_plain_sum(both_ways):
     _close(*both_ways(lambda a, b: update.add(a, b, DIMS), _tree(0), _tree(1)))
 
 
@@ -110,7 +110,7 @@ def on_device():
 @pytest.mark.parametrize("memory", [
     dict(optimizer="host"), ON_HOST, dict(**ON_HOST, layers_per_remat_group=2), dict(**ON_HOST, tile_tokens=24),
 ], ids=str)  # fmt: skip
-def test_steps_with_the_state_in_host_memory(on_device, memory):
+def test_steps_with_state_in_host_memory_equal_device(on_device, memory):
     _, state, seen = _three_steps(**memory)
     np.testing.assert_allclose(seen, on_device[2], rtol=FLOAT32_PARITY)
     _close(state.params, on_device[1].params, FLOAT32_PARITY)
@@ -122,7 +122,7 @@ def test_steps_with_the_state_in_host_memory(on_device, memory):
 
 @needs_host_memory
 @pytest.mark.parametrize("to_host", [True, False])
-def test_checkpoints_go_from_memory_to_memory_and_mesh_to_mesh(tmp_path, to_host: bool):
+def test_checkpoint_restores_to_other_memory_and_mesh(tmp_path, to_host: bool):
     there, here = (
         small_step(small_config(mesh=mesh, memory=ON_HOST if is_host else {}))
         for mesh, is_host in ((dict(context=2, tensor=2), not to_host), (dict(fsdp=4, context=2), to_host))
@@ -130,7 +130,7 @@ def test_checkpoints_go_from_memory_to_memory_and_mesh_to_mesh(tmp_path, to_host
     state, model = there.init(), to_dict(there.config)["model"]
     checkpoints = Checkpoints(tmp_path, keep=1, warn=pytest.fail)
     checkpoints.save(1, state, dict(config=dict(model=model)))
-    jax.tree.map(lambda x: x.delete(), state.params)  # as a step does that they are given to
+    jax.tree.map(lambda x: x.delete(), state.params)  # as donation to a step does
     checkpoints.wait()
     restored, _ = checkpoints.restore_latest(here.abstract_state, model=model)
     expected = there.init()
@@ -141,25 +141,25 @@ def test_checkpoints_go_from_memory_to_memory_and_mesh_to_mesh(tmp_path, to_host
 
 
 @pytest.mark.skipif(REFUSAL is None, reason="this jax has host memory on CPU")
-def test_where_there_is_no_host_memory_the_state_stays_and_the_run_says_so():
+def test_state_without_host_memory_stays_on_device_and_says_so():
     step = small_step(small_config(memory=ON_HOST))
     assert {x.sharding.memory_kind for x in jax.tree.leaves(step.abstract_state)} == {
         x.sharding.memory_kind for x in jax.tree.leaves(small_step(small_config()).abstract_state)
     }
     (line,) = memory_lines(step.config.memory, step.mesh)
-    assert "parameters and optimizer (config.memory) rest on the device all the same" in line
+    assert "parameters and optimizer (config.memory) stored on the device: jax" in line
 
 
 @pytest.mark.skipif(REFUSAL is None, reason="this jax has host memory on CPU")
-def test_where_there_is_no_host_memory_nothing_is_offloaded_and_the_run_says_so():
-    """Compiled as a run does it: with shardings of its results, which the partitioner does not take beside offloads."""
+def test_offload_without_host_memory_saves_on_device_and_says_so():
+    """The step has out_shardings, with which the partitioner does not support offloading."""
     step = small_step(small_config(mesh=dict(context=2), memory=dict(remat="full", offload=("residual",))))
     step.compile()
     (line,) = memory_lines(step.config.memory, step.mesh)
-    assert "residual (config.memory) rest on the device all the same" in line
+    assert "residual (config.memory) stored on the device: jax" in line
 
 
-def test_weights_that_a_layer_keeps_would_not_be_on_the_host():
+def test_host_parameters_with_remat_none_raises():
     with pytest.raises(UserError, match="memory.remat='none' keeps those of all layers"):
         small_config(memory=dict(parameters="host", remat="none"))
 
