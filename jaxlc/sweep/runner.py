@@ -107,9 +107,7 @@ def run(
         console.print(f"{len(points) - len(new)} of {len(points)} points are already in {path}")
     num_to_run = sum(point.config is not None for _, point in new)
     if num_to_run:
-        console.print(
-            f"running {num_to_run} points, {min(num_workers, num_to_run)} at a time; a line per finished point"
-        )
+        console.print(f"running {num_to_run} points, {min(num_workers, num_to_run)} at a time; results go to {path}")
     try:
         with path.open("a") as file, _progress(console) as progress:
             task = progress.add_task("", total=num_to_run)
@@ -143,7 +141,8 @@ def read_rows(path: Path) -> list[Row]:
 
 def _points(config: Config, num_devices: int, grid_flags: dict[str, str | None]) -> list[Point]:
     points, num_duplicates = grid.points(config, num_devices, grid.parse_grid(config, **grid_flags))
-    _log(f"{len(points)} configurations" + (f"; {num_duplicates} duplicates skipped" if num_duplicates else ""))
+    skipped = f"; {num_duplicates} duplicate configurations skipped" if num_duplicates else ""
+    _log(f"{len(points)} points{skipped}")
     return points
 
 
@@ -177,7 +176,8 @@ def _time_left(task: Task) -> str:
     and end together."""
     if task.completed == task.total:
         return ""
-    return f"about {task.elapsed / task.completed * (task.total - task.completed) / 60:.0f} min left"
+    minutes = task.elapsed / task.completed * (task.total - task.completed) / 60
+    return f"about {minutes:.0f} min left" if minutes >= 1 else "less than 1 min left"
 
 
 def _line(row: Row, task: Task) -> str:

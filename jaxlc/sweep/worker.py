@@ -41,8 +41,8 @@ def estimate(config: Config, topology: str) -> Row:
     from jaxlc.plan.memory import USABLE_HOST_SHARE
 
     jax.config.update("jax_enable_compilation_cache", False)  # cannot read programs compiled for absent devices
-    found = plan.plan(config, topology)
-    time_of_step, memory, ring = found.predicted, found.memory, found.ring
+    result = plan.plan(config, topology)
+    time_of_step, memory, ring = result.predicted, result.memory, result.ring
     return dict(
         step_seconds=time_of_step.step_seconds,
         tokens_per_second_per_device=time_of_step.tokens_per_second_per_device,
@@ -67,8 +67,8 @@ def estimate(config: Config, topology: str) -> Row:
         hops=ring.hops,
         hops_exposed=ring.exposed,
         hops_by=", ".join(sorted(ring.by_backend)),
-        kernel=found.kernel_choice.partition(" ")[0],
-        compile_seconds=found.compile_seconds,
+        kernel=result.kernel_choice.partition(" ")[0],
+        compile_seconds=result.compile_seconds,
     )
 
 

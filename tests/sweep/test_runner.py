@@ -271,7 +271,7 @@ def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
     grid = dict(axes="context,tensor", transports="nccl,nvshmem", seq_len="2048,4096")
     assert runner.estimate(small(tmp_path), tmp_path, topology="h100:1x4", workers="4", **grid) == 0
     printed = capsys.readouterr()
-    assert printed.err.startswith("starting the GPU compiler for h100:1x4\n12 configurations\n")
+    assert printed.err.startswith("starting the GPU compiler for h100:1x4\n12 points\n")
     assert "tiny, estimated for h100:1x4" in printed.out and "does not fit" in printed.out
     assert "Estimates, not measurements" in printed.out
     best = "first: --config.mesh.data=1 --config.mesh.fsdp=1 --config.mesh.context=2 --config.mesh.tensor=2"
