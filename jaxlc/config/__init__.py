@@ -1,13 +1,13 @@
-"""What a run is: `defaults()` to edit, `load()` to check and freeze. Imports no jax.
+"""The settings of a run: `read_config()` or `defaults()` to edit, `load()` to check and freeze. Imports no jax.
 
-config = defaults()
-config.mesh.context = 4
+config = read_config("quickstart")
+config.train.steps = 20
 frozen = load(config)
 """
 
 from jaxlc.config.files import check_variant, read_config, shipped_configs, shrink_for_cpu
 from jaxlc.config.loading import defaults, load, to_dict, transport_settings, with_settings
-from jaxlc.config.mesh_checks import check_num_devices
+from jaxlc.config.mesh_checks import check_evaluation, check_num_devices
 from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
@@ -34,6 +34,7 @@ __all__ = [
     "PrecisionConfig",
     "RuntimeConfig",
     "TrainConfig",
+    "check_evaluation",
     "check_num_devices",
     "check_variant",
     "defaults",

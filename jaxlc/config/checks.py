@@ -1,4 +1,4 @@
-"""Everything about a config that can be checked before JAX starts. Each mistake is one sentence. Imports no jax."""
+"""Checks of a config before JAX starts: ranges, and settings that contradict each other. Imports no jax."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -19,8 +19,8 @@ class _Range(NamedTuple):
 _FROM_0 = _Range("at least 0", lambda x: x >= 0)
 _FROM_1 = _Range("at least 1", lambda x: x >= 1)
 _POSITIVE = _Range("greater than 0", lambda x: x > 0)
-_SHARE = _Range("at least 0 and less than 1", lambda x: 0 <= x < 1)
-_SHARE_OR_1 = _Range("between 0 and 1", lambda x: 0 <= x <= 1)
+_FRACTION = _Range("at least 0 and less than 1", lambda x: 0 <= x < 1)
+_FRACTION_OR_1 = _Range("between 0 and 1", lambda x: 0 <= x <= 1)
 
 RANGES: dict[str, dict[str, _Range]] = {
     "model": dict(
@@ -40,14 +40,14 @@ RANGES: dict[str, dict[str, _Range]] = {
     ),
     "mesh": dict.fromkeys(MESH_AXES, _FROM_1),
     "attention": dict(ulysses_degree=_FROM_1, window=_FROM_0, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
-    "data": dict(seq_len=_FROM_1, eval_fraction=_SHARE, seed=_FROM_0, prefetch_steps=_FROM_0),
+    "data": dict(seq_len=_FROM_1, eval_fraction=_FRACTION, seed=_FROM_0, prefetch_steps=_FROM_0),
     "optimizer": dict(
         learning_rate=_FROM_0,
         warmup_steps=_FROM_0,
         decay_steps=_FROM_0,
-        final_learning_rate_ratio=_SHARE_OR_1,
-        beta1=_SHARE,
-        beta2=_SHARE,
+        final_learning_rate_ratio=_FRACTION_OR_1,
+        beta1=_FRACTION,
+        beta2=_FRACTION,
         epsilon=_POSITIVE,
         weight_decay=_FROM_0,
         max_grad_norm=_FROM_0,
@@ -57,7 +57,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         loss_scale=_POSITIVE,
         loss_scale_growth_factor=_FROM_1,
         loss_scale_growth_interval=_FROM_1,
-        loss_scale_backoff_factor=_SHARE,
+        loss_scale_backoff_factor=_FRACTION,
         loss_scale_min=_POSITIVE,
         loss_scale_max=_POSITIVE,
     ),
@@ -86,15 +86,19 @@ RANGES: dict[str, dict[str, _Range]] = {
 
 
 def check(config: Config) -> None:
-    """Raises UserError at the first value that is out of range or contradicts another one."""
+    """Checks all values of `config`.
+
+    Raises:
+      UserError: the first value that is out of range or contradicts another one.
+    """
     for section, ranges in RANGES.items():
         for name, allowed in ranges.items():
             value = getattr(getattr(config, section), name)
             if not allowed.holds(value):
-                raise UserError(f"config.{section}.{name} is {value}; it must be {allowed.text}")
+                raise UserError(f"invalid value {value} for config.{section}.{name}: expected {allowed.text}")
     for problems in (_model_problems, _optimizer_problems, _data_problems, _memory_problems, _runtime_problems):
         _raise_first(problems(config))
-    # Before the splits: advice on the mesh must not lead to a mesh of another size.
+    # Checked before divisibility, whose advice keeps the number of devices.
     if config.runtime.simulated_devices:
         check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")
     for problem in split_problems(config):
@@ -121,7 +125,7 @@ def _model_problems(config: Config) -> Iterator[str]:
             " every key/value head serves the same number of query heads"
         )
     if model.head_dim % 2:
-        yield f"config.model.head_dim={model.head_dim} is odd, and RoPE turns pairs; use {model.head_dim + 1}"
+        yield f"config.model.head_dim={model.head_dim} is odd, and RoPE rotates pairs; use {model.head_dim + 1}"
     if model.rope_scaling_factor > 1 and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
         yield (
             f"config.model.rope_scaling_low_freq_factor={model.rope_scaling_low_freq_factor} must be less than"
@@ -144,9 +148,9 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
 
 def _data_problems(config: Config) -> Iterator[str]:
     if not config.data.sources:
-        yield "config.data.sources is empty; name files, directories or globs, or 'python-stdlib'"
+        yield "config.data.sources is empty: give files, directories, glob patterns, or 'python-stdlib'"
     if "" in config.data.sources:
-        yield f"config.data.sources is {config.data.sources}, with an empty name in it; leave that one out"
+        yield f"config.data.sources is {config.data.sources}, with an empty name in it; remove the empty name"
 
 
 def _memory_problems(config: Config) -> Iterator[str]:
@@ -157,19 +161,22 @@ def _memory_problems(config: Config) -> Iterator[str]:
                 yield f"config.memory.{setting} names {name!r}, which is not one of {', '.join(TENSOR_NAMES)}"
     twice = sorted(set(memory.save) & set(memory.offload))
     if twice:
-        yield f"config.memory.save and config.memory.offload both name {twice[0]!r}; leave it out of one of them"
+        yield f"config.memory.save and config.memory.offload both name {twice[0]!r}; remove it from one of them"
     if memory.remat == "none" and (memory.save or memory.offload or memory.layers_per_remat_group > 1):
         yield (
-            "config.memory.remat='none' keeps everything on the device, so memory.save, memory.offload and"
-            " memory.layers_per_remat_group mean nothing; use --config.memory.remat=full or attention with them"
+            "config.memory.remat='none' saves all activations on the device, so memory.save, memory.offload and"
+            " memory.layers_per_remat_group have no effect; use --config.memory.remat=full or attention with them"
         )
     if memory.remat == "none" and memory.parameters == "host":
         yield (
-            "config.memory.parameters='host' fetches a layer's weights again for its backward, and memory.remat='none'"
-            " keeps those of all layers on the device; use --config.memory.remat=full or attention"
+            "unsupported: config.memory.parameters='host' with memory.remat='none', which would keep the copied weights"
+            " of all layers on the device; use --config.memory.remat=full or attention"
         )
     if memory.remat == "matmuls" and memory.offload:
-        yield "config.memory.remat='matmuls' keeps by kind and memory.offload goes by name; use 'full' and memory.save"
+        yield (
+            "unsupported: config.memory.remat='matmuls' with memory.offload; use --config.memory.remat=full and name"
+            " the tensors in memory.save and memory.offload"
+        )
     if num_layers % memory.layers_per_remat_group:
         yield (
             f"config.memory.layers_per_remat_group={memory.layers_per_remat_group} does not divide"
@@ -191,16 +198,17 @@ def _runtime_problems(config: Config) -> Iterator[str]:
         )
     host, _, port = runtime.coordinator_address.rpartition(":")
     if runtime.num_processes > 1 and not (host and port.isdigit()):
-        yield f"config.runtime.coordinator_address is {runtime.coordinator_address!r}; write it as host:port"
+        address = runtime.coordinator_address
+        yield f"invalid value {address!r} for config.runtime.coordinator_address: expected host:port"
     if runtime.transport == "peer" and runtime.num_processes > 1:
         yield (
-            f"config.runtime.transport='peer' copies within one process, and num_processes={runtime.num_processes};"
-            " use 'symmetric', 'nvshmem' or 'nccl'"
+            "unsupported: config.runtime.transport='peer', which copies within one process, with"
+            f" num_processes={runtime.num_processes}; use 'symmetric', 'nvshmem' or 'nccl'"
         )
     if runtime.unified_memory_fraction and not runtime.unified_memory:
         yield (
-            f"config.runtime.unified_memory_fraction={runtime.unified_memory_fraction} is for unified memory, which is"
-            " off; use --config.runtime.unified_memory=True with it"
+            f"config.runtime.unified_memory_fraction={runtime.unified_memory_fraction} has no effect without unified"
+            " memory; use --config.runtime.unified_memory=True with it"
         )
     if runtime.nvshmem_heap_bytes and runtime.transport not in ("auto", "nvshmem"):
         yield (

@@ -1,6 +1,6 @@
-"""Command lines: `--config=FILE[:variant] --config.a.b=value --workdir=DIR`. Imports no jax.
+"""Command lines: `--config=NAME[:variant] --config.a.b=value --workdir=DIR`. Imports no jax.
 
-absl and ml_collections parse; what they answer to a mistake is turned into one sentence.
+absl and ml_collections parse; their errors become one line that names the setting.
 """
 
 import difflib
@@ -16,24 +16,33 @@ from ml_collections.config_flags import tuple_parser
 
 from jaxlc.config.files import read_config, shipped_configs
 from jaxlc.config.help import settings_help
-from jaxlc.config.loading import check_key, describe_type, did_you_mean, field_types, load
+from jaxlc.config.loading import (
+    SECTIONS,
+    check_key,
+    describe_type,
+    did_you_mean,
+    field_types,
+    invalid_value,
+    load,
+    parse_integer,
+)
 from jaxlc.config.schema import Config
 from jaxlc.core.errors import UserError
 
 _OVERRIDE = re.compile(r"--?(no)?config\.(?P<key>[^=]*)")
 _STANDARD_FLAGS = {
-    "config": "the config file, and after a colon which of its variants: FILE[:variant]",
-    "workdir": "where checkpoints, metrics and pictures go; runs/FILE[-variant] by default",
+    "config": "name of a shipped config or path of a .py file, with an optional variant: 256k, 256k:h100, my.py",
+    "workdir": "directory for checkpoints, metrics and plots; default: runs/NAME[-variant]",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedCommand:
     config: Config
-    config_path: str
-    variant: str  # "" is none
+    config_path: str  # as given: a shipped name or a path, without the variant
+    variant: str  # "": none
     workdir: str
-    extra: dict[str, str | None]  # the command's own flags; None where not given
+    extra: dict[str, str | None]  # flags of the command; None: not given
 
 
 def run_main(
@@ -43,10 +52,10 @@ def run_main(
     description: str,
     extra_flags: Mapping[str, str] | None = None,
 ) -> int:
-    """Parses `argv`, runs `main`, and returns the exit status: 2 after a UserError, told in one line on stderr."""
+    """Parses `argv`, runs `main`, and returns the exit status: 2 after a UserError, printed as one line on stderr."""
     try:
         if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
-            print(help_text(description, extra_flags))
+            print(help_text(description, extra_flags, [arg for arg in argv[1:] if arg in SECTIONS]))
             return 0
         return main(parse(argv, extra_flags=extra_flags))
     except UserError as error:
@@ -58,7 +67,7 @@ def parse(argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None) 
     """Reads a command line, program name first.
 
     Args:
-      extra_flags: name -> help of the command's own flags, all strings.
+      extra_flags: name -> help of the flags of this command, all strings.
     Raises:
       UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or fails.
     """
@@ -66,7 +75,7 @@ def parse(argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None) 
     for name, text in {**_STANDARD_FLAGS, **(extra_flags or {})}.items():
         flags.DEFINE_string(name, None, text, flag_values=known)
     try:
-        rest = known(argv, known_only=True)  # the overrides are left: which there are, the config file says
+        rest = known(argv, known_only=True)  # the overrides remain: they are parsed with the types of the config
     except flags.Error as error:
         raise UserError(f"{error}; write it as --name=value") from None
     if not known["config"].value:
@@ -86,10 +95,15 @@ def parse(argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None) 
     )
 
 
-def help_text(description: str, extra_flags: Mapping[str, str] | None = None) -> str:
-    """What `--help` prints."""
-    usage = [f"  --{name:<10} {text}" for name, text in {**_STANDARD_FLAGS, **(extra_flags or {})}.items()]
-    return "\n".join([description.strip(), "", *usage, "", "Settings and their defaults:", settings_help()])
+def help_text(description: str, extra_flags: Mapping[str, str] | None = None, sections: Sequence[str] = ()) -> str:
+    """The text of `--help`.
+
+    Args:
+      sections: sections of the config to list; default: all.
+    """
+    usage = [f"  --{name:<20} {text}" for name, text in {**_STANDARD_FLAGS, **(extra_flags or {})}.items()]
+    settings = f"Settings and their defaults (one section: --help SECTION, of {', '.join(SECTIONS)}):"
+    return "\n".join([description.strip(), "", *usage, "", settings, settings_help(sections or SECTIONS)])
 
 
 def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> ConfigDict:
@@ -97,8 +111,9 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
     for arg in argv[1:]:
         if override := _OVERRIDE.match(arg):
             check_key(override["key"])
-    # The parser of ml_collections takes "a,b" for Python and fails; ours takes it for two strings.
+    # The parsers of ml_collections read "a,b" as a Python expression, and refuse 1e3 as an integer.
     config_flags.register_flag_parser_for_type(tuple, _CommaSeparated())
+    config_flags.register_flag_parser_for_type(int, _Integer())
     overrides = flags.FlagValues()
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=overrides, sys_argv=list(argv))
@@ -106,7 +121,7 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
     except flags.UnrecognizedFlagError as error:
         nearest = difflib.get_close_matches(error.flagname, known, n=1)
         advice = did_you_mean(_dashed(nearest), _dashed(known))
-        raise UserError(f"there is no flag --{error.flagname}; {advice}") from None
+        raise UserError(f"unknown flag --{error.flagname}: {advice}") from None
     except flags.IllegalFlagValueError as error:
         raise UserError(_wrong_type(str(error))) from None
     except flags.Error as error:
@@ -125,14 +140,21 @@ class _CommaSeparated(tuple_parser.TupleParser):
         return super().parse(argument)
 
 
+class _Integer(flags.IntegerParser):
+    """ "1000" or "1e3" -> 1000."""
+
+    def convert(self, argument: str | int) -> int:
+        return parse_integer(argument) if isinstance(argument, str) else super().convert(argument)
+
+
 def _dashed(names: list[str]) -> list[str]:
     return [f"--{name}" for name in names]
 
 
 def _wrong_type(message: str) -> str:
-    """absl says "flag --config.a.b=value: reason", and the reason is Python's."""
+    """The error of absl, "flag --config.a.b=value: reason", with our description of the type as the reason."""
     match = re.match(r"flag --config\.(\w+)\.(\w+)=(.*?): ", message, re.DOTALL)
     if match is None:
         return message
     section, name, value = match.groups()
-    return f"config.{section}.{name} is {value!r}, which is not {describe_type(field_types(section)[name])}"
+    return invalid_value(f"{section}.{name}", value, describe_type(field_types(section)[name]))

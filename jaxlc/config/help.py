@@ -1,40 +1,52 @@
-"""The settings as text for `--help`, read from the sources of schema.py: a field's comment is its documentation."""
+"""The settings as text for `--help`, from the source of schema.py: the comments of a field are its documentation."""
 
 import inspect
 import io
+import textwrap
 import tokenize
 import typing
+from collections.abc import Iterable
 from typing import Literal
 
 from jaxlc.config.loading import SECTIONS, defaults, describe_type, field_types
 
+_KEY_WIDTH, _WIDTH = 54, 160
 
-def settings_help() -> str:
-    """Every setting: its key, its default and its comment, one line each."""
+
+def settings_help(sections: Iterable[str] = tuple(SECTIONS)) -> str:
+    """The settings of `sections`: key, default, description and, where they are few, the allowed values."""
     config = defaults()
     lines = []
-    for section, cls in SECTIONS.items():
-        # A dataclass without a docstring is given its signature for one.
-        lines.append(f"\n{section}" + ("" if cls.__doc__.startswith(cls.__name__) else f": {inspect.getdoc(cls)}"))
-        comments = field_comments(cls)
+    for section in sections:
+        lines.append(f"\n{section}: {' '.join(inspect.getdoc(SECTIONS[section]).split())}")
+        comments = field_comments(SECTIONS[section])
         for name, hint in field_types(section).items():
-            default = "from the preset" if config[section][name] is None else repr(config[section][name])
+            default = "from the preset" if config[section][name] is None else _as_argument(config[section][name])
             choices = f"; {describe_type(hint)}" if typing.get_origin(hint) is Literal else ""
-            key = f"--config.{section}.{name}={default}"
-            lines.append(f"  {key:<52} {comments[name]}{choices}".rstrip())
+            text = textwrap.wrap(comments[name] + choices, _WIDTH - _KEY_WIDTH)
+            lines.append(f"  {f'--config.{section}.{name}={default}':<{_KEY_WIDTH - 3}} {text[0]}")
+            lines += [" " * _KEY_WIDTH + line for line in text[1:]]
     return "\n".join(lines)
 
 
+def _as_argument(value: object) -> str:
+    """A value as it is written on the command line."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def field_comments(cls: type) -> dict[str, str]:
-    """The comment behind each field of a dataclass; "" where there is none."""
-    comments = dict.fromkeys(cls.__dataclass_fields__, "")
+    """The comments above and behind each field of a dataclass, joined to one line; "" if it has none."""
+    comments: dict[str, list[str]] = {name: [] for name in cls.__dataclass_fields__}
+    above: list[str] = []
     name = ""
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):
         first = token.line.split(":")[0].strip()
-        if token.type == tokenize.NAME and token.string == first:
+        if token.type == tokenize.NAME and token.string == first and first in comments:
             name = first
-        elif token.type == tokenize.COMMENT and name in comments:
-            comments[name] = token.string.lstrip("# ")
+            comments[name].extend(above)
+            above = []
+        elif token.type == tokenize.COMMENT:
+            (comments[name] if name else above).append(token.string.lstrip("# "))
         elif token.type == tokenize.NEWLINE:
             name = ""
-    return comments
+    return {name: " ".join(lines) for name, lines in comments.items()}

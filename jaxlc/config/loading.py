@@ -1,4 +1,4 @@
-"""The one door: an editable ConfigDict outside, checked and frozen dataclasses inside. Imports no jax."""
+"""From an editable ConfigDict to checked and frozen dataclasses. Imports no jax."""
 
 import dataclasses
 import difflib
@@ -11,77 +11,14 @@ from typing import Any, Literal
 from ml_collections import ConfigDict, config_dict
 
 from jaxlc.config.checks import check
-from jaxlc.config.presets import PRESETS
+from jaxlc.config.presets import PRESETS, RENAMED_PRESETS
 from jaxlc.config.schema import Config, ModelConfig
 from jaxlc.core.errors import UserError
 
 SECTIONS: dict[str, type] = typing.get_type_hints(Config)
 _DEFAULT_PRESET = "tiny"
 
-
-def field_types(section: str) -> dict[str, Any]:
-    """The fields of a section and their declared types: {"data": int, ...} for "mesh"."""
-    return typing.get_type_hints(SECTIONS[section])
-
-
-def defaults() -> ConfigDict:
-    """Every setting at its default, for a config file to edit.
-
-    `model` is a preset's name; its other fields are placeholders, which mean "as in the preset" until set.
-    """
-    shape = {name: config_dict.placeholder(hint) for name, hint in field_types("model").items()}
-    sections = {name: dataclasses.asdict(cls()) for name, cls in SECTIONS.items() if cls is not ModelConfig}
-    return ConfigDict({"model": shape | {"preset": _DEFAULT_PRESET}, **sections})
-
-
-def load(config: ConfigDict | Config) -> Config:
-    """Checks a config and freezes it. What it leaves out has its default; a Config is checked again.
-
-    Raises:
-      UserError: an unknown key, a value of the wrong type or out of range, or two values that contradict each
-        other. One sentence, with the value and what to do.
-    """
-    values = to_dict(config) if isinstance(config, Config) else config.to_dict()
-    for section, section_values in values.items():
-        if section not in SECTIONS or not isinstance(section_values, dict):
-            check_key(section)
-        for name in section_values:
-            check_key(f"{section}.{name}")
-    sections = {section: _checked_section(section, values.get(section, {})) for section in SECTIONS}
-    loaded = Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
-    check(loaded)
-    return loaded
-
-
-def with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    """The config with other values, by their paths: {"mesh.context": 8}.
-
-    Raises:
-      UserError: as `load`.
-    """
-    values = to_dict(config)
-    for path, value in settings.items():
-        section, _, name = path.partition(".")
-        values[section][name] = value
-    return load(ConfigDict(values))
-
-
-def transport_settings(transport: str) -> dict[str, Any]:
-    """What `transport` takes: NVSHMEM's heap goes with NVSHMEM."""
-    heap = {} if transport in ("auto", "nvshmem") else {"runtime.nvshmem_heap_bytes": 0}
-    return {"runtime.transport": transport} | heap
-
-
-def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` is `config` again."""
-    values = dataclasses.asdict(config)
-    return {
-        section: {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-        for section, fields in values.items()
-    }
-
-
-# Settings that were renamed before version 0.2: old path -> new path.
+# Old path -> new path. Checkpoints written under the old names still resume: only the model's settings are compared.
 RENAMED = {
     "attention.ulysses_ranks": "attention.ulysses_degree",
     "data.sequence_tokens": "data.seq_len",
@@ -98,28 +35,111 @@ RENAMED = {
 }
 
 
+class Settings(ConfigDict):
+    """A ConfigDict that accepts in Python what the command line accepts: 1e3 for an integer, and a string or a list for
+    a tuple. Other values of a wrong type raise TypeError at once."""
+
+    def __setitem__(self, key, value):
+        if key in self.keys():
+            kind = self.get_type(key)
+            if kind is int:
+                value = _as_integer(value)
+            elif kind is tuple:
+                value = _as_tuple(value)
+        super().__setitem__(key, value)
+
+
+def field_types(section: str) -> dict[str, Any]:
+    """The fields of a section and their declared types: {"data": int, ...} for "mesh"."""
+    return typing.get_type_hints(SECTIONS[section])
+
+
+def defaults() -> ConfigDict:
+    """All settings with their default values, for a config file to edit.
+
+    `model.preset` names a model; the other fields of `model` are placeholders that mean "as in the preset" until set.
+    """
+    shape = {name: config_dict.placeholder(hint) for name, hint in field_types("model").items()}
+    sections = {name: dataclasses.asdict(cls()) for name, cls in SECTIONS.items() if cls is not ModelConfig}
+    sections["model"] = shape | {"preset": _DEFAULT_PRESET}
+    return Settings({name: Settings(sections[name]) for name in SECTIONS})
+
+
+def load(config: ConfigDict | Config) -> Config:
+    """Checks a config and freezes it. Missing settings get their defaults; a Config is checked again.
+
+    Raises:
+      UserError: an unknown setting, a value of the wrong type or out of range, or two values that contradict each
+        other. The message is one line with the value and what to do.
+    """
+    values = to_dict(config) if isinstance(config, Config) else config.to_dict()
+    for section, section_values in values.items():
+        if section not in SECTIONS or not isinstance(section_values, dict):
+            check_key(section)
+        for name in section_values:
+            check_key(f"{section}.{name}")
+    sections = {section: _checked_section(section, values.get(section, {})) for section in SECTIONS}
+    loaded = Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
+    check(loaded)
+    return loaded
+
+
+def with_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """A copy of the config with other values, by their paths: {"mesh.context": 8}.
+
+    Raises:
+      UserError: as `load`.
+    """
+    values = to_dict(config)
+    for path, value in settings.items():
+        section, _, name = path.partition(".")
+        values[section][name] = value
+    return load(ConfigDict(values))
+
+
+def transport_settings(transport: str) -> dict[str, Any]:
+    """The settings that select a transport; the NVSHMEM heap is reset for transports other than NVSHMEM."""
+    heap = {} if transport in ("auto", "nvshmem") else {"runtime.nvshmem_heap_bytes": 0}
+    return {"runtime.transport": transport} | heap
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
+    values = dataclasses.asdict(config)
+    return {
+        section: {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        for section, fields in values.items()
+    }
+
+
 def check_key(path: str) -> None:
-    """Raises UserError unless `path` is a setting such as "mesh.context"; names the nearest one."""
+    """Checks that `path` is a setting such as "mesh.context".
+
+    Raises:
+      UserError: it is not; the message names the nearest setting, or the new name of a renamed one.
+    """
     if path in RENAMED:
         raise UserError(f"config.{path} was renamed: use config.{RENAMED[path]}")
     section, _, name = path.partition(".")
     if section not in SECTIONS or (name and name not in field_types(section)):
-        raise UserError(f"there is no config.{path}; {_nearest_key(path)}")
+        raise UserError(f"unknown setting config.{path}: {_nearest_key(path)}")
     if not name:
         example = next(iter(field_types(section)))
-        raise UserError(f"config.{section} is a section; set a key in it, such as config.{section}.{example}")
+        raise UserError(f"config.{section} is a section: set one of its settings, such as config.{section}.{example}")
 
 
 def _nearest_key(path: str) -> str:
     keys = [f"{section}.{name}" for section in SECTIONS for name in field_types(section)]
-    same_name = [key for key in keys if key.endswith("." + path.rpartition(".")[2])]
+    section, _, name = path.rpartition(".")
+    same_name = [key for key in keys if key.endswith("." + name)]
     nearest = same_name or difflib.get_close_matches(path, [*keys, *SECTIONS], n=1)
-    return did_you_mean([f"config.{key}" for key in nearest], [f"config.{section}" for section in SECTIONS])
+    known = [f"{section}.{field}" for field in field_types(section)] if section in SECTIONS else SECTIONS
+    return did_you_mean([f"config.{key}" for key in nearest], [f"config.{key}" for key in known])
 
 
 def did_you_mean(nearest: list[str], known: Iterable[str]) -> str:
-    """A question with the nearest names, or a list of the known ones where none is near."""
-    return f"did you mean {' or '.join(nearest)}?" if nearest else f"there are {', '.join(sorted(known))}"
+    """A question with the nearest names, or the list of the known names if none is near."""
+    return f"did you mean {' or '.join(nearest)}?" if nearest else f"expected one of {', '.join(sorted(known))}"
 
 
 def _checked_section(section: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -130,47 +150,88 @@ def _checked_section(section: str, values: dict[str, Any]) -> dict[str, Any]:
     if section != "model":
         return checked
     preset = checked.get("preset", _DEFAULT_PRESET)
+    if preset in RENAMED_PRESETS:
+        raise UserError(f"the preset {preset!r} was renamed: use --config.model.preset={RENAMED_PRESETS[preset]}")
     if preset not in PRESETS:
-        nearest = difflib.get_close_matches(preset, PRESETS, n=1)
-        raise UserError(f"config.model.preset is {preset!r}, which is no preset; {did_you_mean(nearest, PRESETS)}")
+        raise UserError(invalid_value("model.preset", preset, f"one of {', '.join(PRESETS)}", PRESETS))
     return dataclasses.asdict(PRESETS[preset]) | checked
 
 
+def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = ()) -> str:
+    """The error for a value: "invalid value VALUE for SETTING: expected ... (did you mean X?)".
+
+    Args:
+      names: the valid values, if they are strings; the nearest one is suggested.
+    """
+    nearest = difflib.get_close_matches(value, list(names), n=1) if isinstance(value, str) else []
+    question = f" (did you mean {nearest[0]}?)" if nearest else ""
+    return f"invalid value {value!r} for config.{path}: expected {expected}{question}"
+
+
 def _typed(path: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`; an int serves as a float, and nothing else serves as another."""
-    is_bool = isinstance(value, bool)
+    """`value` as the type `hint`: an integer is accepted as a float, 1e3 as an integer, "a,b" as a tuple."""
     if typing.get_origin(hint) is Literal:
-        if value in typing.get_args(hint):
+        choices = typing.get_args(hint)
+        if value in choices:
             return value
-    elif typing.get_origin(hint) is tuple:
+        raise UserError(invalid_value(path, value, describe_type(hint), choices))
+    if typing.get_origin(hint) is tuple:
         item_hint, _ = typing.get_args(hint)
-        if isinstance(value, (list, tuple)):
-            # On a command line "0,-1" are two strings.
-            items = tuple(map(_whole_number, value)) if item_hint is int else tuple(value)
+        items = _as_tuple(value)
+        if isinstance(items, tuple):
+            items = tuple(map(_as_integer, items)) if item_hint is int else items
             if all(type(item) is item_hint for item in items):
                 return items
     elif hint is float:
-        if isinstance(value, numbers.Real) and not is_bool and math.isfinite(value):
+        if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
     elif hint is int:
-        if isinstance(value, numbers.Integral) and not is_bool:
-            return int(value)
+        if type(_as_integer(value)) is int:
+            return _as_integer(value)
     elif isinstance(value, hint):
         return value
-    raise UserError(f"config.{path} is {value!r}, which is not {describe_type(hint)}")
+    raise UserError(invalid_value(path, value, describe_type(hint)))
 
 
-def _whole_number(value: Any) -> Any:
-    """The int that `value` is or spells; anything else as it is."""
-    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    is_spelled = isinstance(value, str) and value.removeprefix("-").isdecimal()
-    return int(value) if is_number or is_spelled else value
+def _as_integer(value: Any) -> Any:
+    """The int that a number or a string such as "-1" or "1e3" equals; any other value unchanged."""
+    number = value
+    if isinstance(value, str):
+        try:
+            number = int(value)
+        except ValueError:
+            try:
+                number = float(value)
+            except ValueError:
+                return value
+    if isinstance(number, bool) or not isinstance(number, numbers.Real) or not math.isfinite(number):
+        return value
+    return int(number) if number == int(number) else value
+
+
+def _as_tuple(value: Any) -> Any:
+    """The tuple of a list, or of a string with commas; any other value unchanged."""
+    if isinstance(value, str):
+        return tuple(value.split(","))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def parse_integer(text: str) -> int:
+    """An integer of a command line: "1000", "-1" or "1e3".
+
+    Raises:
+      ValueError: it is none.
+    """
+    number = _as_integer(text)
+    if type(number) is not int:
+        raise ValueError(f"{text!r} is not an integer")
+    return number
 
 
 def describe_type(hint: Any) -> str:
-    """A declared type in words: "a whole number"."""
+    """A declared type in words: "an integer"."""
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
     if typing.get_origin(hint) is tuple:
-        return {int: "a list of whole numbers", str: "a list of strings"}[typing.get_args(hint)[0]]
-    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[hint]
+        return {int: "a list of integers", str: "a list of strings"}[typing.get_args(hint)[0]]
+    return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}[hint]

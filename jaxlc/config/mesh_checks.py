@@ -1,4 +1,4 @@
-"""What a mesh splits and what it does not: heads, features, sequence and rows; and meshes that do. Imports no jax."""
+"""Checks that a mesh divides heads, features, sequence and batch; search for one that does. Imports no jax."""
 
 import dataclasses
 import math
@@ -10,32 +10,35 @@ from jaxlc.core.errors import UserError
 
 
 def check_num_devices(config: Config, num_devices: int, there_are: str, config_path: str = "") -> None:
-    """Raises UserError unless the mesh has `num_devices` devices; names overrides, or commands, that do work.
+    """Checks that the mesh has `num_devices` devices.
 
     Args:
-      there_are: how the sentence tells the number, such as "the devices here are" (the number is appended).
-      config_path: of the config file, with its variant if it has one; "" if there is none.
+      there_are: the source of the number in the message, such as "the number of available devices is"; the number is
+        appended.
+      config_path: name or path of the config, with its variant; "": none.
+    Raises:
+      UserError: the number differs; the message has overrides or commands that work.
     """
     if config.mesh.num_devices == num_devices:
         return
-    wanted = " x ".join(f"{axis}={size}" for axis, size in _sizes(config.mesh).items())
-    sentence = f"the mesh {wanted} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
+    mesh_text = " x ".join(f"{axis}={size}" for axis, size in _sizes(config.mesh).items())
+    problem = f"the mesh {mesh_text} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
     if config.runtime.topology and config_path:
         raise UserError(
-            f"{sentence}; it is made for {config.runtime.topology}: start it there, or compile it for there with"
-            f" `python -m jaxlc.plan --config={config_path} --topology={config.runtime.topology}`, or run the same in"
-            f" miniature with `python -m jaxlc.train --config={config_path.partition(':')[0]}:mini`"
+            f"{problem}; it is made for {config.runtime.topology}: run it there, or compile it ahead of time with"
+            f" `python -m jaxlc.plan --config={config_path} --topology={config.runtime.topology}`, or run a small"
+            f" version with `python -m jaxlc.train --config={config_path.partition(':')[0]}:mini`"
         )
     mesh = working_mesh(config, num_devices)
     ways = [] if mesh is None else [mesh_overrides(config.mesh, mesh)]
     if _splits(config):
         ways.append(f"--config.runtime.simulated_devices={config.mesh.num_devices}, on CPU")
-    advice = f"use {', or '.join(ways)}" if ways else "no mesh of either size splits this model and these rows"
-    raise UserError(f"{sentence}; {advice}")
+    advice = f"use {', or '.join(ways)}" if ways else "no mesh of either size divides this model and batch"
+    raise UserError(f"{problem}; {advice}")
 
 
 def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:
-    """The mesh of `num_devices` nearest to the config's that splits its model and rows; None if none does."""
+    """The mesh of `num_devices` devices that divides model and batch and is nearest to that of `config`, or None."""
 
     def distance(mesh: MeshConfig) -> float:
         old, new = _sizes(config.mesh), _sizes(mesh)
@@ -46,11 +49,11 @@ def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:
 
 
 def _splits(config: Config) -> bool:
-    return not any((*split_problems(config), *length_problems(config)))
+    return not any((*split_problems(config), *length_problems(config), *evaluation_problems(config)))
 
 
 def mesh_overrides(old: MeshConfig, new: MeshConfig) -> str:
-    """The command line that turns one mesh into the other: "--config.mesh.context=2"."""
+    """The overrides that turn the mesh `old` into `new`: "--config.mesh.context=2"."""
     sizes = _sizes(new)
     return " ".join(f"--config.mesh.{axis}={sizes[axis]}" for axis, size in _sizes(old).items() if size != sizes[axis])
 
@@ -60,7 +63,7 @@ def _sizes(mesh: MeshConfig) -> dict[str, int]:
 
 
 def _meshes(num_devices: int) -> Iterator[MeshConfig]:
-    """Every mesh of that many devices."""
+    """All meshes of `num_devices` devices."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for tensor in divisors:
         for context in divisors:
@@ -71,7 +74,7 @@ def _meshes(num_devices: int) -> Iterator[MeshConfig]:
 
 
 def split_problems(config: Config) -> Iterator[str]:
-    """Whatever of the model the mesh does not divide."""
+    """Dimensions of the model that the mesh does not divide."""
     yield from _tensor_problems(config)
     yield from _strategy_problems(config)
 
@@ -91,17 +94,17 @@ def _tensor_problems(config: Config) -> Iterator[str]:
 
 
 def _strategy_problems(config: Config) -> Iterator[str]:
-    """A context that the strategy does not cut, and heads that do not split over its ranks."""
+    """A context axis that the strategy does not divide, and heads that do not split over its ranks."""
     attention, model, mesh = config.attention, config.model, config.mesh
     if attention.strategy == "hybrid" and mesh.context % attention.ulysses_degree:
         yield (
             f"config.mesh.context={mesh.context} is not divisible by config.attention.ulysses_degree="
-            f"{attention.ulysses_degree}, which cuts it for 'hybrid'"
+            f"{attention.ulysses_degree}, as strategy 'hybrid' requires"
         )
     if attention.strategy != "hybrid" and attention.ulysses_degree > 1:
         yield (
             f"config.attention.ulysses_degree={attention.ulysses_degree} is for strategy 'hybrid', and"
-            f" config.attention.strategy is {attention.strategy!r}, which does not cut the context"
+            f" config.attention.strategy is {attention.strategy!r}; use --config.attention.ulysses_degree=1"
         )
     ranks = {"ulysses": mesh.context, "hybrid": attention.ulysses_degree}.get(attention.strategy, 1)
     heads, kv_heads = model.num_heads // mesh.tensor, max(1, model.num_kv_heads // mesh.tensor)
@@ -109,8 +112,8 @@ def _strategy_problems(config: Config) -> Iterator[str]:
         setting = "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_degree"
         yield (
             f"config.attention.strategy={attention.strategy!r} splits heads over {setting}={ranks}, and each tensor"
-            f" rank has {heads} query and {kv_heads} key/value heads, which must split or repeat evenly, though not"
-            " with 'ring'"
+            f" rank has {heads} query and {kv_heads} key/value heads, which must split or repeat evenly;"
+            " 'ring' has no such limit"
         )
 
 
@@ -131,6 +134,21 @@ def length_problems(config: Config) -> Iterator[str]:
             f" train.gradient_accumulation_steps x mesh.data x mesh.fsdp = {parts};"
             f" use {_nearest_multiples(train.global_batch_size, parts)}"
         )
+
+
+def check_evaluation(config: Config) -> None:
+    """Checks that the mesh divides the sequences of an evaluation. Not part of `load`: a plan has no evaluation.
+
+    Raises:
+      UserError: it does not; the message has the nearest values that work.
+    """
+    for problem in evaluation_problems(config):
+        raise UserError(problem)
+
+
+def evaluation_problems(config: Config) -> Iterator[str]:
+    """Evaluation batches that the mesh does not divide."""
+    train, replicas = config.train, config.mesh.data * config.mesh.fsdp
     if train.eval_sequences % replicas:
         yield (
             f"config.train.eval_sequences={train.eval_sequences} is not divisible by mesh.data x mesh.fsdp"

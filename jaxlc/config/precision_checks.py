@@ -1,10 +1,10 @@
-"""What the settings of config.precision go together with. Imports no jax."""
+"""Checks of config.precision against other settings. Imports no jax."""
 
 from collections.abc import Iterator
 
 from jaxlc.config.schema import MATMUL_NAMES, Config, PrecisionConfig
 
-_COMPUTE_OF = {  # settings that mean something with one value of compute only
+_COMPUTE_OF = {  # setting -> the only value of compute for which it has an effect
     **dict.fromkeys(("fp8_matmuls", "bf16_layers", "fp8_scaling", "fp8_amax_history_len"), "fp8"),
     **dict.fromkeys(("loss_scale", "loss_scale_growth_factor", "loss_scale_growth_interval"), "fp16"),
     **dict.fromkeys(("loss_scale_backoff_factor", "loss_scale_min", "loss_scale_max"), "fp16"),
@@ -12,7 +12,7 @@ _COMPUTE_OF = {  # settings that mean something with one value of compute only
 
 
 def precision_problems(config: Config) -> Iterator[str]:
-    """Why the precision of `config` cannot be had, in sentences."""
+    """Reasons why the precision of `config` is invalid."""
     precision, defaults = config.precision, PrecisionConfig()
     for name in precision.fp8_matmuls:
         if name not in MATMUL_NAMES:
@@ -23,16 +23,16 @@ def precision_problems(config: Config) -> Iterator[str]:
         if value != getattr(defaults, name) and precision.compute != compute:
             yield (
                 f"config.precision.{name}={value!r} is for compute={compute!r}, and config.precision.compute is"
-                f" {precision.compute!r}; use --config.precision.compute={compute}, or leave it as it is"
+                f" {precision.compute!r}; use --config.precision.compute={compute}, or remove it"
             )
     if precision.fp8_amax_history_len != defaults.fp8_amax_history_len and precision.fp8_scaling != "delayed":
         yield (
             f"config.precision.fp8_amax_history_len={precision.fp8_amax_history_len} is for delayed scaling, and"
             f" config.precision.fp8_scaling is {precision.fp8_scaling!r}; use --config.precision.fp8_scaling=delayed,"
-            " or leave it as it is"
+            " or remove it"
         )
     if precision.compute == "fp8" and not precision.fp8_matmuls:
-        yield "config.precision.compute='fp8' with no fp8_matmuls is bf16; name some, or use compute=bf16"
+        yield "config.precision.compute='fp8' with no fp8_matmuls is bf16; name at least one, or use compute=bf16"
     if not precision.loss_scale_min <= precision.loss_scale <= precision.loss_scale_max:
         yield (
             f"config.precision.loss_scale={precision.loss_scale} is not between loss_scale_min="
@@ -40,8 +40,8 @@ def precision_problems(config: Config) -> Iterator[str]:
         )
     if precision.compute == "fp8" and precision.fp8_scaling == "delayed" and config.memory.tile_tokens:
         yield (
-            "config.precision.fp8_scaling='delayed' sees each product of a layer once a microbatch, and"
-            f" config.memory.tile_tokens={config.memory.tile_tokens} makes it tile by tile;"
+            "unsupported: config.precision.fp8_scaling='delayed' needs each product of a layer once per microbatch, and"
+            f" config.memory.tile_tokens={config.memory.tile_tokens} computes it tile by tile;"
             " use --config.precision.fp8_scaling=current"
         )
 
@@ -52,6 +52,6 @@ def _layer_problems(bf16_layers: tuple[int, ...], num_layers: int) -> Iterator[s
     if not all(0 <= layer < num_layers for layer in named):
         yield f"{setting}: the model has {num_layers} layers; they are 0 to {num_layers - 1}, or -{num_layers} to -1"
     elif len(named) != len({*named}):
-        yield f"{setting} names a layer twice, of {num_layers}: they are {named}, counted from 0; leave one out"
+        yield f"{setting} names a layer twice, of {num_layers}: they are {named}, counted from 0; remove one"
     elif len(named) == num_layers:
-        yield f"{setting} are all layers, and compute='fp8' is bf16 then; leave one out, or use compute=bf16"
+        yield f"{setting} are all layers, so compute='fp8' equals bf16; remove one, or use compute=bf16"

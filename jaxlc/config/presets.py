@@ -1,7 +1,7 @@
-"""Published model shapes by name: the `preset` values of `config.model`. Pure data.
+"""Published model shapes by name: the values of `config.model.preset`. Data only.
 
-Each entry is checked in tests against the parameter count its authors publish. Sources: the `config.json`
-that each model's authors publish beside its weights.
+Source: the `config.json` that the authors of each model publish with its weights. A test compares the parameter count
+of each entry with the published one.
 """
 
 from jaxlc.config.schema import ModelConfig
@@ -104,3 +104,6 @@ _PRESETS = (
     ),
 )
 PRESETS: dict[str, ModelConfig] = {preset.preset: preset for preset in _PRESETS}
+
+# Old name -> new name. These shapes have the RoPE scaling of Llama 3.1, which Llama 3 does not have.
+RENAMED_PRESETS = {"llama3-8b": "llama3.1-8b", "llama3-70b": "llama3.1-70b"}

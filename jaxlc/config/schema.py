@@ -1,7 +1,7 @@
-"""Every setting there is: frozen dataclasses with their defaults. Imports no jax.
+"""All settings: frozen dataclasses with their defaults. Imports no jax.
 
-A field's comment is its documentation. Values arrive through `jaxlc.config.load`, the one door, which checks
-types and everything that can be checked before JAX starts; below it each function takes the sub-config it needs.
+The comments above or behind a field are its documentation, which `--help` prints. `jaxlc.config.load` is the only way
+to make a Config: it checks types, ranges and contradictions before JAX starts. Functions take the section they need.
 """
 
 from dataclasses import dataclass, field
@@ -12,34 +12,38 @@ from jaxlc.core.flops import training_flops
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A Llama-shaped decoder. In a config file, `preset` names the shapes and the other fields override it."""
+    """A Llama-style decoder. `preset` gives the shape of a published model; the other settings override it."""
 
-    preset: str  # a name in jaxlc/config/presets.py
-    vocab_size: int  # V; stored padded to a multiple of mesh.tensor
-    num_layers: int  # L
-    model_dim: int  # D
-    num_heads: int  # N, query heads
-    num_kv_heads: int  # K, key/value heads; N % K == 0
-    head_dim: int  # H
-    ffn_dim: int  # F
-    tie_embeddings: bool  # the output head is the embedding, transposed
-    qk_norm: bool  # RMSNorm over H on queries and keys, before RoPE (Qwen 3)
-    norm_epsilon: float
-    rope_theta: float
-    rope_scaling_factor: float  # Llama 3 frequency scaling; 1.0 is none
-    rope_scaling_low_freq_factor: float
-    rope_scaling_high_freq_factor: float
-    rope_scaling_original_tokens: int
+    preset: str  # name of a published model in jaxlc/config/presets.py, such as llama3.1-8b or qwen3-8b
+    vocab_size: int  # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
+    num_layers: int  # number of decoder layers (attention and feed-forward)
+    model_dim: int  # width of the residual stream; "hidden_size" in Hugging Face configs
+    num_heads: int  # number of query heads
+    # Number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query attention, 1 is
+    # multi-query attention.
+    num_kv_heads: int
+    head_dim: int  # width of each attention head; even, because RoPE rotates pairs of dimensions
+    ffn_dim: int  # width of the SwiGLU feed-forward layer; "intermediate_size" in Hugging Face configs
+    tie_embeddings: bool  # use the transposed token embedding as the output head
+    qk_norm: bool  # apply RMSNorm to each query and key head before RoPE, as in Qwen 3
+    norm_epsilon: float  # added to the mean square in RMSNorm
+    rope_theta: float  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
+    # Llama 3.1 frequency scaling: long wavelengths are divided by this factor, to extend a context of
+    # rope_scaling_original_tokens. 1: no scaling.
+    rope_scaling_factor: float
+    rope_scaling_low_freq_factor: float  # wavelengths above rope_scaling_original_tokens / this are scaled fully
+    rope_scaling_high_freq_factor: float  # wavelengths below rope_scaling_original_tokens / this are not scaled
+    rope_scaling_original_tokens: int  # context length in tokens that the model was trained with before scaling
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Number of devices along each mesh axis; their product is the number of devices."""
+    """Number of devices along each axis of the device mesh. The product is the number of devices."""
 
-    data: int = 1
-    fsdp: int = 1
-    context: int = 1
-    tensor: int = 1
+    data: int = 1  # data parallelism: parameters replicated, batch split
+    fsdp: int = 1  # fully sharded data parallelism: parameters and optimizer state sharded, batch split
+    context: int = 1  # context parallelism: sequence split; parameters and optimizer state are sharded here as well
+    tensor: int = 1  # tensor parallelism: heads, feed-forward and vocabulary split
 
     @property
     def num_devices(self) -> int:
@@ -48,41 +52,56 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    strategy: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"  # how mesh.context splits the sequence
-    ulysses_degree: int = 1  # of hybrid: so many neighbouring ranks exchange heads; mesh.context over it is the ring
-    window: int = 0  # sliding window: a token sees itself and window - 1 tokens before it; 0: all of them
-    document_mask: bool = True  # tokens see their own document only; False: all earlier tokens of the row
-    kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference"] = "auto"  # a named kernel never falls back
-    query_block_tokens: int = 512  # tile of the tiled kernels, queries
-    key_block_tokens: int = 512  # tile of the tiled kernels, keys
+    """Attention across the context axis: strategy, mask and kernel."""
+
+    # How attention is computed for a sequence that is split over mesh.context. ring: K/V blocks are sent around a ring.
+    # all_gather: each rank gathers all K/V. ulysses: an all-to-all exchanges sequence for heads. hybrid: ulysses within
+    # groups of ulysses_degree ranks, ring between groups.
+    strategy: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"
+    ulysses_degree: int = 1  # strategy hybrid: number of adjacent ranks in a Ulysses group; divides mesh.context
+    # Sliding window in tokens: a query attends to its own token and the window - 1 tokens before it. 0: no window.
+    window: int = 0
+    # True: a query attends to keys of its own document only. False: to all earlier tokens of the packed sequence.
+    document_mask: bool = True
+    # Attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
+    # support the case is an error.
+    kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference"] = "auto"
+    query_block_tokens: int = 512  # query block size of the pallas and blockwise kernels, in tokens
+    key_block_tokens: int = 512  # KV block size of the pallas and blockwise kernels, in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    sources: tuple[str, ...] = ("python-stdlib",)  # files, directories, globs, or the built-in corpus
-    tokenizer: str = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
-    seq_len: int = 4096  # tokens per row, over all ranks
-    text_field: str = "text"  # the field of .jsonl and .parquet records that holds the document
-    eval_fraction: float = 0.05  # share of documents held out, chosen by a hash of the document's name
-    seed: int = 0  # order of the rows
-    cache_dir: str = "~/.cache/jaxlc"  # tokenized corpora are kept here
-    prefetch_steps: int = 2  # batches prepared ahead of the step
+    """Text sources, tokenizer and packing into sequences."""
+
+    # Files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz and .parquet
+    # files; or "python-stdlib", the sources of Python's standard library.
+    sources: tuple[str, ...] = ("python-stdlib",)
+    tokenizer: str = "bytes"  # "bytes" (257 ids), or the path of a Hugging Face tokenizer.json
+    seq_len: int = 4096  # sequence length in tokens, over all context ranks; documents are packed into sequences
+    text_field: str = "text"  # field of .jsonl and .parquet records that holds the document
+    eval_fraction: float = 0.05  # fraction of documents held out for evaluation, selected by a hash of their names
+    seed: int = 0  # random seed of the order of sequences
+    cache_dir: str = "~/.cache/jaxlc"  # directory where tokenized corpora are stored
+    prefetch_steps: int = 2  # number of batches prepared in advance; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with decoupled weight decay on matrices only, after clipping by the global norm."""
+    """AdamW with decoupled weight decay on matrices only, after clipping of the global gradient norm."""
 
-    learning_rate: float = 3e-4  # peak
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # each after a linear warm-up
-    warmup_steps: int = 10
-    decay_steps: int = 0  # wsd: length of the final linear decay
-    final_learning_rate_ratio: float = 0.1  # cosine and wsd end at this share of the peak
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0  # 0 is no clipping
+    learning_rate: float = 3e-4  # peak learning rate
+    # Learning rate after the linear warm-up. cosine: cosine decay. wsd: constant, then linear decay in the last
+    # decay_steps. constant: no decay.
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 10  # steps of the linear warm-up from 0
+    decay_steps: int = 0  # schedule wsd: steps of the final linear decay
+    final_learning_rate_ratio: float = 0.1  # cosine and wsd: final learning rate as a fraction of the peak
+    beta1: float = 0.9  # decay rate of the first moment
+    beta2: float = 0.95  # decay rate of the second moment
+    epsilon: float = 1e-8  # added to the denominator of Adam
+    weight_decay: float = 0.1  # decoupled weight decay, multiplied by the learning rate; 0: none
+    max_grad_norm: float = 1.0  # gradients are scaled down to this global L2 norm; 0: no clipping
 
 
 # Matrix products of a layer that precision.fp8_matmuls may name.
@@ -91,28 +110,32 @@ MATMUL_NAMES = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Master weights, moments and sums of gradients are float32 in all of them.
+    """Data types of computation. Parameters, optimizer moments and gradient sums are always float32.
 
-    fp8 is bf16, but for the products of fp8_matmuls: e4m3 by e4m3, and backward e5m2 by e4m3. fp16 multiplies the mean
-    loss by a scale, and leaves out an update that overflows.
+    fp8 computes in bf16 except for the products in fp8_matmuls, which multiply e4m3 by e4m3 in the forward and e5m2 by
+    e4m3 in the backward. fp16 multiplies the loss by a dynamic scale and skips updates that overflow.
     """
 
     compute: Literal["auto", "bf16", "fp32", "fp16", "fp8"] = "auto"  # auto: bf16 on GPU, fp32 on CPU
-    fp8_matmuls: tuple[str, ...] = MATMUL_NAMES  # products of a layer in 8 bits; the others are bf16
-    bf16_layers: tuple[int, ...] = ()  # layers of fp8 that stay in bf16, from 0, negative from the end: 0,-1 is usual
-    fp8_scaling: Literal["current", "delayed"] = "current"  # by a tensor's own largest value, or that of past steps
-    fp8_amax_history_len: int = 1024  # of delayed scaling: so many past steps
-    loss_scale: float = 2.0**15  # of fp16, at step 0
-    loss_scale_growth_factor: float = 2.0  # factor after loss_scale_growth_interval without an overflow
-    loss_scale_growth_interval: int = 2000
-    loss_scale_backoff_factor: float = 0.5  # factor after an overflow
-    loss_scale_min: float = 1.0  # for an overflow at this scale train.nonfinite says what happens
-    loss_scale_max: float = 2.0**24
+    # fp8: matrix products computed in 8 bits, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down;
+    # the others use bf16.
+    fp8_matmuls: tuple[str, ...] = MATMUL_NAMES
+    # fp8: indices of layers that use bf16 throughout, from 0, negative from the end; 0,-1 is common.
+    bf16_layers: tuple[int, ...] = ()
+    # fp8: scale of each tensor. current: from its own largest magnitude. delayed: from that of past steps.
+    fp8_scaling: Literal["current", "delayed"] = "current"
+    fp8_amax_history_len: int = 1024  # fp8 with delayed scaling: number of past steps
+    loss_scale: float = 2.0**15  # fp16: initial loss scale
+    loss_scale_growth_factor: float = 2.0  # fp16: factor after loss_scale_growth_interval steps without overflow
+    loss_scale_growth_interval: int = 2000  # fp16: number of steps without overflow before the scale grows
+    loss_scale_backoff_factor: float = 0.5  # fp16: factor after an overflow
+    loss_scale_min: float = 1.0  # fp16: smallest scale; train.nonfinite handles an overflow at this scale
+    loss_scale_max: float = 2.0**24  # fp16: largest scale
 
 
-# Tensors of a layer that memory.save and memory.offload may name, in the order in which they are made.
+# Tensors of a layer that memory.save and memory.offload may name, in the order in which they are computed.
 TENSOR_NAMES = (
-    "residual",  # the layer's input
+    "residual",  # the input of the layer
     "query",
     "key",
     "value",
@@ -126,47 +149,68 @@ TENSOR_NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    remat: Literal["none", "full", "attention", "matmuls"] = "attention"  # what a layer keeps for its backward
-    layers_per_remat_group: int = 1  # so many layers are recomputed together, and only the input of the first is kept
-    save: tuple[str, ...] = ()  # more tensors that a layer keeps, by the names in TENSOR_NAMES of config/schema.py
-    offload: tuple[str, ...] = ()  # tensors that wait for the backward in pinned host memory, by the same names
-    parameters: Literal["device", "host"] = "device"  # where float32 weights and gradients rest; host: pinned memory
-    optimizer: Literal["device", "host"] = "device"  # where AdamW's moments rest
-    tile_tokens: int = 0  # tokens per device that a layer works on at a time, after all keys and values; 0: all of them
-    loss_chunk_tokens: int = 1024  # tokens per device whose logits exist at one time
+    """Rematerialization, offloading to host memory and tiling; docs/memory.md gives what each saves and costs."""
+
+    # Rematerialization (activation checkpointing) of each layer. none: all activations are saved. attention: only the
+    # layer input and the attention output are saved. matmuls: the results of matrix products are saved. full: only the
+    # layer input is saved.
+    remat: Literal["none", "full", "attention", "matmuls"] = "attention"
+    layers_per_remat_group: int = 1  # number of layers recomputed together; only the input of the group is saved
+    # More tensors to save on the device, of residual, query, key, value, attention_out, attention_lse,
+    # attention_projected, mlp_gate, mlp_up.
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()  # tensors to save in pinned host memory instead of the device, same names as save
+    parameters: Literal["device", "host"] = "device"  # memory of float32 parameters and gradients; host: pinned memory
+    optimizer: Literal["device", "host"] = "device"  # memory of the optimizer moments; host: pinned memory
+    # Tokens per device that a layer processes at once; attention still uses all keys and values. A multiple of
+    # 2 x mesh.tensor that divides data.seq_len / mesh.context. 0: all tokens at once.
+    tile_tokens: int = 0
+    loss_chunk_tokens: int = 1024  # tokens per device whose logits are computed at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    simulated_devices: int = 0  # > 0: run on that many simulated CPU devices (over all processes)
-    num_processes: int = 1  # > 1: jax.distributed over coordinator_address
-    process_id: int = 0
-    coordinator_address: str = "127.0.0.1:9753"
-    heartbeat_seconds: int = 100  # a peer silent for this long is dead, and this process exits
-    topology: str = ""  # GPUs that the config is made for, as jaxlc.plan names them: "h100:8x8"
-    transport: Literal["auto", "nccl", "nvshmem", "symmetric", "peer"] = "auto"  # of ring hops; named, never falls back
-    transport_mismatch: Literal["error", "warn"] = "error"  # where the compiled step has another transport
-    nvshmem_heap_bytes: int = 0  # on each GPU; holds all that NVSHMEM sends and receives. 0: its own 1 GiB
-    unified_memory: bool = False  # GPU arrays may lie in the host's memory; for Grace Hopper and Grace Blackwell
-    unified_memory_fraction: float = 0.0  # JAX's pool in GPU memories, more than 1. 0: 90% of the host's memory beside
-    xla_preset: Literal["default", "overlap", "pipelined", "double_buffered", "uncombined", "no_graphs"] = (
-        "overlap"  # compiler options for GPUs, docs/xla_flags.md
-    )
+    """Processes, devices, transport between GPUs and compiler options."""
+
+    simulated_devices: int = 0  # number of CPU devices to simulate, over all processes; 0: use the real devices
+    num_processes: int = 1  # number of processes of the run; more than 1 uses jax.distributed
+    process_id: int = 0  # index of this process, from 0 to num_processes - 1
+    coordinator_address: str = "127.0.0.1:9753"  # host:port of process 0, reachable from all processes
+    heartbeat_seconds: int = 100  # a process that is silent for this time counts as failed, and the others exit
+    topology: str = ""  # target GPUs of this config, as NAME:DOMAINSxGPUS, such as h100:8x8; "": none
+    # How context-parallel sends and receives move between GPUs; docs/xla_flags.md. A named one that cannot be used is
+    # an error.
+    transport: Literal["auto", "nccl", "nvshmem", "symmetric", "peer"] = "auto"
+    # What happens if the compiled step uses another transport than the requested one.
+    transport_mismatch: Literal["error", "warn"] = "error"
+    # Size in bytes of the NVSHMEM heap on each GPU, which holds all NVSHMEM send and receive buffers. 0: NVSHMEM's
+    # default of 1 GiB.
+    nvshmem_heap_bytes: int = 0
+    unified_memory: bool = False  # GPU arrays may spill to host memory; for Grace Hopper and Grace Blackwell
+    # JAX's memory pool as a multiple of GPU memory, with unified_memory. 0: so that the pools of all GPUs take 90% of
+    # host memory in addition to GPU memory.
+    unified_memory_fraction: float = 0.0
+    # Compiler options for GPUs; docs/xla_flags.md.
+    xla_preset: Literal["default", "overlap", "pipelined", "double_buffered", "uncombined", "no_graphs"] = "overlap"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    steps: int = 100  # optimizer steps
-    global_batch_size: int = 1  # global batch: rows of data.seq_len per optimizer step
-    gradient_accumulation_steps: int = 1  # the batch is processed in this many parts, one after the other
-    seed: int = 0  # initial weights
-    z_loss: float = 0.0  # weight of mean(log(Z)^2), PaLM section 5
-    nonfinite: Literal["stop", "skip"] = "stop"  # what a NaN or infinite loss or gradient does
-    eval_every_steps: int = 0  # 0: at the end only
-    eval_sequences: int = 4  # held-out rows per evaluation
-    checkpoint_every_steps: int = 0  # 0: at the end only
-    keep_checkpoints: int = 2
-    log_every_steps: int = 1  # loss is fetched, and one metrics row written, every so many steps
+    """Steps, batch size, evaluation, checkpoints and logging."""
+
+    steps: int = 100  # number of optimizer steps, those of earlier runs in the same workdir included
+    global_batch_size: int = 1  # sequences per optimizer step, over all devices
+    # Number of microbatches that a step processes one after the other; divides the batch size per replica.
+    gradient_accumulation_steps: int = 1
+    seed: int = 0  # random seed of the initial parameters
+    z_loss: float = 0.0  # coefficient of mean(log(Z)^2), Z the softmax normalizer (PaLM, section 5); 0: none
+    # What happens at a NaN or infinite loss or gradient. stop: the run ends. skip: the update is skipped.
+    nonfinite: Literal["stop", "skip"] = "stop"
+    eval_every_steps: int = 0  # steps between evaluations; 0: at the end only
+    eval_sequences: int = 4  # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp
+    checkpoint_every_steps: int = 0  # steps between checkpoints; 0: at the end only
+    keep_checkpoints: int = 2  # number of latest checkpoints to keep
+    log_every_steps: int = 1  # steps between fetching metrics and writing a row of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)

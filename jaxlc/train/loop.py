@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from jaxlc import runtime
-from jaxlc.config import Config, check_num_devices, load, to_dict
+from jaxlc.config import Config, check_evaluation, check_num_devices, load, to_dict
 from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
@@ -87,6 +87,7 @@ def run(config: ConfigDict | Config, workdir: str | Path, *, config_path: str = 
     config = load(config)
     runtime.start(config.runtime)
     check_num_devices(config, jax.device_count(), "the number of available devices is", config_path)
+    check_evaluation(config)
     workdir = prepare_workdir(workdir)
     with _make_progress(config) as progress:
         # Training step: shapes and shardings. Nothing is allocated or compiled yet.

@@ -3,23 +3,24 @@ import math
 
 import pytest
 
-from jaxlc.config import MeshConfig, check_num_devices, load
+from jaxlc.config import MeshConfig, check_evaluation, check_num_devices, load
 from jaxlc.config.checks import RANGES
 from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
+from jaxlc.core.errors import UserError
 from tests.config.test_loading import changed, rejected
 
 NUMBERS = [(section, name) for section, ranges in RANGES.items() for name in ranges]
 
 
 @pytest.mark.parametrize(("section", "name"), NUMBERS)
-def test_every_number_has_a_lower_end(section, name):
-    sentence = rejected(changed(section, **{name: -1}))
-    assert sentence.startswith(f"config.{section}.{name} is -1")
-    assert "must be" in sentence
+def test_check_negative_number_names_its_range(section, name):
+    message = rejected(changed(section, **{name: -1}))
+    assert message.startswith("invalid value -1")
+    assert f"for config.{section}.{name}: expected" in message
 
 
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
-def test_shares_have_an_upper_end(name):
+def test_check_beta_of_1_raises(name):
     assert "less than 1" in rejected(changed("optimizer", **{name: 1.0}))
 
 
@@ -55,16 +56,16 @@ def test_shares_have_an_upper_end(name):
         ("runtime", dict(num_processes=2, transport="peer"), ["'peer'", "num_processes=2", "'symmetric'"]),
         ("runtime", dict(nvshmem_heap_bytes=1, transport="nccl"), ["nvshmem_heap_bytes=1", "'nccl'"]),
         ("runtime", dict(unified_memory_fraction=2.0), ["unified_memory_fraction=2.0", "unified_memory=True"]),
-        ("runtime", dict(unified_memory_fraction=0.9), ["is 0.9; it must be 0 or greater than 1"]),
+        ("runtime", dict(unified_memory_fraction=0.9), ["invalid value 0.9", "expected 0 or greater than 1"]),
     ],
 )
-def test_contradictions(section, values, words):
-    sentence = rejected(changed(section, **values))
+def test_check_contradiction_names_both_values(section, values, words):
+    message = rejected(changed(section, **values))
     for word in words:
-        assert word in sentence
+        assert word in message
 
 
-def test_wsd_that_just_fits():
+def test_check_wsd_schedule_of_exact_length_passes():
     load(changed("optimizer", schedule="wsd", decay_steps=90))
 
 
@@ -76,61 +77,64 @@ def test_wsd_that_just_fits():
         (dict(ffn_dim=385), 2, ["ffn_dim=385", "tensor=2", "--config.mesh.tensor=1"]),
     ],
 )
-def test_tensor_that_divides_nothing_is_told_a_mesh_that_works(model, tensor, words):
+def test_check_indivisible_tensor_suggests_a_mesh_that_works(model, tensor, words):
     config = changed("model", **model)
     config.mesh.tensor = tensor
     config.data.seq_len = 4608
-    sentence = rejected(config)
+    message = rejected(config)
     for word in words:
-        assert word in sentence
-    for override in sentence.split("use ")[1].split():
+        assert word in message
+    for override in message.split("use ")[1].split():
         axis, size = override.removeprefix("--config.mesh.").split("=")
         config.mesh[axis] = int(size)
     assert load(config).mesh.num_devices == tensor
 
 
-def test_tensor_greater_than_the_number_of_kv_heads():
+def test_check_tensor_above_num_kv_heads_passes():
     config = changed("model", num_heads=8, num_kv_heads=2)
     config.mesh.tensor = 8
     load(config)
 
 
-def test_rows_that_do_not_split_over_data_and_fsdp():
+def test_check_evaluation_with_indivisible_sequences_raises():
+    """Not an error of `load`: a plan has no evaluation."""
     config = changed("mesh", data=2, fsdp=3)
     config.train.global_batch_size = 6
-    assert "config.train.eval_sequences=4 is not divisible by mesh.data x mesh.fsdp = 6; use 6" in rejected(config)
+    message = "config.train.eval_sequences=4 is not divisible by mesh.data x mesh.fsdp = 6; use 6"
+    with pytest.raises(UserError, match=message):
+        check_evaluation(load(config))
     config.train.eval_sequences = 6
-    load(config)
+    check_evaluation(load(config))
 
 
-def test_mesh_of_another_size_than_the_simulated_devices():
+def test_check_mesh_of_other_size_than_simulated_devices_raises():
     config = changed("mesh", context=3, tensor=2)
     config.runtime.simulated_devices = 8
-    sentence = rejected(config)
-    assert "context=3 x tensor=2 needs 6 devices but config.runtime.simulated_devices is 8" in sentence
-    assert sentence.endswith("use --config.mesh.context=4")  # 6 devices would not split 4,096 tokens
+    message = rejected(config)
+    assert "context=3 x tensor=2 needs 6 devices but config.runtime.simulated_devices is 8" in message
+    assert message.endswith("use --config.mesh.context=4")  # 6 devices would not split 4,096 tokens
     config.mesh.context = 1
     assert "use --config.mesh.context=4, or --config.runtime.simulated_devices=2, on CPU" in rejected(config)
     config.mesh.context = 4
     load(config)
 
 
-def test_no_advice_that_does_not_work():
+def test_check_num_devices_gives_only_advice_that_works():
     config = changed("data", seq_len=4)
     config.runtime.simulated_devices = 8
     assert "--config.mesh" not in rejected(config)
     config.runtime.simulated_devices = 0
-    with pytest.raises(ValueError, match="the devices here are 8; use --config.runtime.simulated_devices=1, on CPU"):
-        check_num_devices(load(config), 8, "the devices here are")
+    with pytest.raises(ValueError, match="available devices is 8; use --config.runtime.simulated_devices=1, on CPU"):
+        check_num_devices(load(config), 8, "the number of available devices is")
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 6, 8, 64])
-def test_working_mesh_works(num_devices):
+def test_working_mesh_loads(num_devices):
     config = load(changed("data", seq_len=4096 * 3))
     mesh = working_mesh(config, num_devices)
     assert math.prod(dataclasses.astuple(mesh)) == num_devices
     load(dataclasses.replace(config, mesh=mesh))
 
 
-def test_mesh_overrides_name_what_differs():
+def test_mesh_overrides_name_the_axes_that_differ():
     assert mesh_overrides(MeshConfig(context=4, tensor=2), MeshConfig(context=2, tensor=2)) == "--config.mesh.context=2"

@@ -35,7 +35,7 @@ def test_overrides_of_every_type():
         QUICKSTART,
         "--config.model.num_layers=2",  # a placeholder
         "--config.optimizer.learning_rate=1",  # a whole number for a float
-        "--config.train.steps", "7",
+        "--config.train.steps", "7e0",
         "--config.model.qk_norm",
         "--noconfig.model.tie_embeddings",
         "--config.optimizer.schedule=constant",
@@ -84,16 +84,35 @@ def test_workdir_and_extra_flags(tmp_path):
         (["--config=256k:h10"], "256k: unknown variant 'h10': did you mean h100?"),
         (["--config"], "Missing value for flag --config"),
         ([QUICKSTART + ":mini"], "unknown variant 'mini': this config has no variants"),
-        ([QUICKSTART, "--config.train.step=3"], "there is no config.train.step; did you mean config.train.steps?"),
+        ([QUICKSTART, "--config.train.step=3"], "unknown setting config.train.step: did you mean config.train.steps?"),
         ([QUICKSTART, "--config.steps=3"], "did you mean config.train.steps?"),
         ([QUICKSTART, "--config.mesh=3"], "config.mesh is a section"),
-        ([QUICKSTART, "--config.train.steps=1e3"], "config.train.steps is '1e3', which is not a whole number"),
-        ([QUICKSTART, "--config.model.num_layers=two"], "is 'two', which is not a whole number"),
-        ([QUICKSTART, "--config.optimizer.beta1=x"], "config.optimizer.beta1 is 'x', which is not a finite number"),
-        ([QUICKSTART, "--config.model.qk_norm=maybe"], "is 'maybe', which is not true or false"),
-        ([QUICKSTART, "--config.attention.strategy=rng"], "is 'rng', which is not one of 'ring'"),
+        (
+            [QUICKSTART, "--config.train.steps=1.5e0"],
+            "'1.5e0' for config.train.steps: expected an integer",
+        ),
+        (
+            [QUICKSTART, "--config.model.num_layers=two"],
+            "value 'two' for config.model.num_layers: expected an integer",
+        ),
+        (
+            [QUICKSTART, "--config.optimizer.beta1=x"],
+            "'x' for config.optimizer.beta1: expected a finite number",
+        ),
+        (
+            [QUICKSTART, "--config.model.qk_norm=maybe"],
+            "'maybe' for config.model.qk_norm: expected true or false",
+        ),
+        (
+            [QUICKSTART, "--config.attention.strategy=rng"],
+            "'rng' for config.attention.strategy: expected one of 'ring'",
+        ),
+        ([QUICKSTART, "--config.attention.strategy=ulyses"], "'hybrid' (did you mean ulysses?)"),
+        ([QUICKSTART, "--config.data.weights=1"], "expected one of config.data.cache_dir, config.data.eval_fraction"),
+        ([QUICKSTART, "--config.train.rows_per_step=2"], "was renamed: use config.train.global_batch_size"),
+        ([QUICKSTART, "--config.model.preset=llama3-8b"], "was renamed: use --config.model.preset=llama3.1-8b"),
         ([QUICKSTART, "--config.train.steps"], "Missing value for flag --config.train.steps; write it as --name=value"),
-        ([QUICKSTART, "--worddir=x"], "there is no flag --worddir; did you mean --workdir?"),
+        ([QUICKSTART, "--worddir=x"], "unknown flag --worddir: did you mean --workdir?"),
         ([QUICKSTART, "extra"], "'extra' is not a flag"),
         ([QUICKSTART, "--config.mesh.context=3"], "needs 6 devices but config.runtime.simulated_devices is 8"),
     ],
@@ -112,6 +131,7 @@ def test_mistakes_are_sentences(arguments, words, monkeypatch):
         ("return {}", "get_config returned dict, expected the ConfigDict of"),
         ("return (", "fails with SyntaxError"),
         ("raise ValueError('there is no variant of that name')", "there is no variant of that name"),
+        ("config = defaults(); config.train.eval_rows = 2; return config", "use config.train.eval_sequences"),
     ],
 )
 def test_a_config_file_that_fails_is_told_with_its_line(body, words, tmp_path):
@@ -159,15 +179,15 @@ def test_help_has_every_key_with_default_and_comment():
         for name in field_types(section):
             assert sum(line.startswith(f"  --config.{section}.{name}=") for line in lines) == 1, name
     text = "\n".join(lines)
-    assert re.search(r"--config\.data\.seq_len=4096 +tokens per row, over all ranks", text)
-    assert re.search(r"--config\.model\.num_layers=from the preset +L$", text, re.MULTILINE)
+    assert re.search(r"--config\.data\.seq_len=4096 +sequence length in tokens, over all context ranks", text)
+    assert re.search(r"--config\.model\.num_layers=from the preset +number of decoder layers", text, re.MULTILINE)
     assert "'cosine', 'wsd', 'constant'" in text
 
 
 def test_field_comments_are_those_of_the_fields():
     comments = field_comments(SECTIONS["runtime"])
-    assert comments["process_id"] == ""
-    assert comments["simulated_devices"].startswith("> 0: run on that many simulated CPU devices")
+    assert comments["process_id"] == "index of this process, from 0 to num_processes - 1"
+    assert comments["xla_preset"] == "Compiler options for GPUs; docs/xla_flags.md."  # above the field
 
 
 def test_a_command_ends_without_traceback():
@@ -177,4 +197,4 @@ def test_a_command_ends_without_traceback():
     arguments = [sys.executable, "-c", code, QUICKSTART, "--config.mesh.contxt=2"]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: there is no config.mesh.contxt; did you mean config.mesh.context?\n"
+    assert done.stderr == "error: unknown setting config.mesh.contxt: did you mean config.mesh.context?\n"

@@ -7,27 +7,28 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import PRESETS, defaults, load, to_dict
 from jaxlc.config.checks import RANGES
-from jaxlc.config.loading import SECTIONS, field_types
+from jaxlc.config.loading import RENAMED, SECTIONS, field_types
+from jaxlc.config.presets import RENAMED_PRESETS
 from jaxlc.core.errors import UserError
 
 
 def rejected(config: ConfigDict) -> str:
-    """The sentence with which the door turns `config` away."""
+    """The error of `load(config)`, which is one line."""
     with pytest.raises(UserError) as caught:
         load(config)
-    sentence = str(caught.value)
-    assert sentence and "\n" not in sentence
-    return sentence
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
 
 
 def changed(section: str, **values) -> ConfigDict:
-    """The defaults with some values replaced, also by ones of another type."""
+    """The defaults with some values replaced, possibly by values of another type."""
     config = defaults().to_dict()
     config[section].update(values)
     return ConfigDict(config)
 
 
-def test_defaults_load_as_the_tiny_preset_and_the_schema():
+def test_load_defaults_gives_tiny_preset_and_schema_defaults():
     config = load(defaults())
     assert config.model == PRESETS["tiny"]
     for section, cls in SECTIONS.items():
@@ -35,20 +36,20 @@ def test_defaults_load_as_the_tiny_preset_and_the_schema():
             assert getattr(config, section) == cls()
 
 
-def test_preset_with_overrides():
+def test_load_preset_with_override_keeps_other_fields():
     config = defaults()
     config.model.preset = "llama3.1-8b"
     config.model.num_layers = 2
     assert load(config).model == dataclasses.replace(PRESETS["llama3.1-8b"], num_layers=2)
 
 
-def test_placeholders_are_typed():
+def test_defaults_placeholder_of_wrong_type_raises():
     with pytest.raises(TypeError):
         defaults().model.num_layers = "two"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_round_trip_through_json(preset):
+def test_load_to_dict_round_trip(preset):
     config = defaults()
     config.model.preset = preset
     config.data.sources = ["a", "b"]
@@ -59,7 +60,7 @@ def test_round_trip_through_json(preset):
     assert load(ConfigDict(to_dict(loaded))) == loaded
 
 
-def test_what_is_left_out_has_its_default():
+def test_load_partial_config_fills_defaults():
     assert load(ConfigDict({"mesh": {"context": 2}})) == load(changed("mesh", context=2))
 
 
@@ -68,34 +69,45 @@ def test_what_is_left_out_has_its_default():
     [
         ("train", "step", 3, "did you mean config.train.steps?"),
         ("model", "num_layer", 3, "did you mean config.model.num_layers?"),
-        ("train", "steps", 3.0, "config.train.steps is 3.0, which is not a whole number"),
-        ("train", "steps", True, "config.train.steps is True, which is not a whole number"),
-        ("train", "steps", None, "config.train.steps is None, which is not a whole number"),
-        ("optimizer", "learning_rate", "1e-3", "optimizer.learning_rate is '1e-3', which is not a finite number"),
-        ("optimizer", "learning_rate", True, "which is not a finite number"),
-        ("optimizer", "learning_rate", float("nan"), "which is not a finite number"),
-        ("model", "qk_norm", 1, "config.model.qk_norm is 1, which is not true or false"),
-        ("data", "tokenizer", 3, "which is not a string"),
-        ("data", "sources", "a.txt", "config.data.sources is 'a.txt', which is not a list of strings"),
-        ("data", "sources", (1,), "which is not a list of strings"),
-        ("precision", "bf16_layers", ("0", "x"), "('0', 'x'), which is not a list of whole numbers"),
-        ("precision", "bf16_layers", (True,), "which is not a list of whole numbers"),
-        ("memory", "remat", "ful", "config.memory.remat is 'ful', which is not one of 'none', 'full'"),
+        ("train", "steps", 3.5, "invalid value 3.5 for config.train.steps: expected an integer"),
+        ("train", "steps", True, "invalid value True for config.train.steps: expected an integer"),
+        ("train", "steps", None, "invalid value None for config.train.steps: expected an integer"),
+        (
+            "optimizer",
+            "learning_rate",
+            "1e-3",
+            "'1e-3' for config.optimizer.learning_rate: expected a finite number",
+        ),
+        ("optimizer", "learning_rate", True, "expected a finite number"),
+        ("optimizer", "learning_rate", float("nan"), "expected a finite number"),
+        ("model", "qk_norm", 1, "invalid value 1 for config.model.qk_norm: expected true or false"),
+        ("data", "tokenizer", 3, "expected a string"),
+        ("data", "sources", 3, "invalid value 3 for config.data.sources: expected a list of strings"),
+        ("data", "sources", (1,), "expected a list of strings"),
+        (
+            "precision",
+            "bf16_layers",
+            ("0", "x"),
+            "('0', 'x') for config.precision.bf16_layers: expected a list",
+        ),
+        ("precision", "bf16_layers", (True,), "expected a list of integers"),
+        ("memory", "remat", "ful", "invalid value 'ful' for config.memory.remat: expected one of 'none', 'full'"),
+        ("attention", "strategy", "ulyses", "(did you mean ulysses?)"),
         ("model", "preset", "llama3-8", "did you mean llama3.1-8b?"),
-        ("model", "preset", "xyz", "there are llama3.1-70b"),
+        ("model", "preset", "xyz", "expected one of tiny, llama3.2-1b"),
     ],
 )
-def test_wrong_keys_types_and_names(section, name, value, words):
+def test_load_invalid_value_names_setting_and_expectation(section, name, value, words):
     assert words in rejected(changed(section, **{name: value}))
 
 
-def test_unknown_and_misused_sections():
+def test_load_unknown_section_names_nearest():
     assert "did you mean config.model?" in rejected(ConfigDict({"modle": {}}))
-    assert "there is no config.steps; did you mean config.train.steps?" in rejected(ConfigDict({"steps": 3}))
+    assert "unknown setting config.steps: did you mean config.train.steps?" in rejected(ConfigDict({"steps": 3}))
     assert "config.mesh is a section" in rejected(ConfigDict({"mesh": 8}))
 
 
-def test_what_serves_as_another_type():
+def test_load_converts_numbers_to_declared_types():
     loaded = load(ConfigDict({
         "optimizer": dict(learning_rate=1, max_grad_norm=np.float32(0.5)),
         "train": dict(steps=np.int64(20)),
@@ -106,8 +118,50 @@ def test_what_serves_as_another_type():
     json.dumps(to_dict(loaded))
 
 
-def test_every_number_has_a_range():
-    """So that a new setting cannot be forgotten."""
+def test_ranges_cover_every_number():
+    """A new setting cannot be forgotten."""
     for section in SECTIONS:
         numbers = {name for name, hint in field_types(section).items() if hint in (int, float)}
         assert RANGES[section].keys() == numbers, section
+
+
+def test_settings_accept_integral_floats_strings_and_lists():
+    """In Python as on the command line."""
+    config = defaults()
+    config.train.steps = 1e3
+    config.model.num_layers = 2.0
+    config.data.sources = "a,b"
+    config.memory.save = ["query"]
+    loaded = load(config)
+    assert (loaded.train.steps, loaded.model.num_layers) == (1000, 2)
+    assert (loaded.data.sources, loaded.memory.save) == (("a", "b"), ("query",))
+
+
+@pytest.mark.parametrize("value", [3.5, "x", True])
+def test_settings_of_wrong_type_raise_at_assignment_or_load(value):
+    config = defaults()
+    with pytest.raises((TypeError, UserError)):
+        config.train.steps = value
+        load(config)
+
+
+def test_load_accepts_integral_float_and_string_of_plain_config():
+    loaded = load(ConfigDict({"train": dict(steps=3.0), "data": dict(sources="a.txt")}))
+    assert (loaded.train.steps, loaded.data.sources) == (3, ("a.txt",))
+    assert type(loaded.train.steps) is int
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_load_renamed_setting_names_the_new_one(old):
+    section, name = old.split(".")
+    config = defaults()
+    config[section][name] = 1
+    assert rejected(config) == f"config.{old} was renamed: use config.{RENAMED[old]}"
+    new_section, new_name = RENAMED[old].split(".")
+    assert new_name in field_types(new_section)
+
+
+@pytest.mark.parametrize("old", RENAMED_PRESETS)
+def test_load_renamed_preset_names_the_new_one(old):
+    assert rejected(changed("model", preset=old)).endswith(f"use --config.model.preset={RENAMED_PRESETS[old]}")
+    assert RENAMED_PRESETS[old] in PRESETS

@@ -47,7 +47,7 @@ def test_longest_contexts(name):
     assert (mini.attention.strategy, mini.attention.ulysses_degree > 1) == (
         config.attention.strategy, config.attention.ulysses_degree > 1
     )  # fmt: skip
-    with pytest.raises(ValueError, match="unknown variant 'h100': there are mini"):
+    with pytest.raises(ValueError, match="unknown variant 'h100': expected one of mini"):
         get_config(name, "h100")
 
 
@@ -80,9 +80,11 @@ def test_unknown_variant(name):
 
 def test_on_a_machine_with_other_devices_the_commands_that_do_work_are_told():
     with pytest.raises(UserError) as error:
-        check_num_devices(load(get_config("256k", "h100")), 1, "the devices here are", "configs/256k.py:h100")
+        check_num_devices(
+            load(get_config("256k", "h100")), 1, "the number of available devices is", "configs/256k.py:h100"
+        )
     for words in [
-        "context=8 x tensor=8 needs 64 devices but the devices here are 1",
+        "context=8 x tensor=8 needs 64 devices but the number of available devices is 1",
         "made for h100:8x8",
         "`python -m jaxlc.plan --config=configs/256k.py:h100 --topology=h100:8x8`",
         "`python -m jaxlc.train --config=configs/256k.py:mini`",

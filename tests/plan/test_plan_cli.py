@@ -56,11 +56,11 @@ def test_a_page_on_stdout_figures_in_json_and_no_noise(config, tmp_path):
     ([], "no topology is given; name GPUs to compile for, such as --topology=h100:8x8"),
     (["--topology=h101:8x8"], "names no known GPU"),
     (["--topology=h100:64"], "has no size; write NVLink domains x GPUs in each"),
-    (["--topology=h100:1x4", "--transport=infiniband"], "transport is 'infiniband', which is not one of"),
+    (["--topology=h100:1x4", "--transport=infiniband"], "invalid value 'infiniband' for config.runtime.transport: expected one of"),
     (["--topology=h100:1x4", "--devices-per-process=two"], "--devices-per-process is 'two'"),
     (["--topology=h100:1x4", "--devices-per-process=3"], "3 devices per process do not divide the 4 GPUs"),
     (["--topology=h100:1x4", "--json=/nowhere/at/all.json"], "--json=/nowhere/at/all.json is in a directory"),
-    (["--topology=h100:1x4", "--advice"], "there is no flag --advice; did you mean --advise?"),
+    (["--topology=h100:1x4", "--advice"], "unknown flag --advice: did you mean --advise?"),
     (["--topology=h100:1x4", "--config.mesh.contxt=8"], "did you mean config.mesh.context?"),
     pytest.param(["--topology=h100:1x8"], "h100:1x8 has 8; use --config.mesh.", marks=needs_gpu_compiler),
 ])  # fmt: skip

@@ -18,8 +18,8 @@ def config(tmp_path_factory):
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["mesh.contxt=2"], "there is no config.mesh.contxt; did you mean config.mesh.context?"),
-        (["mesh.context=two"], "config.mesh.context is 'two', which is not a whole number"),
+        (["mesh.contxt=2"], "unknown setting config.mesh.contxt: did you mean config.mesh.context?"),
+        (["mesh.context=two"], "invalid value 'two' for config.mesh.context: expected an integer"),
         (["mesh.context=2"], "--config.mesh."),
         (
             ["mesh.context=2", "runtime.simulated_devices=0"],
@@ -34,14 +34,17 @@ def config(tmp_path_factory):
             ["model.vocab_size=100"],
             "tokenizer bytes has 257 tokens and the model 100; set --config.model.vocab_size=257",
         ),
-        (["=3"], "there is no config."),
-        (["data.sources=('a',3)"], "config.data.sources is .* which is not a list of strings"),
-        (["train.steps=0"], "config.train.steps is 0; it must be at least 1"),
+        (["=3"], "unknown setting config."),
+        (["data.sources=('a',3)"], "invalid value .* for config.data.sources: expected a list of strings"),
+        (["train.steps=0"], "invalid value 0 for config.train.steps: expected at least 1"),
         (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3.1-8b?"),
         (["attention.strategy=ulysses"], "context=4, and each tensor rank has 2 query and 1 key/value heads"),
         (["attention.ulysses_degree=2"], "ulysses_degree=2 is for strategy 'hybrid', and .*strategy is 'ring'"),
         (["attention.kernel=cudnn"], "attention kernel cudnn cannot do this: it needs an NVIDIA GPU, and this is cpu"),
-        (["precision.compute=fp4"], "config.precision.compute is 'fp4', which is not one of 'auto', 'bf16', 'fp32'"),
+        (
+            ["precision.compute=fp4"],
+            "invalid value 'fp4' for config.precision.compute: expected one of 'auto', 'bf16', 'fp32'",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -70,7 +73,7 @@ def test_train_with_unwritable_workdir_prints_one_line(config, tmp_path, capsys,
             r"config 'configs/quickstrat.py' not found \(did you mean configs/quickstart.py?\)",
         ),
         (["--config=configs/quickstart.py:mini"], "unknown variant 'mini': this config has no variants"),
-        (["--config=configs/quickstart.py", "--wrokdir=x"], "there is no flag --wrokdir; did you mean --workdir?"),
+        (["--config=configs/quickstart.py", "--wrokdir=x"], "unknown flag --wrokdir: did you mean --workdir?"),
     ],
     ids=["none", "file", "variant", "flag"],
 )

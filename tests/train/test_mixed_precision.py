@@ -204,9 +204,9 @@ def test_resume_from_checkpoint_is_bitwise(precision, tmp_path):
     (dict(precision=dict(compute="fp8", bf16_layers=(0, 2))), "the model has 2 layers; they are 0 to 1, or -2 to -1"),
     (dict(precision=dict(compute="fp8", bf16_layers=(-3,))), "the model has 2 layers"),
     (dict(precision=dict(compute="fp8", bf16_layers=(1, -1))), "names a layer twice, of 2: they are [1, 1]"),
-    (dict(precision=dict(compute="fp8", bf16_layers=(0, -1))), "are all layers, and compute='fp8' is bf16 then"),
+    (dict(precision=dict(compute="fp8", bf16_layers=(0, -1))), "are all layers, so compute='fp8' equals bf16"),
     (dict(precision=dict(compute="fp16", loss_scale_min=2.0**20)), "is not between loss_scale_min"),
-    (dict(precision=DELAYED, memory=dict(tile_tokens=24)), "makes it tile by tile"),
+    (dict(precision=DELAYED, memory=dict(tile_tokens=24)), "computes it tile by tile"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_unsupported_precision_raises(sections, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
