@@ -23,7 +23,7 @@ def settings_help(sections: Iterable[str] = tuple(SECTIONS)) -> str:
         for name, hint in field_types(section).items():
             default = "from the preset" if config[section][name] is None else _as_argument(config[section][name])
             choices = f"; {describe_type(hint)}" if typing.get_origin(hint) is Literal else ""
-            text = textwrap.wrap(comments[name] + choices, _WIDTH - _KEY_WIDTH)
+            text = textwrap.wrap(comments[name].rstrip(".") + choices, _WIDTH - _KEY_WIDTH)
             lines.append(f"  {f'--config.{section}.{name}={default}':<{_KEY_WIDTH - 3}} {text[0]}")
             lines += [" " * _KEY_WIDTH + line for line in text[1:]]
     return "\n".join(lines)
