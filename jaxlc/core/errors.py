@@ -1,13 +1,13 @@
-"""What a user can cause and can mend."""
+"""Errors that users can fix."""
 
 
 class UserError(ValueError):
-    """Something in a config, a path or an environment that the user can change.
+    """Invalid user input: a config, a path or an environment.
 
-    Its text is one sentence that names the offending value and says what to do. Commands print it and exit
-    with status 2, without a traceback; from Python it is an ordinary ValueError.
+    The message names the invalid value and how to fix it. Commands print it in one line and exit with status 2, without a
+    traceback; in Python it is an ordinary ValueError.
     """
 
 
 class Unsupported(UserError, NotImplementedError):
-    """A strategy or kernel that was named cannot do what is asked: its limit and the value."""
+    """A selected strategy or kernel does not support the case. The message names the limit and the value."""

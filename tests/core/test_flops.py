@@ -5,7 +5,7 @@ import pytest
 from jaxlc.config import PRESETS
 from jaxlc.core.flops import num_matmul_params, num_params, training_flops
 
-# As Hugging Face counts them in each model's published weights (`safetensors.total` of its model API).
+# The counts that Hugging Face reports for the published weights (`safetensors.total` of the model API).
 PUBLISHED = {
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
@@ -17,11 +17,11 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameter_counts_are_the_published_ones(name):
+def test_num_params_of_presets_equals_published(name):
     assert num_params(PRESETS[name]) == PUBLISHED[name]
 
 
-def test_training_flops_of_a_model_small_enough_to_count_by_hand():
+def test_training_flops_of_small_model_equals_manual_count():
     model = dataclasses.replace(
         PRESETS["tiny"],
         vocab_size=7, num_layers=1, model_dim=4, num_heads=2, num_kv_heads=1, head_dim=2, ffn_dim=5,
@@ -35,9 +35,9 @@ def test_training_flops_of_a_model_small_enough_to_count_by_hand():
     assert causal == 3 * (6 * matmul_params * 5 + per_pair * (5 + 4 + 3 + 2 + 1))
 
 
-def test_a_step_at_1m_tokens_with_full_recomputation_takes_1_36e18_flop():
-    """Recomputed, a matrix product is done 4 times for the model's 3. Attention's 6 products a pair (2 forward, 4
-    backward) become 9: 2 forward, 2 again for the layer, and 5 in a flash backward, which also redoes q . k."""
+def test_training_flops_at_1m_tokens_with_remat_is_1_36e18():
+    """With rematerialization, 3 matrix products become 4. Attention's 6 products per pair (2 forward, 4 backward) become
+    9: 2 forward, 2 for the recomputed layer, and 5 in the flash backward, which recomputes q . k."""
     model, tokens = PRESETS["llama3.1-8b"], 2**20
     matmul_flops = 6 * num_matmul_params(model) * tokens
     attention_flops = training_flops(model, rows=1, seq_len=tokens, attention="causal") - matmul_flops
