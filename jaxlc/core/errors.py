@@ -4,8 +4,8 @@
 class UserError(ValueError):
     """Invalid user input: a config, a path or an environment.
 
-    The message names the invalid value and how to fix it. Commands print it in one line and exit with status 2, without a
-    traceback; in Python it is an ordinary ValueError.
+    The message names the invalid value and how to fix it. Commands print it in one line, without a traceback, and
+    exit with status 2. In Python it is an ordinary ValueError.
     """
 
 

@@ -35,7 +35,7 @@ class DecoderShape(Protocol):
 
 
 def training_flops(model: DecoderShape, *, rows: int, seq_len: int, attention: Literal["causal", "full"]) -> float:
-    """Model FLOPs of one optimizer step over `rows` sequences of `seq_len` tokens, forward and backward, all devices."""
+    """Model FLOPs of forward and backward of one optimizer step over `rows` sequences of `seq_len`, on all devices."""
     pairs = {"full": seq_len**2, "causal": seq_len * (seq_len + 1) / 2}[attention]
     attention_flops = 12.0 * model.num_layers * model.num_heads * model.head_dim * pairs
     return rows * (6.0 * num_matmul_params(model) * seq_len + attention_flops)

@@ -36,8 +36,8 @@ def test_training_flops_of_small_model_equals_manual_count():
 
 
 def test_training_flops_at_1m_tokens_with_remat_is_1_36e18():
-    """With rematerialization, 3 matrix products become 4. Attention's 6 products per pair (2 forward, 4 backward) become
-    9: 2 forward, 2 for the recomputed layer, and 5 in the flash backward, which recomputes q . k."""
+    """With rematerialization, 3 matrix products become 4. Attention's 6 products per pair (2 forward, 4 backward)
+    become 9: 2 forward, 2 for the recomputed layer, and 5 in the flash backward, which recomputes q . k."""
     model, tokens = PRESETS["llama3.1-8b"], 2**20
     matmul_flops = 6 * num_matmul_params(model) * tokens
     attention_flops = training_flops(model, rows=1, seq_len=tokens, attention="causal") - matmul_flops
