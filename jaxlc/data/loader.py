@@ -66,18 +66,18 @@ def open_corpus(config: DataConfig, progress: Progress | None = None) -> Corpus:
 
 def _warnings(num_duplicates: int, store: TokenStore, split: Split) -> Iterator[str]:
     if num_duplicates:
-        yield f"data.sources list {num_duplicates:,} files more than once; each file is used once per epoch"
+        yield f"data.sources: duplicate files: {num_duplicates:,}; each file is used once per epoch"
     invalid = store.invalid_utf8
     if invalid.num_documents:
         yield (
-            f"{invalid.num_documents:,} of {store.num_documents:,} documents are not valid UTF-8"
-            f" ({invalid.num_characters:,} invalid characters, first in {invalid.first_document!r});"
+            f"data.sources: documents that are not valid UTF-8: {invalid.num_documents:,} of {store.num_documents:,}"
+            f" (invalid characters: {invalid.num_characters:,}, first in {invalid.first_document!r});"
             " convert them to UTF-8"
         )
     if split.tail_tokens:
         yield (
-            f"data.eval_fraction holds out all or none of {store.num_documents:,} documents; the last"
-            f" {split.tail_tokens:,} tokens of the longest document are held out instead"
+            f"data.sources: too few documents ({store.num_documents:,}) for a split by document: the last"
+            f" {split.tail_tokens:,} tokens of the longest document are held out"
         )
 
 

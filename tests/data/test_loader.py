@@ -191,10 +191,11 @@ def test_corpus_single_file_can_be_trained_on(tmp_path: Path):
     assert (corpus.train.num_tokens, corpus.heldout.num_tokens) == (7126, 2376)
     assert corpus.heldout.num_sequences == 99
     assert corpus.warnings == (
-        "data.sources list 1 files more than once; each file is used once per epoch",
-        "1 of 1 documents are not valid UTF-8 (1 invalid characters, first in 'big.txt'); convert them to UTF-8",
-        "data.eval_fraction holds out all or none of 1 documents; the last 2,376 tokens of the longest document are"
-        " held out instead",
+        "data.sources: duplicate files: 1; each file is used once per epoch",
+        "data.sources: documents that are not valid UTF-8: 1 of 1 (invalid characters: 1, first in 'big.txt');"
+        " convert them to UTF-8",
+        "data.sources: too few documents (1) for a split by document: the last 2,376 tokens of the longest document are"
+        " held out",
     )
 
 

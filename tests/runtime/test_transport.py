@@ -1,4 +1,4 @@
-import importlib.util
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,8 @@ from jaxlc.runtime.plugin import xla_version
 from jaxlc.runtime.transport import TransportEnvironment, choose, choose_for, prepare, unsupported
 from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, compile_options
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
+from tests.plan.gpus import ignores_cache, needs_gpu_compiler
 
-needs_gpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None, reason='needs the GPU compiler: pip install "jaxlc[plan]"'
-)
 NVSHMEM_IS_GONE = xla_version() > LAST_XLA_WITH_NVSHMEM
 # Supports NVSHMEM and one-sided NCCL.
 ENVIRONMENT = TransportEnvironment(
@@ -137,19 +135,19 @@ def test_choose_on_cpu_refuses_gpu_transport():
         choose(RuntimeConfig(transport="nvshmem"), devices)
 
 
-def compiled_transports(name: str) -> set[tuple[str, str]]:
-    """(backend, mode) of the sends of a small ring, compiled for four H100s."""
-    gpus = topology("h100:1x4", devices_per_process=4 if name == "peer" else 1)
-    mesh = make_mesh(gpus, MeshConfig(context=4))
-    selection = choose(RuntimeConfig(transport=name), tuple(mesh.devices.flat))
+@functools.cache
+def compiled_transports(name: str, devices_per_process: int) -> set[tuple[str, str]]:
+    """(backend, mode) of the sends of a small ring, compiled for four H100s with a named transport."""
+    mesh = make_mesh(topology("h100:1x4", devices_per_process=devices_per_process), MeshConfig(context=4))
     attend = attention.make(AttentionConfig(kernel="blockwise"), mesh)
-    x_BTNH, row_BT = jax.ShapeDtypeStruct((1, 1024, 2, 32), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-    options = compile_options("gpu", preset="overlap", transport=selection.name, environment={}) | WITHOUT_GPU
-    compiled = jax.jit(attend).lower(x_BTNH, x_BTNH, x_BTNH, row_BT, row_BT).compile(compiler_options=options)
+    x_BTNH, ids_BT = jax.ShapeDtypeStruct((1, 1024, 2, 32), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+    options = compile_options("gpu", preset="overlap", transport=name, environment={}) | WITHOUT_GPU
+    compiled = jax.jit(attend).lower(x_BTNH, x_BTNH, x_BTNH, ids_BT, ids_BT).compile(compiler_options=options)
     sends = [c for c in collectives(parse(compiled.as_text())) if c.kind == "collective-permute"]
     return {(send.backend, send.mode) for send in sends}
 
 
+@ignores_cache
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     ("name", "transport"),
@@ -162,8 +160,11 @@ def compiled_transports(name: str) -> set[tuple[str, str]]:
     ],
 )
 def test_compiled_ring_uses_selected_transport(name, transport):
+    devices_per_process = 4 if name == "peer" else 1
+    devices = topology("h100:1x4", devices_per_process=devices_per_process).devices
     if name == "nvshmem" and NVSHMEM_IS_GONE:
         with pytest.raises(UserError, match="has no NVSHMEM"):
-            compiled_transports(name)
+            choose(RuntimeConfig(transport=name), devices)
     else:
-        assert compiled_transports(name) == {transport}
+        selection = choose(RuntimeConfig(transport=name), devices)
+        assert compiled_transports(selection.name, devices_per_process) == {transport}
