@@ -1,24 +1,23 @@
-"""The names this project gives to mesh axes and to tensor dimensions. Imports nothing.
+"""Names of mesh axes and letters of tensor dimensions. Imports nothing.
 
-A mesh *axis* is a direction of the device mesh; a tensor *dimension* is a direction of an array.
+An *axis* belongs to the device mesh, a *dimension* to an array.
 
-Shape letters, used as suffixes (`q_BTNH` is batch x query positions x query heads x head dim):
+Shape letters, used as suffixes of names: `q_BTNH` has shape [batch, query positions, query heads, head dim].
 
-    B batch rows              T query positions        S key positions
+    B batch                   T query positions        S key positions
     N query heads             K key/value heads        G query heads per key/value head
     H head dim                D model dim              F feed-forward dim
     V vocabulary              L layers
 
-Inside `shard_map` the letter of a dimension that is split over devices is lower case: `k_bskH` is this
-device's piece of `k_BSKH`. Mixing local and global lengths is the classic bug of sequence parallelism; the
-case of a letter is there to make it visible.
+Inside `shard_map` the letter of a dimension that is split over devices is lower case: `k_bskH` is the local shard of
+`k_BSKH`. The case makes it visible where local and global lengths are mixed, a common bug of sequence parallelism.
 """
 
-DATA = "data"  # replicas: the batch is split, parameters are copied
-FSDP = "fsdp"  # the batch is split, parameters and optimizer state are sharded
-CONTEXT = "context"  # the sequence is split; parameters and optimizer state are sharded here too
-TENSOR = "tensor"  # heads, feed-forward and vocabulary are split
+DATA = "data"  # batch split, parameters replicated
+FSDP = "fsdp"  # batch split, parameters and optimizer state sharded
+CONTEXT = "context"  # sequence split; parameters and optimizer state sharded
+TENSOR = "tensor"  # heads, feed-forward and vocabulary split
 
-MESH_AXES = (DATA, FSDP, CONTEXT, TENSOR)  # slowest to fastest varying: tensor peers are nearest neighbours
-BATCH_AXES = (DATA, FSDP)  # axes over which batch rows are split
-WEIGHT_AXES = (FSDP, CONTEXT)  # axes whose ranks see the same weights at use, so may share their storage
+MESH_AXES = (DATA, FSDP, CONTEXT, TENSOR)  # slowest to fastest varying: tensor ranks are adjacent
+BATCH_AXES = (DATA, FSDP)  # axes that split the batch
+WEIGHT_AXES = (FSDP, CONTEXT)  # axes that shard parameters, which are equal on their ranks at use

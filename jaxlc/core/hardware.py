@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU. Rates are peaks; what is reached is lower (an H100's bf16 product measured near 800e12 FLOP/s)."""
+    """One GPU. Rates are peaks; achieved rates are lower (an H100's bf16 product measured near 800e12 FLOP/s)."""
 
     name: str
-    device_kind: str  # as `jax.Device.device_kind` has it, so variants with other figures are not taken for this one
+    device_kind: str  # equal to `jax.Device.device_kind`, so that variants with other figures do not match
     bf16_flops_per_second: float  # dense: datasheets print twice as much, "with sparsity"
     memory_bytes: int
     memory_bandwidth_bytes_per_second: float
-    nvlink_bandwidth_bytes_per_second: float  # to all peers together, in one direction
-    network_bandwidth_bytes_per_second: float  # of the network card beside each GPU, in one direction
+    nvlink_bandwidth_bytes_per_second: float  # to all peers in total, in one direction
+    network_bandwidth_bytes_per_second: float  # of the network card of each GPU, in one direction
     host_bandwidth_bytes_per_second: float  # between a GPU and the memory of its host, in one direction
 
     def kernel_seconds(self, kernel: str, *, is_backward: bool, flops: float) -> float:
@@ -37,16 +37,16 @@ class Device:
 
 
 class Efficiency(NamedTuple):
-    """Parts of the peak that a kernel reaches."""
+    """Fractions of peak FLOP/s that a kernel achieves."""
 
     forward: float
     backward: float
 
 
-# Parts of an H100's 989.4 TFLOP/s, bf16, head dim 128, no causal mask, long sequences: FlashAttention-3
+# Fractions of an H100's 989.4 TFLOP/s, bf16, head dim 128, no causal mask, long sequences: FlashAttention-3
 # (arXiv:2407.08608), figures 5 and 6, forward 16K: cuDNN 595, Triton 395, plain PyTorch 139 (8K); backward: cuDNN 516,
-# FlashAttention-2 322, plain PyTorch 181 (8K) TFLOP/s. Our Pallas kernel is taken for Triton's and, backward, for
-# FlashAttention-2; plain XLA for plain PyTorch. Assumed the same on the other GPUs.
+# FlashAttention-2 322, plain PyTorch 181 (8K) TFLOP/s. For our Pallas kernel the figures of Triton are used, and of
+# FlashAttention-2 in the backward; for plain XLA those of plain PyTorch. Assumed equal on the other GPUs.
 ATTENTION_SHARE_OF_PEAK = MappingProxyType(
     {
         "cudnn": Efficiency(0.60, 0.52),
@@ -54,35 +54,35 @@ ATTENTION_SHARE_OF_PEAK = MappingProxyType(
         "blockwise": Efficiency(0.14, 0.18),
     }
 )
-# Parts of the peak that large matrix products reach, of the peak of their own data type. bfloat16: the best of many
-# shapes on an H100, 792 of 989 TFLOP/s (github.com/stas00/ml-engineering, compute/accelerator, MAMF; an A100 reaches
-# 0.86), so this is what to expect at most. float8: cuBLASLt at 16,384 cubed on random data, 1,377 of 1,979 TFLOP/s
-# (github.com/Azure/AI-benchmarking-guide, ND H100 v5). float32 multiplies as TF32 and is taken for bfloat16.
+# Fractions of the peak of the data type that large matrix products achieve. bfloat16: the best of many shapes on an
+# H100, 792 of 989 TFLOP/s (github.com/stas00/ml-engineering, compute/accelerator, MAMF; an A100 achieves 0.86), so an
+# upper bound. float8: cuBLASLt at 16,384 cubed on random data, 1,377 of 1,979 TFLOP/s
+# (github.com/Azure/AI-benchmarking-guide, ND H100 v5). float32 multiplies as TF32; the bfloat16 figure is used.
 BF16_MATMUL_SHARE = 0.80
 F8_MATMUL_SHARE = 0.69
-# Part of the HBM's bandwidth that streaming reaches: 2.90 (copy) to 2.97 (triad) of 3.35 TB/s; an H200 4.01 to 4.15 of
-# 4.8. Azure/AI-benchmarking-guide, ND H100 v5 and ND H200 v5. XLA's transposing fusions may reach less.
+# Fraction of HBM bandwidth that streaming achieves: 2.90 (copy) to 2.97 (triad) of 3.35 TB/s; an H200 4.01 to 4.15 of
+# 4.8. Azure/AI-benchmarking-guide, ND H100 v5 and ND H200 v5. XLA's transposing fusions may achieve less.
 MEMORY_SHARE = 0.87
-# From a kernel's end to the next one's start: NVIDIA's "Getting Started with CUDA Graphs" has 3.4 us from kernel to
-# kernel for one of 2.9 us in a graph, and 3.8 us out of it.
+# Time between the end of a kernel and the start of the next: NVIDIA's "Getting Started with CUDA Graphs" has 3.4 us per
+# kernel of 2.9 us inside a graph, and 3.8 us outside.
 KERNEL_GAP_SECONDS = 1e-6
-# Launch and first byte of a transfer: assumed, of the size usually seen with NCCL. Hops are megabytes, and take ten
-# times as long as the larger latency. The share of a link that large copies reach: NCCL gets 370 of NVLink's 450 GB/s
-# on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards a node
+# Launch and first byte of a transfer: assumed, of the order usually seen with NCCL. Ring sends are megabytes and take
+# ten times the larger latency. The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450 GB/s
+# on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards per node
 # (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200 (Azure/AI-benchmarking-guide).
 NVLINK_LATENCY_SECONDS = 10e-6
 NETWORK_LATENCY_SECONDS = 20e-6
 HOST_LATENCY_SECONDS = 10e-6
 LINK_SHARE = 0.8
-# The same of the way to the host: 52 of 63 GB/s over PCIe 5.0, 193 to 201 of 225 GB/s on GB200; pinned memory, one GPU
+# The same for the host link: 52 of 63 GB/s over PCIe 5.0, 193 to 201 of 225 GB/s on GB200; pinned memory, one GPU
 # at a time. Azure/AI-benchmarking-guide, ND H200 v5 and ND GB200 v6.
 HOST_SHARE = 0.83
 
 
 # memory_bytes and memory bandwidth: XLA's own specs, xla/backends/gpu/target_config/specs.
-# NVLink: the published total, halved, since that counts both directions.
-# Network: the cards of NVIDIA's own systems, from their datasheets, named at each figure.
-# [1] glennklockwood.com/garden/processors/h100 and /garden/peak-FLOPS, [2] .../processors/B200, both after NVIDIA's
+# NVLink: half of the published total, which counts both directions.
+# Network: the cards of NVIDIA's own systems, from the datasheets named at each figure.
+# [1] glennklockwood.com/garden/processors/h100 and /garden/peak-FLOPS, [2] .../processors/B200, both citing NVIDIA's
 #     papers; [3] verda.com/blog/gb300-nvl72-architecture. Secondary sources.
 DEVICES = (
     Device(
@@ -118,11 +118,11 @@ DEVICES = (
     # NVIDIA's datasheet of the GH200 Grace Hopper Superchip, with 96 GB of HBM3 and 480 GB of LPDDR5X.
     Device(
         name="gh200",
-        device_kind="NVIDIA GH200 480GB",  # so much has the CPU
+        device_kind="NVIDIA GH200 480GB",  # 480 GB is the memory of the CPU
         bf16_flops_per_second=989.4e12,  # the compute die is the H100's [1]
-        memory_bytes=101_870_000_000,  # 94.88 GiB, as PyTorch says in github.com/Lightning-AI/litgpt/issues/1892
+        memory_bytes=101_870_000_000,  # 94.88 GiB, printed by PyTorch in github.com/Lightning-AI/litgpt/issues/1892
         memory_bandwidth_bytes_per_second=4.0e12,
-        nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s, where there is a switch, as in the NVL32
+        nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s, with a switch, as in the NVL32
         network_bandwidth_bytes_per_second=50e9,  # a ConnectX-7 of 400 Gb/s a superchip
         host_bandwidth_bytes_per_second=450e9,  # NVLink-C2C: 900 GB/s in both directions
     ),
@@ -144,17 +144,17 @@ DEVICES = (
         memory_bandwidth_bytes_per_second=7.928064e12,
         nvlink_bandwidth_bytes_per_second=900e9,  # NVLink 5: 1.8 TB/s
         network_bandwidth_bytes_per_second=50e9,  # GB200 NVL72: ConnectX-7, 400 Gb/s a GPU
-        host_bandwidth_bytes_per_second=225e9,  # NVLink-C2C: 900 GB/s in both directions of a Grace, for two GPUs
+        host_bandwidth_bytes_per_second=225e9,  # NVLink-C2C: 900 GB/s in both directions per Grace, for two GPUs
     ),
 )
 
 
 def is_coherent_with_host(device_kind: str) -> bool:
-    """Whether GPU and CPU see each other's memory over NVLink-C2C: the Grace superchips GH200, GB200 and GB300. All
-    others reach their host over PCIe. C2C moves 900 GB/s, half of it in each direction (NVIDIA's GH200 datasheet)."""
+    """Whether GPU and CPU can access each other's memory over NVLink-C2C: on the Grace superchips GH200, GB200 and
+    GB300. Other GPUs use PCIe. C2C moves 900 GB/s, half of it in each direction (NVIDIA's GH200 datasheet)."""
     return re.search(r"\bG[HB]\d{3}\b", device_kind, re.IGNORECASE) is not None
 
 
 def find(device_kind: str) -> Device | None:
-    """The device of that name or `jax.Device.device_kind`; None if it is not listed, as no CPU is."""
+    """The device with this name or `jax.Device.device_kind`; None if it is not listed, as for CPUs."""
     return next((device for device in DEVICES if device_kind in (device.name, device.device_kind)), None)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = f"--config={ROOT}/configs/quickstart.py"
 
 
-def sentence(*arguments: str, **kwargs) -> str:
+def error_of(*arguments: str, **kwargs) -> str:
     with pytest.raises(UserError) as caught:
         parse(["program", *arguments], **kwargs)
     assert "\n" not in str(caught.value)
@@ -29,12 +29,12 @@ def config_file(folder: Path, body: str) -> str:
     return str(path)
 
 
-def test_overrides_of_every_type():
+def test_parse_overrides_of_every_type():
     config = parse([
         "program",
         QUICKSTART,
         "--config.model.num_layers=2",  # a placeholder
-        "--config.optimizer.learning_rate=1",  # a whole number for a float
+        "--config.optimizer.learning_rate=1",  # an integer for a float
         "--config.train.steps", "7e0",
         "--config.model.qk_norm",
         "--noconfig.model.tie_embeddings",
@@ -44,21 +44,21 @@ def test_overrides_of_every_type():
     assert (config.model.num_layers, config.train.steps, config.optimizer.learning_rate) == (2, 7, 1.0)
     assert (config.model.qk_norm, config.model.tie_embeddings) == (True, False)
     assert (config.optimizer.schedule, config.data.sources) == ("constant", ("here", "/there/*.txt"))
-    assert config.mesh == MeshConfig(context=4, tensor=2)  # as in the file
+    assert config.mesh == MeshConfig(context=4, tensor=2)  # from the file
 
 
 @pytest.mark.parametrize(("given", "layers"), [("0,-1", (0, -1)), ("-1", (-1,)), ("(0, 2)", (0, 2))])
-def test_whole_numbers_with_commas(given, layers):
+def test_parse_integers_with_commas(given, layers):
     overrides = ["--config.precision.compute=fp8", f"--config.precision.bf16_layers={given}"]
     assert parse(["program", QUICKSTART, *overrides]).config.precision.bf16_layers == layers
 
 
-def test_repeated_sources_add_up():
+def test_parse_repeated_sources_accumulate():
     config = parse(["program", QUICKSTART, "--config.data.sources=a", "--config.data.sources=b"]).config
     assert config.data.sources == ("a", "b")
 
 
-def test_workdir_and_extra_flags(tmp_path):
+def test_parse_workdir_and_extra_flags(tmp_path):
     path = config_file(tmp_path, "return defaults()")
     plain = parse(["program", f"--config={path}"], extra_flags={"topology": "GPUs"})
     assert (plain.workdir, plain.config_path, plain.variant, plain.extra) == ("runs/mine", path, "", {"topology": None})
@@ -117,9 +117,9 @@ def test_workdir_and_extra_flags(tmp_path):
         ([QUICKSTART, "--config.mesh.context=3"], "needs 6 devices but config.runtime.simulated_devices is 8"),
     ],
 )
-def test_mistakes_are_sentences(arguments, words, monkeypatch):
+def test_parse_invalid_argument_is_one_line(arguments, words, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert words in sentence(*arguments)
+    assert words in error_of(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def test_mistakes_are_sentences(arguments, words, monkeypatch):
         ("config = defaults(); config.train.eval_rows = 2; return config", "use config.train.eval_sequences"),
     ],
 )
-def test_a_config_file_that_fails_is_told_with_its_line(body, words, tmp_path):
-    assert words in sentence(f"--config={config_file(tmp_path, body)}")
+def test_parse_failing_config_file_names_its_line(body, words, tmp_path):
+    assert words in error_of(f"--config={config_file(tmp_path, body)}")
 
 
-def test_a_config_file_without_get_config(tmp_path):
+def test_parse_config_file_without_get_config_raises(tmp_path):
     (tmp_path / "mine.py").write_text("x = 1\n")
-    assert "expected a function get_config(variant)" in sentence(f"--config={tmp_path}/mine.py")
+    assert "expected a function get_config(variant)" in error_of(f"--config={tmp_path}/mine.py")
 
 
 def test_run_main_returns_the_status_of_main():
@@ -149,7 +149,7 @@ def test_run_main_returns_the_status_of_main():
 
 
 @pytest.mark.parametrize("where", ["parsing", "main"])
-def test_a_user_error_is_one_line_and_status_2(where, capsys):
+def test_run_main_user_error_is_one_line_and_status_2(where, capsys):
     def main(command):
         raise UserError("the disk is full; free some")
 
@@ -160,20 +160,20 @@ def test_a_user_error_is_one_line_and_status_2(where, capsys):
     assert captured.out == ""
 
 
-def test_other_errors_keep_their_traceback():
+def test_run_main_other_error_propagates():
     with pytest.raises(ZeroDivisionError):
         run_main(lambda command: 1 // 0, ["program", QUICKSTART], description="")
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help(flag, capsys):
+def test_run_main_help_prints_flags_and_settings(flag, capsys):
     assert run_main(lambda command: 1, ["program", flag], description="How to.", extra_flags={"topology": "GPUs"}) == 0
     text = capsys.readouterr().out
     for part in ("How to.", "--workdir", "--topology", "GPUs", "--config.mesh.context=1"):
         assert part in text
 
 
-def test_help_has_every_key_with_default_and_comment():
+def test_settings_help_has_every_key_default_and_text():
     lines = settings_help().splitlines()
     for section in SECTIONS:
         for name in field_types(section):
@@ -184,14 +184,14 @@ def test_help_has_every_key_with_default_and_comment():
     assert "'cosine', 'wsd', 'constant'" in text
 
 
-def test_field_comments_are_those_of_the_fields():
+def test_field_comments_above_and_behind_fields():
     comments = field_comments(SECTIONS["runtime"])
     assert comments["process_id"] == "index of this process, from 0 to num_processes - 1"
     assert comments["xla_preset"] == "Compiler options for GPUs; docs/xla_flags.md."  # above the field
 
 
-def test_a_command_ends_without_traceback():
-    """The whole way: interpreter, wrong key, exit status."""
+def test_command_with_wrong_key_prints_no_traceback():
+    """In a process of its own: one line on stderr and exit status 2."""
     imports = "import sys; from jaxlc.config.command_line import run_main"
     code = f"{imports}; sys.exit(run_main(print, sys.argv, description=''))"
     arguments = [sys.executable, "-c", code, QUICKSTART, "--config.mesh.contxt=2"]

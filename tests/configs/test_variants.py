@@ -1,4 +1,4 @@
-"""Every variant of the configs for real machines: what they ask for, and the miniatures, trained."""
+"""Every variant of the shipped configs: their devices and sizes; the mini variants are trained."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from tests.train import runs
 NAMES = ("64k", "128k", "256k", "1m")
 TOKENS = {"64k": 65_536, "128k": 131_072, "256k": 262_144, "1m": 1_048_576}
 VARIANTS = ("", "h100", "70b", "mini")
-RECORDS = {"1m_1gpu": 1_048_576, "8m_8gpu": 8_388_608, "32m_32gpu": 33_554_432}  # one size, and mini
+RECORDS = {"1m_1gpu": 1_048_576, "8m_8gpu": 8_388_608, "32m_32gpu": 33_554_432}  # variants: mini
 
 
 def get_config(name: str, variant: str = ""):
@@ -22,7 +22,7 @@ def get_config(name: str, variant: str = ""):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_variant_is_for_the_devices_that_it_names(name, variant):
+def test_variant_mesh_matches_its_topology(name, variant):
     config = load(get_config(name, variant))
     assert config.runtime.transport == "nvshmem"
     if variant == "mini":
@@ -37,7 +37,7 @@ def test_variant_is_for_the_devices_that_it_names(name, variant):
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_longest_contexts(name):
+def test_longest_context_mini_keeps_memory_and_attention(name):
     config, mini = load(get_config(name)), load(get_config(name, "mini"))
     domains, size = re.fullmatch(r"h100:(\d+)x(\d+)", config.runtime.topology).groups()
     assert config.mesh.num_devices == int(domains) * int(size) == int(name.partition("_")[2].removesuffix("gpu"))
@@ -52,8 +52,8 @@ def test_longest_contexts(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_miniature_has_the_axes_and_features_of_the_config(name):
-    """Only what makes it small differs."""
+def test_mini_variant_keeps_axes_and_features(name):
+    """Only sizes differ."""
     config, mini = load(get_config(name)), load(get_config(name, "mini"))
     axes = ("data", "fsdp", "context", "tensor")
     assert [getattr(config.mesh, axis) > 1 for axis in axes] == [getattr(mini.mesh, axis) > 1 for axis in axes]
@@ -63,8 +63,8 @@ def test_miniature_has_the_axes_and_features_of_the_config(name):
 
 
 @pytest.mark.heavy
-def test_miniature_on_one_device_trains(tmp_path):
-    """In a process of its own, which has no other device."""
+def test_mini_variant_on_one_device_trains(tmp_path):
+    """In a process of its own with a single device."""
     corpus = runs.write_config(tmp_path).with_name("corpus")
     data = dict(data__sources=corpus, data__cache_dir=tmp_path / "cache", data__eval_fraction=0.3)
     steps = dict(train__steps=2, train__eval_every_steps=0)
@@ -73,12 +73,12 @@ def test_miniature_on_one_device_trains(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_unknown_variant(name):
+def test_unknown_variant_lists_or_suggests(name):
     with pytest.raises(ValueError, match="unknown variant 'b200': .* h100"):
         get_config(name, "b200")
 
 
-def test_on_a_machine_with_other_devices_the_commands_that_do_work_are_told():
+def test_check_num_devices_names_commands_that_work():
     with pytest.raises(UserError) as error:
         check_num_devices(
             load(get_config("256k", "h100")), 1, "the number of available devices is", "configs/256k.py:h100"
@@ -92,7 +92,7 @@ def test_on_a_machine_with_other_devices_the_commands_that_do_work_are_told():
         assert words in str(error.value)
 
 
-def test_train_tells_them_too(tmp_path):
+def test_train_on_other_devices_names_commands_that_work(tmp_path):
     output = runs.train("64k", tmp_path, status=2)
     assert "needs 8 devices but the number of available devices is 1" in output
     assert "jaxlc.train --config=64k:mini`" in output
@@ -105,8 +105,8 @@ _IN_EVERY_RUN = ("256k",)
     *_IN_EVERY_RUN,
     *(pytest.param(x, marks=pytest.mark.heavy) for x in (*NAMES, "8m_8gpu", "32m_32gpu") if x not in _IN_EVERY_RUN),
 ])  # fmt: skip
-def test_miniature_trains(name, tmp_path, capsys):
-    """Two steps, in this process and its simulated devices."""
+def test_mini_variant_trains(name, tmp_path, capsys):
+    """Two steps, on the simulated devices of this process."""
     corpus = runs.write_config(tmp_path).with_name("corpus")
     config = get_config(name, "mini")
     config.data.update(sources=(str(corpus),), cache_dir=str(tmp_path / "cache"), eval_fraction=0.3)
@@ -114,4 +114,4 @@ def test_miniature_trains(name, tmp_path, capsys):
     result = loop.run(config, tmp_path / "run")
     assert result.step == 2 and result.evaluation.loss > 0
     if config.runtime.transport == "nvshmem":
-        assert "transport  nvshmem is without effect on simulated devices" in capsys.readouterr().out
+        assert "transport  nvshmem has no effect on simulated devices" in capsys.readouterr().out
