@@ -67,8 +67,8 @@ MEMORY_SHARE = 0.87
 # kernel of 2.9 us inside a graph, and 3.8 us outside.
 KERNEL_GAP_SECONDS = 1e-6
 # Launch and first byte of a transfer: assumed, of the order usually seen with NCCL. Ring sends are megabytes and take
-# ten times the larger latency. The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450 GB/s
-# on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards per node
+# ten times the larger latency. The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450
+# GB/s on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards per node
 # (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200 (Azure/AI-benchmarking-guide).
 NVLINK_LATENCY_SECONDS = 10e-6
 NETWORK_LATENCY_SECONDS = 20e-6
