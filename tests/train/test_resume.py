@@ -131,13 +131,18 @@ def test_run_of_two_processes_has_equal_losses(config, uninterrupted, tmp_path):
 
 
 @pytest.mark.heavy
-def test_run_of_two_processes_stopped_by_sigterm_saves(config, tmp_path):
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, None)], ids=["sigterm", "ctrl_c"]
+)
+def test_run_of_two_processes_stopped_by_signal_saves(config, tmp_path, signals):
+    """Ctrl-C in one process stops both after the same step; the other one exits as after SIGTERM."""
     pair = runs.start_pair(config, tmp_path, train__steps=400, train__eval_every_steps=0)
     runs.wait_until(lambda: runs.step_of(tmp_path) >= 3, pair[0])
-    for run in pair:
-        run.send_signal(signal.SIGTERM)
-    for run in pair:
-        runs.finish(run, status=128 + signal.SIGTERM)
+    for run, number in zip(pair, signals):
+        if number is not None:
+            run.send_signal(number)
+    for run, number in zip(pair, signals):
+        runs.finish(run, status=128 + (number or signal.SIGTERM))
     assert (tmp_path / "checkpoints" / str(runs.step_of(tmp_path))).exists()
 
 

@@ -1,0 +1,60 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxlc.config import to_dict
+from jaxlc.train.start_report import corpus_lines, resume_lines, step_lines
+from tests.train.synthetic import small_config, small_step
+
+CORPUS = SimpleNamespace(
+    train=SimpleNamespace(num_documents=1, num_tokens=1200, num_sequences=40),
+    heldout=SimpleNamespace(num_documents=3, num_tokens=150),
+    fingerprint="a1b2",
+)
+
+
+def resume(step: int, *, old_steps: int, corpus: str = "a1b2", **optimizer) -> list[str]:
+    config = small_config(train=dict(steps=20), optimizer=optimizer)
+    stored = to_dict(config)
+    stored["train"]["steps"] = old_steps
+    return resume_lines(config, Path("runs/x"), CORPUS, step, dict(corpus=corpus, config=stored))
+
+
+def test_step_lines_name_mesh_kernel_and_batch():
+    config = small_config(train=dict(gradient_accumulation_steps=2), mesh=dict(context=2))
+    text = "\n".join(step_lines(config, small_step(config)))
+    assert "data=1 x fsdp=1 x context=2 x tensor=1: 2 x cpu, 1 process\n" in text
+    assert "global batch size 4 x 96 tokens in 2 gradient accumulation steps" in text
+    assert "kernel blockwise" in text
+
+
+@pytest.mark.parametrize("steps, epochs", [(5, "5 steps, 0.5 epochs"), (1, "1 step, 0.1 epochs"), (10_000, "1,000")])
+def test_corpus_lines_count_documents_tokens_and_epochs(steps, epochs):
+    data, epoch = corpus_lines(small_config(train=dict(steps=steps)), CORPUS)
+    assert "1 document, 1,200 tokens; held out: 3 documents, 150 tokens" in data
+    assert "40 sequences, 10 steps; this run: " in epoch and epochs in epoch
+
+
+def test_resume_lines_with_equal_config_are_one_line():
+    assert resume(8, old_steps=20) == [
+        "resuming from step 8 (latest valid checkpoint) of runs/x; use a different --workdir to start over"
+    ]
+
+
+def test_resume_lines_with_more_steps_name_new_end_of_schedule():
+    _, line = resume(8, old_steps=12)
+    assert line.startswith("train.steps changed from 12 to 20: the cosine learning-rate schedule now ends at step 20")
+    assert len(resume(8, old_steps=12, schedule="constant")) == 1
+
+
+def test_resume_lines_with_other_corpus_say_so():
+    _, line = resume(8, old_steps=20, corpus="other")
+    assert "training continues with different sequences" in line
+
+
+def test_resume_lines_after_last_step_say_how_to_continue():
+    assert resume(20, old_steps=20) == [
+        "runs/x is already trained to step 20: continue with --config.train.steps=40,"
+        " or use a different --workdir to start over"
+    ]
