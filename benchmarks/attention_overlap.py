@@ -19,10 +19,11 @@ from benchmarks.causal_work import causal_pairs, computed_pairs, document_pairs
 from jaxlc import runtime
 from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import Program, parse
+from jaxlc.hlo import AnalyzedProgram, analyze
+from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_flops import flops_by_rank, imbalance
-from jaxlc.hlo.attention_hops import Hop, hops
 from jaxlc.hlo.op_names import PASSES, Pass
+from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
 from jaxlc.simulate.topology import topology as parse_topology
 from jaxlc.train.step import build_step
@@ -54,15 +55,15 @@ class CompiledStep(NamedTuple):
     config: Config
     topology: Topology
     kernel: str
-    program: Program
+    program: AnalyzedProgram
     temp_bytes: int
 
     @property
-    def hops(self) -> list[Hop]:
-        return hops(self.program)
+    def time_model(self) -> TimeModel:
+        return TimeModel(self.topology, self.config)
 
-    def is_hidden(self, hop: Hop) -> bool:
-        return hop.is_hidden(self.topology.device, self.topology.gpus_per_domain)
+    def is_hidden(self, exchange: AttentionCollective) -> bool:
+        return self.time_model.is_hidden_by_attention(exchange)
 
     def attention_flops(self) -> dict[Pass, list[float]]:
         """Of one step, on each rank. Raises ValueError where the kernel does not tell; see `flops_by_rank`."""
@@ -99,7 +100,7 @@ def compile_step(config: Config, topology: Topology) -> CompiledStep:
     step = build_step(config, make_mesh(topology, config.mesh))
     executable = step.compile(extra_options=options_without_gpu(config.precision.compute))
     temp_bytes = executable.memory_analysis().temp_size_in_bytes
-    return CompiledStep(config, topology, step.kernel.name, parse(executable.as_text()), temp_bytes)
+    return CompiledStep(config, topology, step.kernel.name, analyze(executable.as_text()), temp_bytes)
 
 
 def page(topologies: Sequence[Topology], num_tokens: int, command: str) -> str:
@@ -131,23 +132,24 @@ _WORK_HEADER = (f"| strategy | temporaries GiB | {' | '.join(PASSES)} | busiest 
 
 def _rows(compiled: CompiledStep) -> Iterator[str]:
     counted = Counter()
-    for hop in compiled.hops:
-        if hop.collective.sent_bytes >= 2**20:
-            counted[hop.which, hop.collective.kind, _figures(compiled, hop)] += hop.times
+    for exchange in compiled.program.attention_collectives:
+        if exchange.collective.sent_bytes >= 2**20:
+            key = exchange.pass_name, exchange.collective.kind, _figures(compiled, exchange)
+            counted[key] += exchange.times
     for (which, kind, (sent, *figures)), times in sorted(counted.items(), key=lambda row: PASSES.index(row[0][0])):
         yield "| " + " | ".join([
             f"`{compiled.config.attention.strategy}`", compiled.kernel, which, kind, sent, str(times), *figures
         ]) + " |"  # fmt: skip
 
 
-def _figures(compiled: CompiledStep, hop: Hop) -> tuple[str, ...]:
-    device = compiled.topology.device
+def _figures(compiled: CompiledStep, exchange: AttentionCollective) -> tuple[str, ...]:
+    model = compiled.time_model
     return (
-        f"{hop.collective.sent_bytes / 2**20:.0f}",
-        str(len(hop.meanwhile)),
-        f"{1e3 * hop.seconds(device, compiled.topology.gpus_per_domain):.3g}",
-        f"{1e3 * hop.hiding_seconds(device):.3g}",
-        "hidden" if compiled.is_hidden(hop) else "**exposed**",
+        f"{exchange.collective.sent_bytes / 2**20:.0f}",
+        str(len(exchange.overlapped_calls)),
+        f"{1e3 * model.exchange_seconds(exchange):.3g}",
+        f"{1e3 * model.overlapped_attention_seconds(exchange):.3g}",
+        "hidden" if compiled.is_hidden(exchange) else "**exposed**",
     )
 
 

@@ -20,8 +20,9 @@ from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import training_flops
-from jaxlc.hlo import parse
+from jaxlc.hlo import analyze
 from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import Prediction, predict
 from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu, topology
 from jaxlc.train.step import build_step
@@ -126,18 +127,20 @@ def _row(run: Published) -> str:
     config, gpus = config_of(run), topology(run.topology)
     step = build_step(config, make_mesh(gpus, config.mesh))
     executable = step.compile(extra_options=options_without_gpu(config.precision.compute))
-    program = parse(executable.as_text())
-    rates = [Roofline()]
+    program = analyze(executable.as_text())
+    rooflines = [Roofline()]
     if run.is_f8:  # the same program with its products at twice the peak, and what is reached of that
-        rates.append(dataclasses.replace(rates[0], matmul_share=2 * hardware.F8_MATMUL_SHARE))
-    found = [predict(program, gpus, config, each) for each in rates]
+        rooflines.append(dataclasses.replace(rooflines[0], matmul_share=2 * hardware.F8_MATMUL_SHARE))
+    predictions = [predict(program, TimeModel(gpus, config, roofline)) for roofline in rooflines]
     cells = [run.name, f"{run.figure:g} {run.unit}"]
-    for prediction in found:
+    for prediction in predictions:
         figure = _SPEEDS[run.unit](config, gpus, prediction)
         ratio = run.figure / figure if run.unit == "s per step" else figure / run.figure
         cells += [f"{figure:,.1f}", f"**{ratio:.2f}**"]
     cells += [""] * (6 - len(cells))
-    shares = ", ".join(f"{kind} {seconds / found[0].step_seconds:.0%}" for kind, seconds in _largest(found[0]))
+    shares = ", ".join(
+        f"{kind} {seconds / predictions[0].step_seconds:.0%}" for kind, seconds in _largest(predictions[0])
+    )
     mesh = " x ".join(f"{axis} {size}" for axis, size in vars(config.mesh).items() if size > 1)
     settings = f"`{run.topology}` {mesh}, remat `{config.memory.remat}`{_too_large(executable, gpus)}"
     cells += [settings, shares, f"[{run.differs}](#{run.differs})"]

@@ -4,6 +4,7 @@ Tests run on eight simulated CPU devices with a persistent compilation cache.
 """
 
 import importlib.metadata
+import importlib.util
 import os
 import resource
 from pathlib import Path
@@ -27,6 +28,27 @@ if importlib.metadata.version("jax").startswith("0.10."):
 os.environ["XLA_FLAGS"] = " ".join([f"--xla_force_host_platform_device_count={NUM_DEVICES}", *_fast_compilation])
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE_DIR)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests with the marker `gpu_compiler` if the compiler is not installed. No test needs a GPU."""
+    if importlib.util.find_spec("jax_plugins") is None:
+        for item in items:
+            if item.get_closest_marker("gpu_compiler"):
+                item.add_marker(pytest.mark.skip(reason="needs the GPU compiler: pip install -e '.[plan]'"))
+
+
+@pytest.fixture(autouse=True)
+def _no_cache_for_absent_gpus(request: pytest.FixtureRequest):
+    """Tests with the marker `gpu_compiler` compile for absent GPUs; JAX's cache cannot read such programs back."""
+    if request.node.get_closest_marker("gpu_compiler") is None:
+        yield
+        return
+    from jaxlc.runtime import compilation_cache
+
+    with compilation_cache.disabled():
+        yield
+
 
 _worker_cpu_seconds: list[float] = []
 

@@ -1,8 +1,6 @@
-"""What the GPUs can do, each number with its source, and the one model of time made from them. Imports nothing of jax.
+"""Peaks of GPUs, and the efficiencies and latencies that `jaxlc.simulate.roofline` uses, each number with its source.
 
-The model: a kernel takes FLOPs / (peak x the share of it that its kind reaches), a transfer takes latency + bytes /
-(bandwidth x the share of it that copies reach). Nothing slows anything else down. It is for questions such as "is this
-hop hidden?", whose answer is far from the border; it is no measurement.
+This module does not import jax.
 """
 
 import re
@@ -23,17 +21,6 @@ class Device:
     nvlink_bandwidth_bytes_per_second: float  # to all peers in total, in one direction
     network_bandwidth_bytes_per_second: float  # of the network card of each GPU, in one direction
     host_bandwidth_bytes_per_second: float  # between a GPU and the memory of its host, in one direction
-
-    def kernel_seconds(self, kernel: str, *, is_backward: bool, flops: float) -> float:
-        """Modelled time of attention kernels that do `flops`; `kernel` is a key of ATTENTION_SHARE_OF_PEAK."""
-        shares = ATTENTION_SHARE_OF_PEAK[kernel]
-        return flops / (self.bf16_flops_per_second * (shares.backward if is_backward else shares.forward))
-
-    def transfer_seconds(self, num_bytes: float, *, over_network: bool) -> float:
-        """Modelled time until `num_bytes` that a GPU sends have arrived, within its NVLink domain or outside."""
-        if over_network:
-            return NETWORK_LATENCY_SECONDS + num_bytes / (LINK_SHARE * self.network_bandwidth_bytes_per_second)
-        return NVLINK_LATENCY_SECONDS + num_bytes / (LINK_SHARE * self.nvlink_bandwidth_bytes_per_second)
 
 
 class Efficiency(NamedTuple):

@@ -20,6 +20,8 @@ WINDOW_HALO = "window_halo"  # sliding windows: exchange of the tokens before ea
 
 # Training step.
 LOSS = "loss"  # final norm, output head and cross entropy
+LOGITS = "logits"  # inside LOSS: logits of a chunk of tokens, and their gradient
+HEAD_GRADIENT = "head_gradient"  # inside LOSS: gradient of the output head, summed over chunks and ranks
 ACCUMULATE_GRADIENTS = "accumulate_gradients"  # sum of gradients over microbatches
 GRADIENT_NORM = "gradient_norm"  # global norm of the gradients
 OPTIMIZER = "optimizer"  # optimizer update

@@ -1,5 +1,6 @@
-"""Reads a compiled program's text: what runs, how often, in which order, and what travels meanwhile."""
+"""Analysis of compiled programs: kernels, loops, the schedule, collectives and host copies, read from the HLO text."""
 
+from jaxlc.hlo.analysis import AnalyzedProgram, analyze
 from jaxlc.hlo.parser import Program, parse
 
-__all__ = ["Program", "parse"]
+__all__ = ["AnalyzedProgram", "Program", "analyze", "parse"]

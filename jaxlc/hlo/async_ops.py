@@ -1,4 +1,4 @@
-"""What travels while something else runs: pairs of a start and a done in the order of the schedule."""
+"""Asynchronous operations: pairs of a start and a done, and the instructions that the schedule puts between them."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,54 +12,61 @@ COLLECTIVES = (
 
 
 class Transfer(NamedTuple):
-    """A collective or a copy. One that is not asynchronous starts and ends with the same instruction."""
+    """A collective or a copy. A synchronous one has the same instruction as start and done."""
 
-    kind: str  # the opcode without its -start: "collective-permute", "copy", "dynamic-update-slice"
+    kind: str  # the opcode without "-start": "collective-permute", "copy", "dynamic-update-slice"
     start: Instruction
     done: Instruction
     computation: Computation
-    first: int  # places of start and done in the computation's order
-    last: int
-    meanwhile: tuple[Instruction, ...]  # what runs between them
+    start_index: int  # positions of start and done in the schedule of the computation
+    done_index: int
+    overlapped_ops: tuple[Instruction, ...]  # instructions between start and done
 
     def overlaps(self, other: "Transfer") -> bool:
-        return self.computation is other.computation and self.first < other.last and other.first < self.last
+        """Whether both are in flight at the same time."""
+        return (
+            self.computation is other.computation
+            and self.start_index < other.done_index
+            and other.start_index < self.done_index
+        )
 
 
 def transfers(program: Program, computation: Computation) -> Iterator[Transfer]:
-    """Transfers of a computation, by their end. Not those of the computations it calls.
+    """Transfers of a computation, ordered by their done; without those of the computations it calls.
 
     Raises:
-      ValueError: the program is not scheduled, so that its order says nothing.
+      ValueError: the program is not scheduled, so the order of its instructions has no meaning.
     """
     if not program.is_scheduled:
-        raise ValueError("the program is not scheduled: the order of its text is not the order in which it runs")
-    started = {}  # the place of each start; of an -update too, which carries a start on
-    for place, instruction in enumerate(computation):
+        raise ValueError("the program is not scheduled: its instructions are not in execution order")
+    start_indices = {}  # by name of the start, and of each -update, which continues one
+    for index, instruction in enumerate(computation):
         if instruction.opcode in COLLECTIVES:
-            yield Transfer(instruction.opcode, instruction, instruction, computation, place, place, ())
+            yield Transfer(instruction.opcode, instruction, instruction, computation, index, index, ())
         elif instruction.opcode.endswith("-start"):
-            started[instruction.name] = place
-        elif instruction.opcode.endswith("-update") and instruction.operands[0] in started:
-            started[instruction.name] = started[instruction.operands[0]]
+            start_indices[instruction.name] = index
+        elif instruction.opcode.endswith("-update") and instruction.operands[0] in start_indices:
+            start_indices[instruction.name] = start_indices[instruction.operands[0]]
         elif instruction.opcode.endswith("-done"):
-            yield _transfer(program, computation, started[instruction.operands[0]], place)
+            yield _transfer(program, computation, start_indices[instruction.operands[0]], index)
 
 
-def _transfer(program: Program, computation: Computation, first: int, last: int) -> Transfer:
-    lines = tuple(computation)
-    start = lines[first]
-    meanwhile = () if is_synchronous(start) else lines[first + 1 : last]
-    return Transfer(_kind(program, start), start, lines[last], computation, first, last, meanwhile)
+def _transfer(program: Program, computation: Computation, start_index: int, done_index: int) -> Transfer:
+    instructions = tuple(computation)
+    start = instructions[start_index]
+    overlapped = () if is_synchronous(start) else instructions[start_index + 1 : done_index]
+    return Transfer(
+        _kind(program, start), start, instructions[done_index], computation, start_index, done_index, overlapped
+    )
 
 
 def is_synchronous(start: Instruction) -> bool:
-    """Whether the compiler, though it wrote a pair, lets nothing run beside it."""
+    """Whether the compiler marked a start/done pair as synchronous: nothing runs between them."""
     return bool(start.backend_config.get("collective_backend_config", {}).get("is_sync"))
 
 
 def _kind(program: Program, start: Instruction) -> str:
-    """`async-start` says in the computation it calls what it starts: its root, which is the last line."""
+    """The operation of an `async-start` is the root, the last instruction, of the computation that it calls."""
     if start.opcode != "async-start":
         return start.opcode.removesuffix("-start")
     return tuple(program.computations[start.called[0]])[-1].opcode

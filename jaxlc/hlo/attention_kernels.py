@@ -1,14 +1,15 @@
-"""Which instructions of a compiled program are attention kernels, and how much they compute.
+"""Finds the attention kernels of a compiled program, and how many FLOPs they compute.
 
     cudnn      custom calls `__cudnn$fmha...`
-    pallas     custom calls of our own kernels (`jaxlc.kernels`), by the name that each gives itself
-    blockwise  XLA loops inside attention's `shard_map` that multiply matrices and send nothing
+    pallas     custom calls of the kernels in `jaxlc.kernels`, by the name given to `pallas_call`
+    blockwise  XLA loops in the scope `core_attention` that contain matrix products and no collectives
 
-FLOPs here are what a call computes if it leaves nothing out: over all its queries x keys. A mask that lets it skip
-some is the caller's to count (`is_masked`), for its extent is data.
+FLOPs count all pairs of a query and a key. A masked call (`is_masked`) may skip some of them; how many depends on the
+mask's values, which the program text does not contain.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from jaxlc.hlo.op_names import Pass, is_in_attention, pass_of
 from jaxlc.hlo.parser import Computation, Instruction, Program
 from jaxlc.hlo.trip_counts import trip_count
 
-# Matrix products of a kernel for each pair of a query and a key: over the head dim of keys, and over that of values.
+# Matrix products per pair of a query and a key: (over the head dim of keys, over the head dim of values).
 _PRODUCTS = {
     "__cudnn$fmhaSoftmax": (1, 1),  # q . k; p . v
     "__cudnn$fmhaSoftmaxBackward": (3, 2),  # q . k, dq, dk; dout . v, dv
@@ -30,9 +31,9 @@ _FORWARD_KERNELS = ("__cudnn$fmhaSoftmax", "flash_forward")
 
 
 class Sizes(NamedTuple):
-    """What the operands of a call say."""
+    """Sizes of a call, from the shapes of its operands."""
 
-    num_heads: int  # of queries, times the batch
+    num_heads: int  # query heads times batch size
     num_queries: int
     num_keys: int
 
@@ -40,32 +41,45 @@ class Sizes(NamedTuple):
 class AttentionKernelCall(NamedTuple):
     instruction: Instruction
     kernel: str  # "cudnn", "pallas" or "blockwise"
-    which: Pass
+    pass_name: Pass
     full_flops: float  # of one run, over all pairs of a query and a key
-    is_masked: bool  # pairs that no query sees may be left out
-    sizes: Sizes | None  # None of a loop over tiles, whose operands are of any form
+    is_masked: bool  # the kernel may skip masked pairs
+    sizes: Sizes | None  # None for blockwise loops, whose operands may have any layout
 
     @property
     def is_backward(self) -> bool:
-        return self.which == "backward"
+        return self.pass_name == "backward"
 
 
-def attention_kernels(program: Program, computation: Computation) -> Iterator[AttentionKernelCall]:
-    """The attention kernels that the computation itself calls, in its order; a kernel that is a loop is one call."""
-    for instruction in computation:
-        call = attention_kernel(program, computation, instruction)
-        if call is not None:
-            yield call
+class CountedCall(NamedTuple):
+    call: AttentionKernelCall
+    times: int  # executions in one run of the program
+
+
+def find_attention_calls(program: Program, execution_counts: Counter[str]) -> Iterator[CountedCall]:
+    """Calls of attention kernels that run at least once; every branch of a conditional counts."""
+    kernel_bodies = set()  # computations inside of kernels that are loops
+    for computation in reversed(list(program)):  # callers before callees
+        if not execution_counts[computation.name]:
+            continue
+        if computation.name in kernel_bodies:
+            kernel_bodies.update(name for instruction in computation for name in instruction.called)
+            continue
+        for instruction in computation:
+            call = attention_kernel(program, computation, instruction)
+            if call is not None:
+                yield CountedCall(call, execution_counts[computation.name])
+                kernel_bodies.update(instruction.called)
 
 
 def calls_within(program: Program, computation: Computation, instruction: Instruction) -> Iterator[AttentionKernelCall]:
-    """`instruction` as an attention kernel, or those that it runs as a loop, each with the FLOPs of all rounds."""
+    """The attention kernel that `instruction` is, or those that it runs as a loop, with the FLOPs of all rounds."""
     call = attention_kernel(program, computation, instruction)
     if call is not None:
         yield call
     elif instruction.opcode == "while":
-        for times, inner, each in _inside(program, instruction):
-            call = attention_kernel(program, inner, each) if each.opcode == "custom-call" else None
+        for times, body, inner in _inside(program, instruction):
+            call = attention_kernel(program, body, inner) if inner.opcode == "custom-call" else None
             if call is not None:
                 yield call._replace(full_flops=times * call.full_flops)
 
@@ -73,7 +87,7 @@ def calls_within(program: Program, computation: Computation, instruction: Instru
 def attention_kernel(
     program: Program, computation: Computation, instruction: Instruction
 ) -> AttentionKernelCall | None:
-    """`instruction` as an attention kernel; None if it is none."""
+    """The attention kernel that `instruction` is; None if it is not one."""
     if instruction.opcode == "while" and is_in_attention(instruction.op_name):
         return _blockwise(program, instruction)
     if instruction.opcode != "custom-call":
@@ -84,24 +98,24 @@ def attention_kernel(
         return _custom_call(computation, instruction, "cudnn", target, is_masked=mask != "NO_MASK")
     for name in instruction.op_name.split("/"):
         if name in _PRODUCTS:
-            operands = [each.arrays[0] for each in computation.operands(instruction)]
+            operands = [operand.arrays[0] for operand in computation.operands(instruction)]
             has_tokens = any(array.dtype == "s32" and len(array.dims) == 2 for array in operands)  # [B, T]
             return _custom_call(computation, instruction, "pallas", name, is_masked=has_tokens)
     return None
 
 
 def _custom_call(computation: Computation, call: Instruction, kernel: str, name: str, is_masked: bool):
-    """Of a kernel whose first operands are q_BTNH, k_BSKH and v_BSKH."""
+    """A kernel whose first operands are q_BTNH, k_BSKH and v_BSKH."""
     (batch, num_queries, num_heads, head_dim), (_, num_keys, _, _), (_, _, _, value_dim) = (
-        each.arrays[0].dims for each in computation.operands(call)[:3]
+        operand.arrays[0].dims for operand in computation.operands(call)[:3]
     )
     sizes = Sizes(batch * num_heads, num_queries, num_keys)
     over_keys, over_values = _PRODUCTS[name]
     flops = 2.0 * math.prod(sizes) * (over_keys * head_dim + over_values * value_dim)
-    which = pass_of(call.op_name)
-    if which == "backward" and name in _FORWARD_KERNELS:  # a layer in tiles runs its forward again by itself
-        which = "recomputation"
-    return AttentionKernelCall(call, kernel, which, flops, is_masked, sizes)
+    pass_name = pass_of(call.op_name)
+    if pass_name == "backward" and name in _FORWARD_KERNELS:  # a layer in tiles recomputes its forward itself
+        pass_name = "recomputation"
+    return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes)
 
 
 def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | None:
@@ -112,12 +126,12 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | Non
             flops += times * matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"])[0]
     if flops == 0 or opcodes & set(COLLECTIVES):
         return None
-    is_masked = "conditional" in opcodes  # tiles in which nobody sees anything are skipped
+    is_masked = "conditional" in opcodes  # which skips fully masked tiles
     return AttentionKernelCall(loop, "blockwise", pass_of(loop.op_name), flops, is_masked, sizes=None)
 
 
 def _inside(program: Program, loop: Instruction) -> Iterator[tuple[int, Computation, Instruction]]:
-    """All that a loop runs, with how often in one run of it."""
+    """All instructions that a loop runs: (executions in one run of the loop, computation, instruction)."""
     rounds = trip_count(program, loop)
     for name in loop.called:
         for instruction in program.computations[name]:

@@ -1,14 +1,15 @@
-"""The collectives of a program: what, between whom, how many bytes, how often, and over which transport."""
+"""Collectives of a program: kind, replica groups, bytes sent, number of executions, transport."""
 
 import math
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxlc.hlo.async_ops import COLLECTIVES, Transfer, transfers
 from jaxlc.hlo.parser import Instruction, Program
-from jaxlc.hlo.trip_counts import executions
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -18,68 +19,71 @@ _TRANSPORTS = {"COLLECTIVES_SYMMETRIC_MEMORY": "symmetric", "COLLECTIVES_PEER_ME
 class Collective(NamedTuple):
     transfer: Transfer
     kind: str
-    groups: Groups  # partitions that speak with each other; of a permute, its (source, target) pairs
-    sent_bytes: int  # that each device puts on the link in one go
+    groups: Groups  # replica groups; of a permute, its (source, target) pairs
+    sent_bytes: int  # that each device sends in one execution
     backend: str  # "NVSHMEM", or "DEFAULT", which is NCCL
-    mode: str  # "COLLECTIVES_SYMMETRIC_MEMORY" and the like; "" where none is noted
-    times: int  # in one run of the program
+    mode: str  # e.g. "COLLECTIVES_SYMMETRIC_MEMORY"; "" if the compiler noted none
+    times: int  # executions in one run of the program
 
     @property
     def transport(self) -> str:
-        """By the name that the config has for it: "nvshmem", "symmetric", "peer" or "nccl"."""
+        """As in config.runtime.transport: "nvshmem", "symmetric", "peer" or "nccl"."""
         return "nvshmem" if self.backend == "NVSHMEM" else _TRANSPORTS.get(self.mode, "nccl")
 
 
-def collectives(program: Program) -> list[Collective]:
-    """All collectives that run at least once, computation by computation."""
-    times = executions(program)
-    return [
-        _collective(program, transfer, times[computation.name])
-        for computation in program
-        if times[computation.name]
-        for transfer in transfers(program, computation)
-        if transfer.kind in COLLECTIVES
-    ]
+def find_collectives(program: Program, execution_counts: Counter[str]) -> Iterator[Collective]:
+    """All collectives that run at least once, computation by computation.
+
+    Raises:
+      ValueError: the program is not scheduled, or replica groups are in an unknown notation.
+    """
+    for computation in program:
+        if execution_counts[computation.name]:
+            for transfer in transfers(program, computation):
+                if transfer.kind in COLLECTIVES:
+                    yield _collective(program, transfer, execution_counts[computation.name])
 
 
 def mesh_axes(groups: Groups, shape: dict[str, int]) -> tuple[str, ...]:
-    """The axes along which the members of a group differ, for a mesh whose partitions are numbered in row-major order.
+    """The mesh axes along which the members of a group differ; partitions are numbered in row-major order.
 
     Args:
-      groups: of partition numbers, as `Collective.groups`.
-      shape: the mesh's axes and their sizes, slowest first.
+      groups: partition numbers, as in `Collective.groups`.
+      shape: mesh axes and their sizes, slowest first.
     """
     sizes = tuple(shape.values())
-    places = [np.array(np.unravel_index(group, sizes)) for group in groups]  # (axes, members)
-    differs = np.any([(place != place[:, :1]).any(axis=1) for place in places], axis=0)
+    coordinates = [np.array(np.unravel_index(group, sizes)) for group in groups]  # each (axes, members)
+    differs = np.any([(group != group[:, :1]).any(axis=1) for group in coordinates], axis=0)
     return tuple(axis for axis, is_crossed in zip(shape, differs) if is_crossed)
 
 
 def _collective(program: Program, transfer: Transfer, times: int) -> Collective:
-    what = transfer.start
-    if what.opcode == "async-start":
-        what = tuple(program.computations[what.called[0]])[-1]
-    groups = _groups(what)
-    notes = transfer.start.backend_config.get("collective_backend_config", {})
-    mode = notes.get("collectives_mode", "").replace("COLLECTIVES_MODE_INVALID", "")
+    instruction = transfer.start
+    if instruction.opcode == "async-start":
+        instruction = tuple(program.computations[instruction.called[0]])[-1]
+    groups = _groups(instruction)
+    backend_config = transfer.start.backend_config.get("collective_backend_config", {})
+    mode = backend_config.get("collectives_mode", "").replace("COLLECTIVES_MODE_INVALID", "")
+    backend = backend_config.get("backend", "DEFAULT")
     sent_bytes = _sent_bytes(transfer, len(groups[0]))
-    return Collective(transfer, transfer.kind, groups, sent_bytes, notes.get("backend", "DEFAULT"), mode, times)
+    return Collective(transfer, transfer.kind, groups, sent_bytes, backend, mode, times)
 
 
 def _sent_bytes(transfer: Transfer, group_size: int) -> int:
-    """What one device sends with the algorithms that move least (nccl-tests, doc/PERFORMANCE.md), from operand bytes.
+    """Bytes that one device sends with bandwidth-optimal algorithms (nccl-tests, doc/PERFORMANCE.md).
 
-    With n devices an all-gather passes the operand to n - 1 others; of a reduce-scatter or an all-to-all 1 / n stays;
-    an all-reduce is both, one after the other.
+    With n devices, an all-gather sends the operand to n - 1 others; a reduce-scatter or an all-to-all keeps 1 / n of
+    it; an all-reduce is a reduce-scatter and an all-gather.
     """
-    own = sum(array.bytes for each in transfer.computation.operands(transfer.start) for array in each.arrays)
+    operands = transfer.computation.operands(transfer.start)
+    operand_bytes = sum(array.bytes for operand in operands for array in operand.arrays)
     n = group_size
-    share = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1, "collective-broadcast": 1}
-    return math.ceil(own * share.get(transfer.kind, (n - 1) / n))
+    factor = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1, "collective-broadcast": 1}
+    return math.ceil(operand_bytes * factor.get(transfer.kind, (n - 1) / n))
 
 
 def _groups(instruction: Instruction) -> Groups:
-    """From any of the ways to write them: lists, `[8,4]<=[32]`, or axes of a mesh."""
+    """Replica groups in any of XLA's notations: lists, `[8,4]<=[32]`, or axes of a mesh."""
     written = instruction.attributes.get("source_target_pairs") or instruction.attributes.get("replica_groups", "")
     if written.startswith("{"):
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", written))
@@ -87,11 +91,11 @@ def _groups(instruction: Instruction) -> Groups:
         return _iota_groups(written)
     if written.startswith("mesh["):
         return _mesh_groups(written)
-    raise ValueError(f"groups written in an unknown way: {written!r} of {instruction}")
+    raise ValueError(f"unknown notation of replica groups: {written!r} of {instruction}")
 
 
 def _iota_groups(written: str) -> Groups:
-    """`[groups,size]<=[dims]T(order)`: partition numbers in a grid of `dims`, transposed, then cut into groups."""
+    """`[groups,size]<=[dims]T(order)`: partition numbers as an array of `dims`, transposed, then split into groups."""
     shape, dims, order = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written).groups()
     dims = [int(size) for size in dims.split(",")]
     numbers = np.arange(math.prod(dims)).reshape(dims)
@@ -101,7 +105,7 @@ def _iota_groups(written: str) -> Groups:
 
 
 def _mesh_groups(written: str) -> Groups:
-    """`mesh['a'=8,'b'=2] {'a'}`: groups of the partitions that differ in the axes in braces only."""
+    """`mesh['a'=8,'b'=2] {'a'}`: groups of the partitions that differ only in the axes in braces."""
     mesh, _, chosen = written.partition("] ")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     names = re.findall(r"'([^']+)'", chosen)

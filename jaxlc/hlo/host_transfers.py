@@ -1,11 +1,10 @@
-"""Copies between the GPU's memory and its host's, in one computation of a compiled program."""
+"""Copies between device memory and host memory."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxlc.hlo.async_ops import COLLECTIVES, transfers
-from jaxlc.hlo.parser import Computation, Instruction, Program
-from jaxlc.hlo.shapes import HOST_MEMORY, Array
+from jaxlc.hlo.parser import HOST_MEMORY, Array, Computation, Instruction, Program
 
 _COPIES = ("copy", "dynamic-slice", "dynamic-update-slice", "fusion")
 _FUSIONS = ("fusion", "fusion-start")
@@ -13,21 +12,21 @@ _FUSIONS = ("fusion", "fusion-start")
 
 class HostCopy(NamedTuple):
     start: Instruction
-    done: Instruction  # the same where nothing runs beside it
+    done: Instruction  # the start itself, if the copy is synchronous
     bytes: int
     is_to_host: bool
 
 
-def host_copies(program: Program, computation: Computation) -> Iterator[HostCopy]:
-    """Asynchronous ones by their end, then those that are not.
+def find_host_copies(program: Program, computation: Computation) -> Iterator[HostCopy]:
+    """Host copies of a computation: asynchronous ones in the order of their done, then synchronous ones.
 
-    The compiler writes an asynchronous slice or update as a fusion, whose first operand is the array that is sliced or
-    updated in place; an update's second is what is put in.
+    The compiler writes an asynchronous slice or update as a fusion. Its first operand is the array that is sliced or
+    updated in place; the second operand of an update is the new content.
     """
-    ends = [(each.start, each.done) for each in transfers(program, computation) if each.kind not in COLLECTIVES]
-    ends += [(each, each) for each in computation if each.opcode in _COPIES]
-    for start, done in ends:
-        operands, result = [each.arrays[0] for each in computation.operands(start)], done.arrays[0]
+    pairs = [(copy.start, copy.done) for copy in transfers(program, computation) if copy.kind not in COLLECTIVES]
+    pairs += [(copy, copy) for copy in computation if copy.opcode in _COPIES]
+    for start, done in pairs:
+        operands, result = [operand.arrays[0] for operand in computation.operands(start)], done.arrays[0]
         if operands and _is_on_host(operands[0]) and _is_on_host(result):
             if len(operands) > 1:
                 yield HostCopy(start, done, operands[1].bytes, is_to_host=True)
@@ -36,18 +35,19 @@ def host_copies(program: Program, computation: Computation) -> Iterator[HostCopy
 
 
 def device_arrays(program: Program) -> Iterator[Array]:
-    """Arrays that the program has in the GPU's memory at some time, as often as it names them."""
-    names = (each.called for computation in program for each in computation if each.opcode in _FUSIONS)
-    fused = {name for called in names for name in called}  # what is made inside of a kernel is in its registers
+    """Arrays that the program holds in device memory, once for each instruction that makes or renames them."""
+    fusions = (instruction for computation in program for instruction in computation if instruction.opcode in _FUSIONS)
+    fused = {name for fusion in fusions for name in fusion.called}  # intermediate values of a kernel are in registers
     for computation in program:
         if computation.name not in fused:
-            yield from (array for each in computation for array in each.arrays if not _is_on_host(array))
+            arrays = (array for instruction in computation for array in instruction.arrays)
+            yield from (array for array in arrays if not _is_on_host(array))
 
 
 def host_arguments(program: Program) -> Iterator[Array]:
-    """Arguments of the program that lie in host memory."""
-    arguments = (each for each in program.entry if each.opcode == "parameter")
-    yield from (array for each in arguments for array in each.arrays if _is_on_host(array))
+    """Arguments of the program that are in host memory."""
+    arguments = (instruction for instruction in program.entry if instruction.opcode == "parameter")
+    yield from (array for argument in arguments for array in argument.arrays if _is_on_host(array))
 
 
 def _is_on_host(array: Array) -> bool:

@@ -1,10 +1,11 @@
-"""What a kernel of a compiled program multiplies, and what it moves between the GPU's memory and itself.
+"""FLOPs of a kernel's matrix products, and the bytes it reads from and writes to device memory.
 
-FLOPs are those of matrix products, wherever they are: in a fusion (as XLA's Triton kernels are), in a call of cuBLAS,
-or on their own. Everything else that a kernel computes is taken for free next to the bytes it moves, as it mostly is.
+Matrix products are found in fusions (XLA's Triton kernels), in cuBLAS calls, and as single `dot` instructions. All
+other arithmetic is assumed to cost nothing compared to the memory traffic.
 
-Bytes are each operand read once and each result written once, but of a slice only what is taken out, and of an update
-in place only what is put in: loops over layers slice stacked parameters, and would seem to read all layers in each.
+Each operand is read once and each result written once. A slice reads only the part that it takes, and an in-place
+update writes only the part that it replaces; otherwise each round of a loop over layers would count all stacked
+parameters.
 """
 
 import math
@@ -14,13 +15,13 @@ from typing import NamedTuple
 
 from jaxlc.hlo.parser import Computation, Instruction, Program
 
-# What becomes no kernel: names for arrays, or for parts of them.
+# Instructions that only name arrays or parts of them; they run no kernel.
 _NO_KERNEL = (
     "after-all", "bitcast", "constant", "get-tuple-element", "optimization-barrier", "parameter", "partition-id",
     "replica-id", "tuple",
 )  # fmt: skip
-_TAKES_PART = ("dynamic-slice", "gather", "slice")  # of their first operand
-_PUTS_IN = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is put into the first one
+_SLICES = ("dynamic-slice", "gather", "slice")  # read a part of their first operand
+_UPDATE_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand written into the first one
 _RENAMES = ("bitcast", "reshape")
 _FUSIONS = ("fusion", "fusion-start")
 _CUBLAS = "__cublas$"
@@ -29,18 +30,18 @@ ALLOCATE_BUFFER = "AllocateBuffer"
 
 class Cost(NamedTuple):
     flops: float  # of matrix products
-    dtype: str  # of what they multiply, as XLA names it; "" where there are none
-    bytes: int  # read from the GPU's memory, and written to it
+    dtype: str  # of their operands, XLA's name; "" without matrix products
+    bytes: int  # read from and written to device memory
 
 
 def kernel_cost(program: Program, computation: Computation, instruction: Instruction) -> Cost | None:
-    """Of one run of `instruction`; None if it runs no kernel. Not for loops and calls, nor for what is sent."""
+    """Cost of one run of `instruction`; None if it runs no kernel. Not for loops, calls, collectives, host copies."""
     if instruction.opcode in _NO_KERNEL or ALLOCATE_BUFFER in instruction.attributes.get("custom_call_target", ""):
         return None
     products = list(_products(program, computation, instruction))
     flops = sum(flops for flops, _ in products)
     dtype = max(products)[1] if products else ""
-    return Cost(flops, dtype, _moved_bytes(program, computation, instruction))
+    return Cost(flops, dtype, _memory_traffic_bytes(program, computation, instruction))
 
 
 def _products(program: Program, computation: Computation, instruction: Instruction) -> Iterator[tuple[float, str]]:
@@ -57,62 +58,62 @@ def _products(program: Program, computation: Computation, instruction: Instructi
 
 
 def matrix_product(computation: Computation, instruction: Instruction, contracted: str) -> tuple[float, str]:
-    """FLOPs and data type of a product that sums over the dimensions `contracted` of its left operand."""
+    """FLOPs and operand data type of a product that contracts the dimensions `contracted` of its left operand."""
     left = computation.operands(instruction)[0].arrays[0]
-    result = instruction.arrays[0]  # cuBLAS gives its workspace, too, after it
+    result = instruction.arrays[0]  # cuBLAS also returns its workspace, as the second result
     depth = math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", contracted))
     return 2.0 * math.prod(result.dims) * depth, left.dtype
 
 
-def _moved_bytes(program: Program, computation: Computation, instruction: Instruction) -> int:
+def _memory_traffic_bytes(program: Program, computation: Computation, instruction: Instruction) -> int:
     if instruction.opcode in _FUSIONS:
         return _fusion_bytes(program.computations[instruction.called[0]])
-    read = sum(_read_bytes(computation, instruction, place) for place in range(len(computation.operands(instruction))))
+    num_operands = len(computation.operands(instruction))
+    read = sum(_read_bytes(computation, instruction, index) for index in range(num_operands))
     return read + _written_bytes(computation, instruction)
 
 
 def _fusion_bytes(body: Computation) -> int:
     users: dict[str, list[tuple[Instruction, int]]] = {}
     for instruction in body:
-        for place, name in enumerate(instruction.operands):
-            users.setdefault(name, []).append((instruction, place))
+        for index, name in enumerate(instruction.operands):
+            users.setdefault(name, []).append((instruction, index))
 
     def read(name: str) -> int:
-        """Bytes of `name` that the fusion's instructions read."""
+        """Bytes of `name` that instructions of the fusion read."""
         return sum(
-            read(user.name) if user.opcode in _RENAMES else _read_bytes(body, user, place)
-            for user, place in users.get(name, ())
+            read(user.name) if user.opcode in _RENAMES else _read_bytes(body, user, index)
+            for user, index in users.get(name, ())
         )
 
     result = tuple(body)[-1]
     results = body.operands(result) if result.opcode == "tuple" else [result]
-    parameters = (each for each in body if each.opcode == "parameter")
-    return sum(min(read(each.name), _bytes(each)) for each in parameters) + sum(
-        _written_bytes(body, _renamed(body, each)) for each in results
-    )
+    parameters = (instruction for instruction in body if instruction.opcode == "parameter")
+    read_bytes = sum(min(read(parameter.name), _bytes(parameter)) for parameter in parameters)
+    return read_bytes + sum(_written_bytes(body, _renamed(body, result)) for result in results)
 
 
 def _renamed(body: Computation, instruction: Instruction) -> Instruction:
-    """What `instruction` is another name of."""
+    """The instruction that `instruction` is a bitcast or reshape of."""
     while instruction.opcode in _RENAMES:
         (instruction,) = body.operands(instruction)
     return instruction
 
 
-def _read_bytes(computation: Computation, instruction: Instruction, place: int) -> int:
-    """Of the operand at `place`. What is not there is of another computation, and a name only."""
-    if place == 0 and instruction.opcode in _TAKES_PART:
+def _read_bytes(computation: Computation, instruction: Instruction, index: int) -> int:
+    """Bytes that `instruction` reads of its operand number `index`."""
+    if index == 0 and instruction.opcode in _SLICES:
         return _bytes(instruction)
-    if place == 0 and instruction.opcode == "dynamic-update-slice":
+    if index == 0 and instruction.opcode == "dynamic-update-slice":
         return 0
-    if place == 0 and instruction.opcode == "scatter":  # adds to what is there
+    if index == 0 and instruction.opcode == "scatter":  # adds to the existing values
         return _written_bytes(computation, instruction)
-    return _bytes(computation.operands(instruction)[place])
+    return _bytes(computation.operands(instruction)[index])
 
 
 def _written_bytes(computation: Computation, instruction: Instruction) -> int:
-    if instruction.opcode in _PUTS_IN:
-        return _bytes(computation.operands(instruction)[_PUTS_IN[instruction.opcode]])
+    if instruction.opcode in _UPDATE_OPERAND:
+        return _bytes(computation.operands(instruction)[_UPDATE_OPERAND[instruction.opcode]])
     return _bytes(instruction)
 
 

@@ -1,9 +1,9 @@
-"""What XLA writes down about a program's memory under the compile option `xla_dump_to`.
+"""Reads the memory reports that XLA writes with the compile option `xla_dump_to`.
 
-Three of its files are read, whose form is the same in jax 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes
-of each memory space, `*live-range.txt` the arrays that are alive when the program holds most, and
-`*_after_optimizations.txt` the program with all its names: in newer versions `compiled.as_text()` leaves out what an
-asynchronous instruction wraps. Writing all of them costs less than compile times vary.
+Three of the files are read, whose format is the same in JAX 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes
+of each memory space, `*live-range.txt` the arrays that are alive at peak memory, and `*_after_optimizations.txt` the
+program with all instruction names: in newer versions, `compiled.as_text()` omits the computations that asynchronous
+instructions wrap. Writing the files takes less time than compile times vary.
 """
 
 import re
@@ -11,53 +11,53 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxlc.hlo import Program, parse
-from jaxlc.hlo.parser import Computation, Instruction
-from jaxlc.hlo.shapes import HOST_MEMORY
+from jaxlc.hlo.parser import HOST_MEMORY, Computation, Instruction, Program, parse
 
 _SPACE = re.compile(r"^Memory Space: .*\(color=(\d+)\)\nTotal bytes: (\d+)", re.MULTILINE)
 _ALIVE = re.compile(r"^ +(\S+)\{([\d,]*)\}: (\d+) bytes \(cumulative", re.MULTILINE)
 _DEVICE_MEMORY = 0
-_LONGEST_TRAIL = 16  # of instructions that only pass an array on
+_MAX_STEPS = 16  # through instructions that only pass an array on
 
 
 class LiveTensor(NamedTuple):
-    """An array on one device when the program holds most."""
+    """An array in device memory at the peak."""
 
     bytes: int
     shape: str  # as XLA writes it: "bf16[32,1,4096,4096]"
-    made_by: str  # the path of its JAX operation, or the name of an argument
+    made_by: str  # op_name of the instruction that made it, or the name of an argument
 
 
 class Dump(NamedTuple):
-    """What the files say."""
+    """Contents of the files."""
 
     program: Program
-    bytes_by_space: dict[int, int]  # by XLA's number of the memory space
-    alive_at_peak: tuple[tuple[str, tuple[int, ...], int], ...]  # instruction, place in its result, bytes
+    bytes_by_space: dict[int, int]  # by XLA's memory space
+    alive_at_peak: tuple[tuple[str, tuple[int, ...], int], ...]  # instruction, index into its result, bytes
 
     @property
     def symmetric_bytes(self) -> int:
-        """What lies in memory that other GPUs write to: space 1 is NVSHMEM's, newer versions use 7 for NCCL's."""
+        """Bytes in memory that other GPUs write to: space 1 is NVSHMEM's; newer versions use 7 for NCCL's."""
         return sum(size for space, size in self.bytes_by_space.items() if space not in (_DEVICE_MEMORY, HOST_MEMORY))
 
     def largest(self, number: int) -> tuple[LiveTensor, ...]:
-        """The largest arrays on the device at the peak."""
-        places = {each.name: (computation, each) for computation in self.program for each in computation}
-        found = []
+        """The `number` largest arrays in device memory at the peak."""
+        by_name = {
+            instruction.name: (computation, instruction) for computation in self.program for instruction in computation
+        }
+        tensors = []
         for name, index, size in sorted(self.alive_at_peak, key=lambda alive: -alive[2]):
-            if len(found) == number:
+            if len(tensors) == number:
                 break
-            computation, instruction = places[name]
+            computation, instruction = by_name[name]
             array = next((array for array in instruction.arrays if array.bytes == size), None)
             if array is not None and array.memory_space != HOST_MEMORY:
                 shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
-                found.append(LiveTensor(size, shape, maker(self.program, computation, instruction, index)))
-        return tuple(found)
+                tensors.append(LiveTensor(size, shape, maker(self.program, computation, instruction, index)))
+        return tuple(tensors)
 
 
 def read(directory: Path) -> Dump:
-    """Reads what compiling one program wrote into `directory`."""
+    """Reads the files that compiling one program wrote into `directory`."""
     (usage,) = directory.glob("*memory-usage-report.txt")
     (live_range,) = directory.glob("*live-range.txt")
     (program,) = directory.glob("*_after_optimizations.txt")
@@ -74,17 +74,17 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def maker(program: Program, computation: Computation, instruction: Instruction, index: tuple[int, ...]) -> str:
-    """The operation that made an array, found through loops, which carry what their bodies make.
+    """`op_name` of the instruction that made an array, followed through tuples, copies and the carries of loops.
 
     Args:
-      index: which part of the instruction's result, where that is a tuple.
+      index: path into the instruction's result, if that is a tuple.
     """
-    for _ in range(_LONGEST_TRAIL):
+    for _ in range(_MAX_STEPS):
         if instruction.opcode == "while" and index:
             computation = program.computations[instruction.attributes["body"].lstrip("%")]
             instruction = tuple(computation)[-1]
         elif instruction.opcode == "parameter" and index and computation is not program.entry:
-            instruction = tuple(computation)[-1]  # of the round before
+            instruction = tuple(computation)[-1]  # of the previous round
         if instruction.opcode == "tuple" and index:
             instruction, index = computation.operands(instruction)[index[0]], index[1:]
         elif instruction.opcode == "get-tuple-element":

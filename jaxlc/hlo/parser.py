@@ -1,4 +1,4 @@
-"""The text of a compiled program (`compiled.as_text()`) as computations of instructions.
+"""Parses the HLO text of a compiled program (`compiled.as_text()`) into computations and instructions.
 
     HloModule jit_step, is_scheduled=true, ...
     %body (...) -> ... {
@@ -7,26 +7,61 @@
     }
     ENTRY %main (...) -> ... {
 
-A callee stands before its callers, and where the module is scheduled, lines stand in the order in which they run.
+A computation precedes its callers. In a scheduled module, instructions are listed in the order in which they run.
+A shape is written `bf16[1,32768,32,128]{3,2,1,0:S(5)}`, where S(5) is the memory space; a tuple lists several.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from jaxlc.hlo.shapes import Array, parse_shape
+HOST_MEMORY = 5  # XLA's memory space of pinned host memory; 0 is device memory
 
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.$-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.$-]+) = (.*)")
 _NAME = re.compile(r"%([\w.$-]+)")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{([^{}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
 _CALLS = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation", "false_computation")
 
 
+class Array(NamedTuple):
+    """Shape of one array."""
+
+    dtype: str  # XLA's name: "bf16", "f32", "pred"
+    dims: tuple[int, ...]
+    memory_space: int
+
+    @property
+    def bytes(self) -> int:
+        return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
+
+
+def parse_shape(text: str) -> tuple[Array, ...]:
+    """All arrays of a shape, in order; nested tuples are flattened."""
+    return tuple(_array(*match.groups()) for match in _ARRAY.finditer(text))
+
+
+def _array(dtype: str, dims: str, layout: str | None) -> Array:
+    sizes = tuple(int(size.strip(" <=")) for size in dims.split(",") if size)  # "<=" marks an upper bound
+    space = _SPACE.search(layout or "")
+    return Array(dtype, sizes, int(space[1]) if space else 0)
+
+
+def _bits(dtype: str) -> int:
+    """Bits per element. A pred takes a byte, a token nothing; other names contain their width: s32, f8e4m3fn, c64."""
+    if dtype in ("token", "opaque"):
+        return 0
+    return 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+
+
 class Instruction:
-    """One line of a computation. What costs time to read is read when asked for."""
+    """One instruction of a computation. Properties are parsed on first use."""
 
     def __init__(self, name: str, shape: str, opcode: str, arguments: str, attributes: str):
         self.name, self.opcode = name, opcode
@@ -38,12 +73,12 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """What it makes; several where that is a tuple."""
+        """Arrays of its result; several for a tuple."""
         return parse_shape(self._shape)
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of instructions of the same computation."""
+        """Names of its operands, instructions of the same computation."""
         return tuple(_NAME.findall(self.arguments))
 
     @cached_property
@@ -52,18 +87,18 @@ class Instruction:
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that it runs."""
+        """Names of the computations that it calls."""
         return tuple(name for key in _CALLS for name in _NAME.findall(self.attributes.get(key, "")))
 
     @cached_property
     def op_name(self) -> str:
-        """The path of its JAX operation, such as "jit(step)/transpose(jvp())/while/body/ppermute"; "" if unknown."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes.get("metadata", ""))
-        return found[1] if found else ""
+        """Path of its JAX operation, e.g. "jit(step)/transpose(jvp())/while/body/ppermute"; "" if unknown."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes.get("metadata", ""))
+        return match[1] if match else ""
 
     @cached_property
     def backend_config(self) -> dict:
-        """What the GPU compiler notes for itself; empty where it notes nothing, or not in JSON."""
+        """The GPU compiler's annotations; empty if there are none, or if they are not JSON."""
         try:
             return json.loads(self.attributes.get("backend_config", "{}"))
         except json.JSONDecodeError:
@@ -72,6 +107,8 @@ class Instruction:
 
 @dataclass(frozen=True, eq=False)
 class Computation:
+    """A named sequence of instructions: the entry, a loop body, the body of a fusion."""
+
     name: str
     instructions: dict[str, Instruction]  # by name, in the program's order
 
@@ -84,34 +121,36 @@ class Computation:
 
 @dataclass(frozen=True, eq=False)
 class Program:
+    """An HLO module."""
+
     computations: dict[str, Computation]  # callees before callers
     entry: Computation
-    is_scheduled: bool  # the order of instructions is the order in which they run
+    is_scheduled: bool  # instructions are listed in the order in which they run
 
     def __iter__(self) -> Iterator[Computation]:
         return iter(self.computations.values())
 
 
 def parse(text: str) -> Program:
-    """Reads `compiled.as_text()`.
+    """Parses `compiled.as_text()`.
 
     Raises:
-      ValueError: the text has no entry computation.
+      ValueError: the text has no ENTRY computation.
     """
-    computations, entry, inside = {}, None, None
+    computations, entry, current = {}, None, None
     for line in text.splitlines():
-        if inside is None:
+        if current is None:
             header = _COMPUTATION.match(line)
             if header:
-                inside = computations[header[2]] = Computation(header[2], {})
-                entry = inside if header[1] else entry
+                current = computations[header[2]] = Computation(header[2], {})
+                entry = current if header[1] else entry
         elif line.startswith("}"):
-            inside = None
+            current = None
         else:
             instruction = _instruction(line)
-            inside.instructions[instruction.name] = instruction
+            current.instructions[instruction.name] = instruction
     if entry is None:
-        raise ValueError("this is no text of a compiled program: it has no ENTRY computation")
+        raise ValueError("not the text of a compiled program: no ENTRY computation")
     return Program(computations, entry, "is_scheduled=true" in text.partition("\n")[0])
 
 
@@ -128,17 +167,17 @@ _BRACKETS_AND_QUOTES = re.compile(r'[(){}\[\],]|"(?:[^"\\]|\\.)*"')
 
 
 def _closing(text: str, start: int) -> int:
-    """The place after the bracket that closes the one at `start`."""
+    """Index after the bracket that closes the one at `start`."""
     depth = 0
     for match in _BRACKETS_AND_QUOTES.finditer(text, start):
         depth += (match[0] in "({[") - (match[0] in ")}]")
         if depth == 0:
             return match.end()
-    raise ValueError(f"brackets do not close: {text}")
+    raise ValueError(f"unbalanced brackets: {text}")
 
 
 def _split(text: str) -> list[str]:
-    """Parts between the commas that stand in no bracket and in no quotes."""
+    """Splits at the commas that are outside of brackets and quotes."""
     parts, depth, start = [], 0, 0
     for match in _BRACKETS_AND_QUOTES.finditer(text):
         depth += (match[0] in "({[") - (match[0] in ")}]")

@@ -1,4 +1,4 @@
-"""How often each computation runs in one run of the program: what is in a loop runs once for each round."""
+"""How often each computation runs in one run of the program, from the trip counts of loops."""
 
 import re
 from collections import Counter
@@ -6,33 +6,38 @@ from collections import Counter
 from jaxlc.hlo.parser import Instruction, Program
 
 
-def executions(program: Program) -> Counter[str]:
-    """Times each computation runs, by name. Of a conditional every branch counts: no more often than this.
+def count_executions(program: Program) -> Counter[str]:
+    """How often each computation runs, by name. Every branch of a conditional counts, so this is an upper bound.
 
     Raises:
-      ValueError: a loop whose number of rounds the text does not tell.
+      ValueError: the trip count of a loop is unknown.
     """
-    times = Counter({program.entry.name: 1})
+    counts = Counter({program.entry.name: 1})
     for computation in reversed(list(program)):  # callers before callees
         for instruction in computation:
             rounds = trip_count(program, instruction) if instruction.opcode == "while" else 1
             for callee in instruction.called:
-                times[callee] += rounds * times[computation.name]
-    return times
+                counts[callee] += rounds * counts[computation.name]
+    return counts
 
 
 def trip_count(program: Program, loop: Instruction) -> int:
-    """Rounds of a `while` instruction: the compiler's own note, or the constant that its condition compares with."""
+    """Trip count of a `while`: the compiler's annotation, or the constant to which its condition compares.
+
+    Raises:
+      ValueError: neither is there.
+    """
     known = loop.backend_config.get("known_trip_count")
     if known:
         return int(known["n"])
     (condition,) = re.findall(r"%?([\w.$-]+)", loop.attributes["condition"])
     constants, is_below = [], False
-    for name in (condition, *(name for each in program.computations[condition] for name in each.called)):
+    callees = (name for instruction in program.computations[condition] for name in instruction.called)
+    for name in (condition, *callees):
         for instruction in program.computations[name]:
             if instruction.opcode == "constant" and instruction.arguments.lstrip("-").isdigit():
                 constants.append(int(instruction.arguments))
             is_below |= instruction.attributes.get("direction") == "LT"
     if len(constants) != 1 or not is_below:
-        raise ValueError(f"the number of rounds of loop %{loop.name} is not known")
+        raise ValueError(f"unknown trip count of loop %{loop.name}")
     return constants[0]  # jax.lax.scan and fori_loop count from 0 by 1

@@ -1,4 +1,4 @@
-"""Changes of a config that make its step fit, each found by compiling it: single ones, and at last all together."""
+"""Searches for changes of a config that make its step fit, by compiling: single changes, and last all together."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -14,22 +14,22 @@ from jaxlc.plan.memory import Memory
 from jaxlc.plan.report import Change, Plan
 from jaxlc.simulate.topology import Topology
 
-_ENOUGH = 2  # changes that fit; the rest costs the user more
-_FEWEST_CHUNK_TOKENS = 256  # below, the loss's matrix products are too small for the GPU
-_TILE_TOKENS = (32_768, 16_384, 8_192)  # the larger the fewer times around a ring
-_REMAT_COSTS = {  # each keeps less than the one before
+_NUM_FITTING = 2  # the search ends after this many changes that fit; later ones cost more time
+_MIN_CHUNK_TOKENS = 256  # below, the loss's matrix products are too small for the GPU
+_TILE_TOKENS = (32_768, 16_384, 8_192)  # larger tiles send KV blocks around the ring fewer times
+_REMAT_COSTS = {  # each saves fewer activations than the one before
     "none": "",
-    "matmuls": "what is cheap in a layer is computed twice",
-    "attention": "a layer's matrix products are computed twice, attention is not",
-    "full": "a layer's whole forward is computed twice, with its hops",
+    "matmuls": "recomputes the cheap parts of a layer",
+    "attention": "recomputes a layer's matrix products, but not attention",
+    "full": "recomputes a layer's whole forward pass, including its communication",
 }
 
 
 class Candidate(NamedTuple):
-    """A change of one thing, which may take several settings."""
+    """One change, which may consist of several settings."""
 
     settings: dict[str, int | str | tuple[str, ...]]  # "memory.remat" -> "full"
-    cost: str  # in time, in words
+    cost: str  # what it costs in time, as text
 
     @property
     def overrides(self) -> str:
@@ -41,13 +41,13 @@ def plan_with_advice(config: ConfigDict | Config, gpus: Topology, starting: Call
     """The plan of `config`, with advice if it does not fit; see `compile.plan_step`.
 
     Args:
-      starting: is told what is compiled next.
-      options: of `compile.plan_step`, for `config` itself.
+      starting: called with a description of each program before it is compiled.
+      options: further arguments of `compile.plan_step` for `config` itself.
     """
     config = on_gpus(config, gpus)
-    found = plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), **options)
-    if found.memory.fits:
-        return found
+    plan = plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), **options)
+    if plan.memory.fits:
+        return plan
     changes = []
     for candidate in candidates(config):
         memory = _memory_with(config, candidate, gpus, starting)
@@ -60,13 +60,13 @@ def plan_with_advice(config: ConfigDict | Config, gpus: Topology, starting: Call
             host_bytes_per_node=memory.host_bytes_per_node,
             fits=memory.fits,
         ))  # fmt: skip
-        if sum(change.fits for change in changes) == _ENOUGH:
+        if sum(change.fits for change in changes) == _NUM_FITTING:
             break
-    return dataclasses.replace(found, advice=tuple(changes))
+    return dataclasses.replace(plan, advice=tuple(changes))
 
 
 def _memory_with(config: Config, candidate: Candidate, gpus: Topology, starting) -> Memory | None:
-    """None if the change contradicts the rest of the config."""
+    """Memory of the step with the change; None if the change is invalid for this config."""
     try:
         changed = with_settings(config, candidate.settings)
         return plan_step(changed, gpus, lambda: starting(f"with {candidate.overrides}")).memory
@@ -75,28 +75,26 @@ def _memory_with(config: Config, candidate: Candidate, gpus: Topology, starting)
 
 
 def candidates(config: Config) -> Iterator[Candidate]:
-    """Changes that may save memory, those that cost least time first. Not all of them need be possible."""
-    for changes in _CHEAPEST_FIRST:
+    """Changes that may save memory, in order of estimated cost in time. Some may be invalid for the config."""
+    for changes in _BY_COST:
         yield from changes(config)
 
 
 def _smaller_loss_chunks(config: Config) -> Iterator[Candidate]:
     tokens = config.memory.loss_chunk_tokens // 4
-    if tokens >= _FEWEST_CHUNK_TOKENS:
+    if tokens >= _MIN_CHUNK_TOKENS:
         yield Candidate({"memory.loss_chunk_tokens": tokens}, "smaller matrix products in the loss")
 
 
-def _fewer_rows_at_a_time(config: Config) -> Iterator[Candidate]:
+def _smaller_microbatches(config: Config) -> Iterator[Candidate]:
     steps = 2 * config.train.gradient_accumulation_steps
-    yield Candidate(
-        {"train.gradient_accumulation_steps": steps}, "the batch in more parts, and weights gathered for each"
-    )
+    yield Candidate({"train.gradient_accumulation_steps": steps}, "smaller microbatches; weights are gathered for each")
 
 
-def _parameters_split(config: Config) -> Iterator[Candidate]:
+def _fully_sharded_parameters(config: Config) -> Iterator[Candidate]:
     if config.mesh.data > 1:
         yield Candidate(
-            {"mesh.data": 1, "mesh.fsdp": config.mesh.fsdp * config.mesh.data}, "each layer's weights are gathered"
+            {"mesh.data": 1, "mesh.fsdp": config.mesh.fsdp * config.mesh.data}, "weights are gathered for each layer"
         )
 
 
@@ -107,22 +105,22 @@ def _more_remat(config: Config) -> Iterator[Candidate]:
 
 
 def _offload(config: Config) -> Iterator[Candidate]:
-    """Layers' inputs to the host, and fewer of them."""
+    """Offloads the inputs of layers to host memory, or saves fewer of them."""
     if "residual" not in config.memory.offload:
         settings = {"memory.remat": "full", "memory.offload": (*config.memory.offload, "residual")}
-        yield Candidate(settings, "every layer's input to host memory and back, beside everything being recomputed")
+        yield Candidate(settings, "copies every layer's input to host memory and back, and recomputes everything else")
     if config.memory.layers_per_remat_group == 1:
         settings = {"memory.remat": "attention", "memory.layers_per_remat_group": 2}
-        yield Candidate(settings, "everything computed again, two layers at a time")
+        yield Candidate(settings, "recomputes everything, two layers at a time")
 
 
 def _ring(config: Config) -> Iterator[Candidate]:
     if config.attention.strategy in ("all_gather", "ulysses"):
-        yield Candidate({"attention.strategy": "ring"}, "hops, which hide behind attention where it takes long enough")
+        yield Candidate({"attention.strategy": "ring"}, "ring steps, whose communication overlaps with attention")
 
 
 def _more_context(config: Config) -> Iterator[Candidate]:
-    """Context in place of another axis; of rows, so many fewer at a time."""
+    """Moves devices from another axis to context; with a batch axis, microbatches become smaller accordingly."""
     for axis in (FSDP, DATA, TENSOR):
         size = getattr(config.mesh, axis)
         for factor in dict.fromkeys((2, size)):
@@ -131,61 +129,69 @@ def _more_context(config: Config) -> Iterator[Candidate]:
             settings = {f"mesh.{axis}": size // factor, f"mesh.{CONTEXT}": config.mesh.context * factor}
             if axis in BATCH_AXES:
                 settings["train.gradient_accumulation_steps"] = config.train.gradient_accumulation_steps * factor
-            yield Candidate(settings, f"a longer ring in place of {axis}")
+            yield Candidate(settings, f"a longer ring instead of {axis}")
 
 
 def _more_tensor(config: Config) -> Iterator[Candidate]:
     if config.mesh.context % 2 == 0:
         settings = {"mesh.context": config.mesh.context // 2, "mesh.tensor": config.mesh.tensor * 2}
-        yield Candidate(settings, "a shorter ring, and more to gather around each matrix product")
+        yield Candidate(settings, "a shorter ring, and more communication around each matrix product")
 
 
 def _moments_on_host(config: Config) -> Iterator[Candidate]:
     if config.memory.optimizer == "device":
-        yield Candidate({"memory.optimizer": "host"}, "AdamW's moments from host memory and back in every update")
+        yield Candidate(
+            {"memory.optimizer": "host"}, "copies AdamW's moments from host memory and back in every update"
+        )
 
 
 def _weights_on_host(config: Config) -> Iterator[Candidate]:
     if config.memory.parameters == "device":
         settings = {"memory.parameters": "host"} | _at_most(config, "attention")
-        yield Candidate(settings, "weights from host memory twice a step and for the update, gradients there")
+        yield Candidate(
+            settings, "copies weights from host memory twice per step and for the update, and gradients to it"
+        )
 
 
 def _tiles(config: Config) -> Iterator[Candidate]:
-    """Of the sizes that divide a device's tokens the largest that leaves four tiles or more."""
+    """The largest tile size that divides a device's tokens into at least four tiles."""
     tokens = config.data.seq_len // config.mesh.context
     sizes = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size]
     if sizes and not config.memory.tile_tokens:
         settings = {"memory.tile_tokens": sizes[0]} | _at_most(config, "attention")
         if config.attention.strategy == "all_gather":
             settings["attention.strategy"] = "ring"
-        yield Candidate(settings, "layers in tiles of tokens, each with an exchange or a ring of its own")
+        yield Candidate(settings, "runs layers in tiles of tokens; each tile has its own exchanges")
 
 
 def _everything(config: Config) -> Iterator[Candidate]:
-    """Where no single change is enough. Groups of layers spare the host; the GPU then holds a layer's input more."""
+    """All changes together. Groups of layers need less host memory, and one layer's input more on the GPU."""
     settings = {}
     for change in (_tiles, _moments_on_host, _weights_on_host):
         for candidate in change(config):
             settings |= candidate.settings
     settings |= {"memory.remat": "full", "memory.offload": ("residual",)}
-    yield Candidate(settings, "all of these together: layers computed again, and what waits is on the host")
+    yield Candidate(
+        settings,
+        "all of these together: recomputes layers; saved activations and the training state are in host memory",
+    )
     if config.memory.layers_per_remat_group == 1:
         yield Candidate(
-            settings | {"memory.layers_per_remat_group": 2}, "the same, two layers at a time: half of it on the host"
+            settings | {"memory.layers_per_remat_group": 2},
+            "the same, two layers at a time: half the saved activations in host memory",
         )
 
 
 def _at_most(config: Config, remat: str) -> dict[str, str]:
-    """The setting of remat, if layers keep more now than with `remat`."""
+    """The setting memory.remat=`remat`, if the config saves more activations than that."""
     names = list(_REMAT_COSTS)
     return {"memory.remat": remat} if names.index(config.memory.remat) < names.index(remat) else {}
 
 
-_CHEAPEST_FIRST: tuple[Callable[[Config], Iterator[Candidate]], ...] = (
+_BY_COST: tuple[Callable[[Config], Iterator[Candidate]], ...] = (
     _smaller_loss_chunks,
-    _fewer_rows_at_a_time,
-    _parameters_split,
+    _smaller_microbatches,
+    _fully_sharded_parameters,
     _ring,
     _more_remat,
     _more_context,

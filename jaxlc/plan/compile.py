@@ -1,4 +1,4 @@
-"""Compiles the very step that training runs, for GPUs that are not here, and reads it."""
+"""Compiles the training step ahead of time for absent GPUs, and analyzes the compiled program."""
 
 import dataclasses
 import tempfile
@@ -16,14 +16,13 @@ from jaxlc.config import Config, load
 from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import parse
-from jaxlc.hlo.attention_hops import hops
-from jaxlc.hlo.collectives import collectives
+from jaxlc.hlo import analyze
 from jaxlc.hlo.memory_dump import Dump, read
 from jaxlc.plan import memory, summary
 from jaxlc.plan.report import Plan
 from jaxlc.simulate.roofline import Roofline
-from jaxlc.simulate.timeline import DEFAULT_RATES, predict
+from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
+from jaxlc.simulate.timeline import predict
 from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
 from jaxlc.train import verify_compiled
 from jaxlc.train.state import HOST, PINNED_HOST
@@ -36,38 +35,38 @@ def plan_step(
     config: ConfigDict | Config,
     gpus: Topology,
     starting: Callable[[], None],
-    rates: Roofline = DEFAULT_RATES,
+    roofline: Roofline = DEFAULT_ROOFLINE,
     timeline_path: str = "",
 ) -> Plan:
-    """Compiles the training step of `config` for `gpus` and reads from it what a run will do.
+    """Compiles the training step of `config` ahead of time for `gpus`, analyzes the program and summarizes it.
 
-    What config.runtime says about devices and processes here counts for nothing.
+    Settings of config.runtime that concern this machine (simulated devices, processes) are ignored.
 
     Args:
-      starting: called when everything is checked and the compiler starts.
-      rates: for the predicted time.
-      timeline_path: where a picture of one layer's predicted time is written; empty: nowhere.
+      starting: called after all checks, when the compiler starts.
+      roofline: for all estimated times: the step, and which ring steps attention hides.
+      timeline_path: file for a plot of one layer's estimated timeline; empty: no plot.
     Raises:
-      UserError: whatever the user can mend: a mesh of another size, a kernel or transport that cannot be used, or
-        is not what the compiler took, arrays too large.
+      UserError: invalid user input: a mesh of another size, an unsupported kernel or transport, a transport that the
+        compiler did not use, arrays too large for the compiler.
     """
     if timeline_path:
         extras.require("matplotlib", "the picture of the timeline")
     config = on_gpus(config, gpus)
     step = build_step(config, make_mesh(gpus, config.mesh))
-    kernel, hops_by = step.kernel, step.transport  # what cannot be is told before the compiler starts
+    kernel, transport = step.kernel, step.transport  # unsupported choices are reported before compilation
     starting()
     start_seconds = time.perf_counter()
     compiled, dump = compile_step(step)
     seconds = time.perf_counter() - start_seconds
-    program = parse(compiled.as_text())
-    sent, found = collectives(program), hops(program)
-    warnings = verify_compiled.check(step, found)
+    program = analyze(compiled.as_text())
+    warnings = verify_compiled.check(step, program.attention_collectives)
     verify_compiled.check_memory(step, program)
+    model = TimeModel(gpus, config, roofline)
     if timeline_path:
         from jaxlc.simulate import timeline_plot  # imported here because matplotlib is slow to import
 
-        timeline_plot.plot_layer(program, gpus, config, Path(timeline_path), rates)
+        timeline_plot.plot_layer(program, model, Path(timeline_path))
     return Plan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
@@ -75,21 +74,22 @@ def plan_step(
         sequence_tokens=config.data.seq_len,
         tokens_per_step=config.tokens_per_step,
         compile_seconds=seconds,
-        predicted=predict(program, gpus, config, rates),
-        memory=memory.measure(step, gpus, compiled, program, sent, dump),
-        collectives=summary.traffic(sent, dict(step.mesh.shape), gpus.gpus_per_domain),
-        ring=summary.ring(found, gpus),
+        predicted=predict(program, model),
+        memory=memory.measure(step, gpus, compiled, program, dump),
+        collectives=summary.collective_stats(program.collectives, dict(step.mesh.shape), gpus.gpus_per_domain),
+        ring=summary.ring(program.attention_collectives, model),
         kernels=summary.kernels(program),
         kernel_choice=f"{kernel.name} ({kernel.reason})",
-        transport_choice="; ".join([f"{hops_by.name} ({hops_by.reason})", *warnings]),
+        transport_choice="; ".join([f"{transport.name} ({transport.reason})", *warnings]),
+        hints=hints(step),
     )
 
 
 def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
-    """The config as it is checked on `gpus`: whatever simulates devices or names processes is left out.
+    """The config as it is checked for `gpus`, without simulated devices and process numbers.
 
     Raises:
-      UserError: the mesh is not of so many devices; names overrides that are.
+      UserError: the mesh has a different number of devices; the message names overrides that fit.
     """
     config = load(config)
     config = dataclasses.replace(
@@ -98,17 +98,31 @@ def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
     if config.mesh.num_devices == gpus.num_gpus:
         return config
     axes = " x ".join(f"{axis}={size}" for axis, size in vars(config.mesh).items())
-    sentence = f"the mesh {axes} needs {config.mesh.num_devices} GPUs and {gpus} has {gpus.num_gpus}"
+    problem = f"the mesh {axes} needs {config.mesh.num_devices} GPUs and {gpus} has {gpus.num_gpus}"
     mesh = working_mesh(config, gpus.num_gpus)
     advice = f"use {mesh_overrides(config.mesh, mesh)}, or" if mesh else "no mesh of its size splits this model; use"
-    raise UserError(f"{sentence}; {advice} another --topology, of {config.mesh.num_devices} GPUs")
+    raise UserError(f"{problem}; {advice} another --topology, of {config.mesh.num_devices} GPUs")
+
+
+def hints(step: TrainStep) -> tuple[str, ...]:
+    """Settings that may make the step faster, as sentences."""
+    attention = step.config.attention
+    if not attention.document_mask or step.kernel.name == "cudnn":
+        return ()
+    unmasked = dataclasses.replace(step.config, attention=dataclasses.replace(attention, document_mask=False))
+    if build_step(unmasked, step.mesh).kernel.name != "cudnn":
+        return ()
+    return (
+        "--config.attention.document_mask=False allows the cuDNN attention kernel, which is faster than"
+        f" {step.kernel.name}; tokens then attend to earlier documents of their sequence",
+    )
 
 
 def compile_step(step: TrainStep) -> tuple[Compiled, Dump]:
-    """The step's executable, and what the compiler wrote down about it.
+    """The executable of the step, and the compiler's memory reports.
 
     Raises:
-      UserError: its arrays are too large for the compiler, or for the host's memory.
+      UserError: arrays too large for the compiler, or not enough memory on this machine.
     """
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -119,14 +133,14 @@ def compile_step(step: TrainStep) -> tuple[Compiled, Dump]:
         except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
             first_line = str(error).partition("\n")[0]
             raise UserError(
-                f"a step of config.data.seq_len={step.config.data.seq_len} cannot be compiled:"
-                f" {first_line}; use fewer, or split them over a larger config.mesh.context"
+                f"compilation failed with config.data.seq_len={step.config.data.seq_len}: {first_line}; use a shorter"
+                " sequence or a larger config.mesh.context"
             ) from error
         return compiled, read(Path(directory))
 
 
 def place_state(step: TrainStep, lowered: Lowered) -> None:
-    """Tells the lowered `step` which arrays of the state rest in host memory: its devices need not be here."""
+    """Writes into the lowered `step` which arrays of the state are in host memory; its devices may be absent."""
     kinds = [PINNED_HOST if space is HOST else None for space in jax.tree.leaves(step.memory_spaces)]
     if any(kinds):
         others = [None] * len(step.abstract_batch)
@@ -134,33 +148,34 @@ def place_state(step: TrainStep, lowered: Lowered) -> None:
 
 
 def place_in_memory(lowered: Lowered, arguments: Sequence[str | None], results: Sequence[str | None]) -> None:
-    """Writes memory kinds into a lowered program, before `.compile()`, since JAX drops those of GPUs that are not here.
+    """Writes memory kinds into a lowered program, before `.compile()`, because JAX drops those of absent GPUs.
 
-    Such devices list no memories, so that a sharding with memory_kind="pinned_host" leaves no trace, and the bytes
-    would count as the GPU's. An argument that is given up to a result in another memory is so no more. Not for a
-    function that was compiled before: JAX keeps its executable, and does not see that the program has changed.
+    Absent devices list no memories, so a sharding with memory_kind="pinned_host" has no effect, and the bytes would
+    count as device memory. Donation of an argument to a result in another memory is removed. The function must not
+    have been compiled before: JAX caches its executable, and does not notice that the program has changed.
 
     Args:
-      arguments, results: for each leaf "pinned_host" or "device", or None, which leaves it as it is.
+      arguments, results: for each leaf "pinned_host" or "device", or None to keep it as it is.
     """
     kept = kept_argument_indices(lowered)
     module = lowered.compiler_ir("stablehlo")
-    (main,) = (each for each in module.body.operations if _is_main(each))
+    (main,) = (operation for operation in module.body.operations if _is_main(operation))
     with module.context:
         result_attributes = [
-            _with_kind(each, kind) for each, kind in zip(main.attributes["res_attrs"], results, strict=True)
+            _with_kind(attributes, kind) for attributes, kind in zip(main.attributes["res_attrs"], results, strict=True)
         ]
         argument_attributes = [
-            _with_kind(each, arguments[index]) for each, index in zip(main.attributes["arg_attrs"], kept, strict=True)
+            _with_kind(attributes, arguments[index])
+            for attributes, index in zip(main.attributes["arg_attrs"], kept, strict=True)
         ]
-        for each in argument_attributes:
-            aliased_output = each.get(_ALIAS)
-            if aliased_output is not None and _kind(each) != _kind(
+        for named in argument_attributes:
+            aliased_output = named.get(_ALIAS)
+            if aliased_output is not None and _kind(named) != _kind(
                 result_attributes[ir.IntegerAttr(aliased_output).value]
             ):
-                del each[_ALIAS]
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in argument_attributes])
-        main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in result_attributes])
+                del named[_ALIAS]
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(named) for named in argument_attributes])
+        main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(named) for named in result_attributes])
 
 
 def _is_main(operation) -> bool:
@@ -168,7 +183,7 @@ def _is_main(operation) -> bool:
 
 
 def _with_kind(attributes, kind: str | None) -> dict:
-    named = {each.name: each.attr for each in ir.DictAttr(attributes)}
+    named = {attribute.name: attribute.attr for attribute in ir.DictAttr(attributes)}
     return named | ({_KIND: ir.StringAttr.get(kind)} if kind else {})
 
 

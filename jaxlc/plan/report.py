@@ -1,26 +1,25 @@
-"""What the plan found: as a page to read, and as JSON with stable keys."""
+"""The result of a plan: a plain-text page, and JSON with stable keys."""
 
 import dataclasses
-import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import DEFAULT_POOL_SHARE, USABLE_HOST_SHARE, USABLE_SHARE, Memory
 from jaxlc.plan.summary import CollectiveStats, Ring
 from jaxlc.simulate.timeline import Prediction
 
-_ASK = "jaxlc.plan.plan(config, topology, advise=True)"  # who is in a notebook asks like this
+_ADVISE_CALL = "jaxlc.plan.plan(config, topology, advise=True)"  # for notebooks
 _WIDTH = 118
-_LONGEST_PATH = 70  # characters of an operation's name
-_SMALL_BYTES = 2**20  # collectives that send less in a whole step are summed up in one line
+_SMALL_BYTES = 2**20  # collectives that send less per step share one line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Settings under which the step was compiled again."""
+    """Settings with which the step was compiled again."""
 
-    overrides: str  # of the command line: "--config.memory.remat=full"
+    overrides: str  # command-line flags: "--config.memory.remat=full"
     cost: str
     device_peak_bytes: int
     host_bytes_per_node: int
@@ -29,7 +28,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A training step compiled for GPUs that are not here. Bytes are of one GPU, counts of one optimizer step."""
+    """A training step compiled ahead of time. Bytes are per GPU, counts per optimizer step."""
 
     topology: str
     num_devices: int
@@ -42,168 +41,187 @@ class Plan:
     collectives: tuple[CollectiveStats, ...]
     ring: Ring
     kernels: dict[str, int]
-    kernel_choice: str  # of attention, and why that one
-    transport_choice: str  # of attention's hops, and why that one
-    advice: tuple[Change, ...] | None = None  # None: not asked for
+    kernel_choice: str  # the attention kernel, and why it was selected
+    transport_choice: str  # the transport of attention's collective permutes, and why it was selected
+    hints: tuple[str, ...] = ()  # settings that may make the step faster
+    advice: tuple[Change, ...] | None = None  # None: not requested
 
     def __str__(self) -> str:
-        return page(self, _ASK)
+        return page(self, _ADVISE_CALL)
 
     def to_json(self) -> dict:
-        """Plain JSON types."""
+        """The plan as plain JSON types."""
         values = dataclasses.asdict(self)
         values["memory"] |= {name: getattr(self.memory, name) for name in _DERIVED}
-        values["memory"]["largest"] = [each._asdict() for each in self.memory.largest]
-        values["collectives"] = [each._asdict() | {"axes": list(each.axes)} for each in self.collectives]
+        values["memory"]["largest"] = [tensor._asdict() for tensor in self.memory.largest]
+        values["collectives"] = [stats._asdict() | {"axes": list(stats.axes)} for stats in self.collectives]
         return values
 
 
 _DERIVED = ("symmetric_bytes", "device_peak_bytes", "pool_share", "fits")
 
 
-def page(plan: Plan, how_to_ask: str) -> str:
+def page(plan: Plan, advise_command: str) -> str:
     """Plain text of at most 120 columns.
 
     Args:
-      how_to_ask: the command that compiles for changes that fit, told where the step does not.
+      advise_command: the command that searches for settings that fit; printed if the step does not fit.
     """
     sections = (
-        _head(plan), _memory(plan.memory), _collectives(plan), _ring(plan), _kernels(plan), _predicted(plan.predicted)
+        _head(plan), _memory(plan.memory), _collectives(plan), _ring(plan), _kernels(plan), _time(plan.predicted)
     )  # fmt: skip
     lines = [line for section in sections for line in (*section, "")]
-    return "\n".join([*lines, *_verdict(plan, how_to_ask)])
+    return "\n".join([*lines, *_verdict(plan, advise_command)])
 
 
 def _head(plan: Plan) -> Iterator[str]:
     axes = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     yield f"{plan.topology}: {plan.num_devices} GPUs, {axes}; compiled in {plan.compile_seconds:.0f} s"
-    yield f"rows of {plan.sequence_tokens:,} tokens, {plan.tokens_per_step:,} tokens a step"
-    yield from textwrap.wrap(f"attention kernel {plan.kernel_choice}", _WIDTH, subsequent_indent="  ")
-    yield from textwrap.wrap(f"transport {plan.transport_choice}", _WIDTH, subsequent_indent="  ")
+    yield f"sequence length {plan.sequence_tokens:,}, {plan.tokens_per_step:,} tokens per step"
+    yield from _wrapped(f"attention kernel: {plan.kernel_choice}")
+    yield from _wrapped(f"transport: {plan.transport_choice}")
+    for hint in plan.hints:
+        yield from _wrapped(f"hint: {hint}")
 
 
 def _memory(memory: Memory) -> Iterator[str]:
-    yield "MEMORY of a GPU                  GiB"
+    yield "MEMORY per GPU                   GiB"
     yield _row("arguments", memory.device_arguments_bytes)
     yield _row("  parameters", memory.parameters_bytes)
-    yield _row("  optimizer", memory.optimizer_bytes)
+    yield _row("  optimizer state", memory.optimizer_bytes)
     yield _row("  batch", memory.batch_bytes)
     yield _row("temporaries", memory.device_temp_bytes)
-    yield _row("kernel workspaces", memory.workspace_bytes, "at most; not known to the compiler without a GPU")
-    yield _row("symmetric buffers", memory.symmetric_bytes, f"of which {_gib(memory.symmetric_used_bytes)} are used")
-    yield _row("NCCL's buffers", memory.nccl_bytes, "at most; an estimate")
+    yield _row("kernel workspaces", memory.workspace_bytes, "upper bound")
+    yield _row("symmetric buffers", memory.symmetric_bytes, f"{_gib(memory.symmetric_used_bytes)} of them used")
+    yield _row("NCCL buffers", memory.nccl_bytes, "upper bound")
     yield _row("peak", memory.device_peak_bytes)
-    beside = f", and {_gib(memory.unified_host_bytes)} of the host's" if memory.unified_host_bytes else ""
-    yield _row("usable", memory.usable_bytes, f"{USABLE_SHARE:.0%} of {_gib(memory.device_capacity_bytes)}{beside}")
+    host = f" + {_gib(memory.unified_host_bytes)} of host memory" if memory.unified_host_bytes else ""
+    yield _row("usable", memory.usable_bytes, f"{USABLE_SHARE:.0%} of {_gib(memory.device_capacity_bytes)}{host}")
     if memory.is_unified_over_pcie:
-        yield "  runtime.unified_memory is not counted: these GPUs reach their host over PCIe, far too slow"
+        yield "  runtime.unified_memory is ignored: over PCIe it would be too slow"
     if memory.host_bytes_per_device:
         yield _row("pinned host memory", memory.host_bytes_per_device)
         yield _row("  parameters", memory.host_parameters_bytes)
-        yield _row("  optimizer", memory.host_optimizer_bytes)
+        yield _row("  optimizer state", memory.host_optimizer_bytes)
     usable_bytes = USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
-    yield _row("a node's pinned host memory", memory.host_bytes_per_node, f"usable for both: {_gib(usable_bytes)}")
-    yield _row("a node's checkpoint staging", memory.staging_bytes_per_node, "while a checkpoint is written")
-    yield "largest arrays when the program holds most"
-    for each in memory.largest:
-        yield _row(f"  {each.shape}", each.bytes, _short(each.made_by))
+    usable = f"usable for both: {_gib(usable_bytes)} of {_gib(memory.host_capacity_per_node_bytes)} (--host-memory-gib)"
+    yield _row("node: pinned host memory", memory.host_bytes_per_node, usable)
+    yield _row("node: checkpoint staging", memory.staging_bytes_per_node, "while a checkpoint is written")
+    yield "largest arrays in device memory at the peak"
+    for tensor in memory.largest:
+        yield _row(f"  {tensor.shape}", tensor.bytes, label(tensor.made_by))
 
 
 def _collectives(plan: Plan) -> Iterator[str]:
-    yield "COLLECTIVES of a step       times  GiB sent  over"
-    large = [each for each in plan.collectives if each.bytes >= _SMALL_BYTES]
-    for each in large:
-        where = "network" if each.crosses_domains else "NVLink"
-        how = " ".join(filter(None, (each.backend, each.mode)))
-        yield f"  {each.kind:<22} {each.count:>9,} {_gib(each.bytes):>9}  {where:<8} {'+'.join(each.axes):<24} {how}"
-    small = [each for each in plan.collectives if each.bytes < _SMALL_BYTES]
-    yield f"  {'of less than 1 MiB':<22} {sum(each.count for each in small):>9,}"
+    yield "COLLECTIVES per step        count  GiB sent  link     mesh axes                transport"
+    for stats in plan.collectives:
+        if stats.bytes >= _SMALL_BYTES:
+            link = "network" if stats.crosses_domains else "NVLink"
+            transport = " ".join(filter(None, (stats.backend, stats.mode)))
+            sent, axes = _gib(stats.bytes), "+".join(stats.axes)
+            yield f"  {stats.kind:<22} {stats.count:>9,} {sent:>9}  {link:<8} {axes:<24} {transport}"
+    small = sum(stats.count for stats in plan.collectives if stats.bytes < _SMALL_BYTES)
+    yield f"  {'others, under 1 MiB':<22} {small:>9,}"
 
 
 def _ring(plan: Plan) -> Iterator[str]:
     ring = plan.ring
     if not ring.hops:
-        yield "RING: no hops"
+        yield "RING: no collective permutes"
         return
-    by = ", ".join(f"{count:,} by {name}" for name, count in ring.by_backend.items())
-    yield f"RING: {ring.hops:,} hops, {by}; by the model of time (jaxlc/core/hardware.py)"
-    exposed = f"{ring.exposed:,} exposed ({ring.exposed_forward:,} in the forward)"
-    yield f"  {ring.hidden:,} hidden behind attention, {exposed}"
+    yield "RING: collective permutes    count per step"
+    for name, count in ring.by_backend.items():
+        yield _count_row(f"over {name}", count)
+    yield _count_row(
+        "hidden by attention", ring.hidden, "estimated: overlapping attention kernels take at least as long"
+    )
+    yield _count_row("not hidden by attention", ring.exposed, f"{ring.exposed_forward:,} in the forward pass")
+    if ring.exposed:
+        yield "  Other kernels may hide the rest; the estimated time below counts only what no kernel hides."
     if ring.exposed and plan.memory.is_at_schedulers_limit:
-        yield "  XLA gives up overlap where temporaries near the limit it sets itself (docs/plan.md); this lifts it:"
+        yield "  XLA gives up overlap when temporaries reach its scheduler's limit (docs/plan.md). To raise the limit:"
         yield "  XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=160"
 
 
 def _kernels(plan: Plan) -> Iterator[str]:
-    yield "KERNELS of a step           times"
+    yield "KERNELS per step            count"
     for name, count in plan.kernels.items():
-        note = "on a GPU XLA also tries cuBLAS, and takes the faster" if name == "triton gemm" else ""
+        note = "on a GPU, XLA also tries cuBLAS and uses the faster one" if name == "triton gemm" else ""
         yield f"  {name:<34} {count:>7,}  {note}".rstrip()
 
 
-def _predicted(predicted: Prediction) -> Iterator[str]:
-    yield "PREDICTED TIME of a step, by a model that no GPU has confirmed (docs/calibration.md)"
-    speed = f"{predicted.tokens_per_second_per_device:,.0f} tokens/s a GPU, MFU {predicted.mfu_causal:.1%} (causal)"
-    yield f"  {_seconds(predicted.step_seconds)}: {speed}; bound by {predicted.bound_by}"
-    yield f"  {predicted.recomputed_share:.0%} more FLOPs than the model's, since parts of it are computed again"
-    exposed, sent = predicted.exposed_communication_seconds, predicted.communication_seconds
-    yield f"  of {_seconds(sent)} of communication {_seconds(exposed)} are exposed"
+def _time(predicted: Prediction) -> Iterator[str]:
+    # 0.4 to 1.1 is the inverse of the speed ratios in docs/calibration.md, which are 2.66 to 0.89.
+    yield "ESTIMATED TIME per step (analytical, not validated on hardware)"
+    yield "  Published runs of other trainers reached 0.4 to 1.1 times such estimated speeds (docs/calibration.md)."
+    yield _text_row("step", _seconds(predicted.step_seconds), f"bound by {predicted.bound_by}")
+    yield _text_row("tokens/s per GPU", f"{predicted.tokens_per_second_per_device:,.0f}")
+    yield _text_row("MFU", f"{predicted.mfu_causal:.1%}", "causal model FLOPs over the bf16 peak")
+    yield _text_row("recomputed", f"{predicted.recomputed_share:.0%}", "additional FLOPs, relative to the model's")
+    exposed, total = predicted.exposed_communication_seconds, predicted.communication_seconds
+    yield _text_row("communication", _seconds(total), f"exposed (no kernel runs meanwhile): {_seconds(exposed)}")
     if predicted.host_copies:
-        exposed, sent = predicted.exposed_host_copy_seconds, predicted.host_copy_seconds
-        copies = f"{predicted.host_copies:,} copies to and from the host ({_seconds(sent)})"
-        yield f"  of {copies} {predicted.exposed_host_copies:,} are waited for, {_seconds(exposed)} in all"
-    for seconds in (predicted.seconds_by_kind, predicted.seconds_by_resource):
-        yield "  " + ", ".join(f"{name} {each / predicted.step_seconds:.1%}" for name, each in seconds.items())
+        exposed, total = predicted.exposed_host_copy_seconds, predicted.host_copy_seconds
+        counts = f"{predicted.exposed_host_copies:,} of {predicted.host_copies:,} copies"
+        yield _text_row("host copies", _seconds(total), f"exposed: {_seconds(exposed)}, {counts}")
+    for name, seconds in (("by kind", predicted.seconds_by_kind), ("by resource", predicted.seconds_by_resource)):
+        shares = (f"{key} {value / predicted.step_seconds:.1%}" for key, value in seconds.items())
+        yield f"  {name:<20} {', '.join(shares)}"
 
 
-def _verdict(plan: Plan, how_to_ask: str) -> Iterator[str]:
+def _verdict(plan: Plan, advise_command: str) -> Iterator[str]:
     memory = plan.memory
     if 0 < memory.nvshmem_heap_bytes < memory.symmetric_used_bytes:
-        heap_bytes = -(-memory.symmetric_used_bytes * 9 // 8 // 2**30) * 2**30  # an eighth for what lies between arrays
-        yield f"NVSHMEM's heap is too small for the hops: set --config.runtime.nvshmem_heap_bytes={heap_bytes}."
+        heap_bytes = -(-memory.symmetric_used_bytes * 9 // 8 // 2**30) * 2**30  # one eighth for fragmentation
+        yield f"The NVSHMEM heap is too small: set --config.runtime.nvshmem_heap_bytes={heap_bytes}."
     if memory.fits:
-        yield f"IT FITS: {_gib(memory.device_peak_bytes)} of {_gib(memory.usable_bytes)} GiB a GPU."
+        yield f"VERDICT: fits, {_gib(memory.device_peak_bytes)} of {_gib(memory.usable_bytes)} GiB per GPU."
         if memory.spilled_bytes:
-            spilled = f"{_gib(memory.spilled_bytes)} GiB of it lie in the host's memory"
-            yield f"With unified memory {spilled}; the predicted time does not count the way there."
+            spilled = f"{_gib(memory.spilled_bytes)} GiB of that are in host memory"
+            yield f"With unified memory, {spilled}; the estimated time does not include these accesses."
         elif not memory.unified_host_bytes and memory.pool_bytes > DEFAULT_POOL_SHARE * memory.device_capacity_bytes:
             share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={memory.pool_share:.2f}"
-            yield f"But run it with {share}: JAX takes only {DEFAULT_POOL_SHARE:.0%} of a GPU's memory by default."
+            yield f"Set {share}: by default, JAX uses only {DEFAULT_POOL_SHARE:.0%} of a GPU's memory."
         return
     if not memory.device_fits:
         over_bytes = memory.device_peak_bytes - memory.usable_bytes
-        yield f"IT DOES NOT FIT: {_gib(over_bytes)} GiB too much on each GPU."
+        yield f"VERDICT: does not fit, {_gib(over_bytes)} GiB too much on each GPU."
     if not memory.host_fits:
         needed_bytes = memory.host_bytes_per_node + memory.staging_bytes_per_node
         over_bytes = needed_bytes - USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
-        yield f"IT DOES NOT FIT: {_gib(over_bytes)} GiB too much in the memory of each node."
+        yield f"VERDICT: does not fit, {_gib(over_bytes)} GiB too much in the host memory of each node."
     if plan.advice is None:
-        yield f"Changes that make it fit are found by: {how_to_ask}"
+        yield f"To search for settings that fit: {advise_command}"
         return
-    helps = any(change.fits for change in plan.advice)
-    yield f"Changes, compiled, cheapest first{':' if helps else '; none is enough, so combine them:'}"
+    if any(change.fits for change in plan.advice):
+        yield "Changes, each compiled, in order of estimated cost:"
+    else:
+        yield "Changes, each compiled, in order of estimated cost; none is enough, so combine them:"
     for change in plan.advice:
-        yield f"  {_gib(change.device_peak_bytes):>7} GiB  {'fits' if change.fits else 'does not'}  {change.overrides}"
-        yield f"               {change.cost}"
+        result = "fits" if change.fits else "does not fit"
+        yield f"  {_gib(change.device_peak_bytes):>7} GiB  {result:<12}  {change.overrides}"
+        yield f"                             {change.cost}"
 
 
-def _row(name: str, size: float, note: str = "") -> str:
-    return f"  {name:<29} {_gib(size):>7}  {note}".rstrip()
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ")
+
+
+def _row(name: str, num_bytes: float, note: str = "") -> str:
+    return f"  {name:<29} {_gib(num_bytes):>7}  {note}".rstrip()
+
+
+def _count_row(name: str, count: int, note: str = "") -> str:
+    return f"  {name:<24} {count:>9,}  {note}".rstrip()
+
+
+def _text_row(name: str, value: str, note: str = "") -> str:
+    return f"  {name:<20} {value:>10}  {note}".rstrip()
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.2f}"
-
-
-# What every path has, and what says nothing to a reader.
-_NOISE = re.compile(r"\b(jit\(_step\)|while|body|closed_call|checkpoint|rematted_computation|shard_map)(/|$)")
-
-
-def _short(op_name: str) -> str:
-    """The parts of an operation's path that name something, at most the last: "transpose(jvp())/BTF,FD->BTD/mul"."""
-    text = _NOISE.sub("", op_name).rstrip("/").replace("\\'", "'") or op_name
-    return text if len(text) <= _LONGEST_PATH else "..." + text[-_LONGEST_PATH:]
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.2f}"

@@ -1,37 +1,38 @@
-"""What a compiled step sends and which kernels it runs, summed up for a page and for JSON."""
+"""Summaries of a compiled step for the plan page and its JSON: collectives, ring, kernels."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxlc.hlo import Program
-from jaxlc.hlo.attention_flops import counted_calls
-from jaxlc.hlo.attention_hops import Hop
+from jaxlc.hlo import AnalyzedProgram
+from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.collectives import Collective, mesh_axes
 from jaxlc.hlo.kernel_costs import ALLOCATE_BUFFER
 from jaxlc.hlo.parser import Instruction
-from jaxlc.hlo.trip_counts import executions
-from jaxlc.simulate.topology import Topology
-
-_HOP = "collective-permute"
+from jaxlc.simulate.time_model import TimeModel
 
 
 class CollectiveStats(NamedTuple):
-    """Collectives that differ in nothing that is listed here, in one step."""
+    """All collectives of one step that agree in kind, axes, transport and link."""
 
     kind: str
-    axes: tuple[str, ...]  # of the mesh, along which they go
+    axes: tuple[str, ...]  # mesh axes along which the members of a replica group differ
     backend: str  # "NCCL" or "NVSHMEM"
-    mode: str  # "symmetric" is NCCL's one-sided put, "peer" a copy; "" the usual way
+    mode: str  # "symmetric" is NCCL's one-sided put, "peer" a copy; "" the default
     count: int
-    bytes: int  # that each device sends, in all of them together
-    crosses_domains: bool  # some lead out of an NVLink domain, and over the network
+    bytes: int  # sent by each device, in all of them together
+    crosses_domains: bool  # some leave an NVLink domain and use the network
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Point-to-point hops of attention, in one step. Hidden and exposed are modelled: `jaxlc.hlo.attention_hops`."""
+    """Collective permutes of attention in one step. The JSON calls one of them, between two ranks, a hop.
+
+    `hidden` and `exposed` are estimates: hidden permutes take no longer than the attention kernels that overlap with
+    them (`TimeModel.is_hidden_by_attention`); all others are exposed. Other kernels may hide those as well, which the
+    simulated step time takes into account.
+    """
 
     hops: int
     hidden: int
@@ -40,50 +41,51 @@ class Ring:
     by_backend: dict[str, int]
 
 
-def traffic(
-    sent: Sequence[Collective], mesh_shape: dict[str, int], gpus_per_domain: int
+def collective_stats(
+    collectives: Sequence[Collective], mesh_shape: dict[str, int], gpus_per_domain: int
 ) -> tuple[CollectiveStats, ...]:
-    """All collectives, most bytes first."""
+    """Groups the collectives of a program; most bytes first."""
     count, size = Counter(), Counter()
-    for each in sent:
-        crosses = any(len({member // gpus_per_domain for member in group}) > 1 for group in each.groups)
-        row = (each.kind, mesh_axes(each.groups, mesh_shape), *_transport(each), crosses)
-        count[row] += each.times
-        size[row] += each.times * each.sent_bytes
-    rows = [CollectiveStats(*row[:4], count[row], size[row], row[4]) for row in count]
-    return tuple(sorted(rows, key=lambda row: -row.bytes))
+    for collective in collectives:
+        groups = collective.groups
+        crosses = any(len({member // gpus_per_domain for member in group}) > 1 for group in groups)
+        key = (collective.kind, mesh_axes(groups, mesh_shape), *_transport(collective), crosses)
+        count[key] += collective.times
+        size[key] += collective.times * collective.sent_bytes
+    stats = [CollectiveStats(*key[:4], count[key], size[key], key[4]) for key in count]
+    return tuple(sorted(stats, key=lambda group: -group.bytes))
 
 
-def ring(found: Sequence[Hop], gpus: Topology) -> Ring:
-    hops = [hop for hop in found if hop.collective.kind == _HOP]
-    exposed = [hop for hop in hops if not hop.is_hidden(gpus.device, gpus.gpus_per_domain)]
+def ring(exchanges: Sequence[AttentionCollective], model: TimeModel) -> Ring:
+    """Counts the collective permutes among the collectives of attention."""
+    permutes = [exchange for exchange in exchanges if exchange.collective.kind == "collective-permute"]
+    exposed = [permute for permute in permutes if not model.is_hidden_by_attention(permute)]
     by_backend = Counter()
-    for hop in hops:
-        by_backend[" ".join(filter(None, _transport(hop.collective)))] += hop.times
+    for permute in permutes:
+        by_backend[" ".join(filter(None, _transport(permute.collective)))] += permute.times
     return Ring(
-        hops=_times(hops),
-        hidden=_times(hops) - _times(exposed),
-        exposed=_times(exposed),
-        exposed_forward=_times(hop for hop in exposed if hop.which == "forward"),
+        hops=_count(permutes),
+        hidden=_count(permutes) - _count(exposed),
+        exposed=_count(exposed),
+        exposed_forward=_count(permute for permute in exposed if permute.pass_name == "forward"),
         by_backend=dict(by_backend),
     )
 
 
-def kernels(program: Program) -> dict[str, int]:
-    """Attention kernels by pass, matrix products and other calls of libraries, by name: how often in one step.
+def kernels(program: AnalyzedProgram) -> dict[str, int]:
+    """Executions per step of attention kernels by pass, of matrix products, and of library calls by name.
 
-    Matrix products are Triton fusions wherever XLA may choose: it tries the libraries' beside them on a GPU only.
+    Matrix products are Triton fusions wherever XLA has a choice: without a GPU it does not time other libraries.
     """
-    found, attention, times = Counter(), set(), executions(program)
-    for call, count in counted_calls(program):
-        found[f"{call.kernel} attention {call.which}"] += count
-        attention.add(call.instruction.name)
+    counts = Counter()
+    for call, times in program.attention_calls:
+        counts[f"{call.kernel} attention {call.pass_name}"] += times
     for computation in program:
         for instruction in computation:
-            name = None if instruction.name in attention else _library_call(instruction)
-            if name is not None and times[computation.name]:
-                found[name] += times[computation.name]
-    return dict(found.most_common())
+            name = None if instruction in program.attention_call_of else _library_call(instruction)
+            if name is not None and program.execution_counts[computation.name]:
+                counts[name] += program.execution_counts[computation.name]
+    return dict(counts.most_common())
 
 
 def _library_call(instruction: Instruction) -> str | None:
@@ -97,10 +99,10 @@ def _library_call(instruction: Instruction) -> str | None:
 
 
 def _transport(collective: Collective) -> tuple[str, str]:
-    """Backend and mode."""
+    """(backend, mode), as in `CollectiveStats`."""
     name = collective.transport
     return ("NVSHMEM" if name == "nvshmem" else "NCCL"), (name if name in ("symmetric", "peer") else "")
 
 
-def _times(hops: Iterable[Hop]) -> int:
-    return sum(hop.times for hop in hops)
+def _count(exchanges: Iterable[AttentionCollective]) -> int:
+    return sum(exchange.times for exchange in exchanges)

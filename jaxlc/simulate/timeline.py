@@ -1,215 +1,211 @@
-"""How long a compiled step takes, predicted: a walk over its schedule with a model of time. No GPU has confirmed it.
+"""Estimates how long a compiled step takes by simulating its schedule. Analytical; not validated on hardware.
 
-Kernels run one after the other, in the schedule's order: attention and matrix products by the rate that their kind
-reaches, or by the bytes they move if that takes longer; all else by its bytes (`jaxlc.hlo.kernel_costs`). Collectives
-and
-copies to and from the host start where the schedule starts them, run beside the kernels, and the kernels wait where the
-schedule ends them: that wait is what is exposed. Transfers under way on one link share it evenly.
+Kernels run one after the other in schedule order. Attention and matrix products take the time that `Roofline` gives
+for their FLOPs, or for the bytes that they move if that is longer; other kernels the time for their bytes
+(`jaxlc.hlo.kernel_costs`). Collectives and host copies start and end where the schedule starts and ends them, and run
+concurrently with kernels. A kernel that has to wait for one to end waits; that time is exposed. Concurrent transfers
+share a link evenly.
 
-A loop is walked round by round while something that began before it is under way. After that all its rounds are alike:
-one is walked, and counted as often as it runs. Of a conditional the longest branch counts.
+A loop is simulated round by round as long as a transfer that began before it is in flight. All later rounds are alike:
+one is simulated and multiplied by their number. Of a conditional, the longest branch counts.
 
-Left out: that collectives take multiprocessors and memory bandwidth from kernels, clocks that fall under load, ranks
-that wait for slower ones, input, and the host's own time. A mask's work is that of rows of one document, in halves.
-A step that does not fit the GPU's memory has a schedule that saves memory and hides less, and is predicted from that.
+Not modelled: collectives that take multiprocessors and memory bandwidth from kernels, clocks that drop under load,
+waiting for slower ranks, input, and host overhead. Masks are taken to be causal over one document per sequence. The
+schedule of a step that does not fit the GPU's memory saves memory and overlaps less; its estimate is pessimistic.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxlc.config import Config
-from jaxlc.hlo import Program
+from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.hlo.trip_counts import trip_count
-from jaxlc.simulate.roofline import Roofline
-from jaxlc.simulate.timed_ops import LINKS, Kernel, Step, TimedOps
-from jaxlc.simulate.topology import Topology
+from jaxlc.simulate.time_model import TimeModel
+from jaxlc.simulate.timed_ops import LINKS, Kernel, TimedOp, TimedOps
 
-DEFAULT_RATES = Roofline()
 _COMMUNICATION = ("NVLink", "network")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one optimizer step. All seconds are modelled, not measured."""
+    """Estimates for one optimizer step."""
 
     step_seconds: float
     tokens_per_second_per_device: float
-    mfu_causal: float  # model FLOPs, causal (jaxlc.core.flops), over the bf16 peak of all devices
-    recomputed_share: float  # FLOPs of the program beyond the model's, over the model's; attention's own included
-    exposed_communication_seconds: float  # in which kernels wait for collectives
-    communication_seconds: float  # of all collectives, were each alone on its link
-    exposed_host_copy_seconds: float  # in which kernels wait for copies to or from the host
-    host_copy_seconds: float  # of all of them, were each alone on its way
+    mfu_causal: float  # causal model FLOPs (jaxlc.core.flops) over the bf16 peak of all devices
+    recomputed_share: float  # (FLOPs of the program - model FLOPs) / model FLOPs, attention included
+    exposed_communication_seconds: float  # during which kernels wait for collectives
+    communication_seconds: float  # sum over all collectives, each alone on its link
+    exposed_host_copy_seconds: float  # during which kernels wait for host copies
+    host_copy_seconds: float  # sum over all host copies, each alone on its link
     host_copies: int
-    exposed_host_copies: int  # those that kernels wait for
-    bound_by: str  # what most of the step's time goes to: a key of seconds_by_resource
+    exposed_host_copies: int  # number of host copies that kernels wait for
+    bound_by: str  # the key of seconds_by_resource with the most seconds
     seconds_by_resource: dict[str, float]  # "compute", "HBM", and waiting for "NVLink", "network", "host"
     seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting"
 
 
 class Event(NamedTuple):
-    """Something on a lane of the timeline."""
+    """A kernel or transfer in the timeline."""
 
     lane: str  # "kernels", or a link
-    kind: str  # of the kernel; of a transfer, its operation
+    kind: str  # kind of the kernel; opcode of the transfer
     start_seconds: float
     end_seconds: float
 
 
-def predict(program: Program, gpus: Topology, config: Config, rates: Roofline = DEFAULT_RATES) -> Prediction:
-    """The time of one run of `program`, the training step of `config` compiled for `gpus`.
+def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
+    """Estimates one run of `program`, the training step of `model.config` compiled for `model.gpus`.
 
     Raises:
-      ValueError: the program is not scheduled, or has a loop whose number of rounds is not known.
+      ValueError: the program is not scheduled, or the trip count of a loop is unknown.
     """
-    walk = Simulator(TimedOps(program, gpus, config, rates))
-    walk.run(program.entry)
+    gpus, config = model.gpus, model.config
+    simulator = Simulator(TimedOps(program, model))
+    simulator.run(program.entry)
     flops = config.flops_per_step
     by_resource, by_kind = Counter(), Counter()
-    for (kind, resource), seconds in walk.spent.items():
+    for (kind, resource), seconds in simulator.seconds.items():
         by_resource[resource] += seconds
         by_kind[kind] += seconds
     return Prediction(
-        step_seconds=walk.now,
-        tokens_per_second_per_device=config.tokens_per_step / walk.now / gpus.num_gpus,
-        recomputed_share=walk.flops * gpus.num_gpus / flops - 1,
-        mfu_causal=flops / (walk.now * gpus.num_gpus * gpus.device.bf16_flops_per_second),
+        step_seconds=simulator.now,
+        tokens_per_second_per_device=config.tokens_per_step / simulator.now / gpus.num_gpus,
+        recomputed_share=simulator.flops * gpus.num_gpus / flops - 1,
+        mfu_causal=flops / (simulator.now * gpus.num_gpus * gpus.device.bf16_flops_per_second),
         exposed_communication_seconds=sum(by_resource[link] for link in _COMMUNICATION),
-        communication_seconds=sum(walk.sent[link] for link in _COMMUNICATION),
+        communication_seconds=sum(simulator.transfer_seconds[link] for link in _COMMUNICATION),
         exposed_host_copy_seconds=by_resource["host"],
-        host_copy_seconds=walk.sent["host"],
-        host_copies=walk.transfers["host"],
-        exposed_host_copies=walk.exposed["host"],
+        host_copy_seconds=simulator.transfer_seconds["host"],
+        host_copies=simulator.num_transfers["host"],
+        exposed_host_copies=simulator.num_exposed["host"],
         bound_by=max(by_resource, key=by_resource.get),
         seconds_by_resource=dict(by_resource.most_common()),
         seconds_by_kind=dict(by_kind.most_common()),
     )
 
 
-def events(
-    program: Program, gpus: Topology, config: Config, computation: Computation, rates: Roofline = DEFAULT_RATES
-) -> list[Event]:
-    """What happens in one run of `computation`, in the order in which it ends."""
-    walk = Simulator(TimedOps(program, gpus, config, rates), events=[])
-    walk.run(computation)
-    return walk.events
+def events(program: AnalyzedProgram, model: TimeModel, computation: Computation) -> list[Event]:
+    """The events of one run of `computation`, ordered by their end."""
+    simulator = Simulator(TimedOps(program, model), events=[])
+    simulator.run(computation)
+    return simulator.events
 
 
 class Simulator:
-    """The clock, the links, and what the time went to."""
+    """The clock, the links, and the time spent by kind and resource."""
 
     def __init__(
-        self, tasks: TimedOps, rounds: dict[str, "Simulator"] | None = None, events: list[Event] | None = None
+        self, timed_ops: TimedOps, single_runs: dict[str, "Simulator"] | None = None, events: list[Event] | None = None
     ):
-        self.tasks = tasks
+        self.timed_ops = timed_ops
         self.now = 0.0
         self.flops = 0.0  # of attention and matrix products
-        self.spent: Counter[tuple[str, str]] = Counter()  # by kind and resource; the sum is `now`
-        self.sent: Counter[str] = Counter()  # seconds of transfers alone, by resource
-        self.transfers: Counter[str] = Counter()  # how many, by resource
-        self.exposed: Counter[str] = Counter()  # of them, those that kernels wait for
+        self.seconds: Counter[tuple[str, str]] = Counter()  # by kind and resource; they add up to `now`
+        self.transfer_seconds: Counter[str] = Counter()  # by resource, each transfer alone on its link
+        self.num_transfers: Counter[str] = Counter()  # by resource
+        self.num_exposed: Counter[str] = Counter()  # by resource: transfers that kernels wait for
         self.events = events
         self._links = {name: _Link() for name in LINKS}
-        self._rounds = {} if rounds is None else rounds  # one round of each loop body, from idle links
+        self._single_runs = {} if single_runs is None else single_runs  # one run of a computation, links idle
 
     def run(self, computation: Computation) -> None:
-        steps = self.tasks.of(computation)
-        for step in steps:
-            self._run_step(step)
+        for op in self.timed_ops.of(computation):
+            self._run_op(op)
 
-    def _run_step(self, step: Step) -> None:
-        if step.kernel is not None:
-            self._run_kernel(step.kernel)
-        if step.starts is not None:
-            link, seconds = step.starts.link, step.starts.seconds
-            self.sent[LINKS[link]] += seconds
-            self.transfers[LINKS[link]] += 1
-            self._links[link].begin(step.starts.start, seconds, self.now)
-        if step.awaits is not None:
-            self._await(step.awaits.start, step.awaits.link)
-        if step.loop is not None:
-            self._run_loop(step.loop)
-        if step.branches:
-            self.run(max(step.branches, key=lambda each: self._alone(each).now))
+    def _run_op(self, op: TimedOp) -> None:
+        if op.kernel is not None:
+            self._run_kernel(op.kernel)
+        if op.starts is not None:
+            link, seconds = op.starts.link, op.starts.seconds
+            self.transfer_seconds[LINKS[link]] += seconds
+            self.num_transfers[LINKS[link]] += 1
+            self._links[link].begin(op.starts.start, seconds, self.now)
+        if op.awaits is not None:
+            self._await(op.awaits.start, op.awaits.link)
+        if op.loop is not None:
+            self._run_loop(op.loop)
+        if op.branches:
+            self.run(max(op.branches, key=lambda branch: self._single_run(branch).now))
 
     def _run_kernel(self, kernel: Kernel) -> None:
-        self._note("kernels", kernel.kind, self.now, self.now + kernel.seconds)
-        self.spent[kernel.kind, kernel.resource] += kernel.seconds
+        self._record("kernels", kernel.kind, self.now, self.now + kernel.seconds)
+        self.seconds[kernel.kind, kernel.resource] += kernel.seconds
         self.flops += kernel.flops
-        self._pass(kernel.seconds)
+        self._advance(kernel.seconds)
 
     def _await(self, start: Instruction, link: str) -> None:
         seconds = self._links[link].seconds_until_done(start)
-        self.spent["waiting", LINKS[link]] += seconds
-        self.exposed[LINKS[link]] += seconds > _DUST_SECONDS
-        self._pass(seconds)
+        self.seconds["waiting", LINKS[link]] += seconds
+        self.num_exposed[LINKS[link]] += seconds > _ROUNDING_SECONDS
+        self._advance(seconds)
 
     def _run_loop(self, loop: Instruction) -> None:
-        body = self.tasks.program.computations[loop.attributes["body"].lstrip("%")]
-        left = trip_count(self.tasks.program, loop)
-        while left and (self.events is not None or any(link.underway for link in self._links.values())):
+        program = self.timed_ops.program
+        body = program.computations[loop.attributes["body"].lstrip("%")]
+        remaining = trip_count(program, loop)
+        while remaining and (self.events is not None or any(link.in_flight for link in self._links.values())):
             self.run(body)
-            left -= 1
-        if left:
-            self._repeat(self._alone(body), left)
+            remaining -= 1
+        if remaining:
+            self._repeat(self._single_run(body), remaining)
 
-    def _repeat(self, round_: "Simulator", times: int) -> None:
-        self.now += times * round_.now
-        self.flops += times * round_.flops
-        for name in ("spent", "sent", "transfers", "exposed"):
-            mine, its = getattr(self, name), getattr(round_, name)
-            for key, value in its.items():
-                mine[key] += times * value
+    def _repeat(self, single_run: "Simulator", times: int) -> None:
+        self.now += times * single_run.now
+        self.flops += times * single_run.flops
+        for name in ("seconds", "transfer_seconds", "num_transfers", "num_exposed"):
+            totals = getattr(self, name)
+            for key, value in getattr(single_run, name).items():
+                totals[key] += times * value
 
-    def _alone(self, computation: Computation) -> "Simulator":
-        """One run of a computation with nothing else under way."""
-        if computation.name not in self._rounds:
-            walk = self._rounds[computation.name] = Simulator(self.tasks, self._rounds)
-            walk.run(computation)
-        return self._rounds[computation.name]
+    def _single_run(self, computation: Computation) -> "Simulator":
+        """One run of a computation that starts with idle links."""
+        if computation.name not in self._single_runs:
+            simulator = self._single_runs[computation.name] = Simulator(self.timed_ops, self._single_runs)
+            simulator.run(computation)
+        return self._single_runs[computation.name]
 
-    def _pass(self, seconds: float) -> None:
+    def _advance(self, seconds: float) -> None:
         for name, link in self._links.items():
             for transfer, began, ended in link.advance(seconds, self.now):
-                self._note(name, transfer.opcode, began, ended)
+                self._record(name, transfer.opcode, began, ended)
         self.now += seconds
 
-    def _note(self, lane: str, kind: str, start: float, end: float) -> None:
+    def _record(self, lane: str, kind: str, start: float, end: float) -> None:
         if self.events is not None:
             self.events.append(Event(lane, kind, start, end))
 
 
 class _Link:
-    """Transfers under way, each with the seconds it would still take alone. They share the link evenly."""
+    """Transfers in flight, each with the seconds that it would still take alone. They share the link evenly."""
 
     def __init__(self):
-        self.underway: dict[Instruction, float] = {}
+        self.in_flight: dict[Instruction, float] = {}
         self._began: dict[Instruction, float] = {}
 
     def begin(self, start: Instruction, seconds: float, now: float) -> None:
-        self.underway[start], self._began[start] = seconds, now
+        self.in_flight[start], self._began[start] = seconds, now
 
     def seconds_until_done(self, start: Instruction) -> float:
-        """If nothing else begins: of each other transfer, as much as `start` itself needs passes beside it."""
-        needed = self.underway.get(start, 0.0)
-        return sum(min(needed, seconds) for seconds in self.underway.values())
+        """Seconds until `start` is done if no other transfer begins; the others progress at the same rate."""
+        needed = self.in_flight.get(start, 0.0)
+        return sum(min(needed, seconds) for seconds in self.in_flight.values())
 
     def advance(self, seconds: float, now: float) -> list[tuple[Instruction, float, float]]:
-        """Lets `seconds` pass. Returns what has ended, with its begin and end."""
+        """Lets `seconds` pass. Returns the transfers that ended: (start, begin time, end time)."""
         ended = []
-        while self.underway:
-            first = min(self.underway, key=self.underway.get)
-            share = min(self.underway[first], seconds / len(self.underway))
-            seconds -= share * len(self.underway)
-            now += share * len(self.underway)
-            self.underway = {each: left - share for each, left in self.underway.items()}
-            if self.underway[first] > _DUST_SECONDS:
+        while self.in_flight:
+            first = min(self.in_flight, key=self.in_flight.get)
+            share = min(self.in_flight[first], seconds / len(self.in_flight))
+            seconds -= share * len(self.in_flight)
+            now += share * len(self.in_flight)
+            self.in_flight = {start: remaining - share for start, remaining in self.in_flight.items()}
+            if self.in_flight[first] > _ROUNDING_SECONDS:
                 break
-            del self.underway[first]
+            del self.in_flight[first]
             ended.append((first, self._began.pop(first), now))
         return ended
 
 
-_DUST_SECONDS = 1e-15  # what rounding leaves of a transfer that has ended
+_ROUNDING_SECONDS = 1e-15  # rounding error of the remaining time of a transfer that has ended

@@ -1,4 +1,4 @@
-"""GPUs that are not here: `topology("h100:8x8")` is 8 NVLink domains of 8 H100s each, to compile for."""
+"""Target GPUs for ahead-of-time compilation: `topology("h100:8x8")` is 8 NVLink domains of 8 H100s each."""
 
 import functools
 import importlib.util
@@ -16,42 +16,42 @@ from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.sharding import mesh as sharding_mesh
 
-# Compile options beside those of runtime/xla_flags.py: without a GPU no kernel can be tried out.
+# Compile options in addition to those of runtime/xla_flags.py: autotuning needs a GPU.
 WITHOUT_GPU = MappingProxyType({"xla_gpu_autotune_level": 0})
-# And for products in 8 bits: untried, all products become Triton's, and not cuBLAS', which a GPU would choose.
+# For 8-bit products: without autotuning XLA uses Triton for all of them, where a GPU would choose cuBLAS.
 _FP8_WITHOUT_GPU = MappingProxyType({**WITHOUT_GPU, "xla_gpu_enable_triton_gemm": False})
 
 
 class _Chip(NamedTuple):
-    """What only the compiler asks: XLA's own figures, xla/backends/gpu/target_config/specs."""
+    """Properties that only the compiler needs; XLA's own figures, xla/backends/gpu/target_config/specs."""
 
-    compute_capability: int  # major; minor is 0 in all
+    compute_capability: int  # major version; the minor version is 0
     core_count: int
     fpus_per_core: int
     l2_cache_bytes: int
     clock_ghz: float
-    shared_memory_bytes: int  # of a core; a block may ask for 1 KiB less
+    shared_memory_bytes: int  # per core; a block may use 1 KiB less
 
 
 _CHIPS = {
     "a100": _Chip(8, 108, 64, 41_943_040, 1.41, 167_936),
     "h100": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),
     "h200": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),
-    "gh200": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),  # taken to be the H100's
+    "gh200": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),  # assumed to be the H100's
     "b200": _Chip(10, 148, 128, 132_644_864, 1.965, 233_472),
     "gb200": _Chip(10, 152, 128, 135_528_448, 2.062, 233_472),
 }
 
 
 class _Node(NamedTuple):
-    """A host and its GPUs; also where only one of them is used."""
+    """A host and all of its GPUs, also if only some of them are used."""
 
     num_gpus: int
     memory_bytes: int
 
 
-# A DGX H100 has 2 TB, and the others are taken to have as much; a GB200 compute tray has 2 Grace CPUs of 480 GB,
-# a GH200 one.
+# A DGX H100 has 2 TB; the others are assumed to have as much. A GB200 compute tray has 2 Grace CPUs of 480 GB, a GH200
+# has one.
 _NODE = _Node(num_gpus=8, memory_bytes=2 * 2**40)
 _NODES = {
     "gb200": _Node(num_gpus=4, memory_bytes=960 * 2**30),
@@ -61,7 +61,7 @@ _NODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """NVLink domains of GPUs of one kind, with a network between the domains."""
+    """NVLink domains of equal GPUs, connected by a network."""
 
     device: hardware.Device
     num_domains: int
@@ -79,13 +79,16 @@ class Topology:
 
     @functools.cached_property
     def devices(self) -> list[jax.Device]:
-        """The GPUs, domain by domain; to compile for, not to run on.
+        """The GPUs, domain by domain: compile targets that cannot run programs.
 
         Raises:
           UserError: the GPU compiler is not installed.
         """
         if not _has_gpu_compiler():
-            raise UserError(f'compiling for {self} needs the GPU compiler: pip install "jaxlc[plan]"')
+            raise UserError(
+                f"ahead-of-time compilation for {self} needs the GPU compiler, which is not installed:"
+                f" pip install \"jaxlc[plan]\", or pip install -e '.[plan]' (or make plan) in a clone of the repository"
+            )
         processes = self.gpus_per_domain // self.devices_per_process
         return topologies.get_topology_desc(
             platform="cuda",
@@ -96,24 +99,24 @@ class Topology:
 
 
 def topology(name: str, *, devices_per_process: int = 1, host_memory_bytes_per_node: int | None = None) -> Topology:
-    """The GPUs of a name such as "h100:8x8": 8 NVLink domains, each of 8 GPUs. "gb200:1x64" is a part of one NVL72.
+    """Parses a name such as "h100:8x8": 8 NVLink domains of 8 GPUs each. "gb200:1x64" is a part of one NVL72.
 
     Args:
-      devices_per_process: GPUs that one process drives.
-      host_memory_bytes_per_node: None: what such machines usually have.
+      devices_per_process: GPUs per process.
+      host_memory_bytes_per_node: None uses the amount that such machines usually have.
     Raises:
-      UserError: an unknown GPU, or sizes that are none.
+      UserError: an unknown GPU or an invalid size.
     """
     gpu, _, size = name.partition(":")
     if gpu not in _CHIPS:
-        raise UserError(f"topology {name!r} names no known GPU; known: {', '.join(_CHIPS)}, as in h100:8x8")
+        raise UserError(f"invalid topology {name!r}: unknown GPU; expected one of {', '.join(_CHIPS)}, as in h100:8x8")
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
     if match is None:
-        raise UserError(f"topology {name!r} has no size; write NVLink domains x GPUs in each, such as {gpu}:8x8")
+        raise UserError(f"invalid topology {name!r}: expected GPU:DOMAINSxGPUS_PER_DOMAIN, such as {gpu}:8x8")
     num_domains, gpus_per_domain = int(match[1]), int(match[2])
     if devices_per_process < 1 or gpus_per_domain % devices_per_process:
         raise UserError(
-            f"{devices_per_process} devices per process do not divide the {gpus_per_domain} GPUs of a domain of {name}"
+            f"devices per process ({devices_per_process}) must divide the {gpus_per_domain} GPUs of a domain of {name}"
         )
     node = _NODES.get(gpu, _NODE)
     return Topology(
@@ -127,25 +130,25 @@ def topology(name: str, *, devices_per_process: int = 1, host_memory_bytes_per_n
 
 
 def make_mesh(gpus: Topology, config: MeshConfig) -> Mesh:
-    """The mesh of `config` over all `gpus`: its last axes stay within an NVLink domain where they fit.
+    """The mesh of `config` over all `gpus`; its last axes stay within an NVLink domain if they fit.
 
     Raises:
-      UserError: the mesh needs another number of devices, or the GPU compiler is not installed.
+      UserError: the mesh has a different number of devices, or the GPU compiler is not installed.
     """
     if config.num_devices != gpus.num_gpus:
-        raise UserError(f"{gpus} has {gpus.num_gpus} GPUs and {config} needs {config.num_devices}; make them equal")
+        raise UserError(f"{gpus} has {gpus.num_gpus} GPUs and {config} needs {config.num_devices}; both must be equal")
     return sharding_mesh.make_mesh(config, gpus.devices)
 
 
 def options_without_gpu(compute: str) -> dict[str, bool | int]:
-    """Compile options for a training step of that config.precision.compute, on devices that are not here."""
+    """Compile options for AOT compilation of a training step with this config.precision.compute."""
     return dict(_FP8_WITHOUT_GPU if compute == "fp8" else WITHOUT_GPU)
 
 
 def target_config(device: hardware.Device) -> str:
-    """What the compiler must know of a GPU, as text of XLA's GpuTargetConfigProto.
+    """Properties of a GPU as a text proto, XLA's GpuTargetConfigProto.
 
-    Only fields that the versions from 0.10.1 to 0.12 all read: an unknown one is a parse error.
+    It has only fields that all versions from 0.10.1 to 0.12 know: an unknown field is a parse error.
     """
     chip = _CHIPS[device.name]
     return f"""

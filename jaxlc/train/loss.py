@@ -136,7 +136,8 @@ def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, w
     if not with_gradient:
         return sums, losses_bt
     dscale_D = lax.psum(carry.dscale_D, (*_SUM_AXES, TENSOR))  # each tensor rank norms its own tokens
-    dhead_Dv = lax.psum(carry.dhead_Dv, _SUM_AXES).astype(head_Dv.dtype)
+    with jax.named_scope(scopes.HEAD_GRADIENT):
+        dhead_Dv = lax.psum(carry.dhead_Dv, _SUM_AXES).astype(head_Dv.dtype)
     return sums, losses_bt, carry.x_tD.reshape(x_btD.shape), dscale_D, dhead_Dv
 
 
@@ -161,10 +162,12 @@ def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, with_gra
     dlogits_cv = _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss).astype(normed_cD.dtype)
     dnormed_cD = jnp.einsum("cv,Dv->cD", dlogits_cv, head_Dv, preferred_element_type=jnp.float32)
     dnormed_cD = lax.psum_scatter(dnormed_cD, TENSOR, scatter_dimension=0, tiled=True).astype(normed_cD.dtype)
-    dhead_Dv = jnp.einsum("cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32)
+    with jax.named_scope(scopes.HEAD_GRADIENT):
+        dhead_Dv = jnp.einsum("cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32)
     return sums, own_losses_c, dnormed_cD, dhead_Dv
 
 
+@jax.named_scope(scopes.LOGITS)
 def _logits(x_cD: jax.Array, head_Dv: jax.Array, vocab_size: int) -> jax.Array:
     """float32 logits of this rank's columns; -inf in the columns of vocabulary padding."""
     logits_cv = jnp.einsum("cD,Dv->cv", x_cD, head_Dv, preferred_element_type=jnp.float32)
@@ -190,6 +193,7 @@ def _reduce_vocabulary(logits_cv: jax.Array, targets_c: jax.Array) -> tuple[jax.
     return max_c + jnp.log(sum_exp_c), target_logit_c
 
 
+@jax.named_scope(scopes.LOGITS)
 def _dlogits(logits_cv, log_z_c, targets_c, weights_c, z_loss: float) -> jax.Array:
     """d(objective)/d(logits): weight x (softmax x (1 + 2 z_loss log Z) - one_hot(target))."""
     softmax_cv = jnp.exp(logits_cv - log_z_c[:, None])

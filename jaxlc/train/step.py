@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc import attention
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.runtime import transport
+from jaxlc.runtime import compilation_cache, transport
 from jaxlc.runtime.xla_flags import compile_options
 from jaxlc.train import mixed_precision, update
 from jaxlc.train.batch import Batch, abstract_batch
@@ -95,7 +95,9 @@ class TrainStep:
         Raises:
           UserError: config.memory.offload is set, and the program for a GPU has nothing in host memory.
         """
-        compiled = (lowered or self.lower()).compile(compiler_options=self.compiler_options | (extra_options or {}))
+        options = self.compiler_options | (extra_options or {})
+        with compilation_cache.disabled_for_absent(self.mesh.devices.flat):
+            compiled = (lowered or self.lower()).compile(compiler_options=options)
         offload = self.config.memory.offload
         if offload and self._platform == "gpu" and not compiled.memory_analysis().host_temp_size_in_bytes:
             raise UserError(

@@ -1,12 +1,13 @@
 """What the compiled step really sends for attention, and how, against what the config asked for."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import jax
 
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import Program, parse
-from jaxlc.hlo.attention_hops import Hop, hops
+from jaxlc.hlo import Program, analyze
+from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.host_transfers import device_arrays, host_arguments
 from jaxlc.hlo.op_names import PASSES
 from jaxlc.runtime.transport import TransportSelection
@@ -17,20 +18,22 @@ _TITLES = {"nccl": "NCCL", "nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL", 
 _HOP = "collective-permute"  # of all that attention may send, what a transport is for
 
 
-def describe(found: list[Hop], *, strategy: str, num_layers: int) -> list[str]:
-    """A line for each kind of exchange: "ring: 448 hops (14 x 32 layers), all NVSHMEM; exposed: 0 of 224 forward".
+def describe(found: Sequence[AttentionCollective], *, strategy: str, num_layers: int) -> list[str]:
+    """A line for each kind of exchange: "ring: 448 hops (14 x 32 layers), all NVSHMEM; unoverlapped: 0 of 224 forward".
 
-    Exposed is a hop with no attention kernel between its start and its end.
+    Unoverlapped is a hop with no attention kernel between its start and its done.
     """
     lines = []
     for kind in dict.fromkeys(hop.collective.kind for hop in found):
         alike = [hop for hop in found if hop.collective.kind == kind]
         what = "hop" if kind == _HOP else kind
-        lines.append(f"{strategy}: {_count(alike, what, num_layers)}, {_transports(alike)}; exposed: {_exposed(alike)}")
+        lines.append(
+            f"{strategy}: {_count(alike, what, num_layers)}, {_transports(alike)}; unoverlapped: {_unoverlapped(alike)}"
+        )
     return lines or [f"{strategy}: nothing to send"]
 
 
-def mismatch(found: list[Hop], asked: TransportSelection, *, strategy: str) -> str | None:
+def mismatch(found: Sequence[AttentionCollective], asked: TransportSelection, *, strategy: str) -> str | None:
     """One sentence on what the program does instead of `asked`; None if it does that, or sends nothing at all."""
     carried = Counter()
     for hop in found:
@@ -53,14 +56,14 @@ def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list
     """
     if step.transport is None:
         return []
-    program = parse(compiled.as_text())
+    program = analyze(compiled.as_text())
     check_memory(step, program)
-    found = hops(program)
+    found = program.attention_collectives
     lines = describe(found, strategy=step.config.attention.strategy, num_layers=step.config.model.num_layers)
     return lines + check(step, found)
 
 
-def check(step: TrainStep, found: list[Hop]) -> list[str]:
+def check(step: TrainStep, found: Sequence[AttentionCollective]) -> list[str]:
     """A warning if the compiled `step`, whose hops are `found`, has another transport than was asked for.
 
     Raises:
@@ -122,14 +125,14 @@ def _asked(asked: TransportSelection) -> str:
     return f"config.runtime.transport {'chose' if asked.is_auto else 'is'} {asked.name!r}"
 
 
-def _count(found: list[Hop], what: str, num_layers: int) -> str:
+def _count(found: Sequence[AttentionCollective], what: str, num_layers: int) -> str:
     """ "448 hops (14 x 32 layers)"."""
     total = sum(hop.times for hop in found)
     layers = f" ({total // num_layers} x {num_layers} layers)" if total % num_layers == 0 else ""
     return f"{total} {what}s{layers}"
 
 
-def _transports(found: list[Hop]) -> str:
+def _transports(found: Sequence[AttentionCollective]) -> str:
     """ "all NVSHMEM", or how many by which."""
     times = Counter()
     for hop in found:
@@ -139,12 +142,12 @@ def _transports(found: list[Hop]) -> str:
     return " and ".join(f"{count} {title}" for title, count in times.items())
 
 
-def _exposed(found: list[Hop]) -> str:
+def _unoverlapped(found: Sequence[AttentionCollective]) -> str:
     """ "0 of 224 forward, 32 of 224 backward"."""
     parts = []
     for which in PASSES:
-        times = [(hop.times, not hop.meanwhile) for hop in found if hop.which == which]
+        times = [(hop.times, hop.is_unoverlapped) for hop in found if hop.pass_name == which]
         if times:
-            exposed = sum(count for count, is_exposed in times if is_exposed)
-            parts.append(f"{exposed} of {sum(count for count, _ in times)} {which}")
+            unoverlapped = sum(count for count, is_unoverlapped in times if is_unoverlapped)
+            parts.append(f"{unoverlapped} of {sum(count for count, _ in times)} {which}")
     return ", ".join(parts)

@@ -1,7 +1,6 @@
 """The cuDNN kernel without a GPU: a stand-in for cuDNN against the oracle, and what is compiled for an H100."""
 
 import functools
-import importlib.util
 from collections import Counter
 
 import jax
@@ -24,10 +23,6 @@ NO_MASKS = Masks(None, None, None, None)
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
 # What is compiled for GPUs that are not here is written to JAX's cache, but cannot be read back.
-pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
-needs_gpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None, reason="the extra `plan` installs the GPU compiler"
-)
 
 
 def _top_left(query, key, scale, mask_type, sliding_window_length):
@@ -154,7 +149,7 @@ def _calls(program, target):
     return found
 
 
-@needs_gpu_compiler
+@pytest.mark.gpu_compiler
 def test_on_an_h100_a_call_is_one_kernel_and_the_conversion_of_its_results():
     mesh = make_mesh(topology("h100:1x1"), MeshConfig())
     sharding = NamedSharding(mesh, PartitionSpec())
@@ -202,7 +197,7 @@ def ring_on_h100s():
     return compiled
 
 
-@needs_gpu_compiler
+@pytest.mark.gpu_compiler
 def test_hybrid_has_a_mesh_of_its_own():
     """JAX refuses a second mesh beside cuDNN's primitives, unless it is told that they need none."""
     mesh = make_mesh(topology("h100:1x8"), MeshConfig(context=8))
@@ -212,7 +207,7 @@ def test_hybrid_has_a_mesh_of_its_own():
     assert FORWARD in lowered.as_text()
 
 
-@needs_gpu_compiler
+@pytest.mark.gpu_compiler
 def test_the_ring_on_h100s(ring_on_h100s):
     """Step 0 is causal; later steps, in the loop and after it, are full. Operands bfloat16, the lse float32."""
     program = ring_on_h100s(uses_lse=False)
@@ -228,7 +223,7 @@ def test_the_ring_on_h100s(ring_on_h100s):
     }
 
 
-@needs_gpu_compiler
+@pytest.mark.gpu_compiler
 def test_a_gradient_of_the_lse_costs_nothing_where_there_is_none(ring_on_h100s):
     """XLA finds that it is zero and drops the branch; where the lse is used, each of the three calls has it."""
     assert _instructions(ring_on_h100s(uses_lse=False), "conditional") == []

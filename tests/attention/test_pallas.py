@@ -1,6 +1,5 @@
 """The kernel `pallas` beyond the shared suite: what it skips, awkward sizes, big arrays, and the program for a GPU."""
 
-import importlib.util
 import re
 
 import jax
@@ -19,9 +18,6 @@ from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
 BY_INDEX = Masks(None, None, None, None)
 SPEC = AttentionSpec(query_block_tokens=16, key_block_tokens=16)
-needs_gpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None, reason="make test-heavy installs what it needs"
-)
 
 
 def _check(q, k, v, dout, masks, spec, tolerance=FLOAT32_PARITY):
@@ -159,7 +155,7 @@ def test_offsets_into_big_arrays_have_64_bits(num_tokens, bits):
         assert products and set(products) == {str(bits)}, name
 
 
-@needs_gpu_compiler
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("gpu", "head_dim"),
     [("h100", 128), *(pytest.param(*x, marks=pytest.mark.heavy) for x in (("h100", 96), ("a100", 128), ("b200", 64)))],

@@ -19,8 +19,7 @@ from jaxlc.attention.query_tiles import TiledAttention, layout_of, make_tiled, t
 from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import parse
-from jaxlc.hlo.collectives import collectives
+from jaxlc.hlo import analyze
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from tests.attention.cases import TOKENS, assert_rows_match, inputs, oracle, segments, split_mesh
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
@@ -136,8 +135,8 @@ def test_putting_a_row_into_tiles_moves_nothing_between_ranks():
     there = jax.jit(lambda x: tiles_of(x, 4, 3), out_shardings=tiled).lower(row_BT)
     back = jax.jit(lambda x: layout_of(x, 4), out_shardings=natural).lower(row_nBt)
     for lowered in (there, back):
-        program = parse(lowered.compile().as_text())
-        assert not collectives(program)
+        program = analyze(lowered.compile().as_text())
+        assert not program.collectives
 
 
 def _calls(jaxpr, times=1) -> Counter:

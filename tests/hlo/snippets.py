@@ -1,13 +1,13 @@
-"""Small programs in the compiler's own form, written for these tests."""
+"""Small HLO programs, written for these tests."""
 
-FORWARD = "jit(f)/jvp()/while/body/shard_map"
+FORWARD = "jit(f)/jvp()/while/body/attention/shard_map/core_attention"
 PERMUTE = f'source_target_pairs={{{{0,1}},{{1,2}},{{2,3}},{{3,0}}}}, metadata={{op_name="{FORWARD}/ppermute"}}'
-NOTES = 'backend_config={"collective_backend_config":{"is_sync":false,"backend":"NVSHMEM","collectives_mode":"X"}}'
+BACKEND = 'backend_config={"collective_backend_config":{"is_sync":false,"backend":"NVSHMEM","collectives_mode":"X"}}'
 CUDNN = f'custom_call_target="__cudnn$fmhaSoftmax", metadata={{op_name="{FORWARD}/fwd"}}'
 BLOCK = "bf16[1,64,2,16]{3,2,1,0}"
 NO_MASK = 'backend_config={"cudnn_fmha_backend_config":{"mask_type":"NO_MASK"}}'
 
-# A ring of four: the first hop of a round has a kernel beside it, the second has none.
+# A ring of four: the first permute of a round overlaps with an attention kernel, the second with nothing.
 RING = f"""\
 HloModule jit_f, is_scheduled=true, entry_computation_layout={{()->f32[]}}
 
@@ -18,7 +18,7 @@ FileNames
   %carry = (s32[], {BLOCK}) parameter(0)
   %i = s32[] get-tuple-element(%carry), index=0
   %block = {BLOCK} get-tuple-element(%carry), index=1
-  %hop-start = ({BLOCK}, {BLOCK}) collective-permute-start(%block), {PERMUTE}, {NOTES}
+  %hop-start = ({BLOCK}, {BLOCK}) collective-permute-start(%block), {PERMUTE}, {BACKEND}
   %fmha = (bf16[1,2,64,16]{{3,2,1,0}}, f32[1,2,64]{{2,1,0}}) custom-call(%block, %block, %block), {CUDNN}, {NO_MASK}
   %hop-done = {BLOCK} collective-permute-done(%hop-start)
   %late-start = ({BLOCK}, {BLOCK}) collective-permute-start(%hop-done), {PERMUTE}

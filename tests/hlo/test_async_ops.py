@@ -14,17 +14,17 @@ ASYNC = """
 
 def entry_transfers(text: str):
     read = parse(text)
-    return [(each.kind, [line.name for line in each.meanwhile]) for each in transfers(read, read.entry)]
+    return [(transfer.kind, [op.name for op in transfer.overlapped_ops]) for transfer in transfers(read, read.entry)]
 
 
-def test_what_runs_between_start_and_done():
+def test_transfers_of_permutes_list_overlapped_ops():
     read = parse(RING)
     first, second = transfers(read, read.computations["body"])
-    assert [line.name for line in first.meanwhile] == ["fmha"] and second.meanwhile == ()
+    assert [line.name for line in first.overlapped_ops] == ["fmha"] and second.overlapped_ops == ()
     assert not first.overlaps(second)
 
 
-def test_every_kind_of_pair():
+def test_transfers_of_all_kinds_are_paired():
     text = program(
         "%x = f32[4]{0} constant({1,2,3,4})",
         "%copy-start = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%x)",
@@ -47,7 +47,7 @@ def test_every_kind_of_pair():
     assert copy.overlaps(exchange) and exchange.overlaps(copy)
 
 
-def test_a_pair_that_the_compiler_made_synchronous_hides_nothing():
+def test_transfers_marked_synchronous_overlap_nothing():
     text = program(
         "%x = f32[4]{0} constant({1,2,3,4})",
         "%gather = (f32[4]{0}, f32[8]{0}) all-gather-start(%x), replica_groups={{0,1}},"
@@ -59,6 +59,6 @@ def test_a_pair_that_the_compiler_made_synchronous_hides_nothing():
     assert entry_transfers(text.replace("true}}", "false}}")) == [("all-gather", ["work"])]
 
 
-def test_an_order_that_is_none_is_an_error():
+def test_transfers_of_unscheduled_program_raise():
     with pytest.raises(ValueError, match="not scheduled"):
         entry_transfers(RING.replace(", is_scheduled=true", ""))

@@ -1,18 +1,18 @@
 import pytest
 
-from jaxlc.hlo import parse
-from jaxlc.hlo.collectives import collectives, mesh_axes
+from jaxlc.hlo import analyze
+from jaxlc.hlo.collectives import mesh_axes
 from tests.hlo.snippets import RING, program
 
 
 def one(kind: str, attributes: str):
     text = program("%x = f32[1024]{0} constant({...})", f"ROOT %c = f32[1024]{{0}} {kind}(%x), {attributes}")
-    (collective,) = collectives(parse(text))
+    (collective,) = analyze(text).collectives
     return collective
 
 
-def test_a_hop_counts_once_a_round():
-    first, second = collectives(parse(RING))
+def test_collectives_in_loop_count_every_round():
+    first, second = analyze(RING).collectives
     assert first.kind == "collective-permute" and first.times == second.times == 3
     assert first.groups == ((0, 1), (1, 2), (2, 3), (3, 0)) and first.sent_bytes == 4096
     assert (first.backend, first.mode) == ("NVSHMEM", "X") and second.backend == "DEFAULT"
@@ -27,23 +27,23 @@ def test_a_hop_counts_once_a_round():
     ("mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
     ("mesh['a'=2,'b'=2, device_ids=([2,2]T(1,0))] {'b'}", ((0, 2), (1, 3))),
 ])  # fmt: skip
-def test_groups_in_every_way_to_write_them(written, groups):
+def test_replica_groups_in_all_notations(written, groups):
     assert one("all-gather", f"replica_groups={written}, dimensions={{0}}").groups == groups
 
 
-def test_an_unknown_way_is_an_error():
-    with pytest.raises(ValueError, match="unknown way"):
+def test_replica_groups_in_unknown_notation_raise():
+    with pytest.raises(ValueError, match="unknown notation"):
         one("all-gather", "replica_groups=?")
 
 
 @pytest.mark.parametrize("kind, sent", [
     ("all-gather", 3 * 4096), ("reduce-scatter", 3072), ("all-to-all", 3072), ("all-reduce", 6144),
 ])  # fmt: skip
-def test_bytes_that_a_device_of_four_sends(kind, sent):
+def test_sent_bytes_of_one_device_in_four(kind, sent):
     assert one(kind, "replica_groups={{0,1,2,3}}").sent_bytes == sent
 
 
-def test_mesh_axes():
+def test_mesh_axes_are_those_that_differ_in_groups():
     shape = dict(data=2, context=2, tensor=3)
     assert mesh_axes(((0, 3), (1, 4)), shape) == ("context",)
     assert mesh_axes(((0, 1, 2), (3, 4, 5)), shape) == ("tensor",)

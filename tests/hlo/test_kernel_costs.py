@@ -1,11 +1,10 @@
 import pytest
 
-from jaxlc.hlo import parse
-from jaxlc.hlo.host_transfers import host_copies
+from jaxlc.hlo import analyze, parse
 from jaxlc.hlo.kernel_costs import kernel_cost
 from tests.hlo.snippets import program
 
-# Weights of 32 layers, of which one is cast and multiplied; and a stack of results, of which one is written.
+# One of 32 layers' weights is cast and multiplied; one of 32 results is written in place.
 FUSIONS = """
 %slice_and_cast (p0: f32[32,64,128], p1: s32[]) -> bf16[64,128] {
   %p0 = f32[32,64,128]{2,1,0} parameter(0)
@@ -57,7 +56,7 @@ LAYER, X, Y = 64 * 128, 2 * 256 * 64, 2 * 64 * 128
     ("fusion(%w, %z, %i), kind=kLoop, calls=%put", 0, "", 4 * LAYER + 4 + 4 * LAYER),
     ("fusion(%u), kind=kLoop, calls=%both", 0, "", 4000 + 4000 + 2000),  # read once, though used twice
 ], ids=["slice", "gemm", "update in place", "two results"])  # fmt: skip
-def test_fusions(line, flops, dtype, num_bytes):
+def test_kernel_cost_of_fusions(line, flops, dtype, num_bytes):
     shape = dict(slice_and_cast="bf16[64,128]{1,0}", gemm="bf16[256,128]{1,0}", put="f32[32,64,128]{2,1,0}")
     name = line.rpartition("%")[2]
     cost = cost_of(f"%it = {shape.get(name, '(f32[1000]{0}, bf16[1000]{0})')} {line}")
@@ -74,7 +73,7 @@ def test_fusions(line, flops, dtype, num_bytes):
     ("f32[64,128]{1,0} copy(%z)", 0, "", 8 * LAYER),
     ("f32[1,64,128]{2,1,0} dynamic-slice(%w, %i, %i, %i)", 0, "", 8 * LAYER + 12),
 ], ids=["dot", "cublas", "cublas f8", "copy", "slice"])  # fmt: skip
-def test_kernels_of_their_own(line, flops, dtype, num_bytes):
+def test_kernel_cost_of_single_instructions(line, flops, dtype, num_bytes):
     assert cost_of(f"%it = {line}") == (flops, dtype, num_bytes)
 
 
@@ -84,13 +83,13 @@ def test_kernels_of_their_own(line, flops, dtype, num_bytes):
     "f32[8192]{0} bitcast(%z)",
     'f32[8192]{0} custom-call(), custom_call_target="AllocateBuffer"',
 ])  # fmt: skip
-def test_names_of_arrays_are_no_kernels(line):
+def test_kernel_cost_of_renaming_is_none(line):
     assert cost_of(f"%it = {line}") is None
 
 
 def cost_of(line: str):
-    found = parse(program(*INPUTS, line, "ROOT %end = s32[] constant(0)", more=FUSIONS))
-    return kernel_cost(found, found.entry, found.entry.instructions["it"])
+    compiled = parse(program(*INPUTS, line, "ROOT %end = s32[] constant(0)", more=FUSIONS))
+    return kernel_cost(compiled, compiled.entry, compiled.entry.instructions["it"])
 
 
 HOST = """
@@ -103,8 +102,8 @@ HOST = """
 """
 
 
-def test_copies_to_and_from_the_host():
-    found = parse(program(
+def test_host_copies_in_both_directions():
+    compiled = analyze(program(
         "%stack = f32[32,64]{1,0:S(5)} parameter(0)",
         "%x = f32[1,64]{1,0} parameter(1)",
         "%i = s32[] parameter(2)",
@@ -118,5 +117,5 @@ def test_copies_to_and_from_the_host():
         more=HOST,
     ))  # fmt: skip
     copies = [(copy.start.name, copy.done.name, copy.bytes, copy.is_to_host)
-              for copy in host_copies(found, found.entry)]  # fmt: skip
+              for copy in compiled.host_copies[compiled.entry.name]]  # fmt: skip
     assert copies == [("s", "d", 256, True), ("bs", "bd", 8192, False), ("row", "row", 256, False)]

@@ -1,13 +1,13 @@
 from jaxlc.hlo import parse
-from jaxlc.hlo.liveness import most_alive
+from jaxlc.hlo.liveness import max_alive
 from tests.hlo.snippets import RING, program
 
 
 def alive(text: str, dims=(4,)) -> int:
-    return most_alive(parse(text), lambda array: array.dims == dims)
+    return max_alive(parse(text), lambda array: array.dims == dims)
 
 
-def test_an_array_lives_until_its_last_use():
+def test_max_alive_counts_until_last_use():
     assert alive(program(
         "%a = f32[4]{0} constant({...})",
         "%b = f32[4]{0} negate(%a)",
@@ -22,7 +22,7 @@ def test_an_array_lives_until_its_last_use():
     )) == 3  # fmt: skip
 
 
-def test_another_name_is_no_other_array():
+def test_max_alive_ignores_renamed_arrays():
     assert alive(program(
         "%a = f32[4]{0} constant({...})",
         "%t = (f32[4]{0}, f32[2]{0}) tuple(%a, %a)",
@@ -32,8 +32,8 @@ def test_another_name_is_no_other_array():
     )) == 1  # fmt: skip
 
 
-def test_a_loop_adds_what_it_holds_beside_its_carry():
-    """The ring: what is sent and what arrives; the block that has left lives on where something reads it later."""
+def test_max_alive_of_loop_adds_to_its_carry():
+    """The ring holds the block that it sends and the one that it receives; a later use keeps the first one alive."""
     assert alive(RING, (1, 64, 2, 16)) == 2
     held = RING.replace("ROOT %result = f32[] constant(1)", "ROOT %result = f32[] custom-call(%block.1, %kept)")
     held = held.replace("  %loop =", "  %kept = bf16[1,64,2,16]{3,2,1,0} copy(%block.1)\n  %loop =")

@@ -1,38 +1,38 @@
 import pytest
 
 from jaxlc.hlo import parse
-from jaxlc.hlo.shapes import Array, parse_shape
+from jaxlc.hlo.parser import Array, parse_shape
 from tests.hlo.snippets import RING, program
 
 
-def test_shapes():
+def test_parse_shape_returns_arrays_and_bytes():
     assert parse_shape("bf16[1,32768,32,128]{3,2,1,0:T(8,128)S(5)}") == (Array("bf16", (1, 32768, 32, 128), 5),)
     assert parse_shape("(s32[], (pred[7]{0}, token[]))") == (
         Array("s32", (), 0), Array("pred", (7,), 0), Array("token", (), 0),
     )  # fmt: skip
     arrays = parse_shape("(bf16[3,5], s4[3], f8e4m3fn[2,2], s32[], pred[6], token[], c64[2])")
     assert [array.bytes for array in arrays] == [30, 2, 4, 4, 6, 0, 16]
-    assert parse_shape("f32[<=10,2]")[0].bytes == 80  # a bound
+    assert parse_shape("f32[<=10,2]")[0].bytes == 80  # an upper bound
 
 
-def test_a_program_with_a_loop():
+def test_parse_program_with_loop():
     read = parse(RING)
     assert read.is_scheduled
     assert list(read.computations) == ["body", "condition", "main"]
     assert read.entry is read.computations["main"]
-    (loop,) = (each for each in read.entry if each.opcode == "while")
+    (loop,) = (op for op in read.entry if op.opcode == "while")
     assert set(loop.called) == {"condition", "body"}
     body = read.computations["body"]
     root = body.instructions["next"]
-    assert root.opcode == "tuple" and [each.name for each in body.operands(root)] == ["i", "late-done"]
+    assert root.opcode == "tuple" and [operand.name for operand in body.operands(root)] == ["i", "late-done"]
     start = body.instructions["hop-start"]
-    assert start.op_name.endswith("shard_map/ppermute")
+    assert start.op_name.endswith("shard_map/core_attention/ppermute")
     assert start.backend_config["collective_backend_config"]["backend"] == "NVSHMEM"
     assert [array.bytes for array in start.arrays] == [4096, 4096]
     assert read.computations["condition"].instructions["three"].arguments == "3"
 
 
-def test_commas_and_brackets_in_quotes_do_not_count():
+def test_parse_ignores_brackets_in_quotes():
     text = program(
         r'%x = f32[2]{0} custom-call(), custom_call_target="a, (b=\"{", calls=%main,'
         r' backend_config={ir = "ML\22, (", n = 1}',
@@ -44,6 +44,6 @@ def test_commas_and_brackets_in_quotes_do_not_count():
     assert second.attributes == {"sharding": "{replicated}"}
 
 
-def test_no_program():
+def test_parse_without_entry_raises():
     with pytest.raises(ValueError, match="ENTRY"):
         parse("HloModule m\n")

@@ -1,7 +1,6 @@
 import pytest
 
-from jaxlc.hlo import parse
-from jaxlc.hlo.trip_counts import executions
+from jaxlc.hlo import analyze
 from tests.hlo.snippets import RING, program
 
 NESTED = """
@@ -22,22 +21,22 @@ NESTED = """
 """
 
 
-def test_the_condition_tells_the_rounds_where_the_compiler_does_not():
-    assert executions(parse(RING)) == dict(main=1, body=3, condition=3)
+def test_execution_counts_come_from_loop_condition():
+    assert analyze(RING).execution_counts == dict(main=1, body=3, condition=3)
 
 
-def test_loops_multiply_and_call_sites_add():
+def test_execution_counts_multiply_in_loops_and_add_over_calls():
     text = program(
         "%x = f32[] constant(1)",
         '%w.1 = f32[] while(%x), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"2"}}',
         "ROOT %f.1 = f32[] conditional(%x, %w.1), branch_computations={%leaf, %inner}",
         more=NESTED,
     )
-    times = executions(parse(text))
-    assert (times["outer"], times["inner"], times["leaf"]) == (2, 11, 12)
+    counts = analyze(text).execution_counts
+    assert (counts["outer"], counts["inner"], counts["leaf"]) == (2, 11, 12)
 
 
-def test_a_loop_of_unknown_length_is_an_error():
+def test_execution_counts_of_unknown_loop_raise():
     text = program("%x = f32[] constant(1)", "ROOT %w.1 = f32[] while(%x), condition=%c, body=%outer", more=NESTED)
-    with pytest.raises(ValueError, match="rounds of loop %w.1"):
-        executions(parse(text))
+    with pytest.raises(ValueError, match="unknown trip count of loop %w.1"):
+        _ = analyze(text).execution_counts

@@ -1,6 +1,6 @@
-"""One line of the plan of each config and variant: peak memory, also of a node's host if it holds any, and the ring.
+"""Summarizes the plan of each config and variant in one line: peak memory per GPU and node, and the ring.
 
-tests/goldens/plans.txt has them all:
+To regenerate tests/goldens/plans.txt:
 
     python -m tests.plan.config_lines > tests/goldens/plans.txt
 """
@@ -18,21 +18,21 @@ NAMES = [
 
 
 def line(name: str) -> str:
-    """Of "256k:h100": for the GPUs that the config names; a miniature is planned for 8 H100s."""
+    """The line of a config such as "256k:h100", for its own topology; "mini" variants are planned for 8 H100s."""
     config_name, _, variant = name.partition(":")
     spec = importlib.util.spec_from_file_location(f"configs_{config_name}", CONFIGS / f"{config_name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = module.get_config(variant)
-    found = plan.plan(config, config.runtime.topology or "h100:1x8")
-    ring, memory = found.ring, found.memory
+    result = plan.plan(config, config.runtime.topology or "h100:1x8")
+    ring, memory = result.ring, result.memory
     hops = ", ".join(f"{count:,} {backend}" for backend, count in ring.by_backend.items()) or "no hops"
     on_host = f" and {memory.host_bytes_per_node / 2**30:,.0f} on a node's host" if memory.host_bytes_per_node else ""
     peak = f"{memory.device_peak_bytes / 2**30:.1f} GiB{on_host}, {'fits' if memory.fits else 'does not fit'}"
     exposed = f"{ring.exposed:,} exposed, {ring.exposed_forward:,} forward"
-    return f"{name:<10} {found.topology:<10} {peak}; ring: {hops}; {exposed}"
+    return f"{name:<10} {result.topology:<10} {peak}; ring: {hops}; {exposed}"
 
 
 if __name__ == "__main__":
-    for each in NAMES:
-        print(line(each), flush=True)
+    for name in NAMES:
+        print(line(name), flush=True)

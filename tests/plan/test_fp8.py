@@ -1,21 +1,20 @@
-"""Products in 8 bits, in the program for an H100: cuBLAS multiplies them, and they are as many as they must be."""
+"""8-bit matrix products in a program compiled for an H100: cuBLAS runs all of them."""
 
 import pytest
 
 from jaxlc.config import load
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import Program, parse
+from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.hlo.kernel_costs import kernel_cost
-from jaxlc.hlo.trip_counts import executions
 from jaxlc.plan.compile import compile_step
 from jaxlc.plan.summary import kernels
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.train.step import TrainStep, build_step
-from tests.plan.gpus import ignores_cache, needs_gpu_compiler, small_config
+from tests.plan.gpus import small_config
 
-pytestmark = [needs_gpu_compiler, ignores_cache]
+pytestmark = pytest.mark.gpu_compiler
 TOKENS, D, N, K, H, F = 1024, 256, 4, 2, 64, 512
 WEIGHTS = dict(
     query=D * N * H, key=D * K * H, value=D * K * H, attention_projected=N * H * D, mlp_gate=D * F, mlp_up=D * F,
@@ -33,13 +32,12 @@ def fp8_step(gpu: str = "h100", **precision) -> TrainStep:
     return build_step(config, make_mesh(topology(f"{gpu}:1x1"), config.mesh))
 
 
-def fp8_flops(program: Program) -> float:
-    times = executions(program)
+def fp8_flops(program: AnalyzedProgram) -> float:
     costs = [
-        (times[computation.name], kernel_cost(program, computation, each))
+        (program.execution_counts[computation.name], kernel_cost(program, computation, instruction))
         for computation in program
-        for each in computation
-        if "matmul$f8" in each.attributes.get("custom_call_target", "")
+        for instruction in computation
+        if "matmul$f8" in instruction.attributes.get("custom_call_target", "")
     ]
     assert all(cost.dtype.startswith("f8") for _, cost in costs)
     return sum(count * cost.flops for count, cost in costs)
@@ -50,25 +48,25 @@ def fp8_flops(program: Program) -> float:
     [
         (dict(), set(WEIGHTS)),
         (dict(fp8_scaling="delayed", fp8_matmuls=("mlp_gate", "mlp_down")), {"mlp_gate", "mlp_down"}),
-        (dict(bf16_layers=(0,)), set(WEIGHTS)),  # which layers it is, is in no program: every branch counts
+        (dict(bf16_layers=(0,)), set(WEIGHTS)),  # the layer is chosen at run time, so every branch counts
     ],
-    ids=["current", "delayed", "a layer in bf16"],
+    ids=["current", "delayed", "one layer in bf16"],
 )
 @pytest.mark.heavy
-def test_cublas_multiplies_8_bits(precision, names):
-    """Forward, gradient of x and gradient of w: 6 FLOPs a token and weight."""
+def test_fp8_step_runs_all_products_in_cublas(precision, names):
+    """Forward, gradient of x and gradient of w: 6 FLOPs per token and weight."""
     compiled, _ = compile_step(fp8_step(**precision))
-    program = parse(compiled.as_text())
+    program = analyze(compiled.as_text())
     assert kernels(program)["__cublas$lt$matmul$f8"] > 0
-    assert fp8_flops(program) == 2 * 6 * TOKENS * sum(WEIGHTS[name] for name in names)  # of two layers
+    assert fp8_flops(program) == 2 * 6 * TOKENS * sum(WEIGHTS[name] for name in names)  # two layers
 
 
-def test_their_peak_is_twice_that_of_bfloat16():
+def test_fp8_peak_is_twice_that_of_bfloat16():
     """1,979 TFLOP/s on an H100."""
     seconds = Roofline(f8_matmul_share=1.0).matmul_seconds(hardware.find("h100"), "f8e4m3fn", 1979e12)
     assert seconds == pytest.approx(1, rel=1e-3)
 
 
-def test_an_a100_has_none():
+def test_fp8_step_for_a100_raises():
     with pytest.raises(UserError, match="compute='fp8' needs GPUs of compute capability 8.9 or more, and NVIDIA A100"):
         fp8_step("a100")

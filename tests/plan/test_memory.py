@@ -1,4 +1,4 @@
-"""Figures of memory that the compiler does not know, and what is read from what it writes down."""
+"""Memory estimates that the compiler does not provide, and parsing of its memory reports."""
 
 import dataclasses
 
@@ -37,14 +37,14 @@ MEMORY = Memory(
 )
 
 
-def test_all_parts_count_against_the_capacity():
+def test_memory_parts_count_against_capacity():
     assert MEMORY.device_peak_bytes == 75 * GIB
-    assert MEMORY.pool_share == 0.90  # 95 less the 5 that are not the pool's
+    assert MEMORY.pool_share == 0.90  # 95 minus the 5 outside of the pool
     assert MEMORY.fits
 
 
-def test_all_that_is_usable_is_the_pools_where_nothing_lies_beside_it():
-    """Of 80 GiB, 95% are 94.99999999999999 percent in floating point."""
+def test_pool_share_without_other_buffers_is_usable_share():
+    """In floating point, 95% of 80 GiB are 94.99999999999999 percent."""
     alone = dataclasses.replace(MEMORY, device_capacity_bytes=84_942_979_072, symmetric_used_bytes=0, nccl_bytes=0)
     assert dataclasses.replace(alone, nvshmem_heap_bytes=0).pool_share == 0.95
 
@@ -53,20 +53,20 @@ def test_all_that_is_usable_is_the_pools_where_nothing_lies_beside_it():
     ("device_arguments_bytes", 41), ("device_temp_bytes", 61), ("workspace_bytes", 31), ("symmetric_used_bytes", 25),
     ("nvshmem_heap_bytes", 25), ("nccl_bytes", 22), ("host_bytes_per_node", 83), ("staging_bytes_per_node", 19),
 ])  # fmt: skip
-def test_each_part_alone_can_be_too_much(part, size):
+def test_fits_fails_for_each_part_alone(part, size):
     assert dataclasses.replace(MEMORY, **{part: (size - 1) * GIB}).fits
     assert not dataclasses.replace(MEMORY, **{part: size * GIB}).fits
 
 
-def test_unified_memory_adds_the_hosts():
-    large = dataclasses.replace(MEMORY, device_temp_bytes=100 * GIB)  # 135 in all, of which 5 are not the pool's
+def test_fits_with_unified_memory_counts_host_memory():
+    large = dataclasses.replace(MEMORY, device_temp_bytes=100 * GIB)  # 135 in total, 5 of them outside of the pool
     assert not large.fits and large.spilled_bytes == 0
     unified = dataclasses.replace(large, unified_host_bytes=50 * GIB)
     assert unified.fits and unified.pool_share == 1.40 and unified.spilled_bytes == 40 * GIB
     assert not dataclasses.replace(large, unified_host_bytes=39 * GIB).fits
 
 
-def test_unified_memory_is_the_free_share_of_a_gpu_on_coherent_hosts_only():
+def test_unified_host_bytes_only_on_coherent_hosts():
     on, pinned = RuntimeConfig(unified_memory=True), 64 * GIB
     gb200, gh200 = topology("gb200:1x8"), topology("gh200:4x1")
     assert unified_host_bytes(on, gb200, pinned) == (0.9 * 960 - 64) / 4 * GIB
@@ -78,7 +78,7 @@ def test_unified_memory_is_the_free_share_of_a_gpu_on_coherent_hosts_only():
     assert unified_host_bytes(RuntimeConfig(), gh200, 0) is None
 
 
-def test_xlas_own_limit_is_near_before_memory_is_full():
+def test_schedulers_limit_is_reached_before_memory_is_full():
     temporaries = int((0.95 * 57 - 3) * GIB)  # 3 more are symmetric
     assert not dataclasses.replace(MEMORY, device_temp_bytes=temporaries - 1).is_at_schedulers_limit
     near = dataclasses.replace(MEMORY, device_temp_bytes=temporaries + 1)
@@ -89,7 +89,7 @@ def collective(kind, groups, backend="DEFAULT"):
     return Collective(None, kind, groups, 0, backend, "", 1)
 
 
-def test_nccls_buffers_are_those_of_communicators_and_their_peers():
+def test_nccl_bytes_count_communicators_and_peers():
     pairs, rings = ((0, 2), (2, 0)), ((0, 1, 2, 3), (4, 5, 6, 7))
     permute, gather = collective("collective-permute", pairs), collective("all-gather", rings)
     assert nccl_bytes([]) == 0
@@ -153,19 +153,19 @@ def dump(tmp_path) -> Dump:
     return read(tmp_path)
 
 
-def test_symmetric_memory_is_neither_the_devices_own_nor_the_hosts(dump):
+def test_dump_symmetric_bytes_exclude_device_and_host(dump):
     assert dump.bytes_by_space == {0: 1000, 1: 300, 5: 50}
     assert dump.symmetric_bytes == 300
 
 
-def test_the_largest_arrays_on_the_device_and_who_made_them(dump):
+def test_dump_largest_names_the_instruction_that_made_it(dump):
     assert dump.largest(2) == (
         LiveTensor(800, "f32[200]", "state.params"),
         LiveTensor(400, "f32[100]", "jit(step)/while/body/neg"),
     )
 
 
-def test_a_carry_is_made_by_the_round_before():
+def test_maker_of_a_carry_is_in_the_previous_round():
     program = parse(PROGRAM)
     body = program.computations["body"]
     assert maker(program, body, body.instructions["carry"], (0,)) == "jit(step)/while/body/add"

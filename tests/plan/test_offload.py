@@ -1,4 +1,4 @@
-"""Tensors that wait in host memory: in the program for GPUs, exactly as many bytes as were asked for."""
+"""Offloaded activations: the program for GPUs holds exactly their bytes in host memory."""
 
 import jax
 import pytest
@@ -7,9 +7,9 @@ from jaxlc.config import load
 from jaxlc.core.errors import UserError
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.train.step import TrainStep, build_step
-from tests.plan.gpus import ignores_cache, needs_gpu_compiler, small_config
+from tests.plan.gpus import small_config
 
-pytestmark = [needs_gpu_compiler, ignores_cache]
+pytestmark = pytest.mark.gpu_compiler
 LAYERS, TOKENS = 4, 4096
 
 
@@ -27,22 +27,22 @@ def host_bytes(step: TrainStep) -> int:
 
 
 @pytest.mark.heavy
-def test_residuals_of_all_layers_or_of_every_second_one():
+def test_offload_residual_holds_one_per_layer_group():
     step = small_step(offload=("residual",))
     residuals = LAYERS * TOKENS * step.config.model.model_dim * 2 // 4  # bfloat16, split over context and tensor
     assert host_bytes(step) == residuals
     assert host_bytes(small_step(offload=("residual",), layers_per_remat_group=2)) == residuals // 2
 
 
-def test_what_attention_made():
+def test_offload_attention_holds_out_and_lse():
     step = small_step(offload=("attention_out", "attention_lse"))
     model = step.config.model
-    a_head_of_a_token = model.head_dim * 2 + 4  # out in bfloat16, lse in float32
-    assert host_bytes(step) == LAYERS * TOKENS * model.num_heads * a_head_of_a_token // 4
+    bytes_per_head = model.head_dim * 2 + 4  # out in bfloat16, lse in float32
+    assert host_bytes(step) == LAYERS * TOKENS * model.num_heads * bytes_per_head // 4
 
 
-def test_an_offload_that_the_program_does_not_contain_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    """As when a policy is lost on its way: silence is what others are blamed for (openxla/xla#17541)."""
+def test_compile_without_requested_offload_raises(monkeypatch: pytest.MonkeyPatch):
+    """A remat policy that gets lost must not go unnoticed, as it did in openxla/xla#17541."""
     step = small_step(offload=("residual",))
     monkeypatch.setattr("jaxlc.train.remat._policy", lambda *_: jax.checkpoint_policies.nothing_saveable)
     with pytest.raises(UserError, match=r"memory.offload=\('residual',\) was asked for, and the compiled step holds"):

@@ -1,8 +1,7 @@
-"""What hides the ring's hops, in the real step: two layers of Llama 3 8B at 262,144 tokens, compiled for H100s."""
+"""Overlap of ring communication in the real step: two layers of Llama 3 8B at 262,144 tokens, compiled for H100s."""
 
 import dataclasses
 import functools
-import importlib.util
 from collections import Counter
 
 import jax.numpy as jnp
@@ -14,15 +13,13 @@ from jaxlc.attention import api, local
 from jaxlc.attention.contract import Masks
 from jaxlc.attention.merge import merge
 from jaxlc.config import defaults, load
+from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_flops import imbalance
-from jaxlc.hlo.attention_hops import Hop
-from jaxlc.hlo.liveness import most_alive
+from jaxlc.hlo.liveness import max_alive
 from jaxlc.hlo.op_names import PASSES
 from jaxlc.simulate.topology import topology
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None, reason="the extra `plan` is not installed"
-)
+pytestmark = pytest.mark.gpu_compiler
 TOKENS = 262_144
 LAYERS = 2
 
@@ -33,40 +30,41 @@ def ring(context: int) -> CompiledStep:
     return compile_step(two_layers("ring", context, TOKENS, kernel="cudnn"), topology(f"h100:1x{context}"))
 
 
-def exposed(step: CompiledStep) -> list[Hop]:
-    return [hop for hop in step.hops if not step.is_hidden(hop)]
+def not_hidden(step: CompiledStep) -> list[AttentionCollective]:
+    return [permute for permute in step.program.attention_collectives if not step.is_hidden(permute)]
 
 
 rings = pytest.mark.parametrize("context", [8, pytest.param(64, marks=pytest.mark.heavy)])
 
 
 @rings
-def test_every_hop_hides_behind_attention_but_the_last_one_home(context):
+def test_attention_hides_all_permutes_but_the_last_send(context):
     step = ring(context)
     times = Counter()
-    for hop in step.hops:
-        (array,) = hop.collective.transfer.done.arrays
-        times[hop.which, array.dtype] += hop.times
+    for permute in step.program.attention_collectives:
+        (array,) = permute.collective.transfer.done.arrays
+        times[permute.pass_name, array.dtype] += permute.times
     assert times == {
-        ("forward", "bf16"): LAYERS * (context - 1),  # K and V go round once
+        ("forward", "bf16"): LAYERS * (context - 1),  # K and V go around the ring once
         ("recomputation", "bf16"): LAYERS * (context - 1),
-        ("backward", "bf16"): LAYERS * (context - 2),  # the first hop is the recomputation's, too
-        ("backward", "f32"): LAYERS * context,  # dK and dV travel with them, and home
+        ("backward", "bf16"): LAYERS * (context - 2),  # the first permute is shared with the recomputation
+        ("backward", "f32"): LAYERS * context,  # dK and dV, including the last send back to the owner rank
     }
-    (home,) = exposed(step)
-    assert home.which == "backward" and home.times == LAYERS
-    assert home.collective.transfer.done.arrays[0].dtype == "f32"
+    (last,) = not_hidden(step)
+    assert last.pass_name == "backward" and last.times == LAYERS
+    assert last.collective.transfer.done.arrays[0].dtype == "f32"
 
 
 @rings
-def test_no_more_than_three_blocks_of_keys_and_values_exist_at_once(context):
+def test_ring_holds_at_most_three_kv_blocks(context):
     step = ring(context)
-    (block,) = {hop.collective.transfer.done.arrays for hop in step.hops if hop.which == "forward"}
-    assert most_alive(step.program, lambda array: array in block) <= 3
+    permutes = step.program.attention_collectives
+    (block,) = {permute.collective.transfer.done.arrays for permute in permutes if permute.pass_name == "forward"}
+    assert max_alive(step.program, lambda array: array in block) <= 3
 
 
 @rings
-def test_every_rank_does_the_same_work_and_hardly_more_than_the_mask_asks_for(context):
+def test_attention_work_is_balanced_and_near_the_minimum(context):
     step = ring(context)
     flops = step.attention_flops()
     assert flops.keys() == set(PASSES)
@@ -76,7 +74,7 @@ def test_every_rank_does_the_same_work_and_hardly_more_than_the_mask_asks_for(co
 
 
 def plain_ring(q, k, v, masks, kernel, spec, ranks):
-    """What one would write first: a permute and a kernel call in a plain loop. (No mask: it is here to be timed.)"""
+    """A straightforward ring: a permute and a kernel call in a Python loop. Without a mask, only for comparison."""
     spec = type(spec)(causal=False)
     out, lse = local.attend(q, k, v, Masks(None, None, None, None), kernel, spec)
     for _ in range(1, ranks.size):
@@ -86,24 +84,25 @@ def plain_ring(q, k, v, masks, kernel, spec, ranks):
 
 
 @pytest.mark.heavy
-def test_the_plain_loop_hides_nothing_and_holds_all_blocks(monkeypatch):
+def test_plain_ring_hides_nothing_and_holds_all_blocks(monkeypatch):
     config, gpus = two_layers("ring", 8, TOKENS, kernel="cudnn"), topology("h100:1x8")
-    # A small vocabulary, or the head's gradients would decide how much memory both take.
+    # With a large vocabulary, the head's gradients would dominate the memory of both.
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=1024))
     ours = compile_step(config, gpus)
     monkeypatch.setitem(api.STRATEGIES, "ring", api.Strategy(plain_ring, implicit_positions=True))
     step = compile_step(config, gpus)
-    forward = [hop for hop in step.hops if hop.which == "forward"]
-    assert sum(hop.times for hop in forward) == LAYERS * 2 * 7  # K and V apart
-    assert sum(hop.times for hop in forward if step.is_hidden(hop)) <= LAYERS * 2  # some wait for the last block alone
-    (block,) = {hop.collective.transfer.done.arrays for hop in forward}
-    assert most_alive(step.program, lambda array: array in block) > 2 * 3
+    forward = [permute for permute in step.program.attention_collectives if permute.pass_name == "forward"]
+    assert sum(permute.times for permute in forward) == LAYERS * 2 * 7  # K and V separately
+    hidden = sum(permute.times for permute in forward if step.is_hidden(permute))
+    assert hidden <= LAYERS * 2  # the last block's may be
+    (block,) = {permute.collective.transfer.done.arrays for permute in forward}
+    assert max_alive(step.program, lambda array: array in block) > 2 * 3
     assert step.temp_bytes > ours.temp_bytes
 
 
 @pytest.mark.heavy
-def test_the_whole_model_fits_64_gpus_with_room_to_spare():
-    """1.4 GiB of state, and 5.3 of temporaries where nothing of size tokens x tokens or tokens x vocabulary is kept."""
+def test_whole_model_on_64_gpus_needs_under_6_gib():
+    """1.4 GiB of state and 5.3 GiB of temporaries, without arrays of size tokens x tokens or tokens x vocabulary."""
     config = defaults()
     config.model.preset = "llama3.1-8b"
     config.mesh.update(context=8, tensor=8)
@@ -111,4 +110,4 @@ def test_the_whole_model_fits_64_gpus_with_room_to_spare():
     config.attention.update(kernel="blockwise", query_block_tokens=1024, key_block_tokens=1024)
     step = compile_step(load(config), topology("h100:8x8"))
     assert step.temp_bytes < 6 * 2**30
-    assert len(exposed(step)) == 1
+    assert len(not_hidden(step)) == 1

@@ -1,4 +1,4 @@
-"""What the plan says about a small step, against what is known of it from its config."""
+"""The plan of a small step, compared with values that follow from its config."""
 
 import dataclasses
 import json
@@ -12,35 +12,36 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc import plan
 from jaxlc.config import MeshConfig, load
 from jaxlc.core.errors import UserError
-from jaxlc.plan.compile import place_in_memory
+from jaxlc.plan.compile import hints, place_in_memory
 from jaxlc.plan.report import page
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
-from tests.plan.gpus import ignores_cache, needs_gpu_compiler, small_config
+from jaxlc.train.step import build_step
+from tests.plan.gpus import small_config
 
-pytestmark = [needs_gpu_compiler, ignores_cache]
+pytestmark = pytest.mark.gpu_compiler
 LAYERS, CONTEXT, ACCUMULATION = 2, 2, 3
 
 
 @pytest.fixture(scope="module")
-def found():
-    """A process drives two GPUs, and the ring leads from one NVLink domain to the other."""
+def result():
+    """Two GPUs per process; the ring crosses NVLink domains."""
     config = small_config()
     config.train.update(global_batch_size=ACCUMULATION, gradient_accumulation_steps=ACCUMULATION)
-    config.runtime.update(simulated_devices=4)  # which counts for nothing here
+    config.runtime.update(simulated_devices=4)  # ignored by the plan
     return plan.plan(config, "h100:2x2", devices_per_process=2)
 
 
-def test_the_parts_of_the_memory_add_up(found):
-    memory = found.memory
+def test_memory_parts_add_up_to_peak(result):
+    memory = result.memory
     state = memory.parameters_bytes + memory.optimizer_bytes
     assert memory.optimizer_bytes == pytest.approx(2 * memory.parameters_bytes, rel=1e-3)  # two moments of Adam
-    # Segment ids and positions are not read, where a row is one document.
+    # Segment ids and positions are unused with one document per sequence.
     assert 0 < memory.device_arguments_bytes - state < 2 * memory.batch_bytes
     assert memory.device_peak_bytes == (
         memory.device_arguments_bytes + memory.device_temp_bytes + memory.workspace_bytes + memory.nccl_bytes
     )
     assert memory.symmetric_bytes == memory.host_bytes_per_node == 0
-    # 130% (preset overlap) of what 80% leaves beside the arguments
+    # 130% (preset overlap) of (80% of the capacity minus the arguments)
     assert memory.scheduler_limit_bytes == pytest.approx(
         1.3 * (0.8 * memory.device_capacity_bytes - memory.device_arguments_bytes)
     )
@@ -48,67 +49,68 @@ def test_the_parts_of_the_memory_add_up(found):
     assert memory.fits and memory.device_capacity_bytes > 79 * 2**30
 
 
-def test_the_page_says_what_unified_memory_does(found):
-    gpu_bytes = int(0.5 * found.memory.device_peak_bytes)
-    large = dataclasses.replace(found.memory, device_capacity_bytes=gpu_bytes, unified_host_bytes=10 * 2**30)
-    text = page(dataclasses.replace(found, memory=large), "")
-    assert "and 10.00 of the host's" in text and "IT FITS" in text
-    assert "of it lie in the host's memory; the predicted time does not count the way there" in text
+def test_page_explains_unified_memory(result):
+    gpu_bytes = int(0.5 * result.memory.device_peak_bytes)
+    large = dataclasses.replace(result.memory, device_capacity_bytes=gpu_bytes, unified_host_bytes=10 * 2**30)
+    text = page(dataclasses.replace(result, memory=large), "")
+    assert "+ 10.00 of host memory" in text and "VERDICT: fits" in text
+    assert "of that are in host memory; the estimated time does not include these accesses" in text
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in text  # runtime.start sets it
-    over_pcie = dataclasses.replace(found.memory, is_unified_over_pcie=True)
-    assert "runtime.unified_memory is not counted" in page(dataclasses.replace(found, memory=over_pcie), "")
+    over_pcie = dataclasses.replace(result.memory, is_unified_over_pcie=True)
+    assert "runtime.unified_memory is ignored" in page(dataclasses.replace(result, memory=over_pcie), "")
 
 
-def test_full_recomputation_costs_a_forward(found):
-    """Of the matrix products a third of the model's, but not the head's; of attention (4 + 4 + 10) / 12 in all."""
-    assert 0.33 < found.predicted.recomputed_share < 0.5
+def test_recomputed_share_of_full_remat_is_one_forward(result):
+    """A third of the matrix products, without the head's; attention has (4 + 4 + 10) / 12 of its FLOPs in total."""
+    assert 0.33 < result.predicted.recomputed_share < 0.5
 
 
-def test_the_largest_arrays_have_sizes_and_makers(found):
-    sizes = [each.bytes for each in found.memory.largest]
+def test_largest_arrays_have_sizes_and_makers(result):
+    sizes = [tensor.bytes for tensor in result.memory.largest]
     assert len(sizes) == 5 and sizes == sorted(sizes, reverse=True)
-    for each in found.memory.largest:
-        dtype, dims = each.shape.rstrip("]").split("[")
-        assert each.bytes == math.prod(map(int, dims.split(","))) * {"f32": 4, "bf16": 2, "s32": 4}[dtype]
-        assert each.made_by
-    named = [each for each in found.memory.largest if "/" in each.made_by or each.made_by.startswith("state.")]
-    assert len(named) >= 4  # what the compiler makes of its own may have a name of its own
+    for tensor in result.memory.largest:
+        dtype, dims = tensor.shape.rstrip("]").split("[")
+        assert tensor.bytes == math.prod(map(int, dims.split(","))) * {"f32": 4, "bf16": 2, "s32": 4}[dtype]
+        assert tensor.made_by
+    makers = [tensor.made_by for tensor in result.memory.largest]
+    assert sum("/" in maker or maker.startswith("state.") for maker in makers) >= 4  # the compiler names its own arrays
 
 
-def test_the_rings_hops_are_counted_once_a_round_of_every_loop(found):
+def test_ring_counts_permutes_of_all_loop_rounds(result):
     hops = (
         ACCUMULATION
         * LAYERS
         * (
-            2 * (CONTEXT - 1)  # K and V, forward and again in the backward
-            + CONTEXT  # dK and dV, and home
+            2 * (CONTEXT - 1)  # K and V, in the forward pass and in the recomputation
+            + CONTEXT  # dK and dV, including the last send back to the owner rank
             + CONTEXT
-            - 2  # K and V beside them
+            - 2  # K and V in the backward pass
         )
     )
-    assert found.ring.hops == found.ring.hidden + found.ring.exposed == hops
-    assert found.ring.by_backend == {"NCCL": hops}
-    (row,) = (row for row in found.collectives if row.kind == "collective-permute")
-    assert row.axes == ("context",) and row.crosses_domains and row.count == hops
+    assert result.ring.hops == result.ring.hidden + result.ring.exposed == hops
+    assert result.ring.by_backend == {"NCCL": hops}
+    (permutes,) = (stats for stats in result.collectives if stats.kind == "collective-permute")
+    assert permutes.axes == ("context",) and permutes.crosses_domains and permutes.count == hops
 
 
-def test_collectives_within_a_domain_do_not_cross(found):
-    rows = {(row.kind, row.axes): row for row in found.collectives}
-    assert not rows["all-gather", ("tensor",)].crosses_domains
-    assert rows["all-gather", ("context",)].crosses_domains
-    assert [row.bytes for row in found.collectives] == sorted((row.bytes for row in found.collectives), reverse=True)
+def test_collectives_within_a_domain_do_not_cross(result):
+    by_axes = {(stats.kind, stats.axes): stats for stats in result.collectives}
+    assert not by_axes["all-gather", ("tensor",)].crosses_domains
+    assert by_axes["all-gather", ("context",)].crosses_domains
+    sizes = [stats.bytes for stats in result.collectives]
+    assert sizes == sorted(sizes, reverse=True)
 
 
-def test_kernels_are_counted_by_pass(found):
-    calls = ACCUMULATION * LAYERS * CONTEXT  # one at each step of the ring
-    assert {name: found.kernels[f"cudnn attention {name}"] for name in ("forward", "recomputation", "backward")} == {
+def test_kernels_are_counted_by_pass(result):
+    calls = ACCUMULATION * LAYERS * CONTEXT  # one per ring step
+    assert {name: result.kernels[f"cudnn attention {name}"] for name in ("forward", "recomputation", "backward")} == {
         "forward": calls, "recomputation": calls, "backward": calls
     }  # fmt: skip
-    assert found.kernels["triton gemm"] > 0
+    assert result.kernels["triton gemm"] > 0
 
 
-def test_json_has_its_stable_keys(found):
-    values = json.loads(json.dumps(found.to_json()))
+def test_to_json_has_stable_keys(result):
+    values = json.loads(json.dumps(result.to_json()))
     assert values.keys() >= {
         "topology", "num_devices", "mesh", "sequence_tokens", "tokens_per_step", "compile_seconds", "memory",
         "collectives", "ring", "kernels",
@@ -125,17 +127,45 @@ def test_json_has_its_stable_keys(found):
     assert values["mesh"] == {"data": 1, "fsdp": 1, "context": 2, "tensor": 2}
 
 
-def test_the_page_fits_a_terminal(found):
-    text = page(found, "")
+def test_page_fits_a_terminal(result):
+    text = page(result, "")
     assert max(map(len, text.splitlines())) <= 120
-    assert "IT FITS" in str(found) and "cudnn attention forward" in text
+    assert "VERDICT: fits" in str(result) and "cudnn attention forward" in text
+
+
+def test_page_labels_largest_arrays_by_scope(result):
+    lines = page(result, "").split("largest arrays")[1].splitlines()[1:6]
+    assert any("mlp, backward: " in line for line in lines), lines
+    assert not any("jvp" in line or "while" in line or "shard_map" in line for line in lines), lines
+
+
+def test_page_uses_exposed_for_waiting_kernels_only(result):
+    """The ring section counts permutes that attention does not hide; exposed is estimated waiting time."""
+    text = page(dataclasses.replace(result, ring=dataclasses.replace(result.ring, exposed=3, exposed_forward=1)), "")
+    (line,) = (line for line in text.splitlines() if "not hidden by attention" in line)
+    assert line.split()[-6:] == ["3", "1", "in", "the", "forward", "pass"]
+    exposed = [line for line in text.splitlines() if "exposed" in line]
+    assert exposed and all(line.strip().startswith(("communication", "host copies")) for line in exposed)
+
+
+def test_hints_name_document_mask_only_if_it_excludes_cudnn(result):
+    assert result.hints == ()
+    config = small_config()
+    config.attention.document_mask = True
+    masked = load(config)
+    step = build_step(masked, make_mesh(topology("h100:1x4"), masked.mesh))
+    (hint,) = hints(step)
+    assert hint.startswith("--config.attention.document_mask=False allows the cuDNN attention kernel")
+    assert "hint: --config.attention.document_mask=False" in page(dataclasses.replace(result, hints=(hint,)), "")
+    blockwise = dataclasses.replace(masked, attention=dataclasses.replace(masked.attention, kernel="blockwise"))
+    assert hints(build_step(blockwise, step.mesh)) == ()
 
 
 @pytest.mark.parametrize("mesh, words", [
     (dict(context=4, tensor=2), "h100:2x2 has 4; use --config.mesh.tensor=1, or another --topology, of 8 GPUs"),
     (dict(context=3, tensor=1), "h100:2x2 has 4"),
 ])  # fmt: skip
-def test_a_mesh_of_another_size_is_told_what_works(mesh, words):
+def test_plan_with_mesh_of_another_size_names_one_that_fits(mesh, words):
     config = small_config()
     config.data.seq_len = 3 * 4096
     config.mesh.update(mesh)
@@ -146,9 +176,9 @@ def test_a_mesh_of_another_size_is_told_what_works(mesh, words):
 @pytest.mark.parametrize("settings, words", [
     (dict(runtime=dict(transport="peer")), "peer copies work within one process"),
     (dict(attention=dict(kernel="cudnn", document_mask=True)), "attention kernel cudnn cannot do this"),
-    (dict(data=dict(seq_len=2**40)), "seq_len=1099511627776 cannot be compiled"),
+    (dict(data=dict(seq_len=2**40)), "compilation failed with config.data.seq_len=1099511627776"),
 ], ids=["transport", "kernel", "size"])  # fmt: skip
-def test_what_cannot_be_is_one_sentence(settings, words):
+def test_plan_of_unsupported_settings_raises_one_line(settings, words):
     config = small_config()
     config.update(settings)
     with pytest.raises(UserError, match=words) as raised:
@@ -156,26 +186,26 @@ def test_what_cannot_be_is_one_sentence(settings, words):
     assert "\n" not in str(raised.value)
 
 
-def test_arguments_in_host_memory_count_as_host_memory():
-    """JAX forgets where they are, as the program before the remedy shows; one argument is not read at all."""
+def test_place_in_memory_moves_arguments_to_host_memory():
+    """Without it, JAX drops the memory kinds of absent devices. One argument is unused."""
     mesh = make_mesh(topology("h100:1x2"), MeshConfig(context=2))
     array = jax.ShapeDtypeStruct((2**20,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("context")))
 
     kinds, result_kinds = (None, None, "pinned_host"), (None, "pinned_host")
     shardings = tuple(NamedSharding(mesh, PartitionSpec("context"), memory_kind=kind) for kind in result_kinds)
 
-    def host_and_device_bytes(**remedy):
+    def host_and_device_bytes(**memory_kinds):
         def add(_, on_device, on_host):
             moved = jax.device_put(on_host, jax.memory.Space.Device)
             return on_device + moved, jax.device_put(2 * moved, jax.memory.Space.Host)
 
         jitted = jax.jit(add, donate_argnums=2, out_shardings=shardings)
         lowered = jitted.lower(array, array, array)
-        if remedy:
-            place_in_memory(lowered, **remedy)
+        if memory_kinds:
+            place_in_memory(lowered, **memory_kinds)
         memory = lowered.compile(compiler_options=dict(WITHOUT_GPU)).memory_analysis()
         return memory.host_argument_size_in_bytes, memory.argument_size_in_bytes, memory.alias_size_in_bytes
 
-    one = 2**20 * 4 // 2  # of each device
+    one = 2**20 * 4 // 2  # per device
     assert host_and_device_bytes() == (0, 2 * one, one)
     assert host_and_device_bytes(arguments=kinds, results=result_kinds) == (one, one, 0)

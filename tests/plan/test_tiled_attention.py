@@ -1,4 +1,4 @@
-"""Attention by tiles as compiled for H100s: how often K and V exist at full length, and what hides their hops."""
+"""Tiled attention compiled for H100s: full-length copies of K and V, and overlap of its communication."""
 
 import functools
 from typing import NamedTuple
@@ -17,9 +17,8 @@ from jaxlc.hlo.async_ops import transfers
 from jaxlc.hlo.parser import Program
 from jaxlc.runtime.xla_flags import PRESETS
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
-from tests.plan.gpus import ignores_cache, needs_gpu_compiler
 
-pytestmark = [needs_gpu_compiler, ignores_cache]
+pytestmark = pytest.mark.gpu_compiler
 CONTEXT_RANKS, TOKENS, TILES = 4, 4 * 1_048_576, 64
 N, K, H = 32, 8, 128
 KV_BYTES = 2 * TOKENS // CONTEXT_RANKS * K * H * 2  # of one GPU, in bfloat16
@@ -32,7 +31,7 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def compiled(strategy: str, direction: str) -> Compiled:
-    """All tiles of one row of one layer: `put`, then forward, or backward and `take`."""
+    """All tiles of one sequence in one layer: `put`, then forward, or backward and `take`."""
     mesh = make_mesh(topology(f"h100:1x{CONTEXT_RANKS}"), MeshConfig(context=CONTEXT_RANKS))
     config = AttentionConfig(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1, kernel="cudnn")
     tiled = make_tiled(config, mesh, tiles=TILES, num_kv_heads=K)
@@ -68,12 +67,12 @@ def compiled(strategy: str, direction: str) -> Compiled:
 @pytest.mark.parametrize("strategy, direction, arrays_of_kv", [
     ("ulysses", "forward", 1),
     ("ulysses", "backward", 1 + 2),  # dK/dV in float32 count twice
-    ("ring", "forward", 3),  # its own, the block at hand and the one in flight
+    ("ring", "forward", 3),  # the local block, the current one and the one in flight
     ("ring", "backward", 3 + 2),
-    ("hybrid", "forward", 2),  # of a ring of two, the block in flight is the last
+    ("hybrid", "forward", 2),  # in a ring of two, the block in flight is the last
     ("hybrid", "backward", 2 + 2),
 ])  # fmt: skip
-def test_nothing_else_is_of_full_length(strategy, direction, arrays_of_kv):
+def test_temporaries_hold_no_other_full_length_arrays(strategy, direction, arrays_of_kv):
     # The compiler of jax 0.12 copies K and V once in ulysses' backward.
     copies = strategy == "ulysses" and direction == "backward" and jax.__version_info__ >= (0, 12)
     assert 0 < compiled(strategy, direction).temporary_kv - arrays_of_kv - copies < 0.5
@@ -81,17 +80,17 @@ def test_nothing_else_is_of_full_length(strategy, direction, arrays_of_kv):
 
 @pytest.mark.parametrize("strategy", ["ring", "hybrid"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_every_hop_of_keys_and_values_hides_behind_visits(strategy, direction):
+def test_kv_permutes_overlap_with_kernel_loops(strategy, direction):
     program = compiled(strategy, direction).program
-    hops = [
+    permutes = [
         transfer
         for computation in program
         for transfer in transfers(program, computation)
         if transfer.kind == "collective-permute" and transfer.done.arrays[0].bytes == KV_BYTES
     ]
-    assert len(hops) == (2 if strategy == "ring" else 1)  # the first, and that of the loop over blocks
-    for hop in hops:
-        loops = [each for each in hop.meanwhile if each.opcode == "while"]
+    assert len(permutes) == (2 if strategy == "ring" else 1)  # the first, and the one in the loop over blocks
+    for permute in permutes:
+        loops = [op for op in permute.overlapped_ops if op.opcode == "while"]
         bodies = [instruction for loop in loops for name in loop.called for instruction in program.computations[name]]
-        assert any("__cudnn$fmhaSoftmax" in str(each.attributes.get("custom_call_target")) for each in bodies)
-        assert not any(each.opcode.endswith("-start") for each in hop.meanwhile)  # nothing stands in line with it
+        assert any("__cudnn$fmhaSoftmax" in str(op.attributes.get("custom_call_target")) for op in bodies)
+        assert not any(op.opcode.endswith("-start") for op in permute.overlapped_ops)  # no other transfer delays it

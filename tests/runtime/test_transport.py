@@ -7,14 +7,12 @@ import pytest
 from jaxlc import attention
 from jaxlc.config import AttentionConfig, MeshConfig, RuntimeConfig
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import parse
-from jaxlc.hlo.collectives import collectives
+from jaxlc.hlo import analyze
 from jaxlc.runtime import transport
 from jaxlc.runtime.plugin import xla_version
 from jaxlc.runtime.transport import TransportEnvironment, choose, choose_for, prepare, unsupported
 from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, compile_options
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
-from tests.plan.gpus import ignores_cache, needs_gpu_compiler
 
 NVSHMEM_IS_GONE = xla_version() > LAST_XLA_WITH_NVSHMEM
 # Supports NVSHMEM and one-sided NCCL.
@@ -143,12 +141,11 @@ def compiled_transports(name: str, devices_per_process: int) -> set[tuple[str, s
     x_BTNH, ids_BT = jax.ShapeDtypeStruct((1, 1024, 2, 32), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1024), jnp.int32)
     options = compile_options("gpu", preset="overlap", transport=name, environment={}) | WITHOUT_GPU
     compiled = jax.jit(attend).lower(x_BTNH, x_BTNH, x_BTNH, ids_BT, ids_BT).compile(compiler_options=options)
-    sends = [c for c in collectives(parse(compiled.as_text())) if c.kind == "collective-permute"]
+    sends = [c for c in analyze(compiled.as_text()).collectives if c.kind == "collective-permute"]
     return {(send.backend, send.mode) for send in sends}
 
 
-@ignores_cache
-@needs_gpu_compiler
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("name", "transport"),
     [

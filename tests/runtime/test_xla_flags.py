@@ -7,7 +7,6 @@ import pytest
 from jaxlc.config import RuntimeConfig
 from jaxlc.runtime.xla_flags import PRESETS, compile_options, users_options
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
-from tests.plan.gpus import ignores_cache, needs_gpu_compiler
 
 
 def test_compile_options_on_cpu_are_empty():
@@ -49,8 +48,7 @@ def test_users_options_last_value_takes_precedence():
     assert users_options({"XLA_FLAGS": "--a=1 --b  --a=x=y"}) == {"a": "x=y", "b": "true"}
 
 
-@ignores_cache
-@needs_gpu_compiler
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_options_are_known_to_gpu_compiler(preset):
     device = topology("h100:1x1").devices[0]

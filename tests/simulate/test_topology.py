@@ -1,5 +1,3 @@
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,18 +9,14 @@ from jaxlc.core.hardware import DEVICES
 from jaxlc.simulate import topology as topology_module
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 
-needs_plugin = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None, reason="the extra `plan` is not installed"
-)
 
-
-def test_a_name():
+def test_topology_parses_a_name():
     gpus = topology("h100:8x4")
     assert str(gpus) == "h100:8x4" and gpus.device.device_kind == "NVIDIA H100 80GB HBM3"
     assert (gpus.num_gpus, gpus.gpus_per_domain, gpus.devices_per_process) == (32, 4, 1)
 
 
-def test_host_memory_is_the_whole_nodes_unless_said_otherwise():
+def test_topology_host_memory_defaults_to_whole_node():
     assert topology("h100:1x1").host_memory_bytes_per_node == 2 * 2**40
     gb200 = topology("gb200:1x64")
     assert (gb200.gpus_per_node, gb200.host_memory_bytes_per_node) == (4, 960 * 2**30)
@@ -34,38 +28,38 @@ def test_host_memory_is_the_whole_nodes_unless_said_otherwise():
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("v100:8x8", "no known GPU; known: a100, h100, h200, gh200, b200, gb200"),
-        ("", "no known GPU"),
+        ("v100:8x8", "unknown GPU; expected one of a100, h100, h200, gh200, b200, gb200"),
+        ("", "unknown GPU"),
         ("h100", "such as h100:8x8"),
-        ("h100:8", "NVLink domains x GPUs"),
-        ("h100:0x8", "no size"),
-        ("h100:8x8x2", "no size"),
+        ("h100:8", "expected GPU:DOMAINSxGPUS_PER_DOMAIN"),
+        ("h100:0x8", "invalid topology"),
+        ("h100:8x8x2", "invalid topology"),
     ],
 )
-def test_a_name_that_is_none(name, says):
+def test_topology_with_invalid_name_raises(name, says):
     with pytest.raises(UserError, match=says):
         topology(name)
 
 
-def test_devices_per_process_must_divide_a_domain():
-    with pytest.raises(UserError, match="3 devices per process do not divide the 8 GPUs"):
+def test_topology_with_indivisible_processes_raises():
+    with pytest.raises(UserError, match=r"devices per process \(3\) must divide the 8 GPUs"):
         topology("h100:1x8", devices_per_process=3)
 
 
-def test_a_mesh_of_another_size():
-    with pytest.raises(UserError, match="h100:8x8 has 64 GPUs and .* needs 32; make them equal"):
+def test_make_mesh_of_another_size_raises():
+    with pytest.raises(UserError, match="h100:8x8 has 64 GPUs and .* needs 32; both must be equal"):
         make_mesh(topology("h100:8x8"), MeshConfig(context=32))
 
 
-def test_without_the_compiler(monkeypatch):
+def test_make_mesh_without_gpu_compiler_raises(monkeypatch):
     monkeypatch.setattr(topology_module, "_has_gpu_compiler", lambda: False)
     with pytest.raises(UserError, match=r'pip install "jaxlc\[plan\]"'):
         make_mesh(topology("h100:1x1"), MeshConfig())
 
 
-@needs_plugin
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
-def test_every_gpu_can_be_compiled_for(device):
+def test_every_known_gpu_is_a_compile_target(device):
     mesh = make_mesh(topology(f"{device.name}:2x2"), MeshConfig(data=2, context=2))
     assert mesh.devices.flat[0].device_kind == device.device_kind
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("context")))
@@ -73,8 +67,8 @@ def test_every_gpu_can_be_compiled_for(device):
     assert "is_scheduled=true" in compiled.as_text() and compiled.memory_analysis().argument_size_in_bytes == 64 * 64
 
 
-@needs_plugin
-def test_processes_and_the_order_of_devices():
+@pytest.mark.gpu_compiler
+def test_devices_are_ordered_by_process_and_domain():
     gpus = topology("h100:2x4", devices_per_process=2)
     assert [device.process_index for device in gpus.devices] == [0, 0, 1, 1, 2, 2, 3, 3]
     mesh = make_mesh(gpus, MeshConfig(context=2, tensor=4))

@@ -20,7 +20,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.sweep import ranking, runner, worker
 from jaxlc.sweep.__main__ import main
 from jaxlc.sweep.grid import Point, parse_grid, points
-from tests.plan.gpus import needs_gpu_compiler, small_config
+from tests.plan.gpus import small_config
 from tests.plots import record_figures
 from tests.sweep import fakes
 
@@ -262,7 +262,7 @@ def test_estimate_note_counts_points_within_the_error():
     assert "under 20% are within the error" in ranking.estimate_note([row(1.0, fits=False)])
 
 
-@needs_gpu_compiler
+@pytest.mark.gpu_compiler
 def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
     for name in ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
@@ -347,7 +347,7 @@ def test_command_help_lists_own_flags_before_settings(capsys):
     assert settings < text.index("--config.mesh.context")
 
 
-@needs_gpu_compiler
+@pytest.mark.gpu_compiler
 @pytest.mark.heavy
 def test_estimate_small_config_has_all_figures():
     work = functools.partial(worker.estimate, topology="h100:1x4")

@@ -15,7 +15,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.hlo import parse
 from jaxlc.hlo.async_ops import transfers
 from jaxlc.hlo.attention_kernels import calls_within
-from jaxlc.hlo.host_transfers import host_copies
+from jaxlc.hlo.host_transfers import find_host_copies
 from jaxlc.hlo.parser import Program
 from jaxlc.plan.compile import place_state
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
@@ -178,8 +178,7 @@ def _compile(step: TrainStep) -> jax.stages.Compiled:
     return step.compile(extra_options=dict(WITHOUT_GPU), lowered=lowered)
 
 
-@gpus.needs_gpu_compiler
-@gpus.ignores_cache
+@pytest.mark.gpu_compiler
 @pytest.mark.heavy
 def test_in_the_program_for_gpus_the_state_is_on_the_host_and_updated_in_place():
     step = _gpu_step()
@@ -202,8 +201,7 @@ def test_in_the_program_for_gpus_the_state_is_on_the_host_and_updated_in_place()
 
 
 @pytest.mark.heavy
-@gpus.needs_gpu_compiler
-@gpus.ignores_cache
+@pytest.mark.gpu_compiler
 def test_a_program_that_holds_the_state_on_the_gpu_is_an_error():
     program = parse(_compile(_gpu_step(optimizer="device", layers_per_remat_group=2)).as_text())
     verify_compiled.check_memory(_gpu_step(optimizer="device"), program)
@@ -212,8 +210,7 @@ def test_a_program_that_holds_the_state_on_the_gpu_is_an_error():
 
 
 @pytest.mark.heavy
-@gpus.needs_gpu_compiler
-@gpus.ignores_cache
+@pytest.mark.gpu_compiler
 def test_a_program_that_fetches_all_layers_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch):
     run = Objective._hidden_and_head
     fetches_all = lambda objective, params, *rest: run(objective, jax.device_put(params, DEVICE), *rest)  # noqa: E731
@@ -228,16 +225,15 @@ def _fetches_of_layers(program: Program) -> list[list[set[str]]]:
     """Of each loop over layers: the passes of attention beside which each copy from the host runs."""
     loops = []
     for computation in program:
-        from_host = {copy.done for copy in host_copies(program, computation) if not copy.is_to_host}
+        from_host = {copy.done for copy in find_host_copies(program, computation) if not copy.is_to_host}
         fetches = [each for each in transfers(program, computation) if each.done in from_host]
         if fetches and computation is not program.entry:
-            calls = [[calls_within(program, computation, each) for each in fetch.meanwhile] for fetch in fetches]
+            calls = [[calls_within(program, computation, each) for each in fetch.overlapped_ops] for fetch in fetches]
             loops.append([{call.which for call in itertools.chain(*beside)} for beside in calls])
     return loops
 
 
-@gpus.needs_gpu_compiler
-@gpus.ignores_cache
+@pytest.mark.gpu_compiler
 @pytest.mark.heavy
 @pytest.mark.parametrize("memory", [{}, dict(remat="attention"), dict(tile_tokens=512, layers_per_remat_group=2)])
 def test_weights_are_fetched_beside_the_attention_of_the_layer_before(memory):

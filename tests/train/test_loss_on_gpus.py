@@ -10,15 +10,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
-from jaxlc.hlo import parse
-from jaxlc.hlo.collectives import collectives
+from jaxlc.hlo import analyze
 from jaxlc.models.layers import lookup
 from jaxlc.sharding.rules import Sharder, storage_spec
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.train.loss import LossSpec, loss_sums
-from tests.plan.gpus import ignores_cache, needs_gpu_compiler
 
-pytestmark = [needs_gpu_compiler, ignores_cache]
+pytestmark = pytest.mark.gpu_compiler
 TILES, TOKENS, D, V, CHUNK = 4, 65_536, 256, 4096, 256  # tokens of one GPU, over all tiles
 X_BYTES = TOKENS * D * 2
 
@@ -61,7 +59,7 @@ def test_the_loss(axes):
     assert memory.alias_size_in_bytes >= X_BYTES  # dx lies where x lay
     in_chunks = 4 * CHUNK * V * 4  # logits, their gradient, what a matmul rounds and transposes
     assert memory.temp_size_in_bytes <= D * V * (2 + 4) + in_chunks < X_BYTES  # head, and its float32 gradient
-    gathers = Counter(each.times for each in collectives(parse(compiled.as_text())) if each.kind == "all-gather")
+    gathers = Counter(each.times for each in analyze(compiled.as_text()).collectives if each.kind == "all-gather")
     assert gathers == ({1: 1} if CONTEXT in axes else {TOKENS // (CHUNK // 2): 1})  # the head's; the chunks'
 
 

@@ -1,12 +1,10 @@
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
 
 from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import parse
-from jaxlc.hlo.attention_hops import hops
+from jaxlc.hlo import analyze
 from jaxlc.runtime.transport import TransportSelection
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.train.step import build_step
@@ -30,11 +28,11 @@ def step(transport: TransportSelection | None, mismatch_is: str = "error") -> Si
 
 def test_what_is_printed():
     """Of two hops in a loop of three rounds one is NVSHMEM's and hidden; see the snippet."""
-    assert describe(hops(parse(RING)), strategy="ring", num_layers=3) == [
-        "ring: 6 hops (2 x 3 layers), 3 NVSHMEM and 3 NCCL; exposed: 3 of 6 forward"
+    assert describe(analyze(RING).attention_collectives, strategy="ring", num_layers=3) == [
+        "ring: 6 hops (2 x 3 layers), 3 NVSHMEM and 3 NCCL; unoverlapped: 3 of 6 forward"
     ]
-    assert describe(hops(parse(ALL_NCCL)), strategy="ring", num_layers=4) == [
-        "ring: 6 hops, all NCCL; exposed: 3 of 6 forward"
+    assert describe(analyze(ALL_NCCL).attention_collectives, strategy="ring", num_layers=4) == [
+        "ring: 6 hops, all NCCL; unoverlapped: 3 of 6 forward"
     ]
     assert describe([], strategy="ring", num_layers=3) == ["ring: nothing to send"]
 
@@ -43,7 +41,9 @@ def test_what_is_printed():
     ("mode", "name"), [("COLLECTIVES_SYMMETRIC_MEMORY", "one-sided NCCL"), ("COLLECTIVES_PEER_MEMORY", "peer copies")]
 )
 def test_modes_of_nccl(mode, name):
-    (line,) = describe(hops(parse(ALL_NCCL.replace('"X"', f'"{mode}"'))), strategy="ring", num_layers=3)
+    (line,) = describe(
+        analyze(ALL_NCCL.replace('"X"', f'"{mode}"')).attention_collectives, strategy="ring", num_layers=3
+    )
     assert f"3 {name} and 3 NCCL" in line
 
 
@@ -73,7 +73,7 @@ def test_the_transport_that_was_asked_for():
 
 def test_a_strategy_that_makes_no_hops():
     text = ALL_NCCL.replace("collective-permute", "all-gather").replace("source_target_pairs", "replica_groups")
-    gathers = hops(parse(text))
+    gathers = analyze(text).attention_collectives
     assert gathers
     assert "makes no hops" in mismatch(gathers, NVSHMEM, strategy="all_gather")
     assert mismatch(gathers, NVSHMEM._replace(is_auto=True), strategy="all_gather") is None
@@ -84,7 +84,7 @@ def test_on_cpu_nothing_is_said():
     assert verify_compiled_step(step(None), compiled("of a CPU, which is not read")) == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="needs the GPU compiler")
+@pytest.mark.gpu_compiler
 @pytest.mark.heavy
 def test_a_real_step_for_h100s():
     config = defaults()
@@ -96,4 +96,4 @@ def test_a_real_step_for_h100s():
     real = build_step(config, make_mesh(topology("h100:1x4"), config.mesh))
     lines = verify_compiled_step(real, real.compile(extra_options=dict(WITHOUT_GPU)))
     name = {"nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL"}[real.transport.name]
-    assert lines[0].startswith("ring: ") and f" x 2 layers), all {name}; exposed: " in lines[0]
+    assert lines[0].startswith("ring: ") and f" x 2 layers), all {name}; unoverlapped: " in lines[0]

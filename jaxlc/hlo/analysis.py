@@ -1,0 +1,54 @@
+"""A compiled program with everything that is derived from its text, each part computed once."""
+
+from collections import Counter
+from functools import cached_property
+
+from jaxlc.hlo.attention_collectives import AttentionCollective, find_attention_collectives
+from jaxlc.hlo.attention_kernels import AttentionKernelCall, CountedCall, find_attention_calls
+from jaxlc.hlo.collectives import Collective, find_collectives
+from jaxlc.hlo.host_transfers import HostCopy, find_host_copies
+from jaxlc.hlo.parser import Instruction, Program, parse
+from jaxlc.hlo.trip_counts import count_executions
+
+
+class AnalyzedProgram(Program):
+    """A `Program` whose derived properties are cached. Counts are of one run of the program.
+
+    All properties raise ValueError where the text does not say how often a loop runs.
+    """
+
+    @cached_property
+    def execution_counts(self) -> Counter[str]:
+        """How often each computation runs, by name; every branch of a conditional counts."""
+        return count_executions(self)
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """All collectives that run at least once. Raises ValueError if the program is not scheduled."""
+        return tuple(find_collectives(self, self.execution_counts))
+
+    @cached_property
+    def attention_calls(self) -> tuple[CountedCall, ...]:
+        """Calls of attention kernels that run at least once."""
+        return tuple(find_attention_calls(self, self.execution_counts))
+
+    @cached_property
+    def attention_call_of(self) -> dict[Instruction, AttentionKernelCall]:
+        """`attention_calls` by instruction."""
+        return {counted.call.instruction: counted.call for counted in self.attention_calls}
+
+    @cached_property
+    def attention_collectives(self) -> tuple[AttentionCollective, ...]:
+        """The collectives of attention: of a ring, the collective permutes of KV blocks and of their gradients."""
+        return tuple(find_attention_collectives(self, self.collectives))
+
+    @cached_property
+    def host_copies(self) -> dict[str, tuple[HostCopy, ...]]:
+        """Copies between device and host memory, by the name of the computation that contains them."""
+        return {computation.name: tuple(find_host_copies(self, computation)) for computation in self}
+
+
+def analyze(text: str) -> AnalyzedProgram:
+    """Parses the text of a compiled program (`compiled.as_text()`); see `parser.parse` for what it raises."""
+    program = parse(text)
+    return AnalyzedProgram(program.computations, program.entry, program.is_scheduled)

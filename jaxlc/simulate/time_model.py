@@ -1,0 +1,113 @@
+"""Estimated time of single kernels and transfers of a training step: a `Roofline` on the GPUs of a `Topology`."""
+
+from collections import Counter
+from typing import NamedTuple
+
+from jaxlc.config import Config
+from jaxlc.hlo.attention_collectives import AttentionCollective
+from jaxlc.hlo.attention_kernels import AttentionKernelCall
+from jaxlc.hlo.collectives import Collective
+from jaxlc.hlo.kernel_costs import Cost
+from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.topology import Topology
+
+DEFAULT_ROOFLINE = Roofline()
+
+
+class TimeModel(NamedTuple):
+    """Used by the simulator, by the plan's ring section and by the benchmarks, so that all estimates agree."""
+
+    gpus: Topology
+    config: Config
+    roofline: Roofline = DEFAULT_ROOFLINE
+
+    def attention_flops(self, call: AttentionKernelCall) -> float:
+        """FLOPs of one run of an attention kernel, without those that its mask skips."""
+        return call.full_flops * visible_fraction(call, self.config)
+
+    def attention_seconds(self, call: AttentionKernelCall) -> float:
+        return self.roofline.attention_seconds(
+            self.gpus.device, call.kernel, is_backward=call.is_backward, flops=self.attention_flops(call)
+        )
+
+    def kernel_seconds(self, cost: Cost) -> tuple[float, str]:
+        """Seconds of a kernel that is not attention, and what bounds it: "compute" or "HBM"."""
+        compute = self.roofline.matmul_seconds(self.gpus.device, cost.dtype, cost.flops)
+        memory = self.roofline.memory_seconds(self.gpus.device, cost.bytes)
+        return max(compute, memory), "compute" if compute > memory else "HBM"
+
+    def collective_seconds(self, collective: Collective, sent_bytes: float) -> tuple[float, str]:
+        """Seconds of a collective that sends `sent_bytes` per device, and its link: "NVLink" or "network".
+
+        A collective that crosses NVLink domains takes as long as the slower of the two links.
+        """
+        device, roofline = self.gpus.device, self.roofline
+        seconds = roofline.nvlink_seconds(device, sent_bytes)
+        fraction = _crossing_fraction(collective, self.gpus.gpus_per_domain)
+        if not fraction:
+            return seconds, "NVLink"
+        return max(seconds, roofline.network_seconds(device, fraction * sent_bytes)), "network"
+
+    def host_copy_seconds(self, num_bytes: int) -> float:
+        return self.roofline.host_seconds(self.gpus.device, num_bytes)
+
+    def exchange_seconds(self, exchange: AttentionCollective) -> float:
+        """Seconds of a collective of attention, with what overlapping ones send over the same link."""
+        return self.collective_seconds(exchange.collective, exchange.link_bytes)[0]
+
+    def overlapped_attention_seconds(self, exchange: AttentionCollective) -> float:
+        """Seconds of the attention kernels between start and done of `exchange`."""
+        return sum(self.attention_seconds(call) for call in exchange.overlapped_calls)
+
+    def is_hidden_by_attention(self, exchange: AttentionCollective) -> bool:
+        """Whether the attention kernels that overlap with `exchange` take at least as long as it does.
+
+        This is stricter than the simulator (`timeline.predict`), where all kernels hide communication.
+        """
+        if exchange.is_unoverlapped:
+            return False
+        return self.overlapped_attention_seconds(exchange) >= self.exchange_seconds(exchange)
+
+
+def _crossing_fraction(collective: Collective, gpus_per_domain: int) -> float:
+    """Bytes that each GPU's network card sends, as a fraction of the bytes that the GPU sends; 0 within one domain.
+
+    A collective permute may leave the domain with all its bytes. An all-to-all sends to members outside what is for
+    them. The others pass the same bytes around all members: a domain forwards them once, and its members share that.
+    """
+    domains = [Counter(member // gpus_per_domain for member in group) for group in collective.groups]
+    if all(len(members) == 1 for members in domains):
+        return 0
+    if collective.kind == "collective-permute":
+        return 1
+    inside, size = min(min(members.values()) for members in domains), len(collective.groups[0])
+    if "all-to-all" in collective.kind:
+        return (size - inside) / (size - 1)
+    return 1 / inside
+
+
+def visible_fraction(call: AttentionKernelCall, config: Config) -> float:
+    """The fraction of a call's pairs of query and key that its mask leaves, if each sequence is one document.
+
+    A call over a rank's own chunk of the sequence, or over all of it, is causal: half. Later ring steps pair half
+    chunks without a causal mask; if they are masked, the masks are for documents. In tiled layers, masked calls are
+    causal or, with config.attention.document_mask, cannot be told apart; most of those are fully visible.
+    """
+    if not call.is_masked:
+        return 1.0
+    if config.memory.tile_tokens:
+        return 1.0 if config.attention.document_mask else 0.5
+    attention, num_tokens = config.attention, config.data.seq_len
+    ring = config.mesh.context // (attention.ulysses_degree if attention.strategy == "hybrid" else 1)
+    local_tokens = num_tokens if attention.strategy == "ulysses" else num_tokens // ring
+    if attention.window:
+        return min(0.5, attention.window / local_tokens)
+    if call.sizes is not None:
+        return 0.5 if call.sizes.num_queries >= local_tokens else 1.0
+    # The sizes of a blockwise loop follow from its FLOPs: 2 or 5 matrix products per pair. A pair of half chunks has
+    # half as many query-key pairs as the local chunk.
+    train = config.train
+    batch = train.global_batch_size / (train.gradient_accumulation_steps * config.mesh.data * config.mesh.fsdp)
+    products = (5 if call.is_backward else 2) * batch * config.model.num_heads / config.mesh.tensor
+    local_flops = 2.0 * products * config.model.head_dim * local_tokens**2
+    return 0.5 if call.full_flops > 0.75 * local_flops else 1.0
