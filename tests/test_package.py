@@ -1,7 +1,6 @@
 """The wheel: what it contains, and that it works on its own in an empty directory."""
 
 import ast
-import importlib.util
 import json
 import os
 import shutil
@@ -114,7 +113,7 @@ def test_installed_quickstart_trains_in_an_empty_directory(installed, tmp_path):
     assert rows[-1]["step"] == 2
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="the extra `plan` has the GPU compiler")
+@pytest.mark.gpu_compiler
 def test_installed_plan_compiles_in_an_empty_directory(installed, tmp_path):
     run(
         installed,

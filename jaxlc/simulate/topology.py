@@ -84,7 +84,7 @@ class Topology:
         Raises:
           UserError: the GPU compiler is not installed.
         """
-        if not _has_gpu_compiler():
+        if not has_gpu_compiler():
             raise UserError(
                 f"ahead-of-time compilation for {self} needs the GPU compiler, which is not installed:"
                 f" pip install \"jaxlc[plan]\", or pip install -e '.[plan]' (or make plan) in a clone of the repository"
@@ -171,7 +171,8 @@ def target_config(device: hardware.Device) -> str:
     """
 
 
-def _has_gpu_compiler() -> bool:
+def has_gpu_compiler() -> bool:
+    """Whether the package with XLA's GPU compiler is installed."""
     if importlib.util.find_spec("jax_plugins") is None:
         return False
     return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{major}") for major in (12, 13))

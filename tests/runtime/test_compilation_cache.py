@@ -6,7 +6,7 @@ import pytest
 
 from jaxlc.config import MeshConfig
 from jaxlc.runtime import compilation_cache
-from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
+from jaxlc.simulate.topology import WITHOUT_GPU, has_gpu_compiler, make_mesh, topology
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def test_disabled_writes_no_entry_and_restores_the_cache(cache_dir):
     assert any(cache_dir.iterdir())
 
 
+@pytest.mark.skipif(not has_gpu_compiler(), reason="needs the GPU compiler")
 def test_disabled_for_absent_compiles_twice_without_warning(cache_dir):
-    pytest.importorskip("jax_plugins")
     mesh = make_mesh(topology("h100:1x1"), MeshConfig())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
