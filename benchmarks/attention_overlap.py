@@ -29,7 +29,7 @@ from jaxlc.simulate.topology import topology as parse_topology
 from jaxlc.train.step import build_step
 
 STRATEGIES = ("ring", "hybrid", "ulysses", "all_gather")
-_PRODUCTS = {"forward": 2, "recomputation": 2, "backward": 5}  # matrix products over the head dim for each pair
+_PRODUCTS = {"forward": 2, "recomputation": 2, "backward": 5}  # matrix products over the head dim per visible pair
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
@@ -50,7 +50,7 @@ def main(_) -> None:
 
 
 class CompiledStep(NamedTuple):
-    """A training step, compiled and read."""
+    """A compiled training step and its parsed program."""
 
     config: Config
     topology: Topology
@@ -66,22 +66,22 @@ class CompiledStep(NamedTuple):
         return self.time_model.is_hidden_by_attention(exchange)
 
     def attention_flops(self) -> dict[Pass, list[float]]:
-        """Of one step, on each rank. Raises ValueError where the kernel does not tell; see `flops_by_rank`."""
+        """FLOPs per pass and rank in one step. Raises ValueError for unsupported kernels; see `flops_by_rank`."""
         context = self.config.mesh.context
         pairs_of_call = functools.partial(computed_pairs, self.config.data.seq_len, context)
         return flops_by_rank(self.program, pairs_of_call, context)
 
-    def least_attention_flops(self, which: Pass) -> float:
-        """What the causal mask leaves to a pass, on all ranks together."""
+    def causal_attention_flops(self, pass_name: Pass) -> float:
+        """The minimum FLOPs of a pass under the causal mask, over all ranks."""
         model, pairs = self.config.model, causal_pairs(self.config.data.seq_len)
-        return 2.0 * _PRODUCTS[which] * model.num_layers * model.num_heads * model.head_dim * pairs
+        return 2.0 * _PRODUCTS[pass_name] * model.num_layers * model.num_heads * model.head_dim * pairs
 
 
 def two_layers(strategy: str, context: int, num_tokens: int, kernel: str = "auto") -> Config:
-    """A Llama 3 8B of two layers, recomputed in the backward, for rows of one document, split over context only.
+    """Llama 3.1 8B with two layers, full rematerialization, one document per sequence, on the context axis only.
 
-    Two, because a loop over one layer is no loop, and the compiler then mixes its forward with its recomputation. The
-    hybrid strategy exchanges heads among 8 neighbours, as in a node, and among 2 where there are no more than 8 ranks.
+    XLA removes the loop over a single layer and then merges its forward with its recomputation. Hybrid has a Ulysses
+    degree of 8, the size of a node, or of 2 if there are at most 8 ranks.
     """
     config = defaults()
     config.model.preset = "llama3.1-8b"
@@ -119,7 +119,7 @@ def page(topologies: Sequence[Topology], num_tokens: int, command: str) -> str:
             parts += _rows(compiled)
             work.append(_work(compiled))
         parts += ["", *_WORK_HEADER, *work]
-    return "\n".join([*parts, *_documents(num_tokens, sorted({each.num_gpus for each in topologies}))]) + "\n"
+    return "\n".join([*parts, *_documents(num_tokens, sorted({topology.num_gpus for topology in topologies}))]) + "\n"
 
 
 _COLUMNS = (
@@ -136,9 +136,9 @@ def _rows(compiled: CompiledStep) -> Iterator[str]:
         if exchange.collective.sent_bytes >= 2**20:
             key = exchange.pass_name, exchange.collective.kind, _figures(compiled, exchange)
             counted[key] += exchange.times
-    for (which, kind, (sent, *figures)), times in sorted(counted.items(), key=lambda row: PASSES.index(row[0][0])):
+    for (pass_name, kind, (sent, *figures)), times in sorted(counted.items(), key=lambda row: PASSES.index(row[0][0])):
         yield "| " + " | ".join([
-            f"`{compiled.config.attention.strategy}`", compiled.kernel, which, kind, sent, str(times), *figures
+            f"`{compiled.config.attention.strategy}`", compiled.kernel, pass_name, kind, sent, str(times), *figures
         ]) + " |"  # fmt: skip
 
 
@@ -154,13 +154,13 @@ def _figures(compiled: CompiledStep, exchange: AttentionCollective) -> tuple[str
 
 
 def _work(compiled: CompiledStep) -> str:
-    """A line of the table of memory and attention FLOPs."""
+    """One line of the table of temporary memory and attention FLOPs."""
     try:
         flops = compiled.attention_flops()
     except ValueError as error:
         cells = [str(error), "", "", ""]
     else:
-        cells = [f"{sum(flops[name]) / compiled.least_attention_flops(name):.4f}" for name in PASSES]
+        cells = [f"{sum(flops[name]) / compiled.causal_attention_flops(name):.4f}" for name in PASSES]
         cells.append(f"{max(imbalance(work_by_rank) for work_by_rank in flops.values()):.4f}")
     strategy, temp_gib = compiled.config.attention.strategy, compiled.temp_bytes / 2**30
     return f"| `{strategy}` | {temp_gib:.1f} | {' | '.join(cells)} |"
