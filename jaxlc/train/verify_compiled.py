@@ -1,4 +1,4 @@
-"""What the compiled step really sends for attention, and how, against what the config asked for."""
+"""Checks the compiled step against the config: the transport of attention's collectives, and host memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,138 +15,139 @@ from jaxlc.train.state import HOST
 from jaxlc.train.step import TrainStep
 
 _TITLES = {"nccl": "NCCL", "nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL", "peer": "peer copies"}
-_HOP = "collective-permute"  # of all that attention may send, what a transport is for
+_HOP = "collective-permute"  # the only collective of attention to which a transport applies
 
 
-def describe(found: Sequence[AttentionCollective], *, strategy: str, num_layers: int) -> list[str]:
-    """A line for each kind of exchange: "ring: 448 hops (14 x 32 layers), all NVSHMEM; unoverlapped: 0 of 224 forward".
+def describe(attention_collectives: Sequence[AttentionCollective], *, strategy: str, num_layers: int) -> list[str]:
+    """One line per kind of collective: "ring: 448 hops (14 x 32 layers), all NVSHMEM; unoverlapped: 0 of 224 forward".
 
-    Unoverlapped is a hop with no attention kernel between its start and its done.
+    A hop is unoverlapped if no attention kernel runs between its start and its done.
     """
     lines = []
-    for kind in dict.fromkeys(hop.collective.kind for hop in found):
-        alike = [hop for hop in found if hop.collective.kind == kind]
-        what = "hop" if kind == _HOP else kind
-        lines.append(
-            f"{strategy}: {_count(alike, what, num_layers)}, {_transports(alike)}; unoverlapped: {_unoverlapped(alike)}"
-        )
+    for kind in dict.fromkeys(hop.collective.kind for hop in attention_collectives):
+        same_kind = [hop for hop in attention_collectives if hop.collective.kind == kind]
+        noun = "hop" if kind == _HOP else kind
+        count, transports = _count(same_kind, noun, num_layers), _transports(same_kind)
+        lines.append(f"{strategy}: {count}, {transports}; unoverlapped: {_unoverlapped(same_kind)}")
     return lines or [f"{strategy}: nothing to send"]
 
 
-def mismatch(found: Sequence[AttentionCollective], asked: TransportSelection, *, strategy: str) -> str | None:
-    """One sentence on what the program does instead of `asked`; None if it does that, or sends nothing at all."""
-    carried = Counter()
-    for hop in found:
+def mismatch(
+    attention_collectives: Sequence[AttentionCollective], requested: TransportSelection, *, strategy: str
+) -> str | None:
+    """How the transports of the program differ from `requested`; None if they do not, or if nothing is sent."""
+    times_by_transport = Counter()
+    for hop in attention_collectives:
         if hop.collective.kind == _HOP:
-            carried[hop.collective.transport] += hop.times
-    others = {name: times for name, times in carried.items() if name != asked.name}
+            times_by_transport[hop.collective.transport] += hop.times
+    others = {name: times for name, times in times_by_transport.items() if name != requested.name}
     if others:
         sent = " and ".join(f"{times} by {_TITLES[name]}" for name, times in others.items())
-        return f"of {carried.total()} hops the compiled step sends {sent}, and {_asked(asked)}"
-    if found and not carried and asked.name != "nccl" and not asked.is_auto:
-        return f"attention.strategy={strategy!r} makes no hops, and {_asked(asked)}, which carries nothing else"
+        return f"of {times_by_transport.total()} hops the compiled step sends {sent}, and {_request(requested)}"
+    if attention_collectives and not times_by_transport and requested.name != "nccl" and not requested.is_auto:
+        return f"attention.strategy={strategy!r} makes no hops, and {_request(requested)}, which applies only to hops"
     return None
 
 
 def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:
-    """Lines to print about the compiled `step`; none on CPU.
+    """Returns lines that describe the compiled `step`; none on CPU.
 
     Raises:
-      UserError: as `check`.
+      UserError: as `check` and `check_memory`.
     """
     if step.transport is None:
         return []
     program = analyze(compiled.as_text())
     check_memory(step, program)
-    found = program.attention_collectives
-    lines = describe(found, strategy=step.config.attention.strategy, num_layers=step.config.model.num_layers)
-    return lines + check(step, found)
+    attention_collectives = program.attention_collectives
+    lines = describe(
+        attention_collectives, strategy=step.config.attention.strategy, num_layers=step.config.model.num_layers
+    )
+    return lines + check(step, attention_collectives)
 
 
-def check(step: TrainStep, found: Sequence[AttentionCollective]) -> list[str]:
-    """A warning if the compiled `step`, whose hops are `found`, has another transport than was asked for.
+def check(step: TrainStep, attention_collectives: Sequence[AttentionCollective]) -> list[str]:
+    """Returns a warning if the compiled `step` does not use the requested transport.
 
     Raises:
-      UserError: that is so, and config.runtime.transport_mismatch is "error".
+      UserError: it does not, and config.runtime.transport_mismatch is "error".
     """
-    problem = mismatch(found, step.transport, strategy=step.config.attention.strategy)
+    problem = mismatch(attention_collectives, step.transport, strategy=step.config.attention.strategy)
     if problem is None:
         return []
     if step.config.runtime.transport_mismatch == "error":
         raise UserError(
-            f"{problem}; use --config.runtime.transport=nccl, or take it as it is with"
+            f"{problem}; use --config.runtime.transport=nccl, or accept it with"
             " --config.runtime.transport_mismatch=warn"
         )
     return [f"warning: {problem}"]
 
 
 def check_memory(step: TrainStep, program: Program) -> None:
-    """That the state which shall rest in host memory does, and that no copy of it is ever whole on the GPU.
-
-    Of what is in no layer (embedding, head, final norm) each array is on the GPU whole while it is in use.
+    """Checks that the state that config.memory puts in host memory is there, and that its layers are never all copied
+    to the GPU at the same time. Arrays outside the layers (embedding, head, final norm) are copied one by one.
 
     Raises:
-      UserError: the compiled `step` is not so.
+      UserError: the compiled `step` does not satisfy this.
     """
     spaces, state = step.memory_spaces, step.abstract_state
     leaves = list(zip(*map(jax.tree.leaves, (state, spaces)), strict=True))
-    asked = Counter(_piece(x) for x, space in leaves if space is HOST)
-    if not asked:
+    requested = Counter(_shard_shape(x) for x, space in leaves if space is HOST)
+    if not requested:
         return
     memory = step.config.memory
     settings = f"config.memory.parameters={memory.parameters!r} and .optimizer={memory.optimizer!r}"
-    found = Counter(array.dims for array in host_arguments(program))
-    missing = asked - found
+    missing = requested - Counter(array.dims for array in host_arguments(program))
     if missing:
         raise UserError(
-            f"{settings} were asked for, and {missing.total()} of {asked.total()} arrays of the compiled step's state"
-            " are not in host memory: this compiler leaves that out"
+            f"{settings}, but {missing.total()} of {requested.total()} arrays of the compiled step's state are not in"
+            " host memory: this compiler does not support it"
         )
     if step.config.model.num_layers == 1:
-        return  # all layers at once are the one that is in use
-    # Norm scales are small, and other arrays may well have their shapes. So have weights and moments, where only one of
-    # them rests on the host.
-    stacks = {_piece(x) for x in jax.tree.leaves(state.params["layers"]) if x.ndim > 2}
-    stacks -= {_piece(x) for x, space in leaves if space is not HOST}
+        return  # the only layer is copied as a whole
+    # Norm scales are skipped: they are small, and other arrays may have their shapes. If only the weights or only the
+    # moments are in host memory, the others have the same shapes on the device.
+    stacks = {_shard_shape(x) for x in jax.tree.leaves(state.params["layers"]) if x.ndim > 2}
+    stacks -= {_shard_shape(x) for x, space in leaves if space is not HOST}
     for array in device_arrays(program):
         if array.dtype == "f32" and array.dims in stacks:
             raise UserError(
-                f"{settings} were asked for, and the compiled step copies all layers' {list(array.dims)} to the GPU at"
-                " once; use --config.memory.layers_per_remat_group=1, or leave them on the device"
+                f"{settings}, but the compiled step copies all layers' {list(array.dims)} to the GPU at once;"
+                " use --config.memory.layers_per_remat_group=1, or keep them on the device"
             )
 
 
-def _piece(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """The shape of one device's part."""
+def _shard_shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of one device's shard."""
     return x.sharding.shard_shape(x.shape)
 
 
-def _asked(asked: TransportSelection) -> str:
-    return f"config.runtime.transport {'chose' if asked.is_auto else 'is'} {asked.name!r}"
+def _request(requested: TransportSelection) -> str:
+    return f"config.runtime.transport {'chose' if requested.is_auto else 'is'} {requested.name!r}"
 
 
-def _count(found: Sequence[AttentionCollective], what: str, num_layers: int) -> str:
+def _count(attention_collectives: Sequence[AttentionCollective], noun: str, num_layers: int) -> str:
     """ "448 hops (14 x 32 layers)"."""
-    total = sum(hop.times for hop in found)
+    total = sum(hop.times for hop in attention_collectives)
     layers = f" ({total // num_layers} x {num_layers} layers)" if total % num_layers == 0 else ""
-    return f"{total} {what}s{layers}"
+    return f"{total} {noun}s{layers}"
 
 
-def _transports(found: Sequence[AttentionCollective]) -> str:
-    """ "all NVSHMEM", or how many by which."""
+def _transports(attention_collectives: Sequence[AttentionCollective]) -> str:
+    """ "all NVSHMEM", or "3 NVSHMEM and 3 NCCL"."""
     times = Counter()
-    for hop in found:
+    for hop in attention_collectives:
         times[_TITLES[hop.collective.transport]] += hop.times
     if len(times) == 1:
         return f"all {next(iter(times))}"
     return " and ".join(f"{count} {title}" for title, count in times.items())
 
 
-def _unoverlapped(found: Sequence[AttentionCollective]) -> str:
+def _unoverlapped(attention_collectives: Sequence[AttentionCollective]) -> str:
     """ "0 of 224 forward, 32 of 224 backward"."""
     parts = []
     for which in PASSES:
-        times = [(hop.times, hop.is_unoverlapped) for hop in found if hop.pass_name == which]
+        times = [(hop.times, hop.is_unoverlapped) for hop in attention_collectives if hop.pass_name == which]
         if times:
             unoverlapped = sum(count for count, is_unoverlapped in times if is_unoverlapped)
             parts.append(f"{unoverlapped} of {sum(count for count, _ in times)} {which}")

@@ -180,7 +180,7 @@ def _compile(step: TrainStep) -> jax.stages.Compiled:
 
 @pytest.mark.gpu_compiler
 @pytest.mark.heavy
-def test_in_the_program_for_gpus_the_state_is_on_the_host_and_updated_in_place():
+def test_gpu_program_has_state_in_host_memory_and_aliases_it():
     step = _gpu_step()
     compiled = _compile(step)
     verify_compiled.check_memory(step, parse(compiled.as_text()))
@@ -202,7 +202,7 @@ def test_in_the_program_for_gpus_the_state_is_on_the_host_and_updated_in_place()
 
 @pytest.mark.heavy
 @pytest.mark.gpu_compiler
-def test_a_program_that_holds_the_state_on_the_gpu_is_an_error():
+def test_check_memory_with_state_on_gpu_raises():
     program = parse(_compile(_gpu_step(optimizer="device", layers_per_remat_group=2)).as_text())
     verify_compiled.check_memory(_gpu_step(optimizer="device"), program)
     with pytest.raises(UserError, match="arrays of the compiled step's state are not in host memory"):
@@ -211,7 +211,7 @@ def test_a_program_that_holds_the_state_on_the_gpu_is_an_error():
 
 @pytest.mark.heavy
 @pytest.mark.gpu_compiler
-def test_a_program_that_fetches_all_layers_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_check_memory_with_all_layers_copied_raises(monkeypatch: pytest.MonkeyPatch):
     run = Objective._hidden_and_head
     fetches_all = lambda objective, params, *rest: run(objective, jax.device_put(params, DEVICE), *rest)  # noqa: E731
     monkeypatch.setattr(Objective, "_hidden_and_head", fetches_all)
@@ -222,7 +222,7 @@ def test_a_program_that_fetches_all_layers_at_once_is_an_error(monkeypatch: pyte
 
 
 def _fetches_of_layers(program: Program) -> list[list[set[str]]]:
-    """Of each loop over layers: the passes of attention beside which each copy from the host runs."""
+    """For each loop over layers: the passes of attention that overlap each copy from the host."""
     loops = []
     for computation in program:
         from_host = {copy.done for copy in find_host_copies(program, computation) if not copy.is_to_host}
@@ -236,7 +236,7 @@ def _fetches_of_layers(program: Program) -> list[list[set[str]]]:
 @pytest.mark.gpu_compiler
 @pytest.mark.heavy
 @pytest.mark.parametrize("memory", [{}, dict(remat="attention"), dict(tile_tokens=512, layers_per_remat_group=2)])
-def test_weights_are_fetched_beside_the_attention_of_the_layer_before(memory):
+def test_weight_prefetch_overlaps_attention_of_previous_layer(memory):
     forward, backward, *of_the_update = _fetches_of_layers(parse(_compile(_gpu_step(**memory)).as_text()))
     assert len(forward) == len(backward) == WEIGHTS_OF_A_LAYER
     assert all(beside == {"forward"} for beside in forward)

@@ -1,5 +1,5 @@
-"""Loss and embedding as compiled for H100s: what is gathered, and that nothing of full length stands beside x, be it
-float32 or not: all temporaries together are smaller."""
+"""Loss and embedding compiled for H100s: what they gather, and that all temporaries are smaller than x, so that there
+is no other array of full sequence length."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ X_BYTES = TOKENS * D * 2
 
 
 def _arguments(mesh: Mesh):
-    """x in bfloat16, ids, weights, and two float32 matrices as they lie at rest: head_DV, embedding_VD."""
+    """x in bfloat16, ids, weights, and two float32 matrices with storage shardings: head_DV, embedding_VD."""
     shape, tokens = (TILES, 1, mesh.size * TOKENS // TILES), (None, None, (CONTEXT, TENSOR))
 
     def put(shape, dtype, spec):
@@ -42,7 +42,7 @@ def _compile(function, *arguments, out_shardings, donate=()):
 
 
 @pytest.mark.parametrize("axes", [dict(context=2), dict(tensor=2)], ids=str)
-def test_the_loss(axes):
+def test_loss_for_h100_has_small_temporaries(axes):
     mesh = make_mesh(topology("h100:1x2"), MeshConfig(**axes))
     shard = Sharder(mesh)
     spec = LossSpec(mesh=mesh, vocab_size=V, chunk_tokens=CHUNK, z_loss=0.0, norm_epsilon=1e-5)
@@ -56,15 +56,15 @@ def test_the_loss(axes):
         out_shardings=(x.sharding, head.sharding), donate=0,
     )  # fmt: skip
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= X_BYTES  # dx lies where x lay
-    in_chunks = 4 * CHUNK * V * 4  # logits, their gradient, what a matmul rounds and transposes
+    assert memory.alias_size_in_bytes >= X_BYTES  # dx overwrites x
+    in_chunks = 4 * CHUNK * V * 4  # logits, their gradient, rounded and transposed copies for the matmul
     assert memory.temp_size_in_bytes <= D * V * (2 + 4) + in_chunks < X_BYTES  # head, and its float32 gradient
     gathers = Counter(each.times for each in analyze(compiled.as_text()).collectives if each.kind == "all-gather")
-    assert gathers == ({1: 1} if CONTEXT in axes else {TOKENS // (CHUNK // 2): 1})  # the head's; the chunks'
+    assert gathers == ({1: 1} if CONTEXT in axes else {TOKENS // (CHUNK // 2): 1})  # of the head; of the chunks
 
 
 @pytest.mark.parametrize("axes", [dict(context=2), dict(tensor=2)], ids=str)
-def test_the_embedding(axes, monkeypatch: pytest.MonkeyPatch):
+def test_embedding_for_h100_has_small_temporaries(axes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxlc.models.layers._LOOKUP_CHUNK_TOKENS", CHUNK)
     mesh = make_mesh(topology("h100:1x2"), MeshConfig(**axes))
     x, ids, _, _, embedding = _arguments(mesh)

@@ -26,8 +26,8 @@ def step(transport: TransportSelection | None, mismatch_is: str = "error") -> Si
     return SimpleNamespace(config=load(config), transport=transport, abstract_state=(), memory_spaces=())
 
 
-def test_what_is_printed():
-    """Of two hops in a loop of three rounds one is NVSHMEM's and hidden; see the snippet."""
+def test_describe_counts_hops_and_transports():
+    """Of two hops in a loop of three iterations one uses NVSHMEM and is overlapped; see the snippet."""
     assert describe(analyze(RING).attention_collectives, strategy="ring", num_layers=3) == [
         "ring: 6 hops (2 x 3 layers), 3 NVSHMEM and 3 NCCL; unoverlapped: 3 of 6 forward"
     ]
@@ -40,38 +40,38 @@ def test_what_is_printed():
 @pytest.mark.parametrize(
     ("mode", "name"), [("COLLECTIVES_SYMMETRIC_MEMORY", "one-sided NCCL"), ("COLLECTIVES_PEER_MEMORY", "peer copies")]
 )
-def test_modes_of_nccl(mode, name):
+def test_describe_names_nccl_modes(mode, name):
     (line,) = describe(
         analyze(ALL_NCCL.replace('"X"', f'"{mode}"')).attention_collectives, strategy="ring", num_layers=3
     )
     assert f"3 {name} and 3 NCCL" in line
 
 
-def test_another_transport_than_asked_for_is_an_error():
+def test_verify_with_other_transport_raises():
     with pytest.raises(UserError) as error:
         verify_compiled_step(step(NVSHMEM), compiled(RING))
     for words in ["of 6 hops the compiled step sends 3 by NCCL", "transport is 'nvshmem'", "transport_mismatch=warn"]:
         assert words in str(error.value)
 
 
-def test_or_a_warning():
+def test_verify_with_other_transport_and_warn_returns_warning():
     lines = verify_compiled_step(step(NVSHMEM, "warn"), compiled(RING))
     assert lines[-1].startswith("warning: of 6 hops") and len(lines) == 2
 
 
-def test_what_auto_chose_is_checked_too():
+def test_verify_with_auto_transport_checks_its_choice():
     with pytest.raises(UserError, match="transport chose 'nvshmem'"):
         verify_compiled_step(step(NVSHMEM._replace(is_auto=True)), compiled(ALL_NCCL))
 
 
-def test_the_transport_that_was_asked_for():
+def test_verify_with_requested_transport_returns_one_line():
     (line,) = verify_compiled_step(
         step(TransportSelection("nccl", "auto; one process", is_auto=True)), compiled(ALL_NCCL)
     )
     assert "all NCCL" in line
 
 
-def test_a_strategy_that_makes_no_hops():
+def test_mismatch_of_strategy_without_hops():
     text = ALL_NCCL.replace("collective-permute", "all-gather").replace("source_target_pairs", "replica_groups")
     gathers = analyze(text).attention_collectives
     assert gathers
@@ -80,13 +80,13 @@ def test_a_strategy_that_makes_no_hops():
     assert mismatch([], NVSHMEM, strategy="ring") is None
 
 
-def test_on_cpu_nothing_is_said():
-    assert verify_compiled_step(step(None), compiled("of a CPU, which is not read")) == []
+def test_verify_on_cpu_returns_nothing():
+    assert verify_compiled_step(step(None), compiled("not parsed on CPU")) == []
 
 
 @pytest.mark.gpu_compiler
 @pytest.mark.heavy
-def test_a_real_step_for_h100s():
+def test_verify_step_compiled_for_h100_describes_hops():
     config = defaults()
     config.model.update(num_layers=2, model_dim=64, num_heads=2, num_kv_heads=2, ffn_dim=64)
     config.mesh.context = 4
