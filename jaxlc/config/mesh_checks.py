@@ -25,8 +25,8 @@ def check_num_devices(config: Config, num_devices: int, there_are: str, config_p
     problem = f"the mesh {mesh_text} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
     if config.runtime.topology and config_path:
         raise UserError(
-            f"{problem}; it is made for {config.runtime.topology}: run it there, or compile it ahead of time with"
-            f" `python -m jaxlc.plan --config={config_path} --topology={config.runtime.topology}`, or run a small"
+            f"{problem}; the config is made for {config.runtime.topology}: run it there, or compile it ahead of time"
+            f" with `python -m jaxlc.plan --config={config_path} --topology={config.runtime.topology}`, or run a small"
             f" version with `python -m jaxlc.train --config={config_path.partition(':')[0]}:mini`"
         )
     mesh = working_mesh(config, num_devices)

@@ -19,7 +19,7 @@ class ModelConfig:
     num_layers: int  # number of decoder layers (attention and feed-forward)
     model_dim: int  # width of the residual stream; "hidden_size" in Hugging Face configs
     num_heads: int  # number of query heads
-    # Number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query attention, 1 is
+    # number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query attention, 1 is
     # multi-query attention.
     num_kv_heads: int
     head_dim: int  # width of each attention head; even, because RoPE rotates pairs of dimensions
@@ -54,16 +54,16 @@ class MeshConfig:
 class AttentionConfig:
     """Attention across the context axis: strategy, mask and kernel."""
 
-    # How attention is computed for a sequence that is split over mesh.context. ring: K/V blocks are sent around a ring.
+    # how attention is computed for a sequence that is split over mesh.context. ring: K/V blocks are sent around a ring.
     # all_gather: each rank gathers all K/V. ulysses: an all-to-all exchanges sequence for heads. hybrid: ulysses within
     # groups of ulysses_degree ranks, ring between groups.
     strategy: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"
     ulysses_degree: int = 1  # strategy hybrid: number of adjacent ranks in a Ulysses group; divides mesh.context
-    # Sliding window in tokens: a query attends to its own token and the window - 1 tokens before it. 0: no window.
+    # sliding window in tokens: a query attends to its own token and the window - 1 tokens before it. 0: no window.
     window: int = 0
     # True: a query attends to keys of its own document only. False: to all earlier tokens of the packed sequence.
     document_mask: bool = True
-    # Attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
+    # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
     # support the case is an error.
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference"] = "auto"
     query_block_tokens: int = 512  # query block size of the pallas and blockwise kernels, in tokens
@@ -74,7 +74,7 @@ class AttentionConfig:
 class DataConfig:
     """Text sources, tokenizer and packing into sequences."""
 
-    # Files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz and .parquet
+    # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz and .parquet
     # files; or "python-stdlib", the sources of Python's standard library.
     sources: tuple[str, ...] = ("python-stdlib",)
     tokenizer: str = "bytes"  # "bytes" (257 ids), or the path of a Hugging Face tokenizer.json
@@ -91,7 +91,7 @@ class OptimizerConfig:
     """AdamW with decoupled weight decay on matrices only, after clipping of the global gradient norm."""
 
     learning_rate: float = 3e-4  # peak learning rate
-    # Learning rate after the linear warm-up. cosine: cosine decay. wsd: constant, then linear decay in the last
+    # learning rate after the linear warm-up. cosine: cosine decay. wsd: constant, then linear decay in the last
     # decay_steps. constant: no decay.
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 10  # steps of the linear warm-up from 0
@@ -151,18 +151,18 @@ TENSOR_NAMES = (
 class MemoryConfig:
     """Rematerialization, offloading to host memory and tiling; docs/memory.md gives what each saves and costs."""
 
-    # Rematerialization (activation checkpointing) of each layer. none: all activations are saved. attention: only the
+    # rematerialization (activation checkpointing) of each layer. none: all activations are saved. attention: only the
     # layer input and the attention output are saved. matmuls: the results of matrix products are saved. full: only the
     # layer input is saved.
     remat: Literal["none", "full", "attention", "matmuls"] = "attention"
     layers_per_remat_group: int = 1  # number of layers recomputed together; only the input of the group is saved
-    # More tensors to save on the device, of residual, query, key, value, attention_out, attention_lse,
+    # more tensors to save on the device, of residual, query, key, value, attention_out, attention_lse,
     # attention_projected, mlp_gate, mlp_up.
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()  # tensors to save in pinned host memory instead of the device, same names as save
     parameters: Literal["device", "host"] = "device"  # memory of float32 parameters and gradients; host: pinned memory
     optimizer: Literal["device", "host"] = "device"  # memory of the optimizer moments; host: pinned memory
-    # Tokens per device that a layer processes at once; attention still uses all keys and values. A multiple of
+    # tokens per device that a layer processes at once; attention still uses all keys and values. A multiple of
     # 2 x mesh.tensor that divides data.seq_len / mesh.context. 0: all tokens at once.
     tile_tokens: int = 0
     loss_chunk_tokens: int = 1024  # tokens per device whose logits are computed at once
@@ -178,19 +178,19 @@ class RuntimeConfig:
     coordinator_address: str = "127.0.0.1:9753"  # host:port of process 0, reachable from all processes
     heartbeat_seconds: int = 100  # a process that is silent for this time counts as failed, and the others exit
     topology: str = ""  # target GPUs of this config, as NAME:DOMAINSxGPUS, such as h100:8x8; "": none
-    # How context-parallel sends and receives move between GPUs; docs/xla_flags.md. A named one that cannot be used is
+    # how context-parallel sends and receives move between GPUs; docs/xla_flags.md. A named one that cannot be used is
     # an error.
     transport: Literal["auto", "nccl", "nvshmem", "symmetric", "peer"] = "auto"
-    # What happens if the compiled step uses another transport than the requested one.
+    # what happens if the compiled step uses another transport than the requested one.
     transport_mismatch: Literal["error", "warn"] = "error"
-    # Size in bytes of the NVSHMEM heap on each GPU, which holds all NVSHMEM send and receive buffers. 0: NVSHMEM's
+    # size in bytes of the NVSHMEM heap on each GPU, which holds all NVSHMEM send and receive buffers. 0: NVSHMEM's
     # default of 1 GiB.
     nvshmem_heap_bytes: int = 0
     unified_memory: bool = False  # GPU arrays may spill to host memory; for Grace Hopper and Grace Blackwell
     # JAX's memory pool as a multiple of GPU memory, with unified_memory. 0: so that the pools of all GPUs take 90% of
     # host memory in addition to GPU memory.
     unified_memory_fraction: float = 0.0
-    # Compiler options for GPUs; docs/xla_flags.md.
+    # compiler options for GPUs; docs/xla_flags.md.
     xla_preset: Literal["default", "overlap", "pipelined", "double_buffered", "uncombined", "no_graphs"] = "overlap"
 
 
@@ -200,11 +200,11 @@ class TrainConfig:
 
     steps: int = 100  # number of optimizer steps, those of earlier runs in the same workdir included
     global_batch_size: int = 1  # sequences per optimizer step, over all devices
-    # Number of microbatches that a step processes one after the other; divides the batch size per replica.
+    # number of microbatches that a step processes one after the other; divides the batch size per replica.
     gradient_accumulation_steps: int = 1
     seed: int = 0  # random seed of the initial parameters
     z_loss: float = 0.0  # coefficient of mean(log(Z)^2), Z the softmax normalizer (PaLM, section 5); 0: none
-    # What happens at a NaN or infinite loss or gradient. stop: the run ends. skip: the update is skipped.
+    # what happens at a NaN or infinite loss or gradient. stop: the run ends. skip: the update is skipped.
     nonfinite: Literal["stop", "skip"] = "stop"
     eval_every_steps: int = 0  # steps between evaluations; 0: at the end only
     eval_sequences: int = 4  # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp

@@ -1,10 +1,10 @@
-"""python -m jaxlc.sweep --config=FILE[:variant] --topology=GPU:DOMAINSxGPUS [--config.a.b=value ...]
+"""usage: jaxlc sweep --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--config.SECTION.KEY=VALUE ...]
 
 Compiles the training step ahead of time (AOT) for every mesh of the target GPUs, which need not be attached, and ranks
 the meshes by estimated tokens/s. The same command resumes an interrupted sweep. With --run, the steps are measured on
 the devices of this machine instead, one configuration at a time:
 
-    python -m jaxlc.sweep --config=configs/256k.py:mini --run --axes=context,tensor
+    jaxlc sweep --config=256k:mini --run --axes=context,tensor
 """
 
 import sys
@@ -21,7 +21,7 @@ _FLAGS = {
     "seq_len": "sequence lengths to compare, such as 65536,262144; default: the config's",
     "transports": "transports to compare, such as nccl,nvshmem; default: the config's",
     "workers": "number of concurrent compilations; default: as many as cores and memory allow",
-    "out": "directory for points, ranking and plots; default: runs/sweep_FILE",
+    "out": "directory for points, ranking and plots; default: runs/sweep_NAME",
     "run": "measure on the devices of this machine, or on config.runtime.simulated_devices",
 }
 

@@ -1,4 +1,8 @@
-"""python -m jaxlc.train --config=FILE[:variant] [--config.a.b=value ...] [--workdir=DIR]"""
+"""usage: jaxlc train --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
+
+Trains a model. If the work directory has checkpoints, training resumes from the latest valid one.
+`python -m jaxlc.train` is the same command.
+"""
 
 import sys
 from pathlib import Path

@@ -78,7 +78,7 @@ def run(config: ConfigDict | Config, workdir: str | Path, *, config_path: str = 
     raises KeyboardInterrupt at once.
 
     Args:
-      config_path: where the config comes from, FILE[:variant]; used in error messages.
+      config_path: where the config comes from, NAME[:VARIANT]; used in error messages.
     Raises:
       UserError: invalid user input (config, paths, environment); raised before anything is compiled.
       TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip".
