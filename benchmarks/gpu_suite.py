@@ -123,7 +123,7 @@ def _masks(num_tokens: int, packed: bool) -> Masks:
     position = jnp.arange(num_tokens)
     segments = jnp.minimum(jnp.floor(jnp.log2(num_tokens / (num_tokens - position))), 5).astype(jnp.int32) + 1
     segments = jnp.where(position >= num_tokens - num_tokens // 32, 0, segments)
-    return Masks.of_row(position.astype(jnp.int32)[None], segments[None])
+    return Masks.self_attention(position.astype(jnp.int32)[None], segments[None])
 
 
 def _both_passes(kernel: Kernel, spec: AttentionSpec, masks: Masks, q, k, v, dout):

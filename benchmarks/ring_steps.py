@@ -53,14 +53,14 @@ def run_rank(kernel: Kernel, spec: AttentionSpec, q_blocks, k_blocks, v_blocks, 
     k, v = k_blocks[rank], v_blocks[rank]
     out_lse = kernel.forward(q, k, v, _NO_MASKS, spec)
     for s, k_s, v_s in steps:
-        _, out_lse = ring.forward_hop(s, q, k_s, v_s, out_lse)
+        _, out_lse = ring.forward_step(s, q, k_s, v_s, out_lse)
     out, lse = out_lse
     out = out.astype(q.dtype)
     rows = QueryResults(out, lse, out, jnp.zeros_like(lse))
     dq, *dkv = kernel.backward(q, k, v, _NO_MASKS, spec, *rows)
     gradients = [tuple(dkv)]
     for s, k_s, v_s in steps:
-        _, dq, *dkv = ring.backward_hop(s, q, k_s, v_s, rows, dq)
+        _, dq, *dkv = ring.backward_step(s, q, k_s, v_s, rows, dq)
         gradients.append(tuple(dkv))
     return out, lse, dq, gradients
 

@@ -7,10 +7,12 @@ importing this module neither imports nor starts JAX.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import jax
     import jax.stages
 
 
@@ -48,3 +50,93 @@ def replace_argument_residuals(vjp: Callable, first: int, residuals: Sequence[An
     """
     assert len(residuals) == len(vjp.args_res) - first
     vjp.args_res[first:] = residuals
+
+
+def cudnn_attention_forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, scale: float, causal: bool, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """One call of cuDNN's fused attention: (out_BTNH in q's dtype, lse_BNT float32).
+
+    The public `jax.nn.dot_product_attention` rounds the lse and discards its gradient, so it cannot be used for blocks
+    that are merged later.
+
+    Args:
+      window: a query attends to itself and the window - 1 tokens before it. None: all earlier tokens.
+
+    Private: `jax._src.cudnn.fused_attention_stablehlo`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    fmha = _cudnn_fused_attention()
+    operands = (q_BTNH, k_BSKH, v_BSKH, *_unused_cudnn_operands(q_BTNH))
+    settings = _cudnn_settings(scale, causal, window)
+    return _call_cudnn(fmha._dot_product_attention_fwd_impl, *operands, **settings, is_training=True)
+
+
+def cudnn_attention_backward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    out_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    dout_BTNH: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One call of cuDNN's backward: (dq, dk, dv) in q's dtype, without the gradient of the lse.
+
+    Args:
+      out_BTNH, dout_BTNH: in q's dtype. out and lse may be over more keys than k.
+
+    Private: as `cudnn_attention_forward`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    fmha = _cudnn_fused_attention()
+    operands = (q_BTNH, k_BSKH, v_BSKH, *_unused_cudnn_operands(q_BTNH), lse_BNT, out_BTNH, dout_BTNH)
+    settings = _cudnn_settings(scale, causal, window)
+    return _call_cudnn(fmha._dot_product_attention_bwd_impl, *operands, **settings)
+
+
+def _cudnn_fused_attention():
+    """The private module. Also lets programs with its primitives have more than one mesh.
+
+    JAX allows one mesh only in a program with these primitives, because its own wrapper around them splits arrays.
+    Here they are called without the wrapper, inside `shard_map`, where strategy hybrid has a mesh with a split context
+    axis. Removing the primitives from the set a second time has no effect.
+
+    Private: `jax._src.dispatch.prim_requires_devices_during_lowering`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    from jax._src import dispatch
+    from jax._src.cudnn import fused_attention_stablehlo as fmha
+
+    dispatch.prim_requires_devices_during_lowering.difference_update(
+        {fmha._dot_product_attention_fwd_p, fmha._dot_product_attention_bwd_p}
+    )
+    return fmha
+
+
+def _cudnn_settings(scale: float, causal: bool, window: int | None) -> dict[str, Any]:
+    fmha = _cudnn_fused_attention()
+    return dict(
+        scale=scale,
+        mask_type=fmha.MaskType.CAUSAL if causal else fmha.MaskType.NO_MASK,
+        sliding_window_length=window,
+        layout=fmha.AttentionLayout.BTNH.value,
+        dropout_rate=0.0,
+        seed=0,
+        variadic_args=(False, False),  # neither a bias nor its gradient
+    )
+
+
+def _unused_cudnn_operands(q_BTNH: jax.Array) -> tuple[jax.Array, ...]:
+    """Required operands that these calls do not read: bias, lengths, offsets and page tables of k and v."""
+    import jax.numpy as jnp
+
+    return (jnp.zeros(0, q_BTNH.dtype),) * 7
+
+
+def _call_cudnn(implementation: Callable, *operands: jax.Array, **settings) -> tuple[jax.Array, ...]:
+    """Calls `implementation` with the arguments of this JAX version: 0.12 has score modifiers, 0.10 and 0.11 do not."""
+    parameters = inspect.signature(implementation).parameters
+    no_modifier = {"score_mod_args": (), "score_mod": None}
+    extra = {name: value for name, value in no_modifier.items() if name in parameters}
+    return implementation(*operands, **settings, **extra)

@@ -1,6 +1,7 @@
 """One canary test per private JAX API: a failure here means that a new JAX version changed that API."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo as fmha
 
 from jaxlc import _jax_internals
 
@@ -41,13 +43,43 @@ def test_replace_argument_residuals_changes_gradient():
     np.testing.assert_array_equal([dx, dweights["a"]], [7.0, 3.0])
 
 
+def _cudnn_parameters(implementation) -> set[str]:
+    """Parameter names without those that only JAX 0.12 has."""
+    return set(inspect.signature(implementation).parameters) - {"score_mod_args", "score_mod"}
+
+
+def test_cudnn_attention_signatures_are_as_expected():
+    operands = {"query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"}
+    operands |= {"page_table_k", "page_table_v"}
+    settings = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length"}
+    forward = _cudnn_parameters(fmha._dot_product_attention_fwd_impl)
+    assert forward == operands | settings | {"is_training"}
+    backward = _cudnn_parameters(fmha._dot_product_attention_bwd_impl)
+    assert backward == operands | settings | {"activation", "fwd_output", "grad_output"}
+    assert {"CAUSAL", "NO_MASK"} <= set(fmha.MaskType.__members__) and "BTNH" in fmha.AttentionLayout.__members__
+
+
+def test_cudnn_attention_edits_device_requirements_in_calls_only():
+    """The primitives are in JAX's set after the import, and no longer after a call."""
+    code = (
+        "import jax, jax.numpy as jnp; import jaxlc.attention; from jaxlc import _jax_internals;"
+        " from jax._src import dispatch; from jax._src.cudnn import fused_attention_stablehlo as fmha;"
+        " primitives = {fmha._dot_product_attention_fwd_p, fmha._dot_product_attention_bwd_p};"
+        " assert primitives <= dispatch.prim_requires_devices_during_lowering;"
+        " q = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16);"
+        " call = lambda q: _jax_internals.cudnn_attention_forward(q, q, q, scale=1.0, causal=True, window=None);"
+        " assert [x.dtype.name for x in jax.eval_shape(call, q)] == ['bfloat16', 'float32'];"
+        " assert not primitives & dispatch.prim_requires_devices_during_lowering"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_import_leaves_jax_unloaded():
     code = "import jaxlc._jax_internals, sys; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_private_apis_are_used_only_in_jax_internals():
-    not_yet_moved = {"cudnn.py"}  # attention/cudnn.py
     users = set()
     for path in (ROOT / "jaxlc").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -58,4 +90,4 @@ def test_private_apis_are_used_only_in_jax_internals():
                 module and module.startswith("jax._src") for module in modules
             ):
                 users.add(path.name)
-    assert users - not_yet_moved == {"_jax_internals.py"}
+    assert users == {"_jax_internals.py"}

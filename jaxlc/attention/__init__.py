@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split across devices. `attend` is the public door."""
+"""Attention over a sequence that is split across devices. `attend` is the public API."""
 
 from jaxlc.attention.api import KernelSelection, attend, choose, make
 from jaxlc.attention.query_tiles import make_tiled

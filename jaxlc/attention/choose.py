@@ -1,4 +1,4 @@
-"""Which kernel runs: by name, or the fastest that can do what is asked."""
+"""Kernel selection: by name, or the fastest kernel that supports the problem."""
 
 from typing import NamedTuple
 
@@ -12,13 +12,14 @@ KERNELS: dict[str, Kernel] = {  # fastest first
     "blockwise": blockwise,
     "reference": reference,
 }
-# What "auto" tries, by platform; the last one can do everything. On a CPU only the portable one is meant for use.
-_BY_SPEED = {"gpu": ("cudnn", "pallas", "blockwise")}
-_BY_SPEED_ELSEWHERE = ("blockwise",)
+# The kernels that "auto" tries, in this order. The last one supports every problem. On a CPU, pallas runs in an
+# interpreter, for tests only.
+_AUTO_ORDER = {"gpu": ("cudnn", "pallas", "blockwise")}
+_AUTO_ORDER_OTHER = ("blockwise",)
 
 
 class KernelSelection(NamedTuple):
-    """A kernel, and a sentence that says why this one."""
+    """A kernel by name, and why it was selected."""
 
     name: str
     reason: str
@@ -28,28 +29,30 @@ class KernelSelection(NamedTuple):
         return KERNELS[self.name]
 
 
-def choose_kernel(name: str, case: AttentionProblem) -> KernelSelection:
-    """The kernel that `name` means for `case`. A named one never falls back; "auto" says why faster ones declined.
+def choose_kernel(name: str, problem: AttentionProblem) -> KernelSelection:
+    """The kernel `name` if it supports `problem`; for "auto", the fastest kernel that does.
+
+    A kernel selected by name never falls back to another one.
 
     Raises:
-      UserError: there is no such kernel.
-      Unsupported: the named kernel cannot do it; names the limit and the value.
+      UserError: unknown kernel name.
+      Unsupported: the named kernel does not support the problem; the message has the value and the limit.
     """
     if name == "auto":
-        return _fastest(case)
+        return _fastest(problem)
     if name not in KERNELS:
-        raise UserError(f"there is no attention kernel {name!r}; known: auto, {', '.join(sorted(KERNELS))}")
-    limit = KERNELS[name].unsupported(case)
+        raise UserError(f"unknown attention kernel {name!r}; known: auto, {', '.join(sorted(KERNELS))}")
+    limit = KERNELS[name].unsupported(problem)
     if limit is not None:
-        raise Unsupported(f"attention kernel {name} cannot do this: {limit}; choose kernel auto")
-    return KernelSelection(name, "named in the config")
+        raise Unsupported(f"unsupported by attention kernel {name}: {limit}; use kernel auto")
+    return KernelSelection(name, "set by attention.kernel")
 
 
-def _fastest(case: AttentionProblem) -> KernelSelection:
-    reasons = [f"the fastest on {case.platform}"]
-    for name in _BY_SPEED.get(case.platform, _BY_SPEED_ELSEWHERE):
-        limit = KERNELS[name].unsupported(case)
+def _fastest(problem: AttentionProblem) -> KernelSelection:
+    reasons = [f"fastest supported kernel on {problem.platform}"]
+    for name in _AUTO_ORDER.get(problem.platform, _AUTO_ORDER_OTHER):
+        limit = KERNELS[name].unsupported(problem)
         if limit is None:
             return KernelSelection(name, "; ".join(reasons))
-        reasons.append(f"not {name}: {limit}")
+        reasons.append(f"{name} unsupported: {limit}")
     raise AssertionError(reasons)

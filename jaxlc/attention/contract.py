@@ -1,14 +1,14 @@
-"""What every attention implementation takes and returns.
+"""The contract of attention kernels: arguments, results, masks.
 
     forward:  (q_BTNH, k_BSKH, v_BSKH, masks, spec) -> (out_BTNH, lse_BNT)
     backward: (q, k, v, masks, spec, out, lse, dout, dlse) -> (dq, dk, dv)
 
-`lse` is the float32 natural log of the sum of exponentials of a row's scaled scores: with it, the results over
-two sets of keys merge exactly (`merge.py`), so the same pair composes over blocks, ring hops and tiles. The
-backward takes the out and lse of the *whole* row, over all keys on all devices, though k and v are one block;
-its dk and dv are that block's, its dq is that block's share, all float32.
+`lse` is the natural logarithm of the sum of exponentials of a query's scaled scores, float32. With it, results over
+two disjoint sets of keys merge exactly (`merge.py`), so the same two functions compose over KV blocks, ring steps and
+tiles. The backward takes out and lse over *all* keys on all devices, even where k and v are one block. Its dk and dv
+are the gradients of that block, its dq is the contribution of that block to dq; all three are float32.
 
-A row that sees no key has out 0, lse -inf and gradient 0.
+A query without visible keys (a fully masked row) has out 0, lse -inf and gradient 0.
 """
 
 import math
@@ -22,12 +22,12 @@ from jax import lax
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What is static about an attention call; hashable, so that it can be a static argument of `jit`."""
+    """The static parameters of an attention call; hashable, so that it can be a static argument of `jit`."""
 
-    causal: bool = True  # a query sees keys of its segment at its own and earlier positions
-    window: int | None = None  # a query sees itself and the window - 1 tokens before it; only with causal
-    scale: float | None = None  # multiplies q . k; None is 1/sqrt(H)
-    query_block_tokens: int = 256  # tiles of the kernels that are tiled
+    causal: bool = True  # a query attends to keys of its segment at its own and earlier positions
+    window: int | None = None  # a query attends to itself and the window - 1 tokens before it; only with causal
+    scale: float | None = None  # multiplies q . k; None: 1/sqrt(H)
+    query_block_tokens: int = 256  # upper limits of the block sizes of kernels that work in blocks
     key_block_tokens: int = 256
 
     def __post_init__(self):
@@ -38,23 +38,23 @@ class AttentionSpec:
 
 
 class Masks(NamedTuple):
-    """Who may see whom, in O(T + S) numbers: a T x S mask exists nowhere but inside a tile.
+    """The attention mask as positions and segment ids, O(T + S) memory. A dense mask exists per block only.
 
-    A query sees a key when their segment ids are equal and not 0 (0 is padding: it sees nothing and nobody
-    sees it) and, if the spec is causal, when the key's position is not greater, nor smaller by the window or more.
-    Positions count the tokens of a segment, from anywhere, so both row offsets and positions that restart per
-    document serve.
+    A query attends to a key if their segment ids are equal and not 0 and, if the spec is causal, if
+    0 <= query position - key position < window. Segment id 0 is padding, which neither attends nor is attended to.
+    Only differences of positions within a segment matter, so positions may count from the start of the sequence or
+    restart with each document.
     """
 
-    # int32: float32 stops counting at 2^24. None: tokens are in natural order and the last query stands at the last
-    # key, so that masks go by index, which is all that some kernels know.
+    # int32, since float32 has no exact integers above 2^24. None: implicit positions. Tokens are in natural order and
+    # the last query is aligned with the last key; some kernels support implicit positions only.
     q_positions_BT: jax.Array | None
     k_positions_BS: jax.Array | None
-    q_segments_BT: jax.Array | None  # int32. None: the whole row is one document, without padding
+    q_segments_BT: jax.Array | None  # int32. None: the whole sequence is one document, without padding
     k_segments_BS: jax.Array | None
 
     def dense_mask_BTS(self, spec: AttentionSpec) -> jax.Array | None:
-        """The mask, written out: for one tile at a time, and for the oracle. None: everything is visible."""
+        """The dense mask, for one pair of blocks at a time and for the reference. None: nothing is masked."""
         dense_mask_BTS = None
         if self.q_segments_BT is not None:
             q_segments_BT1 = self.q_segments_BT[:, :, None]
@@ -66,14 +66,14 @@ class Masks(NamedTuple):
         return dense_mask_BTS
 
     def with_positions(self, q_BTNH: jax.Array, k_BSKH: jax.Array) -> "Masks":
-        """The same masks with positions written out, for kernels that go by them."""
+        """The same masks with explicit positions, for kernels that need them."""
         if self.q_positions_BT is not None:
             return self
         (batch, num_queries, _, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
         first_query = num_keys - num_queries  # below 0 for queries that come before all keys
         positions_T, positions_S = jnp.arange(first_query, num_keys), jnp.arange(num_keys)
-        # Tied to the queries for the reason that `api.make` gives: constants would be taken out of the loop over
-        # layers, and with them all tiles of all masks.
+        # Tied to the queries, see `api.make`: XLA and autodiff would hoist constants out of the loop over layers, and
+        # with them the dense masks of all blocks.
         _, positions_T, positions_S = lax.optimization_barrier((q_BTNH, positions_T, positions_S))
         positions_BT, positions_BS = (
             jnp.broadcast_to(x.astype(jnp.int32), (batch, len(x))) for x in (positions_T, positions_S)
@@ -81,29 +81,32 @@ class Masks(NamedTuple):
         return self._replace(q_positions_BT=positions_BT, k_positions_BS=positions_BS)
 
     @classmethod
-    def of_row(cls, positions_BT: jax.Array | None, segments_BT: jax.Array | None) -> "Masks":
+    def self_attention(cls, positions_BT: jax.Array | None, segments_BT: jax.Array | None) -> "Masks":
         """Masks of a sequence that attends to itself."""
         return cls(positions_BT, positions_BT, segments_BT, segments_BT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
-    """All that a choice of kernel may depend on."""
+    """The properties of an attention call that the choice of a kernel depends on."""
 
-    platform: str  # as `jax.Device.platform` has it: "gpu", "cpu"
-    compute_capability: str | None  # of a GPU: "9.0"
+    platform: str  # `jax.Device.platform`: "gpu", "cpu"
+    compute_capability: str | None  # of a GPU, such as "9.0"
     dtype: str  # of q, k and v: "bfloat16"
     head_dim: int  # of queries and keys
     value_dim: int
     window: int | None
-    implicit_positions: bool  # neither positions nor segment ids are needed: masks go by index, causal or not at all
+    implicit_positions: bool  # neither positions nor segment ids are passed; see Masks
 
 
 class Kernel(Protocol):
-    """Attention of one device's queries over one block of keys: no mesh, no collectives. A module."""
+    """Attention of one device's queries over one block of keys, without mesh or collectives. Modules implement it."""
 
-    def unsupported(self, case: AttentionProblem) -> str | None:
-        """Why the kernel cannot do this, with the limit and the value: "head dim 256, and it does 64, 96 and 128"."""
+    def unsupported(self, problem: AttentionProblem) -> str | None:
+        """Why the kernel does not support `problem`: the value and the limit. None: it is supported.
+
+        Example: "head dim 256 (supported: multiples of 8 up to 128)".
+        """
 
     def forward(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, masks: Masks, spec: AttentionSpec

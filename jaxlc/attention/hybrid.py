@@ -1,11 +1,13 @@
-"""Ulysses inside, ring outside (USP: Fang and Zhao 2024, arXiv:2405.07719).
+"""Ulysses within groups of ranks, a ring between the groups (USP: Fang and Zhao 2024, arXiv:2405.07719).
 
-The context axis is cut in two: neighbouring ranks exchange heads for tokens, groups of them form the ring. Ulysses
-alone stops at the number of heads; a ring alone sends K and V once around all ranks. Put the exchange, which has
-nothing to hide behind, on NVLink and the hops, which hide behind attention, on the network between nodes.
+The context axis is split in two: the inner ranks are neighbors and exchange heads for tokens, the outer ranks form the
+ring. Ulysses alone is limited by the number of heads; a ring alone sends K and V through all ranks. Place the inner
+ranks within an NVLink domain, since nothing overlaps with their all-to-all. The ring's sends overlap with attention, so
+the outer ranks may be on different nodes.
 
-Zigzag order over all ranks is zigzag order over the groups as well: rank r = o I + i holds chunks r and 2 R - 1 - r,
-and for i = 0 .. I - 1 those are two runs of I neighbouring chunks, o and 2 O - 1 - o when counted in runs.
+Zigzag order over all n = outer x inner ranks is also zigzag order over the groups. Rank r = o inner + i holds the
+chunks r and 2n - 1 - r. Over i = 0 .. inner - 1 these are two runs of neighboring chunks: the runs o and
+2 outer - 1 - o, if counted in runs of `inner` chunks.
 """
 
 import functools
@@ -13,24 +15,18 @@ import functools
 import jax
 
 from jaxlc.attention import ring, ulysses
-from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.attention.contract import AttentionSpec, Kernel
+from jaxlc.attention.strategy import ShardedQKV
 from jaxlc.sharding.mesh import Ranks
 
 
 def attend(
-    q_btnH: jax.Array,
-    k_bskH: jax.Array,
-    v_bskH: jax.Array,
-    masks: Masks,
-    kernel: Kernel,
-    spec: AttentionSpec,
-    outer: Ranks,
-    inner: Ranks,
+    qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, outer: Ranks, inner: Ranks
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the whole sequence, this rank's piece of it; call inside `shard_map`. As `ring.attend`.
+    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As `ring.attend`.
 
     Raises:
-      Unsupported: the query heads of a rank, or its key/value heads, do not split over the inner ranks.
+      Unsupported: the query or key/value heads of a rank do not split over the inner ranks.
     """
     attend_group = functools.partial(ring.attend, kernel=kernel, spec=spec, ranks=outer)
-    return ulysses.exchange(attend_group, q_btnH, k_bskH, v_bskH, masks, inner)
+    return ulysses.exchange(attend_group, qkv, inner)

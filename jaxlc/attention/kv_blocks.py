@@ -1,13 +1,17 @@
-"""The engine of tiled.py, inside `shard_map`: a tile's queries visit the keys of their own block and of all others.
+"""Inside `shard_map`: a tile's queries attend to the group's own KV block and to those of all other groups.
 
-A block is cut into J places of one piece each. A visit is one kernel call, a piece of queries over the keys of one
-place, or of m = `places_per_visit`: the more keys it sees, the less it costs to merge what it found. Of their own block
-the tile's two pieces of a rank see p and J-1-p places whole. That makes J/m-1 visits of m places and m-1 of one for
-every p, since the two remainders of a division by m add up to m-1.
+query_tiles.py has the definitions of tile, group and block. A block consists of J sub-chunks of equal length, and a
+tile's queries are P of them: sub-chunk 2i of a tile is from rank i's chunk lo, 2i + 1 from its chunk hi.
 
-Dimensions of its own: P pieces of a tile, of which piece 2 i is of rank i's chunk lo and 2 i + 1 of its hi; C = 2 for K
-and V, which are one array, so that a hop is one permute; O groups; t tokens of a piece, s of a block, v of a visit's
-keys.
+A KV block step is one kernel call: one sub-chunk of queries attends to one sub-chunk of keys, or to
+m = `subchunks_per_step` neighboring ones. The more keys a step has, the less the merges of partial results cost. In its
+own block, a rank's two query sub-chunks have index p and J - 1 - p, and as many fully visible sub-chunks before them.
+That makes J/m - 1 steps of m sub-chunks and m - 1 steps of one sub-chunk for every p, since the two remainders of a
+division by m add up to m - 1.
+
+K and V are one array, so that one permute sends both. Arrays without a shape suffix:
+
+    kv_block, dkv_block, block, dblock    [2, b, s, k, H]: K and V, or their gradients; s: tokens of a block
 """
 
 from collections.abc import Callable
@@ -19,13 +23,14 @@ from jax import lax
 
 from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
 from jaxlc.attention.merge import merge
+from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
-_TOKENS = 2  # the dimension of a block [C, b, s, k, H] that counts tokens
+_TOKENS_DIM = 2  # of a block
 
 
-class Rows(NamedTuple):
-    """What the backward knows of a tile's queries; out and lse over all keys."""
+class TileQueries(NamedTuple):
+    """Inputs of the backward pass for a tile's queries; out and lse are over all keys."""
 
     q_PbtnH: jax.Array
     out_PbtnH: jax.Array
@@ -33,53 +38,53 @@ class Rows(NamedTuple):
     dout_PbtnH: jax.Array
 
 
-class Visit(NamedTuple):
-    """A piece of the tile and the places of a block whose keys it looks at."""
+class KVBlockStep(NamedTuple):
+    """One kernel call: a query sub-chunk of the tile and a range of a block's sub-chunks."""
 
-    piece: jax.Array
-    place: jax.Array
-    num_places: int
-    hops: jax.Array | int  # how far the block has come
+    query_subchunk: jax.Array  # index in the tile
+    first_kv_subchunk: jax.Array  # index in the block
+    num_kv_subchunks: int
+    ring_step: jax.Array | int  # how many groups away the block's owner is
     spec: AttentionSpec
 
 
-class Group(NamedTuple):
-    """One group of ranks and one tile: where its pieces stand, and whom they visit."""
+class GroupState(NamedTuple):
+    """The state of one group of ranks for one tile."""
 
-    kernel: Kernel | None  # None: to move pieces only
-    spec: AttentionSpec  # causal, as on the diagonal
+    kernel: Kernel | None  # None: only to move sub-chunks
+    spec: AttentionSpec  # causal, for the blocks on the diagonal
     outer: Ranks  # the ring of groups
-    inner: Ranks  # a group
-    tiles: int
-    places_per_visit: int  # places; divides half a block
+    inner: Ranks  # the ranks of a group
+    num_tiles: int
+    subchunks_per_step: int  # divides half a block
     tile: jax.Array | int
-    segments_Obs: jax.Array | None  # segment ids of every group's block
+    group_segments: jax.Array | None  # segment ids of every group's block: [groups, b, s]
 
     @property
-    def num_pieces(self) -> int:
+    def num_tile_subchunks(self) -> int:
         """P"""
         return 2 * self.inner.size
 
     @property
-    def num_places(self) -> int:
+    def num_block_subchunks(self) -> int:
         """J"""
-        return self.num_pieces * self.tiles
+        return self.num_tile_subchunks * self.num_tiles
 
-    def place_of(self, piece):
-        """Where a piece of the tile stands in its block: hi pieces are the mirror image of lo pieces."""
-        place = piece // 2 * self.tiles + self.tile
-        return jnp.where(piece % 2 == 0, place, self.num_places - 1 - place)
+    def index_in_block(self, subchunk):
+        """The index in the block of a sub-chunk of the tile: those of chunk hi mirror those of chunk lo."""
+        index = subchunk // 2 * self.num_tiles + self.tile
+        return jnp.where(subchunk % 2 == 0, index, self.num_block_subchunks - 1 - index)
 
-    def pieces_of(self, x_btnH: jax.Array, tokens_dim: int = 1) -> jax.Array:
-        """A rank's tokens of the tile, [..., t, n, ...], to its group's pieces, [P, ..., t, n / ranks, ...]."""
+    def to_subchunks(self, x_btnH: jax.Array, tokens_dim: int = 1) -> jax.Array:
+        """A rank's tokens of the tile, [..., t, n, ...], to sub-chunks of the group, [P, ..., t, n / ranks, ...]."""
         if self.inner.size > 1:
             heads_dim = tokens_dim + 1
             x_btnH = lax.all_to_all(x_btnH, self.inner.axis, split_axis=heads_dim, concat_axis=tokens_dim, tiled=True)
         before, after = x_btnH.shape[:tokens_dim], x_btnH.shape[tokens_dim + 1 :]
-        return jnp.moveaxis(x_btnH.reshape(*before, self.num_pieces, -1, *after), tokens_dim, 0)
+        return jnp.moveaxis(x_btnH.reshape(*before, self.num_tile_subchunks, -1, *after), tokens_dim, 0)
 
-    def tokens_of(self, x_PbtnH: jax.Array, tokens_dim: int = 1) -> jax.Array:
-        """The inverse of `pieces_of`."""
+    def from_subchunks(self, x_PbtnH: jax.Array, tokens_dim: int = 1) -> jax.Array:
+        """The inverse of `to_subchunks`."""
         x_bPtnH = jnp.moveaxis(x_PbtnH, 0, tokens_dim)
         x_btnH = x_bPtnH.reshape(*x_bPtnH.shape[:tokens_dim], -1, *x_bPtnH.shape[tokens_dim + 2 :])
         if self.inner.size == 1:
@@ -87,140 +92,162 @@ class Group(NamedTuple):
         heads_dim = tokens_dim + 1
         return lax.all_to_all(x_btnH, self.inner.axis, split_axis=tokens_dim, concat_axis=heads_dim, tiled=True)
 
-    def keys_at(self, block_CbskH: jax.Array, place, num_places: int = 1) -> jax.Array:
-        tokens = block_CbskH.shape[_TOKENS] // self.num_places
-        return lax.dynamic_slice_in_dim(block_CbskH, place * tokens, num_places * tokens, _TOKENS)
+    def slice_kv(self, block: jax.Array, first, num_subchunks: int = 1) -> jax.Array:
+        """The keys and values of sub-chunks `first` to `first + num_subchunks` of a block."""
+        tokens = block.shape[_TOKENS_DIM] // self.num_block_subchunks
+        return lax.dynamic_slice_in_dim(block, first * tokens, num_subchunks * tokens, _TOKENS_DIM)
 
-    def with_keys(self, block_CbskH: jax.Array, keys_CbvkH: jax.Array, place) -> jax.Array:
-        tokens = block_CbskH.shape[_TOKENS] // self.num_places
-        return lax.dynamic_update_slice_in_dim(block_CbskH, keys_CbvkH, place * tokens, _TOKENS)
+    def update_kv(self, block: jax.Array, kv: jax.Array, first) -> jax.Array:
+        """The block with `kv` in place of the sub-chunks from `first` on."""
+        tokens = block.shape[_TOKENS_DIM] // self.num_block_subchunks
+        return lax.dynamic_update_slice_in_dim(block, kv, first * tokens, _TOKENS_DIM)
 
-    def forward(self, q_PbtnH: jax.Array, kv_CbskH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(out_PbtnH, lse_Pbnt), float32, over the keys of all groups."""
-        block = self._send(kv_CbskH, after=q_PbtnH)  # while the group's own block is visited
+    def forward(self, q_PbtnH: jax.Array, kv_block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(out_PbtnH, lse_Pbnt) over the keys of all groups, float32."""
+        block = self._send(kv_block, after=q_PbtnH)  # overlaps with attention over the group's own block
 
-        def attend(visit: Visit, block_CbskH):
-            k_bvkH, v_bvkH = self.keys_at(block_CbskH, visit.place, visit.num_places)
-            return self.kernel.forward(_at(q_PbtnH, visit.piece), k_bvkH, v_bvkH, self._masks(visit), visit.spec)
+        def attend(step: KVBlockStep, block):
+            k_bskH, v_bskH = self.slice_kv(block, step.first_kv_subchunk, step.num_kv_subchunks)
+            return self.kernel.forward(_at(q_PbtnH, step.query_subchunk), k_bskH, v_bskH, self._masks(step), step.spec)
 
-        def attend_more(visit: Visit, block_CbskH, results):
-            found = merge(*(_at(x, visit.piece) for x in results), *attend(visit, block_CbskH))
-            return tuple(_with(x, one, visit.piece) for x, one in zip(results, found, strict=True))
+        def merge_step(step: KVBlockStep, block, results):
+            merged = merge(*(_at(x, step.query_subchunk) for x in results), *attend(step, block))
+            return tuple(_update(x, new, step.query_subchunk) for x, new in zip(results, merged, strict=True))
 
-        results = lax.map(lambda piece: attend(self._diagonal(piece), kv_CbskH), jnp.arange(self.num_pieces))
-        results = self._own_visits(lambda visit, carry: attend_more(visit, kv_CbskH, carry), results)
+        subchunks = jnp.arange(self.num_tile_subchunks)
+        results = lax.map(lambda subchunk: attend(self._diagonal_step(subchunk), kv_block), subchunks)
+        results = self._own_block_steps(lambda step, carry: merge_step(step, kv_block, carry), results)
         if self.outer.size == 1:
             return results
 
-        def visit_block(hops, block, results):
-            return self._visits(hops, lambda visit, carry: attend_more(visit, block, carry), results)
+        def attend_block(ring_step, block, results):
+            return self._remote_block_steps(ring_step, lambda step, carry: merge_step(step, block, carry), results)
 
-        def hop(hops, carry):
+        def loop_body(ring_step, carry):
             block, results = carry
             in_flight = self._send(block)
-            return lax.optimization_barrier((in_flight, visit_block(hops, block, results)))
+            return lax.optimization_barrier((in_flight, attend_block(ring_step, block, results)))
 
         carry = lax.optimization_barrier((block, results))
-        block, results = lax.fori_loop(1, self.outer.size - 1, hop, carry)
-        return visit_block(self.outer.size - 1, block, results)
+        block, results = lax.fori_loop(1, self.outer.size - 1, loop_body, carry)
+        return attend_block(self.outer.size - 1, block, results)
 
-    def backward(self, rows: Rows, kv_CbskH: jax.Array, dkv_CbskH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(dq_PbtnH float32, dkv_CbskH with what these queries add to it in every group)."""
-        block = self._send(kv_CbskH, after=rows)
+    def backward(self, queries: TileQueries, kv_block: jax.Array, dkv_block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(dq_PbtnH float32, dkv_block with the contribution of these queries, from every group, added)."""
+        block = self._send(kv_block, after=queries)
 
-        def share(visit: Visit, block_CbskH, dblock_CbskH):
-            """dq_btnH, and dblock with this visit's dk and dv added."""
-            k_bvkH, v_bvkH = self.keys_at(block_CbskH, visit.place, visit.num_places)
-            q, *results = (_at(x, visit.piece) for x in rows)
-            masks, no_dlse = self._masks(visit), jnp.zeros_like(_at(rows.lse_Pbnt, visit.piece))
-            dq, dk, dv = self.kernel.backward(q, k_bvkH, v_bvkH, masks, visit.spec, *results, no_dlse)
-            total_CbvkH = self.keys_at(dblock_CbskH, visit.place, visit.num_places) + jnp.stack([dk, dv])
-            return dq, self.with_keys(dblock_CbskH, total_CbvkH, visit.place)
+        def gradients_of_step(step: KVBlockStep, block, dblock):
+            """dq_btnH of this step, and dblock with this step's dk and dv added."""
+            k_bskH, v_bskH = self.slice_kv(block, step.first_kv_subchunk, step.num_kv_subchunks)
+            q, *results = (_at(x, step.query_subchunk) for x in queries)
+            masks, no_dlse = self._masks(step), jnp.zeros_like(_at(queries.lse_Pbnt, step.query_subchunk))
+            dq, dk, dv = self.kernel.backward(q, k_bskH, v_bskH, masks, step.spec, *results, no_dlse)
+            total = self.slice_kv(dblock, step.first_kv_subchunk, step.num_kv_subchunks) + jnp.stack([dk, dv])
+            return dq, self.update_kv(dblock, total, step.first_kv_subchunk)
 
-        def add_share(visit: Visit, block_CbskH, gradients):
-            dq_PbtnH, dblock_CbskH = gradients
-            dq_btnH, dblock_CbskH = share(visit, block_CbskH, dblock_CbskH)
-            return _with(dq_PbtnH, _at(dq_PbtnH, visit.piece) + dq_btnH, visit.piece), dblock_CbskH
+        def add_step(step: KVBlockStep, block, gradients):
+            dq_PbtnH, dblock = gradients
+            dq_btnH, dblock = gradients_of_step(step, block, dblock)
+            dq_btnH = _at(dq_PbtnH, step.query_subchunk) + dq_btnH
+            return _update(dq_PbtnH, dq_btnH, step.query_subchunk), dblock
 
-        def diagonal(dkv_CbskH, piece):
-            return share(self._diagonal(piece), kv_CbskH, dkv_CbskH)[::-1]
+        def diagonal(dkv_block, subchunk):
+            return gradients_of_step(self._diagonal_step(subchunk), kv_block, dkv_block)[::-1]
 
-        dkv_CbskH, dq_PbtnH = lax.scan(diagonal, dkv_CbskH, jnp.arange(self.num_pieces))
-        gradients = self._own_visits(lambda visit, carry: add_share(visit, kv_CbskH, carry), (dq_PbtnH, dkv_CbskH))
+        dkv_block, dq_PbtnH = lax.scan(diagonal, dkv_block, jnp.arange(self.num_tile_subchunks))
+        gradients = self._own_block_steps(lambda step, carry: add_step(step, kv_block, carry), (dq_PbtnH, dkv_block))
         if self.outer.size == 1:
             return gradients
 
-        def visit_block(hops, block, gradients):
-            return self._visits(hops, lambda visit, carry: add_share(visit, block, carry), gradients)
+        def add_block(ring_step, block, gradients):
+            return self._remote_block_steps(ring_step, lambda step, carry: add_step(step, block, carry), gradients)
 
-        def hop(hops, carry):
-            block, (dq_PbtnH, dblock_CbskH) = carry
-            dblock_CbskH = self._send_in_place(dblock_CbskH)
-            in_flight = self._send(block, after=dblock_CbskH)
-            return lax.optimization_barrier((in_flight, visit_block(hops, block, (dq_PbtnH, dblock_CbskH))))
+        def loop_body(ring_step, carry):
+            block, (dq_PbtnH, dblock) = carry
+            dblock = self._send_in_place(dblock)
+            in_flight = self._send(block, after=dblock)
+            return lax.optimization_barrier((in_flight, add_block(ring_step, block, (dq_PbtnH, dblock))))
 
         carry = lax.optimization_barrier((block, gradients))
-        block, (dq_PbtnH, dblock_CbskH) = lax.fori_loop(1, self.outer.size - 1, hop, carry)
-        gradients = dq_PbtnH, self._send_in_place(dblock_CbskH)
-        dq_PbtnH, dblock_CbskH = visit_block(self.outer.size - 1, block, gradients)
-        return dq_PbtnH, self._send_in_place(dblock_CbskH)  # home
+        block, (dq_PbtnH, dblock) = lax.fori_loop(1, self.outer.size - 1, loop_body, carry)
+        gradients = dq_PbtnH, self._send_in_place(dblock)
+        dq_PbtnH, dblock = add_block(self.outer.size - 1, block, gradients)
+        return dq_PbtnH, self._send_in_place(dblock)  # send dK/dV back to the owner rank
 
-    def _diagonal(self, piece) -> Visit:
-        """A piece and itself."""
-        return Visit(piece, self.place_of(piece), 1, 0, self.spec)
+    def _diagonal_step(self, subchunk) -> KVBlockStep:
+        """Causal attention of a sub-chunk to itself."""
+        return KVBlockStep(subchunk, self.index_in_block(subchunk), 1, 0, self.spec)
 
-    def _own_visits(self, visit: Callable, carry):
-        """All that the tile sees whole of its own block."""
-        many, spec = self.places_per_visit, _not_causal(self.spec)
+    def _own_block_steps(self, run_step: Callable, carry):
+        """Runs the steps for the fully visible sub-chunks of the group's own block."""
+        per_step, spec = self.subchunks_per_step, _not_causal(self.spec)
 
-        def visit_many(piece, number, carry):
-            return visit(Visit(piece, number * many, many, 0, spec), carry)
+        def long_step(subchunk, number, carry):
+            return run_step(KVBlockStep(subchunk, number * per_step, per_step, 0, spec), carry)
 
-        def visit_one(piece, number, carry):
-            first_left = self.place_of(piece) // many * many
-            return visit(Visit(piece, first_left + number, 1, 0, spec), carry)
+        def short_step(subchunk, number, carry):
+            first_left = self.index_in_block(subchunk) // per_step * per_step
+            return run_step(KVBlockStep(subchunk, first_left + number, 1, 0, spec), carry)
 
-        carry = self._each(lambda rank: self.place_of(2 * rank) // many, self.num_places // many - 1, visit_many, carry)
-        return self._each(lambda rank: self.place_of(2 * rank) % many, many - 1, visit_one, carry)
+        def num_long(rank):
+            return self.index_in_block(2 * rank) // per_step
 
-    def _visits(self, hops, visit: Callable, carry):
-        """All that the tile sees of the block that has come `hops` groups: of an earlier group's block every piece sees
-        the first half; of a later group's, hi pieces see everything. `where` tells which, as in ring.py."""
-        many, spec = self.places_per_visit, _not_causal(self.spec)
-        all_visits = self.num_places // many
-        seen_by_lo = jnp.where(lax.axis_index(self.outer.axis) >= hops, all_visits // 2, 0)
+        def num_short(rank):
+            return self.index_in_block(2 * rank) % per_step
 
-        def visit_many(piece, number, carry):
-            return visit(Visit(piece, number * many, many, hops, spec), carry)
+        carry = self._steps_of_all_ranks(num_long, self.num_block_subchunks // per_step - 1, long_step, carry)
+        return self._steps_of_all_ranks(num_short, per_step - 1, short_step, carry)
 
-        return self._each(lambda rank: seen_by_lo, all_visits, visit_many, carry)
+    def _remote_block_steps(self, ring_step, run_step: Callable, carry):
+        """Runs the steps for the block of the group that is `ring_step` groups before this one.
 
-    def _each(self, visits_of_lo: Callable, visits_of_pair: int, visit: Callable, carry):
-        """`carry = visit(piece, number, carry)`, rank by rank of the group: first its lo piece, numbers from 0 up to
-        `visits_of_lo(rank)`, then its hi piece, from 0 until the pair has made `visits_of_pair`."""
+        All query sub-chunks attend to the first half of an earlier group's block. Those of chunk hi attend to the whole
+        block of a later group. As in ring.py, `jnp.where` selects between the two.
+        """
+        per_step, spec = self.subchunks_per_step, _not_causal(self.spec)
+        steps_per_pair = self.num_block_subchunks // per_step
+        num_lo_steps = jnp.where(lax.axis_index(self.outer.axis) >= ring_step, steps_per_pair // 2, 0)
 
-        def step(index, carry):
-            rank, number = index // visits_of_pair, index % visits_of_pair
-            of_lo = visits_of_lo(rank)
-            is_hi = number >= of_lo
-            return visit(2 * rank + is_hi, jnp.where(is_hi, number - of_lo, number), carry)
+        def long_step(subchunk, number, carry):
+            return run_step(KVBlockStep(subchunk, number * per_step, per_step, ring_step, spec), carry)
 
-        return lax.fori_loop(0, self.inner.size * visits_of_pair, step, carry)
+        return self._steps_of_all_ranks(lambda rank: num_lo_steps, steps_per_pair, long_step, carry)
 
-    def _masks(self, visit: Visit) -> Masks:
-        if self.segments_Obs is None:
+    def _steps_of_all_ranks(self, num_lo_steps: Callable, steps_per_pair: int, run_step: Callable, carry):
+        """`carry = run_step(subchunk, number, carry)` for the two query sub-chunks of each rank of the group.
+
+        The sub-chunk of chunk lo has the numbers 0 .. num_lo_steps(rank) - 1. That of chunk hi has the rest of the
+        pair's steps, counted from 0.
+        """
+
+        def loop_body(index, carry):
+            rank, number = index // steps_per_pair, index % steps_per_pair
+            num_lo = num_lo_steps(rank)
+            is_hi = number >= num_lo
+            return run_step(2 * rank + is_hi, jnp.where(is_hi, number - num_lo, number), carry)
+
+        return lax.fori_loop(0, self.inner.size * steps_per_pair, loop_body, carry)
+
+    def _masks(self, step: KVBlockStep) -> Masks:
+        if self.group_segments is None:
             return Masks(None, None, None, None)
         group = lax.axis_index(self.outer.axis)
-        source = (group - visit.hops) % self.outer.size
-        tokens = self.segments_Obs.shape[2] // self.num_places
-        own_bs, theirs_bs = _at(self.segments_Obs, group), _at(self.segments_Obs, source)
-        q_segments_bt = lax.dynamic_slice_in_dim(own_bs, self.place_of(visit.piece) * tokens, tokens, 1)
-        k_segments_bv = lax.dynamic_slice_in_dim(theirs_bs, visit.place * tokens, visit.num_places * tokens, 1)
-        return Masks(None, None, q_segments_bt, k_segments_bv)
+        source = (group - step.ring_step) % self.outer.size
+        tokens = self.group_segments.shape[2] // self.num_block_subchunks
+        q_segments_bs, k_segments_bs = _at(self.group_segments, group), _at(self.group_segments, source)
+        first_query = self.index_in_block(step.query_subchunk) * tokens
+        q_segments_bt = lax.dynamic_slice_in_dim(q_segments_bs, first_query, tokens, 1)
+        first_key, num_keys = step.first_kv_subchunk * tokens, step.num_kv_subchunks * tokens
+        return Masks(None, None, q_segments_bt, lax.dynamic_slice_in_dim(k_segments_bs, first_key, num_keys, 1))
 
+    @jax.named_scope(scopes.RING_SEND)
     def _send(self, x: jax.Array, after=None) -> jax.Array:
-        """x of the group before. It starts when `after` is there: transfers wait for each other, and one that hides
-        behind the visits must not keep one waiting that the visits wait for."""
+        """Sends x to the next group; returns the x of the previous one.
+
+        Args:
+          after: values that must be available before the transfer starts. Transfers run one at a time, so one that
+            overlaps with attention must not delay another that attention depends on.
+        """
         size = self.outer.size
         if size == 1:
             return x
@@ -228,33 +255,36 @@ class Group(NamedTuple):
             x, _ = lax.optimization_barrier((x, after))
         return lax.ppermute(x, self.outer.axis, [(group, (group + 1) % size) for group in range(size)])
 
-    def _send_in_place(self, block_CbskH: jax.Array) -> jax.Array:
-        """`_send` with one place in flight, not the whole."""
+    def _send_in_place(self, block: jax.Array) -> jax.Array:
+        """`_send` one sub-chunk at a time, so that only one is in flight, not a second block."""
 
-        def send_place(place, block_CbskH):
-            return self.with_keys(block_CbskH, self._send(self.keys_at(block_CbskH, place)), place)
+        def send_subchunk(index, block):
+            return self.update_kv(block, self._send(self.slice_kv(block, index)), index)
 
-        return lax.fori_loop(0, self.num_places, send_place, block_CbskH)
+        return lax.fori_loop(0, self.num_block_subchunks, send_subchunk, block)
 
 
-def segments_of_groups(segments_bt: jax.Array, outer: Ranks, inner: Ranks) -> jax.Array:
-    """segments_Obs, from each rank's in layout order: a few bytes a token, gathered instead of exchanged and sent."""
-    segments_Rbt = lax.all_gather(segments_bt, (outer.axis, inner.axis))
+def gather_group_segments(segments_bt: jax.Array, outer: Ranks, inner: Ranks) -> jax.Array:
+    """Segment ids of every group's block in natural order, [groups, b, s], from each rank's in layout order.
+
+    They are 4 bytes per token, so they are gathered once instead of being exchanged and sent with the blocks.
+    """
+    segments = lax.all_gather(segments_bt, (outer.axis, inner.axis))
     batch, rank_tokens = segments_bt.shape
-    chunks_OIb2c = segments_Rbt.reshape(outer.size, inner.size, batch, 2, rank_tokens // 2)
-    lo_OIbc, hi_OIbc = chunks_OIb2c[:, :, :, 0], chunks_OIb2c[:, ::-1, :, 1]  # hi chunks run from the last rank down
-    runs_OIbc = jnp.concatenate([lo_OIbc, hi_OIbc], axis=1)
-    return runs_OIbc.swapaxes(1, 2).reshape(outer.size, batch, inner.size * rank_tokens)
+    chunks = segments.reshape(outer.size, inner.size, batch, 2, rank_tokens // 2)  # [groups, ranks, b, lo/hi, t / 2]
+    lo, hi = chunks[:, :, :, 0], chunks[:, ::-1, :, 1]  # chunks hi are in the reverse order of the ranks
+    in_order = jnp.concatenate([lo, hi], axis=1)
+    return in_order.swapaxes(1, 2).reshape(outer.size, batch, inner.size * rank_tokens)
 
 
 def _not_causal(spec: AttentionSpec) -> AttentionSpec:
-    """Off the diagonal, what is visible at all is visible whole."""
+    """The spec off the diagonal, where a sub-chunk of keys is either fully visible or not used at all."""
     return AttentionSpec(**{**vars(spec), "causal": False})
 
 
-def _at(x_P: jax.Array, piece) -> jax.Array:
-    return lax.dynamic_index_in_dim(x_P, piece, keepdims=False)
+def _at(x_P: jax.Array, index) -> jax.Array:
+    return lax.dynamic_index_in_dim(x_P, index, keepdims=False)
 
 
-def _with(x_P: jax.Array, x: jax.Array, piece) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(x_P, x, piece, 0)
+def _update(x_P: jax.Array, new: jax.Array, index) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(x_P, new, index, 0)

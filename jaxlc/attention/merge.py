@@ -1,4 +1,4 @@
-"""Joining attention over two disjoint sets of keys: the one place where partial results meet."""
+"""Exact merge of attention results over two disjoint sets of keys."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 def merge(
     out_a_BTNH: jax.Array, lse_a_BNT: jax.Array, out_b_BTNH: jax.Array, lse_b_BNT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of two sets of keys, exactly, from the (out, lse) of each; all float32.
+    """(out, lse) over the union of two disjoint sets of keys, from the (out, lse) of each set; all float32.
 
-    out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), with the larger lse subtracted first: no exp
-    overflows. A side without keys (lse -inf) weighs 0; two such sides stay (0, -inf). Commutative.
+    out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b). The larger lse is subtracted first, so no exponential
+    overflows. A side without visible keys (lse -inf) has weight 0; two such sides give (0, -inf). Commutative.
     """
     max_BNT = jnp.maximum(lse_a_BNT, lse_b_BNT)
     is_empty_BNT = jnp.isneginf(max_BNT)

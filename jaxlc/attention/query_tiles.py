@@ -1,4 +1,4 @@
-"""Attention of one tile of queries over all keys, for layers that are a scan over tiles of tokens.
+"""Attention of one tile of queries over all keys, for layers that scan over tiles of tokens.
 
     tiled = make_tiled(config, mesh, tiles=n, num_kv_heads=K)
     kv = tiled.empty(batch, num_tokens, head_dim, dtype)    K and V of the whole sequence; opaque
@@ -7,25 +7,28 @@
     dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, segments_BT)
     dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                after the last query
 
-Arrays are global, to be used under `jit`; t counts a tile's tokens on all ranks, `tile` may be traced. `tiles_of` puts
-a sequence into tiles. dkv is as kv, but float32. JAX differentiates nothing of this: forward and backward are apart.
+Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced. `tiles_of`
+splits a sequence into tiles. dkv has the shape of kv in float32. JAX differentiates none of these functions: forward
+and backward are separate calls.
 
-A rank's chunks lo and hi (sharding/layout.py) are cut into n pieces each, and its tile j is piece j of lo with piece
-n-1-j of hi. I neighbouring ranks exchange heads for tokens, and O such groups form a ring: strategy ring is I = 1,
-ulysses O = 1. A group then holds a block of J = 2 I n pieces in natural order, and of its tile j two pieces come from
-each of its ranks: at place p = i n + j of the block, and at J-1-p, its mirror image. So every tile has the same work:
+A rank's chunks lo and hi (sharding/layout.py) are split into n sub-chunks each. Its tile j consists of sub-chunk j of
+lo and sub-chunk n-1-j of hi. Groups of `inner` neighboring ranks exchange heads for tokens, and the groups form a ring
+of size `outer`: inner is 1 for strategy ring, outer is 1 for ulysses. So a group has a block of J = 2 inner n
+sub-chunks in natural order. Of tile j, it has two sub-chunks of each of its ranks i: those with index p = i n + j and
+J-1-p (the mirror image) in the block. Every tile then has the same work:
 
-    own block         the piece at p sees p pieces whole, and itself causally; its mirror image J-1-p, and itself
-    earlier group's   either piece sees the first half of the block
-    later group's     the mirror image sees all of it
+    own block                  sub-chunk p attends to the p sub-chunks before it and causally to itself; so does J-1-p
+    block of an earlier group  both sub-chunks attend to the first half of the block
+    block of a later group     the mirror image attends to the whole block
 
-They are seen in visits (visits.py): kernel calls of a piece of queries over some pieces of keys, so that a kernel's
-workspace does not grow with the sequence. A hop of K/V hides behind the visits, as in ring.py; of K and V a device
-holds its own block, the one at hand and the one in flight.
+The work is done in KV block steps (kv_blocks.py): kernel calls of a sub-chunk of queries over some sub-chunks of keys,
+so that a kernel's workspace does not grow with the sequence. Sends of K/V overlap with these steps, as in ring.py. Of K
+and V, a device stores its own block, the current one and the one in flight.
 
-In the backward dK/dV travel with their block, and what travels is the sum over all tiles so far: the home block's
-accumulator itself, so that there is no second array of its size. It hops piece by piece in place, before the visits and
-not beside them: the time is small beside that of a long sequence's visits, and a second array in float32 is not.
+In the backward pass, dK/dV are sent along with their block. The array that is sent is the sum over all tiles so far,
+the owner's accumulator itself, so that there is no second array of its size. It is sent sub-chunk by sub-chunk, in
+place, before the steps instead of overlapping with them. The time of these sends is small compared with the steps of a
+long sequence; a second float32 array would not be small.
 """
 
 import functools
@@ -39,7 +42,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention.api import choose, repeat_heads
 from jaxlc.attention.contract import AttentionSpec, Kernel
-from jaxlc.attention.kv_blocks import Group, Rows, segments_of_groups
+from jaxlc.attention.kv_blocks import GroupState, TileQueries, gather_group_segments
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
@@ -54,30 +57,33 @@ def make_tiled(
     tiles: int,
     num_kv_heads: int,
     scale: float | None = None,
-    keys_per_visit: int = 16_384,
+    kv_tokens_per_step: int = 16_384,
 ) -> "TiledAttention":
     """Causal attention by tiles, for a sequence split on the mesh in zigzag order.
 
     Args:
-      tiles: n. A visit's kernel has as many query tiles to spread over a GPU as a piece has, times the heads of a
-        rank after the exchange: few of them leave it idle.
-      keys_per_visit: tokens of keys that one kernel call may see, if a piece is not longer. Merging what it found moves
-        18 bytes an entry of out: on an H100 800 / keys_per_visit of what the call takes, at 600 TFLOP/s and 3.35 TB/s.
+      tiles: n. A kernel call has as many thread blocks as a sub-chunk has query blocks, times the heads of a rank after
+        the exchange. With too many tiles, these are too few to occupy the GPU.
+      num_kv_heads: K.
+      scale: multiplies q . k. None: 1/sqrt(H).
+      kv_tokens_per_step: limit of the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
+        18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
+        TFLOP/s and 3.35 TB/s; not yet timed on a GPU).
     Raises:
-      Unsupported: strategy all_gather, a window, or key/value heads that do not split over the ranks that exchange.
+      Unsupported: strategy all_gather, a window, or key/value heads that do not split over the inner ranks.
     """
     if config.strategy == "all_gather":
-        raise Unsupported("strategy all_gather does not attend by tiles; choose ring, ulysses or hybrid")
+        raise Unsupported("unsupported: strategy all_gather with layer tiles (supported: ring, ulysses, hybrid)")
     if config.window:
-        raise Unsupported(f"attention by tiles sees all earlier tokens, and window is {config.window}; choose 0")
-    exchanging = {"ring": 1, "ulysses": mesh.shape[CONTEXT], "hybrid": config.ulysses_degree}[config.strategy]
-    split_mesh, (outer, inner) = split_context(mesh, exchanging)
+        raise Unsupported(f"unsupported: window={config.window} with layer tiles (supported: window=0)")
+    inner_size = {"ring": 1, "ulysses": mesh.shape[CONTEXT], "hybrid": config.ulysses_degree}[config.strategy]
+    split_mesh, (outer, inner) = split_context(mesh, inner_size)
     tensor = mesh.shape[TENSOR]
     kv_heads_stored = num_kv_heads if num_kv_heads % tensor == 0 else tensor
-    if kv_heads_stored // tensor % exchanging:
+    if kv_heads_stored // tensor % inner_size:
         raise Unsupported(
-            f"attention by tiles splits key/value heads over {exchanging} ranks, and each of them has"
-            f" {kv_heads_stored // tensor}; choose a number that divides them, or strategy ring"
+            f"unsupported: {kv_heads_stored // tensor} key/value heads per rank do not split over {inner_size} ulysses"
+            " ranks, with layer tiles; use a number of ranks that divides them, or strategy ring"
         )
     return TiledAttention(
         config=config,
@@ -88,22 +94,22 @@ def make_tiled(
         num_kv_heads=num_kv_heads,
         kv_heads_stored=kv_heads_stored,
         scale=scale,
-        keys_per_visit=keys_per_visit,
+        kv_tokens_per_step=kv_tokens_per_step,
     )
 
 
 def tiles_of(x_BT: jax.Array, context: int, tiles: int) -> jax.Array:
-    """[B, T, ...] in layout order -> [tiles, B, t, ...]; each rank's tokens stay where they are."""
+    """[B, T, ...] in layout order -> [tiles, B, t, ...], without communication between ranks."""
     batch, num_tokens, *rest = x_BT.shape
     chunks = x_BT.reshape(batch, context, 2, tiles, num_tokens // (2 * context * tiles), *rest)
     pairs = jnp.stack([chunks[:, :, 0], chunks[:, :, 1, ::-1]], axis=2)
     return jnp.moveaxis(pairs, 3, 0).reshape(tiles, batch, num_tokens // tiles, *rest)
 
 
-def layout_of(x_nBt: jax.Array, context: int) -> jax.Array:
+def layout_of(x_MBt: jax.Array, context: int) -> jax.Array:
     """The inverse of `tiles_of`."""
-    tiles, batch, tile_tokens, *rest = x_nBt.shape
-    pairs = x_nBt.reshape(tiles, batch, context, 2, tile_tokens // (2 * context), *rest)
+    tiles, batch, tile_tokens, *rest = x_MBt.shape
+    pairs = x_MBt.reshape(tiles, batch, context, 2, tile_tokens // (2 * context), *rest)
     pairs = jnp.moveaxis(pairs, 0, 3)
     chunks = jnp.stack([pairs[:, :, 0], pairs[:, :, 1, ::-1]], axis=2)
     return chunks.reshape(batch, tiles * tile_tokens, *rest)
@@ -111,81 +117,88 @@ def layout_of(x_nBt: jax.Array, context: int) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class TiledAttention:
-    """See the head of the file. Its own dimensions: P pieces of a tile; C = 2 for K and V; S all tokens, block by
-    block, and s a block's."""
+    """Attention by tiles; see the docstring of the module.
+
+    Arrays without a shape suffix: kv and dkv are K and V, or their gradients, of the whole sequence, block by block,
+    [2, B, S, K, H]. kv_block and dkv_block are a rank's shard of them, [2, b, s, k, H].
+    """
 
     config: AttentionConfig
-    split_mesh: Mesh  # the devices, context cut into outer and inner
-    outer: Ranks  # the ring
-    inner: Ranks  # exchange heads for tokens
+    split_mesh: Mesh  # the mesh with the context axis split into outer and inner
+    outer: Ranks  # the ring of groups
+    inner: Ranks  # the ranks of a group, which exchange heads for tokens
     tiles: int
     num_kv_heads: int
-    kv_heads_stored: int  # repeated where there are fewer than tensor ranks
+    kv_heads_stored: int  # num_kv_heads, or the number of tensor ranks if that is larger (heads are repeated)
     scale: float | None
-    keys_per_visit: int  # tokens
+    kv_tokens_per_step: int
 
     def empty(self, batch: int, num_tokens: int, head_dim: int, dtype) -> jax.Array:
-        """Zeros where K and V go: kv_CBSKH.
+        """kv filled with zeros.
 
         Raises:
-          UserError: the tokens do not split into pieces.
+          UserError: the tokens do not split into sub-chunks.
         """
         context = self.outer.size * self.inner.size
         if num_tokens % (2 * context * self.tiles):
             raise UserError(
-                f"{num_tokens} tokens do not split into {self.tiles} tiles of 2 x {context} equal pieces;"
+                f"{num_tokens} tokens do not split into {self.tiles} tiles of 2 x {context} equal sub-chunks;"
                 f" use a multiple of {2 * context * self.tiles}"
             )
-        zeros_CBSKH = jnp.zeros((2, batch, num_tokens, self.kv_heads_stored, head_dim), dtype)
-        return lax.with_sharding_constraint(zeros_CBSKH, NamedSharding(self.split_mesh, self._blocks))
+        zeros = jnp.zeros((2, batch, num_tokens, self.kv_heads_stored, head_dim), dtype)
+        return lax.with_sharding_constraint(zeros, NamedSharding(self.split_mesh, self._blocks))
 
     def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array:
-        """kv with the keys and values of a tile in their places."""
+        """kv with the keys and values of a tile written to it."""
 
-        def local(kv_CbskH, k_btkH, v_btkH, tile):
+        def local(kv_block, k_btkH, v_btkH, tile):
             group = self._group(tile)
-            pieces_PCbtkH = group.pieces_of(jnp.stack([k_btkH, v_btkH]), tokens_dim=2)
+            kv_subchunks = group.to_subchunks(jnp.stack([k_btkH, v_btkH]), tokens_dim=2)  # [P, 2, b, t, k, H]
 
-            def put_piece(kv_CbskH, operands):
-                piece, piece_CbtkH = operands
-                return group.with_keys(kv_CbskH, piece_CbtkH, group.place_of(piece)), None
+            def put_subchunk(kv_block, operands):
+                subchunk, kv = operands
+                return group.update_kv(kv_block, kv, group.index_in_block(subchunk)), None
 
-            return lax.scan(put_piece, kv_CbskH, (jnp.arange(group.num_pieces), pieces_PCbtkH))[0]
+            return lax.scan(put_subchunk, kv_block, (jnp.arange(group.num_tile_subchunks), kv_subchunks))[0]
 
         k_BtKH, v_BtKH = (repeat_heads(x, self.split_mesh.shape[TENSOR]) for x in (k_BtKH, v_BtKH))
-        split = self._split(local, (self._blocks, self._heads, self._heads, _WHOLE), self._blocks)
+        split = self._split(local, (self._blocks, self._heads, self._heads, _REPLICATED), self._blocks)
         return split(kv, k_BtKH, v_BtKH, tile)
 
     def take(self, dkv: jax.Array, tile) -> tuple[jax.Array, jax.Array]:
-        """(dk_BtKH, dv_BtKH), float32: the gradients of the keys and values that `put` put there."""
+        """(dk_BtKH, dv_BtKH), float32: the gradients of the keys and values that `put` wrote for this tile."""
 
-        def local(dkv_CbskH, tile):
+        def local(dkv_block, tile):
             group = self._group(tile)
-            places_P = group.place_of(jnp.arange(group.num_pieces))
-            pieces_PCbtkH = lax.map(lambda place: group.keys_at(dkv_CbskH, place), places_P)
-            dk_btkH, dv_btkH = group.tokens_of(pieces_PCbtkH, tokens_dim=2)
+            indices_P = group.index_in_block(jnp.arange(group.num_tile_subchunks))
+            dkv_subchunks = lax.map(lambda index: group.slice_kv(dkv_block, index), indices_P)
+            dk_btkH, dv_btkH = group.from_subchunks(dkv_subchunks, tokens_dim=2)
             return dk_btkH, dv_btkH
 
-        dk_BtKH, dv_BtKH = self._split(local, (self._blocks, _WHOLE), (self._heads, self._heads))(dkv, tile)
+        dk_BtKH, dv_BtKH = self._split(local, (self._blocks, _REPLICATED), (self._heads, self._heads))(dkv, tile)
         return self._sum_repeated(dk_BtKH), self._sum_repeated(dv_BtKH)
 
     def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, segments_BT) -> tuple[jax.Array, jax.Array]:
         """Attention of a tile's queries over all keys.
 
         Args:
-          segments_BT: int32 segment ids of the whole row in layout order; None: one document.
+          q_BtNH: queries of a tile.
+          kv: after `put` of all tiles.
+          tile: index of the tile, int32.
+          segments_BT: int32 segment ids of the whole sequence in layout order. None: one document.
         Returns:
           out_BtNH in q's dtype, lse_BNt float32.
         """
         group_of = self._group_with_kernel(q_BtNH, segments_BT)
 
-        def local(q_btnH, kv_CbskH, tile, segments_bt):
+        def local(q_btnH, kv_block, tile, segments_bt):
             group = group_of(tile, segments_bt)
-            out_PbtnH, lse_Pbnt = group.forward(group.pieces_of(q_btnH), kv_CbskH)
-            lse_btn = group.tokens_of(lse_Pbnt.swapaxes(2, 3))
-            return group.tokens_of(out_PbtnH.astype(q_btnH.dtype)), lse_btn.swapaxes(1, 2)
+            out_PbtnH, lse_Pbnt = group.forward(group.to_subchunks(q_btnH), kv_block)
+            lse_btn = group.from_subchunks(lse_Pbnt.swapaxes(2, 3))
+            return group.from_subchunks(out_PbtnH.astype(q_btnH.dtype)), lse_btn.swapaxes(1, 2)
 
-        split = self._split(local, (self._heads, self._blocks, _WHOLE, self._tokens), (self._heads, self._rows))
+        in_specs = (self._heads, self._blocks, _REPLICATED, self._tokens)
+        split = self._split(local, in_specs, (self._heads, self._lse))
         return split(q_BtNH, kv, tile, segments_BT)
 
     def backward(
@@ -202,34 +215,34 @@ class TiledAttention:
         """The gradients of `forward`'s out.
 
         Returns:
-          dq_BtNH in q's dtype, and dkv with this tile's share added.
+          dq_BtNH in q's dtype, and dkv with this tile's contribution added.
         """
         group_of = self._group_with_kernel(q_BtNH, segments_BT)
 
-        def local(q_btnH, kv_CbskH, dkv_CbskH, tile, out_btnH, lse_bnt, dout_btnH, segments_bt):
+        def local(q_btnH, kv_block, dkv_block, tile, out_btnH, lse_bnt, dout_btnH, segments_bt):
             group = group_of(tile, segments_bt)
-            q, out, lse_Pbtn, dout = map(group.pieces_of, (q_btnH, out_btnH, lse_bnt.swapaxes(1, 2), dout_btnH))
-            dq_PbtnH, dkv_CbskH = group.backward(Rows(q, out, lse_Pbtn.swapaxes(2, 3), dout), kv_CbskH, dkv_CbskH)
-            return group.tokens_of(dq_PbtnH.astype(q_btnH.dtype)), dkv_CbskH
+            q, out, lse_Pbtn, dout = map(group.to_subchunks, (q_btnH, out_btnH, lse_bnt.swapaxes(1, 2), dout_btnH))
+            queries = TileQueries(q, out, lse_Pbtn.swapaxes(2, 3), dout)
+            dq_PbtnH, dkv_block = group.backward(queries, kv_block, dkv_block)
+            return group.from_subchunks(dq_PbtnH.astype(q_btnH.dtype)), dkv_block
 
         heads, blocks = self._heads, self._blocks
-        in_specs = (heads, blocks, blocks, _WHOLE, heads, self._rows, heads, self._tokens)
+        in_specs = (heads, blocks, blocks, _REPLICATED, heads, self._lse, heads, self._tokens)
         split = self._split(local, in_specs, (heads, blocks))
         return split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, segments_BT)
 
     def _group_with_kernel(self, q_BtNH: jax.Array, segments_BT) -> Callable:
-        """(tile, segments_bt) -> Group, inside `shard_map`."""
+        """A function (tile, segments_bt) -> GroupState, to be called inside `shard_map`."""
         head_dim, packed = q_BtNH.shape[-1], segments_BT is not None
         kernel = choose(self.config, self.split_mesh, head_dim=head_dim, dtype=q_BtNH.dtype, packed=packed).kernel
-        piece_tokens = q_BtNH.shape[1] // (2 * self.outer.size * self.inner.size)
-        half_a_block = self.inner.size * self.tiles
-        fitting = (
-            n for n in range(1, half_a_block + 1) if half_a_block % n == 0 and n * piece_tokens <= self.keys_per_visit
-        )
-        return functools.partial(self._group, kernel=kernel, places_per_visit=max(fitting, default=1))
+        subchunk_tokens = q_BtNH.shape[1] // (2 * self.outer.size * self.inner.size)
+        half_block_subchunks = self.inner.size * self.tiles
+        divisors = (n for n in range(1, half_block_subchunks + 1) if half_block_subchunks % n == 0)
+        subchunks_per_step = max((n for n in divisors if n * subchunk_tokens <= self.kv_tokens_per_step), default=1)
+        return functools.partial(self._group, kernel=kernel, subchunks_per_step=subchunks_per_step)
 
-    def _group(self, tile, segments_bt=None, kernel: Kernel | None = None, places_per_visit: int = 1) -> Group:
-        return Group(
+    def _group(self, tile, segments_bt=None, kernel: Kernel | None = None, subchunks_per_step: int = 1) -> GroupState:
+        return GroupState(
             kernel=kernel,
             spec=AttentionSpec(
                 scale=self.scale,
@@ -238,10 +251,10 @@ class TiledAttention:
             ),
             outer=self.outer,
             inner=self.inner,
-            tiles=self.tiles,
-            places_per_visit=places_per_visit,
+            num_tiles=self.tiles,
+            subchunks_per_step=subchunks_per_step,
             tile=tile,
-            segments_Obs=None if segments_bt is None else segments_of_groups(segments_bt, self.outer, self.inner),
+            group_segments=None if segments_bt is None else gather_group_segments(segments_bt, self.outer, self.inner),
         )
 
     def _sum_repeated(self, x_BtKH: jax.Array) -> jax.Array:
@@ -262,7 +275,7 @@ class TiledAttention:
         return PartitionSpec(BATCH_AXES, self._context, TENSOR, None)
 
     @property
-    def _rows(self) -> PartitionSpec:
+    def _lse(self) -> PartitionSpec:
         return PartitionSpec(BATCH_AXES, TENSOR, self._context)
 
     @property
@@ -275,4 +288,4 @@ class TiledAttention:
         return jax.shard_map(local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-_WHOLE = PartitionSpec()
+_REPLICATED = PartitionSpec()

@@ -1,4 +1,7 @@
-"""The oracle: attention written as its definition, float32, O(T x S) memory. Everything else is compared to it."""
+"""The reference implementation: attention by its definition, in float32 and O(T x S) memory.
+
+Tests compare every other kernel and every strategy with it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +9,11 @@ import jax.numpy as jnp
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
 
 
-def unsupported(case: AttentionProblem) -> None:
-    """See `contract.Kernel.unsupported`: it does everything, everywhere."""
+def unsupported(problem: AttentionProblem) -> None:
+    """See `contract.Kernel.unsupported`. Every problem is supported on every platform."""
 
 
-def _visible_BNTS(q_BTNH: jax.Array, k_BSKH: jax.Array, masks: Masks, spec: AttentionSpec) -> jax.Array:
+def _dense_mask_BNTS(q_BTNH: jax.Array, k_BSKH: jax.Array, masks: Masks, spec: AttentionSpec) -> jax.Array:
     (batch, num_queries, num_heads, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
     dense_mask_BTS = masks.with_positions(q_BTNH, k_BSKH).dense_mask_BTS(spec)
     shape_BNTS = batch, num_heads, num_queries, num_keys
@@ -29,12 +32,12 @@ def forward(
     scores_BNTS = spec.scale_for(q_BTNH.shape[-1]) * jnp.einsum(
         "BTNH,BSNH->BNTS", q_BTNH, k_BSNH, precision=jax.lax.Precision.HIGHEST
     )
-    visible_BNTS = _visible_BNTS(q_BTNH, k_BSKH, masks, spec)
-    # A row without keys: its maximum is replaced before, its sum after, so that no gradient meets inf - inf.
-    is_empty_BNT = ~visible_BNTS.any(axis=-1)
-    masked_BNTS = jnp.where(visible_BNTS, scores_BNTS, -jnp.inf)
+    mask_BNTS = _dense_mask_BNTS(q_BTNH, k_BSKH, masks, spec)
+    # For fully masked rows the maximum and the sum are replaced, so that no gradient contains inf - inf.
+    is_empty_BNT = ~mask_BNTS.any(axis=-1)
+    masked_BNTS = jnp.where(mask_BNTS, scores_BNTS, -jnp.inf)
     max_BNT = jax.lax.stop_gradient(jnp.where(is_empty_BNT, 0.0, masked_BNTS.max(axis=-1)))
-    weights_BNTS = jnp.where(visible_BNTS, jnp.exp(jnp.where(visible_BNTS, scores_BNTS - max_BNT[..., None], 0.0)), 0.0)
+    weights_BNTS = jnp.where(mask_BNTS, jnp.exp(jnp.where(mask_BNTS, scores_BNTS - max_BNT[..., None], 0.0)), 0.0)
     total_BNT = jnp.where(is_empty_BNT, 1.0, weights_BNTS.sum(axis=-1))
     out_BTNH = jnp.einsum(
         "BNTS,BSNH->BTNH", weights_BNTS / total_BNT[..., None], v_BSNH, precision=jax.lax.Precision.HIGHEST
@@ -43,9 +46,9 @@ def forward(
 
 
 def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT):
-    """The kernel contract's backward, from the same definition. Returns float32 (dq, dk, dv) of this block.
+    """See `contract.Kernel.backward`. Returns (dq_BTNH, dk_BSKH, dv_BSKH) of this KV block, all float32.
 
-    With the global lse, p = exp(scores - lse) are the row's true weights on this block's keys, and
+    With the global lse, p = exp(scores - lse) are the attention weights of this block's keys, and
     ds = p (dout . v - dout . out + dlse) (FlashAttention, section 3.1 and appendix B.2).
     """
     scale = spec.scale_for(q_BTNH.shape[-1])
@@ -56,8 +59,8 @@ def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, 
     num_groups = q_BTNH.shape[2] // num_kv_heads
     k_BSNH, v_BSNH = (jnp.repeat(x, num_groups, axis=2) for x in (k_BSKH, v_BSKH))
     scores_BNTS = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
-    visible_BNTS = _visible_BNTS(q_BTNH, k_BSKH, masks, spec)
-    p_BNTS = jnp.where(visible_BNTS, jnp.exp(scores_BNTS - lse_BNT[..., None]), 0.0)
+    mask_BNTS = _dense_mask_BNTS(q_BTNH, k_BSKH, masks, spec)
+    p_BNTS = jnp.where(mask_BNTS, jnp.exp(scores_BNTS - lse_BNT[..., None]), 0.0)
     delta_BNT = jnp.einsum("BTNH,BTNH->BNT", dout_BTNH, out_BTNH) - dlse_BNT
     ds_BNTS = p_BNTS * (jnp.einsum("BTNH,BSNH->BNTS", dout_BTNH, v_BSNH) - delta_BNT[..., None])
 

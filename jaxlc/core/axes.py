@@ -9,6 +9,9 @@ Shape letters, used as suffixes of names: `q_BTNH` has shape [batch, query posit
     H head dim                D model dim              F feed-forward dim
     V vocabulary              L layers
 
+    In jaxlc/attention: M layer tiles, P query sub-chunks of a tile, I query blocks, J KV blocks,
+    R rows of a query block (G x T)
+
 Inside `shard_map` the letter of a dimension that is split over devices is lower case: `k_bskH` is the local shard of
 `k_BSKH`. The case makes it visible where local and global lengths are mixed, a common bug of sequence parallelism.
 """

@@ -1,1 +1,1 @@
-"""GPU kernels of our own, in Pallas: no mesh, no config."""
+"""Pallas GPU kernels, without mesh or config."""

@@ -1,4 +1,4 @@
-"""Masks that have broken somebody's attention. They are the rows of one batch, so one compilation tests them all."""
+"""Regression cases for masks. They are the sequences of one batch, so that one compilation tests all of them."""
 
 import functools
 
@@ -15,20 +15,20 @@ from tests.tolerances import max_relative_error
 
 TOKENS = 96
 
-# Lengths of the documents of each row; a negative one is padding.
+# Lengths of the documents of each sequence; a negative length is padding.
 DOCUMENTS = {
     "one_document": (96,),
     "packed": (40, 3, 29, 24),
-    "padded": (61, -35),  # with context >= 3 a rank has nothing but padding in one half
-    "padding_first": (-48, 48),  # with context = 2 nothing but rows without keys in a whole chunk
+    "padded": (61, -35),  # with context >= 3, one half of a rank's shard is all padding
+    "padding_first": (-48, 48),  # with context = 2, all queries of one chunk are fully masked
     "all_padding": (-96,),
     "one_token_documents": (1,) * 96,
 }
-ROWS = len(DOCUMENTS)
+BATCH = len(DOCUMENTS)
 
 
 def segments() -> np.ndarray:
-    """[ROWS, TOKENS] int32."""
+    """[BATCH, TOKENS] int32."""
     return np.stack(
         [
             np.concatenate([np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)])
@@ -38,26 +38,26 @@ def segments() -> np.ndarray:
 
 
 def positions() -> np.ndarray:
-    """[ROWS, TOKENS] int32: earlier tokens of the same document."""
+    """[BATCH, TOKENS] int32: positions that restart with each document."""
     return np.stack([np.concatenate([np.arange(abs(n)) for n in lengths]) for lengths in DOCUMENTS.values()]).astype(
         np.int32
     )
 
 
-def row_offsets(batch: int = ROWS) -> jax.Array:
-    """[batch, TOKENS] int32: the same order, told by the place in the row."""
+def sequence_positions(batch: int = BATCH) -> jax.Array:
+    """[batch, TOKENS] int32: positions that count from the start of the sequence."""
     return jnp.broadcast_to(jnp.arange(TOKENS, dtype=jnp.int32), (batch, TOKENS))
 
 
 def masks(packed: bool) -> Masks:
-    """Of all rows; not packed: no segment ids at all, each row is one document."""
+    """Masks of the batch. Not packed: without segment ids, each sequence is one document."""
     if packed:
-        return Masks.of_row(jnp.asarray(positions()), jnp.asarray(segments()))
-    return Masks.of_row(row_offsets(), None)
+        return Masks.self_attention(jnp.asarray(positions()), jnp.asarray(segments()))
+    return Masks.self_attention(sequence_positions(), None)
 
 
 def inputs(
-    batch=ROWS, num_tokens=TOKENS, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=None, dtype=jnp.float32, seed=0
+    batch=BATCH, num_tokens=TOKENS, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=None, dtype=jnp.float32, seed=0
 ):
     """Random (q_BTNH, k_BSKH, v_BSKH, dout_BTNH)."""
     keys = jax.random.split(jax.random.key(seed), 4)
@@ -67,14 +67,14 @@ def inputs(
 
 
 def split_mesh(**axes: int) -> Mesh:
-    """A mesh of the first devices of this machine."""
+    """A mesh of the first simulated devices."""
     config = MeshConfig(**axes)
     return make_mesh(config, jax.devices()[: config.num_devices])
 
 
 @functools.cache
 def oracle(packed=True, causal=True, dtype=jnp.float32, window=None, **heads):
-    """(out, gradients) on one device, in float32, of inputs rounded to `dtype`; heads as in `inputs`."""
+    """(out, gradients) of the reference in float32, for inputs rounded to `dtype`; heads as in `inputs`."""
     q, k, v, dout = (x.astype(jnp.float32) for x in inputs(dtype=dtype, **heads))
 
     def objective(q, k, v):
@@ -85,24 +85,24 @@ def oracle(packed=True, causal=True, dtype=jnp.float32, window=None, **heads):
     return out, gradients
 
 
-def sharded(mesh, packed=True, causal=True, dtype=jnp.float32, window=None, heads=None, **how):
-    """The same through the public door, on a mesh; `how` goes to `attend`."""
+def sharded(mesh, packed=True, causal=True, dtype=jnp.float32, window=None, heads=None, **settings):
+    """The same through the public API, on a mesh; `settings` are arguments of `attend`."""
     q, k, v, dout = inputs(dtype=dtype, **(heads or {}))
-    how.update(causal=causal, window=window, segment_ids=jnp.asarray(segments()) if packed else None)
+    settings.update(causal=causal, window=window, segment_ids=jnp.asarray(segments()) if packed else None)
 
     def objective(q, k, v):
-        out = attend(q, k, v, mesh=mesh, **how)
+        out = attend(q, k, v, mesh=mesh, **settings)
         return (out * dout).sum(), out
 
     gradients, out = jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(q, k, v)
     return out, gradients
 
 
-def assert_rows_match(got, wanted, tolerance: float) -> None:
-    """Each row of each array apart, so that a row with large values hides no other."""
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        for row in range(theirs.shape[0]):
-            if np.abs(theirs[row]).max() < 1e-5:  # 0 but for rounding, as dq and dk of one-token documents are
-                assert np.abs(mine[row]).max() < 1e-5, (row, theirs.shape)
+def assert_rows_match(actual, expected, tolerance: float) -> None:
+    """Compares each batch row of each array separately, so that large values in one do not mask errors in another."""
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        for row in range(y.shape[0]):
+            if np.abs(y[row]).max() < 1e-5:  # 0 up to rounding, such as dq and dk of one-token documents
+                assert np.abs(x[row]).max() < 1e-5, (row, y.shape)
             else:
-                assert max_relative_error(mine[row], theirs[row]) <= tolerance, (row, theirs.shape)
+                assert max_relative_error(x[row], y[row]) <= tolerance, (row, y.shape)

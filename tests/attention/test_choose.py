@@ -1,4 +1,4 @@
-"""Which kernel runs, and what a user reads about it."""
+"""Kernel selection and the reasons that it reports."""
 
 import pytest
 
@@ -12,61 +12,63 @@ MI300 = dict(platform="gpu", compute_capability="gfx942")
 CPU = dict(platform="cpu", compute_capability=None)
 
 
-def _case(device=H100, **other) -> AttentionProblem:
-    plain = dict(dtype="bfloat16", head_dim=128, value_dim=128, window=None, implicit_positions=True)
-    return AttentionProblem(**{**plain, **device, **other})
+def _problem(device=H100, **changes) -> AttentionProblem:
+    base = dict(dtype="bfloat16", head_dim=128, value_dim=128, window=None, implicit_positions=True)
+    return AttentionProblem(**{**base, **device, **changes})
 
 
-CUDNN_DECLINES = {
-    "cpu": (_case(CPU), "it needs an NVIDIA GPU, and this is cpu"),
-    "V100": (_case(V100), "it needs compute capability 8.0, and this GPU has 7.0"),
-    "AMD": (_case(MI300), "it needs compute capability 8.0, and this GPU has gfx942"),
-    "float32": (_case(dtype="float32"), "dtype float32, and it does bfloat16 and float16"),
-    "head dim 256": (_case(head_dim=256, value_dim=256), "head dim 256, and it does multiples of 8 up to 128"),
-    "head dim 100": (_case(head_dim=100, value_dim=100), "head dim 100, and it does multiples of 8 up to 128"),
-    "value dim": (_case(value_dim=64), "values of head dim 64 for queries of 128, and it does equal ones"),
+UNSUPPORTED_BY_CUDNN = {
+    "cpu": (_problem(CPU), "platform cpu (supported: gpu)"),
+    "V100": (_problem(V100), "compute capability 7.0 (supported: 8.0 and later)"),
+    "AMD": (_problem(MI300), "compute capability gfx942 (supported: 8.0 and later)"),
+    "float32": (_problem(dtype="float32"), "dtype float32 (supported: bfloat16, float16)"),
+    "head dim 256": (_problem(head_dim=256, value_dim=256), "head dim 256 (supported: multiples of 8 up to 128)"),
+    "head dim 100": (_problem(head_dim=100, value_dim=100), "head dim 100 (supported: multiples of 8 up to 128)"),
+    "value dim": (_problem(value_dim=64), "head dim 64 of values (supported: head dim of queries, 128)"),
     "packed": (
-        _case(implicit_positions=False),
-        "it masks by index, which is not enough for documents, windows in a ring or all_gather",
+        _problem(implicit_positions=False),
+        "explicit positions: documents, all_gather, or a window in a ring (supported: implicit positions)",
     ),
 }
-declines = pytest.mark.parametrize(("case", "limit"), CUDNN_DECLINES.values(), ids=CUDNN_DECLINES.keys())
+unsupported_by_cudnn = pytest.mark.parametrize(
+    ("problem", "limit"), UNSUPPORTED_BY_CUDNN.values(), ids=UNSUPPORTED_BY_CUDNN.keys()
+)
 
 
 @pytest.mark.parametrize(
-    "case",
-    [_case(), _case(A100), _case(dtype="float16"), _case(head_dim=64, value_dim=64), _case(window=100)],
+    "problem",
+    [_problem(), _problem(A100), _problem(dtype="float16"), _problem(head_dim=64, value_dim=64), _problem(window=100)],
     ids=["H100", "A100", "float16", "head dim 64", "window"],
 )
-def test_auto_is_cudnn_where_it_can(case):
-    assert choose_kernel("auto", case) == ("cudnn", "the fastest on gpu")
+def test_auto_with_supported_problem_is_cudnn(problem):
+    assert choose_kernel("auto", problem) == ("cudnn", "fastest supported kernel on gpu")
 
 
-@declines
-def test_auto_takes_one_that_can_and_says_why_faster_ones_declined(case, limit):
-    choice = choose_kernel("auto", case)
-    assert choice.name != "cudnn" and choice.kernel.unsupported(case) is None
-    assert choice.reason.startswith(f"the fastest on {case.platform}")
-    if case.platform == "gpu":
-        assert f"; not cudnn: {limit}" in choice.reason
+@unsupported_by_cudnn
+def test_auto_without_cudnn_is_supported_and_has_reason(problem, limit):
+    selection = choose_kernel("auto", problem)
+    assert selection.name != "cudnn" and selection.kernel.unsupported(problem) is None
+    assert selection.reason.startswith(f"fastest supported kernel on {problem.platform}")
+    if problem.platform == "gpu":
+        assert f"; cudnn unsupported: {limit}" in selection.reason
 
 
-def test_auto_on_a_cpu_is_the_portable_one():
-    assert choose_kernel("auto", _case(CPU)) == ("blockwise", "the fastest on cpu")
+def test_auto_on_cpu_is_blockwise():
+    assert choose_kernel("auto", _problem(CPU)) == ("blockwise", "fastest supported kernel on cpu")
 
 
-@declines
-def test_a_named_kernel_never_falls_back(case, limit):
-    with pytest.raises(NotImplementedError) as refusal:
-        choose_kernel("cudnn", case)
-    assert str(refusal.value) == f"attention kernel cudnn cannot do this: {limit}; choose kernel auto"
+@unsupported_by_cudnn
+def test_named_kernel_if_unsupported_raises(problem, limit):
+    with pytest.raises(NotImplementedError) as error:
+        choose_kernel("cudnn", problem)
+    assert str(error.value) == f"unsupported by attention kernel cudnn: {limit}; use kernel auto"
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_named_kernel_is_taken_though_another_is_faster(name):
-    assert choose_kernel(name, _case()).name == name
+def test_named_kernel_is_selected_over_faster_one(name):
+    assert choose_kernel(name, _problem()).name == name
 
 
-def test_an_unknown_kernel():
-    with pytest.raises(ValueError, match="there is no attention kernel 'fastest'; known: auto, .*blockwise, cudnn"):
-        choose_kernel("fastest", _case())
+def test_unknown_kernel_raises():
+    with pytest.raises(ValueError, match="unknown attention kernel 'fastest'; known: auto, .*blockwise, cudnn"):
+        choose_kernel("fastest", _problem())

@@ -1,4 +1,11 @@
-"""The cuDNN kernel without a GPU: a stand-in for cuDNN against the oracle, and what is compiled for an H100."""
+"""The cuDNN kernel without a GPU.
+
+Tested: the operands and settings of cuDNN's calls. A fake replaces the private functions of JAX that call cuDNN and
+computes attention with the reference, so the results match only if the operands are correct. Also tested: the programs
+that XLA compiles ahead of time for an H100.
+
+Not tested: the results that cuDNN itself computes on a GPU. benchmarks/gpu_suite.py compares those with the reference.
+"""
 
 import functools
 from collections import Counter
@@ -22,17 +29,15 @@ from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 NO_MASKS = Masks(None, None, None, None)
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
-# What is compiled for GPUs that are not here is written to JAX's cache, but cannot be read back.
-
 
 def _top_left(query, key, scale, mask_type, sliding_window_length):
-    """(masks, spec) for the oracle of what cuDNN does with these settings: it counts from the first query and key."""
+    """(masks, spec) of the reference for these cuDNN settings: masks are aligned at the first query and key."""
     positions = (jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2]) for x in (query, key))
     causal = {fmha.MaskType.CAUSAL: True, fmha.MaskType.NO_MASK: False}[mask_type]
     return Masks(*positions, None, None), AttentionSpec(causal=causal, window=sliding_window_length, scale=scale)
 
 
-def _forward_of_jax_0_10(
+def _forward_jax_0_10(
     query, key, value, bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v,
     scale, seed, dropout_rate, variadic_args, mask_type, layout, sliding_window_length, is_training,
 ):  # fmt: skip
@@ -42,38 +47,38 @@ def _forward_of_jax_0_10(
     return out.astype(query.dtype), lse
 
 
-def _backward_of_jax_0_10(
+def _backward_jax_0_10(
     query, key, value, bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v,
     activation, fwd_output, grad_output,
     scale, seed, dropout_rate, variadic_args, mask_type, layout, sliding_window_length,
 ):  # fmt: skip
     assert fwd_output.dtype == grad_output.dtype == query.dtype and activation.dtype == jnp.float32
     masks, spec = _top_left(query, key, scale, mask_type, sliding_window_length)
-    rows = fwd_output, activation, grad_output, jnp.zeros_like(activation)
-    return [x.astype(query.dtype) for x in reference.backward(query, key, value, masks, spec, *rows)]
+    results = fwd_output, activation, grad_output, jnp.zeros_like(activation)
+    return [x.astype(query.dtype) for x in reference.backward(query, key, value, masks, spec, *results)]
 
 
-def _forward_of_jax_0_12(*operands, score_mod_args, score_mod, **settings):
+def _forward_jax_0_12(*operands, score_mod_args, score_mod, **settings):
     assert score_mod_args == () and score_mod is None
-    return _forward_of_jax_0_10(*operands, **settings)
+    return _forward_jax_0_10(*operands, **settings)
 
 
-def _backward_of_jax_0_12(*operands, score_mod_args, score_mod, **settings):
+def _backward_jax_0_12(*operands, score_mod_args, score_mod, **settings):
     assert score_mod_args == () and score_mod is None
-    return _backward_of_jax_0_10(*operands, **settings)
+    return _backward_jax_0_10(*operands, **settings)
 
 
 @pytest.fixture
-def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """cuDNN as the oracle without a gradient of the lse, behind the private functions of a version of JAX (param)."""
+def fake_cudnn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """The reference without a gradient of the lse, with the private signatures of a JAX version (param)."""
     forward, backward = {
-        "jax 0.10": (_forward_of_jax_0_10, _backward_of_jax_0_10),
-        "jax 0.12": (_forward_of_jax_0_12, _backward_of_jax_0_12),
+        "jax 0.10": (_forward_jax_0_10, _backward_jax_0_10),
+        "jax 0.12": (_forward_jax_0_12, _backward_jax_0_12),
     }[request.param]
     monkeypatch.setattr(fmha, "_dot_product_attention_fwd_impl", forward)
     monkeypatch.setattr(fmha, "_dot_product_attention_bwd_impl", backward)
-    monkeypatch.setattr(cudnn, "unsupported", lambda case: None)
-    jax.clear_caches()  # programs that the other version's stand-in is in
+    monkeypatch.setattr(cudnn, "unsupported", lambda problem: None)
+    jax.clear_caches()  # programs with the fake of the other version
     yield
     jax.clear_caches()
 
@@ -81,47 +86,47 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 SPECS = dict(causal=AttentionSpec(), full=AttentionSpec(causal=False, scale=0.3), window=AttentionSpec(window=7))
 
 
-@pytest.mark.parametrize("stand_in", ["jax 0.10", "jax 0.12"], indirect=True)
+@pytest.mark.parametrize("fake_cudnn", ["jax 0.10", "jax 0.12"], indirect=True)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_what_reaches_cudnn_gives_the_oracles_results(stand_in, spec):
-    """Grouped queries, a scale, and a gradient of the lse, which cuDNN does not know."""
+def test_cudnn_operands_give_reference_results(fake_cudnn, spec):
+    """Grouped queries, a scale, and a gradient of the lse, which cuDNN does not have."""
     q, k, v, dout = inputs(batch=2)
     dlse = jax.random.normal(jax.random.key(9), (2, q.shape[2], q.shape[1]))
     out, lse = reference.forward(q, k, v, NO_MASKS, spec)
     gradients = reference.backward(q, k, v, NO_MASKS, spec, out, lse, dout, dlse)
-    got = cudnn.forward(q, k, v, NO_MASKS, spec)
-    got_gradients = cudnn.backward(q, k, v, NO_MASKS, spec, out, lse, dout, dlse)
-    assert all(x.dtype == jnp.float32 for x in (*got, *got_gradients))
-    assert_rows_match(got, (out, lse), FLOAT32_PARITY)
-    assert_rows_match(got_gradients, gradients, FLOAT32_PARITY)
+    actual = cudnn.forward(q, k, v, NO_MASKS, spec)
+    actual_gradients = cudnn.backward(q, k, v, NO_MASKS, spec, out, lse, dout, dlse)
+    assert all(x.dtype == jnp.float32 for x in (*actual, *actual_gradients))
+    assert_rows_match(actual, (out, lse), FLOAT32_PARITY)
+    assert_rows_match(actual_gradients, gradients, FLOAT32_PARITY)
 
 
-@pytest.mark.parametrize("stand_in", ["jax 0.10"], indirect=True)
+@pytest.mark.parametrize("fake_cudnn", ["jax 0.10"], indirect=True)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_strategies_with_a_kernel_that_masks_by_index(stand_in, strategy):
-    """Every partial result is rounded to bfloat16 once, as cuDNN does."""
+def test_strategy_with_cudnn_matches_reference(fake_cudnn, strategy):
+    """Every partial result is rounded to bfloat16 once, as in cuDNN."""
     heads = dict(num_heads=4, num_kv_heads=2)
-    how = dict(strategy=strategy, kernel="cudnn", heads=heads)
-    got = sharded(split_mesh(context=4), packed=False, dtype=jnp.bfloat16, **how)
-    assert_rows_match(got, oracle(packed=False, dtype=jnp.bfloat16, **heads), BFLOAT16_ATTENTION)
+    settings = dict(strategy=strategy, kernel="cudnn", heads=heads)
+    actual = sharded(split_mesh(context=4), packed=False, dtype=jnp.bfloat16, **settings)
+    assert_rows_match(actual, oracle(packed=False, dtype=jnp.bfloat16, **heads), BFLOAT16_ATTENTION)
 
 
-def test_refuses_masks_that_do_not_go_by_index():
+def test_cudnn_with_explicit_positions_raises():
     q, k, v, _ = inputs(batch=2)
     tokens = jnp.ones(q.shape[:2], jnp.int32)
-    for masks in (Masks.of_row(tokens, None), Masks.of_row(None, tokens)):
+    for masks in (Masks.self_attention(tokens, None), Masks.self_attention(None, tokens)):
         with pytest.raises(NotImplementedError, match="positions or segment ids"):
             cudnn.forward(q, k, v, masks, AttentionSpec())
 
 
-def test_refuses_causal_calls_where_alignment_would_matter():
+def test_cudnn_with_causal_and_unequal_lengths_raises():
     q, k, v, _ = inputs(batch=2)
     with pytest.raises(NotImplementedError, match="causal attention of 30 queries over 96 keys"):
         cudnn.forward(q[:, :30], k, v, NO_MASKS, AttentionSpec())
 
 
-def test_workspace():
-    """Over a million keys of Llama 3 8B: 16 GiB of float32 dq, 4 bytes a row, and dk and dv of 32 heads."""
+def test_workspace_bytes_at_1m_keys():
+    """Llama 3 8B at 2^20 keys: 16 GiB of float32 dq, 4 bytes per query and head, and dk and dv of 32 heads."""
     q_shape, k_shape = (1, 2**20, 32, 128), (1, 2**20, 8, 128)
     assert cudnn.workspace_bytes(q_shape, k_shape, backward=True) == 16 * 2**30 + 2**27 + 16 * 2**30
     assert cudnn.workspace_bytes(q_shape, q_shape, backward=True) == 16 * 2**30 + 2**27
@@ -133,24 +138,24 @@ def _compiled(function, *abstract):
 
 
 def _instructions(program, opcode):
-    return [each for computation in program for each in computation if each.opcode == opcode]
+    return [instruction for computation in program for instruction in computation if instruction.opcode == opcode]
 
 
 def _calls(program, target):
-    """How often each (mask, dtypes of the operands, dtypes of the results) of cuDNN calls stands in the program."""
-    found = Counter()
+    """The number of cuDNN calls in the program for each (mask, dtypes of the operands, dtypes of the results)."""
+    counts = Counter()
     for computation in program:
         for call in computation:
             if call.attributes.get("custom_call_target") == f'"{target}"':
-                operands = [array.dtype for each in computation.operands(call) for array in each.arrays]
+                operands = [array.dtype for operand in computation.operands(call) for array in operand.arrays]
                 results = [array.dtype for array in call.arrays]
                 mask = call.backend_config["cudnn_fmha_backend_config"]["mask_type"]
-                found[mask, " ".join(operands), " ".join(results)] += 1
-    return found
+                counts[mask, " ".join(operands), " ".join(results)] += 1
+    return counts
 
 
 @pytest.mark.gpu_compiler
-def test_on_an_h100_a_call_is_one_kernel_and_the_conversion_of_its_results():
+def test_h100_call_is_one_kernel_plus_conversions():
     mesh = make_mesh(topology("h100:1x1"), MeshConfig())
     sharding = NamedSharding(mesh, PartitionSpec())
     q, k = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
@@ -165,7 +170,7 @@ def test_on_an_h100_a_call_is_one_kernel_and_the_conversion_of_its_results():
         _compiled(backward, q, k, k, q, lse, q),
     )
     for program, num_results in zip(programs, (1, 3), strict=True):
-        opcodes = Counter(each.opcode for each in program.entry)
+        opcodes = Counter(instruction.opcode for instruction in program.entry)
         assert opcodes["custom-call"] == 1 and opcodes["fusion"] <= num_results, opcodes
         assert not opcodes.keys() & {"copy", "transpose", "conditional"}, opcodes
         (call,) = _instructions(program, "custom-call")
@@ -174,7 +179,7 @@ def test_on_an_h100_a_call_is_one_kernel_and_the_conversion_of_its_results():
 
 @pytest.fixture(scope="module")
 def ring_on_h100s():
-    """`compiled(uses_lse)`: forward and backward of two layers, ring over 8 H100s, recomputed as the trainer does."""
+    """`compiled(uses_lse)`: forward and backward of two rematerialized layers, ring over 8 H100s."""
     mesh = make_mesh(topology("h100:1x8"), MeshConfig(context=8))
     config = AttentionConfig(strategy="ring", kernel="auto")
     attend = make(config, mesh)
@@ -198,8 +203,8 @@ def ring_on_h100s():
 
 
 @pytest.mark.gpu_compiler
-def test_hybrid_has_a_mesh_of_its_own():
-    """JAX refuses a second mesh beside cuDNN's primitives, unless it is told that they need none."""
+def test_hybrid_with_cudnn_lowers_with_second_mesh():
+    """JAX allows cuDNN's primitives in programs with two meshes only after the edit in `_jax_internals`."""
     mesh = make_mesh(topology("h100:1x8"), MeshConfig(context=8))
     attend = make(AttentionConfig(strategy="hybrid", kernel="cudnn", ulysses_degree=2), mesh)
     q = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(None, CONTEXT)))
@@ -208,24 +213,24 @@ def test_hybrid_has_a_mesh_of_its_own():
 
 
 @pytest.mark.gpu_compiler
-def test_the_ring_on_h100s(ring_on_h100s):
-    """Step 0 is causal; later steps, in the loop and after it, are full. Operands bfloat16, the lse float32."""
+def test_ring_on_h100s_has_expected_cudnn_calls(ring_on_h100s):
+    """Ring step 0 is causal; the others are not. Operands are bfloat16, the lse is float32."""
     program = ring_on_h100s(uses_lse=False)
-    rows = "bf16 bf16 bf16"
-    # The forward of the step stands in the program twice: itself, and recomputed for the backward.
+    qkv = "bf16 bf16 bf16"
+    # The program has every forward call twice: in the forward pass, and recomputed for the backward pass.
     assert _calls(program, FORWARD) == {
-        ("CAUSAL", rows, "bf16 f32 u8"): 2,
-        ("NO_MASK", rows, "bf16 f32 u8"): 4,
+        ("CAUSAL", qkv, "bf16 f32 u8"): 2,
+        ("NO_MASK", qkv, "bf16 f32 u8"): 4,
     }
     assert _calls(program, BACKWARD) == {
-        ("CAUSAL", f"{rows} f32 bf16 bf16", "bf16 bf16 bf16 u8"): 1,
-        ("NO_MASK", f"{rows} f32 bf16 bf16", "bf16 bf16 bf16 u8"): 2,
+        ("CAUSAL", f"{qkv} f32 bf16 bf16", "bf16 bf16 bf16 u8"): 1,
+        ("NO_MASK", f"{qkv} f32 bf16 bf16", "bf16 bf16 bf16 u8"): 2,
     }
 
 
 @pytest.mark.gpu_compiler
-def test_a_gradient_of_the_lse_costs_nothing_where_there_is_none(ring_on_h100s):
-    """XLA finds that it is zero and drops the branch; where the lse is used, each of the three calls has it."""
+def test_unused_lse_gradient_is_removed_by_xla(ring_on_h100s):
+    """XLA removes the branch if the gradient is zero. If the lse is used, each of the three calls has a branch."""
     assert _instructions(ring_on_h100s(uses_lse=False), "conditional") == []
     program = ring_on_h100s(uses_lse=True)
     assert len(_instructions(program, "conditional")) == 3

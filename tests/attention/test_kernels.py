@@ -1,23 +1,23 @@
-"""Every kernel against the oracle; the oracle itself against finite differences in float64."""
+"""Every CPU kernel against the reference; the reference against finite differences in float64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.support_table import cpu_kernels
 from jaxlc.attention import reference
 from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionSpec, Masks
 from jaxlc.attention.merge import merge
-from tests.attention.cases import assert_rows_match, inputs, masks, row_offsets
-from tests.attention.support import kernels_here
+from tests.attention.cases import assert_rows_match, inputs, masks, sequence_positions
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
-kernels = pytest.mark.parametrize("kernel", [KERNELS[name] for name in kernels_here()], ids=kernels_here())
+kernels = pytest.mark.parametrize("kernel", [KERNELS[name] for name in cpu_kernels()], ids=cpu_kernels())
 
 
 def _oracle(q, k, v, dout, dlse, masks, spec):
-    """((out, lse), (dq, dk, dv)) by differentiating the definition."""
+    """((out, lse), (dq, dk, dv)) by automatic differentiation of the reference."""
 
     def objective(q, k, v):
         out, lse = reference.forward(q, k, v, masks, spec)
@@ -27,33 +27,33 @@ def _oracle(q, k, v, dout, dlse, masks, spec):
     return results, gradients
 
 
-def _assert_lse_match(got, wanted, tolerance):
-    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(wanted))
-    np.testing.assert_allclose(np.maximum(got, -1e9), np.maximum(wanted, -1e9), rtol=tolerance, atol=tolerance)
+def _assert_lse_match(actual, expected, tolerance):
+    np.testing.assert_array_equal(np.isneginf(actual), np.isneginf(expected))
+    np.testing.assert_allclose(np.maximum(actual, -1e9), np.maximum(expected, -1e9), rtol=tolerance, atol=tolerance)
 
 
 def _check(kernel, q, k, v, dout, masks, spec, tolerance=FLOAT32_PARITY):
     dlse = jax.random.normal(jax.random.key(9), (q.shape[0], q.shape[2], q.shape[1]))
     (out, lse), gradients = _oracle(*(x.astype(jnp.float32) for x in (q, k, v, dout)), dlse, masks, spec)
-    got_out, got_lse = jax.jit(kernel.forward, static_argnums=4)(q, k, v, masks, spec)
-    assert_rows_match(got_out, out, tolerance)
-    _assert_lse_match(got_lse, lse, tolerance)
-    got = jax.jit(kernel.backward, static_argnums=4)(q, k, v, masks, spec, out, lse, dout, dlse)
-    assert all(x.dtype == jnp.float32 for x in (got_out, got_lse, *got))
-    assert_rows_match(got, gradients, tolerance)
+    actual_out, actual_lse = jax.jit(kernel.forward, static_argnums=4)(q, k, v, masks, spec)
+    assert_rows_match(actual_out, out, tolerance)
+    _assert_lse_match(actual_lse, lse, tolerance)
+    actual = jax.jit(kernel.backward, static_argnums=4)(q, k, v, masks, spec, out, lse, dout, dlse)
+    assert all(x.dtype == jnp.float32 for x in (actual_out, actual_lse, *actual))
+    assert_rows_match(actual, gradients, tolerance)
 
 
 @kernels
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("tile", [(256, 256), (32, 32), (40, 20)], ids=["one_tile", "tiles", "ragged_tiles"])
-def test_forward_and_backward_match_the_oracle(kernel, packed, causal, tile):
-    spec = AttentionSpec(causal=causal, query_block_tokens=tile[0], key_block_tokens=tile[1])
+@pytest.mark.parametrize("block", [(256, 256), (32, 32), (40, 20)], ids=["one_block", "blocks", "ragged_blocks"])
+def test_kernel_matches_reference(kernel, packed, causal, block):
+    spec = AttentionSpec(causal=causal, query_block_tokens=block[0], key_block_tokens=block[1])
     _check(kernel, *inputs(), masks(packed), spec)
 
 
 @kernels
-def test_queries_and_keys_of_different_lengths(kernel):
+def test_kernel_with_fewer_queries_than_keys_matches_reference(kernel):
     q, _, _, dout = inputs(batch=2, num_tokens=33)
     _, k, v, _ = inputs(batch=2, num_tokens=70, seed=1)
     positions = jnp.broadcast_to(jnp.arange(70, dtype=jnp.int32), (2, 70))
@@ -62,55 +62,56 @@ def test_queries_and_keys_of_different_lengths(kernel):
 
 
 @kernels
-def test_value_head_dim_and_scale_of_their_own(kernel):
+def test_kernel_with_value_head_dim_and_scale_matches_reference(kernel):
     _check(kernel, *inputs(value_dim=24), masks(packed=True), AttentionSpec(scale=0.3, key_block_tokens=32))
 
 
 @kernels
-def test_positions_that_float32_cannot_tell_apart(kernel):
-    _check(kernel, *inputs(batch=2), Masks.of_row(2**24 + row_offsets(2), None), AttentionSpec())
+def test_kernel_with_positions_above_2_24_matches_reference(kernel):
+    _check(kernel, *inputs(batch=2), Masks.self_attention(2**24 + sequence_positions(2), None), AttentionSpec())
 
 
 @kernels
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_blocks_of_keys_compose_through_merge(kernel, causal):
-    """Two blocks merged are the whole; the backward of each, given the global out and lse, sums to the whole's."""
+def test_kernel_over_two_kv_blocks_merges_to_reference(kernel, causal):
+    """The merged results equal those over all keys; so do the sums of gradients from the global out and lse."""
     q, k, v, dout = inputs()
-    spec, whole, dlse = AttentionSpec(causal=causal), masks(packed=True), jnp.zeros((q.shape[0], 4, 96))
-    (out, lse), gradients = _oracle(q, k, v, dout, dlse, whole, spec)
+    spec, all_masks, dlse = AttentionSpec(causal=causal), masks(packed=True), jnp.zeros((q.shape[0], 4, 96))
+    (out, lse), gradients = _oracle(q, k, v, dout, dlse, all_masks, spec)
 
     def block(s):
-        return whole._replace(k_positions_BS=whole.k_positions_BS[:, s], k_segments_BS=whole.k_segments_BS[:, s])
+        k_positions_BS, k_segments_BS = (x[:, s] for x in (all_masks.k_positions_BS, all_masks.k_segments_BS))
+        return all_masks._replace(k_positions_BS=k_positions_BS, k_segments_BS=k_segments_BS)
 
     blocks = [slice(0, 30), slice(30, 96)]
     parts = [kernel.forward(q, k[:, s], v[:, s], block(s), spec) for s in blocks]
     merged_out, merged_lse = merge(*parts[0], *parts[1])
     assert_rows_match(merged_out, out, FLOAT32_PARITY)
     _assert_lse_match(merged_lse, lse, FLOAT32_PARITY)
-    shares = [kernel.backward(q, k[:, s], v[:, s], block(s), spec, out, lse, dout, dlse) for s in blocks]
-    dk, dv = (jnp.concatenate([share[i] for share in shares], axis=1) for i in (1, 2))
-    assert_rows_match((shares[0][0] + shares[1][0], dk, dv), gradients, FLOAT32_PARITY)
+    block_gradients = [kernel.backward(q, k[:, s], v[:, s], block(s), spec, out, lse, dout, dlse) for s in blocks]
+    dk, dv = (jnp.concatenate([x[i] for x in block_gradients], axis=1) for i in (1, 2))
+    assert_rows_match((block_gradients[0][0] + block_gradients[1][0], dk, dv), gradients, FLOAT32_PARITY)
 
 
 @kernels
-def test_bfloat16_stays_near_the_float32_oracle(kernel):
+def test_kernel_in_bfloat16_matches_float32_reference(kernel):
     spec = AttentionSpec(key_block_tokens=32)
     _check(kernel, *inputs(dtype=jnp.bfloat16), masks(packed=False), spec, BFLOAT16_ATTENTION)
 
 
 @kernels
-def test_large_scores_do_not_overflow(kernel):
+def test_kernel_with_large_scores_is_finite(kernel):
     q, k, v, dout = inputs(batch=2)
-    row, spec = Masks.of_row(row_offsets(2), None), AttentionSpec(key_block_tokens=32)
+    row, spec = Masks.self_attention(sequence_positions(2), None), AttentionSpec(key_block_tokens=32)
     out, lse = kernel.forward(40 * q, 40 * k, v, row, spec)
     gradients = kernel.backward(40 * q, 40 * k, v, row, spec, out, lse, dout, 0 * lse)
     assert all(np.isfinite(x).all() for x in (out, lse, *gradients))
 
 
-def test_the_oracle_against_finite_differences():
-    """The definition once more, in numpy and float64: causal, grouped queries."""
+def test_reference_matches_finite_differences():
+    """An independent definition in numpy and float64: causal, grouped queries."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in inputs(batch=1, num_tokens=6, head_dim=4))
-    row, spec = Masks.of_row(row_offsets(1)[:, :6], None), AttentionSpec()
+    row, spec = Masks.self_attention(sequence_positions(1)[:, :6], None), AttentionSpec()
 
     def attend(q):
         scores = spec.scale_for(4) * np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, axis=2))

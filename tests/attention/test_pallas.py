@@ -1,4 +1,4 @@
-"""The kernel `pallas` beyond the shared suite: what it skips, awkward sizes, big arrays, and the program for a GPU."""
+"""The kernel `pallas`: skipped blocks, sizes that are no multiples of blocks, large arrays, and programs for GPUs."""
 
 import re
 
@@ -13,23 +13,23 @@ from jaxlib.triton import dialect as triton_dialect
 from jaxlc.attention import pallas, reference
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
-from tests.attention.cases import assert_rows_match, inputs, row_offsets
+from tests.attention.cases import assert_rows_match, inputs, sequence_positions
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
-BY_INDEX = Masks(None, None, None, None)
+IMPLICIT = Masks(None, None, None, None)
 SPEC = AttentionSpec(query_block_tokens=16, key_block_tokens=16)
 
 
 def _check(q, k, v, dout, masks, spec, tolerance=FLOAT32_PARITY):
     float32 = [x.astype(jnp.float32) for x in (q, k, v)]
     out, lse = reference.forward(*float32, masks, spec)
-    got_out, got_lse = pallas.forward(q, k, v, masks, spec)
-    assert_rows_match(got_out, out, tolerance)
-    np.testing.assert_array_equal(np.isneginf(got_lse), np.isneginf(lse))
-    assert_rows_match(jnp.maximum(got_lse, -1e3), jnp.maximum(lse, -1e3), tolerance)
+    actual_out, actual_lse = pallas.forward(q, k, v, masks, spec)
+    assert_rows_match(actual_out, out, tolerance)
+    np.testing.assert_array_equal(np.isneginf(actual_lse), np.isneginf(lse))
+    assert_rows_match(jnp.maximum(actual_lse, -1e3), jnp.maximum(lse, -1e3), tolerance)
     dlse = jnp.ones_like(lse)
-    got = pallas.backward(q, k, v, masks, spec, out, lse, dout, dlse)
-    assert_rows_match(got, reference.backward(*float32, masks, spec, out, lse, dout, dlse), tolerance)
+    actual = pallas.backward(q, k, v, masks, spec, out, lse, dout, dlse)
+    assert_rows_match(actual, reference.backward(*float32, masks, spec, out, lse, dout, dlse), tolerance)
 
 
 def _lengths(num_queries: int, num_keys: int, **other):
@@ -40,36 +40,36 @@ def _lengths(num_queries: int, num_keys: int, **other):
 
 @pytest.mark.parametrize("window", [None, 5, 21])
 @pytest.mark.parametrize("lengths", [(40, 40), (23, 50), (50, 23)], ids=["equal", "fewer_queries", "more_queries"])
-def test_masks_by_index_and_lengths_that_are_no_multiple_of_the_tile(lengths, window):
-    """More queries than keys: the first ones come before all keys and see none."""
+def test_implicit_positions_with_partial_blocks_match_reference(lengths, window):
+    """With more queries than keys, the first queries precede all keys and are fully masked."""
     spec = AttentionSpec(window=window, query_block_tokens=16, key_block_tokens=16)
-    _check(*_lengths(*lengths), BY_INDEX, spec)
+    _check(*_lengths(*lengths), IMPLICIT, spec)
 
 
-def test_full_attention_over_an_incomplete_tile():
-    _check(*_lengths(23, 50), BY_INDEX, AttentionSpec(causal=False, key_block_tokens=16))
+def test_full_attention_with_partial_blocks_matches_reference():
+    _check(*_lengths(23, 50), IMPLICIT, AttentionSpec(causal=False, key_block_tokens=16))
 
 
-def test_head_dims_that_are_no_power_of_2_and_float16():
-    _check(*_lengths(23, 23, head_dim=12, value_dim=20, dtype=jnp.float16), BY_INDEX, SPEC, BFLOAT16_ATTENTION)
+def test_head_dims_not_power_of_2_in_float16_match_reference():
+    _check(*_lengths(23, 23, head_dim=12, value_dim=20, dtype=jnp.float16), IMPLICIT, SPEC, BFLOAT16_ATTENTION)
 
 
-def test_documents_in_more_pieces_than_a_list_of_runs_holds():
+def test_more_ranges_than_the_list_holds_match_reference():
     segments = (jnp.arange(320, dtype=jnp.int32)[None] // 16) % 2 + 1
     _check(*_lengths(320, 320), Masks(None, None, segments, segments), SPEC)
 
 
-def test_reruns_give_the_same_bits():
+def test_backward_is_bitwise_reproducible():
     q, k, v, dout = _lengths(40, 40, dtype=jnp.bfloat16)
-    out, lse = pallas.forward(q, k, v, BY_INDEX, SPEC)
-    first, again = (pallas.backward(q, k, v, BY_INDEX, SPEC, out, lse, dout, lse) for _ in range(2))
+    out, lse = pallas.forward(q, k, v, IMPLICIT, SPEC)
+    first, again = (pallas.backward(q, k, v, IMPLICIT, SPEC, out, lse, dout, lse) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
-def test_tiles_that_nobody_sees_are_skipped():
-    """Of two documents in tiles of their own, one is all NaN: where its tiles were visited, 0 x NaN would tell."""
+def test_fully_masked_blocks_are_skipped():
+    """One of two documents, in blocks of its own, is all NaN: computing its blocks would give 0 x NaN = NaN."""
     segments = jnp.repeat(jnp.array([[1, 2]], jnp.int32), 32, axis=1)
-    masks = Masks.of_row(row_offsets(1)[:, :64], segments)
+    masks = Masks.self_attention(sequence_positions(1)[:, :64], segments)
     for broken, healthy in ((slice(32, 64), slice(0, 32)), (slice(0, 32), slice(32, 64))):
         q, k, v, dout = (x.at[:, broken].set(jnp.nan) for x in inputs(batch=1, num_tokens=64))
         out, lse = pallas.forward(q, k, v, masks, SPEC)
@@ -78,28 +78,28 @@ def test_tiles_that_nobody_sees_are_skipped():
             assert np.isfinite(x[:, healthy]).all() and np.isnan(x[:, broken]).any()
 
 
-def test_the_future_is_skipped_by_index():
+def test_blocks_after_the_diagonal_are_skipped():
     q, k, v, dout = inputs(batch=1, num_tokens=64)
     k, v = (x.at[:, 32:].set(jnp.nan) for x in (k, v))
-    out, lse = pallas.forward(q, k, v, BY_INDEX, SPEC)
-    dq, _, _ = pallas.backward(q, k, v, BY_INDEX, SPEC, out, lse, dout, 0 * lse)
+    out, lse = pallas.forward(q, k, v, IMPLICIT, SPEC)
+    dq, _, _ = pallas.backward(q, k, v, IMPLICIT, SPEC, out, lse, dout, 0 * lse)
     assert np.isfinite(out[:, :32]).all() and np.isfinite(dq[:, :32]).all() and np.isnan(out[:, 32:]).all()
 
 
 @pytest.mark.parametrize(
     ("change", "limit"),
     [
-        (dict(head_dim=256), "head dim 256, and it does up to 128"),
-        (dict(value_dim=192), "head dim of values 192, and it does up to 128"),
-        (dict(dtype="float64"), "dtype float64, and it does bfloat16, float16, float32"),
-        (dict(compute_capability="7.5"), "it needs compute capability 8.0, and this GPU has 7.5"),
-        (dict(platform="tpu"), "platform tpu, and it does gpu (and cpu, for tests)"),
+        (dict(head_dim=256), "head dim 256 (supported: up to 128)"),
+        (dict(value_dim=192), "head dim 192 of values (supported: up to 128)"),
+        (dict(dtype="float64"), "dtype float64 (supported: bfloat16, float16, float32)"),
+        (dict(compute_capability="7.5"), "compute capability 7.5 (supported: 8.0 and later)"),
+        (dict(platform="tpu"), "platform tpu (supported: gpu; cpu for tests)"),
         (dict(), None),
     ],
 )
-def test_what_it_declines(change, limit):
-    case = dict(platform="gpu", compute_capability="9.0", dtype="bfloat16", head_dim=128, value_dim=128)
-    assert pallas.unsupported(AttentionProblem(**case | dict(window=7, implicit_positions=False) | change)) == limit
+def test_unsupported_has_value_and_limit(change, limit):
+    problem = dict(platform="gpu", compute_capability="9.0", dtype="bfloat16", head_dim=128, value_dim=128)
+    assert pallas.unsupported(AttentionProblem(**problem | dict(window=7, implicit_positions=False) | change)) == limit
 
 
 def _abstract_operands(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int):
@@ -108,31 +108,31 @@ def _abstract_operands(num_tokens: int, num_heads: int, num_kv_heads: int, head_
     tokens = jax.ShapeDtypeStruct((1, num_tokens), jnp.int32)
     q_BTNH, k_BSKH = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, k))
     lse_BNT = jax.ShapeDtypeStruct((1, num_heads, num_tokens), jnp.float32)
-    return q_BTNH, k_BSKH, Masks.of_row(tokens, tokens), jax.ShapeDtypeStruct(q, jnp.float32), lse_BNT
+    return q_BTNH, k_BSKH, Masks.self_attention(tokens, tokens), jax.ShapeDtypeStruct(q, jnp.float32), lse_BNT
 
 
 def _both(q, k, masks, out, lse):
-    """Forward and backward as they would be in a training step."""
+    """Forward and backward as in a training step."""
     gradients = pallas.backward(q, k, k, masks, AttentionSpec(), out, lse, q, lse)
     return pallas.forward(q, k, k, masks, AttentionSpec()), gradients
 
 
-def _as_on_an_h100():
-    """A context in which Triton kernels lower without a GPU: JAX 0.11 and later ask which one is meant."""
+def _targeting_h100():
+    """A context in which Triton kernels lower without a GPU: JAX 0.11 and later need the target device."""
     device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def _triton_programs(lowered) -> dict[str, str]:
-    """Text of each Triton kernel in a lowered program, by its name."""
+    """The text of each Triton kernel in a lowered program, by kernel name."""
     configs, programs = [], {}
 
-    def visit(operation):
+    def collect(operation):
         if operation.operation.name == "stablehlo.custom_call":
             configs.append(operation.operation.attributes["mhlo.backend_config"])
         return ir.WalkResult.ADVANCE
 
-    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    lowered.compiler_ir("stablehlo").operation.walk(collect)
     for config in configs:
         with ir.Context() as context:
             triton_dialect.register_dialect(context)
@@ -142,9 +142,9 @@ def _triton_programs(lowered) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("num_tokens", "bits"), [(2**20, 64), (2**14, 32)])
-def test_offsets_into_big_arrays_have_64_bits(num_tokens, bits):
-    """[1, 1048576, 32, 128] has 2^32 elements. What is multiplied by a stride is widened before, not after."""
-    with _as_on_an_h100():
+def test_offsets_into_large_arrays_have_64_bits(num_tokens, bits):
+    """[1, 1048576, 32, 128] has 2^32 elements. Indices are widened before they are multiplied by a stride."""
+    with _targeting_h100():
         traced = jax.jit(_both).trace(*_abstract_operands(num_tokens, 32, 32, 128))
         programs = _triton_programs(traced.lower(lowering_platforms=("cuda",)))
     assert len(programs) == 3
@@ -160,8 +160,8 @@ def test_offsets_into_big_arrays_have_64_bits(num_tokens, bits):
     ("gpu", "head_dim"),
     [("h100", 128), *(pytest.param(*x, marks=pytest.mark.heavy) for x in (("h100", 96), ("a100", 128), ("b200", 64)))],
 )
-def test_compiles_for_gpus_that_are_not_here(gpu, head_dim):
-    """Inside a shard_map, as attention always is: it tells Triton which GPU is meant."""
+def test_pallas_compiles_for_absent_gpus(gpu, head_dim):
+    """Inside `shard_map`, as in the trainer: it gives Triton the target GPU."""
     mesh = jax.sharding.Mesh(topology(f"{gpu}:1x1").devices, ("x",))
     replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
     operands = jax.tree.map(

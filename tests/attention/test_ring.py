@@ -1,4 +1,4 @@
-"""What only the ring has; test_strategies.py compares it with the oracle on every context and mask."""
+"""Ring attention and argument checks; test_strategies.py compares all contexts and masks with the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ from jaxlc.core.errors import UserError
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.train.remat import make_remat
 from tests.attention.cases import (
-    ROWS,
+    BATCH,
     TOKENS,
     assert_rows_match,
     inputs,
     oracle,
     positions,
-    row_offsets,
     segments,
+    sequence_positions,
     sharded,
     split_mesh,
 )
@@ -35,30 +35,30 @@ from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_er
     ],
     ids=str,
 )
-def test_other_mesh_axes_beside_context(axes):
+def test_ring_with_other_mesh_axes_matches_reference(axes):
     assert_rows_match(sharded(split_mesh(**axes)), oracle(), FLOAT32_PARITY)
 
 
-def test_tiles_smaller_than_a_chunk_in_layout_order():
+def test_make_in_layout_order_matches_reference():
     order = zigzag_order(TOKENS, 2)
-    layout = make(AttentionConfig(query_block_tokens=16, key_block_tokens=8), split_mesh(context=2))
+    attention = make(AttentionConfig(query_block_tokens=16, key_block_tokens=8), split_mesh(context=2))
     q, k, v, _ = (x[:, order] for x in inputs())
-    out, lse = jax.jit(layout)(q, k, v, jnp.asarray(positions()[:, order]), jnp.asarray(segments()[:, order]))
-    assert lse.dtype == jnp.float32 and lse.shape == (ROWS, 4, TOKENS)
+    out, lse = jax.jit(attention)(q, k, v, jnp.asarray(positions()[:, order]), jnp.asarray(segments()[:, order]))
+    assert lse.dtype == jnp.float32 and lse.shape == (BATCH, 4, TOKENS)
     assert_rows_match(out, oracle()[0][:, order], FLOAT32_PARITY)
 
 
-def test_bitwise_the_same_when_run_again():
+def test_ring_is_bitwise_reproducible():
     first, second = sharded(split_mesh(context=4)), sharded(split_mesh(context=4))
-    for mine, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(second)):
-        np.testing.assert_array_equal(mine, theirs)
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second)):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("context", [1, 2, 4, 8])
-def test_bfloat16_error_does_not_grow_with_the_ring(context):
-    """The same bound for every size: partial results meet in float32."""
-    got = sharded(split_mesh(context=context), packed=False, dtype=jnp.bfloat16)
-    assert_rows_match(got, oracle(packed=False, dtype=jnp.bfloat16), BFLOAT16_ATTENTION)
+def test_ring_bfloat16_error_is_independent_of_size(context):
+    """The tolerance is the same for every size, since partial results are merged in float32."""
+    actual = sharded(split_mesh(context=context), packed=False, dtype=jnp.bfloat16)
+    assert_rows_match(actual, oracle(packed=False, dtype=jnp.bfloat16), BFLOAT16_ATTENTION)
 
 
 def _inner_jaxprs(eqn):
@@ -69,7 +69,7 @@ def _inner_jaxprs(eqn):
 
 
 def _count(jaxpr, primitive: str) -> int:
-    """How often a primitive stands in a jaxpr, inner jaxprs included."""
+    """The number of equations with a primitive in a jaxpr and its inner jaxprs."""
     count = 0
     for eqn in jaxpr.eqns:
         count += eqn.primitive.name == primitive
@@ -78,24 +78,25 @@ def _count(jaxpr, primitive: str) -> int:
 
 
 @pytest.mark.parametrize("remat, rings", [("none", 1), ("attention", 1), ("matmuls", 1), ("full", 2)])
-def test_remat_runs_the_forward_ring_again_only_when_asked_to(remat, rings):
+def test_remat_recomputes_forward_ring_only_if_full(remat, rings):
     context = 4
-    layout = make(AttentionConfig(), split_mesh(context=context))
+    attention = make(AttentionConfig(), split_mesh(context=context))
     q, k, v, dout = inputs()
-    positions = row_offsets()[:, zigzag_order(TOKENS, context)]
+    positions = sequence_positions()[:, zigzag_order(TOKENS, context)]
 
     @make_remat(MemoryConfig(remat=remat)).of_layer
     def layer(q, k, v):
-        return layout(2.0 * q, k, v, positions, None)[0] * dout
+        return attention(2.0 * q, k, v, positions, None)[0] * dout
 
     jaxpr = jax.make_jaxpr(jax.grad(lambda *x: layer(*x).sum(), (0, 1, 2)))(q, k, v).jaxpr
-    # Permutes as written: first hop and loop body forward; those, twice for dK/dV, and the way home backward.
+    # Permutes in the jaxpr. Forward: the first send and that of the loop body. Backward: the same two for K/V, two for
+    # dK/dV, and one that sends dK/dV back to the owner rank.
     forward, backward = 2, 2 + 3
     assert _count(jaxpr, "ppermute") == rings * forward + backward
 
 
 def _largest_array(jaxpr) -> int:
-    """Entries of the largest array that anything in a jaxpr makes, inner jaxprs included."""
+    """The size of the largest output of any equation in a jaxpr and its inner jaxprs."""
     largest = 0
     for eqn in jaxpr.eqns:
         largest = max([largest, *(getattr(v.aval, "size", 0) for v in eqn.outvars)])
@@ -106,35 +107,37 @@ def _largest_array(jaxpr) -> int:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("remat", ["none", "attention"])
-def test_a_scan_over_layers_keeps_no_mask(packed, remat):
-    """Masks are the same in every layer; differentiation would take them out of the loop, all tiles at once."""
+def test_scan_over_layers_saves_no_dense_mask(packed, remat):
+    """Masks are the same in every layer. Differentiation would hoist the dense masks of all blocks out of the loop."""
     num_tokens = 4096
-    layout = make(AttentionConfig(query_block_tokens=64, key_block_tokens=64), split_mesh(context=4))
+    attention = make(AttentionConfig(query_block_tokens=64, key_block_tokens=64), split_mesh(context=4))
     positions = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (1, num_tokens))
     masks = (positions, positions) if packed else (None, None)
 
     def loss(x):
         @make_remat(MemoryConfig(remat=remat)).of_layer
         def layer(x, _):
-            return x + layout(2 * x, 3 * x, 4 * x, *masks)[0], None
+            return x + attention(2 * x, 3 * x, 4 * x, *masks)[0], None
 
         return jax.lax.scan(layer, x, length=3)[0].sum()
 
     x = jax.ShapeDtypeStruct((1, num_tokens, 1, 8), jnp.float32)
-    assert _largest_array(jax.make_jaxpr(jax.grad(loss))(x).jaxpr) <= 4 * x.size  # all tiles would be 32 times x
+    assert (
+        _largest_array(jax.make_jaxpr(jax.grad(loss))(x).jaxpr) <= 4 * x.size
+    )  # the dense masks of all blocks have 32 times the size of x
 
 
 @pytest.fixture
-def without_hops(monkeypatch: pytest.MonkeyPatch):
-    """Every rank keeps its own block. Traces of the whole ring are dropped before, those of the broken one after."""
+def without_sends(monkeypatch: pytest.MonkeyPatch):
+    """Every rank keeps its own KV block. Caches are cleared before and after, so that no traces are reused."""
     monkeypatch.setattr(ring.RingState, "send", lambda self, x: x)
     jax.clear_caches()
     yield
     jax.clear_caches()
 
 
-def test_without_the_hops_parity_is_lost(without_hops):
-    """The comparison can fail."""
+def test_ring_without_sends_does_not_match_reference(without_sends):
+    """Mutation test: the comparison with the reference can fail."""
     assert max_relative_error(sharded(split_mesh(context=2), packed=False)[0], oracle(packed=False)[0]) > 0.1
 
 
@@ -147,35 +150,35 @@ def test_without_the_hops_parity_is_lost(without_hops):
     ],
     ids=["tokens", "tensor", "groups"],
 )
-def test_shapes_that_do_not_split_are_named(change, words):
+def test_attend_with_indivisible_shape_raises(change, words):
     q, k, v, _ = inputs(**change)
     with pytest.raises(UserError, match=words):
         attend(q, k, v, mesh=split_mesh(context=4, tensor=2))
 
 
-def test_segment_ids_of_another_shape_are_named():
+def test_attend_with_invalid_segment_ids_shape_raises():
     q, k, v, _ = inputs()
-    with pytest.raises(UserError, match=r"segment_ids are \(6, 99\) and must be \[B, T\] = \(6, 96\)"):
+    with pytest.raises(UserError, match=r"invalid shape \(6, 99\) for segment_ids: expected \[B, T\] = \(6, 96\)"):
         attend(q, k, v, mesh=split_mesh(context=2), segment_ids=jnp.ones((6, 99), jnp.int32))
 
 
-def test_a_mesh_with_explicit_axes_is_refused():
-    """`jax.make_mesh` makes such axes unless told otherwise."""
+def test_attend_with_explicit_mesh_axes_raises():
+    """Explicit axes are the default of `jax.make_mesh`."""
     q, k, v, _ = inputs()
     axis_types = (jax.sharding.AxisType.Explicit,) * 4
     mesh = jax.make_mesh((1, 1, 2, 1), ("data", "fsdp", "context", "tensor"), axis_types=axis_types)
-    with pytest.raises(UserError, match="Explicit .* make it with axis_types="):
+    with pytest.raises(UserError, match="Explicit .* create it with axis_types="):
         attend(q, k, v, mesh=mesh)
 
 
-def test_rows_that_do_not_split_are_named():
+def test_attend_with_indivisible_batch_raises():
     q, k, v, _ = inputs(batch=3)
-    with pytest.raises(UserError, match="3 rows do not split over data x fsdp = 2"):
+    with pytest.raises(UserError, match="a batch of 3 does not split over data x fsdp = 2"):
         attend(q, k, v, mesh=split_mesh(data=2, context=2))
 
 
-@pytest.mark.parametrize("what", ["strategy", "kernel"])
-def test_unknown_names_are_refused(what):
+@pytest.mark.parametrize("argument", ["strategy", "kernel"])
+def test_attend_with_unknown_name_raises(argument):
     q, k, v, _ = inputs()
-    with pytest.raises(UserError, match=f"no attention {what} 'rnig'; known: "):
-        attend(q, k, v, mesh=split_mesh(context=2), **{what: "rnig"})
+    with pytest.raises(UserError, match=f"unknown attention {argument} 'rnig'; known: "):
+        attend(q, k, v, mesh=split_mesh(context=2), **{argument: "rnig"})

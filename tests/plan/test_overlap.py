@@ -9,9 +9,11 @@ import pytest
 from jax import lax
 
 from benchmarks.attention_overlap import CompiledStep, compile_step, two_layers
-from jaxlc.attention import api, local
+from jaxlc.attention import api
 from jaxlc.attention.contract import Masks
 from jaxlc.attention.merge import merge
+from jaxlc.attention.strategy import ShardedQKV
+from jaxlc.attention.ulysses import attend_on_device
 from jaxlc.config import defaults, load
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_flops import imbalance
@@ -73,13 +75,15 @@ def test_attention_work_is_balanced_and_near_the_minimum(context):
         assert 1 <= sum(by_rank) / step.causal_attention_flops(which) <= 1.03
 
 
-def plain_ring(q, k, v, masks, kernel, spec, ranks):
+def plain_ring(qkv, kernel, spec, ranks):
     """A straightforward ring: a permute and a kernel call in a Python loop. Without a mask, only for comparison."""
     spec = type(spec)(causal=False)
-    out, lse = local.attend(q, k, v, Masks(None, None, None, None), kernel, spec)
+    q, k, v, _ = qkv
+    no_masks = Masks(None, None, None, None)
+    out, lse = attend_on_device(ShardedQKV(q, k, v, no_masks), kernel, spec)
     for _ in range(1, ranks.size):
         k, v = (lax.ppermute(x, ranks.axis, [(r, (r + 1) % ranks.size) for r in range(ranks.size)]) for x in (k, v))
-        out, lse = merge(out, lse, *local.attend(q, k, v, Masks(None, None, None, None), kernel, spec))
+        out, lse = merge(out, lse, *attend_on_device(ShardedQKV(q, k, v, no_masks), kernel, spec))
     return out.astype(q.dtype), lse.astype(jnp.float32)
 
 

@@ -40,7 +40,7 @@ def config(tmp_path_factory):
         (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3.1-8b?"),
         (["attention.strategy=ulysses"], "context=4, and each tensor rank has 2 query and 1 key/value heads"),
         (["attention.ulysses_degree=2"], "ulysses_degree=2 is for strategy 'hybrid', and .*strategy is 'ring'"),
-        (["attention.kernel=cudnn"], "attention kernel cudnn cannot do this: it needs an NVIDIA GPU, and this is cpu"),
+        (["attention.kernel=cudnn"], r"unsupported by attention kernel cudnn: platform cpu \(supported: gpu\)"),
         (
             ["precision.compute=fp4"],
             "invalid value 'fp4' for config.precision.compute: expected one of 'auto', 'bf16', 'fp32'",

@@ -1,6 +1,8 @@
-"""What each strategy does and does not do: the table of the shared suite, from which docs/support.md is made.
+"""Which masks, meshes, head counts and dtypes each attention strategy and kernel supports.
 
-python -m tests.attention.support > docs/support.md
+tests/attention runs the cases of this table. The page is generated from the same table:
+
+    python -m benchmarks.support_table > docs/support.md
 """
 
 import itertools
@@ -21,53 +23,55 @@ MASKS = {  # name: (packed, causal, window)
     "window of 1 token": (True, True, 1),
     "window within a chunk": (False, True, 5),
     "window over chunks, packed documents": (True, True, 40),
-    "window longer than the row": (False, True, 1000),
+    "window longer than the sequence": (False, True, 1000),
 }
 HEADS = {  # name: (query heads, key/value heads)
     "as many key/value heads as queries": (24, 24),
     "grouped queries": (24, 6),
     "2 key/value heads": (24, 2),
-    "6 heads": (6, 6),  # which 4 or 8 ranks cannot split
+    "6 heads": (6, 6),  # do not split over 4 or 8 ranks
 }
-BESIDE = {"none": {}, "tensor": dict(tensor=2), "fsdp": dict(fsdp=2), "data": dict(data=2)}
+OTHER_AXES = {"none": {}, "tensor": dict(tensor=2), "fsdp": dict(fsdp=2), "data": dict(data=2)}
 CONTEXTS = (1, 2, 3, 4, 6, 8)
 DTYPES = ("float32", "bfloat16")
 MAX_DEVICES = 8
 
 
 class Case(NamedTuple):
-    """One point of the suite; the words are keys of the tables above."""
+    """One case of the test suite; mask, heads and other_axis are keys of the tables above."""
 
     strategy: str
     kernel: str
     mask: str
     context: int
     heads: str
-    beside: str
+    other_axis: str  # split by 2, in addition to context
     dtype: str
 
     @property
     def axes(self) -> dict[str, int]:
-        return dict(context=self.context) | BESIDE[self.beside]
+        return dict(context=self.context) | OTHER_AXES[self.other_axis]
 
     @property
     def ulysses_degree(self) -> int | None:
-        """How hybrid cuts the context: a ring of 2 or 3 where it can, of one where the size is a prime."""
+        """The inner ranks of hybrid: the ring has 2 or 3 groups, or 1 where the context size is prime."""
         return {1: 1, 2: 2, 3: 3, 4: 2, 6: 2, 8: 4}[self.context] if self.strategy == "hybrid" else None
 
     @property
     def limit(self) -> str | None:
-        """The words of the NotImplementedError that this case must raise."""
+        """The message of the NotImplementedError that this case must raise. None: it is supported."""
         ranks = {"ulysses": self.context, "hybrid": self.ulysses_degree}.get(self.strategy, 1)
-        heads, kv_heads = (count // BESIDE[self.beside].get("tensor", 1) for count in HEADS[self.heads])
+        heads, kv_heads = (count // OTHER_AXES[self.other_axis].get("tensor", 1) for count in HEADS[self.heads])
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-            return f"ulysses splits heads over {ranks} ranks, and each of them has {heads} query and {kv_heads} key"
+            return (
+                f"unsupported: {heads} query and {kv_heads} key/value heads per rank do not split over {ranks} ulysses"
+            )
         return None
 
 
-def kernels_here() -> list[str]:
-    """Those that run on CPU."""
-    case = AttentionProblem(
+def cpu_kernels() -> list[str]:
+    """The kernels that run on a CPU."""
+    problem = AttentionProblem(
         platform="cpu",
         compute_capability=None,
         dtype="float32",
@@ -76,22 +80,22 @@ def kernels_here() -> list[str]:
         window=None,
         implicit_positions=False,
     )
-    return [name for name, kernel in KERNELS.items() if kernel.unsupported(case) is None]
+    return [name for name, kernel in KERNELS.items() if kernel.unsupported(problem) is None]
 
 
 def covering() -> list[Case]:
-    """Cases that hold every pair of values of two columns, and the ring on every context with every mask."""
-    columns = (list(STRATEGIES), kernels_here(), list(MASKS), CONTEXTS, list(HEADS), list(BESIDE), DTYPES)
+    """Cases that contain every pair of values of two columns, and the ring on every context with every mask."""
+    columns = (list(STRATEGIES), cpu_kernels(), list(MASKS), CONTEXTS, list(HEADS), list(OTHER_AXES), DTYPES)
     cases = [case for case in map(Case._make, itertools.product(*columns)) if _fits(case)]
-    able = [case for case in cases if case.limit is None]
+    supported = [case for case in cases if case.limit is None]
     chosen = [
         Case("ring", "blockwise", mask, context, "2 key/value heads", "none", "float32")
         for mask, context in itertools.product(MASKS, CONTEXTS)
     ]
-    missing = set().union(*map(_pairs, able)) - set().union(*map(_pairs, chosen))
-    pairs = {case: frozenset(_pairs(case)) for case in able}
-    while missing:  # greedy: the case with the most pairs that are still missing
-        best = max(able, key=lambda case: len(missing & pairs[case]))
+    missing = set().union(*map(_pairs, supported)) - set().union(*map(_pairs, chosen))
+    pairs = {case: frozenset(_pairs(case)) for case in supported}
+    while missing:  # greedy: add the case with the most missing pairs
+        best = max(supported, key=lambda case: len(missing & pairs[case]))
         chosen.append(best)
         missing -= pairs[best]
     limited = {(case.strategy, case.heads, case.context): case for case in cases if case.limit is not None}
@@ -99,7 +103,7 @@ def covering() -> list[Case]:
 
 
 def _fits(case: Case) -> bool:
-    devices = case.context * (1 if case.beside == "none" else 2)
+    devices = case.context * (1 if case.other_axis == "none" else 2)
     return devices <= MAX_DEVICES
 
 
@@ -107,56 +111,60 @@ def _pairs(case: Case) -> Iterator[tuple]:
     return itertools.combinations(enumerate(case), 2)
 
 
-def matrix() -> str:
-    """docs/support.md."""
+def page() -> str:
+    """The text of docs/support.md."""
     lines = [
-        "# What each attention strategy and kernel does",
+        "# Supported attention features",
         "",
-        "Made from the table that the tests run (`python -m tests.attention.support > docs/support.md`), so it cannot",
-        "lie: a *yes* is a set of cases that match the float32 oracle, forward and gradient, and what a strategy or a",
-        "named kernel cannot do is a `NotImplementedError` with these words.",
+        "Which masks, meshes, head counts and dtypes each strategy and kernel supports. The page is generated from the",
+        "table that the tests run (`python -m benchmarks.support_table > docs/support.md`). *Yes* means that all test",
+        "cases match the float32 reference, forward and gradients. Other cases raise `NotImplementedError` with the",
+        "value and the limit.",
         "",
         "## Strategies",
         "",
         *_table("", list(STRATEGIES), _strategy_rows(covering())),
         "",
-        "`ulysses` and the inner ranks of `hybrid` split heads: their number must divide the query heads of a tensor",
-        "rank, and divide or be a multiple of its key/value heads (which are repeated where there are fewer).",
+        "`ulysses` splits heads over the context ranks, `hybrid` over its inner ranks. The number of these ranks must",
+        "divide the query heads of a tensor rank. It must also divide the key/value heads of a tensor rank, or be a",
+        "multiple of them; in the second case they are repeated.",
         "",
         "## Kernels",
         "",
-        "On an H100 (compute capability 9.0). `auto` takes the first that can, from left to right. `cudnn` needs a GPU",
-        "and the tests have none: what reaches it is tested (`tests/attention/test_cudnn.py`), what it answers is not.",
+        "For an H100 (compute capability 9.0) unless the row says otherwise. If a kernel does not support the row, its",
+        "cell has the value and the limit. `auto` selects the first supported kernel from left to right. `cudnn` needs",
+        "a GPU, and the tests have none: they check its operands, not its results (`tests/attention/test_cudnn.py`).",
         "",
         *_table("", list(KERNELS), _kernel_rows()),
         "",
-        "## Layers in tiles",
+        "## Layer tiles",
         "",
-        "With `memory.tile_tokens`, on 8 ranks of context, of which 4 exchange heads in `hybrid`. Attention is causal,",
-        "and kernels do what the table above says. *No* is an error before JAX starts (`jaxlc/config/tile_checks.py`).",
+        "With `memory.tile_tokens`, on 8 context ranks, in `hybrid` with 4 inner ranks. Attention is causal. The table",
+        "of kernels applies, too. *No* is a config error before JAX starts (`jaxlc/config/tile_checks.py`).",
         "",
         *_table("", list(STRATEGIES), _tile_rows()),
         "",
-        "They need `memory.remat` `full` or `attention`, can keep or offload no more than `residual` and attention's",
-        "out and lse, and do not go with `precision.fp8_scaling=delayed`.",
+        "Layer tiles need `memory.remat` `full` or `attention`. They can save or offload only `residual`,",
+        "`attention_out` and `attention_lse`. They are incompatible with `precision.fp8_scaling=delayed`.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _strategy_rows(cases: list[Case]) -> Iterator[tuple[str, list[str]]]:
-    for column, values in ((2, MASKS), (3, CONTEXTS), (4, HEADS), (5, BESIDE), (6, DTYPES)):
+    for column, values in ((2, MASKS), (3, CONTEXTS), (4, HEADS), (5, OTHER_AXES), (6, DTYPES)):
         for value in values:
             cells = []
             for strategy in STRATEGIES:
                 limits = [case.limit for case in cases if case.strategy == strategy and case[column] == value]
-                does_all = not any(limits) or column not in (3, 4)  # the limit is of heads on ranks, of nothing else
-                cells.append("no" if all(limits) else "yes" if does_all else "where the heads split")
-            prefix = {3: "context ", 5: "axis beside: "}.get(column, "")
+                # The limits depend on the numbers of heads and of ranks only.
+                is_unlimited = not any(limits) or column not in (3, 4)
+                cells.append("no" if all(limits) else "yes" if is_unlimited else "if the heads split")
+            prefix = {3: "context ", 5: "other split axis: "}.get(column, "")
             yield f"{prefix}{value}", cells
 
 
 def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
-    plain = dict(
+    base = dict(
         platform="gpu",
         compute_capability="9.0",
         dtype="bfloat16",
@@ -173,30 +181,30 @@ def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
         "head dim 64": dict(head_dim=64, value_dim=64),
         "head dim 96": dict(head_dim=96, value_dim=96),
         "head dim 256": dict(head_dim=256, value_dim=256),
-        "values of another head dim": dict(value_dim=64),
+        "head dim 64 of values, 128 of queries": dict(value_dim=64),
         "float16": dict(dtype="float16"),
         "float32": dict(dtype="float32"),
         "on A100": dict(compute_capability="8.0"),
         "on CPU": dict(platform="cpu", compute_capability=None),
     }
     for name, change in rows.items():
-        case = AttentionProblem(**{**plain, **change})
-        yield name, [kernel.unsupported(case) or "yes" for kernel in KERNELS.values()]
+        problem = AttentionProblem(**{**base, **change})
+        yield name, [kernel.unsupported(problem) or "yes" for kernel in KERNELS.values()]
 
 
 def _tile_rows() -> Iterator[tuple[str, list[str]]]:
     rows = {
         "packed documents": {},
-        "one document a row": dict(attention=dict(document_mask=False)),
+        "one document per sequence": dict(attention=dict(document_mask=False)),
         "sliding window": dict(attention=dict(window=100)),
-        "fewer key/value heads than ranks that exchange": dict(model=dict(num_kv_heads=2)),
+        "fewer key/value heads than ulysses ranks": dict(model=dict(num_kv_heads=2)),
         "fewer key/value heads than tensor ranks": dict(model=dict(num_kv_heads=1), mesh=dict(tensor=2)),
     }
     for name, change in rows.items():
-        yield name, ["yes" if _takes_tiles(strategy, change) else "no" for strategy in STRATEGIES]
+        yield name, ["yes" if _supports_tiles(strategy, change) else "no" for strategy in STRATEGIES]
 
 
-def _takes_tiles(strategy: str, change: dict[str, dict]) -> bool:
+def _supports_tiles(strategy: str, change: dict[str, dict]) -> bool:
     config = defaults()
     config.model.update(num_heads=16, num_kv_heads=8)
     config.mesh.context = 8
@@ -219,4 +227,4 @@ def _table(corner: str, names: list[str], rows: Iterator[tuple[str, list[str]]])
 
 
 if __name__ == "__main__":
-    print(matrix(), end="")
+    print(page(), end="")

@@ -1,0 +1,77 @@
+"""What the strategies that split a sequence over devices share: their operands, and their custom gradient.
+
+Every strategy is a function that runs inside `shard_map`, on this rank's shard of the sequence:
+
+    attend(qkv: ShardedQKV, kernel, spec, *ranks) -> (out_btnH in q's dtype, lse_bnt float32)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.sharding.mesh import Ranks
+
+
+class ShardedQKV(NamedTuple):
+    """This rank's shard of queries, keys and values, all in the same token order."""
+
+    q_btnH: jax.Array
+    k_bskH: jax.Array
+    v_bskH: jax.Array
+    masks: Masks  # of this shard's queries against this shard's keys
+
+
+class QueryResults(NamedTuple):
+    """Per-query inputs of the backward pass, computed over the keys of all ranks."""
+
+    out_btnH: jax.Array
+    lse_bnt: jax.Array
+    dout_btnH: jax.Array
+    dlse_bnt: jax.Array
+
+
+ForwardFn = Callable[[ShardedQKV, Kernel, AttentionSpec, Ranks | None], tuple[jax.Array, jax.Array]]
+BackwardFn = Callable[
+    [ShardedQKV, QueryResults, Kernel, AttentionSpec, Ranks | None], tuple[jax.Array, jax.Array, jax.Array]
+]
+
+
+def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = False) -> Callable:
+    """A differentiable `attend(qkv, kernel, spec, ranks)` from a forward and a backward function.
+
+    Args:
+      forward: `(qkv, kernel, spec, ranks) -> (out_btnH, lse_bnt)`, both float32.
+      backward: `(qkv, results, kernel, spec, ranks) -> (dq_btnH, dk_bskH, dv_bskH)`, all float32.
+      inline: trace the operations of `forward` into the rule for differentiation. The default traces one opaque call,
+        which `jax.checkpoint` recomputes as a whole; with `inline` it sees the single operations, and moves those that
+        do not depend on differentiated inputs out of loops.
+    Returns:
+      A function of the same arguments as `forward`. It casts out to the dtype of q, and the gradients to the dtypes of
+      q, k and v. Its residuals are qkv, out and lse; out and lse have the checkpoint names "attention_out" and
+      "attention_lse".
+    """
+
+    def forward_cast(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks | None = None):
+        out, lse = forward(qkv, kernel, spec, ranks)
+        return out.astype(qkv.q_btnH.dtype), lse
+
+    def forward_rule(qkv, kernel, spec, ranks):
+        out, lse = (forward_cast if inline else attend)(qkv, kernel, spec, ranks)
+        # Named inside the rule, so that the names apply to the residuals. A remat policy that saves both names then
+        # does not run the forward again. Names outside the rule would apply to other values.
+        out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+        return (out, lse), (qkv, out, lse)
+
+    def backward_rule(kernel, spec, ranks, residuals, cotangents):
+        qkv, out, lse = residuals
+        gradients = backward(qkv, QueryResults(out, lse, *cotangents), kernel, spec, ranks)
+        dq, dk, dv = (dx.astype(x.dtype) for dx, x in zip(gradients, qkv[:3], strict=True))
+        return (ShardedQKV(dq, dk, dv, None),)
+
+    attend = functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))(forward_cast)
+    attend.defvjp(forward_rule, backward_rule)
+    return attend
