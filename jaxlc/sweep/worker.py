@@ -36,11 +36,8 @@ def estimate(config: Config, topology: str) -> Row:
     from jaxlc import plan, runtime
 
     runtime.start(RuntimeConfig())
-    import jax
-
     from jaxlc.plan.memory import USABLE_HOST_SHARE
 
-    jax.config.update("jax_enable_compilation_cache", False)  # cannot read programs compiled for absent devices
     result = plan.plan(config, topology)
     time_of_step, memory, ring = result.predicted, result.memory, result.ring
     return dict(
