@@ -91,7 +91,7 @@ def visible_fraction(call: AttentionKernelCall, config: Config) -> float:
 
     A call over a rank's own chunk of the sequence, or over all of it, is causal: half. Later ring steps pair half
     chunks without a causal mask; if they are masked, the masks are for documents. In tiled layers, masked calls are
-    causal or, with config.attention.document_mask, cannot be told apart; most of those are fully visible.
+    causal or, with config.attention.document_mask, cannot be distinguished; most of those are fully visible.
     """
     if not call.is_masked:
         return 1.0

@@ -102,9 +102,9 @@ def test_lookup_equals_indexing(shape, chunk_tokens, monkeypatch: pytest.MonkeyP
     shard = Sharder(small_mesh(data=2, context=2, tensor=2))
     x, pull_back = jax.vjp(jax.jit(lambda e: lookup(e, tokens, shard, jnp.float32)), embedding)
     np.testing.assert_array_equal(x, embedding[tokens])
-    wanted = np.zeros_like(embedding)
-    np.add.at(wanted, tokens, dx)
-    np.testing.assert_allclose(pull_back(dx)[0], wanted, atol=1e-5)
+    expected = np.zeros_like(embedding)
+    np.add.at(expected, tokens, dx)
+    np.testing.assert_allclose(pull_back(dx)[0], expected, atol=1e-5)
 
 
 def test_lookup_gathers_neither_table_nor_sequence():

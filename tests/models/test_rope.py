@@ -43,8 +43,8 @@ def test_apply_rope_equals_hugging_face():
     positions_BT = np.stack([np.arange(5000), np.arange(5000)[::-1]]).astype(np.int32)
     got = jax.jit(apply_rope)(x_BTNH, positions_BT, rope_tables(model, 5000))
     for b, n in ((0, 0), (1, 2)):
-        wanted = plain_rope(x_BTNH[b, :, n].astype(np.float64), positions_BT[b], model)
-        np.testing.assert_allclose(got[b, :, n], wanted, atol=3e-6)
+        expected = plain_rope(x_BTNH[b, :, n].astype(np.float64), positions_BT[b], model)
+        np.testing.assert_allclose(got[b, :, n], expected, atol=3e-6)
 
 
 def test_rope_scores_depend_only_on_distance():

@@ -157,8 +157,8 @@ def test_restore_latest_with_other_vocab_padding_resizes(tmp_path):
     run = Run(tmp_path, 7)
     for vocab_size in (61, 64):
         checkpoints = run.open()
-        wanted = abstract(make_state(0, run.mesh, vocab_size), run.mesh)
-        state, _ = checkpoints.restore_latest(wanted, model=MODEL)
+        target = abstract(make_state(0, run.mesh, vocab_size), run.mesh)
+        state, _ = checkpoints.restore_latest(target, model=MODEL)
         checkpoints.close()
         saved = make_state(7, run.mesh)
         for restored, original in (
@@ -198,14 +198,14 @@ def test_save_then_donation_keeps_saved_values(tmp_path):
     run = Run(tmp_path)
     overwrite = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
     big = jax.device_put(jnp.ones((1024, 16)), NamedSharding(run.mesh, PartitionSpec("fsdp", "context")))
-    wanted = jax.ShapeDtypeStruct(big.shape, big.dtype, sharding=big.sharding)
+    target = jax.ShapeDtypeStruct(big.shape, big.dtype, sharding=big.sharding)
     checkpoints = run.open()
     checkpoints.save(1, dict(big=big), meta_of(1))
     for _ in range(20):
         big = overwrite(big)
     jax.block_until_ready(big)
     checkpoints.wait()
-    restored, _ = checkpoints.restore_latest(dict(big=wanted), model=MODEL)
+    restored, _ = checkpoints.restore_latest(dict(big=target), model=MODEL)
     checkpoints.close()
     assert (np.asarray(restored["big"]) == 1).all()
 
@@ -333,8 +333,8 @@ def test_kill_while_saving_loses_at_most_that_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2, warn=warnings.append)
     everywhere = NamedSharding(make_mesh(1, 1), PartitionSpec())
     shapes = dict(big=jax.ShapeDtypeStruct((256, 1024), jnp.float32), step=jax.ShapeDtypeStruct((), jnp.int32))
-    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
-    state, meta = checkpoints.restore_latest(wanted, model=dict(vocab_size=61))
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
+    state, meta = checkpoints.restore_latest(target, model=dict(vocab_size=61))
     step = int(state["step"])
     assert started - 1 <= step <= started + 1
     assert meta["next_row"] == step and (np.asarray(state["big"]) == step).all() and warnings == []
@@ -366,8 +366,8 @@ if process_id == 1:  # damage a file that only process 1 reads
     file = max((directory / "2/state/ocdbt.process_1/d").iterdir(), key=lambda path: path.stat().st_size)
     os.truncate(file, file.stat().st_size // 2)
 multihost_utils.sync_global_devices("damaged")
-wanted = dict(x=jax.ShapeDtypeStruct((4096,), np.float32, sharding=sharding))
-state, meta = checkpoints.restore_latest(wanted, model=dict(vocab_size=61))
+target = dict(x=jax.ShapeDtypeStruct((4096,), np.float32, sharding=sharding))
+state, meta = checkpoints.restore_latest(target, model=dict(vocab_size=61))
 for shard in state["x"].addressable_shards:
     np.testing.assert_array_equal(np.asarray(shard.data), value(1)[shard.index])
 checkpoints.save(2, make(2), dict(step=2, config=dict(model=dict(vocab_size=61))))
@@ -389,7 +389,7 @@ def test_two_processes_with_damage_use_same_older_checkpoint(tmp_path):
 
     sharding = NamedSharding(make_mesh(8, 1), PartitionSpec("fsdp"))
     checkpoints = Checkpoints(tmp_path, keep=3, warn=print)
-    wanted = dict(x=jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=sharding))
-    state, _ = checkpoints.restore_latest(wanted, model=dict(vocab_size=61))
+    target = dict(x=jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=sharding))
+    state, _ = checkpoints.restore_latest(target, model=dict(vocab_size=61))
     checkpoints.close()
     np.testing.assert_array_equal(np.asarray(state["x"]), np.arange(4096, dtype=np.float32) * 2)

@@ -44,7 +44,7 @@ def _assert_parity(spec, shape):
     """`shape`: shape of the targets; the tokens and their order do not depend on it."""
     inputs = _inputs()
     plain = jax.value_and_grad(_plain, (0, 1, 2), has_aux=True)
-    (objective, (cross_entropy, losses_BT)), wanted = plain(*inputs, spec.z_loss)
+    (objective, (cross_entropy, losses_BT)), expected = plain(*inputs, spec.z_loss)
 
     x_BTD, scale_D, head_DV, *rest = inputs
     x_BTD, (targets_BT, weights_BT) = x_BTD.reshape(*shape, D), (x.reshape(shape) for x in rest)
@@ -57,7 +57,7 @@ def _assert_parity(spec, shape):
     np.testing.assert_allclose(sums.objective, objective, rtol=1e-6)
     np.testing.assert_allclose(sums.cross_entropy, cross_entropy, rtol=1e-6)
     assert got[0].shape == x_BTD.shape
-    for mine, theirs in zip(got, wanted):
+    for mine, theirs in zip(got, expected):
         assert max_relative_error(mine.reshape(theirs.shape), 3.0 * theirs) <= FLOAT32_PARITY
     assert (got[2][:, V:] == 0).all()  # vocabulary padding has no gradient
     losses = jax.jit(token_losses, static_argnums=4)(x_BTD, scale_D, head_DV, targets_BT, spec)

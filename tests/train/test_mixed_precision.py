@@ -125,7 +125,7 @@ OVERFLOWS = dict(compute="fp16", loss_scale=2.0**20, loss_scale_growth_interval=
 
 def test_overflow_skips_update_and_halves_loss_scale():
     _, _, states, metrics = _trained(8, mesh=(("context", 2),), **OVERFLOWS)
-    finite = [bool(each.is_finite) for each in metrics]
+    finite = [bool(step_metrics.is_finite) for step_metrics in metrics]
     num_overflows = finite.index(True)
     assert num_overflows >= 1 and all(finite[num_overflows : num_overflows + 3])
     for overflow in range(num_overflows):

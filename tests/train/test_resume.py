@@ -85,9 +85,9 @@ def test_run_stopped_by_ctrl_c_then_sigterm_resumes_bitwise(config, uninterrupte
     assert runs.rows(tmp_path) == uninterrupted
 
 
-def _assert_same_losses(got: list[dict], wanted: list[dict], tolerance: float) -> None:
-    assert [row["step"] for row in got] == [row["step"] for row in wanted]
-    for mine, theirs in zip(got, wanted):
+def _assert_same_losses(got: list[dict], expected: list[dict], tolerance: float) -> None:
+    assert [row["step"] for row in got] == [row["step"] for row in expected]
+    for mine, theirs in zip(got, expected):
         np.testing.assert_allclose(
             mine.get("loss", mine.get("eval_loss")), theirs.get("loss", theirs.get("eval_loss")), rtol=tolerance
         )
