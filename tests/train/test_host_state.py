@@ -134,10 +134,10 @@ def test_checkpoint_restores_to_other_memory_and_mesh(tmp_path, to_host: bool):
     checkpoints.wait()
     restored, _ = checkpoints.restore_latest(here.abstract_state, model=model)
     expected = there.init()
-    for got, wanted, like in zip(*map(jax.tree.leaves, (restored, expected, here.abstract_state))):
+    for got, expected_leaf, like in zip(*map(jax.tree.leaves, (restored, expected, here.abstract_state))):
         assert got.sharding == like.sharding
-        wanted = without_padding(wanted, got)
-        np.testing.assert_array_equal(without_padding(got, wanted), wanted)
+        expected_leaf = without_padding(expected_leaf, got)
+        np.testing.assert_array_equal(without_padding(got, expected_leaf), expected_leaf)
 
 
 @pytest.mark.skipif(REFUSAL is None, reason="this jax has host memory on CPU")
@@ -226,10 +226,10 @@ def _fetches_of_layers(program: Program) -> list[list[set[str]]]:
     loops = []
     for computation in program:
         from_host = {copy.done for copy in find_host_copies(program, computation) if not copy.is_to_host}
-        fetches = [each for each in transfers(program, computation) if each.done in from_host]
+        fetches = [transfer for transfer in transfers(program, computation) if transfer.done in from_host]
         if fetches and computation is not program.entry:
-            calls = [[calls_within(program, computation, each) for each in fetch.overlapped_ops] for fetch in fetches]
-            loops.append([{call.which for call in itertools.chain(*beside)} for beside in calls])
+            calls = [[calls_within(program, computation, op) for op in fetch.overlapped_ops] for fetch in fetches]
+            loops.append([{call.pass_name for call in itertools.chain(*overlapping)} for overlapping in calls])
     return loops
 
 
@@ -239,6 +239,6 @@ def _fetches_of_layers(program: Program) -> list[list[set[str]]]:
 def test_weight_prefetch_overlaps_attention_of_previous_layer(memory):
     forward, backward, *of_the_update = _fetches_of_layers(parse(_compile(_gpu_step(**memory)).as_text()))
     assert len(forward) == len(backward) == WEIGHTS_OF_A_LAYER
-    assert all(beside == {"forward"} for beside in forward)
-    assert all("backward" in beside for beside in backward)
-    assert not any(beside for loop in of_the_update for beside in loop)
+    assert all(overlapping == {"forward"} for overlapping in forward)
+    assert all("backward" in overlapping for overlapping in backward)
+    assert not any(overlapping for loop in of_the_update for overlapping in loop)

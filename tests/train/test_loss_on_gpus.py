@@ -59,7 +59,8 @@ def test_loss_for_h100_has_small_temporaries(axes):
     assert memory.alias_size_in_bytes >= X_BYTES  # dx overwrites x
     in_chunks = 4 * CHUNK * V * 4  # logits, their gradient, rounded and transposed copies for the matmul
     assert memory.temp_size_in_bytes <= D * V * (2 + 4) + in_chunks < X_BYTES  # head, and its float32 gradient
-    gathers = Counter(each.times for each in analyze(compiled.as_text()).collectives if each.kind == "all-gather")
+    collectives = analyze(compiled.as_text()).collectives
+    gathers = Counter(collective.times for collective in collectives if collective.kind == "all-gather")
     assert gathers == ({1: 1} if CONTEXT in axes else {TOKENS // (CHUNK // 2): 1})  # of the head; of the chunks
 
 
