@@ -22,7 +22,7 @@ def measure_step(config: Config, repeats: int) -> dict:
       peak_bytes: peak memory in use on the first device since the process started; None if the backend does not report
         it.
       loss: of one more call.
-      model, seq_len, rows (the global batch size), kernel, remat: the measured configuration.
+      model, seq_len, global_batch_size, kernel, remat: the measured configuration.
     """
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
     step = build_step(config, mesh)
@@ -35,19 +35,18 @@ def measure_step(config: Config, repeats: int) -> dict:
         return metrics
 
     seconds = min(seconds_of_calls(run, repeats=repeats))
-    rows, num_tokens = config.train.global_batch_size, config.data.seq_len
     device, memory = mesh.devices.flat[0], compiled.memory_analysis()
     chip = hardware.find(device.device_kind)
-    flops = config.flops_per_step
+    flops_per_second = config.flops_per_step / seconds
     return dict(
         model=config.model.preset,
-        seq_len=num_tokens,
-        rows=rows,
+        seq_len=config.data.seq_len,
+        global_batch_size=config.train.global_batch_size,
         kernel=step.kernel.name,
         remat=config.memory.remat,
         seconds=seconds,
         tokens_per_second_per_device=config.tokens_per_step / seconds / mesh.size,
-        mfu_causal=flops / seconds / mesh.size / chip.bf16_flops_per_second if chip else None,
+        mfu_causal=flops_per_second / mesh.size / chip.bf16_flops_per_second if chip else None,
         loss=float(run().loss),
         arguments_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
