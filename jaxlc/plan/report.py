@@ -159,7 +159,7 @@ def _time(predicted: Prediction) -> Iterator[str]:
     yield _text_row("MFU", f"{predicted.mfu_causal:.1%}", "causal model FLOPs over the bf16 peak")
     yield _text_row("recomputed", f"{predicted.recomputed_share:.0%}", "additional FLOPs, relative to the model's")
     exposed, total = predicted.exposed_communication_seconds, predicted.communication_seconds
-    yield _text_row("communication", _seconds(total), f"exposed (no kernel runs meanwhile): {_seconds(exposed)}")
+    yield _text_row("communication", _seconds(total), f"exposed (kernels wait): {_seconds(exposed)}")
     if predicted.host_copies:
         exposed, total = predicted.exposed_host_copy_seconds, predicted.host_copy_seconds
         counts = f"{predicted.exposed_host_copies:,} of {predicted.host_copies:,} copies"
