@@ -1,4 +1,4 @@
-"""python -m jaxlc.plan --config=FILE[:variant] --topology=GPU:DOMAINSxGPUS [--config.a.b=value ...] [--advise]
+"""usage: jaxlc plan --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--config.SECTION.KEY=VALUE ...] [--advise]
 
 Compiles the training step ahead of time, without a GPU, and prints its memory, collectives, kernels and estimated time.
 """
