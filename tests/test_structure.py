@@ -1,9 +1,11 @@
-"""The house rules of docs/architecture.md, proven from the sources: floors, no cycles, sizes, names."""
+"""The layers of the package (CONTRIBUTING.md), checked in the sources: imports, cycles, sizes, names."""
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -15,7 +17,7 @@ from jaxlc.config import load
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxlc"
-FLOORS = dict(
+LAYERS = dict(
     core=0, _jax_internals=0,
     config=1, kernels=1,
     runtime=2, hlo=2, sharding=2,
@@ -47,18 +49,26 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imports_of(nodes) -> set[str]:
-    """Every module that import statements among `nodes` name; `from a import b` names a.b where that is a module."""
-    found = set()
+    """The modules that import statements among `nodes` name; `from a import b` names a.b if that is a module."""
+    modules = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative import; write the whole name"
+            assert node.level == 0, "relative import; use the absolute name"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found.update(names & NAMES)
+            modules.update(names & NAMES)
             if not names <= NAMES:
-                found.add(node.module)
-    return found
+                modules.add(node.module)
+    return modules
+
+
+def without_docstrings(path: Path) -> ast.Module:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value = ast.Constant(None)
+    return tree
 
 
 def all_imports(path: Path) -> set[str]:
@@ -66,7 +76,7 @@ def all_imports(path: Path) -> set[str]:
 
 
 def imports_at_start(path: Path) -> set[str]:
-    """Imports that run when the module is imported: all but those inside functions."""
+    """Imports that run when the module is imported: all except those inside functions."""
 
     def outside_functions(node):
         yield node
@@ -77,39 +87,39 @@ def imports_at_start(path: Path) -> set[str]:
     return imports_of(outside_functions(tree_of(path)))
 
 
-def room_of(module: str) -> str | None:
-    """jaxlc.train.step is in train; None outside the package, and for the package itself."""
+def package_of(module: str) -> str | None:
+    """jaxlc.train.step is in train; None outside jaxlc and for jaxlc itself."""
     parts = module.split(".")
     return parts[1] if parts[0] == "jaxlc" and len(parts) > 1 else None
 
 
-def climbs(path: Path) -> list[str]:
-    """Imports of `path` that go up, or across to another room of its floor."""
-    room = room_of(name_of(path))
+def upward_imports(path: Path) -> list[str]:
+    """Imports of `path` from a higher layer, or from another package of its own layer."""
+    package = package_of(name_of(path))
     return [
         f"{name_of(path)} imports {module}"
         for module in sorted(all_imports(path))
-        if room_of(module) not in (None, room) and FLOORS[room_of(module)] >= FLOORS[room]
+        if package_of(module) not in (None, package) and LAYERS[package_of(module)] >= LAYERS[package]
     ]
 
 
-def test_every_room_has_a_floor():
-    rooms = {room_of(name_of(path)) for path in MODULES} - {None}
-    assert rooms <= FLOORS.keys()
+def test_layers_list_every_package():
+    packages = {package_of(name_of(path)) for path in MODULES} - {None}
+    assert packages <= LAYERS.keys()
 
 
-def test_imports_go_down_only_those_inside_functions_too():
-    assert [climb for path in MODULES if room_of(name_of(path)) for climb in climbs(path)] == []
+def test_imports_only_go_down():
+    assert [violation for path in MODULES if package_of(name_of(path)) for violation in upward_imports(path)] == []
 
 
-def test_there_is_no_import_cycle():
+def test_imports_have_no_cycle():
     graph = {name_of(path): (all_imports(path) & NAMES) - {name_of(path)} for path in MODULES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
-@pytest.mark.parametrize("room", ["core", "config"])
-def test_no_jax_in_core_and_config(room):
-    for path in (PACKAGE / room).rglob("*.py"):
+@pytest.mark.parametrize("package", ["core", "config"])
+def test_core_and_config_do_not_import_jax(package):
+    for path in (PACKAGE / package).rglob("*.py"):
         roots = {module.split(".")[0] for module in all_imports(path)}
         assert not roots & {"jax", "jaxlib", "flax", "optax", "orbax"}, path
 
@@ -122,14 +132,14 @@ def test_runtime_imports_jax_inside_functions_only():
 @pytest.mark.parametrize(
     "module", ["jaxlc", "jaxlc.config.command_line", "jaxlc.core.flops", "jaxlc.plan", "jaxlc.runtime"]
 )
-def test_import_does_not_start_jax(module):
+def test_import_of_entry_points_does_not_import_jax(module):
     code = f"import {module}, sys; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_sizes(path):
-    limit = 700 if room_of(name_of(path)) == "kernels" else 500
+def test_module_and_function_sizes_are_limited(path):
+    limit = 700 if package_of(name_of(path)) == "kernels" else 500
     assert len(path.read_text().splitlines()) <= limit
     for node in ast.walk(tree_of(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -141,7 +151,19 @@ def test_package_does_not_import_benchmarks_scripts_or_tests():
     assert [path for path, names in roots.items() if names & {"benchmarks", "scripts", "tests"}] == []
 
 
-def test_there_is_no_drawer_for_odds_and_ends():
+def test_module_names_are_unique():
+    counts = Counter(path.stem for path in MODULES if not path.stem.startswith("__"))
+    assert [stem for stem, count in counts.items() if count > 1] == []
+
+
+def test_private_jax_apis_are_used_in_one_module():
+    """Each has a canary test in tests/test_jax_internals.py."""
+    private = re.compile(r"\bjax(lib)?\._(?!_version)|\bargs_res\b|\._lowering\b")
+    sources = {path: ast.unparse(without_docstrings(path)) for path in MODULES}
+    assert {path.name for path, source in sources.items() if private.search(source)} <= {"_jax_internals.py"}
+
+
+def test_module_names_are_specific():
     assert [path for path in MODULES + SCRIPTS if path.stem in ("utils", "util", "common", "helpers", "misc")] == []
 
 
