@@ -40,7 +40,7 @@ lint: $(READY)  ## check lint rules, format and types
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(TYPES) --preset=basic jaxlc benchmarks scripts
-	$(TYPES) --preset=strict jaxlc/core jaxlc/config jaxlc/hlo
+	$(TYPES) --preset=strict $(STRICT_TYPES)
 
 format: $(READY)  ## format the code
 	$(VENV)/bin/python -m ruff check --fix-only --quiet .
@@ -57,6 +57,8 @@ clean:  ## remove environments, caches and build outputs; keeps runs/
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 TYPES = $(VENV)/bin/pyrefly check --python-interpreter-path=$(VENV)/bin/python --output-format=min-text
+# Lambdas need no annotations, and typing.override needs Python 3.12.
+STRICT_TYPES = --ignore=implicit-any-lambda --ignore=missing-override-decorator jaxlc/core jaxlc/config jaxlc/hlo
 
 UV_COMPILE = $(VENV)/bin/uv pip compile pyproject.toml --quiet --constraint $(VENV)/jax.txt --universal \
   --python-version 3.11 --no-annotate --no-header --no-emit-index-url

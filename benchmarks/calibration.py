@@ -123,7 +123,7 @@ def estimated_figure(unit: Unit, config: Config, num_gpus: int, prediction: Pred
         return 100 * prediction.mfu_causal
     if unit == "s per step":
         return prediction.step_seconds
-    batch = dict(rows=config.train.global_batch_size, seq_len=config.data.seq_len)
+    batch = dict(num_sequences=config.train.global_batch_size, seq_len=config.data.seq_len)
     return training_flops(config.model, **batch, attention="full") / prediction.step_seconds / num_gpus / 1e12
 
 

@@ -9,9 +9,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fmha
 
 from jaxlc import _jax_internals
+
+pytestmark = pytest.mark.jax_version
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,9 +16,9 @@ _KEY_WIDTH, _WIDTH = 54, 160
 def settings_help(sections: Iterable[str] = tuple(SECTIONS)) -> str:
     """The settings of `sections`: key, default, description and, where they are few, the allowed values."""
     config = defaults()
-    lines = []
+    lines: list[str] = []
     for section in sections:
-        lines.append(f"\n{section}: {' '.join(inspect.getdoc(SECTIONS[section]).split())}")
+        lines.append(f"\n{section}: {' '.join((inspect.getdoc(SECTIONS[section]) or '').split())}")
         comments = field_comments(SECTIONS[section])
         for name, hint in field_types(section).items():
             default = "from the preset" if config[section][name] is None else _as_argument(config[section][name])

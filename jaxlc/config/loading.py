@@ -39,7 +39,7 @@ class Settings(ConfigDict):
     """A ConfigDict that accepts in Python what the command line accepts: 1e3 for an integer, and a string or a list for
     a tuple. Other values of a wrong type raise TypeError at once."""
 
-    def __setitem__(self, key, value):
+    def __setitem__(self, key: str, value: Any) -> None:
         if key in self.keys():
             kind = self.get_type(key)
             if kind is int:
@@ -99,7 +99,7 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
 
 def transport_settings(transport: str) -> dict[str, Any]:
     """The settings that select a transport; the NVSHMEM heap is reset for transports other than NVSHMEM."""
-    heap = {} if transport in ("auto", "nvshmem") else {"runtime.nvshmem_heap_bytes": 0}
+    heap: dict[str, Any] = {} if transport in ("auto", "nvshmem") else {"runtime.nvshmem_heap_bytes": 0}
     return {"runtime.transport": transport} | heap
 
 
@@ -206,7 +206,7 @@ def _as_integer(value: Any) -> Any:
                 return value
     if isinstance(number, bool) or not isinstance(number, numbers.Real) or not math.isfinite(number):
         return value
-    return int(number) if number == int(number) else value
+    return math.floor(number) if number == math.floor(number) else value
 
 
 def _as_tuple(value: Any) -> Any:

@@ -4,17 +4,22 @@ Source: the `config.json` that the authors of each model publish with its weight
 of each entry with the published one.
 """
 
+from typing import Any
+
 from jaxlc.config.schema import ModelConfig
 
-_NO_ROPE_SCALING = dict(
+_NO_ROPE_SCALING: dict[str, Any] = dict(
     rope_scaling_factor=1.0,
     rope_scaling_low_freq_factor=1.0,
     rope_scaling_high_freq_factor=4.0,
     rope_scaling_original_tokens=8192,
 )
-_LLAMA_3_1 = dict(_NO_ROPE_SCALING, rope_scaling_factor=8.0)
-_LLAMA_3_2 = dict(_NO_ROPE_SCALING, rope_scaling_factor=32.0)
-_LLAMA_3 = dict(vocab_size=128_256, head_dim=128, qk_norm=False, norm_epsilon=1e-5, rope_theta=500_000.0)
+_LLAMA_3_1: dict[str, Any] = dict(_NO_ROPE_SCALING, rope_scaling_factor=8.0)
+_LLAMA_3_2: dict[str, Any] = dict(_NO_ROPE_SCALING, rope_scaling_factor=32.0)
+_LLAMA_3: dict[str, Any] = dict(
+    vocab_size=128_256, head_dim=128, qk_norm=False, norm_epsilon=1e-5, rope_theta=500_000.0
+)
+_LLAMA_3_2_1B: dict[str, Any] = {**_LLAMA_3, **_LLAMA_3_2, "head_dim": 64}
 
 _PRESETS = (
     ModelConfig(
@@ -40,7 +45,7 @@ _PRESETS = (
         num_kv_heads=8,
         ffn_dim=8192,
         tie_embeddings=True,
-        **{**_LLAMA_3, **_LLAMA_3_2, "head_dim": 64},
+        **_LLAMA_3_2_1B,
     ),
     ModelConfig(
         preset="llama3.2-3b",

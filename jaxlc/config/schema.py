@@ -234,5 +234,5 @@ class Config:
     def flops_per_step(self) -> float:
         """Model FLOPs of one optimizer step over all devices, with causal attention."""
         return training_flops(
-            self.model, rows=self.train.global_batch_size, seq_len=self.data.seq_len, attention="causal"
+            self.model, num_sequences=self.train.global_batch_size, seq_len=self.data.seq_len, attention="causal"
         )

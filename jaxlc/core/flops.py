@@ -23,22 +23,33 @@ from typing import Literal, Protocol
 class DecoderShape(Protocol):
     """The fields of a model that determine its counts; `jaxlc.config.ModelConfig` has them."""
 
-    vocab_size: int
-    num_layers: int
-    model_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_dim: int
-    tie_embeddings: bool
-    qk_norm: bool
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def model_dim(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
 
 
-def training_flops(model: DecoderShape, *, rows: int, seq_len: int, attention: Literal["causal", "full"]) -> float:
-    """Model FLOPs of forward and backward of one optimizer step over `rows` sequences of `seq_len`, on all devices."""
+def training_flops(
+    model: DecoderShape, *, num_sequences: int, seq_len: int, attention: Literal["causal", "full"]
+) -> float:
+    """Model FLOPs of forward and backward of one optimizer step over `num_sequences` of `seq_len`, on all devices."""
     pairs = {"full": seq_len**2, "causal": seq_len * (seq_len + 1) / 2}[attention]
     attention_flops = 12.0 * model.num_layers * model.num_heads * model.head_dim * pairs
-    return rows * (6.0 * num_matmul_params(model) * seq_len + attention_flops)
+    return num_sequences * (6.0 * num_matmul_params(model) * seq_len + attention_flops)
 
 
 def num_matmul_params(model: DecoderShape) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.hlo.async_ops import COLLECTIVES, Transfer, transfers
-from jaxlc.hlo.parser import Instruction, Program
+from jaxlc.hlo.parser import Instruction, Program, required
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -96,7 +96,8 @@ def _groups(instruction: Instruction) -> Groups:
 
 def _iota_groups(written: str) -> Groups:
     """`[groups,size]<=[dims]T(order)`: partition numbers as an array of `dims`, transposed, then split into groups."""
-    shape, dims, order = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written).groups()
+    match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written)
+    shape, dims, order = required(match, written).groups()
     dims = [int(size) for size in dims.split(",")]
     numbers = np.arange(math.prod(dims)).reshape(dims)
     if order:

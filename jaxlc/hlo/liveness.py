@@ -48,7 +48,12 @@ def _arrays_held(computation: Computation, is_counted: IsCounted) -> dict[str, s
     return {name: {array for array in arrays if array is not None} for name, arrays in held.items()}
 
 
-def _held_by(instruction: Instruction, held, is_counted: IsCounted, numbers: Iterator[int]) -> list[int | None]:
+def _held_by(
+    instruction: Instruction,
+    held: dict[str, list[int | None]],
+    is_counted: IsCounted,
+    numbers: Iterator[int],
+) -> list[int | None]:
     """A number for each array of the result; None for an array that is not counted."""
     operands = [array for name in instruction.operands for array in held[name]]
     if instruction.opcode == "get-tuple-element":

@@ -44,7 +44,7 @@ class Dump(NamedTuple):
         by_name = {
             instruction.name: (computation, instruction) for computation in self.program for instruction in computation
         }
-        tensors = []
+        tensors: list[LiveTensor] = []
         for name, index, size in sorted(self.alive_at_peak, key=lambda alive: -alive[2]):
             if len(tensors) == number:
                 break

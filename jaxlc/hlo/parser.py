@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HOST_MEMORY = 5  # XLA's memory space of pinned host memory; 0 is device memory
 
@@ -53,11 +53,18 @@ def _array(dtype: str, dims: str, layout: str | None) -> Array:
     return Array(dtype, sizes, int(space[1]) if space else 0)
 
 
+def required(match: re.Match[str] | None, text: str) -> re.Match[str]:
+    """`match`; ValueError if the program's text does not have the expected form."""
+    if match is None:
+        raise ValueError(f"unexpected form in the text of a compiled program: {text!r}")
+    return match
+
+
 def _bits(dtype: str) -> int:
     """Bits per element. A pred takes a byte, a token nothing; other names contain their width: s32, f8e4m3fn, c64."""
     if dtype in ("token", "opaque"):
         return 0
-    return 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    return 8 if dtype == "pred" else int(required(re.search(r"\d+", dtype), dtype)[0])
 
 
 class Instruction:
@@ -97,7 +104,7 @@ class Instruction:
         return match[1] if match else ""
 
     @cached_property
-    def backend_config(self) -> dict:
+    def backend_config(self) -> dict[str, Any]:
         """The GPU compiler's annotations; empty if there are none, or if they are not JSON."""
         try:
             return json.loads(self.attributes.get("backend_config", "{}"))
@@ -137,7 +144,9 @@ def parse(text: str) -> Program:
     Raises:
       ValueError: the text has no ENTRY computation.
     """
-    computations, entry, current = {}, None, None
+    computations: dict[str, Computation] = {}
+    entry: Computation | None = None
+    current: Computation | None = None
     for line in text.splitlines():
         if current is None:
             header = _COMPUTATION.match(line)
@@ -155,7 +164,7 @@ def parse(text: str) -> Program:
 
 
 def _instruction(line: str) -> Instruction:
-    name, rest = _INSTRUCTION.match(_COMMENT.sub("", line)).groups()
+    name, rest = required(_INSTRUCTION.match(_COMMENT.sub("", line)), line).groups()
     end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
     opcode, _, _ = rest.partition("(")
@@ -178,7 +187,8 @@ def _closing(text: str, start: int) -> int:
 
 def _split(text: str) -> list[str]:
     """Splits at the commas that are outside of brackets and quotes."""
-    parts, depth, start = [], 0, 0
+    parts: list[str] = []
+    depth, start = 0, 0
     for match in _BRACKETS_AND_QUOTES.finditer(text):
         depth += (match[0] in "({[") - (match[0] in ")}]")
         if match[0] == "," and depth == 0:

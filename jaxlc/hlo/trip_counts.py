@@ -31,7 +31,8 @@ def trip_count(program: Program, loop: Instruction) -> int:
     if known:
         return int(known["n"])
     (condition,) = re.findall(r"%?([\w.$-]+)", loop.attributes["condition"])
-    constants, is_below = [], False
+    constants: list[int] = []
+    is_below = False
     callees = (name for instruction in program.computations[condition] for name in instruction.called)
     for name in (condition, *callees):
         for instruction in program.computations[name]:

@@ -26,6 +26,8 @@ from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention.cases import assert_rows_match, inputs, oracle, sharded, split_mesh
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
+pytestmark = pytest.mark.jax_version
+
 NO_MASKS = Masks(None, None, None, None)
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 

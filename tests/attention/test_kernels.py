@@ -13,6 +13,8 @@ from jaxlc.attention.merge import merge
 from tests.attention.cases import assert_rows_match, inputs, masks, sequence_positions
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
+pytestmark = pytest.mark.jax_version
+
 kernels = pytest.mark.parametrize("kernel", [KERNELS[name] for name in cpu_kernels()], ids=cpu_kernels())
 
 

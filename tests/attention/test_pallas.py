@@ -16,6 +16,8 @@ from jaxlc.simulate.topology import WITHOUT_GPU, topology
 from tests.attention.cases import assert_rows_match, inputs, sequence_positions
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
+pytestmark = pytest.mark.jax_version
+
 IMPLICIT = Masks(None, None, None, None)
 SPEC = AttentionSpec(query_block_tokens=16, key_block_tokens=16)
 

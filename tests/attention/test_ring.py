@@ -24,6 +24,8 @@ from tests.attention.cases import (
 )
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
 
+pytestmark = pytest.mark.jax_version
+
 
 @pytest.mark.parametrize(
     "axes",

@@ -29,8 +29,8 @@ def test_training_flops_of_small_model_equals_manual_count():
     matmul_params = 4 * 4 + 4 * 2 + 4 * 2 + 4 * 4 + 3 * 4 * 5 + 4 * 7  # q k v o, feed-forward, head
     assert num_matmul_params(model) == matmul_params
     per_pair = 3 * (2 * 2 + 2 * 2) * 2  # forward and twice that backward; q.k and value; 2 heads of 2
-    full = training_flops(model, rows=3, seq_len=5, attention="full")
-    causal = training_flops(model, rows=3, seq_len=5, attention="causal")
+    full = training_flops(model, num_sequences=3, seq_len=5, attention="full")
+    causal = training_flops(model, num_sequences=3, seq_len=5, attention="causal")
     assert full == 3 * (6 * matmul_params * 5 + per_pair * 25)
     assert causal == 3 * (6 * matmul_params * 5 + per_pair * (5 + 4 + 3 + 2 + 1))
 
@@ -40,5 +40,5 @@ def test_training_flops_at_1m_tokens_with_remat_is_1_36e18():
     become 9: 2 forward, 2 for the recomputed layer, and 5 in the flash backward, which recomputes q . k."""
     model, tokens = PRESETS["llama3.1-8b"], 2**20
     matmul_flops = 6 * num_matmul_params(model) * tokens
-    attention_flops = training_flops(model, rows=1, seq_len=tokens, attention="causal") - matmul_flops
+    attention_flops = training_flops(model, num_sequences=1, seq_len=tokens, attention="causal") - matmul_flops
     assert matmul_flops * 4 / 3 + attention_flops * 9 / 6 == pytest.approx(1.36e18, rel=1e-3)

@@ -19,6 +19,8 @@ from jaxlc.train.remat import Remat
 from tests.models import small
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
+pytestmark = pytest.mark.jax_version
+
 B, T, N, H, D = 2, 5, 3, 4, 6
 # Results are float32; the products of FP8 operands are exact in float32, and so are the sums up to their order.
 EXACT = 1e-6

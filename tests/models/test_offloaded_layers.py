@@ -9,6 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.models import offloaded_layers
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
+pytestmark = pytest.mark.jax_version
+
 L, B, D, F = 3, 2, 4, 5
 _KEEP = jax.checkpoint_policies.save_only_these_names
 POLICIES = {"nothing": _KEEP(), "hidden": _KEEP("hidden")}

@@ -14,7 +14,7 @@ from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.train.step import TrainStep, build_step
 from tests.plan.gpus import small_config
 
-pytestmark = pytest.mark.gpu_compiler
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
 TOKENS, D, N, K, H, F = 1024, 256, 4, 2, 64, 512
 WEIGHTS = dict(
     query=D * N * H, key=D * K * H, value=D * K * H, attention_projected=N * H * D, mlp_gate=D * F, mlp_up=D * F,

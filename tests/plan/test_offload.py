@@ -9,7 +9,7 @@ from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.train.step import TrainStep, build_step
 from tests.plan.gpus import small_config
 
-pytestmark = pytest.mark.gpu_compiler
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
 LAYERS, TOKENS = 4, 4096
 
 

@@ -21,7 +21,7 @@ from jaxlc.hlo.liveness import max_alive
 from jaxlc.hlo.op_names import PASSES
 from jaxlc.simulate.topology import topology
 
-pytestmark = pytest.mark.gpu_compiler
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
 TOKENS = 262_144
 LAYERS = 2
 

@@ -18,7 +18,7 @@ from jaxlc.hlo.parser import Program
 from jaxlc.runtime.xla_flags import PRESETS
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 
-pytestmark = pytest.mark.gpu_compiler
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
 CONTEXT_RANKS, TOKENS, TILES = 4, 4 * 1_048_576, 64
 N, K, H = 32, 8, 128
 KV_BYTES = 2 * TOKENS // CONTEXT_RANKS * K * H * 2  # of one GPU, in bfloat16

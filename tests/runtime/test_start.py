@@ -11,6 +11,8 @@ from jaxlc import runtime
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 
+pytestmark = pytest.mark.jax_version
+
 start = importlib.import_module("jaxlc.runtime.start")  # the package's `start` is the function
 ROOT = Path(__file__).parents[2]
 

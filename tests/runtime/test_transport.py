@@ -14,6 +14,8 @@ from jaxlc.runtime.transport import TransportEnvironment, choose, choose_for, pr
 from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, compile_options
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 
+pytestmark = pytest.mark.jax_version
+
 NVSHMEM_IS_GONE = xla_version() > LAST_XLA_WITH_NVSHMEM
 # Supports NVSHMEM and one-sided NCCL.
 ENVIRONMENT = TransportEnvironment(

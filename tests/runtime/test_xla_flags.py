@@ -8,6 +8,8 @@ from jaxlc.config import RuntimeConfig
 from jaxlc.runtime.xla_flags import PRESETS, compile_options, users_options
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 
+pytestmark = pytest.mark.jax_version
+
 
 def test_compile_options_on_cpu_are_empty():
     options = compile_options("cpu", preset="overlap", transport=None, environment={})

@@ -306,7 +306,7 @@ class TestRealStep:
     def test_predict_is_within_bounds(self, step):
         estimate = predict(step.program, step.time_model)
         model = step.config.model
-        flops = training_flops(model, rows=1, seq_len=131_072, attention="causal")
+        flops = training_flops(model, num_sequences=1, seq_len=131_072, attention="causal")
         assert estimate.step_seconds > flops / 8 / 989.4e12
         assert estimate.step_seconds == pytest.approx(sum(estimate.seconds_by_resource.values()))
         assert estimate.step_seconds == pytest.approx(sum(estimate.seconds_by_kind.values()))

@@ -9,6 +9,8 @@ from jaxlc.core.hardware import DEVICES
 from jaxlc.simulate import topology as topology_module
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 
+pytestmark = pytest.mark.jax_version
+
 
 def test_topology_parses_a_name():
     gpus = topology("h100:8x4")

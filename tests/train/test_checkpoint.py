@@ -18,6 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlc.core.errors import UserError
 from jaxlc.train.checkpoint import Checkpoints, prepare_workdir
 
+pytestmark = pytest.mark.jax_version
+
 REPOSITORY = Path(__file__).parents[2]
 MODEL = dict(preset="tiny", vocab_size=61, model_dim=16, rope_theta=10_000.0)
 

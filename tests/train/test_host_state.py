@@ -29,6 +29,8 @@ from tests.plan import gpus
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 from tests.train.synthetic import make_batch, natural_rows, small_config, small_step, without_padding
 
+pytestmark = pytest.mark.jax_version
+
 WEIGHTS_OF_A_LAYER = 9
 ON_HOST = dict(parameters="host", optimizer="host")
 REFUSAL = lacks_host_memory(small_step(small_config()).mesh)

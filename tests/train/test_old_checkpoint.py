@@ -18,6 +18,8 @@ from jaxlc.train.checkpoint import Checkpoints
 from jaxlc.train.step import build_step
 from tests.train import runs
 
+pytestmark = pytest.mark.jax_version
+
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "checkpoint_before_renames.tar.gz"
 SETTINGS = dict(
     mesh__context=2,

@@ -11,6 +11,8 @@ from jaxlc.train.step import build_step
 from jaxlc.train.verify_compiled import describe, mismatch, verify_compiled_step
 from tests.hlo.snippets import RING
 
+pytestmark = pytest.mark.jax_version
+
 NVSHMEM = TransportSelection("nvshmem", "named in the config", is_auto=False)
 ALL_NCCL = RING.replace('"NVSHMEM"', '"DEFAULT"')
 
