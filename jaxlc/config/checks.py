@@ -20,6 +20,7 @@ _FROM_0 = _Range("at least 0", lambda x: x >= 0)
 _FROM_1 = _Range("at least 1", lambda x: x >= 1)
 _POSITIVE = _Range("greater than 0", lambda x: x > 0)
 _FRACTION = _Range("at least 0 and less than 1", lambda x: 0 <= x < 1)
+_OPEN_FRACTION = _Range("greater than 0 and less than 1", lambda x: 0 < x < 1)
 _FRACTION_OR_1 = _Range("between 0 and 1", lambda x: 0 <= x <= 1)
 
 RANGES: dict[str, dict[str, _Range]] = {
@@ -40,7 +41,7 @@ RANGES: dict[str, dict[str, _Range]] = {
     ),
     "mesh": dict.fromkeys(MESH_AXES, _FROM_1),
     "attention": dict(ulysses_degree=_FROM_1, window=_FROM_0, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
-    "data": dict(seq_len=_FROM_1, eval_fraction=_FRACTION, seed=_FROM_0, prefetch_steps=_FROM_0),
+    "data": dict(seq_len=_FROM_1, eval_fraction=_OPEN_FRACTION, seed=_FROM_0, prefetch_steps=_FROM_0),
     "optimizer": dict(
         learning_rate=_FROM_0,
         warmup_steps=_FROM_0,

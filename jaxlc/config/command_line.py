@@ -4,7 +4,9 @@ absl and ml_collections parse; their errors become one line that names the setti
 """
 
 import difflib
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +63,9 @@ def run_main(
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of the output ended, as in `jaxlc plan --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
+        return 128 + signal.SIGPIPE
 
 
 def parse(argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None) -> ParsedCommand:

@@ -9,5 +9,10 @@ class UserError(ValueError):
     """
 
 
+def reason_of(error: Exception) -> str:
+    """The message of an exception in one line, without the error number and path of an OSError."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split())
+
+
 class Unsupported(UserError, NotImplementedError):
     """A selected strategy or kernel does not support the case. The message names the limit and the value."""

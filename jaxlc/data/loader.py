@@ -13,7 +13,7 @@ import numpy as np
 from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.packing import PackedSequences
-from jaxlc.data.sources import list_files
+from jaxlc.data.sources import PYTHON_STDLIB, list_files
 from jaxlc.data.split import Split, split_documents
 from jaxlc.data.store import Progress, TokenStore, open_store
 from jaxlc.data.tokenizers import Tokenizer, load_tokenizer
@@ -60,15 +60,17 @@ def open_corpus(config: DataConfig, progress: Progress | None = None) -> Corpus:
         train=PackedSequences(split.store, split.train_ids, config.seq_len, config.seed),
         heldout=PackedSequences(split.store, split.heldout_ids, config.seq_len, seed=None),
         fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest(),
-        warnings=tuple(_warnings(num_duplicates, store, split)),
+        warnings=tuple(_warnings(config, num_duplicates, store, split)),
     )
 
 
-def _warnings(num_duplicates: int, store: TokenStore, split: Split) -> Iterator[str]:
+def _warnings(config: DataConfig, num_duplicates: int, store: TokenStore, split: Split) -> Iterator[str]:
     if num_duplicates:
         yield f"data.sources: duplicate files: {num_duplicates:,}; each file is used once per epoch"
     invalid = store.invalid_utf8
-    if invalid.num_documents:
+    if invalid.num_documents and config.sources != (
+        PYTHON_STDLIB,
+    ):  # Python's library has test files in other encodings
         yield (
             f"data.sources: documents that are not valid UTF-8: {invalid.num_documents:,} of {store.num_documents:,}"
             f" (invalid characters: {invalid.num_characters:,}, first in {invalid.first_document!r});"

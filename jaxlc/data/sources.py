@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlc.core import extras
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, reason_of
 
 PYTHON_STDLIB = "python-stdlib"
 _TEXT_SUFFIXES = (".txt", ".py", ".md", ".rst")
@@ -95,11 +95,7 @@ def split_hash(name: str) -> float:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"cannot read {str(path)!r} ({_one_line(error)}); fix it or remove it from data.sources")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(getattr(error, "strerror", None) or error).split())
+    return UserError(f"cannot read {str(path)!r} ({reason_of(error)}); fix it or remove it from data.sources")
 
 
 def _source_file(name: str, path: Path) -> SourceFile:
@@ -159,7 +155,7 @@ def _jsonl_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
                 raise UserError(
-                    f"{file.path}:{number}: invalid JSON ({_one_line(error)}); fix or remove this line"
+                    f"{file.path}:{number}: invalid JSON ({reason_of(error)}); fix or remove this line"
                 ) from error
             if not isinstance(record, dict):
                 raise UserError(
@@ -188,7 +184,7 @@ def _parquet_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
                     yield _text_document(file, number, value.as_py(), text_field)
     except pyarrow.ArrowException as error:
         raise UserError(
-            f"cannot read {str(file.path)!r} as Parquet ({_one_line(error)}); fix it or remove it from data.sources"
+            f"cannot read {str(file.path)!r} as Parquet ({reason_of(error)}); fix it or remove it from data.sources"
         ) from error
 
 

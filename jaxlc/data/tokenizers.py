@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxlc.core import extras
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, reason_of
 from jaxlc.data.text_pieces import can_encode_in_pieces, text_pieces
 
 # Names of the end-of-document token in published models, in order of preference.
@@ -82,7 +82,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exception if it cannot parse the content
             raise UserError(
-                f"data.tokenizer {name!r} is not a valid tokenizer.json ({_one_line(error)});"
+                f"data.tokenizer {name!r} is not a valid tokenizer.json ({reason_of(error)});"
                 ' use "bytes" or the path of a tokenizer.json'
             ) from error
         self._tokenizer.no_truncation()  # many files contain the length limit of their model
@@ -106,7 +106,7 @@ class HuggingFaceTokenizer:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # the package raises plain Exception
             raise UserError(
-                f"data.tokenizer {self.name!r} cannot encode the corpus ({_one_line(error)}); use a different tokenizer"
+                f"data.tokenizer {self.name!r} cannot encode the corpus ({reason_of(error)}); use a different tokenizer"
             ) from None
         return np.asarray(encoding.ids, np.int32)
 
@@ -126,7 +126,3 @@ class HuggingFaceTokenizer:
             f"data.tokenizer {self.name!r} has no end-of-document token: its special tokens are"
             f" {sorted(special)[:8]}; add one of {', '.join(_END_OF_DOCUMENT)} to them"
         )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -72,7 +72,7 @@ def plot_loss_by_position(evaluation: Evaluation, path: Path) -> None:
     # Bins of few tokens have bands of several nats: they are clipped, so that they do not flatten the curve.
     margin = max(0.15 * np.ptp(mean), 3 * np.median(error))
     axes.set(ylim=(mean.min() - margin, mean.max() + margin), ylabel="held-out loss, nats per token")
-    axes.set_title("Does long context pay?  Loss by position", loc="left")
+    axes.set_title("Held-out loss by position in the document", loc="left")
     below.bar(left, weight, width=right - left, align="edge", color=_FAINT, edgecolor="white", linewidth=0.8)
     below.set(yscale="log", ylim=(0.5, 2 * weight.max()), ylabel="tokens")
     below.set_xlabel("earlier tokens of the same document in the sequence")

@@ -10,7 +10,7 @@ from benchmarks import attention_speed
 from benchmarks.attention_speed import AttentionCase
 from jaxlc.config import MeshConfig
 from jaxlc.core.errors import UserError
-from tests.plots import record_figures
+from tests.helpers import record_figures
 
 SMALL = ["--num_heads=4", "--num_kv_heads=2", "--head_dim=8"]
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.loss_curves import compare, settings_of
 from jaxlc.core.errors import UserError
 from jaxlc.train.metrics import METRICS_FILE
-from tests.plots import record_figures
+from tests.helpers import record_figures
 
 
 def write_losses(path, losses):

@@ -9,7 +9,7 @@ from benchmarks.memory_cases import Case, MaxSeqLen
 from jaxlc.core.errors import UserError
 from jaxlc.sweep import runner
 from tests.benchmarks import ladder_fakes
-from tests.plots import record_figures
+from tests.helpers import record_figures
 
 
 def row(case: Case) -> dict:

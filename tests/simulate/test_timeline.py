@@ -18,6 +18,7 @@ from jaxlc.simulate.time_model import TimeModel, visible_fraction
 from jaxlc.simulate.timeline import Prediction, events, predict
 from jaxlc.simulate.timeline_plot import layer, plot_layer
 from jaxlc.simulate.topology import topology
+from tests.helpers import png_size, record_figures
 from tests.hlo.snippets import FORWARD, program
 
 # No latencies, and efficiency 1: times are bytes over an H100's bandwidths, or FLOPs over its peak.
@@ -337,6 +338,11 @@ class TestRealStep:
         for earlier, later in zip(kernels, kernels[1:], strict=False):
             assert earlier.end_seconds <= later.start_seconds + 1e-12
 
-    def test_plot_layer_writes_a_picture(self, step, tmp_path):
+    def test_plot_layer_draws_kernels_and_links(self, step, tmp_path, monkeypatch):
+        figures = record_figures(monkeypatch)
         plot_layer(step.program, step.time_model, tmp_path / "timeline.png")
-        assert (tmp_path / "timeline.png").stat().st_size > 10_000
+        (figure,) = figures
+        lanes = {label.get_text() for axes in figure.axes for label in axes.get_yticklabels()}
+        assert {"kernels", "network"} <= lanes
+        width, height = png_size(tmp_path / "timeline.png")
+        assert width > 500 and height > 200

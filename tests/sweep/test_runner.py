@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +19,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.sweep import ranking, runner, worker
 from jaxlc.sweep.__main__ import main
 from jaxlc.sweep.grid import Point, parse_grid, points
+from tests.helpers import record_figures, wait_until
 from tests.plan.gpus import small_config
-from tests.plots import record_figures
 from tests.sweep import fakes
 
 ROOT = Path(__file__).parents[2]
@@ -55,13 +54,6 @@ def mesh_of(row: dict) -> tuple[int, int]:
 
 def written(tmp_path) -> list[dict]:
     return [json.loads(line) for line in (tmp_path / runner.ROWS).read_text().splitlines()]
-
-
-def wait_until(condition) -> None:
-    end_seconds = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end_seconds
-        time.sleep(0.02)
 
 
 class InterruptingConsole(Console):
