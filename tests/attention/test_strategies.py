@@ -92,5 +92,5 @@ def test_attend_with_ulysses_ranks_and_ring_raises():
 
 def test_hybrid_with_indivisible_context_raises():
     q, k, v, _ = inputs()
-    with pytest.raises(ValueError, match="ulysses_degree=3 does not divide context=4"):
+    with pytest.raises(ValueError, match="invalid value 3 for ulysses_degree: expected a divisor of context=4"):
         attend(q, k, v, mesh=split_mesh(context=4), strategy="hybrid", ulysses_ranks=3)

@@ -211,7 +211,7 @@ def test_command_ctrl_c_and_kill_leave_no_worker(tmp_path):
     flags = ["--run", f"--config={config}", f"--out={tmp_path}", "--axes=context,tensor"]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     command = [sys.executable, "-c", _COMMAND_TWICE, *flags]
-    leader = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    leader = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=_accept_sigint, **pipes)
     pids = [_wait_for_worker(tmp_path)]
     os.killpg(leader.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
     pids.append(_wait_for_worker(tmp_path))  # of the resumed sweep
@@ -224,6 +224,11 @@ def test_command_ctrl_c_and_kill_leave_no_worker(tmp_path):
     interrupted = [line for line in stderr.splitlines() if line.startswith("interrupted")]
     assert interrupted == [f"interrupted: 1 of 3 points are in {tmp_path / runner.ROWS}; the same command resumes"]
     assert stderr.splitlines()[0] == "starting JAX" and f"1 of 3 points are already in {tmp_path}" in stderr
+
+
+def _accept_sigint() -> None:
+    """A shell starts background jobs, such as a CI job, with SIGINT ignored, and their children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _wait_for_worker(tmp_path) -> str:

@@ -162,7 +162,7 @@ def test_offload_without_host_memory_saves_on_device_and_says_so():
 
 
 def test_host_parameters_with_remat_none_raises():
-    with pytest.raises(UserError, match="memory.remat='none' keeps those of all layers"):
+    with pytest.raises(UserError, match="memory.remat='none', which would keep the copied weights of all layers"):
         small_config(memory=dict(parameters="host", remat="none"))
 
 
