@@ -186,8 +186,10 @@ def test_run_failing_point_is_a_row_and_others_finish(tmp_path, work, status, re
 
 
 # Runs the command twice in one process, with fake work: the first run is interrupted, the second one killed.
+# A shell starts background jobs, such as a CI job, with SIGINT ignored, and their children inherit that.
 _COMMAND_TWICE = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from jaxlc.sweep import worker
 from jaxlc.sweep.__main__ import main
 from tests.sweep import fakes
@@ -211,7 +213,7 @@ def test_command_ctrl_c_and_kill_leave_no_worker(tmp_path):
     flags = ["--run", f"--config={config}", f"--out={tmp_path}", "--axes=context,tensor"]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     command = [sys.executable, "-c", _COMMAND_TWICE, *flags]
-    leader = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=_accept_sigint, **pipes)
+    leader = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
     pids = [_wait_for_worker(tmp_path)]
     os.killpg(leader.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
     pids.append(_wait_for_worker(tmp_path))  # of the resumed sweep
@@ -224,11 +226,6 @@ def test_command_ctrl_c_and_kill_leave_no_worker(tmp_path):
     interrupted = [line for line in stderr.splitlines() if line.startswith("interrupted")]
     assert interrupted == [f"interrupted: 1 of 3 points are in {tmp_path / runner.ROWS}; the same command resumes"]
     assert stderr.splitlines()[0] == "starting JAX" and f"1 of 3 points are already in {tmp_path}" in stderr
-
-
-def _accept_sigint() -> None:
-    """A shell starts background jobs, such as a CI job, with SIGINT ignored, and their children inherit that."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _wait_for_worker(tmp_path) -> str:
