@@ -1,0 +1,52 @@
+"""Colors and style of all figures. Importing this module does not import matplotlib, which is slow to import."""
+
+import functools
+import io
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, RED, TEAL, AMBER = "#1f5fa8", "#d1495b", "#2a9d8f", "#e9a23b"
+SKY, VIOLET = "#8fb4dc", "#7a5ea8"
+GRAY, SILVER, FAINT = "#6b7280", "#9aa5b1", "#dde1e6"  # secondary text and lines, background kernels, grid lines
+
+
+def new_figure(width: float, height: float, **options: Any) -> "Figure":
+    """A matplotlib Figure that a notebook shows as a picture when it is the last value of a cell.
+
+    It does not use pyplot, which would keep a reference to the figure and change the backend of the notebook.
+
+    Args:
+      width, height: in inches.
+      options: further arguments of `matplotlib.figure.Figure`.
+    """
+    return _figure_class()(**{"figsize": (width, height), "dpi": 110, "layout": "constrained"} | options)
+
+
+def style_axes(axes: "Axes", grid: str = "") -> None:
+    """Removes the frame at the top and right, and draws faint grid lines behind the data.
+
+    Args:
+      grid: "x", "y" or "both": the axes whose ticks get a grid line; empty: none.
+    """
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(axis=grid, color=FAINT, linewidth=0.6)
+
+
+@functools.cache
+def _figure_class() -> "type[Figure]":
+    from matplotlib.figure import Figure
+
+    class NotebookFigure(Figure):
+        """A Figure that IPython shows even if pyplot, which registers a display function, was not imported."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png", bbox_inches="tight")
+            return buffer.getvalue()
+
+    return NotebookFigure
