@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxlc import __version__
 from jaxlc.config import shipped_configs
-from jaxlc.config.loading import did_you_mean
+from jaxlc.config.values import did_you_mean
 
 
 class Verb(NamedTuple):

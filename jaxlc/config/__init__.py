@@ -6,12 +6,12 @@ frozen = load(config)
 """
 
 from jaxlc.config.files import check_variant, read_config, shipped_configs, shrink_for_cpu
-from jaxlc.config.loading import defaults, load, to_dict, transport_settings, with_settings
+from jaxlc.config.frozen import Config, to_dict
+from jaxlc.config.loading import load, transport_settings, with_settings
 from jaxlc.config.mesh_checks import check_evaluation, check_num_devices
 from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
-    Config,
     DataConfig,
     MemoryConfig,
     MeshConfig,
@@ -21,6 +21,7 @@ from jaxlc.config.schema import (
     RuntimeConfig,
     TrainConfig,
 )
+from jaxlc.config.settings import defaults
 
 __all__ = [
     "PRESETS",

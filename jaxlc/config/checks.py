@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from jaxlc.config.frozen import Config
 from jaxlc.config.mesh_checks import check_num_devices, length_problems, mesh_overrides, split_problems, working_mesh
 from jaxlc.config.precision_checks import precision_problems
-from jaxlc.config.schema import TENSOR_NAMES, Config
+from jaxlc.config.schema import TENSOR_NAMES
 from jaxlc.config.tile_checks import tile_problems
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError

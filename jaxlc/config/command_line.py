@@ -17,18 +17,10 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import tuple_parser
 
 from jaxlc.config.files import read_config, shipped_configs
+from jaxlc.config.frozen import SECTIONS, Config, field_types
 from jaxlc.config.help import settings_help
-from jaxlc.config.loading import (
-    SECTIONS,
-    check_key,
-    describe_type,
-    did_you_mean,
-    field_types,
-    invalid_value,
-    load,
-    parse_integer,
-)
-from jaxlc.config.schema import Config
+from jaxlc.config.loading import check_key, load
+from jaxlc.config.values import describe_type, did_you_mean, invalid_value, parse_integer
 from jaxlc.core.errors import UserError
 
 _OVERRIDE = re.compile(r"--?(no)?config\.(?P<key>[^=]*)")

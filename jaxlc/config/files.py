@@ -10,7 +10,7 @@ from types import ModuleType
 
 from ml_collections import ConfigDict
 
-from jaxlc.config.loading import did_you_mean
+from jaxlc.config.values import SettingError, did_you_mean
 from jaxlc.core.errors import UserError
 
 _PACKAGE = Path(__file__).parents[1]
@@ -40,6 +40,8 @@ def read_config(name: str) -> ConfigDict:
         raise UserError(f"invalid config file {name}: expected a function get_config(variant), as in quickstart.py")
     try:
         config = module.get_config(variant)
+    except SettingError as error:
+        raise UserError(f"{_place(error, path)}: {error}") from error
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except Exception as error:
@@ -119,10 +121,15 @@ def _import_file(path: Path) -> ModuleType:
 
 def _with_line(error: Exception, path: Path) -> str:
     """The error of a config file in one line, with the file's line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
-    if isinstance(error, ValueError) and frames[-1] in own_frames:
+    last_frame = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, ValueError) and Path(last_frame.filename).resolve() == path.resolve():
         return f"{path}: {error}"  # raised by the file itself, for its user
-    where = f"{path} line {own_frames[-1].lineno}" if own_frames else str(path)
     text = " ".join(str(error).split())
-    return f"{where} fails with {type(error).__name__}: {text}"
+    return f"{_place(error, path)} fails with {type(error).__name__}: {text}"
+
+
+def _place(error: Exception, path: Path) -> str:
+    """The file, and its last line that the error passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    return f"{path} line {lines[-1]}" if lines else str(path)

@@ -8,7 +8,9 @@ import typing
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxlc.config.loading import SECTIONS, defaults, describe_type, field_types
+from jaxlc.config.frozen import SECTIONS, field_types
+from jaxlc.config.settings import defaults
+from jaxlc.config.values import describe_type
 
 _KEY_WIDTH, _WIDTH = 54, 160
 

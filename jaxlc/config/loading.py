@@ -2,21 +2,14 @@
 
 import dataclasses
 import difflib
-import math
-import numbers
-import typing
-from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 from jaxlc.config.checks import check
+from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, field_types, to_dict
 from jaxlc.config.presets import PRESETS, RENAMED_PRESETS
-from jaxlc.config.schema import Config, ModelConfig
-from jaxlc.core.errors import UserError
-
-SECTIONS: dict[str, type] = typing.get_type_hints(Config)
-_DEFAULT_PRESET = "tiny"
+from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
 
 # Old path -> new path. Checkpoints written under the old names still resume: only the model's settings are compared.
 RENAMED = {
@@ -33,36 +26,6 @@ RENAMED = {
     "train.eval_rows": "train.eval_sequences",
     "train.rows_per_step": "train.global_batch_size",
 }
-
-
-class Settings(ConfigDict):
-    """A ConfigDict that accepts in Python what the command line accepts: 1e3 for an integer, and a string or a list for
-    a tuple. Other values of a wrong type raise TypeError at once."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key in self.keys():
-            kind = self.get_type(key)
-            if kind is int:
-                value = _as_integer(value)
-            elif kind is tuple:
-                value = _as_tuple(value)
-        super().__setitem__(key, value)
-
-
-def field_types(section: str) -> dict[str, Any]:
-    """The fields of a section and their declared types: {"data": int, ...} for "mesh"."""
-    return typing.get_type_hints(SECTIONS[section])
-
-
-def defaults() -> ConfigDict:
-    """All settings with their default values, for a config file to edit.
-
-    `model.preset` names a model; the other fields of `model` are placeholders that mean "as in the preset" until set.
-    """
-    shape = {name: config_dict.placeholder(hint) for name, hint in field_types("model").items()}
-    sections = {name: dataclasses.asdict(cls()) for name, cls in SECTIONS.items() if cls is not ModelConfig}
-    sections["model"] = shape | {"preset": _DEFAULT_PRESET}
-    return Settings({name: Settings(sections[name]) for name in SECTIONS})
 
 
 def load(config: ConfigDict | Config) -> Config:
@@ -103,29 +66,22 @@ def transport_settings(transport: str) -> dict[str, Any]:
     return {"runtime.transport": transport} | heap
 
 
-def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
-    values = dataclasses.asdict(config)
-    return {
-        section: {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-        for section, fields in values.items()
-    }
-
-
 def check_key(path: str) -> None:
     """Checks that `path` is a setting such as "mesh.context".
 
     Raises:
-      UserError: it is not; the message names the nearest setting, or the new name of a renamed one.
+      SettingError: it is not; the message names the nearest setting, or the new name of a renamed one.
     """
     if path in RENAMED:
-        raise UserError(f"config.{path} was renamed: use config.{RENAMED[path]}")
+        raise SettingError(f"config.{path} was renamed: use config.{RENAMED[path]}")
     section, _, name = path.partition(".")
     if section not in SECTIONS or (name and name not in field_types(section)):
-        raise UserError(f"unknown setting config.{path}: {_nearest_key(path)}")
+        raise SettingError(f"unknown setting config.{path}: {_nearest_key(path)}")
     if not name:
         example = next(iter(field_types(section)))
-        raise UserError(f"config.{section} is a section: set one of its settings, such as config.{section}.{example}")
+        raise SettingError(
+            f"config.{section} is a section: set one of its settings, such as config.{section}.{example}"
+        )
 
 
 def _nearest_key(path: str) -> str:
@@ -137,101 +93,24 @@ def _nearest_key(path: str) -> str:
     return did_you_mean([f"config.{key}" for key in nearest], [f"config.{key}" for key in known])
 
 
-def did_you_mean(nearest: list[str], known: Iterable[str]) -> str:
-    """A question with the nearest names, or the list of the known names if none is near."""
-    return f"did you mean {' or '.join(nearest)}?" if nearest else f"expected one of {', '.join(sorted(known))}"
-
-
 def _checked_section(section: str, values: dict[str, Any]) -> dict[str, Any]:
     """`values` with their declared types; for the model, on top of its preset."""
     hints = field_types(section)
     is_set = {name: value for name, value in values.items() if value is not None or section != "model"}
-    checked = {name: _typed(f"{section}.{name}", value, hints[name]) for name, value in is_set.items()}
+    checked = {name: typed(f"{section}.{name}", value, hints[name]) for name, value in is_set.items()}
     if section != "model":
         return checked
-    preset = checked.get("preset", _DEFAULT_PRESET)
-    if preset in RENAMED_PRESETS:
-        raise UserError(f"the preset {preset!r} was renamed: use --config.model.preset={RENAMED_PRESETS[preset]}")
-    if preset not in PRESETS:
-        raise UserError(invalid_value("model.preset", preset, f"one of {', '.join(PRESETS)}", PRESETS))
+    check_preset(preset := checked.get("preset", DEFAULT_PRESET))
     return dataclasses.asdict(PRESETS[preset]) | checked
 
 
-def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = ()) -> str:
-    """The error for a value: "invalid value VALUE for SETTING: expected ... (did you mean X?)".
-
-    Args:
-      names: the valid values, if they are strings; the nearest one is suggested.
-    """
-    nearest = difflib.get_close_matches(value, list(names), n=1) if isinstance(value, str) else []
-    question = f" (did you mean {nearest[0]}?)" if nearest else ""
-    return f"invalid value {value!r} for config.{path}: expected {expected}{question}"
-
-
-def _typed(path: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`: an integer is accepted as a float, 1e3 as an integer, "a,b" as a tuple."""
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if value in choices:
-            return value
-        raise UserError(invalid_value(path, value, describe_type(hint), choices))
-    if typing.get_origin(hint) is tuple:
-        item_hint, _ = typing.get_args(hint)
-        items = _as_tuple(value)
-        if isinstance(items, tuple):
-            items = tuple(map(_as_integer, items)) if item_hint is int else items
-            if all(type(item) is item_hint for item in items):
-                return items
-    elif hint is float:
-        if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
-            return float(value)
-    elif hint is int:
-        if type(_as_integer(value)) is int:
-            return _as_integer(value)
-    elif isinstance(value, hint):
-        return value
-    raise UserError(invalid_value(path, value, describe_type(hint)))
-
-
-def _as_integer(value: Any) -> Any:
-    """The int that a number or a string such as "-1" or "1e3" equals; any other value unchanged."""
-    number = value
-    if isinstance(value, str):
-        try:
-            number = int(value)
-        except ValueError:
-            try:
-                number = float(value)
-            except ValueError:
-                return value
-    if isinstance(number, bool) or not isinstance(number, numbers.Real) or not math.isfinite(number):
-        return value
-    return math.floor(number) if number == math.floor(number) else value
-
-
-def _as_tuple(value: Any) -> Any:
-    """The tuple of a list, or of a string with commas; any other value unchanged."""
-    if isinstance(value, str):
-        return tuple(value.split(","))
-    return tuple(value) if isinstance(value, list) else value
-
-
-def parse_integer(text: str) -> int:
-    """An integer of a command line: "1000", "-1" or "1e3".
+def check_preset(preset: str) -> None:
+    """Checks that `preset` is a name in PRESETS.
 
     Raises:
-      ValueError: it is none.
+      SettingError: it is not; the message names the nearest preset, or the new name of a renamed one.
     """
-    number = _as_integer(text)
-    if type(number) is not int:
-        raise ValueError(f"{text!r} is not an integer")
-    return number
-
-
-def describe_type(hint: Any) -> str:
-    """A declared type in words: "an integer"."""
-    if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
-    if typing.get_origin(hint) is tuple:
-        return {int: "a list of integers", str: "a list of strings"}[typing.get_args(hint)[0]]
-    return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}[hint]
+    if preset in RENAMED_PRESETS:
+        raise SettingError(f"the preset {preset!r} was renamed: use --config.model.preset={RENAMED_PRESETS[preset]}")
+    if preset not in PRESETS:
+        raise SettingError(invalid_value("model.preset", preset, f"one of {', '.join(PRESETS)}", PRESETS))

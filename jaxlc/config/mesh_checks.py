@@ -4,7 +4,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from jaxlc.config.schema import Config, MeshConfig
+from jaxlc.config.frozen import Config
+from jaxlc.config.schema import MeshConfig
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
 

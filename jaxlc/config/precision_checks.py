@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from jaxlc.config.schema import MATMUL_NAMES, Config, PrecisionConfig
+from jaxlc.config.frozen import Config
+from jaxlc.config.schema import MATMUL_NAMES, PrecisionConfig
 
 _COMPUTE_OF = {  # setting -> the only value of compute for which it has an effect
     **dict.fromkeys(("fp8_matmuls", "bf16_layers", "fp8_scaling", "fp8_amax_history_len"), "fp8"),

@@ -1,13 +1,11 @@
-"""All settings: frozen dataclasses with their defaults. Imports no jax.
+"""The sections of the settings: frozen dataclasses with their defaults. Imports no jax.
 
 The comments above or behind a field are its documentation, which `--help` prints. `jaxlc.config.load` is the only way
 to make a Config: it checks types, ranges and contradictions before JAX starts. Functions take the section they need.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
-
-from jaxlc.core.flops import training_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,28 +209,3 @@ class TrainConfig:
     checkpoint_every_steps: int = 0  # steps between checkpoints; 0: at the end only
     keep_checkpoints: int = 2  # number of latest checkpoints to keep
     log_every_steps: int = 1  # steps between fetching metrics and writing a row of metrics.jsonl
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    model: ModelConfig
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step over all devices, padding included."""
-        return self.train.global_batch_size * self.data.seq_len
-
-    @property
-    def flops_per_step(self) -> float:
-        """Model FLOPs of one optimizer step over all devices, with causal attention."""
-        return training_flops(
-            self.model, num_sequences=self.train.global_batch_size, seq_len=self.data.seq_len, attention="causal"
-        )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxlc.config.schema import Config
+from jaxlc.config.frozen import Config
 
 # With tiles, only these tensors of a layer exist for the whole sequence at once.
 _WHOLE_TENSORS = ("residual", "attention_out", "attention_lse")

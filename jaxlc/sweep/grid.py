@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from jaxlc.config import Config, transport_settings, with_settings
-from jaxlc.config.loading import did_you_mean, field_types
+from jaxlc.config.frozen import field_types
+from jaxlc.config.values import did_you_mean
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR
 from jaxlc.core.errors import UserError
 

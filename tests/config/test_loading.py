@@ -44,7 +44,7 @@ def test_load_preset_with_override_keeps_other_fields():
 
 
 def test_defaults_placeholder_of_wrong_type_raises():
-    with pytest.raises(TypeError):
+    with pytest.raises(UserError, match="invalid value 'two' for config.model.num_layers: expected an integer"):
         defaults().model.num_layers = "two"
 
 
@@ -75,8 +75,8 @@ def test_load_partial_config_fills_defaults():
         (
             "optimizer",
             "learning_rate",
-            "1e-3",
-            "'1e-3' for config.optimizer.learning_rate: expected a finite number",
+            "1e-3x",
+            "'1e-3x' for config.optimizer.learning_rate: expected a finite number",
         ),
         ("optimizer", "learning_rate", True, "expected a finite number"),
         ("optimizer", "learning_rate", float("nan"), "expected a finite number"),
@@ -138,11 +138,11 @@ def test_settings_accept_integral_floats_strings_and_lists():
 
 
 @pytest.mark.parametrize("value", [3.5, "x", True])
-def test_settings_of_wrong_type_raise_at_assignment_or_load(value):
+def test_settings_of_wrong_type_raise_at_assignment(value):
     config = defaults()
-    with pytest.raises((TypeError, UserError)):
+    with pytest.raises(UserError, match=f"invalid value {value!r} for config.train.steps: expected an integer"):
         config.train.steps = value
-        load(config)
+    assert config.train.steps == defaults().train.steps
 
 
 def test_load_accepts_integral_float_and_string_of_plain_config():
@@ -154,9 +154,7 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
 @pytest.mark.parametrize("old", RENAMED)
 def test_load_renamed_setting_names_the_new_one(old):
     section, name = old.split(".")
-    config = defaults()
-    config[section][name] = 1
-    assert rejected(config) == f"config.{old} was renamed: use config.{RENAMED[old]}"
+    assert rejected(changed(section, **{name: 1})) == f"config.{old} was renamed: use config.{RENAMED[old]}"
     new_section, new_name = RENAMED[old].split(".")
     assert new_name in field_types(new_section)
 

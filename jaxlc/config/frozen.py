@@ -1,0 +1,79 @@
+"""The frozen config of a run, its default values, and its representations. Imports no jax."""
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxlc.config import differences
+from jaxlc.config.presets import PRESETS
+from jaxlc.config.schema import (
+    AttentionConfig,
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RuntimeConfig,
+    TrainConfig,
+)
+from jaxlc.core.flops import training_flops
+
+DEFAULT_PRESET = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Config:
+    """All settings of a run. `print` and notebooks show the differences from the defaults."""
+
+    model: ModelConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all devices, padding included."""
+        return self.train.global_batch_size * self.data.seq_len
+
+    @property
+    def flops_per_step(self) -> float:
+        """Model FLOPs of one optimizer step over all devices, with causal attention."""
+        return training_flops(
+            self.model, num_sequences=self.train.global_batch_size, seq_len=self.data.seq_len, attention="causal"
+        )
+
+    def __repr__(self) -> str:
+        return differences.as_text("Config", to_dict(self), default_values(self.model.preset))
+
+    def _repr_html_(self) -> str:
+        return differences.as_html("Config", to_dict(self), default_values(self.model.preset))
+
+
+SECTIONS: dict[str, type] = typing.get_type_hints(Config)
+
+
+def field_types(section: str) -> dict[str, Any]:
+    """The fields of a section and their declared types: {"data": int, ...} for "mesh"."""
+    return typing.get_type_hints(SECTIONS[section])
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
+    values = dataclasses.asdict(config)
+    return {
+        section: {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        for section, fields in values.items()
+    }
+
+
+def default_values(preset: str) -> dict[str, dict[str, Any]]:
+    """The default of every setting, section by section; for the model, those of `preset`, a key of PRESETS."""
+    sections = {name: dataclasses.asdict(cls()) for name, cls in SECTIONS.items() if cls is not ModelConfig}
+    return {"model": dataclasses.asdict(PRESETS[preset]) | {"preset": DEFAULT_PRESET}, **sections}

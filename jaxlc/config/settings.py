@@ -1,0 +1,116 @@
+"""The editable settings: a ConfigDict that checks names and values at the assignment. Imports no jax."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ml_collections import ConfigDict, FieldReference, config_dict
+
+from jaxlc.config import differences
+from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types
+from jaxlc.config.loading import check_key, check_preset
+from jaxlc.config.values import typed
+
+
+class Settings(ConfigDict):
+    """All settings, as `defaults()` makes them. `load` also checks ranges and contradictions."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Sets a section, as when a ConfigDict is copied. A dict becomes the defaults, updated with its values.
+
+        Raises:
+          SettingError: no such section, or the value is not a section.
+        """
+        if key not in SECTIONS or not isinstance(value, (Mapping, ConfigDict)):
+            check_key(key)
+        if not isinstance(value, _SECTION_CLASSES[key]):
+            section = _default_section(key)
+            section.update(value)
+            value = section
+        super().__setitem__(key, value)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute not in self.keys() and not attribute.startswith("_"):
+            check_key(attribute)
+        return super().__getattr__(attribute)
+
+    def update_from_flattened_dict(self, flattened_dict: Mapping[str, Any], strip_prefix: str = "") -> None:
+        """Sets values by their paths: {"mesh.context": 8}; see `ConfigDict.update_from_flattened_dict`.
+
+        Raises:
+          SettingError: an unknown setting, or an invalid value.
+        """
+        for path in flattened_dict:
+            if path.startswith(strip_prefix):
+                check_key(path.removeprefix(strip_prefix).partition("[")[0])
+        super().update_from_flattened_dict(flattened_dict, strip_prefix)
+
+    def _repr_html_(self) -> str:
+        return differences.as_html("Settings", *_set_and_default_values(self))
+
+
+class Section(ConfigDict):
+    """The settings of one section. Values are converted to their declared types, as on the command line."""
+
+    _section: ClassVar[str]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Sets a value.
+
+        Raises:
+          SettingError: no such setting, a value of a wrong type, or none of the allowed strings.
+        """
+        check_key(f"{self._section}.{key}")
+        from_preset = self._section == "model" and value is None
+        if not isinstance(value, FieldReference) and not from_preset:
+            value = typed(f"{self._section}.{key}", value, field_types(self._section)[key])
+            if (self._section, key) == ("model", "preset"):
+                check_preset(value)
+        super().__setitem__(key, value)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute not in self.keys() and not attribute.startswith("_"):
+            check_key(f"{self._section}.{attribute}")
+        return super().__getattr__(attribute)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored_section, (self._section, dict(self.items(preserve_field_references=True)), self.is_locked)
+
+    def _repr_html_(self) -> str:
+        root = Settings({self._section: self})
+        return differences.as_html(f"Settings of {self._section}", *_set_and_default_values(root))
+
+
+_SECTION_CLASSES = {name: type(f"{name.title()}Section", (Section,), {"_section": name}) for name in SECTIONS}
+
+
+def defaults() -> Settings:
+    """All settings with their default values, for a config file or a notebook to edit.
+
+    `model.preset` names a model; the other fields of `model` are placeholders that mean "as in the preset" until set.
+    """
+    return Settings({section: _default_section(section) for section in SECTIONS})
+
+
+def _default_section(section: str) -> Section:
+    values = default_values(DEFAULT_PRESET)[section]
+    if section == "model":
+        placeholders = {name: config_dict.placeholder(hint) for name, hint in field_types(section).items()}
+        values = placeholders | {"preset": values["preset"]}
+    return _SECTION_CLASSES[section](values)
+
+
+def _restored_section(section: str, values: dict[str, Any], is_locked: bool) -> Section:
+    """The inverse of `Section.__reduce__`."""
+    restored = _SECTION_CLASSES[section](values)
+    return restored.lock() if is_locked else restored
+
+
+def _set_and_default_values(settings: Settings) -> tuple[differences.Values, differences.Values]:
+    """The values that are set, without the model's fields that are as in the preset, and the defaults."""
+    values = settings.to_dict()
+    preset = values.get("model", {}).get("preset") or DEFAULT_PRESET
+    is_set = {
+        section: {name: value for name, value in fields.items() if value is not None}
+        for section, fields in values.items()
+    }
+    return is_set, default_values(preset)
