@@ -1,6 +1,17 @@
-"""Attention over a sequence that is split across devices. `attend` is the public API."""
+"""Attention over a sequence that is split across devices. `attend` and `dot_product_attention` are the public API."""
 
 from jaxlc.attention.api import KernelSelection, attend, choose, make
+from jaxlc.attention.dot_product import dot_product_attention
 from jaxlc.attention.query_tiles import make_tiled
+from jaxlc.sharding.layout import natural_order, zigzag_order
 
-__all__ = ["KernelSelection", "attend", "choose", "make", "make_tiled"]
+__all__ = [
+    "KernelSelection",
+    "attend",
+    "choose",
+    "dot_product_attention",
+    "make",
+    "make_tiled",
+    "natural_order",
+    "zigzag_order",
+]

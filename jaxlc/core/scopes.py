@@ -17,6 +17,7 @@ RING_SEND = "ring_send"  # collective permute of a KV block, or of its gradients
 ALL_GATHER_KV = "all_gather_kv"  # all-gather of K and V; in the backward pass also the reduce-scatter of dK and dV
 ALL_TO_ALL = "all_to_all_heads"  # Ulysses: exchange of heads for tokens, and back
 WINDOW_HALO = "window_halo"  # sliding windows: exchange of the tokens before each chunk
+REORDER = "zigzag_reorder"  # of arrays in natural order: exchange of chunks to zigzag order, and back
 
 # Training step.
 LOSS = "loss"  # final norm, output head and cross entropy

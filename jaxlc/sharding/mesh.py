@@ -36,7 +36,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 class Ranks(NamedTuple):
     """The ranks of a mesh axis that splits a sequence in zigzag order, for code inside `shard_map`."""
 
-    axis: str
+    axis: str | tuple[str, ...]  # several axes count as one, the last varying fastest
     size: int
 
     def positions(self, batch: int, num_tokens: int) -> jax.Array:
@@ -45,22 +45,20 @@ class Ranks(NamedTuple):
         return jnp.broadcast_to(token_at(indices_T, self.size * num_tokens, self.size), (batch, num_tokens))
 
 
-def split_context(mesh: Mesh, inner: int | None) -> tuple[Mesh, tuple[Ranks, ...]]:
+def split_context(mesh: Mesh, inner: int | None, axis: str = CONTEXT) -> tuple[Mesh, tuple[Ranks, ...]]:
     """Splits the context axis of `mesh` into an outer axis and an inner axis of `inner` neighbouring ranks.
 
-    With `inner=None` the mesh is unchanged and has one set of ranks.
+    With `inner=None` the mesh is unchanged and has one set of ranks. `axis` is the name of the context axis.
 
     Raises:
       UserError: `inner` does not divide the axis.
     """
     if inner is None:
-        return mesh, (Ranks(CONTEXT, mesh.shape[CONTEXT]),)
-    if mesh.shape[CONTEXT] % inner:
-        raise UserError(
-            f"invalid value {inner} for ulysses_degree: expected a divisor of context={mesh.shape[CONTEXT]}"
-        )
-    at = mesh.axis_names.index(CONTEXT)
-    ranks = Ranks("context_outer", mesh.shape[CONTEXT] // inner), Ranks("context_inner", inner)
+        return mesh, (Ranks(axis, mesh.shape[axis]),)
+    if mesh.shape[axis] % inner:
+        raise UserError(f"invalid value {inner} for ulysses_degree: expected a divisor of {axis}={mesh.shape[axis]}")
+    at = mesh.axis_names.index(axis)
+    ranks = Ranks(f"{axis}_outer", mesh.shape[axis] // inner), Ranks(f"{axis}_inner", inner)
     names = (*mesh.axis_names[:at], *(group.axis for group in ranks), *mesh.axis_names[at + 1 :])
     shape = (*mesh.devices.shape[:at], *(group.size for group in ranks), *mesh.devices.shape[at + 1 :])
     return Mesh(mesh.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)), ranks

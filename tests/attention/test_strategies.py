@@ -50,7 +50,9 @@ def test_window_sends_only_its_halo(strategy):
     """Of each chunk of 12 tokens, the last 4 are sent: K and V as one array, to both neighbors."""
     q, k, v, _ = inputs()
     mesh = split_mesh(context=4)
-    jaxpr = jax.make_jaxpr(lambda *qkv: attend(*qkv, mesh=mesh, strategy=strategy, window=5))(q, k, v)
+    jaxpr = jax.make_jaxpr(lambda *qkv: attend(*qkv, mesh=mesh, strategy=strategy, window=5, token_order="zigzag"))(
+        q, k, v
+    )
     sent = [line for line in str(jaxpr).splitlines() if "ppermute[" in line or "all_gather[" in line]
     assert len(sent) == 4 and all("ppermute" in line for line in sent), sent  # K/V and masks, two directions
     assert sum("f32[6,4,2,32]" in line for line in sent) == 2, sent

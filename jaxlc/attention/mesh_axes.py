@@ -1,0 +1,139 @@
+"""The axes of a mesh that split the arrays of attention, and the checks that arrays split over them."""
+
+import difflib
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jaxlc.config.loading import did_you_mean
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.errors import Unsupported, UserError
+
+
+class AttentionAxes(NamedTuple):
+    """Names of mesh axes."""
+
+    batch: tuple[str, ...]  # split B
+    context: str  # splits T and S
+    head: str | None  # splits N and K. None: heads are not split
+
+    def specs(self, context: tuple[str, ...]) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+        """Of arrays [B, T], [B, T, N, H] and [B, N, T], with T split over the axes `context`."""
+        return (
+            PartitionSpec(self.batch, context),
+            PartitionSpec(self.batch, context, self.head, None),
+            PartitionSpec(self.batch, self.head, context),
+        )
+
+    def num_head_ranks(self, mesh: Mesh) -> int:
+        return 1 if self.head is None else mesh.shape[self.head]
+
+
+DEFAULT_AXES = AttentionAxes(BATCH_AXES, CONTEXT, TENSOR)  # of jaxlc's own meshes
+
+
+def resolve_axes(
+    mesh: Mesh | None, context_axis: str, batch_axes: str | Sequence[str] | None, head_axis: str | None
+) -> AttentionAxes:
+    """The axes by the names that a caller of `attend` gives; None: jaxlc's own names, as far as the mesh has them.
+
+    Raises:
+      UserError: the mesh has no axis of that name, has axes that are not Auto, or an axis has two roles.
+    """
+    if mesh is None:
+        raise UserError("attention outside of shard_map needs a mesh: pass mesh=")
+    if any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
+        raise UserError(
+            "the mesh has Explicit or Manual axes (the default of jax.make_mesh); create it with"
+            f" axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}, or with jaxlc.make_mesh"
+        )
+    _check_axis(mesh, "context_axis", context_axis)
+    if head_axis is None:
+        head_axis = TENSOR if TENSOR in mesh.axis_names and context_axis != TENSOR else None
+    else:
+        _check_axis(mesh, "head_axis", head_axis)
+    if batch_axes is None:
+        batch_axes = [axis for axis in BATCH_AXES if axis in mesh.axis_names and axis not in (context_axis, head_axis)]
+    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    for axis in batch_axes:
+        _check_axis(mesh, "batch_axes", axis)
+    names = [context_axis, *batch_axes, *([] if head_axis is None else [head_axis])]
+    if len(set(names)) < len(names):
+        raise UserError(
+            f"invalid axes: context_axis={context_axis!r}, batch_axes={batch_axes} and head_axis={head_axis!r} overlap;"
+            " a mesh axis splits one dimension"
+        )
+    return AttentionAxes(batch_axes, context_axis, head_axis)
+
+
+def is_manual(context_axis: str, q_BTNH: jax.Array) -> bool:
+    """Whether the caller is inside `shard_map` over the context axis, so that arrays are local shards.
+
+    Raises:
+      Unsupported: inside `shard_map` over other axes only.
+      UserError: the `shard_map` tracks over which axes values vary, which kernels do not.
+    """
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    if manual_axes and context_axis not in manual_axes:
+        raise Unsupported(
+            f"unsupported: attention inside a shard_map over {', '.join(manual_axes)} but not over"
+            f" context_axis={context_axis!r}; call outside of it, or add that axis to its axis_names"
+        )
+    if jax.typeof(q_BTNH).manual_axis_type.varying:
+        raise UserError("attention inside shard_map needs check_vma=False: pass it to jax.shard_map")
+    return bool(manual_axes)
+
+
+def check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array | None) -> None:
+    """Raises UserError unless the shapes of the operands, global or local, belong together."""
+    if any(x.ndim != 4 for x in (q_BTNH, k_BSKH, v_BSKH)):
+        raise UserError(
+            f"invalid shapes {_shapes(q_BTNH, k_BSKH, v_BSKH)}: expected q [B, T, N, H], k and v [B, T, K, H]"
+        )
+    batch, num_tokens, num_heads, head_dim = q_BTNH.shape
+    num_kv_heads = k_BSKH.shape[2]
+    if k_BSKH.shape[:2] != (batch, num_tokens) or v_BSKH.shape[:3] != k_BSKH.shape[:3] or k_BSKH.shape[3] != head_dim:
+        raise UserError(
+            f"invalid shapes {_shapes(q_BTNH, k_BSKH, v_BSKH)}: expected q [B, T, N, H], k and v [B, T, K, H]"
+        )
+    if segments_BT is not None and segments_BT.shape != (batch, num_tokens):
+        raise UserError(f"invalid shape {segments_BT.shape} for segment_ids: expected [B, T] = {(batch, num_tokens)}")
+    if num_heads % num_kv_heads:
+        raise UserError(f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads")
+
+
+def check_split(q_BTNH: jax.Array, k_BSKH: jax.Array, mesh: Mesh, axes: AttentionAxes) -> None:
+    """Raises UserError unless global arrays of these shapes split over the mesh."""
+    (batch, num_tokens, num_heads, _), num_kv_heads = q_BTNH.shape, k_BSKH.shape[2]
+    context, head_ranks = mesh.shape[axes.context], axes.num_head_ranks(mesh)
+    batch_ranks = math.prod(mesh.shape[axis] for axis in axes.batch)
+    if num_heads % head_ranks or (num_kv_heads % head_ranks and head_ranks % num_kv_heads):
+        raise UserError(
+            f"{num_heads} query and {num_kv_heads} key/value heads do not split over {axes.head}={head_ranks}"
+        )
+    if batch % batch_ranks:
+        raise UserError(
+            f"a batch of {batch} does not split over {' x '.join(axes.batch)} = {batch_ranks};"
+            f" use a multiple of {batch_ranks}"
+        )
+    if num_tokens % (2 * context):
+        raise UserError(
+            f"{num_tokens} tokens do not split over {axes.context}={context}; use a multiple of {2 * context}"
+        )
+
+
+def _check_axis(mesh: Mesh, argument: str, axis: str) -> None:
+    if axis not in mesh.axis_names:
+        nearest = difflib.get_close_matches(str(axis), mesh.axis_names, n=1)
+        names = ", ".join(mesh.axis_names)
+        raise UserError(
+            f"unknown {argument} {axis!r}: the mesh has the axes {names}"
+            + (f" ({did_you_mean(nearest, [])})" if nearest else "")
+        )
+
+
+def _shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> str:
+    return f"q {q_BTNH.shape}, k {k_BSKH.shape} and v {v_BSKH.shape}"
