@@ -1,91 +1,163 @@
 """Held-out loss, also by position: as a function of the number of earlier tokens of the same document."""
 
-import functools
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxlc.core import html
 from jaxlc.core.axes import DATA, FSDP
-from jaxlc.data.loader import batches
-from jaxlc.data.packing import PackedSequences
+from jaxlc.data.loader import Sequences, batches
+from jaxlc.sharding.layout import natural_order
 from jaxlc.train.batch import BATCH_SPEC, Batch
+from jaxlc.train.context_gain import OFFSETS, PIECE_TOKENS, ContextGain, Pieces, context_gain, scored
+from jaxlc.train.document_sums import DocumentSums, concatenate, position_edges, sum_documents
 from jaxlc.train.step import TrainStep
 
 
 class PositionSums(NamedTuple):
-    """float32 [number of bins] each; bin b holds tokens with edges[b] <= position < edges[b + 1]."""
+    """float64 [bins] each; bin b holds tokens with edges[b] <= position < edges[b + 1]."""
 
-    weight: jax.Array
-    loss: jax.Array  # sum of weight x loss, in nats
-    loss_squared: jax.Array  # sum of weight x loss^2, for error bars
-
-
-class Evaluation(NamedTuple):
-    loss: float  # mean over all held-out target tokens, nats
-    edges: np.ndarray  # int64 [number of bins + 1]: numbers of earlier tokens of the same document
-    sums: PositionSums  # numpy
+    weight: np.ndarray
+    loss: np.ndarray  # sum of weight x loss, in nats
 
 
-def position_edges(num_tokens: int) -> np.ndarray:
-    """Edges of bins of half an octave: 0, 1, 2, 3, 4, 6, 8, 12, 16, ... up to the sequence length."""
-    octaves = 2.0 ** np.arange(0, np.log2(max(2, num_tokens)) + 0.5, 0.5)
-    edges = np.unique(np.concatenate([[0], np.round(octaves).astype(np.int64)]))
-    return np.append(edges[edges < num_tokens], num_tokens)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Evaluation:
+    """Held-out loss and its sums by document and position."""
+
+    documents: DocumentSums
+    num_sequences: int
+    # None if it was not evaluated or does not apply: see `Evaluator.with_context_gain`.
+    context_gain: ContextGain | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean over all held-out target tokens, in nats."""
+        return float(self.sums.loss.sum() / self.sums.weight.sum())
+
+    @property
+    def edges(self) -> np.ndarray:
+        """Edges of the position bins, int64 [bins + 1]: numbers of earlier tokens of the same document."""
+        return self.documents.edges
+
+    @property
+    def sums(self) -> PositionSums:
+        """Sums over all documents, by position."""
+        return PositionSums(self.documents.weight.sum(0), self.documents.loss.sum(0))
+
+    def by_position(self) -> dict[str, np.ndarray]:
+        """Loss by position as columns of equal length, which `pandas.DataFrame` takes.
+
+        One row per bin of positions that has target tokens: first_position, last_position, tokens, documents, loss,
+        low, high. The loss is in nats per token. low and high are the ends of its 95% interval, of a bootstrap over
+        documents; they are NaN for fewer than 5 documents (`document_sums.estimate`).
+        """
+        return self.documents.by_position("loss")
+
+    def __repr__(self) -> str:
+        return (
+            f"Evaluation(loss={self.loss:.3f}, {self.num_sequences:,} sequences,"
+            f" {self.documents.num_documents:,} documents, {self.sums.weight.sum():,.0f} tokens)"
+        )
+
+    def _repr_html_(self) -> str:
+        tables = [_html_table(repr(self), self.by_position())]
+        if self.context_gain is not None:
+            tables.append(_html_table(repr(self.context_gain), self.context_gain.by_position()))
+        return "\n".join(tables)
+
+
+class FiniteSequences(Sequences, Protocol):
+    num_sequences: int  # distinct sequences: those with indices from 0
 
 
 class Evaluator:
     """Evaluates parameters on the first held-out sequences, the same in every evaluation."""
 
-    def __init__(self, step: TrainStep, heldout: PackedSequences, num_sequences: int, order: np.ndarray):
-        self._mesh, self._order = step.mesh, order
+    def __init__(self, step: TrainStep, heldout: FiniteSequences, num_sequences: int, order: np.ndarray):
+        """
+        Args:
+          heldout: `heldout[i]` returns sequence i, in every process of the run.
+          num_sequences: sequences to evaluate, at most those that `heldout` has.
+          order: index of the token at each place of the layout, int [S].
+        """
+        self._step, self._heldout, self._order = step, heldout, order
         self.num_sequences = min(num_sequences, heldout.num_sequences)
-        self._sequences = _FirstSequences(heldout, self.num_sequences)
         self.edges = position_edges(step.config.data.seq_len)
-        replicated = NamedSharding(self._mesh, PartitionSpec())
-        self._sums = jax.jit(functools.partial(_position_sums, step, self.edges), out_shardings=replicated)
+        # Replicated, so that every process has the losses of all tokens.
+        replicated = NamedSharding(step.mesh, PartitionSpec())
+        self._token_losses = jax.jit(step.objective.token_losses, out_shardings=replicated)
 
     def __call__(self, params) -> Evaluation:
-        batch_size = self._mesh.shape[DATA] * self._mesh.shape[FSDP]
-        num_batches = -(-self.num_sequences // batch_size)
+        losses = self._losses(params, self._heldout)
+        sums = concatenate([sum_documents(sequence, losses_S, self.edges) for sequence, losses_S in losses])
+        return Evaluation(documents=sums, num_sequences=self.num_sequences)
+
+    def with_context_gain(self, params, evaluation: Evaluation) -> Evaluation:
+        """Adds the gain of full context to the evaluation of `params`, with two more passes over the sequences.
+
+        The gain stays None if sequences have at most 512 tokens or no document is longer, and without
+        attention.document_mask, because limited context is evaluated as shorter documents.
+        """
+        if self._step.config.data.seq_len <= PIECE_TOKENS or not self._step.config.attention.document_mask:
+            return evaluation
+        limited = []
+        for offset in OFFSETS:
+            losses = self._losses(params, Pieces(self._heldout, offset))
+            sums = [
+                sum_documents(sequence, np.where(scored(sequence["positions"], offset), losses_S, 0.0), self.edges)
+                for sequence, losses_S in losses
+            ]
+            limited.append(concatenate(sums))
+        both_passes = dataclasses.replace(limited[0], loss=limited[0].loss + limited[1].loss)
+        return dataclasses.replace(evaluation, context_gain=context_gain(evaluation.documents, both_passes))
+
+    def _losses(self, params, inputs: Sequences) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+        """Yields each held-out sequence, and the loss of each of its tokens, float32 [S]; both in natural order.
+
+        Args:
+          inputs: what the model is evaluated on: the held-out sequences, perhaps with other positions and segment ids.
+        """
+        mesh = self._step.mesh
+        batch_size = mesh.shape[DATA] * mesh.shape[FSDP]
         stream = batches(
-            self._sequences,
+            _Repeated(inputs, self.num_sequences),
             first_sequence=0,
             global_batch_size=batch_size,
             gradient_accumulation_steps=1,
             sequence_order=self._order,
-            sharding=NamedSharding(self._mesh, BATCH_SPEC),
+            sharding=NamedSharding(mesh, BATCH_SPEC),
             prefetch_steps=1,
         )
-        total = PositionSums(*np.zeros((3, len(self.edges) - 1)))
-        for _, arrays in zip(range(num_batches), stream):
-            sums = self._sums(params, jax.tree.map(lambda x: x[0], Batch(**arrays)))
-            total = jax.tree.map(lambda a, b: a + np.asarray(b, np.float64), total, sums)
-        return Evaluation(float(total.loss.sum() / total.weight.sum()), self.edges, total)
+        to_natural_order = natural_order(self._order)
+        for begin, arrays in zip(range(0, self.num_sequences, batch_size), stream):
+            losses = self._token_losses(params, jax.tree.map(lambda x: x[0], Batch(**arrays)))
+            sequences = [self._heldout[i] for i in range(begin, min(begin + batch_size, self.num_sequences))]
+            for sequence, losses_S in zip(sequences, np.asarray(losses)):  # the last batch may have more rows
+                yield sequence, losses_S[to_natural_order]
 
 
-class _FirstSequences:
-    """The first sequences of a corpus; then the same again with weight 0, to fill the last batch."""
+class _Repeated:
+    """The first sequences, again and again; the repeated ones fill the last batch."""
 
-    def __init__(self, sequences: PackedSequences, num_sequences: int):
+    def __init__(self, sequences: Sequences, num_sequences: int):
         self._sequences, self._num_sequences = sequences, num_sequences
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        sequence = self._sequences[i % self._num_sequences]
-        if i < self._num_sequences:
-            return sequence
-        return {**sequence, "loss_weights": np.zeros_like(sequence["loss_weights"])}
+        return self._sequences[i % self._num_sequences]
 
 
-def _position_sums(step: TrainStep, edges: np.ndarray, params, batch: Batch) -> PositionSums:
-    losses_BT = step.objective.token_losses(params, batch)
-    num_bins = len(edges) - 1
-    bins = jnp.searchsorted(jnp.asarray(edges, jnp.int32), batch.positions, side="right") - 1
+def _html_table(title: str, columns: dict[str, np.ndarray]) -> str:
+    rows = zip(*(map(_cell, column) for column in columns.values()))
+    return html.table(list(columns), rows, caption=title, align="r" * len(columns))
 
-    def sum_by_bin(values_BT):
-        return jax.ops.segment_sum(values_BT.reshape(-1), bins.reshape(-1), num_segments=num_bins)
 
-    weighted_BT = batch.loss_weights * losses_BT
-    return PositionSums(sum_by_bin(batch.loss_weights), sum_by_bin(weighted_BT), sum_by_bin(weighted_BT * losses_BT))
+def _cell(value) -> str:
+    if isinstance(value, np.integer):
+        return f"{value:,}"
+    return f"{value:.3f}" if np.isfinite(value) else ""

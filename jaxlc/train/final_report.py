@@ -10,6 +10,8 @@ from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
 
+LOSS_PLOT, LOSS_BY_POSITION_PLOT = "loss.png", "loss_by_position.png"
+
 
 def write_report(workdir: Path, config: Config, corpus: Corpus, evaluation: Evaluation, step: int) -> str:
     """Writes the plots to `workdir` and returns the summary, plain text.
@@ -37,6 +39,7 @@ def write_report(workdir: Path, config: Config, corpus: Corpus, evaluation: Eval
             f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} nats per token",
             f"held-out loss   {_arrow([*eval_losses[:1], evaluation.loss])}, over {num_sequences} sequences",
             f"  baselines on the same sequences: unigram {unigram:.3f}, bigram {bigram:.3f}",
+            *_gain_lines(evaluation),
             *write_plots(workdir, rows, {"unigram": unigram, "bigram": bigram}, evaluation),
             f"metrics         {workdir / METRICS_FILE}{tensorboard}",
             f"checkpoints     {workdir / CHECKPOINTS_DIRECTORY}",
@@ -45,14 +48,24 @@ def write_report(workdir: Path, config: Config, corpus: Corpus, evaluation: Eval
 
 
 def write_plots(workdir: Path, rows: list[Row], baselines: dict[str, float], evaluation: Evaluation) -> list[str]:
-    """Writes loss.png and loss_by_position.png; returns lines with their paths, or why they are skipped."""
+    """Writes the two plots to `workdir`; returns lines with their paths, or why they are skipped."""
     if not extras.is_installed("matplotlib"):
         return [f"plots           skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}"]
-    from jaxlc.train.loss_plots import plot_loss, plot_loss_by_position  # imported here: matplotlib is slow to import
+    from jaxlc.train.loss_plots import loss_by_position_figure, loss_figure  # imported here: matplotlib is slow
 
-    plot_loss(rows, baselines, workdir / "loss.png")
-    plot_loss_by_position(evaluation, workdir / "loss_by_position.png")
-    return [f"plots           {workdir / 'loss.png'}", f"                {workdir / 'loss_by_position.png'}"]
+    figures = {LOSS_PLOT: loss_figure(rows, baselines), LOSS_BY_POSITION_PLOT: loss_by_position_figure(evaluation)}
+    for name, figure in figures.items():
+        figure.savefig(workdir / name, bbox_inches="tight")
+    return [f"plots           {workdir / LOSS_PLOT}", f"                {workdir / LOSS_BY_POSITION_PLOT}"]
+
+
+def _gain_lines(evaluation: Evaluation) -> list[str]:
+    """One line with the gain of full context, none if it was not evaluated."""
+    if evaluation.context_gain is None:
+        return []
+    return [
+        f"context gain    {evaluation.context_gain}: full context against the last 256 to 511 tokens, beyond token 512"
+    ]
 
 
 def _arrow(losses: list[float]) -> str:

@@ -288,6 +288,8 @@ def _check_finite(run: _Run, fetched: list[tuple[int, StepMetrics]]) -> None:
 def _report(run: _Run, end: _Position, evaluation: Evaluation | None) -> Evaluation:
     """Writes the plots and prints the summary; evaluates first where no step of this run did."""
     evaluation = evaluation or run.evaluator(end.state.params)
+    with run.progress.spinner("evaluating with limited context"):
+        evaluation = run.evaluator.with_context_gain(end.state.params, evaluation)
     if jax.process_index() == 0:
         run.progress.log(write_report(run.workdir, run.config, run.corpus, evaluation, end.step))
     return evaluation

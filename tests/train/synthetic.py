@@ -1,6 +1,7 @@
 """Small models and batches for tests of the training step."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -10,6 +11,8 @@ from jaxlc.core.axes import CONTEXT
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.train.batch import Batch
+from jaxlc.train.document_sums import DocumentSums
+from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.step import TrainStep, build_step
 
 TOKENS = 96  # divisible by every context x tensor of the tests
@@ -44,19 +47,26 @@ def small_step(config: Config) -> TrainStep:
     return build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
 
 
-def natural_rows(vocab_size: int = 61, seed: int = 0) -> list[dict[str, np.ndarray]]:
+_DOCUMENTS = ((TOKENS,), (40, 3, 1, 29, 23), (10, -86), (-96,))
+
+
+def natural_rows(
+    vocab_size: int = 61, seed: int = 0, documents: Sequence[tuple[int, ...]] = _DOCUMENTS
+) -> list[dict[str, np.ndarray]]:
     """Sequences of one document, of packed documents, of a few tokens and padding, and of padding only.
 
     So ranks and microbatches have different numbers of target tokens, and some have none.
+
+    Args:
+      documents: lengths of the documents of each sequence; a negative length is padding.
     """
-    documents = ((TOKENS,), (40, 3, 1, 29, 23), (10, -86), (-96,))
     rows = []
     for row, lengths in enumerate(documents):
-        tokens = np.random.default_rng([seed, row]).integers(0, vocab_size, TOKENS, dtype=np.int32)
+        tokens = np.random.default_rng([seed, row]).integers(0, vocab_size, sum(map(abs, lengths)), dtype=np.int32)
         positions = np.concatenate([np.arange(abs(n)) for n in lengths])
         segments = np.concatenate([np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)])
         weights = (segments > 0).astype(np.float32)
-        weights[np.cumsum(np.abs(lengths)) - 1] = 0  # a document's last token has no target
+        weights[np.cumsum([abs(n) for n in lengths if n]) - 1] = 0  # a document's last token has no target
         targets = np.append(tokens[1:], np.int32(0))
         rows.append(
             dict(
@@ -108,3 +118,9 @@ def without_padding(x, like) -> np.ndarray:
 
 def with_mesh(config: Config, **axes) -> Config:
     return dataclasses.replace(config, mesh=MeshConfig(**axes))
+
+
+def documents_evaluation(edges: np.ndarray, losses: np.ndarray, weight: np.ndarray | None = None) -> Evaluation:
+    """An evaluation of documents with these mean losses, float [documents, bins], and one token per bin by default."""
+    weight = np.ones_like(losses) if weight is None else weight
+    return Evaluation(documents=DocumentSums(edges=edges, weight=weight, loss=weight * losses), num_sequences=4)

@@ -5,8 +5,17 @@ import pytest
 
 from jaxlc.core.axes import CONTEXT
 from jaxlc.sharding.layout import zigzag_order
-from jaxlc.train.evaluation import Evaluator, position_edges
-from tests.train.synthetic import TOKENS, make_batch, natural_rows, put_params, small_config, small_step
+from jaxlc.train.document_sums import position_edges
+from jaxlc.train.evaluation import Evaluator
+from tests.train.synthetic import (
+    TOKENS,
+    documents_evaluation,
+    make_batch,
+    natural_rows,
+    put_params,
+    small_config,
+    small_step,
+)
 
 
 class _Sequences:
@@ -18,21 +27,16 @@ class _Sequences:
         return natural_rows()[i % self.num_sequences]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 96, 4096, 1_000_000])
-def test_position_edges_cover_every_position_once(tokens):
-    edges = position_edges(tokens)
-    assert edges[0] == 0 and edges[-1] == tokens and (np.diff(edges) > 0).all()
-
-
 @pytest.mark.parametrize("axes", [dict(), dict(data=2, context=2, tensor=2)], ids=str)
 def test_evaluator_returns_mean_loss_and_loss_by_position(axes):
-    """Three sequences on two ranks: the fourth is a repeated one with weight 0."""
+    """Three sequences on two ranks: the fourth repeats the first one and does not count."""
     alone = small_step(small_config(train=dict(global_batch_size=4)))
     params = alone.init().params
     batch = make_batch(alone, natural_rows())
     losses = np.asarray(alone.objective.token_losses(params, type(batch)(*(x[0] for x in batch))))
     weights = np.asarray(batch.loss_weights)[0]
     losses, weights, positions = losses[:3], weights[:3], np.asarray(batch.positions)[0, :3]
+    segments = np.asarray(batch.segment_ids)[0, :3]
 
     step = small_step(small_config(mesh=axes, train=dict(global_batch_size=4)))
     evaluate = Evaluator(step, _Sequences(), 8, zigzag_order(TOKENS, step.mesh.shape[CONTEXT]))
@@ -43,4 +47,18 @@ def test_evaluator_returns_mean_loss_and_loss_by_position(axes):
         inside = weights * ((positions >= begin) & (positions < end))
         np.testing.assert_allclose(evaluation.sums.weight[b], inside.sum(), rtol=1e-6)
         np.testing.assert_allclose(evaluation.sums.loss[b], (inside * losses).sum(), rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(evaluation.sums.loss_squared[b], (inside * losses**2).sum(), rtol=1e-4, atol=1e-5)
+    # Six of seven documents have a target: a document of one token has none.
+    documents = [(0, 1), (1, 1), (1, 2), (1, 4), (1, 5), (2, 1)]  # sequence, segment id
+    assert evaluation.documents.num_documents == len(documents)
+    for d, (s, segment) in enumerate(documents):
+        inside = weights[s] * (segments[s] == segment)
+        np.testing.assert_allclose(evaluation.documents.weight[d].sum(), inside.sum(), rtol=1e-6)
+        np.testing.assert_allclose(evaluation.documents.loss[d].sum(), (inside * losses[s]).sum(), rtol=1e-4)
+
+
+def test_evaluation_repr_is_one_line_and_html_is_a_table():
+    edges = position_edges(512)
+    evaluation = documents_evaluation(edges, np.full((6, len(edges) - 1), 2.0))
+    assert repr(evaluation) == f"Evaluation(loss=2.000, 4 sequences, 6 documents, {6 * (len(edges) - 1)} tokens)"
+    page = evaluation._repr_html_()
+    assert page.count("<tr") == 1 + len(evaluation.by_position()["loss"]) and "first_position" in page

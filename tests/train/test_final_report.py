@@ -1,16 +1,19 @@
 """The summary and plots, also if the metrics are missing or hold losses that were not finite."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from jaxlc.data import open_corpus
-from jaxlc.train.evaluation import Evaluation, PositionSums
+from jaxlc.train.context_gain import ContextGain
+from jaxlc.train.document_sums import DocumentSums
+from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.final_report import write_report
 from tests.helpers import png_size, record_figures
 from tests.train import runs
-from tests.train.synthetic import small_config
+from tests.train.synthetic import documents_evaluation, small_config
 
 ROW = dict(step=1, loss=5.0, tokens_per_second=10.0, step_seconds=1.0, grad_norm=1.0, learning_rate=0.1)
 
@@ -43,12 +46,34 @@ def corpus_and_config(tmp_path_factory):
 def test_write_report_prints_losses_and_saves_plots(corpus_and_config, tmp_path, monkeypatch, rows, words):
     figures = record_figures(monkeypatch)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sums = PositionSums(np.array([10.0, 90.0]), np.array([30.0, 170.0]), np.array([100.0, 400.0]))
     corpus, config = corpus_and_config
-    summary = write_report(tmp_path, config, corpus, Evaluation(2.0, np.array([0, 1, 96]), sums), step=2)
+    summary = write_report(tmp_path, config, corpus, _evaluation(), step=2)
     assert all(word in summary for word in [*words, "unigram", "bigram"]), summary
     loss_axes, position_axes = figures[0].axes[0], figures[1].axes[0]
     drawn_losses = list(loss_axes.lines[0].get_ydata())
     assert drawn_losses == [row["loss"] for row in rows if row.get("loss") is not None]
     np.testing.assert_allclose(position_axes.lines[0].get_ydata(), [3.0, 170 / 90])
     assert all(png_size(tmp_path / name)[0] > 800 for name in ("loss.png", "loss_by_position.png"))
+    assert "context gain" not in summary
+
+
+@pytest.mark.parametrize(
+    "num_documents, words", [(6, "0.250 nats per token [0.250, 0.250], 6 documents"), (2, "token, 2 documents")]
+)
+def test_write_report_prints_context_gain_in_one_line(corpus_and_config, tmp_path, num_documents, words):
+    corpus, config = corpus_and_config
+    (tmp_path / "metrics.jsonl").write_text("")
+    weight = np.ones((num_documents, 1))
+    gain = ContextGain(documents=DocumentSums(edges=np.array([512, 1024]), weight=weight, loss=0.25 * weight))
+    evaluation = dataclasses.replace(_evaluation(), context_gain=gain)
+    [line] = [
+        line
+        for line in write_report(tmp_path, config, corpus, evaluation, step=2).splitlines()
+        if line.startswith("context gain    0.250")
+    ]
+    assert words in line and "full context against the last 256 to 511 tokens, beyond token 512" in line
+
+
+def _evaluation() -> Evaluation:
+    """A document with a loss of 3 at position 0, and of 170 / 90 after it; 2.0 overall."""
+    return documents_evaluation(np.array([0, 1, 96]), np.array([[3.0, 170 / 90]]), np.array([[10.0, 90.0]]))

@@ -1,3 +1,6 @@
+"""The figures: what they draw, and that they are drawn for few, many and missing data."""
+
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -6,17 +9,20 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxlc.train.evaluation import Evaluation, PositionSums, position_edges
-from jaxlc.train.loss_plots import plot_loss, plot_loss_by_position
-from tests.helpers import png_size, record_figures
+from jaxlc.train.context_gain import ContextGain
+from jaxlc.train.document_sums import DocumentSums, position_edges
+from jaxlc.train.evaluation import Evaluation
+from jaxlc.train.loss_plots import loss_by_position_figure, loss_figure
+from tests.helpers import png_size
+from tests.train.synthetic import documents_evaluation
 
 BASELINES = dict(unigram=3.25, bigram=2.5)
 
 
-@pytest.fixture
-def figures(monkeypatch) -> list[Figure]:
-    """The figures that were saved."""
-    return record_figures(monkeypatch)
+def save(figure: Figure, path: Path) -> tuple[int, int]:
+    """Writes the figure; returns its width and height in pixels."""
+    figure.savefig(path, bbox_inches="tight")
+    return png_size(path)
 
 
 def training_rows() -> list[dict]:
@@ -25,22 +31,34 @@ def training_rows() -> list[dict]:
     return [*rows, dict(step=10, eval_loss=0.75), dict(step=20, eval_loss=0.5)]
 
 
-def evaluation(num_tokens: int, loss_at) -> Evaluation:
-    """One document of num_tokens tokens, 4 times; bin 3 has no token."""
+def evaluation(num_tokens: int, loss_at, num_documents: int = 40) -> Evaluation:
+    """Documents of num_tokens tokens whose loss is 0.1 above or below `loss_at(positions)`; bin 3 has no token.
+
+    Bin 4 has tokens of 4 documents only.
+    """
     edges = position_edges(num_tokens)
-    positions = np.tile(np.arange(num_tokens), 4)
-    losses = loss_at(positions) + np.repeat([-0.1, 0.1, -0.1, 0.1], num_tokens)
-    sums = [np.histogram(positions, edges, weights=weights)[0] for weights in (losses * 0 + 1, losses, losses**2)]
-    for values in sums:
-        values[3] = 0
-    return Evaluation(float(losses.mean()), edges, PositionSums(*sums))
+    counts, positions = np.diff(edges), np.arange(num_tokens)
+    means = np.add.reduceat(loss_at(positions), edges[:-1]) / counts
+    losses = means + np.where(np.arange(num_documents) % 2, 0.1, -0.1)[:, None]
+    weight = np.tile(counts, (num_documents, 1)).astype(np.float64)
+    weight[:, 3] = weight[4:, 4] = 0
+    return documents_evaluation(edges, losses, weight)
 
 
-def test_plot_loss_draws_every_curve(tmp_path, figures):
-    plot_loss(training_rows(), BASELINES, tmp_path / "loss.png")
-    width, height = png_size(tmp_path / "loss.png")
+def with_gain(evaluation: Evaluation, gain: float) -> Evaluation:
+    """The gain is `gain` 0.1 more or less per document, from position 512 on."""
+    (first,) = np.flatnonzero(evaluation.edges == 512)
+    weight = evaluation.documents.weight[:, first:]
+    losses = gain + np.where(np.arange(len(weight)) % 2, 0.1, -0.1)[:, None]
+    sums = DocumentSums(edges=evaluation.edges[first:], weight=weight, loss=weight * losses)
+    return dataclasses.replace(evaluation, context_gain=ContextGain(documents=sums))
+
+
+def test_loss_figure_draws_every_curve(tmp_path):
+    figure = loss_figure(training_rows(), BASELINES)
+    width, height = save(figure, tmp_path / "loss.png")
     assert 800 < width < 1600 and 500 < height < 1000
-    [axes] = figures[0].axes
+    [axes] = figure.axes
     train, heldout, *baselines = axes.lines
     assert list(train.get_xdata()) == [1, 2, 3, 4, *range(6, 21)]
     assert list(heldout.get_xdata()) == [10, 20] and list(heldout.get_ydata()) == [0.75, 0.5]
@@ -53,38 +71,64 @@ def test_plot_loss_draws_every_curve(tmp_path, figures):
 @pytest.mark.parametrize(
     "rows", [[], [dict(step=1, loss=3.0)], [dict(step=1, loss=None), dict(step=1, eval_loss=None)]]
 )
-def test_plot_loss_with_few_rows_writes_png(tmp_path, rows):
-    plot_loss(rows, BASELINES, tmp_path / "loss.png")
-    assert png_size(tmp_path / "loss.png")[0] > 800
+def test_loss_figure_with_few_rows_is_drawn(tmp_path, rows):
+    assert save(loss_figure(rows, BASELINES), tmp_path / "loss.png")[0] > 800
 
 
-def test_plot_loss_by_position_draws_mean_of_each_bin(tmp_path, figures):
-    plot_loss_by_position(evaluation(512, lambda positions: 2.0 + 1.0 / (1 + positions)), tmp_path / "position.png")
-    width, height = png_size(tmp_path / "position.png")
+def test_loss_by_position_figure_draws_mean_of_each_bin(tmp_path):
+    figure = loss_by_position_figure(evaluation(512, lambda positions: 2.0 + 1.0 / (1 + positions)))
+    width, height = save(figure, tmp_path / "position.png")
     assert 800 < width < 1600 and 500 < height < 1000
-    axes, below = figures[0].axes
-    [curve] = axes.lines
+    axes, below = figure.axes
+    curve, without_band = axes.lines
     x, y = curve.get_data()
     assert len(x) == len(position_edges(512)) - 2  # the empty bin is skipped
     np.testing.assert_allclose(x[:3], [np.sqrt(0.15), 1.0, 2.0])  # 0 is drawn at sqrt(0.15) on the logarithmic axis
     np.testing.assert_allclose(y[:3], [3.0, 2.5, 2 + 1 / 3])
-    band = axes.collections[0].get_paths()[0].vertices
+    assert list(without_band.get_xdata()) == [x[3]]  # 4 documents
+    paths = axes.collections[0].get_paths()
+    band = np.concatenate([path.vertices for path in paths])
     at_zero = band[np.isclose(band[:, 0], x[0]), 1]
-    np.testing.assert_allclose(
-        [at_zero.min(), at_zero.max()], [2.9, 3.1]
-    )  # two standard errors: deviation 0.1 over 4 tokens
-    assert [bar.get_height() for bar in below.patches[:2]] == [4, 4]
+    half_width = 1.96 * 0.1 / np.sqrt(40)  # the deviation of 40 documents is 0.1
+    np.testing.assert_allclose([at_zero.min(), at_zero.max()], [3 - half_width, 3 + half_width], atol=0.25 * half_width)
+    assert not np.isclose(band[:, 0], x[3]).any()
+    assert [bar.get_height() for bar in below.patches[:4]] == [40, 40, 40, 4]
     labels = [below.xaxis.get_major_formatter()(tick, 0) for tick in below.get_xticks()]
     assert labels == ["0", "1", "10", "100"]
     assert "nats" in axes.get_ylabel() and "earlier tokens" in below.get_xlabel()
+    assert below.get_ylabel() == "documents"
 
 
+@pytest.mark.parametrize("num_documents", [1, 40])
 @pytest.mark.parametrize("num_tokens", [16, 4096])
-def test_plot_loss_by_position_with_flat_loss_keeps_it_in_view(tmp_path, num_tokens, figures):
-    plot_loss_by_position(evaluation(num_tokens, lambda positions: 2.0 + 0 * positions), tmp_path / "position.png")
-    low, high = figures[0].axes[0].get_ylim()
-    assert low < 2.0 < high
-    assert png_size(tmp_path / "position.png")[0] > 800
+def test_loss_by_position_figure_with_flat_loss_keeps_it_in_view(tmp_path, num_tokens, num_documents):
+    figure = loss_by_position_figure(evaluation(num_tokens, lambda positions: 2.0 + 0 * positions, num_documents))
+    low, high = figure.axes[0].get_ylim()
+    assert low < (2.0 if num_documents > 1 else 1.9) < high
+    assert save(figure, tmp_path / "position.png")[0] > 800
+
+
+def test_loss_by_position_figure_of_losses_that_are_not_finite_is_drawn(tmp_path):
+    empty = documents_evaluation(position_edges(16), np.ones((0, 8)))
+    nothing = evaluation(16, lambda positions: np.nan * positions)
+    for case in (empty, nothing):
+        assert save(loss_by_position_figure(case), tmp_path / "position.png")[0] > 800
+
+
+@pytest.mark.parametrize("gain", [0.3, 0.0, -0.3])
+def test_loss_by_position_figure_draws_gain_with_zero_line(tmp_path, gain):
+    figure = loss_by_position_figure(with_gain(evaluation(4096, lambda positions: 2.0 + 0 * positions), gain))
+    assert save(figure, tmp_path / "position.png")[0] > 1400
+    axes, below = figure.axes[1], figure.axes[3]
+    zero, curve = axes.lines
+    assert list(zero.get_ydata()) == [0, 0]
+    low, high = axes.get_ylim()
+    assert low < min(0, gain) <= max(0, gain) < high
+    np.testing.assert_allclose(curve.get_ydata(), gain, atol=1e-12)
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert gain - 0.06 < band.min() < gain < band.max() < gain + 0.06
+    assert below.get_xticks()[0] == 512 and curve.get_xdata()[0] > 512
+    assert f"{gain:.3f} [" in axes.get_title(loc="left")
 
 
 def test_loss_plots_import_leaves_pyplot_unloaded():
