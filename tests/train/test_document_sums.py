@@ -51,7 +51,7 @@ def test_estimate_matches_resampling_of_documents():
 
 
 @pytest.mark.parametrize("num_documents, minimum", [(5, 0.88), (8, 0.91), (30, 0.92)])
-def test_estimate_interval_contains_true_mean_as_often_as_it_says(num_documents, minimum):
+def test_estimate_interval_has_stated_coverage(num_documents, minimum):
     """Skewed document means and documents of unequal length; plain percentiles reach 0.81 with 5 and 0.86 with 8."""
     rng = np.random.default_rng(0)
     hits, num_trials = 0, 400
@@ -74,7 +74,7 @@ def test_estimate_with_few_documents_has_no_interval():
     assert np.isnan([low[1:], high[1:]]).all()
 
 
-def test_estimate_interval_does_not_shrink_with_more_tokens_per_document():
+def test_estimate_with_more_tokens_has_equal_interval():
     rng = np.random.default_rng(1)
     weight = rng.integers(1, 9, (20, 2)).astype(np.float64)
     loss = weight * rng.normal(2, 1, weight.shape)

@@ -101,14 +101,14 @@ def test_loss_by_position_figure_draws_mean_of_each_bin(tmp_path):
 
 @pytest.mark.parametrize("num_documents", [1, 40])
 @pytest.mark.parametrize("num_tokens", [16, 4096])
-def test_loss_by_position_figure_with_flat_loss_keeps_it_in_view(tmp_path, num_tokens, num_documents):
+def test_loss_by_position_figure_keeps_flat_loss_in_view(tmp_path, num_tokens, num_documents):
     figure = loss_by_position_figure(evaluation(num_tokens, lambda positions: 2.0 + 0 * positions, num_documents))
     low, high = figure.axes[0].get_ylim()
     assert low < (2.0 if num_documents > 1 else 1.9) < high
     assert save(figure, tmp_path / "position.png")[0] > 800
 
 
-def test_loss_by_position_figure_of_losses_that_are_not_finite_is_drawn(tmp_path):
+def test_loss_by_position_figure_without_finite_loss_is_drawn(tmp_path):
     empty = documents_evaluation(position_edges(16), np.ones((0, 8)))
     nothing = evaluation(16, lambda positions: np.nan * positions)
     for case in (empty, nothing):
