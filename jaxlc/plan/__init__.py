@@ -1,20 +1,29 @@
 """Ahead-of-time planning: compiles the training step for absent GPUs; reports memory, collectives, estimated time.
 
-Imports nothing at first, so that `python -m jaxlc.plan` can prepare the environment before JAX starts.
+`plan` compiles a step and returns a `Plan`; `Plan.from_json` reads a stored one. `mesh_figure` draws a mesh without
+compiling. Imports nothing at first, so that `python -m jaxlc.plan` can prepare the environment before JAX starts.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from jaxlc.plan.result import Plan
+
+__all__ = ["Plan", "mesh_figure", "plan"]
 
 
 def plan(
-    config,
+    config: Any,
     topology: str,
     *,
     devices_per_process: int = 1,
     host_memory_gib: float | None = None,
     advise: bool = False,
     constants: str = "",
-    timeline: str = "",
     starting=lambda description: None,
-):
+) -> "Plan":
     """Compiles the training step of `config` for GPUs such as "h100:8x8". No GPU is needed. Print the result.
 
     Args:
@@ -24,10 +33,9 @@ def plan(
       host_memory_gib: host memory of a node; None: what such nodes usually have.
       advise: if the step does not fit, compile it with other settings too, until some fit.
       constants: JSON file of measured constants for the estimates; see `jaxlc.simulate.roofline`.
-      timeline: file for a plot of the estimated timeline of one layer.
       starting: called with a description of each program before it is compiled.
     Returns:
-      A `report.Plan`.
+      A `Plan`: print it, show it in a notebook, or `save` it as an HTML page.
     Raises:
       UserError: invalid user input; see `compile.plan_step`.
     """
@@ -42,7 +50,50 @@ def plan(
 
     host_bytes = None if host_memory_gib is None else int(host_memory_gib * 2**30)
     gpus = parse_topology(topology, devices_per_process=devices_per_process, host_memory_bytes_per_node=host_bytes)
-    options = dict(roofline=from_file(constants), timeline_path=timeline)
+    options = dict(roofline=from_file(constants))
     if advise:
         return plan_with_advice(config, gpus, starting, **options)
     return plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), **options)
+
+
+def mesh_figure(mesh: dict[str, int], topology: str) -> "Figure":
+    """Draws a mesh on the nodes and NVLink domains of its GPUs: which ranks communicate, and over which links.
+
+    `Plan.mesh_figure` adds the bytes of the compiled step. Compiles nothing.
+
+    Args:
+      mesh: sizes of mesh axes; missing axes have size 1: {"context": 8, "tensor": 8}.
+      topology: target GPUs, such as "h100:8x8".
+    Returns:
+      A matplotlib Figure.
+    Raises:
+      UserError: matplotlib is not installed, an unknown axis or GPU, or different numbers of devices.
+    """
+    import dataclasses
+
+    from jaxlc import runtime
+    from jaxlc.config import MeshConfig
+    from jaxlc.core import extras
+    from jaxlc.core.errors import UserError
+
+    extras.require("matplotlib", "a figure of the mesh")
+    names = [field.name for field in dataclasses.fields(MeshConfig)]
+    unknown = [axis for axis in mesh if axis not in names]
+    if unknown:
+        raise UserError(f"invalid mesh axis {unknown[0]!r}: expected {', '.join(names)}")
+    runtime.import_jax()
+    from jaxlc.plan import mesh_plot
+    from jaxlc.simulate.topology import topology as parse_topology
+
+    return mesh_plot.mesh_figure({axis: mesh.get(axis, 1) for axis in names}, parse_topology(topology))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Plan":
+        from jaxlc import runtime
+
+        runtime.import_jax()
+        from jaxlc.plan.result import Plan
+
+        return Plan
+    raise AttributeError(f"module 'jaxlc.plan' has no attribute {name!r}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxlc import plan, runtime
 from jaxlc.config import RuntimeConfig, transport_settings, with_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 
 _FLAGS = {
@@ -20,7 +21,8 @@ _FLAGS = {
     "transport": "short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer",
     "devices-per-process": "GPUs per process (default: 1)",
     "host-memory-gib": "host memory of one node in GiB (default: what such nodes usually have)",
-    "json": "output file for all figures as JSON",
+    "json": "output file for all figures as JSON, which jaxlc.plan.Plan.from_json reads",
+    "html": "output file for the plan as a page with figures, such as plan.html",
     "timeline": "output file for a plot of one layer's estimated timeline, such as timeline.png",
     "constants": "JSON file of measured efficiencies and latencies (default: those of jaxlc/core/hardware.py)",
     "advise": "if the step does not fit, compile it with changed settings until some fit",
@@ -39,10 +41,13 @@ def main(command: ParsedCommand) -> int:
     per_process = flags["devices-per-process"] or "1"
     if not per_process.isdigit():
         raise UserError(f"invalid --devices-per-process={per_process}: expected a whole number")
-    for flag in ("json", "timeline"):
+    for flag in ("json", "html", "timeline"):
         path = flags[flag]
         if path and not Path(path).resolve().parent.is_dir():
             raise UserError(f"--{flag}={path}: the directory does not exist; create it, or choose another file")
+    for flag in ("html", "timeline"):
+        if flags[flag]:
+            extras.require("matplotlib", f"--{flag}")
     _start_on_cpu()
     from jaxlc.plan import report
 
@@ -54,13 +59,16 @@ def main(command: ParsedCommand) -> int:
             host_memory_gib=_host_memory_gib(flags["host-memory-gib"]),
             advise=flags["advise"] is not None,
             constants=flags["constants"] or "",
-            timeline=flags["timeline"] or "",
             starting=starting,
         )
     command_line = " ".join(["python -m jaxlc.plan", *sys.argv[1:]])
     print(report.page(result, advise_command=f"{command_line} --advise"))
     if flags["json"]:
         Path(flags["json"]).write_text(json.dumps(result.to_json(), indent=1) + "\n")
+    if flags["html"]:
+        result.save(flags["html"])
+    if flags["timeline"]:
+        result.timeline_figure().savefig(flags["timeline"])
     return 0
 
 

@@ -11,7 +11,8 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.plan.compile import on_gpus, plan_step
 from jaxlc.plan.memory import Memory
-from jaxlc.plan.report import Change, Plan
+from jaxlc.plan.record import Change
+from jaxlc.plan.result import Plan
 from jaxlc.simulate.topology import Topology
 
 _NUM_FITTING = 2  # the search ends after this many changes that fit; later ones cost more time

@@ -12,14 +12,14 @@ from jaxlib.mlir import ir
 from ml_collections import ConfigDict
 
 from jaxlc._jax_internals import kept_argument_indices
-from jaxlc.config import Config, load
+from jaxlc.config import Config, load, to_dict
 from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
-from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.hlo.memory_dump import Dump, read
 from jaxlc.plan import memory, summary
-from jaxlc.plan.report import Plan
+from jaxlc.plan.result import Plan
+from jaxlc.simulate.layer_timeline import layer_timeline
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
 from jaxlc.simulate.timeline import predict
@@ -28,6 +28,8 @@ from jaxlc.train import verify_compiled
 from jaxlc.train.state import HOST, PINNED_HOST
 from jaxlc.train.step import TrainStep, build_step
 
+# Of the config, in the plan and its JSON: the sections that shape the step, without paths of files.
+_RECORDED_SECTIONS = ("model", "mesh", "attention", "memory", "precision", "train")
 _KIND, _ALIAS = "mhlo.memory_kind", "tf.aliasing_output"  # attributes of the lowered program's arguments and results
 
 
@@ -36,7 +38,6 @@ def plan_step(
     gpus: Topology,
     starting: Callable[[], None],
     roofline: Roofline = DEFAULT_ROOFLINE,
-    timeline_path: str = "",
 ) -> Plan:
     """Compiles the training step of `config` ahead of time for `gpus`, analyzes the program and summarizes it.
 
@@ -45,13 +46,10 @@ def plan_step(
     Args:
       starting: called after all checks, when the compiler starts.
       roofline: for all estimated times: the step, and which ring steps attention hides.
-      timeline_path: file for a plot of one layer's estimated timeline; empty: no plot.
     Raises:
       UserError: invalid user input: a mesh of another size, an unsupported kernel or transport, a transport that the
         compiler did not use, arrays too large for the compiler.
     """
-    if timeline_path:
-        extras.require("matplotlib", "the picture of the timeline")
     config = on_gpus(config, gpus)
     step = build_step(config, make_mesh(gpus, config.mesh))
     kernel, transport = step.kernel, step.transport  # unsupported choices are reported before compilation
@@ -63,10 +61,6 @@ def plan_step(
     warnings = verify_compiled.check(step, program.attention_collectives)
     verify_compiled.check_memory(step, program)
     model = TimeModel(gpus, config, roofline)
-    if timeline_path:
-        from jaxlc.simulate import timeline_plot  # imported here because matplotlib is slow to import
-
-        timeline_plot.plot_layer(program, model, Path(timeline_path))
     return Plan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
@@ -82,6 +76,8 @@ def plan_step(
         kernel_choice=f"{kernel.name} ({kernel.reason})",
         transport_choice="; ".join([f"{transport.name} ({transport.reason})", *warnings]),
         hints=hints(step),
+        config={section: values for section, values in to_dict(config).items() if section in _RECORDED_SECTIONS},
+        layer_timeline=layer_timeline(program, model),
     )
 
 

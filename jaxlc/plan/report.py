@@ -1,67 +1,18 @@
-"""The result of a plan: a plain-text page, and JSON with stable keys."""
+"""The plan as a page of plain text."""
 
-import dataclasses
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import DEFAULT_POOL_SHARE, USABLE_HOST_SHARE, USABLE_SHARE, Memory
-from jaxlc.plan.summary import CollectiveStats, Ring
+from jaxlc.plan.record import PlanRecord
 from jaxlc.simulate.timeline import Prediction
 
-_ADVISE_CALL = "jaxlc.plan.plan(config, topology, advise=True)"  # for notebooks
 _WIDTH = 118
 _SMALL_BYTES = 2**20  # collectives that send less per step share one line
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """Settings with which the step was compiled again."""
-
-    overrides: str  # command-line flags: "--config.memory.remat=full"
-    cost: str
-    device_peak_bytes: int
-    host_bytes_per_node: int
-    fits: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A training step compiled ahead of time. Bytes are per GPU, counts per optimizer step."""
-
-    topology: str
-    num_devices: int
-    mesh: dict[str, int]
-    sequence_tokens: int
-    tokens_per_step: int
-    compile_seconds: float
-    predicted: Prediction
-    memory: Memory
-    collectives: tuple[CollectiveStats, ...]
-    ring: Ring
-    kernels: dict[str, int]
-    kernel_choice: str  # the attention kernel, and why it was selected
-    transport_choice: str  # the transport of attention's collective permutes, and why it was selected
-    hints: tuple[str, ...] = ()  # settings that may make the step faster
-    advice: tuple[Change, ...] | None = None  # None: not requested
-
-    def __str__(self) -> str:
-        return page(self, _ADVISE_CALL)
-
-    def to_json(self) -> dict:
-        """The plan as plain JSON types."""
-        values = dataclasses.asdict(self)
-        values["memory"] |= {name: getattr(self.memory, name) for name in _DERIVED}
-        values["memory"]["largest"] = [tensor._asdict() for tensor in self.memory.largest]
-        values["collectives"] = [stats._asdict() | {"axes": list(stats.axes)} for stats in self.collectives]
-        return values
-
-
-_DERIVED = ("symmetric_bytes", "device_peak_bytes", "pool_share", "fits")
-
-
-def page(plan: Plan, advise_command: str) -> str:
+def page(plan: PlanRecord, advise_command: str) -> str:
     """Plain text of at most 120 columns.
 
     Args:
@@ -71,10 +22,21 @@ def page(plan: Plan, advise_command: str) -> str:
         _head(plan), _memory(plan.memory), _collectives(plan), _ring(plan), _kernels(plan), _time(plan.predicted)
     )  # fmt: skip
     lines = [line for section in sections for line in (*section, "")]
-    return "\n".join([*lines, *_verdict(plan, advise_command)])
+    return "\n".join([*lines, *verdict(plan, advise_command)])
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def summary(plan: PlanRecord) -> str:
+    """Estimated time and verdict in one line."""
+    predicted, memory = plan.predicted, plan.memory
+    fits = "fits" if memory.fits else "does not fit"
+    return (
+        f"estimated {format_seconds(predicted.step_seconds)} per step,"
+        f" {predicted.tokens_per_second_per_device:,.0f} tokens/s per GPU;"
+        f" {fits}, {gib(memory.device_peak_bytes)} of {gib(memory.usable_bytes)} GiB per GPU"
+    )
+
+
+def _head(plan: PlanRecord) -> Iterator[str]:
     axes = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     yield f"{plan.topology}: {plan.num_devices} GPUs, {axes}; compiled in {plan.compile_seconds:.0f} s"
     yield f"sequence length {plan.sequence_tokens:,}, {plan.tokens_per_step:,} tokens per step"
@@ -92,11 +54,11 @@ def _memory(memory: Memory) -> Iterator[str]:
     yield _row("  batch", memory.batch_bytes)
     yield _row("temporaries", memory.device_temp_bytes)
     yield _row("kernel workspaces", memory.workspace_bytes, "upper bound")
-    yield _row("symmetric buffers", memory.symmetric_bytes, f"{_gib(memory.symmetric_used_bytes)} of them used")
+    yield _row("symmetric buffers", memory.symmetric_bytes, f"{gib(memory.symmetric_used_bytes)} of them used")
     yield _row("NCCL buffers", memory.nccl_bytes, "upper bound")
     yield _row("peak", memory.device_peak_bytes)
-    host = f" + {_gib(memory.unified_host_bytes)} of host memory" if memory.unified_host_bytes else ""
-    yield _row("usable", memory.usable_bytes, f"{USABLE_SHARE:.0%} of {_gib(memory.device_capacity_bytes)}{host}")
+    host = f" + {gib(memory.unified_host_bytes)} of host memory" if memory.unified_host_bytes else ""
+    yield _row("usable", memory.usable_bytes, f"{USABLE_SHARE:.0%} of {gib(memory.device_capacity_bytes)}{host}")
     if memory.is_unified_over_pcie:
         yield "  runtime.unified_memory is ignored: over PCIe it would be too slow"
     if memory.host_bytes_per_device:
@@ -104,7 +66,7 @@ def _memory(memory: Memory) -> Iterator[str]:
         yield _row("  parameters", memory.host_parameters_bytes)
         yield _row("  optimizer state", memory.host_optimizer_bytes)
     usable_bytes = USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
-    usable = f"usable for both: {_gib(usable_bytes)} of {_gib(memory.host_capacity_per_node_bytes)} (--host-memory-gib)"
+    usable = f"usable for both: {gib(usable_bytes)} of {gib(memory.host_capacity_per_node_bytes)} (--host-memory-gib)"
     yield _row("node: pinned host memory", memory.host_bytes_per_node, usable)
     yield _row("node: checkpoint staging", memory.staging_bytes_per_node, "while a checkpoint is written")
     yield "largest arrays in device memory at the peak"
@@ -112,19 +74,19 @@ def _memory(memory: Memory) -> Iterator[str]:
         yield _row(f"  {tensor.shape}", tensor.bytes, label(tensor.made_by))
 
 
-def _collectives(plan: Plan) -> Iterator[str]:
+def _collectives(plan: PlanRecord) -> Iterator[str]:
     yield "COLLECTIVES per step        count  GiB sent  link     mesh axes                transport"
     for stats in plan.collectives:
         if stats.bytes >= _SMALL_BYTES:
             link = "network" if stats.crosses_domains else "NVLink"
             transport = " ".join(filter(None, (stats.backend, stats.mode)))
-            sent, axes = _gib(stats.bytes), "+".join(stats.axes)
+            sent, axes = gib(stats.bytes), "+".join(stats.axes)
             yield f"  {stats.kind:<22} {stats.count:>9,} {sent:>9}  {link:<8} {axes:<24} {transport}"
     small = sum(stats.count for stats in plan.collectives if stats.bytes < _SMALL_BYTES)
     yield f"  {'others, under 1 MiB':<22} {small:>9,}"
 
 
-def _ring(plan: Plan) -> Iterator[str]:
+def _ring(plan: PlanRecord) -> Iterator[str]:
     ring = plan.ring
     if not ring.hops:
         yield "RING: no collective permutes"
@@ -143,7 +105,7 @@ def _ring(plan: Plan) -> Iterator[str]:
         yield "  XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=160"
 
 
-def _kernels(plan: Plan) -> Iterator[str]:
+def _kernels(plan: PlanRecord) -> Iterator[str]:
     yield "KERNELS per step            count"
     for name, count in plan.kernels.items():
         note = "on a GPU, XLA also tries cuBLAS and uses the faster one" if name == "triton gemm" else ""
@@ -154,30 +116,31 @@ def _time(predicted: Prediction) -> Iterator[str]:
     # 0.4 to 1.1 is the inverse of the speed ratios in docs/calibration.md, which are 2.66 to 0.89.
     yield "ESTIMATED TIME per step (analytical, not validated on hardware)"
     yield "  Published runs of other trainers reached 0.4 to 1.1 times such estimated speeds (docs/calibration.md)."
-    yield _text_row("step", _seconds(predicted.step_seconds), f"bound by {predicted.bound_by}")
+    yield _text_row("step", format_seconds(predicted.step_seconds), f"bound by {predicted.bound_by}")
     yield _text_row("tokens/s per GPU", f"{predicted.tokens_per_second_per_device:,.0f}")
     yield _text_row("MFU", f"{predicted.mfu_causal:.1%}", "causal model FLOPs over the bf16 peak")
     yield _text_row("recomputed", f"{predicted.recomputed_share:.0%}", "additional FLOPs, relative to the model's")
     exposed, total = predicted.exposed_communication_seconds, predicted.communication_seconds
-    yield _text_row("communication", _seconds(total), f"exposed (kernels wait): {_seconds(exposed)}")
+    yield _text_row("communication", format_seconds(total), f"exposed (kernels wait): {format_seconds(exposed)}")
     if predicted.host_copies:
         exposed, total = predicted.exposed_host_copy_seconds, predicted.host_copy_seconds
         counts = f"{predicted.exposed_host_copies:,} of {predicted.host_copies:,} copies"
-        yield _text_row("host copies", _seconds(total), f"exposed: {_seconds(exposed)}, {counts}")
+        yield _text_row("host copies", format_seconds(total), f"exposed: {format_seconds(exposed)}, {counts}")
     for name, seconds in (("by kind", predicted.seconds_by_kind), ("by resource", predicted.seconds_by_resource)):
         shares = (f"{key} {value / predicted.step_seconds:.1%}" for key, value in seconds.items())
         yield f"  {name:<20} {', '.join(shares)}"
 
 
-def _verdict(plan: Plan, advise_command: str) -> Iterator[str]:
+def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
+    """Whether the step fits, and what to do. Arguments as in `page`."""
     memory = plan.memory
     if 0 < memory.nvshmem_heap_bytes < memory.symmetric_used_bytes:
         heap_bytes = -(-memory.symmetric_used_bytes * 9 // 8 // 2**30) * 2**30  # one eighth for fragmentation
         yield f"The NVSHMEM heap is too small: set --config.runtime.nvshmem_heap_bytes={heap_bytes}."
     if memory.fits:
-        yield f"VERDICT: fits, {_gib(memory.device_peak_bytes)} of {_gib(memory.usable_bytes)} GiB per GPU."
+        yield f"VERDICT: fits, {gib(memory.device_peak_bytes)} of {gib(memory.usable_bytes)} GiB per GPU."
         if memory.spilled_bytes:
-            spilled = f"{_gib(memory.spilled_bytes)} GiB of that are in host memory"
+            spilled = f"{gib(memory.spilled_bytes)} GiB of that are in host memory"
             yield f"With unified memory, {spilled}; the estimated time does not include these accesses."
         elif not memory.unified_host_bytes and memory.pool_bytes > DEFAULT_POOL_SHARE * memory.device_capacity_bytes:
             share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={memory.pool_share:.2f}"
@@ -185,11 +148,11 @@ def _verdict(plan: Plan, advise_command: str) -> Iterator[str]:
         return
     if not memory.device_fits:
         over_bytes = memory.device_peak_bytes - memory.usable_bytes
-        yield f"VERDICT: does not fit, {_gib(over_bytes)} GiB too much on each GPU."
+        yield f"VERDICT: does not fit, {gib(over_bytes)} GiB too much on each GPU."
     if not memory.host_fits:
         needed_bytes = memory.host_bytes_per_node + memory.staging_bytes_per_node
         over_bytes = needed_bytes - USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
-        yield f"VERDICT: does not fit, {_gib(over_bytes)} GiB too much in the host memory of each node."
+        yield f"VERDICT: does not fit, {gib(over_bytes)} GiB too much in the host memory of each node."
     if plan.advice is None:
         yield f"To search for settings that fit: {advise_command}"
         return
@@ -199,7 +162,7 @@ def _verdict(plan: Plan, advise_command: str) -> Iterator[str]:
         yield "Changes, each compiled, in order of estimated cost; none is enough, so combine them:"
     for change in plan.advice:
         result = "fits" if change.fits else "does not fit"
-        yield f"  {_gib(change.device_peak_bytes):>7} GiB  {result:<12}  {change.overrides}"
+        yield f"  {gib(change.device_peak_bytes):>7} GiB  {result:<12}  {change.overrides}"
         yield f"                             {change.cost}"
 
 
@@ -208,7 +171,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _row(name: str, num_bytes: float, note: str = "") -> str:
-    return f"  {name:<29} {_gib(num_bytes):>7}  {note}".rstrip()
+    return f"  {name:<29} {gib(num_bytes):>7}  {note}".rstrip()
 
 
 def _count_row(name: str, count: int, note: str = "") -> str:
@@ -219,9 +182,11 @@ def _text_row(name: str, value: str, note: str = "") -> str:
     return f"  {name:<20} {value:>10}  {note}".rstrip()
 
 
-def _seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """2.5 as "2.50 s", 0.0025 as "2.5 ms"."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _gib(num_bytes: float) -> str:
+def gib(num_bytes: float) -> str:
+    """Bytes in GiB with two decimals, without the unit."""
     return f"{num_bytes / 2**30:,.2f}"

@@ -24,6 +24,7 @@ from jaxlc.hlo.trip_counts import trip_count
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timed_ops import LINKS, Kernel, TimedOp, TimedOps
 
+KERNELS = "kernels"  # the lane of kernels; the other lanes are links
 _COMMUNICATION = ("NVLink", "network")
 
 
@@ -44,12 +45,13 @@ class Prediction:
     bound_by: str  # the key of seconds_by_resource with the most seconds
     seconds_by_resource: dict[str, float]  # "compute", "HBM", and waiting for "NVLink", "network", "host"
     seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting"
+    transfer_seconds_by_resource: dict[str, float]  # sums as above, by resource: "NVLink", "network", "host"
 
 
 class Event(NamedTuple):
     """A kernel or transfer in the timeline."""
 
-    lane: str  # "kernels", or a link
+    lane: str  # KERNELS, or a link
     kind: str  # kind of the kernel; opcode of the transfer
     start_seconds: float
     end_seconds: float
@@ -83,6 +85,7 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
         bound_by=max(by_resource, key=by_resource.get),
         seconds_by_resource=dict(by_resource.most_common()),
         seconds_by_kind=dict(by_kind.most_common()),
+        transfer_seconds_by_resource=dict(simulator.transfer_seconds.most_common()),
     )
 
 
@@ -130,7 +133,7 @@ class Simulator:
             self.run(max(op.branches, key=lambda branch: self._single_run(branch).now))
 
     def _run_kernel(self, kernel: Kernel) -> None:
-        self._record("kernels", kernel.kind, self.now, self.now + kernel.seconds)
+        self._record(KERNELS, kernel.kind, self.now, self.now + kernel.seconds)
         self.seconds[kernel.kind, kernel.resource] += kernel.seconds
         self.flops += kernel.flops
         self._advance(kernel.seconds)

@@ -1,84 +1,88 @@
 """Plots the simulated timeline of one layer, forward and backward: kernels, transfers, and where kernels wait."""
 
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot: it would take over the backend of a notebook
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from jaxlc.hlo import AnalyzedProgram
-from jaxlc.hlo.op_names import is_in_attention, pass_of
-from jaxlc.hlo.parser import Computation, Instruction
-from jaxlc.simulate.time_model import TimeModel
-from jaxlc.simulate.timeline import Event, events
+from jaxlc.core import plot_style
+from jaxlc.core.plot_style import AMBER, BLUE, SILVER, SKY, TEAL, VIOLET
+from jaxlc.simulate.layer_timeline import LAYER_PASSES, LayerEvent
+from jaxlc.simulate.timeline import KERNELS
 
-_COLORS = {
-    "attention": "#1f5fa8",
-    "matrix products": "#2a9d8f",
-    "other kernels": "#9aa5b1",
-    "transfer": "#d1495b",
+LINK_COLORS = {"NVLink": AMBER, "network": VIOLET, "host": SKY}
+_KERNEL_COLORS = {"attention": BLUE, "matrix products": TEAL, "other kernels": SILVER}
+_LANE_COLORS = {
+    "NVLink": LINK_COLORS["NVLink"],
+    "network": LINK_COLORS["network"],
+    "to host": LINK_COLORS["host"],
+    "from host": LINK_COLORS["host"],
 }
-_FAINT = "#dde1e6"
-_LANES = ("kernels", "NVLink", "network", "to host", "from host")  # top to bottom
+_WAIT_COLOR = "#ecacb5"  # a pale red
+_LANES = (KERNELS, *_LANE_COLORS)  # top to bottom
+_MAX_VECTOR_EVENTS = 1500  # more are drawn as pixels, also in an SVG
 
 
-def plot_layer(program: AnalyzedProgram, model: TimeModel, path: Path) -> None:
-    """Writes the timeline of one layer of the step to `path`. Times are estimates; see `jaxlc.simulate.timeline`."""
-    layers = {pass_name: layer(program, pass_name) for pass_name in ("forward", "backward")}
-    timelines = {
-        pass_name: events(program, model, computation)
-        for pass_name, computation in layers.items()
-        if computation is not None
-    }
-    used = {event.lane for timeline in timelines.values() for event in timeline}
-    lanes = [lane for lane in _LANES if lane in used]
-    figure = Figure(figsize=(11, 1.1 + 2 * (0.8 + 0.42 * len(lanes))), dpi=150)
-    subplots = figure.subplots(len(timelines), 1, squeeze=False).flat
-    for axes, (pass_name, timeline) in zip(subplots, timelines.items(), strict=True):
-        _draw(axes, timeline, lanes)
-        is_recomputed = pass_name == "backward" and model.config.memory.remat != "none"
-        title = f"one layer, {pass_name}{' with its recomputation' if is_recomputed else ''}"
-        axes.set_title(f"{title}: {1e3 * _end(timeline):,.1f} ms", loc="left", fontsize=10)
-    handles = [Patch(color=color, label=kind) for kind, color in _COLORS.items()]
-    figure.legend(handles=handles, ncols=len(handles), loc="lower center", frameon=False, fontsize=9)
-    title = f"{model.config.data.seq_len:,} tokens on {model.gpus}: estimated, not measured"
-    figure.suptitle(title, x=0.01, ha="left")
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path)
+def timeline_figure(timeline: Sequence[LayerEvent], title: str, *, is_recomputed: bool) -> Figure:
+    """Kernels and transfers of one layer over time; the kernels lane is red where kernels wait for a transfer.
+
+    Args:
+      timeline: see `layer_timeline`; must not be empty.
+      is_recomputed: the backward contains a recomputation of the forward.
+    """
+    by_pass = {name: [event for event in timeline if event.pass_name == name] for name in LAYER_PASSES}
+    passes = {name: pass_events for name, pass_events in by_pass.items() if pass_events}
+    lanes = [lane for lane in _LANES if any(event.lane == lane for event in timeline)]
+    figure = plot_style.new_figure(9.5, 0.9 + len(passes) * (0.75 + 0.34 * len(lanes)))
+    subplots = figure.subplots(len(passes), 1, squeeze=False).flat
+    for axes, (name, pass_events) in zip(subplots, passes.items(), strict=True):
+        _draw(axes, pass_events, lanes)
+        waiting = sum(end - start for start, end in _waits(pass_events))
+        note = f", of which kernels wait {1e3 * waiting:,.1f} ms" if waiting else ""
+        recomputed = " with recomputation" if is_recomputed and name == "backward" else ""
+        axes.set_title(f"{name}{recomputed}: {1e3 * _end(pass_events):,.1f} ms{note}", loc="left", fontsize=9)
+    handles = [Patch(color=color, label=kind) for kind, color in _KERNEL_COLORS.items()]
+    handles.append(Patch(color=_WAIT_COLOR, label="kernels wait (exposed)"))
+    handles += [Patch(color=color, label=lane) for lane, color in _LANE_COLORS.items() if lane in lanes]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower left", frameon=False, fontsize=8)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    return figure
 
 
-def layer(program: AnalyzedProgram, pass_name: str) -> Computation | None:
-    """The body of the loop over layers whose attention belongs to `pass_name`; None if there is no such loop."""
-    for computation in program:
-        if not program.execution_counts[computation.name] or computation is program.entry:
-            continue
-        passes = {pass_of(op.op_name) for op in computation if _runs_attention(program, op)}
-        callers = (op for caller in program for op in caller if computation.name in op.called)
-        if pass_name in passes and not any(is_in_attention(caller.op_name) for caller in callers):
-            return computation
-    return None
-
-
-def _runs_attention(program: AnalyzedProgram, instruction: Instruction) -> bool:
-    if instruction.opcode == "while":
-        return is_in_attention(instruction.op_name)
-    return instruction in program.attention_call_of
-
-
-def _draw(axes: Axes, timeline: list[Event], lanes: list[str]) -> None:
+def _draw(axes: Axes, timeline: list[LayerEvent], lanes: list[str]) -> None:
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}  # (lane, color) -> intervals
     for event in timeline:
-        color = _COLORS.get(event.kind, _COLORS["transfer"])
-        start, width = 1e3 * event.start_seconds, 1e3 * (event.end_seconds - event.start_seconds)
+        color = _KERNEL_COLORS[event.kind] if event.lane == KERNELS else _LANE_COLORS[event.lane]
+        bars.setdefault((event.lane, color), []).append((event.start_seconds, event.end_seconds))
+    bars[KERNELS, _WAIT_COLOR] = list(_waits(timeline))
+    for (lane, color), intervals in bars.items():
+        in_ms = [(1e3 * start, 1e3 * (end - start)) for start, end in intervals]
         # Events narrower than a pixel are visible by their edge.
-        axes.broken_barh([(start, width)], (-lanes.index(event.lane) - 0.4, 0.8), color=color, linewidth=0.4)
-    axes.set_yticks([-index for index in range(len(lanes))], lanes)
-    axes.set_xlabel("ms", fontsize=9)
+        edge = 0 if color == _WAIT_COLOR else 0.3
+        is_large = len(timeline) > _MAX_VECTOR_EVENTS
+        place = -lanes.index(lane) - 0.38, 0.76
+        axes.broken_barh(in_ms, place, color=color, linewidth=edge, rasterized=is_large)
+    axes.set_yticks([-index for index in range(len(lanes))], lanes, fontsize=9)
+    axes.set_ylim(-len(lanes) + 0.5, 0.5)
+    axes.set_xlabel("ms", fontsize=8)
     axes.set_xlim(0, 1e3 * _end(timeline))
     axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="x", color=_FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.tick_params(axis="x", labelsize=8)
+    plot_style.style_axes(axes, "x")
+    axes.spines["left"].set_visible(False)
 
 
-def _end(timeline: list[Event]) -> float:
+def _waits(timeline: list[LayerEvent]) -> Iterator[tuple[float, float]]:
+    """(start, end) in seconds of the gaps between kernels, in which the next kernel waits for a transfer."""
+    now = 0.0
+    kernels = [(event.start_seconds, event.end_seconds) for event in timeline if event.lane == KERNELS]
+    end = _end(timeline)
+    for start, kernel_end in [*kernels, (end, end)]:
+        if start - now > 1e-9:
+            yield now, start
+        now = max(now, kernel_end)
+
+
+def _end(timeline: list[LayerEvent]) -> float:
     return max(event.end_seconds for event in timeline)

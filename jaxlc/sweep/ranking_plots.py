@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot, which would change the backend of a notebook
+from matplotlib.figure import Figure
 
+from jaxlc.core import plot_style
 from jaxlc.core.axes import MESH_AXES
+from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, TEAL
 
 MESHES, TRANSPORTS = "meshes.png", "transports.png"
 _MAX_BARS = 32
-_COLORS = {"ring": "#1f5fa8", "hybrid": "#d1495b", "ulysses": "#2a9d8f", "all_gather": "#e9a23b"}
-_CAPACITY_COLOR, _GRID_COLOR = "#6b7280", "#dde1e6"
-_FIGURE = dict(dpi=110, layout="constrained")
+_COLORS = {"ring": BLUE, "hybrid": RED, "ulysses": TEAL, "all_gather": AMBER}
 
 
 def write(rows: Sequence[dict], title: str, out: Path) -> list[Path]:
@@ -21,20 +20,20 @@ def write(rows: Sequence[dict], title: str, out: Path) -> list[Path]:
     paths = []
     if done:
         paths.append(out / MESHES)
-        _plot_meshes(done, title, paths[-1])
+        meshes_figure(done, title).savefig(paths[-1])
     if len({row["transport"] for row in done}) > 1:
         paths.append(out / TRANSPORTS)
-        _plot_transports(done, title, paths[-1])
+        transports_figure(done, title).savefig(paths[-1])
     return paths
 
 
-def _plot_meshes(done: Sequence[dict], title: str, path: Path) -> None:
-    """Tokens/s and memory, one bar per point, at the longest sequence length."""
+def meshes_figure(done: Sequence[dict], title: str) -> Figure:
+    """Tokens/s and memory, one bar per point, at the longest sequence length. `done`: rows with figures, best first."""
     longest = max(row["seq_len"] for row in done)
     shown = [row for row in done if row["seq_len"] == longest][:_MAX_BARS]
     also = [name for name in ("remat", "transport") if len({row[name] for row in shown}) > 1]
     labels = [", ".join([_mesh(row), *(row[name] for name in also)]) for row in shown]
-    figure = Figure(figsize=(10, 1.4 + 0.24 * len(shown)), **_FIGURE)
+    figure = plot_style.new_figure(10, 1.4 + 0.24 * len(shown))
     speed, memory = figure.subplots(1, 2, sharey=True)
     colors = [_COLORS[row["strategy"]] for row in shown]
     opacity = [1.0 if row["fits"] else 0.35 for row in shown]
@@ -42,11 +41,9 @@ def _plot_meshes(done: Sequence[dict], title: str, path: Path) -> None:
     for axes, column, unit in ((speed, "tokens_per_second_per_device", 1), (memory, "device_peak_bytes", 2**30)):
         for place, row, color, alpha in zip(places, shown, colors, opacity, strict=True):
             axes.barh(place, row[column] / unit, color=color, alpha=alpha, height=0.72)
-        _style(axes, "x")
+        plot_style.style_axes(axes, "x")
     if "device_capacity_bytes" in shown[0]:
-        memory.axvline(
-            shown[0]["device_capacity_bytes"] / 2**30, color=_CAPACITY_COLOR, linestyle=(0, (5, 4)), linewidth=0.9
-        )
+        memory.axvline(shown[0]["device_capacity_bytes"] / 2**30, color=GRAY, linestyle=(0, (5, 4)), linewidth=0.9)
     speed.set_yticks(places, labels, fontsize=8)
     speed.invert_yaxis()
     speed.set(xlabel="tokens/s per device")
@@ -55,10 +52,10 @@ def _plot_meshes(done: Sequence[dict], title: str, path: Path) -> None:
     handles = [speed.barh(0, 0, color=_COLORS[name], label=name) for name in names]
     figure.legend(handles=handles, ncols=len(names), frameon=False, loc="outside lower right", fontsize=8)
     figure.suptitle(f"{title}, sequence length {longest:,}", x=0.01, ha="left", fontsize=10)
-    figure.savefig(path)
+    return figure
 
 
-def _plot_transports(done: Sequence[dict], title: str, path: Path) -> None:
+def transports_figure(done: Sequence[dict], title: str) -> Figure:
     """Left: tokens/s of the best mesh over sequence length, one line per transport. Right: for every mesh, the speedup
     of each transport over the first one."""
     longest = max(row["seq_len"] for row in done)
@@ -66,7 +63,7 @@ def _plot_transports(done: Sequence[dict], title: str, path: Path) -> None:
     names = sorted({row["transport"] for row in done})
     rate = {(_program(row), row["transport"], row["seq_len"]): row["tokens_per_second_per_device"] for row in done}
     lengths = sorted({row["seq_len"] for row in done})
-    figure = Figure(figsize=(10, 4), **_FIGURE)
+    figure = plot_style.new_figure(10, 4)
     speed, gain = figure.subplots(1, 2)
     for number, name in enumerate(names):
         known = [length for length in lengths if (best, name, length) in rate]
@@ -87,7 +84,7 @@ def _plot_transports(done: Sequence[dict], title: str, path: Path) -> None:
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.minorticks_off()
         axes.set_xlabel("sequence length, tokens")
-        _style(axes, "y")
+        plot_style.style_axes(axes, "y")
     speed.legend(frameon=False, fontsize=7)
     if has_legend:
         gain.legend(frameon=False, fontsize=7)
@@ -95,7 +92,7 @@ def _plot_transports(done: Sequence[dict], title: str, path: Path) -> None:
     speed.set(ylabel="tokens/s per device", title=best[0])
     gain.set(ylabel="speedup, %", title=f"speedup over {names[0]}")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    figure.savefig(path)
+    return figure
 
 
 def _mesh(row: dict) -> str:
@@ -106,9 +103,3 @@ def _mesh(row: dict) -> str:
 def _program(row: dict) -> tuple[str, str]:
     """Everything but transport and sequence length."""
     return f"{_mesh(row)}, {row['strategy']}", row["remat"]
-
-
-def _style(axes: Axes, lines: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=lines, color=_GRID_COLOR, linewidth=0.6)
-    axes.set_axisbelow(True)

@@ -8,7 +8,9 @@ from jaxlc.config import Config, load, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.plan import advise
 from jaxlc.plan.memory import Memory
-from jaxlc.plan.report import Change, Plan, page
+from jaxlc.plan.record import Change
+from jaxlc.plan.report import page
+from jaxlc.plan.result import Plan
 from jaxlc.plan.summary import Ring
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import topology
@@ -29,6 +31,7 @@ PREDICTED = Prediction(
     bound_by="compute",
     seconds_by_resource={"compute": 1.9, "NVLink": 0.1},
     seconds_by_kind={"attention": 1.9, "waiting": 0.1},
+    transfer_seconds_by_resource={"NVLink": 0.5},
 )
 
 

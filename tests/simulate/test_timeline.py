@@ -13,12 +13,13 @@ from jaxlc.hlo import analyze
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
 from jaxlc.plan import summary
 from jaxlc.simulate import roofline as roofline_module
+from jaxlc.simulate.layer_timeline import layer, layer_timeline
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel, visible_fraction
 from jaxlc.simulate.timeline import Prediction, events, predict
-from jaxlc.simulate.timeline_plot import layer, plot_layer
+from jaxlc.simulate.timeline_plot import timeline_figure
 from jaxlc.simulate.topology import topology
-from tests.helpers import png_size, record_figures
+from tests.helpers import png_size
 from tests.hlo.snippets import FORWARD, program
 
 # No latencies, and efficiency 1: times are bytes over an H100's bandwidths, or FLOPs over its peak.
@@ -338,11 +339,32 @@ class TestRealStep:
         for earlier, later in zip(kernels, kernels[1:], strict=False):
             assert earlier.end_seconds <= later.start_seconds + 1e-12
 
-    def test_plot_layer_draws_kernels_and_links(self, step, tmp_path, monkeypatch):
-        figures = record_figures(monkeypatch)
-        plot_layer(step.program, step.time_model, tmp_path / "timeline.png")
-        (figure,) = figures
+    def test_layer_timeline_merges_adjacent_kernels(self, step):
+        """The events of both passes; merging changes neither the end nor the time of any kind of kernel."""
+        timeline = layer_timeline(step.program, step.time_model)
+        for pass_name in ("forward", "backward"):
+            merged = [event for event in timeline if event.pass_name == pass_name]
+            single = events(step.program, step.time_model, layer(step.program, pass_name))
+            assert len(merged) < len(single)
+            assert max(event.end_seconds for event in merged) == max(event.end_seconds for event in single)
+            for kind in {event.kind for event in single}:
+                seconds = [
+                    sum(x.end_seconds - x.start_seconds for x in xs if x.kind == kind) for xs in (merged, single)
+                ]
+                assert seconds[0] == pytest.approx(seconds[1])
+            kernels = [event for event in merged if event.lane == "kernels"]
+            for earlier, later in zip(kernels, kernels[1:], strict=False):
+                assert earlier.kind != later.kind or earlier.end_seconds < later.start_seconds
+
+    def test_timeline_figure_draws_kernels_links_and_waits(self, step, tmp_path):
+        timeline = layer_timeline(step.program, step.time_model)
+        figure = timeline_figure(timeline, "", is_recomputed=True)
         lanes = {label.get_text() for axes in figure.axes for label in axes.get_yticklabels()}
         assert {"kernels", "network"} <= lanes
+        forward, backward = (axes.get_title(loc="left") for axes in figure.axes)
+        assert forward.startswith("forward: ") and backward.startswith("backward with recomputation: ")
+        milliseconds = 1e3 * max(event.end_seconds for event in timeline if event.pass_name == "forward")
+        assert f"forward: {milliseconds:,.1f} ms, of which kernels wait" in forward
+        figure.savefig(tmp_path / "timeline.png")
         width, height = png_size(tmp_path / "timeline.png")
         assert width > 500 and height > 200

@@ -1,0 +1,150 @@
+"""Figures of a plan: memory by kind, and communication by collective and link."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jaxlc.core import plot_style
+from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, SILVER, SKY, TEAL, VIOLET
+from jaxlc.plan.memory import USABLE_HOST_SHARE, Memory
+from jaxlc.plan.summary import CollectiveStats
+from jaxlc.simulate.timeline import Prediction
+from jaxlc.simulate.timeline_plot import LINK_COLORS
+
+_GIB = 2**30
+_MAX_ROWS = 10  # of collectives; the rest is summed
+_Parts = dict[str, tuple[float, str]]  # name -> (bytes, color)
+
+
+def memory_figure(memory: Memory, title: str) -> Figure:
+    """Stacked bars of device memory and, if the step uses it, of pinned host memory per node."""
+    uses_host = memory.host_bytes_per_device > 0
+    figure = plot_style.new_figure(9.5, 3.6 if uses_host else 1.95)
+    device, *host = figure.subplots(2 if uses_host else 1, 1, squeeze=False).flat
+    _memory_bar(device, "GPU", _device_parts(memory), memory.usable_bytes, memory.device_capacity_bytes)
+    for axes in host:
+        capacity_bytes = memory.host_capacity_per_node_bytes
+        _memory_bar(axes, "node: host memory", _host_parts(memory), USABLE_HOST_SHARE * capacity_bytes, capacity_bytes)
+    figure.suptitle(f"Peak memory per GPU: {title}", x=0.01, ha="left", fontsize=10)
+    return figure
+
+
+def _device_parts(memory: Memory) -> _Parts:
+    other_bytes = memory.device_arguments_bytes - memory.parameters_bytes - memory.optimizer_bytes
+    return {
+        "parameters": (memory.parameters_bytes, BLUE),
+        "optimizer state": (memory.optimizer_bytes, SKY),
+        "batch and other arguments": (other_bytes, GRAY),
+        "temporaries": (memory.device_temp_bytes, TEAL),
+        "kernel workspaces": (memory.workspace_bytes, AMBER),
+        "symmetric buffers": (memory.symmetric_bytes, RED),
+        "NCCL buffers": (memory.nccl_bytes, VIOLET),
+    }
+
+
+def _host_parts(memory: Memory) -> _Parts:
+    num_gpus = memory.host_bytes_per_node // memory.host_bytes_per_device
+    parameters, optimizer = num_gpus * memory.host_parameters_bytes, num_gpus * memory.host_optimizer_bytes
+    return {
+        "parameters": (parameters, BLUE),
+        "optimizer state": (optimizer, SKY),
+        "gradients and activations": (memory.host_bytes_per_node - parameters - optimizer, TEAL),
+        "checkpoint staging": (memory.staging_bytes_per_node, SILVER),
+    }
+
+
+def _memory_bar(axes: Axes, name: str, parts: _Parts, usable_bytes: float, capacity_bytes: float) -> None:
+    used_bytes = sum(num_bytes for num_bytes, _ in parts.values())
+    limit = max(1.02 * capacity_bytes, 1.02 * usable_bytes, 1.04 * used_bytes) / _GIB
+    left = 0.0
+    for part, (num_bytes, color) in parts.items():
+        if num_bytes < 2**20:
+            continue
+        width = num_bytes / _GIB
+        axes.barh(0, width, left=left, height=0.62, color=color, linewidth=0, label=f"{part} {_gib(num_bytes)}")
+        if width > 0.06 * limit:
+            axes.text(left + width / 2, 0, _gib(num_bytes), ha="center", va="center", fontsize=8, color="white")
+        left += width
+    is_over = used_bytes > usable_bytes
+    color = RED if is_over else GRAY
+    axes.axvline(usable_bytes / _GIB, color=color, linestyle=(0, (4, 3)), linewidth=1.2)
+    note = f"usable {_gib(usable_bytes)} GiB"
+    axes.annotate(note, (usable_bytes / _GIB, 0.42), (-4, 0), textcoords="offset points", ha="right", va="bottom",
+                  fontsize=8, color=color)  # fmt: skip
+    difference = f"{_gib(abs(usable_bytes - used_bytes))} GiB {'too much' if is_over else 'free'}"
+    axes.set_title(f"{name}: {_gib(used_bytes)} GiB, {difference}", loc="left", fontsize=9)
+    axes.set(xlim=(0, limit), ylim=(-0.42, 0.75), yticks=())
+    axes.set_xlabel("GiB", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.42), frameon=False, fontsize=8, borderaxespad=0,
+                handlelength=1.0, handleheight=0.9)  # fmt: skip
+    plot_style.style_axes(axes, "x")
+    axes.spines["left"].set_visible(False)
+
+
+def links_figure(collectives: Sequence[CollectiveStats], predicted: Prediction, title: str) -> Figure:
+    """Left: bytes that each GPU sends in one step, by collective. Right: estimated hidden and exposed time by link."""
+    rows = _collective_rows(collectives)
+    figure = plot_style.new_figure(9.5, 1.35 + 0.27 * max(len(rows), 3))
+    sent, seconds = figure.subplots(1, 2, width_ratios=(3, 2))
+    for place, (_, num_bytes, count, link) in enumerate(rows):
+        sent.barh(place, num_bytes / _GIB, height=0.66, color=LINK_COLORS.get(link, SILVER), linewidth=0)
+        sent.annotate(f"{num_bytes / _GIB:,.3g} GiB, {count:,} calls", (num_bytes / _GIB, place), (4, 0),
+                      textcoords="offset points", va="center", fontsize=7.5, color=GRAY)  # fmt: skip
+    largest = max((num_bytes for _, num_bytes, _, _ in rows), default=_GIB) / _GIB
+    sent.set(xlim=(0, 1.42 * largest), ylim=(max(len(rows), 1) - 0.5, -0.5))
+    sent.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=8)
+    sent.set_title("sent by each GPU in one step", loc="left", fontsize=9)
+    sent.set_xlabel("GiB", fontsize=8)
+    _seconds_by_link(seconds, predicted)
+    for axes in (sent, seconds):
+        axes.tick_params(axis="x", labelsize=8)
+        axes.tick_params(axis="y", length=0)
+        plot_style.style_axes(axes, "x")
+    links = dict.fromkeys(link for *_, link in rows if link)
+    handles = [sent.barh(0, 0, color=LINK_COLORS[link], label=f"over {link}") for link in links]
+    figure.legend(handles=handles + seconds.get_legend_handles_labels()[0], ncols=5, loc="outside lower left",
+                  frameon=False, fontsize=8)  # fmt: skip
+    figure.suptitle(f"Communication per step: {title}", x=0.01, ha="left", fontsize=10)
+    return figure
+
+
+def _collective_rows(collectives: Sequence[CollectiveStats]) -> list[tuple[str, int, int, str]]:
+    """(name, bytes, count, link) of the collectives with most bytes, and of all others together."""
+    by_name: dict[tuple[str, str], list[int]] = {}
+    for stats in collectives:
+        link = "network" if stats.crosses_domains else "NVLink"
+        totals = by_name.setdefault((f"{stats.kind}, {'+'.join(stats.axes) or 'all'}", link), [0, 0])
+        totals[0] += stats.bytes
+        totals[1] += stats.count
+    rows = sorted(((name, *totals, link) for (name, link), totals in by_name.items()), key=lambda row: -row[1])
+    large = [row for row in rows[:_MAX_ROWS] if row[1] >= 2**20]
+    rest = rows[len(large) :]
+    if rest:
+        large.append((f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest), ""))
+    return large
+
+
+def _seconds_by_link(axes: Axes, predicted: Prediction) -> None:
+    """For each link: seconds of its transfers, and the part in which kernels wait for them."""
+    links = [link for link in LINK_COLORS if predicted.transfer_seconds_by_resource.get(link)]
+    for place, link in enumerate(links):
+        total = predicted.transfer_seconds_by_resource[link]
+        exposed = predicted.seconds_by_resource.get(link, 0.0)
+        hidden = max(0.0, total - exposed)
+        first = place == 0
+        axes.barh(place, hidden, height=0.5, color=SILVER, linewidth=0, label="hidden" if first else None)
+        axes.barh(place, exposed, left=hidden, height=0.5, color=RED, linewidth=0, label="exposed" if first else None)
+        axes.annotate(f"{hidden + exposed:,.3g} s, {exposed:,.3g} exposed", (hidden + exposed, place), (4, 0),
+                      textcoords="offset points", va="center", fontsize=7.5, color=GRAY)  # fmt: skip
+    longest = max((predicted.transfer_seconds_by_resource[link] for link in links), default=1.0)
+    axes.set(xlim=(0, 1.6 * longest), ylim=(max(len(links), 1) - 0.5, -0.5))
+    axes.set_yticks(range(len(links)), links, fontsize=8)
+    axes.set_title(f"estimated time; the step takes {predicted.step_seconds:,.3g} s", loc="left", fontsize=9)
+    axes.set_xlabel("s", fontsize=8)
+
+
+def _gib(num_bytes: float) -> str:
+    gib = num_bytes / _GIB
+    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.1f}" if gib >= 1 else f"{gib:.2f}"

@@ -1,0 +1,96 @@
+"""The result of `jaxlc.plan.plan`: the figures of a plan, and how they are shown."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxlc.core import extras
+from jaxlc.core.errors import UserError
+from jaxlc.plan import html_page, report
+from jaxlc.plan.record import PlanRecord
+from jaxlc.simulate.topology import topology
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_ADVISE_CALL = "jaxlc.plan.plan(config, topology, advise=True)"  # for notebooks
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(PlanRecord):
+    """A training step compiled ahead of time.
+
+    `print(plan)` prints it as text, and a notebook shows it as one page with figures, which `save` writes to a file.
+    The methods named `*_figure` return the figures of that page; they raise UserError if matplotlib is not installed.
+    """
+
+    def __str__(self) -> str:
+        return report.page(self, _ADVISE_CALL)
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.title};\n {report.summary(self)}>"
+
+    def _repr_html_(self) -> str:
+        if not extras.is_installed("matplotlib"):
+            return html_page.fragment(
+                self, {}, f"{extras.install_hint('matplotlib')} adds figures to this page.\n\n{self}"
+            )
+        return html_page.fragment(self, self._figures(), str(self))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the page that notebooks show as an HTML file, without scripts and external resources.
+
+        Raises:
+          UserError: matplotlib is not installed, or the file cannot be written.
+        """
+        extras.require("matplotlib", "the plan as an HTML page")
+        try:
+            Path(path).write_text(html_page.document(self.title, self._repr_html_()))
+        except OSError as error:
+            raise UserError(f"cannot write the plan to {path}: {error.strerror}") from error
+
+    def memory_figure(self) -> "Figure":
+        """Device memory by kind against the usable memory, and host memory if the step uses it."""
+        extras.require("matplotlib", "a figure of memory")
+        from jaxlc.plan import figures  # matplotlib is slow to import
+
+        return figures.memory_figure(self.memory, self.title)
+
+    def timeline_figure(self) -> "Figure":
+        """Estimated time of the kernels and transfers of one layer, forward and backward.
+
+        Raises:
+          UserError: there is no timeline, because the program has no loop over layers.
+        """
+        extras.require("matplotlib", "a figure of the timeline")
+        from jaxlc.simulate import timeline_plot
+
+        if not self.layer_timeline:
+            raise UserError("unsupported: a timeline of this plan, whose program has no loop over layers")
+        is_recomputed = self.config.get("memory", {}).get("remat", "none") != "none"
+        title = f"One layer, estimated: {self.title}"
+        return timeline_plot.timeline_figure(self.layer_timeline, title, is_recomputed=is_recomputed)
+
+    def links_figure(self) -> "Figure":
+        """Bytes by collective, mesh axes and link, and the hidden and exposed time of each link."""
+        extras.require("matplotlib", "a figure of communication")
+        from jaxlc.plan import figures
+
+        return figures.links_figure(self.collectives, self.predicted, self.title)
+
+    def mesh_figure(self) -> "Figure":
+        """The mesh on nodes and NVLink domains, and which GPUs communicate with each other."""
+        extras.require("matplotlib", "a figure of the mesh")
+        from jaxlc.plan import mesh_plot
+
+        return mesh_plot.mesh_figure(self.mesh, topology(self.topology), self.collectives)
+
+    def _figures(self) -> "dict[str, Figure]":
+        """The figures of the page by heading."""
+        timeline = {"Timeline of one layer": self.timeline_figure()} if self.layer_timeline else {}
+        return {
+            "Memory": self.memory_figure(),
+            **timeline,
+            "Communication": self.links_figure(),
+            "Mesh": self.mesh_figure(),
+        }
