@@ -1,8 +1,9 @@
 """jaxlc: train language models on very long sequences in JAX.
 
-The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `attention` and `config`, and the
-functions `attend`, `make_mesh` and `start`. Everything is imported on first use: `import jaxlc` does not import JAX, so
-that environment variables which JAX reads at start-up can still be set (`jaxlc.start`).
+The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
+`attention` and `config`, and the functions `attend`, `make_mesh` and `start`. Everything is imported on first use:
+`import jaxlc` does not import JAX, so that environment variables which JAX reads at start-up can still be set
+(`jaxlc.start`).
 """
 
 import importlib
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jax
 
-    from jaxlc import attention, config, plan, train
+    from jaxlc import attention, config, plan, sweep, train
     from jaxlc.attention import attend
 
 __version__ = "0.1.0"
-__all__ = ["attend", "attention", "config", "make_mesh", "plan", "start", "train"]
+__all__ = ["attend", "attention", "config", "make_mesh", "plan", "start", "sweep", "train"]
 
-_PACKAGES = ("attention", "config", "plan", "runtime", "train")  # available after `import jaxlc` alone
+_PACKAGES = ("attention", "config", "plan", "runtime", "sweep", "train")  # available after `import jaxlc` alone
 
 
 def start(

@@ -3,12 +3,15 @@
 Text and lines of the figures take the color of the surrounding page, so that it is readable in light and dark mode.
 """
 
-import html
 import io
 import re
 from collections.abc import Iterator, Mapping
+from html import escape
 from typing import TYPE_CHECKING
 
+from jaxlc.config import defaults, load, to_dict
+from jaxlc.config.differences import differences, setting_text
+from jaxlc.core import html
 from jaxlc.core.plot_style import FAINT, GRAY, RED, TEAL
 from jaxlc.plan import report
 from jaxlc.plan.record import PlanRecord
@@ -16,30 +19,18 @@ from jaxlc.plan.record import PlanRecord
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_STYLE = """
-.jaxlc-plan { font: 14px/1.45 system-ui, sans-serif; max-width: 1000px; }
-.jaxlc-plan h2 { font-size: 17px; font-weight: 600; margin: 4px 0 2px; }
-.jaxlc-plan h3 { font-size: 14px; font-weight: 600; margin: 20px 0 2px; }
-.jaxlc-plan .note { opacity: 0.72; font-size: 12.5px; margin: 0; }
-.jaxlc-plan .verdict { color: white; border-radius: 5px; padding: 2px 9px; font-weight: 600; }
-.jaxlc-plan .tiles { display: flex; flex-wrap: wrap; gap: 8px; margin: 12px 0; }
-.jaxlc-plan .tile { border: 1px solid rgba(128,128,128,0.4); border-radius: 6px; padding: 6px 12px; }
-.jaxlc-plan .tile b { display: block; font-size: 18px; font-weight: 600; }
-.jaxlc-plan .tile span { font-size: 12px; opacity: 0.72; }
-.jaxlc-plan svg { width: 100%; height: auto; display: block; }
-.jaxlc-plan svg text { fill: currentColor; }
-.jaxlc-plan pre { font-size: 12px; line-height: 1.35; overflow-x: auto; }
-.jaxlc-plan summary { cursor: pointer; margin-top: 14px; }
-"""
-_FIT, _NO_FIT = TEAL, RED
+_FONT = "font:14px/1.45 system-ui,sans-serif;color:currentColor"
+_HEADING = "font-size:14px;font-weight:600;margin:20px 0 2px"
+_NOTE = "opacity:0.75;font-size:12.5px;margin:2px 0"
+_TILE = "border:1px solid rgba(128,128,128,0.4);border-radius:6px;padding:6px 12px"
 
 
 def document(title: str, body: str) -> str:
     """A complete HTML page around a fragment, in the light or dark colors that the browser is set to."""
+    style = "margin:24px auto;max-width:1000px;padding:0 16px;background:Canvas;color:CanvasText"
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
-        "<style>:root { color-scheme: light dark } body { margin: 24px auto; max-width: 1000px; padding: 0 16px;"
-        f" background: Canvas; color: CanvasText }}</style></head>\n<body>{body}</body></html>\n"
+        f'<!doctype html>\n<html lang="en" style="color-scheme:light dark"><head><meta charset="utf-8">'
+        f'<title>{escape(title)}</title></head>\n<body style="{style}">{body}</body></html>\n'
     )
 
 
@@ -50,42 +41,62 @@ def fragment(plan: PlanRecord, figures: "Mapping[str, Figure]", text: str) -> st
       figures: by heading.
       text: the plan as plain text.
     """
-    parts = [f'<div class="jaxlc-plan"><style>{_STYLE}</style>', *_head(plan)]
+    parts = [f'<div style="{_FONT};max-width:1000px">', *_head(plan)]
     for heading, figure in figures.items():
         figure.suptitle("")  # the page has a title and a heading
-        parts += [f"<h3>{html.escape(heading)}</h3>", svg(figure)]
-    is_open = "" if figures else " open"
-    parts.append(
-        f"<details{is_open}><summary>all figures as text</summary><pre>{html.escape(text)}</pre></details></div>"
-    )
+        parts += [f'<div style="{_HEADING}">{escape(heading)}</div>', svg(figure)]
+    parts += [html.details("all figures as text", html.preformatted(text), is_open=not figures), "</div>"]
     return "\n".join(parts)
 
 
 def _head(plan: PlanRecord) -> Iterator[str]:
-    fits = plan.memory.fits
-    color, verdict = (_FIT, "fits") if fits else (_NO_FIT, "does not fit")
-    badge = f'<span class="verdict" style="background:{color}">{verdict}</span>'
-    yield f"<h2>{html.escape(plan.title)} {badge}</h2>"
-    yield (
-        f'<p class="note">attention kernel: {html.escape(plan.kernel_choice)}. transport:'
-        f" {html.escape(plan.transport_choice)}.</p>"
-    )
-    for hint in plan.hints:
-        yield f'<p class="note">hint: {html.escape(hint)}</p>'
-    predicted, memory = plan.predicted, plan.memory
+    memory, predicted = plan.memory, plan.predicted
+    color, verdict = (TEAL, "fits") if memory.fits else (RED, "does not fit")
+    badge = f"background:{color};color:white;border-radius:5px;padding:2px 9px;font-size:14px"
+    title = f'{escape(plan.title)} <span style="{badge}">{verdict}</span>'
+    yield f'<div style="font-size:17px;font-weight:600">{title}</div>'
+    yield _note(f"attention kernel: {plan.kernel_choice}; transport: {plan.transport_choice}")
+    settings = _settings(plan)
+    if settings:
+        yield _note(f"settings other than the defaults: {settings}")
+    yield from (_note(f"hint: {hint}") for hint in plan.hints)
+    exposed = predicted.exposed_communication_seconds / predicted.step_seconds
     tiles = {
         "GiB per GPU, AOT-compiled": f"{report.gib(memory.device_peak_bytes)} of {report.gib(memory.usable_bytes)}",
         "per step, estimated": report.format_seconds(predicted.step_seconds),
         "tokens/s per GPU, estimated": f"{predicted.tokens_per_second_per_device:,.0f}",
         "MFU (causal), estimated": f"{predicted.mfu_causal:.1%}",
-        "exposed communication, estimated": f"{predicted.exposed_communication_seconds / predicted.step_seconds:.1%}",
+        "exposed communication, estimated": f"{exposed:.1%}",
     }
-    cells = (f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in tiles.items())
-    yield f'<div class="tiles">{"".join(cells)}</div>'
-    yield (
-        '<p class="note">Memory is what the compiler reports for this step, plus upper bounds of library buffers.'
-        " Times are estimated: analytical, not validated on hardware (docs/calibration.md).</p>"
+    cells = (_tile(name, value) for name, value in tiles.items())
+    yield f'<div style="display:flex;flex-wrap:wrap;gap:8px;margin:12px 0">{"".join(cells)}</div>'
+    yield _note(
+        "Memory is what the compiler reports for this step, plus upper bounds of library buffers. Times are estimated:"
+        " analytical, not validated on hardware (docs/calibration.md)."
     )
+    if not memory.fits and plan.advice:
+        rows = [
+            (report.gib(change.device_peak_bytes), "fits" if change.fits else "", change.overrides, change.cost)
+            for change in plan.advice
+        ]
+        yield html.table(("GiB per GPU", "", "change, compiled", "cost"), rows, align="rlll")
+
+
+def _settings(plan: PlanRecord) -> str:
+    """The settings of attention, memory and precision that differ from the defaults, as on the command line."""
+    all_defaults = to_dict(load(defaults()))
+    shown = {section: all_defaults[section] for section in ("attention", "memory", "precision")}
+    changed = differences(plan.config, shown)
+    return " ".join(f"{section}.{name}={setting_text(value)}" for section, name, value, _ in changed)
+
+
+def _note(text: str) -> str:
+    return f'<div style="{_NOTE}">{escape(text)}</div>'
+
+
+def _tile(name: str, value: str) -> str:
+    number = f'<div style="font-size:18px;font-weight:600">{value}</div>'
+    return f'<div style="{_TILE}">{number}<div style="font-size:12px;opacity:0.75">{name}</div></div>'
 
 
 def svg(figure: "Figure") -> str:
@@ -96,7 +107,8 @@ def svg(figure: "Figure") -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxlc"}):  # text as text; reproducible ids
         figure.savefig(text, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
     element = text.getvalue()
-    element = element[element.index("<svg") :]
+    style = "width:100%;height:auto;display:block;fill:currentColor"  # text without a color inherits the fill
+    element = f'<svg style="{style}"' + element[element.index("<svg") + len("<svg") :]
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
     element = re.sub(r"\n\s*", "\n", element)
     element = re.sub(r"(\d\.\d{2})\d+", r"\1", element)  # hundredths of a point; a third of the size

@@ -1,6 +1,5 @@
 """Results of a finished or interrupted sweep, for notebooks."""
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jaxlc.core import extras
+from jaxlc.core import extras, html
 from jaxlc.core.errors import UserError
 from jaxlc.sweep import ranking, runner
 from jaxlc.sweep.worker import Row
@@ -17,12 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TEXT_WIDTH = 160
-_STYLE = """
-.jaxlc-ranking { border-collapse: collapse; font-size: 13px; }
-.jaxlc-ranking th, .jaxlc-ranking td { padding: 2px 10px; text-align: right; border: none; }
-.jaxlc-ranking th { border-bottom: 1px solid rgba(128,128,128,0.6); }
-.jaxlc-ranking tr.does-not-fit { opacity: 0.5; }
-"""
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,25 +41,17 @@ class Ranking:
         return f"<Ranking of {len(self.rows)} points: {self.title};\n first: {self.rows[0]['overrides']}>"
 
     def __str__(self) -> str:
-        console = Console(width=_TEXT_WIDTH, highlight=False)
+        console = Console(width=_TEXT_WIDTH, highlight=False, force_jupyter=False)
         with console.capture() as capture:
             console.print(ranking.table(self.rows, self.title))
         return "\n".join([capture.get().rstrip(), *self._notes()])
 
     def _repr_html_(self) -> str:
         table = ranking.table(self.rows, self.title)
-        columns = [list(column.cells) for column in table.columns]
-        head = "".join(f"<th>{html.escape(str(column.header))}</th>" for column in table.columns)
-        lines = []
-        for cells in zip(*columns, strict=True):
-            style = ' class="does-not-fit"' if cells[-1] else ""
-            lines.append(f"<tr{style}>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>")
-        title = html.escape(str(table.title)).replace("\n", "<br>")
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
-        return (
-            f'<style>{_STYLE}</style><p>{title}</p><table class="jaxlc-ranking"><tr>{head}</tr>'
-            f"{''.join(lines)}</table>{notes}"
-        )
+        rows = zip(*(column.cells for column in table.columns), strict=True)
+        align = "".join("l" if column.justify == "left" else "r" for column in table.columns)
+        shown = html.table([column.header for column in table.columns], rows, align=align)
+        return "\n".join([html.paragraph(str(table.title)), shown, *map(html.paragraph, self._notes())])
 
     def figure(self) -> "Figure":
         """Tokens/s and memory per point at the longest sequence length, best first.

@@ -3,16 +3,21 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from matplotlib.colors import to_hex
 
 from jaxlc import plan
 from jaxlc.config import MeshConfig, load
 from jaxlc.core.errors import UserError
+from jaxlc.core.plot_style import RED
+from jaxlc.plan import Plan
 from jaxlc.plan.compile import hints, place_in_memory
+from jaxlc.plan.record import Change
 from jaxlc.plan.report import page
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.train.step import build_step
@@ -20,6 +25,7 @@ from tests.plan.gpus import small_config
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
 LAYERS, CONTEXT, ACCUMULATION = 2, 2, 3
+GIB = 2**30
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +119,7 @@ def test_to_json_has_stable_keys(result):
     values = json.loads(json.dumps(result.to_json()))
     assert values.keys() >= {
         "topology", "num_devices", "mesh", "sequence_tokens", "tokens_per_step", "compile_seconds", "memory",
-        "collectives", "ring", "kernels",
+        "collectives", "ring", "kernels", "config", "layer_timeline",
     }  # fmt: skip
     assert values["memory"].keys() >= {
         "device_capacity_bytes", "device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "symmetric_bytes",
@@ -122,9 +128,111 @@ def test_to_json_has_stable_keys(result):
     assert values["collectives"][0].keys() == {
         "kind", "axes", "backend", "mode", "count", "bytes", "crosses_domains"
     }  # fmt: skip
+    assert values["layer_timeline"][0].keys() == {"pass_name", "lane", "kind", "start_seconds", "end_seconds"}
     assert values["ring"].keys() == {"hops", "hidden", "exposed", "exposed_forward", "by_backend"}
     assert values["tokens_per_step"] == ACCUMULATION * values["sequence_tokens"]
     assert values["mesh"] == {"data": 1, "fsdp": 1, "context": 2, "tensor": 2}
+
+
+def test_from_json_restores_the_plan(result, tmp_path):
+    change = Change(overrides="--a=b", cost="time", device_peak_bytes=1, host_bytes_per_node=2, fits=True)
+    for plan_ in (result, dataclasses.replace(result, advice=(change,), hints=("use more",))):
+        values = json.loads(json.dumps(plan_.to_json()))
+        assert Plan.from_json(values) == plan_
+        assert Plan.from_json(values | {"unknown": 1}).to_json() == plan_.to_json()
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(values))
+        assert Plan.from_json(path) == Plan.from_json(str(path)) == plan_
+        del values["memory"]["nccl_bytes"]
+        path.write_text(json.dumps(values))
+        with pytest.raises(UserError, match=r"invalid plan: .*plan.json .*nccl_bytes.*write it again"):
+            Plan.from_json(path)
+    with pytest.raises(UserError, match="cannot read the plan"):
+        Plan.from_json(tmp_path / "missing.json")
+
+
+def test_plan_records_config_and_timeline(result):
+    assert result.config["mesh"] == {"data": 1, "fsdp": 1, "context": 2, "tensor": 2}
+    assert "data" not in result.config  # paths of this machine
+    passes = [event.pass_name for event in result.layer_timeline]
+    assert passes == sorted(passes, reverse=True) and set(passes) == {"forward", "backward"}
+    layers = 0.0
+    for pass_name in set(passes):
+        lanes = {event.lane for event in result.layer_timeline if event.pass_name == pass_name}
+        assert lanes == {"kernels", "NVLink", "network"}
+        layers += max(event.end_seconds for event in result.layer_timeline if event.pass_name == pass_name)
+    assert 0 < ACCUMULATION * LAYERS * layers < result.predicted.step_seconds
+
+
+def test_repr_has_two_lines_with_verdict_and_estimate(result):
+    first, second = repr(result).splitlines()
+    assert first == "<Plan: tiny, 4,096 tokens on h100:2x2, context=2 x tensor=2;"
+    assert second.startswith(" estimated ") and "; fits, " in second
+
+
+def test_transfer_seconds_add_up_to_communication(result):
+    by_link = result.predicted.transfer_seconds_by_resource
+    assert by_link.keys() == {"NVLink", "network"}
+    assert sum(by_link.values()) == pytest.approx(result.predicted.communication_seconds)
+
+
+def test_memory_figure_bars_add_up_to_peak(result):
+    (axes,) = result.memory_figure().axes
+    assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(
+        result.memory.device_peak_bytes / GIB, abs=2e-3
+    )
+    assert axes.lines[0].get_xdata()[0] == result.memory.usable_bytes / GIB
+    assert "free" in axes.get_title(loc="left")
+    full = dataclasses.replace(result.memory, device_temp_bytes=90 * GIB)
+    (axes,) = dataclasses.replace(result, memory=full).memory_figure().axes
+    assert "too much" in axes.get_title(loc="left") and axes.get_xlim()[1] > 90
+
+
+def test_memory_figure_shows_host_memory_if_used(result):
+    used = dict(host_bytes_per_device=GIB, host_bytes_per_node=4 * GIB, host_optimizer_bytes=GIB // 2)
+    memory = dataclasses.replace(result.memory, staging_bytes_per_node=GIB, **used)
+    _, host = dataclasses.replace(result, memory=memory).memory_figure().axes
+    widths = {bar.get_label().rpartition(" ")[0]: bar[0].get_width() for bar in host.containers}
+    assert widths == {"optimizer state": 2, "gradients and activations": 2, "checkpoint staging": 1}
+
+
+def test_links_figure_has_all_bytes_and_exposed_seconds(result):
+    sent, seconds = result.links_figure().axes
+    gib = sum(stats.bytes for stats in result.collectives) / GIB
+    assert sum(bar.get_width() for bar in sent.patches) == pytest.approx(gib)
+    assert [label.get_text() for label in seconds.get_yticklabels()] == ["NVLink", "network"]
+    exposed = [bar.get_width() for bar in seconds.patches if to_hex(bar.get_facecolor()) == RED]
+    assert sum(exposed) == pytest.approx(result.predicted.exposed_communication_seconds)
+
+
+def test_html_page_has_verdict_figures_and_no_external_resources(result, tmp_path):
+    result.save(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert text.startswith("<!doctype html>") and text.count("<svg") == 4
+    assert ">fits</span>" in text and "per step, estimated" in text and "VERDICT: fits" in text
+    assert "<script" not in text and "@import" not in text and "src=" not in text
+    links = set(re.findall(r'href="([^"]*)"', text)) | set(re.findall(r"url\(([^)]*)\)", text))
+    assert all(link.startswith("#") for link in links)
+    assert result._repr_html_() in text
+    assert "stroke: #000000" not in text  # invisible in dark mode
+    with pytest.raises(UserError, match="cannot write the plan to"):
+        result.save(tmp_path / "missing" / "plan.html")
+
+
+def test_html_page_of_step_that_does_not_fit_lists_changes(result):
+    memory = dataclasses.replace(result.memory, device_temp_bytes=90 * GIB)
+    change = Change(overrides="--config.memory.remat=full", cost="t<1", device_peak_bytes=GIB, host_bytes_per_node=0,
+                    fits=True)  # fmt: skip
+    text = dataclasses.replace(result, memory=memory, advice=(change,))._repr_html_()
+    assert ">does not fit</span>" in text and "--config.memory.remat=full" in text and "t&lt;1" in text
+
+
+def test_html_page_without_matplotlib_is_text(result, monkeypatch):
+    monkeypatch.setattr("jaxlc.core.extras.is_installed", lambda package: False)
+    text = result._repr_html_()
+    assert "<svg" not in text and "VERDICT: fits" in text and "pip install &quot;jaxlc[plot]&quot;" in text
+    with pytest.raises(UserError, match="needs the package matplotlib"):
+        result.memory_figure()
 
 
 def test_page_fits_a_terminal(result):

@@ -12,10 +12,12 @@ import pytest
 from jaxlc.config import load, transport_settings, with_settings
 from jaxlc.config.command_line import run_main
 from jaxlc.plan import __main__ as command
+from tests.helpers import png_size
 from tests.plan.gpus import small_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
+from tests.helpers import png_size
 from tests.plan.gpus import small_config
 
 def get_config(variant):
@@ -34,7 +36,7 @@ def config(tmp_path) -> Path:
 def test_command_prints_page_and_writes_json(config, tmp_path):
     figures = tmp_path / "figures.json"
     arguments = [f"--config={config}", "--topology=h100:1x4", "--transport=auto", f"--json={figures}", "--advise"]
-    arguments.append("--host-memory-gib=100")
+    arguments += ["--host-memory-gib=100", f"--html={tmp_path / 'plan.html'}", f"--timeline={tmp_path / 'layer.png'}"]
     ours = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
@@ -51,6 +53,8 @@ def test_command_prints_page_and_writes_json(config, tmp_path):
     assert 0 < memory["symmetric_used_bytes"] <= memory["symmetric_bytes"]
     parts = ("device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "symmetric_bytes", "nccl_bytes")
     assert memory["device_peak_bytes"] == sum(memory[part] for part in parts)
+    assert ">fits</span>" in (tmp_path / "plan.html").read_text()
+    assert png_size(tmp_path / "layer.png") > (500, 200)
     assert list(values["ring"]["by_backend"]) in (["NVSHMEM"], ["NCCL symmetric"])
 
 
@@ -62,6 +66,7 @@ def test_command_prints_page_and_writes_json(config, tmp_path):
     (["--topology=h100:1x4", "--devices-per-process=two"], "--devices-per-process=two: expected a whole number"),
     (["--topology=h100:1x4", "--devices-per-process=3"], "devices per process (3) must divide the 4 GPUs"),
     (["--topology=h100:1x4", "--json=/nowhere/at/all.json"], "all.json: the directory does not exist"),
+    (["--topology=h100:1x4", "--html=/nowhere/plan.html"], "plan.html: the directory does not exist"),
     (["--topology=h100:1x4", "--host-memory-gib=lots"], "invalid --host-memory-gib=lots: expected a positive number"),
     (["--topology=h100:1x4", "--host-memory-gib=0"], "invalid --host-memory-gib=0: expected a positive number"),
     (["--topology=h100:1x4", "--advice"], "unknown flag --advice: did you mean --advise?"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxlc import sweep
 from jaxlc.config import Config, defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.sweep import ranking, runner, worker
@@ -41,11 +42,12 @@ def three_points(tmp_path) -> list[Point]:
     return points(config, 4, parse_grid(config, axes="context,tensor"))[0]
 
 
+ABOUT = dict(figures="estimated", topology="h100:1x4", model="tiny")
+
+
 def run(tmp_path, work, *, console: Console | None = None, num_workers: int = 3) -> list[dict]:
     console = console or Console(file=io.StringIO())
-    return runner.run(
-        three_points(tmp_path), work, about=dict(figures="fake"), out=tmp_path, num_workers=num_workers, console=console
-    )
+    return runner.run(three_points(tmp_path), work, about=ABOUT, out=tmp_path, num_workers=num_workers, console=console)
 
 
 def mesh_of(row: dict) -> tuple[int, int]:
@@ -166,7 +168,7 @@ def test_run_other_config_adds_rows(tmp_path):
     config = small(tmp_path)
     longer = points(config, 4, parse_grid(config, axes="context,tensor", seq_len="8192"))[0]
     console = Console(file=io.StringIO())
-    rows = runner.run(longer, fakes.figures, about=dict(figures="fake"), out=tmp_path, num_workers=3, console=console)
+    rows = runner.run(longer, fakes.figures, about=ABOUT, out=tmp_path, num_workers=3, console=console)
     assert [row["seq_len"] for row in rows] == [8192] * 3 and len(written(tmp_path)) == 6
 
 
@@ -235,6 +237,21 @@ def _wait_for_worker(tmp_path) -> str:
     pid = path.read_text()
     path.unlink()
     return pid
+
+
+def test_load_ranks_stored_points_and_shows_them(tmp_path):
+    rows = run(tmp_path, fakes.refuses_at_context_2)
+    for path in (tmp_path, tmp_path / runner.ROWS):
+        loaded = sweep.load(path)
+        assert list(loaded.rows) == rows and len(loaded) == 3
+    assert "context=2 tensor=2 ring: unsupported: kernel cudnn" in str(loaded)
+    assert repr(loaded).splitlines()[1].startswith(" first: --config.mesh.data=1")
+    shown = loaded._repr_html_()
+    assert shown.count("<tr") == 3 and "does not fit" in shown and "unsupported: kernel cudnn" in shown
+    speed, memory = loaded.figure().axes
+    assert [bar.get_width() for bar in speed.patches[:2]] == [row["tokens_per_second_per_device"] for row in rows[:2]]
+    with pytest.raises(UserError, match="no points in"):
+        sweep.load(tmp_path / "missing.jsonl")
 
 
 def test_ranked_fitting_points_first_then_by_speed():
