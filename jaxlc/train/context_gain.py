@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxlc.data.loader import Sequences
-from jaxlc.train.document_sums import DocumentSums, Estimates
+from jaxlc.train.document_sums import MIN_DOCUMENTS, DocumentSums, Estimates
 
 LIMIT = 256  # limited context: at least this many earlier tokens, and fewer than twice as many
 PIECE_TOKENS = 2 * LIMIT
@@ -44,8 +44,9 @@ class ContextGain:
     def __str__(self) -> str:
         """The overall gain, its interval, and the number of documents."""
         (mean,), (low,), (high,), (num_documents,) = self.overall
-        interval = f" [{low:.3f}, {high:.3f}]" if np.isfinite(low) else ""
-        return f"{mean:.3f} nats per token{interval}, {num_documents:,} documents"
+        if num_documents < MIN_DOCUMENTS:
+            return f"{mean:.3f} nats per token, {num_documents:,} documents (fewer than {MIN_DOCUMENTS}: no interval)"
+        return f"{mean:.3f} nats per token [{low:.3f}, {high:.3f}], {num_documents:,} documents"
 
     def __repr__(self) -> str:
         return f"ContextGain({self})"

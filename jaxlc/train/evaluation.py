@@ -102,7 +102,8 @@ class Evaluator:
         """Adds the gain of full context to the evaluation of `params`, with two more passes over the sequences.
 
         The gain stays None if sequences have at most 512 tokens or no document is longer, and without
-        attention.document_mask, because limited context is evaluated as shorter documents.
+        attention.document_mask, because limited context is evaluated as shorter documents: the model must use the
+        positions and segment ids of the batch.
         """
         if self._step.config.data.seq_len <= PIECE_TOKENS or not self._step.config.attention.document_mask:
             return evaluation

@@ -58,7 +58,8 @@ def test_write_report_prints_losses_and_saves_plots(corpus_and_config, tmp_path,
 
 
 @pytest.mark.parametrize(
-    "num_documents, words", [(6, "0.250 nats per token [0.250, 0.250], 6 documents"), (2, "token, 2 documents")]
+    "num_documents, words",
+    [(6, "0.250 nats per token [0.250, 0.250], 6 documents"), (2, "token, 2 documents (fewer than 5: no interval)")],
 )
 def test_write_report_prints_context_gain_in_one_line(corpus_and_config, tmp_path, num_documents, words):
     corpus, config = corpus_and_config
