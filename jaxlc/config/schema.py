@@ -184,6 +184,10 @@ class RuntimeConfig:
     # size in bytes of the NVSHMEM heap on each GPU, which holds all NVSHMEM send and receive buffers. 0: NVSHMEM's
     # default of 1 GiB.
     nvshmem_heap_bytes: int = 0
+    # directory of JAX's persistent compilation cache, from which a later equal run loads its compiled programs. auto:
+    # JAX_COMPILATION_CACHE_DIR if it is set; otherwise $XDG_CACHE_HOME/jaxlc/xla for runs of one process, and none for
+    # several, which need a directory that all of them share. "": none.
+    compilation_cache_dir: str = "auto"
     unified_memory: bool = False  # GPU arrays may spill to host memory; for Grace Hopper and Grace Blackwell
     # JAX's memory pool as a multiple of GPU memory, with unified_memory. 0: so that the pools of all GPUs take 90% of
     # host memory in addition to GPU memory.

@@ -3,15 +3,12 @@
 import contextlib
 import os
 import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlc._jax_internals import backends_are_initialized
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
-from jaxlc.runtime import transport, unified_memory
+from jaxlc.runtime import compilation_cache, stderr, transport, unified_memory
 
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -27,7 +24,8 @@ def start(config: RuntimeConfig) -> None:
     """Starts JAX with the devices and processes of `config`. It may be called again with an equal config.
 
     Raises:
-      UserError: JAX has already started with other settings, or XLA_FLAGS contradicts the config.
+      UserError: JAX has already started with other settings, XLA_FLAGS contradicts the config, or the directory of the
+        compilation cache cannot be created.
     """
     import_jax()
     import jax
@@ -45,6 +43,7 @@ def start(config: RuntimeConfig) -> None:
             )
     with _without_driver_notes():
         platform = jax.devices()[0].platform
+    compilation_cache.configure(config, platform)
     _check_started(config, platform, jax.local_device_count(), jax.process_count())
 
 
@@ -85,27 +84,12 @@ def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
     return " ".join([*(flag for flag in ours if flag not in users_flags.split()), users_flags]).strip()
 
 
-@contextlib.contextmanager
-def _without_driver_notes() -> Iterator[None]:
+def _without_driver_notes() -> contextlib.AbstractContextManager[None]:
     """Removes the CUDA plugin's notes about a missing driver from stderr, where it is only used to compile.
 
-    Its C++ code prints them several times at any log level. All other lines are printed when the context ends.
+    Its C++ code prints them several times at any log level.
     """
-    if _has_nvidia_driver():
-        yield
-        return
-    sys.stderr.flush()
-    real_stderr = os.dup(2)
-    with tempfile.TemporaryFile() as captured:
-        os.dup2(captured.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(real_stderr, 2)
-            os.close(real_stderr)
-            captured.seek(0)
-            lines = captured.read().decode(errors="replace").splitlines(keepends=True)
-            sys.stderr.write("".join(line for line in lines if not any(note in line for note in _DRIVER_NOTES)))
+    return contextlib.nullcontext() if _has_nvidia_driver() else stderr.without_lines(_DRIVER_NOTES)
 
 
 def _has_nvidia_driver() -> bool:

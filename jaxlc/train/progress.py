@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as LiveBars
 
+from jaxlc.runtime import compilation_cache
+
 _MIN_SECONDS_BETWEEN_LINES = 5.0  # between two plain progress lines
 
 
@@ -65,9 +67,10 @@ class Progress:
         if not self._is_live:
             self.log(f"compiling {what} ...")
         start_seconds = time.perf_counter()
-        with self.spinner(f"compiling {what}"):
+        with self.spinner(f"compiling {what}"), compilation_cache.watch() as came_from_cache:
             yield
-        self.log(f"compiled {what} in {time.perf_counter() - start_seconds:.1f} s")
+            source = " (from the cache)" if came_from_cache() else ""
+        self.log(f"compiled {what} in {time.perf_counter() - start_seconds:.1f} s{source}")
 
     @contextmanager
     def progress_bar(self, what: str) -> Iterator[Callable[[int, int], None]]:

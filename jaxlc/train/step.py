@@ -96,7 +96,7 @@ class TrainStep:
           UserError: config.memory.offload is set, and the program for a GPU has nothing in host memory.
         """
         options = self.compiler_options | (extra_options or {})
-        with compilation_cache.disabled_for_absent(self.mesh.devices.flat):
+        with compilation_cache.for_step(self.mesh.devices.flat):
             compiled = (lowered or self.lower()).compile(compiler_options=options)
         offload = self.config.memory.offload
         if offload and self._platform == "gpu" and not compiled.memory_analysis().host_temp_size_in_bytes:
