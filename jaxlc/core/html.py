@@ -40,9 +40,9 @@ def details(summary: str, body: str, *, is_open: bool = False) -> str:
     return f"<details{opened}><summary style='cursor:pointer'>{escape(summary)}</summary>\n{body}\n</details>"
 
 
-def paragraph(text: str) -> str:
-    """One escaped line of text; newlines become line breaks."""
-    return "<div style='color:currentColor;margin:4px 0'>" + escape(text).replace("\n", "<br>") + "</div>"
+def paragraph(text: str, *, before: str = "") -> str:
+    """Escaped text, after the HTML in `before`; newlines become line breaks."""
+    return f"<div style='color:currentColor;margin:4px 0'>{before}{escape(text).replace(chr(10), '<br>')}</div>"
 
 
 def preformatted(text: str) -> str:

@@ -1,4 +1,7 @@
-"""Progress output of a run: a live line in a terminal, plain lines elsewhere. Only the primary process prints."""
+"""Progress output of a run. Only the primary process prints.
+
+A terminal has a live line, a notebook one display that is updated, and other outputs have plain lines.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +12,7 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as LiveBars
 
 from jaxlc.runtime import compilation_cache
+from jaxlc.train.notebook_display import NotebookDisplay
 
 _MIN_SECONDS_BETWEEN_LINES = 5.0  # between two plain progress lines
 
@@ -33,6 +37,7 @@ class Progress:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._console.quiet = not is_primary
         self._is_live = is_primary and self._console.is_terminal
+        self._notebook = NotebookDisplay() if is_primary and self._console.is_jupyter else None
         self._total_steps, self._flops_per_step, self._peak = total_steps, flops_per_step, peak_flops_per_second
         columns = SpinnerColumn(), BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn()
         self._bars = LiveBars(*columns, console=self._console, transient=True)
@@ -47,24 +52,26 @@ class Progress:
     def __exit__(self, *_) -> None:
         if self._is_live:
             self._bars.stop()
+        if self._notebook is not None:
+            self._notebook.close()
 
     def log(self, text: str) -> None:
         """Prints above the live line."""
-        self._console.print(text, markup=False)
+        if self._notebook is not None:
+            self._notebook.log(text)
+        else:
+            self._console.print(text, markup=False)
 
     @contextmanager
     def spinner(self, what: str) -> Iterator[None]:
-        """Shows a spinner with the elapsed time; prints nothing outside a terminal."""
-        bar = self._bars.add_task(what, total=None)
-        try:
+        """Shows a spinner with the elapsed time; prints nothing to a file."""
+        with self.progress_bar(what):
             yield
-        finally:
-            self._bars.remove_task(bar)
 
     @contextmanager
     def compiling(self, what: str) -> Iterator[None]:
         """A spinner, and permanent lines before and after: compilation may take minutes, also without a terminal."""
-        if not self._is_live:
+        if not self._is_live and self._notebook is None:
             self.log(f"compiling {what} ...")
         start_seconds = time.perf_counter()
         with self.spinner(f"compiling {what}"), compilation_cache.watch() as came_from_cache:
@@ -75,6 +82,10 @@ class Progress:
     @contextmanager
     def progress_bar(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """Shows a progress bar; yields a function (done, total) that updates it."""
+        if self._notebook is not None:
+            with self._notebook.activity(what) as set_progress:
+                yield set_progress
+            return
         bar = self._bars.add_task(what, total=None)
         try:
             yield lambda done, total: self._bars.update(bar, completed=done, total=total)
@@ -94,6 +105,9 @@ class Progress:
             if self._steps_bar is None:
                 self._steps_bar = self._bars.add_task("", total=self._total_steps)
             self._bars.update(self._steps_bar, completed=step, description=text)
+            return
+        if self._notebook is not None:
+            self._notebook.step(text, step / self._total_steps)
             return
         now_seconds = time.perf_counter()
         if step == self._total_steps or now_seconds - self._last_line_seconds >= _MIN_SECONDS_BETWEEN_LINES:
