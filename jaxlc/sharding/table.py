@@ -1,47 +1,92 @@
 """The sharding table: the sharding of every parameter, and the dimensions that a rule could not shard."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxlc.core import html
 from jaxlc.sharding.rules import storage_axes, storage_spec
 
 _HEADINGS = ("parameter", "shape", "dtype", "sharded over", "bytes/device", "")
 
 
-def sharding_table(abstract_params: dict, dims: dict, mesh: Mesh) -> str:
-    """Formats one line per parameter, and the totals. A `!` marks a dimension that is not sharded over all its axes.
+@dataclass(frozen=True, kw_only=True)
+class ParameterSharding:
+    """How one parameter is stored."""
+
+    name: str  # path in the tree, such as layers/attention/query
+    dims: tuple[str, ...]  # names of the dimensions
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+    bytes_per_device: int
+    num_bytes: int
+    unsharded: tuple[str, ...]  # a reason for each dimension that is not sharded over all axes of its rule
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        shape = " ".join(f"{name}={size}" for name, size in zip(self.dims, self.shape))
+        reasons = "; ".join(self.unsharded)
+        return self.name, shape, self.dtype, _spec_text(self.dims, self.spec), f"{self.bytes_per_device:,}", reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingTable:
+    """The parameters of a model on a mesh; `print` and notebooks show a table. `rows` has the values."""
+
+    rows: tuple[ParameterSharding, ...]
+    num_devices: int
+
+    @property
+    def totals(self) -> str:
+        """One line: parameters, bytes, and bytes per device."""
+        num_params = sum(math.prod(row.shape) for row in self.rows)
+        num_bytes = sum(row.num_bytes for row in self.rows)
+        device_bytes = sum(row.bytes_per_device for row in self.rows)
+        return (
+            f"{num_params:,} parameters, {num_bytes:,} bytes; {device_bytes:,} bytes per device"
+            f" ({device_bytes / num_bytes:.1%}) on a mesh of {self.num_devices} devices"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([*_aligned([_HEADINGS, *(row.cells for row in self.rows)]), self.totals]) + "\n"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html.table(_HEADINGS, [row.cells for row in self.rows], align="llllrl") + html.paragraph(self.totals)
+
+
+def sharding_table(abstract_params: dict, dims: dict, mesh: Mesh) -> ShardingTable:
+    """The sharding of every parameter. A `!` marks a dimension that is not sharded over all its axes.
 
     Args:
       abstract_params: nested dict of arrays or `jax.ShapeDtypeStruct`s.
       dims: the same tree; each leaf is a tuple of dimension names.
       mesh: of attached or absent devices.
     """
-    rows, num_params, global_bytes, device_bytes = [_HEADINGS], 0, 0, 0
+    rows = []
     for path, param in jax.tree.leaves_with_path(abstract_params):
         names = _at(dims, path)
         spec = storage_spec(names, param.shape, mesh)
-        per_device_bytes = math.prod(_shard_shape(param.shape, spec, mesh)) * param.dtype.itemsize
         rows.append(
-            (
-                "/".join(key.key for key in path),
-                " ".join(f"{name}={size}" for name, size in zip(names, param.shape)),
-                str(param.dtype),
-                _spec_text(names, spec),
-                f"{per_device_bytes:,}",
-                "; ".join(_unsharded(names, param.shape, spec, mesh)),
+            ParameterSharding(
+                name="/".join(key.key for key in path),
+                dims=names,
+                shape=tuple(param.shape),
+                dtype=str(param.dtype),
+                spec=spec,
+                bytes_per_device=math.prod(_shard_shape(param.shape, spec, mesh)) * param.dtype.itemsize,
+                num_bytes=param.size * param.dtype.itemsize,
+                unsharded=tuple(_unsharded(names, param.shape, spec, mesh)),
             )
         )
-        num_params += param.size
-        global_bytes += param.size * param.dtype.itemsize
-        device_bytes += per_device_bytes
-    totals = (
-        f"{num_params:,} parameters, {global_bytes:,} bytes; {device_bytes:,} bytes per device"
-        f" ({device_bytes / global_bytes:.1%}) on a mesh of {mesh.size} devices"
-    )
-    return "\n".join([*_aligned(rows), totals]) + "\n"
+    return ShardingTable(rows=tuple(rows), num_devices=mesh.size)
 
 
 def _at(tree: dict, path) -> tuple[str, ...]:
@@ -78,7 +123,7 @@ def _unsharded(names: tuple[str, ...], shape: tuple[int, ...], spec: PartitionSp
             yield f"! {name}={size} is not divisible by {product}"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Pads the columns to equal width; numbers are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     numbers = _HEADINGS.index("bytes/device")

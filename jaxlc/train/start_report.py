@@ -6,7 +6,6 @@ import jax
 
 from jaxlc.config import Config
 from jaxlc.data import Corpus
-from jaxlc.sharding.table import sharding_table
 from jaxlc.train.state import memory_lines
 from jaxlc.train.step import TrainStep
 
@@ -54,7 +53,7 @@ def corpus_lines(config: Config, corpus: Corpus) -> list[str]:
 
 def sharding_lines(step: TrainStep) -> list[str]:
     """The shape, sharding and bytes per device of each parameter."""
-    return [sharding_table(step.abstract_state.params, step.dims, step.mesh)]
+    return [str(step.sharding_table)]
 
 
 def resume_lines(config: Config, workdir: Path, corpus: Corpus, step: int, meta: dict) -> list[str]:

@@ -15,6 +15,7 @@ from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import compilation_cache, transport
 from jaxlc.runtime.xla_flags import compile_options
+from jaxlc.sharding.table import ShardingTable, sharding_table
 from jaxlc.train import mixed_precision, update
 from jaxlc.train.batch import Batch, abstract_batch
 from jaxlc.train.objective import Objective
@@ -63,6 +64,11 @@ class TrainStep:
     @cached_property
     def abstract_state(self) -> TrainState:
         return abstract_state(self.config, self.mesh, self._optimizer, self.dims)
+
+    @property
+    def sharding_table(self) -> ShardingTable:
+        """The shape, sharding and bytes per device of each parameter, to print or to display in a notebook."""
+        return sharding_table(self.abstract_state.params, self.dims, self.mesh)
 
     @cached_property
     def memory_spaces(self) -> TrainState:

@@ -24,7 +24,7 @@ def _table(**axes):
 def test_table_tiny_model_equals_golden():
     """tensor=4 does not divide the 2 key/value heads, which is marked. To regenerate the file, write `table` to it."""
     table, _, _ = _table(context=2, tensor=4)
-    assert table == GOLDEN.read_text()
+    assert str(table) == GOLDEN.read_text()
 
 
 def test_table_bytes_per_device_equal_arrays():
@@ -38,14 +38,25 @@ def test_table_bytes_per_device_equal_arrays():
         spec = storage_spec(names, param.shape, mesh)
         array = jax.device_put(np.zeros(param.shape, param.dtype), jax.NamedSharding(mesh, spec))
         device_bytes += array.addressable_shards[0].data.nbytes
-    assert f"{device_bytes:,} bytes per device" in table
-    assert "!" not in table
+    assert sum(row.bytes_per_device for row in table.rows) == device_bytes
+    assert f"{device_bytes:,} bytes per device" in str(table)
+    assert "!" not in str(table)
 
 
 def test_table_partly_sharded_dimension_is_marked():
     params = {"w": jax.ShapeDtypeStruct((6, 5), np.float32)}
     mesh = make_mesh(MeshConfig(fsdp=2, context=4))
-    table = sharding_table(params, {"w": ("model", "ffn")}, mesh)
+    table = str(sharding_table(params, {"w": ("model", "ffn")}, mesh))
     assert "model:fsdp" in table
     assert "! model=6 is not divisible by fsdp=2 x context=4" in table
     assert "30 parameters, 120 bytes; 60 bytes per device (50.0%) on a mesh of 8 devices" in table
+
+
+def test_table_html_has_every_cell():
+    table, _, _ = _table(context=2, tensor=4)
+    text = table._repr_html_()
+    assert text.count("<tr") == len(table.rows) + 1
+    for row in table.rows:
+        for cell in row.cells:
+            assert f">{cell}</td>" in text
+    assert table.totals in text
