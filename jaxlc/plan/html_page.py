@@ -24,6 +24,15 @@ _HEADING = "font-size:14px;font-weight:600;margin:20px 0 2px"
 _NOTE = "opacity:0.75;font-size:12.5px;margin:2px 0"
 _TILE = "border:1px solid rgba(128,128,128,0.4);border-radius:6px;padding:6px 12px"
 
+_SMALLER = (  # what is removed from matplotlib's SVG, which becomes half as large
+    (r"<metadata>.*?</metadata>", ""),
+    (r"<!--.*?-->", ""),
+    (r'<g id="[^"]*">', "<g>"),
+    (r' ?font-family: [^;"]*;?', ""),  # text has the font of the element
+    (r"(\d\.\d{2})\d+", r"\1"),  # hundredths of a point
+    (r"\n\s*", "\n"),
+)
+
 
 def document(title: str, body: str) -> str:
     """A complete HTML page around a fragment, in the light or dark colors that the browser is set to."""
@@ -107,10 +116,9 @@ def svg(figure: "Figure") -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxlc"}):  # text as text; reproducible ids
         figure.savefig(text, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
     element = text.getvalue()
-    style = "width:100%;height:auto;display:block;fill:currentColor"  # text without a color inherits the fill
+    style = "width:100%;height:auto;display:block;fill:currentColor;font-family:system-ui,sans-serif"
     element = f'<svg style="{style}"' + element[element.index("<svg") + len("<svg") :]
-    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
-    element = re.sub(r"\n\s*", "\n", element)
-    element = re.sub(r"(\d\.\d{2})\d+", r"\1", element)  # hundredths of a point; a third of the size
-    element = element.replace("stroke: #000000", "stroke: currentColor").replace("'DejaVu Sans'", "system-ui")
+    for pattern, replacement in _SMALLER:
+        element = re.sub(pattern, replacement, element, flags=re.DOTALL)
+    element = element.replace("stroke: #000000", "stroke: currentColor")
     return element.replace(f"stroke: {FAINT}", "stroke: rgba(128,128,128,0.28)").replace(GRAY, "#808894")
