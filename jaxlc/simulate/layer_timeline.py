@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from jaxlc.hlo import AnalyzedProgram
-from jaxlc.hlo.op_names import is_in_attention, pass_of
-from jaxlc.hlo.parser import Computation, Instruction
+from jaxlc.hlo.parser import Computation
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import KERNELS, Event, events
 
@@ -32,21 +31,33 @@ def layer_timeline(program: AnalyzedProgram, model: TimeModel) -> tuple[LayerEve
 
 
 def layer(program: AnalyzedProgram, pass_name: str) -> Computation | None:
-    """The body of the loop over layers whose attention belongs to `pass_name`; None if there is no such loop."""
+    """The body of the loop over layers in one of LAYER_PASSES; None if there is no such loop.
+
+    It is the outermost computation that runs attention of this pass only. Layers may contain loops, over tiles of
+    tokens, and the loop over microbatches contains the layers of both passes.
+    """
+    own = {"forward": {"forward"}, "backward": {"backward", "recomputation"}}[pass_name]
+    bodies = []
     for computation in program:
-        if not program.execution_counts[computation.name] or computation is program.entry:
-            continue
-        passes = {pass_of(op.op_name) for op in computation if _runs_attention(program, op)}
-        callers = (op for caller in program for op in caller if computation.name in op.called)
-        if pass_name in passes and not any(is_in_attention(caller.op_name) for caller in callers):
-            return computation
-    return None
+        passes = _attention_passes(program, computation)
+        is_run = program.execution_counts[computation.name] and computation is not program.entry
+        if is_run and pass_name in passes and passes <= own:
+            bodies.append(computation)
+    inner = {name for computation in bodies for instruction in computation for name in instruction.called}
+    outermost = [computation for computation in bodies if computation.name not in inner]
+    return max(outermost, key=lambda computation: program.execution_counts[computation.name], default=None)
 
 
-def _runs_attention(program: AnalyzedProgram, instruction: Instruction) -> bool:
-    if instruction.opcode == "while":
-        return is_in_attention(instruction.op_name)
-    return instruction in program.attention_call_of
+def _attention_passes(program: AnalyzedProgram, computation: Computation) -> set[str]:
+    """The passes whose attention kernels run in a computation and in those that it calls."""
+    passes = set()
+    for instruction in computation:
+        call = program.attention_call_of.get(instruction)
+        if call is not None:
+            passes.add(call.pass_name)
+        else:
+            passes.update(*(_attention_passes(program, program.computations[name]) for name in instruction.called))
+    return passes
 
 
 def _merged(timeline: list[Event]) -> list[Event]:
