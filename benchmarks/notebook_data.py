@@ -96,7 +96,7 @@ def write_memory(out: Path, cache: Path) -> None:
 
 
 def memory_over_length() -> Iterator[Case]:
-    """Llama 3.1 8B on one H100. "and" adds a setting to those of the line before."""
+    """Llama 3.1 8B on one H100. "and" adds a setting to those of the line before; "tiles" are all of them up to tile_tokens."""
     on_host = {"memory.optimizer": "host", "memory.parameters": "host"}
     offload = on_host | {"memory.offload": ("residual",)}
     tiles = offload | {"memory.tile_tokens": 32_768}
@@ -108,9 +108,9 @@ def memory_over_length() -> Iterator[Case]:
         "and parameters=host": (on_host, _LENGTHS),
         "and offload=residual": (offload, _LENGTHS),
         "and tile_tokens=32768": (tiles, _LENGTHS),
-        "and layers_per_remat_group=2": (tiles | {"memory.layers_per_remat_group": 2}, _LENGTHS),
-        "and fp8 matrix products": (tiles | {"precision.compute": "fp8"}, _LENGTHS),
-        "loss in one chunk": (tiles | {"memory.loss_chunk_tokens": 0}, _LENGTHS[:2]),
+        "tiles, layers_per_remat_group=2": (tiles | {"memory.layers_per_remat_group": 2}, _LENGTHS),
+        "tiles, precision.compute=fp8": (tiles | {"precision.compute": "fp8"}, _LENGTHS),
+        "tiles, loss in one chunk": (tiles | {"memory.loss_chunk_tokens": 0}, _LENGTHS[:2]),
     }
     for name, (settings, lengths) in lines.items():
         for seq_len in lengths:
