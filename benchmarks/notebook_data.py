@@ -96,7 +96,7 @@ def write_memory(out: Path, cache: Path) -> None:
 
 
 def memory_over_length() -> Iterator[Case]:
-    """Llama 3.1 8B on one H100. "and" adds a setting to those of the line before; "tiles" are all of them up to tile_tokens."""
+    """Llama 3.1 8B on one H100. "and" adds a setting to the line before; "tiles" are all of those up to tile_tokens."""
     on_host = {"memory.optimizer": "host", "memory.parameters": "host"}
     offload = on_host | {"memory.offload": ("residual",)}
     tiles = offload | {"memory.tile_tokens": 32_768}
