@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxlc.config.loading import did_you_mean
+from jaxlc.config.values import did_you_mean
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported, UserError
 
