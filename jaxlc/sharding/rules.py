@@ -29,6 +29,7 @@ class ShardingRules:
     head_dim: Axes = ()  # H: attention needs the entire head dimension
     layers: Axes = ()  # L: every rank runs every layer
     norm: Axes = ()  # D or H of a norm's scale: a few kilobytes
+    unsharded: Axes = ()  # any other dimension, of a model that is not ours
 
     residual: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT, TENSOR), ())  # x_BTD between blocks
     gathered: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT,), ())  # x_BTD as input of a block's matmuls

@@ -8,6 +8,7 @@ read once. It overwrites the chunk of x, so only one array of full sequence leng
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,11 @@ _HEAD = PartitionSpec(None, TENSOR)
 _SUM_AXES = (*BATCH_AXES, CONTEXT)
 
 
+# `(logits float32 [tokens, vocab_size], targets int32 [tokens]) -> losses float32 [tokens]`, differentiable. It is called
+# for one chunk of tokens at a time, so the loss of a token depends on its own logits and target only.
+TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
     mesh: Mesh
@@ -33,11 +39,12 @@ class LossSpec:
     chunk_tokens: int  # tokens per device whose logits exist at the same time
     z_loss: float  # weight of log(Z)^2 (PaLM, section 5)
     norm_epsilon: float
+    token_loss: TokenLoss | None = None  # None: cross entropy
 
 
 class LossSums(NamedTuple):
-    objective: jax.Array  # float32: sum of weight x (cross entropy + z_loss log(Z)^2); it is differentiated
-    cross_entropy: jax.Array  # float32: sum of weight x cross entropy, in nats; the loss that is reported
+    objective: jax.Array  # float32: sum of weight x (loss + z_loss log(Z)^2); it is differentiated
+    cross_entropy: jax.Array  # float32: sum of weight x loss, in nats for cross entropy; the loss that is reported
 
 
 class _ChunkCarry(NamedTuple):
@@ -50,9 +57,9 @@ class _ChunkCarry(NamedTuple):
 
 
 def token_losses(
-    x_BTD: jax.Array, scale_D: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, spec: LossSpec
+    x_BTD: jax.Array, scale_D: jax.Array | None, head_DV: jax.Array, targets_BT: jax.Array, spec: LossSpec
 ) -> jax.Array:
-    """Cross entropy of each token in nats, float32 of the targets' shape; not differentiable."""
+    """Loss of each token, float32 of the targets' shape; not differentiable."""
     weights_BT = jnp.ones(targets_BT.shape, jnp.float32)
     return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, with_gradient=False)[1]
 
@@ -60,7 +67,7 @@ def token_losses(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def loss_sums(
     x_BTD: jax.Array,
-    scale_D: jax.Array,
+    scale_D: jax.Array | None,
     head_DV: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
@@ -71,7 +78,7 @@ def loss_sums(
     Args:
       x_BTD: final hidden states before the norm, in the compute dtype, layout order; T sharded over context and tensor,
         B over data and fsdp. More dimensions, not sharded, may precede B (tiles of the sequence).
-      scale_D: scale of the final norm, float32.
+      scale_D: scale of the final norm, float32. None: x_BTD is normed already.
       head_DV: output head in the compute dtype, V padded to a multiple of tensor.
       targets_BT: int32.
       weights_BT: float32, 0 at tokens without a target.
@@ -109,14 +116,14 @@ def _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec,
 def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, with_gradient: bool):
     """On one rank: (sums over all ranks, token losses, and if with_gradient dx_btD, dscale_D, dhead_Dv)."""
     x_tD, targets_t, weights_t = x_btD.reshape(-1, x_btD.shape[-1]), targets_bt.reshape(-1), weights_bt.reshape(-1)
-    gradients = (jnp.zeros(scale_D.shape, jnp.float32), jnp.zeros(head_Dv.shape, jnp.float32))
+    gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (scale_D, head_Dv))
     carry = _ChunkCarry(jnp.zeros(x_tD.shape[:1], jnp.float32), x_tD, *(gradients if with_gradient else (None, None)))
 
     def process_chunk(carry: _ChunkCarry, start, size: int):
         x_cD, targets_c, weights_c = (
             lax.dynamic_slice_in_dim(x, start, size) for x in (carry.x_tD, targets_t, weights_t)
         )
-        normed_cD, norm_vjp = jax.vjp(functools.partial(rms_norm, epsilon=spec.norm_epsilon), x_cD, scale_D)
+        normed_cD, norm_vjp = jax.vjp(functools.partial(_norm, spec=spec), x_cD, scale_D)
         sums, losses_c, *gradients = _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec, with_gradient)
         carry = carry._replace(losses_t=lax.dynamic_update_slice_in_dim(carry.losses_t, losses_c, start, 0))
         if not with_gradient:
@@ -125,7 +132,7 @@ def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, w
         dx_cD, dscale_D = norm_vjp(dnormed_cD)
         return carry._replace(
             x_tD=lax.dynamic_update_slice_in_dim(carry.x_tD, dx_cD, start, 0),
-            dscale_D=carry.dscale_D + dscale_D,
+            dscale_D=jax.tree.map(jnp.add, carry.dscale_D, dscale_D),
             dhead_Dv=carry.dhead_Dv + dhead_Dv,
         ), sums
 
@@ -150,21 +157,46 @@ def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, with_gra
         lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in (normed_cD, targets_c, weights_c)
     )
     logits_cv = _logits(normed_cD, head_Dv, spec.vocab_size)
+    of_logits = _cross_entropy if spec.token_loss is None else _own_loss
+    sums, losses_c, dlogits = of_logits(logits_cv, targets_c, weights_c, spec)
+    own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
+    if not with_gradient:
+        return sums, own_losses_c
+    dlogits_cv = dlogits().astype(normed_cD.dtype)
+    dnormed_cD = jnp.einsum("cv,Dv->cD", dlogits_cv, head_Dv, preferred_element_type=jnp.float32)
+    dnormed_cD = lax.psum_scatter(dnormed_cD, TENSOR, scatter_dimension=0, tiled=True).astype(normed_cD.dtype)
+    with jax.named_scope(scopes.HEAD_GRADIENT):
+        dhead_Dv = jnp.einsum("cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32)
+    return sums, own_losses_c, dnormed_cD, dhead_Dv
+
+
+def _norm(x_cD: jax.Array, scale_D: jax.Array | None, spec: LossSpec) -> jax.Array:
+    return x_cD if scale_D is None else rms_norm(x_cD, scale_D, epsilon=spec.norm_epsilon)
+
+
+def _cross_entropy(logits_cv, targets_c, weights_c, spec: LossSpec):
+    """(sums, losses_c, a function that returns dlogits_cv), of cross entropy with z-loss."""
     log_z_c, target_logit_c = _reduce_vocabulary(logits_cv, targets_c)
     losses_c = log_z_c - target_logit_c
     sums = LossSums(
         objective=(weights_c * (losses_c + spec.z_loss * log_z_c**2)).sum(),
         cross_entropy=(weights_c * losses_c).sum(),
     )
-    own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
-    if not with_gradient:
-        return sums, own_losses_c
-    dlogits_cv = _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss).astype(normed_cD.dtype)
-    dnormed_cD = jnp.einsum("cv,Dv->cD", dlogits_cv, head_Dv, preferred_element_type=jnp.float32)
-    dnormed_cD = lax.psum_scatter(dnormed_cD, TENSOR, scatter_dimension=0, tiled=True).astype(normed_cD.dtype)
-    with jax.named_scope(scopes.HEAD_GRADIENT):
-        dhead_Dv = jnp.einsum("cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32)
-    return sums, own_losses_c, dnormed_cD, dhead_Dv
+    return sums, losses_c, lambda: _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss)
+
+
+def _own_loss(logits_cv, targets_c, weights_c, spec: LossSpec):
+    """As `_cross_entropy`, of `spec.token_loss`. Every tensor rank gathers the logits and computes the same losses."""
+    width = logits_cv.shape[1]
+    logits_cV = lax.all_gather(logits_cv, TENSOR, axis=1, tiled=True)
+    losses_c, vjp = jax.vjp(lambda logits: spec.token_loss(logits[:, : spec.vocab_size], targets_c), logits_cV)
+    total = (weights_c * losses_c).sum()
+
+    def dlogits() -> jax.Array:
+        (dlogits_cV,) = vjp(weights_c)
+        return lax.dynamic_slice_in_dim(dlogits_cV, lax.axis_index(TENSOR) * width, width, axis=1)
+
+    return LossSums(objective=total, cross_entropy=total), losses_c, dlogits
 
 
 @jax.named_scope(scopes.LOGITS)

@@ -10,21 +10,22 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 
 from jaxlc import attention
 from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.config import Config, MemoryConfig
-from jaxlc.core.axes import CONTEXT
+from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.models import decoder, layer_tiles, layers
+from jaxlc.models.layers import rms_norm
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder
-from jaxlc.train import mixed_precision, update
+from jaxlc.train import mixed_precision
+from jaxlc.train.accumulation import accumulate
 from jaxlc.train.batch import Batch, sequence_positions
-from jaxlc.train.loss import LossSpec, loss_sums, token_losses
+from jaxlc.train.loss import LossSpec, TokenLoss, loss_sums, token_losses
 from jaxlc.train.remat import make_remat, saves_attention
-from jaxlc.train.state import is_on_host, lacks_host_memory
+from jaxlc.train.state import is_on_host, lacks_host_memory, padded_vocab_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,25 +34,24 @@ class Objective:
 
     config: Config
     mesh: Mesh
+    token_loss: TokenLoss | None = None
 
     @cached_property
     def dims(self):
         """The parameter tree with a tuple of dimension names per leaf."""
         return decoder.dims_of(self.config.model)
 
-    def token_losses(self, params, batch: Batch) -> jax.Array:
-        """Cross entropy of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable."""
-        losses = token_losses(*self._hidden_and_head(params, batch), self._in_tiles(batch.targets), self._loss_spec)
-        return layout_of(losses, self.mesh.shape[CONTEXT]) if self._num_tiles else losses
+    def init_params(self, key: jax.Array) -> dict:
+        """The parameters of step 0, float32; equal on every mesh up to vocabulary padding."""
+        model = self.config.model
+        return decoder.init(model, padded_vocab_size(model.vocab_size, self.mesh.shape[TENSOR]), key)
 
     def loss_and_grads(self, params, batch: Batch, histories: dict | None = None):
-        """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens], one microbatch at a time.
+        """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens]; see `accumulate`.
 
-        Args:
-          histories: amax histories of FP8 delayed scaling, or None.
         Returns:
-          The sum of weight x cross entropy in nats, float32; its gradients, with z-loss; the next histories, which are
-          the maximum over the microbatches, or None.
+          The sum of weight x cross entropy in nats (or of `token_loss`), float32; its gradients, with z-loss; the next
+          histories.
         """
 
         def objective(params, histories, part: Batch):
@@ -60,24 +60,20 @@ class Objective:
             sums = loss_sums(*hidden_and_head, targets, weights, self._loss_spec)
             return sums.objective, sums.cross_entropy
 
-        differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
+        return accumulate(objective, params, batch, self.dims, histories)
 
-        def add_microbatch(totals, part: Batch):
-            (gradients, amax), (part_totals, cross_entropy) = totals, differentiate(params, histories, part)
-            gradients = update.add(gradients, part_totals[0], self.dims)
-            return (gradients, jax.tree.map(jnp.maximum, amax, part_totals[1])), cross_entropy
+    def token_losses(self, params, batch: Batch) -> jax.Array:
+        """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable."""
+        losses = token_losses(*self._hidden_and_head(params, batch), self._in_tiles(batch.targets), self._loss_spec)
+        return self._in_sequences(losses)
 
-        if not is_on_host(params):
-            zeros = jax.tree.map(jnp.zeros_like, (params, histories))
-            totals, cross_entropy = lax.scan(add_microbatch, zeros, batch)
-            return cross_entropy.sum(), *totals
-        # No zeros, which would be allocated on the device: the sum starts with the gradients of the first microbatch.
-        first, others = jax.tree.map(lambda x: x[0], batch), jax.tree.map(lambda x: x[1:], batch)
-        totals, first_cross_entropy = differentiate(params, histories, first)
-        if len(batch.tokens) == 1:
-            return first_cross_entropy, *totals
-        totals, cross_entropy = lax.scan(add_microbatch, totals, others)
-        return first_cross_entropy + cross_entropy.sum(), *totals
+    def features(self, params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Hidden states after the final norm [sequences, tokens, D], and the output head [D, V padded].
+
+        Both are in the compute dtype. The product of the two, without the padding, gives the logits.
+        """
+        x_BTD, scale_D, head_DV = self._hidden_and_head(params, batch)
+        return rms_norm(self._in_sequences(x_BTD), scale_D, epsilon=self.config.model.norm_epsilon), head_DV
 
     @cached_property
     def _loss_spec(self) -> LossSpec:
@@ -87,6 +83,7 @@ class Objective:
             chunk_tokens=self.config.memory.loss_chunk_tokens,
             z_loss=self.config.train.z_loss,
             norm_epsilon=self.config.model.norm_epsilon,
+            token_loss=self.token_loss,
         )
 
     def _hidden_and_head(self, params, batch: Batch, histories: dict | None = None):
@@ -103,15 +100,20 @@ class Objective:
             self._in_tiles(positions),
             run_layer=self._run_layer(),
             masks=masks,
-            shard=Sharder(self.mesh, weights_on_host=is_on_host(params)),
+            shard=self._sharder(params),
             remat=make_remat(self._memory),
-            compute_dtype=mixed_precision.compute_dtype(
-                self.config.precision.compute, self.mesh.devices.flat[0].platform
-            ),
+            compute_dtype=self._compute_dtype,
             tables=rope_tables(self.config.model, self.config.data.seq_len),
             fp8=mixed_precision.make_fp8(self.config.precision, histories),
             histories=histories,
         )
+
+    def _sharder(self, params) -> Sharder:
+        return Sharder(self.mesh, weights_on_host=is_on_host(params))
+
+    @property
+    def _compute_dtype(self) -> jnp.dtype:
+        return mixed_precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
 
     @property
     def _memory(self) -> MemoryConfig:
@@ -129,6 +131,10 @@ class Objective:
 
     def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
         return tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles) if self._num_tiles else x_BT
+
+    def _in_sequences(self, x: jax.Array) -> jax.Array:
+        """The inverse of `_in_tiles`."""
+        return layout_of(x, self.mesh.shape[CONTEXT]) if self._num_tiles else x
 
     def _run_layer(self) -> decoder.RunLayer:
         """A decoder layer with the attention of the config, on tiles if memory.tile_tokens is set."""

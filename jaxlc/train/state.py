@@ -1,7 +1,8 @@
 """The training state: the argument and result of a step, and the content of a checkpoint."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config, MemoryConfig
-from jaxlc.core.axes import TENSOR
-from jaxlc.models import decoder
 from jaxlc.sharding import rules
 from jaxlc.train.mixed_precision import Scaling, first_scaling
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in compiled programs
 _INIT_GROUP_BYTES = 2**30  # per device, of arrays that are initialized together
+
+
+InitParams = Callable[[jax.Array], Any]  # from a PRNG key to the parameters of step 0, a pytree of float32 arrays
 
 
 class TrainState(NamedTuple):
@@ -32,18 +34,18 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def make_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformation) -> TrainState:
+def make_state(config: Config, init_params: InitParams, optimizer: optax.GradientTransformation) -> TrainState:
     """The state of step 0: a pure function of config.train.seed, equal on every mesh up to vocabulary padding."""
     init_key, rng = jax.random.split(jax.random.key(config.train.seed))
-    params = decoder.init(config.model, padded_vocab_size(config.model.vocab_size, mesh.shape[TENSOR]), init_key)
+    params = init_params(init_key)
     scaling = first_scaling(config.precision, config.model)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(rng), scaling)
 
 
 def first_state(
-    config: Config, mesh: Mesh, optimizer: optax.GradientTransformation, abstract: TrainState
+    config: Config, init_params: InitParams, optimizer: optax.GradientTransformation, abstract: TrainState
 ) -> TrainState:
-    """`make_state` on the devices of `mesh`. If some arrays are stored in host memory, arrays are initialized in
+    """`make_state` on the devices of `abstract`. If some arrays are stored in host memory, arrays are initialized in
     groups, since each is computed on the device first."""
     leaves, tree = jax.tree.flatten(abstract)
     on_host = any(leaf.sharding.memory_kind == PINNED_HOST for leaf in leaves)
@@ -51,7 +53,7 @@ def first_state(
 
     def make(group) -> list[jax.Array]:
         def of_group():
-            state = jax.tree.leaves(make_state(config, mesh, optimizer))
+            state = jax.tree.leaves(make_state(config, init_params, optimizer))
             return [state[index] for index in group]
 
         return jax.block_until_ready(jax.jit(of_group, out_shardings=[leaves[index].sharding for index in group])())
@@ -136,17 +138,21 @@ def memory_lines(config: MemoryConfig, mesh: Mesh) -> list[str]:
     return [f"memory     {' and '.join(requested)} (config.memory) stored {where}"]
 
 
-def abstract_state(config: Config, mesh: Mesh, optimizer: optax.GradientTransformation, dims) -> TrainState:
+def abstract_state(
+    config: Config, mesh: Mesh, init_params: InitParams, optimizer: optax.GradientTransformation, dims
+) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
     Parameters are sharded by `sharding.rules`, optimizer moments like their parameter; all else is replicated. Arrays
     that `memory_spaces` puts in host memory have shardings with that memory kind, except on absent devices (AOT
     compilation), whose shardings drop it.
     """
-    shapes = jax.eval_shape(lambda: make_state(config, mesh, optimizer))
+    shapes = jax.eval_shape(lambda: make_state(config, init_params, optimizer))
     replicated_sharding = NamedSharding(mesh, PartitionSpec())
 
     def stored(shape, names):
+        if len(names) != len(shape.shape):  # optimizer state of another shape, such as Adafactor's factored moments
+            return replicated(shape)
         spec = rules.storage_spec(names, shape.shape, mesh)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 

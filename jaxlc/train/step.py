@@ -7,17 +7,22 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc import attention
 from jaxlc.config import Config
+from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import compilation_cache, transport
 from jaxlc.runtime.xla_flags import compile_options
+from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.table import ShardingTable, sharding_table
 from jaxlc.train import mixed_precision, update
 from jaxlc.train.batch import Batch, abstract_batch
+from jaxlc.train.custom_model import NATURAL, CustomObjective, Model, check_supported
+from jaxlc.train.loss import TokenLoss
 from jaxlc.train.objective import Objective
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
 from jaxlc.train.state import TrainState, abstract_state, first_state, memory_spaces, to_memory_kind
@@ -35,14 +40,27 @@ class StepMetrics(NamedTuple):
     skipped_steps: jax.Array | None  # with fp16 only, int32: updates skipped since step 0
 
 
-def build_step(config: Config, mesh: Mesh) -> "TrainStep":
+def build_step(
+    config: Config,
+    mesh: Mesh,
+    *,
+    model: Model | None = None,
+    loss: TokenLoss | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> "TrainStep":
     """The training step of `config` on `mesh`; allocates and compiles nothing. The devices may be absent.
 
+    Args:
+      model: a model to train instead of the decoder of config.model; see `custom_model.Model`.
+      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
+        [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
+      optimizer: an optax optimizer instead of that of config.optimizer, gradient clipping included.
     Raises:
-      UserError: the devices do not support config.precision.
+      UserError: the devices do not support config.precision, or a setting cannot be combined with one of these.
     """
     mixed_precision.check_devices(config.precision, mesh.devices.flat)
-    return TrainStep(config=config, mesh=mesh)
+    check_supported(config, has_model=model is not None, has_loss=loss is not None, has_optimizer=optimizer is not None)
+    return TrainStep(config=config, mesh=mesh, model=model, token_loss=loss, own_optimizer=optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +69,14 @@ class TrainStep:
 
     config: Config
     mesh: Mesh
+    model: Model | None = None  # the next three: see `build_step`
+    token_loss: TokenLoss | None = None
+    own_optimizer: optax.GradientTransformation | None = None
 
     @cached_property
-    def objective(self) -> Objective:
-        return Objective(config=self.config, mesh=self.mesh)
+    def objective(self) -> Objective | CustomObjective:
+        options = dict(config=self.config, mesh=self.mesh, token_loss=self.token_loss)
+        return Objective(**options) if self.model is None else CustomObjective(model=self.model, **options)
 
     @property
     def dims(self):
@@ -63,7 +85,7 @@ class TrainStep:
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        return abstract_state(self.config, self.mesh, self._optimizer, self.dims)
+        return abstract_state(self.config, self.mesh, self.objective.init_params, self._optimizer, self.dims)
 
     @property
     def sharding_table(self) -> ShardingTable:
@@ -126,7 +148,7 @@ class TrainStep:
 
     def init(self) -> TrainState:
         """The state of step 0; each device initializes its own shards."""
-        return first_state(self.config, self.mesh, self._optimizer, self.abstract_state)
+        return first_state(self.config, self.objective.init_params, self._optimizer, self.abstract_state)
 
     @cached_property
     def transport(self) -> transport.TransportSelection | None:
@@ -144,6 +166,14 @@ class TrainStep:
             packed=self.config.attention.document_mask,
         )
 
+    @cached_property
+    def sequence_order(self) -> np.ndarray:
+        """The order of tokens in the arrays of a batch, int64 [seq_len]: index i holds token `sequence_order[i]`."""
+        num_tokens = self.config.data.seq_len
+        if self.model is not None and self.objective.token_order == NATURAL:
+            return np.arange(num_tokens)
+        return zigzag_order(num_tokens, self.mesh.shape[CONTEXT])
+
     @property
     def _platform(self) -> str:
         return self.mesh.devices.flat[0].platform
@@ -154,7 +184,19 @@ class TrainStep:
 
     @cached_property
     def _optimizer(self) -> optax.GradientTransformation:
-        return make_optimizer(self.config.optimizer, self._schedule, self.dims)
+        return self._make_optimizer(self.dims)
+
+    def _make_optimizer(self, dims) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of the parameters with these `dims`, which are all parameters or a part of them."""
+        if self.own_optimizer is not None:
+            return optax.with_extra_args_support(self.own_optimizer)
+        return make_optimizer(self.config.optimizer, self._schedule, dims)
+
+    def _learning_rate(self, opt_state: optax.OptState) -> jax.Array:
+        """The learning rate of the next update, float32; NaN if the user's own optimizer does not store it."""
+        if self.own_optimizer is None:
+            return jnp.float32(self._schedule(updates_made(opt_state)))  # skipped steps do not count
+        return jnp.float32(optax.tree.get(opt_state, "learning_rate", jnp.nan))  # as optax.inject_hyperparams does
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         # No copy, only types: with absent devices the types of the arguments do not include the memory space.
@@ -174,7 +216,7 @@ class TrainStep:
         # A step that is not finite does not change the parameters, so the loop can skip it, or stop with a valid state.
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         params, opt_state = update.update(
-            lambda dims: make_optimizer(self.config.optimizer, self._schedule, dims),
+            self._make_optimizer,
             self.dims,
             update.ParamsAndOptState(state.params, state.opt_state),
             gradients,
@@ -185,8 +227,7 @@ class TrainStep:
         metrics = StepMetrics(
             loss=loss,
             grad_norm=grad_norm,
-            # The optimizer counts updates; skipped steps do not count.
-            learning_rate=jnp.float32(self._schedule(updates_made(state.opt_state))),
+            learning_rate=self._learning_rate(state.opt_state),
             target_tokens=target_tokens,
             is_finite=is_finite,
             loss_scale=loss_scale and loss_scale.scale,
