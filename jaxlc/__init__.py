@@ -1,23 +1,27 @@
 """jaxlc: train language models on very long sequences in JAX.
 
 The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
-`attention` and `config`, and the functions `attend`, `make_mesh` and `start`. Everything is imported on first use:
-`import jaxlc` does not import JAX, so that environment variables which JAX reads at start-up can still be set
+`attention` and `config`, and the functions `attend`, `load`, `make_mesh` and `start`. Everything is imported on first
+use: `import jaxlc` does not import JAX, so that environment variables which JAX reads at start-up can still be set
 (`jaxlc.start`).
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import jax
 
     from jaxlc import attention, config, plan, sweep, train
     from jaxlc.attention import attend
+    from jaxlc.train import Model, Result
+    from jaxlc.train.loss import TokenLoss
 
 __version__ = "0.1.0"
-__all__ = ["attend", "attention", "config", "make_mesh", "plan", "start", "sweep", "train"]
+__all__ = ["attend", "attention", "config", "load", "make_mesh", "plan", "start", "sweep", "train"]
 
 _PACKAGES = ("attention", "config", "plan", "runtime", "sweep", "train")  # available after `import jaxlc` alone
 
@@ -74,6 +78,32 @@ def make_mesh(
     from jaxlc.sharding import mesh
 
     return mesh.make_mesh(MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor), devices)
+
+
+def load(
+    workdir: "str | Path",
+    *,
+    step: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    model: "Model | None" = None,
+    loss: "TokenLoss | None" = None,
+) -> "Result":
+    """Loads a run from its workdir, on the mesh of the run or another one: the same object that `train.run` returns.
+
+    Only the parameters are read from the checkpoint, not the optimizer state.
+
+    Args:
+      workdir: the directory that the run was given.
+      step: the checkpoint to load. None: the latest one.
+      mesh: sizes of the mesh axes data, fsdp, context and tensor, e.g. `dict(context=2)`; axes that are not named have
+        size 1. None: the mesh of the run.
+      model, loss: those of the run, if it had its own.
+    Raises:
+      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or there are too few devices.
+    """
+    from jaxlc.train import loaded_run
+
+    return loaded_run.load(workdir, step=step, mesh=mesh, model=model, loss=loss)
 
 
 def __getattr__(name: str) -> Any:

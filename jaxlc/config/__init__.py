@@ -7,7 +7,7 @@ frozen = load(config)
 
 from jaxlc.config.files import check_variant, read_config, shipped_configs, shrink_for_cpu
 from jaxlc.config.frozen import Config, to_dict
-from jaxlc.config.loading import load, transport_settings, with_settings
+from jaxlc.config.loading import from_dict, load, transport_settings, with_settings
 from jaxlc.config.mesh_checks import check_evaluation, check_num_devices
 from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
@@ -39,6 +39,7 @@ __all__ = [
     "check_num_devices",
     "check_variant",
     "defaults",
+    "from_dict",
     "load",
     "read_config",
     "shipped_configs",

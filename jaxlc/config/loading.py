@@ -66,6 +66,22 @@ def transport_settings(transport: str) -> dict[str, Any]:
     return {"runtime.transport": transport} | heap
 
 
+def from_dict(values: dict[str, dict[str, Any]]) -> Config:
+    """The Config that `to_dict` converted, also by an older version: renamed settings have their new names.
+
+    Raises:
+      UserError: as `load`.
+    """
+    current: dict[str, dict[str, Any]] = {section: {} for section in values}
+    for section, section_values in values.items():
+        for name, value in section_values.items():
+            new_section, _, new_name = RENAMED.get(f"{section}.{name}", f"{section}.{name}").partition(".")
+            current[new_section][new_name] = value
+    preset = current["model"]["preset"]
+    current["model"]["preset"] = RENAMED_PRESETS.get(preset, preset)
+    return load(ConfigDict(current))
+
+
 def check_key(path: str) -> None:
     """Checks that `path` is a setting such as "mesh.context".
 

@@ -1,11 +1,110 @@
-"""Training: `run(config)` trains; `step.build_step` builds the training step that plan, sweep and benchmarks use too.
+"""Training: `run` trains, and `build_step` builds the training step that plan, sweep and benchmarks use too.
 
-JAX is imported only when `run` is called, so that `python -m jaxlc.train` can set the environment before.
+JAX is imported only when one of them is used, so that `python -m jaxlc.train` can set the environment before.
 """
 
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-def run(config, workdir: str = "runs/notebook"):
-    """Trains `config` (a ConfigDict or Config) in `workdir`, or resumes a run there; see `loop.run`."""
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import optax
+    from ml_collections import ConfigDict
+
+    from jaxlc.config import Config
+    from jaxlc.train.callbacks import Callback, RunInfo, StopTraining
+    from jaxlc.train.custom_model import Model
+    from jaxlc.train.history import History
+    from jaxlc.train.language_model import LanguageModel
+    from jaxlc.train.loop import TrainingStopped
+    from jaxlc.train.loss import TokenLoss
+    from jaxlc.train.result import Result
+    from jaxlc.train.step import TrainStep, build_step
+
+# Public name -> its module, which is imported when the name is first used.
+_MODULES = {
+    "Callback": "callbacks",
+    "History": "history",
+    "LanguageModel": "language_model",
+    "Model": "custom_model",
+    "Result": "result",
+    "RunInfo": "callbacks",
+    "StopTraining": "callbacks",
+    "TrainStep": "step",
+    "TrainingStopped": "loop",
+    "build_step": "step",
+}
+__all__ = [
+    "Callback",
+    "History",
+    "LanguageModel",
+    "Model",
+    "Result",
+    "RunInfo",
+    "StopTraining",
+    "TrainStep",
+    "TrainingStopped",
+    "build_step",
+    "run",
+]
+
+
+def run(
+    config: "ConfigDict | Config",
+    workdir: "str | Path" = "runs/notebook",
+    *,
+    model: "Model | None" = None,
+    loss: "TokenLoss | None" = None,
+    optimizer: "optax.GradientTransformation | None" = None,
+    batches: Iterable[Mapping] | None = None,
+    eval_batches: Iterable[Mapping] | None = None,
+    callbacks: "Iterable[Callback]" = (),
+) -> "Result":
+    """Trains `config` in `workdir`, or resumes from the latest valid checkpoint there, and returns the trained model.
+
+    The first SIGTERM or Ctrl-C during the loop saves a checkpoint after the current step and returns; a second Ctrl-C
+    raises KeyboardInterrupt at once.
+
+    Args:
+      config: settings, from `jaxlc.config.read_config` or `defaults`.
+      workdir: directory of metrics, plots and checkpoints.
+      model: a model to train instead of the decoder of config.model, of which only vocab_size is used then; see
+        `jaxlc.train.Model`.
+      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
+        [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
+      optimizer: an optax optimizer instead of that of config.optimizer, gradient clipping and schedule included.
+      batches: one dictionary per step instead of the corpus of config.data: "tokens", integers [global_batch_size,
+        seq_len] in natural order, and optionally "segment_ids" (1, 2, ... by document, 0 is padding), "positions",
+        "targets" and "loss_weights" of that shape. By default a sequence is one document and the target is the next
+        token. A run that resumes skips the batches of the steps already done, so pass the same iterable from its start.
+        Training ends with the iterable, or after train.steps. With several processes, each passes the same batches.
+      eval_batches: held-out batches of any number of sequences, for runs with `batches`. None: no evaluation.
+      callbacks: objects with the methods of `jaxlc.train.Callback`.
+    Raises:
+      UserError: invalid user input (config, paths, environment); almost all of it before anything is compiled.
+      TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip".
+    """
     from jaxlc.train import loop
 
-    return loop.run(config, workdir)
+    return loop.run(
+        config,
+        workdir,
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        batches=batches,
+        eval_batches=eval_batches,
+        callbacks=callbacks,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"jaxlc.train.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'jaxlc.train' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

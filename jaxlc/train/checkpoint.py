@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxlc.core.errors import UserError
+from jaxlc.train.checksums import checksums_of, shapes_of
 from jaxlc.train.metrics import METRICS_FILE
-from jaxlc.train.state import DEVICE, is_on_host, to_memory_kind
+from jaxlc.train.state import is_on_host
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
 _DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
@@ -53,6 +53,59 @@ def committed_steps(directory: Path) -> list[int]:
     """The steps of the committed checkpoints in `directory`, in ascending order; empty if it does not exist."""
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted(int(path.name) for path in paths if path.name.isdigit())
+
+
+def read_config(directory: Path, step: int) -> dict:
+    """The config of the run that saved the checkpoint of `step`, as `jaxlc.config.to_dict` returns it.
+
+    Raises:
+      UserError: the checkpoint cannot be read.
+    """
+    try:
+        return _read_meta(directory / str(step))["config"]
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(directory, step, _first_words(error)) from error
+
+
+def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: int):
+    """The parameters in the checkpoint of `step`, with the shardings of `abstract_params`; reads nothing else.
+
+    Raises:
+      UserError: the checkpoint cannot be read, or its parameters have other shapes.
+    """
+    path, target = directory / str(step), {"params": abstract_params}
+    described, problem = _on_every_process(lambda: _read_checksums_and_shapes(path))
+    if problem:
+        raise _unreadable(directory, step, problem)
+    checksums, stored_shapes = described
+    stored_shapes = {name: shape for name, shape in stored_shapes.items() if name.startswith("params/")}
+    padded = _check_same_shapes(path, stored_shapes, shapes_of(target), vocab_size)
+    arguments = ocp.args.PyTreeRestore(
+        target,
+        restore_args=jax.tree.map(
+            lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=not padded),
+            target,
+        ),
+        partial_restore=True,
+    )
+    restored, problem = _on_every_process(
+        lambda: ocp.PyTreeCheckpointHandler().restore(epath.Path(path) / "state", args=arguments)
+    )
+    if not problem:
+        sums = checksums_of(restored)
+        wrong = [name for name, checksum in sums.items() if name not in padded and checksum != checksums[name]]
+        problem = f"array {wrong[0]} has the wrong checksum" if wrong else None
+    if problem:
+        raise _unreadable(directory, step, problem)
+    return restored["params"]
+
+
+def _unreadable(directory: Path, step: int, problem: str) -> UserError:
+    others = [other for other in committed_steps(directory) if other != step]
+    return UserError(
+        f"the checkpoint of step {step} in {directory} cannot be read ({problem});"
+        f" other checkpoints: {', '.join(map(str, others)) or 'none'}"
+    )
 
 
 class Checkpoints:
@@ -90,7 +143,7 @@ class Checkpoints:
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             meta=ocp.args.JsonSave(meta | {_DIGEST: _digest(meta)}),
-            checksums=ocp.args.JsonSave(_checksums(state)),
+            checksums=ocp.args.JsonSave(checksums_of(state)),
         )
         self._manager.save(step, args=arguments, force=True)  # force: the caller decides when to save
         if is_on_host(state):  # Orbax may read these buffers later, and the caller donates them
@@ -145,14 +198,14 @@ class Checkpoints:
         if problem:
             return None, problem
         checksums, stored_shapes = described
-        padded = _check_same_shapes(directory, stored_shapes, _shapes(abstract_state), model["vocab_size"])
+        padded = _check_same_shapes(directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"])
         arguments = ocp.args.StandardRestore(abstract_state, strict=not padded)  # not strict: may truncate and pad
         state, problem = _on_every_process(
             lambda: ocp.StandardCheckpointHandler().restore(epath.Path(directory) / "state", args=arguments)
         )
         if problem:
             return None, problem
-        for name, checksum in _checksums(state).items():
+        for name, checksum in checksums_of(state).items():
             if name not in padded and checksum != checksums[name]:
                 return None, f"array {name} has the wrong checksum"
         return (state, meta), None
@@ -226,7 +279,7 @@ def _digest(meta: dict) -> str:
 
 def _read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     checksums = json.loads((directory / "checksums" / "metadata").read_text())
-    shapes = _shapes(ocp.StandardCheckpointHandler().metadata(epath.Path(directory) / "state").tree)
+    shapes = shapes_of(ocp.StandardCheckpointHandler().metadata(epath.Path(directory) / "state").tree)
     assert checksums.keys() == shapes.keys()
     return checksums, shapes
 
@@ -258,45 +311,3 @@ def _check_same_shapes(directory: Path, stored: dict, current: dict, vocab_size:
             )
         padded.add(name)
     return padded
-
-
-def _shapes(tree) -> dict[str, tuple[int, ...]]:
-    """Shapes of the arrays as stored: a PRNG key is stored as its words."""
-    words = {name: jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for name, x in _named_leaves(tree)}
-    return {name: tuple(x.shape) for name, x in words.items()}
-
-
-def _is_key(x) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _named_leaves(tree) -> list[tuple[str, jax.Array]]:
-    """(name, leaf) pairs; the name is the path, equal for a tree and for Orbax's copy of it as nested dicts."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
-
-
-def _checksums(state) -> dict[str, int]:
-    """One checksum per array: TensorStore detects truncated files, but not wrong bytes.
-
-    Arrays in host memory are copied to the device for this, one at a time.
-    """
-    names, leaves = [name for name, _ in _named_leaves(state)], jax.tree.leaves(state)
-    groups = [[leaf] for leaf in leaves] if is_on_host(state) else [leaves]
-    sums = np.concatenate([np.asarray(_sums_of_bits(group)) for group in groups])
-    return dict(zip(names, sums.tolist()))
-
-
-@jax.jit
-def _sums_of_bits(arrays: list[jax.Array]) -> jax.Array:
-    """uint32 [number of arrays]: the sum of the bits as unsigned integers modulo 2^32. The order of summation does not
-    change it, so it is independent of the sharding."""
-    return jnp.stack([_bits(to_memory_kind(x, DEVICE)).astype(jnp.uint32).sum(dtype=jnp.uint32) for x in arrays])
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    if _is_key(x):
-        x = jax.random.key_data(x)
-    if x.dtype == jnp.bool_:
-        return x
-    return jax.lax.bitcast_convert_type(x, f"uint{8 * min(x.dtype.itemsize, 4)}")

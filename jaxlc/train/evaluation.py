@@ -101,11 +101,12 @@ class Evaluator:
     def with_context_gain(self, params, evaluation: Evaluation) -> Evaluation:
         """Adds the gain of full context to the evaluation of `params`, with two more passes over the sequences.
 
-        The gain stays None if sequences have at most 512 tokens or no document is longer, and without
-        attention.document_mask, because limited context is evaluated as shorter documents: the model must use the
-        positions and segment ids of the batch.
+        The gain stays None if sequences have at most 512 tokens or no document is longer. Limited context is evaluated
+        as shorter documents, so it also stays None without attention.document_mask and for a model of the user's own,
+        which may not use the segment ids of the batch.
         """
-        if self._step.config.data.seq_len <= PIECE_TOKENS or not self._step.config.attention.document_mask:
+        config = self._step.config
+        if config.data.seq_len <= PIECE_TOKENS or not config.attention.document_mask or self._step.model is not None:
             return evaluation
         limited = []
         for offset in OFFSETS:

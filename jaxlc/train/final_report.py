@@ -4,8 +4,6 @@ from pathlib import Path
 
 from jaxlc.config import Config
 from jaxlc.core import extras
-from jaxlc.data import Corpus
-from jaxlc.data.ngrams import ngram_losses
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
@@ -13,16 +11,21 @@ from jaxlc.train.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_r
 LOSS_PLOT, LOSS_BY_POSITION_PLOT = "loss.png", "loss_by_position.png"
 
 
-def write_report(workdir: Path, config: Config, corpus: Corpus, evaluation: Evaluation, step: int) -> str:
+def write_report(
+    workdir: Path,
+    config: Config,
+    step: int,
+    evaluation: Evaluation | None,
+    baselines: dict[str, float],
+) -> str:
     """Writes the plots to `workdir` and returns the summary, plain text.
 
     Without matplotlib no plots are written, and without tensorboardX there are no event files; the summary says so.
 
     Args:
-      evaluation: of the parameters after `step` optimizer steps.
+      evaluation: of the parameters after `step` optimizer steps; None if there are no held-out sequences.
+      baselines: name -> loss of n-gram models on the same sequences, in nats.
     """
-    num_sequences = min(config.train.eval_sequences, corpus.heldout.num_sequences)
-    unigram, bigram = ngram_losses(corpus.train, corpus.heldout, num_sequences, config.model.vocab_size)
     rows = read_rows(workdir / METRICS_FILE)
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     earlier_rows = [row for row in rows if row["step"] < step]  # without `evaluation` itself
@@ -32,31 +35,45 @@ def write_report(workdir: Path, config: Config, corpus: Corpus, evaluation: Eval
     tensorboard = f", tensorboard --logdir {workdir / TENSORBOARD_DIRECTORY}"
     if not extras.is_installed("tensorboardX"):
         tensorboard = f"; TensorBoard event files skipped: {extras.install_hint('tensorboardX')}"
+    heldout = []
+    if evaluation is not None:
+        losses_text = _arrow([*eval_losses[:1], evaluation.loss])
+        heldout.append(f"held-out loss   {losses_text}, over {evaluation.num_sequences} sequences")
+    if baselines:
+        named = ", ".join(f"{name} {loss:.3f}" for name, loss in baselines.items())
+        heldout.append(f"  baselines on the same sequences: {named}")
+    if evaluation is not None:
+        heldout += _gain_lines(evaluation)
     return "\n".join(
         [
             "",
             f"trained         {step} steps, {step * config.tokens_per_step:,} tokens{speed}",
             f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} nats per token",
-            f"held-out loss   {_arrow([*eval_losses[:1], evaluation.loss])}, over {num_sequences} sequences",
-            f"  baselines on the same sequences: unigram {unigram:.3f}, bigram {bigram:.3f}",
-            *_gain_lines(evaluation),
-            *write_plots(workdir, rows, {"unigram": unigram, "bigram": bigram}, evaluation),
+            *heldout,
+            *write_plots(workdir, rows, baselines, evaluation),
             f"metrics         {workdir / METRICS_FILE}{tensorboard}",
             f"checkpoints     {workdir / CHECKPOINTS_DIRECTORY}",
         ]
     )
 
 
-def write_plots(workdir: Path, rows: list[Row], baselines: dict[str, float], evaluation: Evaluation) -> list[str]:
-    """Writes the two plots to `workdir`; returns lines with their paths, or why they are skipped."""
+def write_plots(
+    workdir: Path, rows: list[Row], baselines: dict[str, float], evaluation: Evaluation | None
+) -> list[str]:
+    """Writes loss.png and, with an evaluation, loss_by_position.png; returns lines with their paths.
+
+    If plots are skipped, the lines say why.
+    """
     if not extras.is_installed("matplotlib"):
         return [f"plots           skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}"]
     from jaxlc.train.loss_plots import loss_by_position_figure, loss_figure  # imported here: matplotlib is slow
 
-    figures = {LOSS_PLOT: loss_figure(rows, baselines), LOSS_BY_POSITION_PLOT: loss_by_position_figure(evaluation)}
+    figures = {LOSS_PLOT: loss_figure(rows, baselines)}
+    if evaluation is not None:
+        figures[LOSS_BY_POSITION_PLOT] = loss_by_position_figure(evaluation)
     for name, figure in figures.items():
         figure.savefig(workdir / name, bbox_inches="tight")
-    return [f"plots           {workdir / LOSS_PLOT}", f"                {workdir / LOSS_BY_POSITION_PLOT}"]
+    return [f"{'' if index else 'plots':<15} {workdir / name}" for index, name in enumerate(figures)]
 
 
 def _gain_lines(evaluation: Evaluation) -> list[str]:

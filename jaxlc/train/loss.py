@@ -27,8 +27,8 @@ _HEAD = PartitionSpec(None, TENSOR)
 _SUM_AXES = (*BATCH_AXES, CONTEXT)
 
 
-# `(logits float32 [tokens, vocab_size], targets int32 [tokens]) -> losses float32 [tokens]`, differentiable. It is called
-# for one chunk of tokens at a time, so the loss of a token depends on its own logits and target only.
+# `(logits float32 [tokens, vocab_size], targets int32 [tokens]) -> losses float32 [tokens]`, differentiable. It is
+# called for one chunk of tokens at a time, so the loss of a token depends on its own logits and target only.
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
 

@@ -24,14 +24,14 @@ class Progress:
         self,
         total_steps: int,
         *,
-        flops_per_step: float,
+        flops_per_step: float | None,
         peak_flops_per_second: float | None,
         is_primary: bool,
         console: Console | None = None,
     ):
         """
         Args:
-          flops_per_step: model FLOPs with causal attention, over all devices.
+          flops_per_step: model FLOPs with causal attention, over all devices; None if unknown.
           peak_flops_per_second: bf16 peak, over all devices; None if unknown, as for CPUs.
         """
         self._console = console or Console(highlight=False, soft_wrap=True)
@@ -94,11 +94,9 @@ class Progress:
 
     def update(self, *, step: int, loss: float, tokens_per_second: float, step_seconds: float, **_) -> None:
         """Shows the progress after one or more steps. Accepts a whole metrics row and ignores its other values."""
-        rate = self._flops_per_step / step_seconds
-        utilization = f", {rate / self._peak:.1%} of the bf16 peak" if self._peak else ""
         text = (
             f"step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
-            f"  {_flops_text(rate)} (model, causal{utilization})"
+            f"{self._utilization_text(step_seconds)}"
             f"  {_duration_text((self._total_steps - step) * step_seconds)} left"
         )
         if self._is_live:
@@ -113,6 +111,13 @@ class Progress:
         if step == self._total_steps or now_seconds - self._last_line_seconds >= _MIN_SECONDS_BETWEEN_LINES:
             self._last_line_seconds = now_seconds
             self.log(text)
+
+    def _utilization_text(self, step_seconds: float) -> str:
+        if self._flops_per_step is None:
+            return ""
+        rate = self._flops_per_step / step_seconds
+        utilization = f", {rate / self._peak:.1%} of the bf16 peak" if self._peak else ""
+        return f"  {_flops_text(rate)} (model, causal{utilization})"
 
 
 def _flops_text(flops_per_second: float) -> str:

@@ -21,8 +21,11 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
     batch = f"global batch size {config.train.global_batch_size:,} x {config.data.seq_len:,} tokens"
     if config.train.gradient_accumulation_steps > 1:
         batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
+    mesh = f"mesh       {axes}: {step.mesh.size} x {device.device_kind}, {_count(jax.process_count(), 'process', 'es')}"
+    if step.model is not None:
+        return [mesh, f"model      {type(step.model).__name__} of the caller", f"step       {batch}"]
     return [
-        f"mesh       {axes}: {step.mesh.size} x {device.device_kind}, {_count(jax.process_count(), 'process', 'es')}",
+        mesh,
         f"attention  {config.attention.strategy}, tokens in zigzag order;"
         f" kernel {step.kernel.name} ({step.kernel.reason})",
         *_transport_lines(config, step),
@@ -56,8 +59,12 @@ def sharding_lines(step: TrainStep) -> list[str]:
     return [str(step.sharding_table)]
 
 
-def resume_lines(config: Config, workdir: Path, corpus: Corpus, step: int, meta: dict) -> list[str]:
-    """What a run that resumes from the checkpoint of `step` prints; `meta` is stored in that checkpoint."""
+def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, meta: dict) -> list[str]:
+    """What a run that resumes from the checkpoint of `step` prints; `meta` is stored in that checkpoint.
+
+    Args:
+      fingerprint: of the data of this run.
+    """
     steps = config.train.steps
     if step >= steps:
         line = (
@@ -75,7 +82,7 @@ def resume_lines(config: Config, workdir: Path, corpus: Corpus, step: int, meta:
             f"train.steps changed from {old_steps} to {steps}: the {config.optimizer.schedule} learning-rate schedule"
             f" now ends at step {steps}, so the learning rate differs from that of the earlier run"
         )
-    if meta["corpus"] != corpus.fingerprint:
+    if meta["corpus"] != fingerprint:
         lines.append(
             "the corpus, tokenizer, data.seq_len, data.eval_fraction or data.seed changed since that checkpoint:"
             " training continues with different sequences, from the same sequence index"

@@ -6,25 +6,17 @@ import json
 import numpy as np
 import pytest
 
-from jaxlc.data import open_corpus
 from jaxlc.train.context_gain import ContextGain
 from jaxlc.train.document_sums import DocumentSums
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.final_report import write_report
 from tests.helpers import png_size, record_figures
-from tests.train import runs
 from tests.train.synthetic import documents_evaluation, small_config
 
 ROW = dict(step=1, loss=5.0, tokens_per_second=10.0, step_seconds=1.0, grad_norm=1.0, learning_rate=0.1)
 
 
-@pytest.fixture(scope="module")
-def corpus_and_config(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("report")
-    runs.write_config(directory)
-    data = dict(sources=(str(directory / "corpus"),), cache_dir=str(directory / "cache"), eval_fraction=0.3)
-    config = small_config(data=data, model=dict(vocab_size=257))
-    return open_corpus(config.data), config
+BASELINES = dict(unigram=2.1, bigram=1.8)
 
 
 @pytest.mark.parametrize(
@@ -43,12 +35,12 @@ def corpus_and_config(tmp_path_factory):
     ],
     ids=["two_evaluations", "one_evaluation", "no_rows", "not_finite"],
 )
-def test_write_report_prints_losses_and_saves_plots(corpus_and_config, tmp_path, monkeypatch, rows, words):
+def test_write_report_prints_losses_and_saves_plots(tmp_path, monkeypatch, rows, words):
     figures = record_figures(monkeypatch)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    corpus, config = corpus_and_config
-    summary = write_report(tmp_path, config, corpus, _evaluation(), step=2)
-    assert all(word in summary for word in [*words, "unigram", "bigram"]), summary
+    config = small_config()
+    summary = write_report(tmp_path, config, 2, _evaluation(), BASELINES)
+    assert all(word in summary for word in [*words, "unigram 2.100, bigram 1.800"]), summary
     loss_axes, position_axes = figures[0].axes[0], figures[1].axes[0]
     drawn_losses = list(loss_axes.lines[0].get_ydata())
     assert drawn_losses == [row["loss"] for row in rows if row.get("loss") is not None]
@@ -61,15 +53,15 @@ def test_write_report_prints_losses_and_saves_plots(corpus_and_config, tmp_path,
     "num_documents, words",
     [(6, "0.250 nats per token [0.250, 0.250], 6 documents"), (2, "token, 2 documents (fewer than 5: no interval)")],
 )
-def test_write_report_prints_context_gain_in_one_line(corpus_and_config, tmp_path, num_documents, words):
-    corpus, config = corpus_and_config
+def test_write_report_prints_context_gain_in_one_line(tmp_path, num_documents, words):
+    config = small_config()
     (tmp_path / "metrics.jsonl").write_text("")
     weight = np.ones((num_documents, 1))
     gain = ContextGain(documents=DocumentSums(edges=np.array([512, 1024]), weight=weight, loss=0.25 * weight))
     evaluation = dataclasses.replace(_evaluation(), context_gain=gain)
     [line] = [
         line
-        for line in write_report(tmp_path, config, corpus, evaluation, step=2).splitlines()
+        for line in write_report(tmp_path, config, 2, evaluation, BASELINES).splitlines()
         if line.startswith("context gain    0.250")
     ]
     assert words in line and "full context against the last 256 to 511 tokens, beyond token 512" in line

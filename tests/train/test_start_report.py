@@ -10,7 +10,6 @@ from tests.train.synthetic import small_config, small_step
 CORPUS = SimpleNamespace(
     train=SimpleNamespace(num_documents=1, num_tokens=1200, num_sequences=40),
     heldout=SimpleNamespace(num_documents=3, num_tokens=150),
-    fingerprint="a1b2",
 )
 
 
@@ -18,7 +17,7 @@ def resume(step: int, *, old_steps: int, corpus: str = "a1b2", **optimizer) -> l
     config = small_config(train=dict(steps=20), optimizer=optimizer)
     stored = to_dict(config)
     stored["train"]["steps"] = old_steps
-    return resume_lines(config, Path("runs/x"), CORPUS, step, dict(corpus=corpus, config=stored))
+    return resume_lines(config, Path("runs/x"), "a1b2", step, dict(corpus=corpus, config=stored))
 
 
 def test_step_lines_name_mesh_kernel_and_batch():

@@ -25,7 +25,7 @@ def step(transport: TransportSelection | None, mismatch_is: str = "error") -> Si
     config = defaults()
     config.model.num_layers = 3
     config.runtime.transport_mismatch = mismatch_is
-    return SimpleNamespace(config=load(config), transport=transport, abstract_state=(), memory_spaces=())
+    return SimpleNamespace(config=load(config), transport=transport, abstract_state=(), memory_spaces=(), model=None)
 
 
 def test_describe_counts_hops_and_transports():

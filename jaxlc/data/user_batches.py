@@ -1,0 +1,126 @@
+"""Batches of the user's own, as the sequences that the loader reads."""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from jaxlc.core.errors import UserError
+
+_MAX_THREADS = 8  # of the loader
+_REQUIRED = "tokens"
+
+
+class EndOfBatches(Exception):
+    """The user's iterable has no batch for this step."""
+
+
+class StreamedSequences:
+    """The sequences of an iterable of batches, in order: sequence i is in batch i // batch_size.
+
+    Several threads may ask for sequences; only the latest `num_kept` batches are kept, and batches before the first
+    that is asked for are skipped.
+    """
+
+    def __init__(
+        self, batches: Iterable[Mapping], *, batch_size: int, seq_len: int, vocab_size: int, prefetch_steps: int
+    ):
+        self._batches: Iterator[Mapping] = iter(batches)
+        self._batch_size, self._seq_len, self._vocab_size = batch_size, seq_len, vocab_size
+        self._kept: deque[tuple[int, dict[str, np.ndarray]]] = deque(maxlen=prefetch_steps + _MAX_THREADS + 2)
+        self._num_read, self._lock = 0, threading.Lock()
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Returns sequence i in natural order, as `PackedSequences` does.
+
+        Raises:
+          EndOfBatches: the iterable ended before.
+          UserError: the batch is invalid.
+        """
+        number, index = divmod(i, self._batch_size)
+        with self._lock:
+            while self._num_read <= number:
+                try:
+                    batch = next(self._batches)
+                except StopIteration:
+                    raise EndOfBatches(self._num_read) from None
+                self._num_read += 1
+                if self._num_read > number - self._kept.maxlen:
+                    self._kept.append((self._num_read - 1, self._checked(batch)))
+            batch = dict(self._kept)[number]
+        return {name: array[index] for name, array in batch.items()}
+
+    def _checked(self, batch: Mapping) -> dict[str, np.ndarray]:
+        where = f"batch {self._num_read - 1}"
+        return complete_batch(batch, (self._batch_size, self._seq_len), self._vocab_size, where)
+
+
+class ListedSequences:
+    """The sequences of a finite list of batches, for evaluation."""
+
+    def __init__(self, batches: Iterable[Mapping], *, seq_len: int, vocab_size: int):
+        parts = [
+            complete_batch(batch, (None, seq_len), vocab_size, f"evaluation batch {number}")
+            for number, batch in enumerate(batches)
+        ]
+        if not parts:
+            raise UserError("eval_batches is empty: pass at least one batch, or None for no evaluation")
+        self._arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        self.num_sequences = len(self._arrays[_REQUIRED])
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return {name: array[i] for name, array in self._arrays.items()}
+
+
+def complete_batch(batch: Mapping, shape: tuple[int | None, int], vocab_size: int, where: str) -> dict[str, np.ndarray]:
+    """The five arrays of a batch [B, S] in natural order; those that are missing follow from the others.
+
+    Args:
+      batch: "tokens" is required; "segment_ids" (default: each sequence is one document), "positions" (default: counted
+        within each document), "targets" (default: the next token of the same document), and "loss_weights" (default: 1,
+        but 0 on padding and at each document's last token).
+      shape: the expected B (None: any) and S.
+      where: names the batch in errors.
+    Raises:
+      UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, or a token that is not in the
+        vocabulary.
+    """
+    expected = f"[{'any number of sequences' if shape[0] is None else shape[0]}, {shape[1]}]"
+    if not isinstance(batch, Mapping) or _REQUIRED not in batch or set(batch) - set(_DTYPES):
+        keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise UserError(
+            f"invalid {where}: {keys}; expected a dictionary with 'tokens', and optionally"
+            f" {', '.join(list(_DTYPES)[1:])}"
+        )
+    arrays = {name: np.asarray(batch[name]) for name in batch}
+    tokens = arrays[_REQUIRED]
+    for name, array in arrays.items():
+        kind = np.integer if _DTYPES[name] is np.int32 else np.number
+        if array.ndim != 2 or array.shape[1] != shape[1] or shape[0] not in (None, array.shape[0]):
+            raise UserError(f"invalid {where}: {name} has shape {list(array.shape)}, expected {expected}")
+        if array.shape != tokens.shape or not np.issubdtype(array.dtype, kind):
+            raise UserError(
+                f"invalid {where}: {name} is {array.dtype}{list(array.shape)}, expected {np.dtype(_DTYPES[name])}"
+                f" of the shape of tokens, {list(tokens.shape)}"
+            )
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+        raise UserError(f"invalid {where}: token {wrong}, expected 0 to {vocab_size - 1} (config.model.vocab_size)")
+    segments = arrays.setdefault("segment_ids", np.ones(tokens.shape, np.int32))
+    continues = np.zeros(tokens.shape, bool)  # whether the next token is of the same document
+    continues[:, :-1] = (segments[:, :-1] == segments[:, 1:]) & (segments[:, :-1] != 0)
+    arrays.setdefault("positions", _positions(continues))
+    arrays.setdefault("targets", np.where(continues, np.roll(tokens, -1, axis=1), 0))
+    arrays.setdefault("loss_weights", continues)
+    return {name: arrays[name].astype(dtype) for name, dtype in _DTYPES.items()}
+
+
+_DTYPES = dict(tokens=np.int32, targets=np.int32, loss_weights=np.float32, positions=np.int32, segment_ids=np.int32)
+
+
+def _positions(continues: np.ndarray) -> np.ndarray:
+    """Number of earlier tokens of the same document, [B, S], from whether each token's document continues."""
+    index = np.arange(continues.shape[1])
+    starts = np.concatenate([np.ones((len(continues), 1), bool), ~continues[:, :-1]], axis=1)
+    return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)

@@ -1,0 +1,206 @@
+"""A trained model to ask: hidden states, logits and token losses of text or tokens, also of very long sequences."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlc.config import Config
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.data.tokenizers import Tokenizer
+from jaxlc.sharding.layout import natural_order
+from jaxlc.train.batch import BATCH_SPEC, Batch
+from jaxlc.train.step import TrainStep
+
+_MAX_LOGITS_BYTES = 8 * 2**30  # of one call, in host memory
+
+Tokens = str | Sequence[int] | np.ndarray | jax.Array
+
+
+class _Padded(NamedTuple):
+    """Sequences that are padded so that they split over the mesh."""
+
+    batch: Batch  # [sequences, tokens] in the order of the step
+    natural_order: np.ndarray  # int64 [tokens]: index of each token in the batch
+    shape: tuple[int, int]  # sequences and tokens without padding
+    is_single: bool  # the caller passed text or one sequence: results have no batch dimension
+
+
+class LanguageModel:
+    """The parameters of a run, as functions of tokens.
+
+    Tokens are a text, which the tokenizer of the run converts, or integers [T] or [B, T] in natural order. Results have
+    the same leading dimensions, without B for text and for [T]. A sequence is one document. It may be longer than
+    data.seq_len; it is padded to a multiple of what the mesh requires, and each padded length is compiled once.
+    Every process of a run must make the same calls.
+    """
+
+    def __init__(self, step: TrainStep, params, tokenizer: Tokenizer):
+        self.config, self.mesh, self.params, self.tokenizer = step.config, step.mesh, params, tokenizer
+        self._step = step
+
+    def hidden_states(self, tokens: Tokens) -> jax.Array:
+        """Final hidden states after the final norm, [B, T, D] in the compute dtype, T sharded over context and tensor.
+
+        Raises:
+          Unsupported: the model is not ours and returns logits only.
+          UserError: a token is not in the vocabulary.
+        """
+        padded = self._padded(tokens)
+        hidden_BTD, head = self._features(padded)
+        if head is None:
+            raise Unsupported("hidden states are unsupported: apply() of this model returns logits only")
+        return hidden_BTD[0] if padded.is_single else hidden_BTD
+
+    def logits(self, tokens: Tokens, positions: int | Sequence[int] | slice | np.ndarray | None = None) -> np.ndarray:
+        """Logits of the next token, float32 [B, T, V]; logits[t] are those of token t + 1.
+
+        They are computed in chunks of memory.loss_chunk_tokens tokens per context rank and copied to the host.
+
+        Args:
+          positions: compute only the logits at these token indices, e.g. `slice(-256, None)`, which replaces the
+            dimension T as in NumPy indexing; `-1` gives those of the last token, without T. None: all tokens.
+        Raises:
+          UserError: they would take more than 8 GiB, or a token is not in the vocabulary.
+        """
+        padded = self._padded(tokens)
+        num_sequences, num_tokens = padded.shape
+        chosen = np.arange(num_tokens)[slice(None) if positions is None else positions]
+        chosen_n = np.atleast_1d(chosen)
+        vocab_size = self.config.model.vocab_size
+        num_bytes = 4 * num_sequences * len(chosen_n) * vocab_size
+        if num_bytes > _MAX_LOGITS_BYTES:
+            raise UserError(
+                f"the logits of {num_sequences} x {len(chosen_n):,} tokens take {num_bytes / 2**30:,.0f} GiB: pass"
+                " positions=, such as slice(-256, None), or use token_losses"
+            )
+        features_BTX, head_DV = self._features(padded)
+        chunk_tokens = self.config.memory.loss_chunk_tokens * self.mesh.shape[CONTEXT]
+        chunks = np.split(chosen_n, range(chunk_tokens, len(chosen_n), chunk_tokens))
+        logits_BnV = np.concatenate(
+            [np.asarray(self._logits(features_BTX[:, chunk_n], head_DV)) for chunk_n in chunks], axis=1
+        )
+        logits_BnV = logits_BnV[:, 0] if np.ndim(chosen) == 0 else logits_BnV
+        return logits_BnV[0] if padded.is_single else logits_BnV
+
+    def token_losses(self, tokens: Tokens) -> np.ndarray:
+        """The loss of each token but the first, float32 [B, T - 1], cross entropy in nats unless the run has its own.
+
+        Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks only.
+        """
+        padded = self._padded(tokens)
+        losses_BT = np.asarray(self._functions(padded.batch.tokens.shape[1]).token_losses(self.params, padded.batch))
+        num_sequences, num_tokens = padded.shape
+        losses_BT = losses_BT[:num_sequences, padded.natural_order[: num_tokens - 1]]
+        return losses_BT[0] if padded.is_single else losses_BT
+
+    def loss(self, tokens: Tokens) -> float:
+        """The mean of `token_losses`, in nats per token."""
+        return float(self.token_losses(tokens).mean(dtype=np.float64))
+
+    def __repr__(self) -> str:
+        num_parameters = sum(x.size for x in jax.tree.leaves(self.params))
+        axes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        methods = "logits, token_losses, loss, hidden_states"
+        return f"LanguageModel({num_parameters:,} parameters on {axes}; methods: {methods})"
+
+    def _features(self, padded: _Padded) -> tuple[jax.Array, jax.Array | None]:
+        """Features in natural order without padding, and the output head; see `Objective.features`."""
+        functions = self._functions(padded.batch.tokens.shape[1])
+        features_BTX, head = functions.features(self.params, padded.batch)
+        num_sequences, num_tokens = padded.shape
+        return features_BTX[:num_sequences, padded.natural_order[:num_tokens]], head
+
+    @functools.cached_property
+    def _logits(self):
+        vocab_size, everywhere = self.config.model.vocab_size, NamedSharding(self.mesh, PartitionSpec())
+
+        def of_features(features_BnX, head_DV):
+            if head_DV is None:
+                return features_BnX.astype(jnp.float32)
+            logits_BnV = jnp.einsum("BnD,DV->BnV", features_BnX, head_DV, preferred_element_type=jnp.float32)
+            return logits_BnV[..., :vocab_size]
+
+        return jax.jit(of_features, out_shardings=everywhere)
+
+    @functools.cache  # noqa: B019
+    def _functions(self, num_tokens: int) -> "_Functions":
+        step = dataclasses.replace(self._step, config=_for_sequences_of(self.config, num_tokens, self.mesh))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return _Functions(
+            features=jax.jit(step.objective.features),
+            token_losses=jax.jit(step.objective.token_losses, out_shardings=everywhere),
+        )
+
+    def _padded(self, tokens: Tokens) -> _Padded:
+        ids = self.tokenizer.encode(tokens.encode()) if isinstance(tokens, str) else np.asarray(tokens)
+        is_single, vocab_size = ids.ndim == 1, self.config.model.vocab_size
+        ids_BT = np.atleast_2d(ids)
+        if ids_BT.ndim > 2 or not ids_BT.size or not np.issubdtype(ids_BT.dtype, np.integer):
+            raise UserError(f"invalid tokens {ids.dtype}{list(ids.shape)}: expected a text, or integers [T] or [B, T]")
+        if ids_BT.min() < 0 or ids_BT.max() >= vocab_size:
+            wrong = ids_BT.min() if ids_BT.min() < 0 else ids_BT.max()
+            raise UserError(f"invalid token {wrong}: expected 0 to {vocab_size - 1}, the vocabulary of the model")
+        num_sequences, num_tokens = ids_BT.shape
+        padded_tokens = padded_length(num_tokens, self.config, self.mesh)
+        padded_sequences = num_sequences + -num_sequences % math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        order = dataclasses.replace(
+            self._step, config=_for_sequences_of(self.config, padded_tokens, self.mesh)
+        ).sequence_order
+        widths = ((0, padded_sequences - num_sequences), (0, padded_tokens - num_tokens))
+        is_token_BT = np.pad(np.ones(ids_BT.shape, np.int32), widths)
+        tokens_BT = np.pad(ids_BT.astype(np.int32), widths)
+        batch = Batch(
+            tokens=tokens_BT,
+            targets=np.roll(tokens_BT, -1, axis=1),
+            loss_weights=is_token_BT.astype(np.float32),
+            positions=np.arange(padded_tokens, dtype=np.int32) * is_token_BT,
+            segment_ids=is_token_BT,
+        )
+        sharding = NamedSharding(self.mesh, PartitionSpec(*BATCH_SPEC[1:]))
+        batch = Batch(*(_global_array(x[:, order], sharding) for x in batch))
+        return _Padded(batch, natural_order(order), (num_sequences, num_tokens), is_single)
+
+
+class _Functions(NamedTuple):
+    """The compiled functions of one padded length."""
+
+    features: jax.stages.Wrapped
+    token_losses: jax.stages.Wrapped
+
+
+def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:
+    """The length to which `num_tokens` are padded: at most a quarter more, and a multiple of what the mesh requires.
+
+    There are four lengths per power of two, so that few lengths are compiled.
+    """
+    unit = math.lcm(2 * mesh.shape[CONTEXT], mesh.shape[CONTEXT] * mesh.shape[TENSOR])
+    if num_tokens > mesh.shape[CONTEXT] * config.memory.tile_tokens:
+        unit = math.lcm(unit, mesh.shape[CONTEXT] * max(1, config.memory.tile_tokens))
+    num_units = -(-num_tokens // unit)
+    granularity = max(1, 2 ** (num_units.bit_length() - 3))
+    return unit * -(-num_units // granularity) * granularity
+
+
+def _for_sequences_of(config: Config, num_tokens: int, mesh: Mesh) -> Config:
+    """`config` for sequences of `num_tokens`, each one document; tiles only if they divide the sequence."""
+    tile_tokens = config.memory.tile_tokens
+    if tile_tokens and num_tokens % (mesh.shape[CONTEXT] * tile_tokens):
+        tile_tokens = 0
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, seq_len=num_tokens),
+        attention=dataclasses.replace(config.attention, document_mask=True),
+        memory=dataclasses.replace(config.memory, tile_tokens=tile_tokens),
+    )
+
+
+def _global_array(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

@@ -1,0 +1,109 @@
+"""A finished run, loaded from its workdir to explore it."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from jaxlc import runtime
+from jaxlc._jax_internals import backends_are_initialized
+from jaxlc.config import Config, from_dict, with_settings
+from jaxlc.core.axes import BATCH_AXES, MESH_AXES
+from jaxlc.core.errors import UserError
+from jaxlc.data import open_corpus
+from jaxlc.data.tokenizers import load_tokenizer
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_config, restore_params
+from jaxlc.train.custom_model import Model
+from jaxlc.train.evaluation import Evaluation, Evaluator
+from jaxlc.train.loss import TokenLoss
+from jaxlc.train.metrics import METRICS_FILE, read_rows
+from jaxlc.train.result import Result
+from jaxlc.train.step import TrainStep, build_step
+
+
+def load(
+    workdir: str | Path,
+    *,
+    step: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    model: Model | None = None,
+    loss: TokenLoss | None = None,
+) -> Result:
+    """Loads the weights of a run, without its optimizer state; see `jaxlc.load`."""
+    workdir = Path(workdir).expanduser().absolute()
+    directory = workdir / CHECKPOINTS_DIRECTORY
+    steps = committed_steps(directory)
+    if not steps:
+        raise UserError(f"no checkpoint in {directory}: pass the workdir of a run, which has a directory checkpoints/")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
+    config = _on_mesh(from_dict(read_config(directory, step)), mesh)
+    devices = _start(config)
+    train_step = build_step(config, make_mesh(config.mesh, devices), model=model, loss=loss)
+    params = restore_params(directory, step, train_step.abstract_state.params, vocab_size=config.model.vocab_size)
+    metrics = workdir / METRICS_FILE
+    rows = read_rows(metrics) if metrics.exists() else []
+    return Result(
+        step=step,
+        exit_status=0,
+        params=params,
+        tokenizer=load_tokenizer(config.data.tokenizer),
+        workdir=workdir,
+        rows=[row for row in rows if row["step"] <= step],
+        train_step=train_step,
+        evaluate=lambda: _evaluate(train_step, params),
+        evaluation=None,
+    )
+
+
+def _on_mesh(config: Config, mesh: Mapping[str, int] | None) -> Config:
+    """`config` on a mesh of these sizes; axes that `mesh` does not name have size 1.
+
+    The settings that depend on the mesh change with it. None of them changes the result.
+    """
+    if mesh is None:
+        return config
+    unknown = sorted(set(mesh) - set(MESH_AXES))
+    if unknown:
+        raise UserError(f"unknown mesh axis {unknown[0]!r}: expected {', '.join(MESH_AXES)}")
+    sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
+    num_replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
+    settings = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+        "attention.strategy": "ring",
+        "attention.ulysses_degree": 1,
+        "memory.tile_tokens": 0,
+        "train.gradient_accumulation_steps": 1,
+        "train.global_batch_size": num_replicas,
+        "train.eval_sequences": -(-config.train.eval_sequences // num_replicas) * num_replicas,
+    }
+    if config.runtime.simulated_devices:
+        settings["runtime.simulated_devices"] = math.prod(sizes.values())
+    return with_settings(config, settings)
+
+
+def _start(config: Config) -> list[jax.Device]:
+    """Starts JAX if it has not started; returns the devices of the mesh.
+
+    Raises:
+      UserError: there are fewer devices than the mesh has.
+    """
+    if not backends_are_initialized():
+        runtime.start(config.runtime)
+    devices = jax.devices()
+    if len(devices) < config.mesh.num_devices:
+        raise UserError(
+            f"the mesh of the run has {config.mesh.num_devices} devices, and {len(devices)} are available: pass a"
+            " smaller mesh, such as mesh=dict(context=1)"
+        )
+    return devices[: config.mesh.num_devices]
+
+
+def _evaluate(train_step: TrainStep, params) -> Evaluation:
+    """Evaluates on the held-out sequences of the corpus of the config, which is read for it."""
+    config = train_step.config
+    heldout = open_corpus(config.data).heldout
+    evaluator = Evaluator(train_step, heldout, config.train.eval_sequences, train_step.sequence_order)
+    return evaluator.with_context_gain(params, evaluator(params))

@@ -1,0 +1,125 @@
+"""The sequences of a run: a corpus of the config, or batches of the user's own."""
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxlc.config import Config
+from jaxlc.core.errors import UserError
+from jaxlc.data import Corpus, batches, open_corpus
+from jaxlc.data.loader import Sequences
+from jaxlc.data.ngrams import ngram_losses
+from jaxlc.data.tokenizers import Tokenizer, load_tokenizer
+from jaxlc.data.user_batches import EndOfBatches, ListedSequences, StreamedSequences
+from jaxlc.train.batch import BATCH_SPEC
+from jaxlc.train.evaluation import FiniteSequences
+from jaxlc.train.progress import Progress
+from jaxlc.train.start_report import corpus_lines
+from jaxlc.train.step import TrainStep
+
+Batches = Iterable[Mapping]  # each maps "tokens" and optional names to arrays [sequences, tokens]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    tokenizer: Tokenizer
+    train: Sequences
+    heldout: FiniteSequences | None  # None: the run does not evaluate
+    fingerprint: str  # equal for two runs if sequence i is the same for every i
+    lines: list[str]  # for the start of the run
+    corpus: Corpus | None = field(default=None, repr=False)  # None: batches of the user's own
+
+    def baselines(self, config: Config) -> dict[str, float]:
+        """Held-out losses of n-gram models, in nats; empty without a corpus."""
+        if self.corpus is None:
+            return {}
+        num_sequences = min(config.train.eval_sequences, self.corpus.heldout.num_sequences)
+        unigram, bigram = ngram_losses(self.corpus.train, self.corpus.heldout, num_sequences, config.model.vocab_size)
+        return {"unigram": unigram, "bigram": bigram}
+
+    def batches(self, step: TrainStep, next_sequence: int) -> Iterator[tuple[dict[str, jax.Array], bool]]:
+        """Yields the arrays of each optimizer step from `next_sequence` on, and whether it is the last one."""
+        train = step.config.train
+        stream = batches(
+            self.train,
+            first_sequence=next_sequence,
+            global_batch_size=train.global_batch_size,
+            gradient_accumulation_steps=train.gradient_accumulation_steps,
+            sequence_order=step.sequence_order,
+            sharding=NamedSharding(step.mesh, BATCH_SPEC),
+            prefetch_steps=step.config.data.prefetch_steps,
+        )
+        num_steps = train.steps - next_sequence // train.global_batch_size
+        with contextlib.closing(stream):
+            if self.corpus is not None:  # endless
+                yield from ((arrays, count == num_steps) for count, arrays in enumerate(stream, start=1))
+            else:
+                yield from _marking_last(itertools.islice(_until_end(stream), num_steps))
+
+
+def _until_end(stream: Iterator) -> Iterator:
+    with contextlib.suppress(EndOfBatches):
+        yield from stream
+
+
+def _marking_last(stream: Iterator) -> Iterator:
+    """Yields (item, whether it is the last one); reads one item ahead."""
+    current = next(stream, None)
+    while current is not None:
+        following = next(stream, None)
+        yield current, following is None
+        current = following
+
+
+def open_data(
+    config: Config, progress: Progress, own_batches: Batches | None = None, eval_batches: Batches | None = None
+) -> RunData:
+    """Opens the corpus of `config`, or wraps the caller's batches; see `jaxlc.train.run`.
+
+    Raises:
+      UserError: the data cannot be read, or does not match the config.
+    """
+    return _of_corpus(config, progress) if own_batches is None else _of_batches(config, own_batches, eval_batches)
+
+
+def _of_corpus(config: Config, progress: Progress) -> RunData:
+    with progress.progress_bar("reading the corpus") as update:
+        corpus = open_corpus(config.data, progress=update)
+    if corpus.tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"the tokenizer {config.data.tokenizer} has {corpus.tokenizer.vocab_size} tokens and the model"
+            f" {config.model.vocab_size}; set --config.model.vocab_size={corpus.tokenizer.vocab_size}"
+        )
+    for warning in corpus.warnings:
+        progress.log(f"warning: {warning}")
+    return RunData(
+        tokenizer=corpus.tokenizer,
+        train=corpus.train,
+        heldout=corpus.heldout,
+        fingerprint=corpus.fingerprint,
+        lines=corpus_lines(config, corpus),
+        corpus=corpus,
+    )
+
+
+def _of_batches(config: Config, own_batches: Batches, eval_batches: Batches | None) -> RunData:
+    seq_len, vocab_size = config.data.seq_len, config.model.vocab_size
+    heldout = None if eval_batches is None else ListedSequences(eval_batches, seq_len=seq_len, vocab_size=vocab_size)
+    evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
+    return RunData(
+        tokenizer=load_tokenizer(config.data.tokenizer),
+        train=StreamedSequences(
+            own_batches,
+            batch_size=config.train.global_batch_size,
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            prefetch_steps=config.data.prefetch_steps,
+        ),
+        heldout=heldout,
+        fingerprint="batches of the caller",
+        lines=[f"data       batches of the caller; {evaluated}"],
+    )

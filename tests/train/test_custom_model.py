@@ -1,0 +1,171 @@
+"""A model, a loss and an optimizer of the user's own in the training step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxlc
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.train.batch import Batch
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
+from tests.train.synthetic import ROWS, TOKENS, make_batch, natural_rows, put_params, small_config, small_step
+
+VOCAB_SIZE, WIDTH = 61, 16
+MESHES = [dict(), dict(context=2, tensor=2), dict(data=2, fsdp=2, context=2)]
+
+
+class _Net(nnx.Module):
+    """One attention layer, with attention over the sequence split on the mesh."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCAB_SIZE, WIDTH, rngs=rngs)
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, tokens_BT, segment_ids_BT, mesh):
+        x_BTD = self.embed(tokens_BT)
+        q, k, v = (x.reshape(*x.shape[:2], 4, WIDTH // 4) for x in jnp.split(self.qkv(x_BTD), 3, axis=-1))
+        out_BTNH = jaxlc.attend(q, k, v, mesh=mesh, segment_ids=segment_ids_BT)
+        return self.norm(x_BTD + out_BTNH.reshape(x_BTD.shape))
+
+
+class _Model:
+    """A Flax model that is not ours; `returns_logits` decides what `apply` returns."""
+
+    def __init__(self, *, returns_logits: bool):
+        self.returns_logits = returns_logits
+        self.graph_def = nnx.split(nnx.eval_shape(lambda: _Net(nnx.Rngs(0))))[0]
+
+    def init(self, key):
+        return nnx.to_pure_dict(nnx.state(_Net(nnx.Rngs(key))))
+
+    def apply(self, params, batch, mesh):
+        net = nnx.merge(self.graph_def, params)
+        hidden_BTD = net(batch.tokens, batch.segment_ids, mesh)
+        head_DV = net.embed.embedding[...].T
+        return hidden_BTD @ head_DV if self.returns_logits else (hidden_BTD, head_DV)
+
+
+def cross_entropy(logits_tV, targets_t):
+    return optax.softmax_cross_entropy_with_integer_labels(logits_tV, targets_t)
+
+
+def label_smoothing(logits_tV, targets_t):
+    return 0.9 * cross_entropy(logits_tV, targets_t) - 0.1 * jax.nn.log_softmax(logits_tV).mean(-1)
+
+
+def _loss_and_gradients(step, params):
+    loss, gradients, _ = jax.jit(step.objective.loss_and_grads)(
+        put_params(step, params), make_batch(step, natural_rows())
+    )
+    return loss, gradients
+
+
+def _reference(params, loss):
+    """Weighted sum of the losses of the own model on one device, and its gradients, without the training step."""
+    rows = {name: np.stack([row[name] for row in natural_rows()]) for name in natural_rows()[0]}
+    batch, mesh = Batch(**rows), jaxlc.make_mesh(devices=jax.devices()[:1])
+
+    def total(params):
+        logits_BTV = _Model(returns_logits=True).apply(params, batch, mesh)
+        losses = loss(logits_BTV.reshape(-1, VOCAB_SIZE), batch.targets.reshape(-1))
+        return (losses * batch.loss_weights.reshape(-1)).sum()
+
+    return jax.value_and_grad(total)(params)
+
+
+@pytest.mark.parametrize("loss", [None, label_smoothing])
+@pytest.mark.parametrize("returns_logits", [True, False])
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_own_model_has_loss_and_gradients_of_plain_jax(axes, returns_logits, loss):
+    step = small_step(small_config(mesh=axes), model=_Model(returns_logits=returns_logits), loss=loss)
+    params = _Model(returns_logits=True).init(jax.random.key(1))
+    value, gradients = _loss_and_gradients(step, params)
+    expected_value, expected = _reference(params, loss or cross_entropy)
+    np.testing.assert_allclose(value, expected_value, rtol=FLOAT32_PARITY)
+    errors = jax.tree.map(max_relative_error, gradients, expected)
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
+@pytest.mark.parametrize("axes", MESHES[:2], ids=str)
+def test_own_loss_on_our_decoder_equals_built_in_cross_entropy(axes):
+    ours, own = (small_step(small_config(mesh=axes), loss=loss) for loss in (None, cross_entropy))
+    params = ours.init().params
+    (value, gradients), (own_value, own_gradients) = (_loss_and_gradients(step, params) for step in (ours, own))
+    np.testing.assert_allclose(own_value, value, rtol=FLOAT32_PARITY)
+    errors = jax.tree.map(max_relative_error, own_gradients, gradients)
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
+def test_own_optimizer_equal_to_the_config_gives_the_same_step():
+    config = small_config(mesh=dict(context=2), optimizer=dict(schedule="constant", warmup_steps=0, max_grad_norm=0.0))
+    settings = config.optimizer
+    is_matrix = lambda params: jax.tree.map(
+        lambda names: "norm" not in names, ours.dims, is_leaf=lambda x: isinstance(x, tuple)
+    )  # noqa: E731, E501
+    ours = small_step(config)
+    adamw = optax.inject_hyperparams(optax.adamw, static_args=("mask",))(
+        settings.learning_rate,
+        b1=settings.beta1,
+        b2=settings.beta2,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        mask=is_matrix,
+    )
+    own = small_step(config, optimizer=adamw)
+    results = [step.jitted(step.init(), make_batch(step, natural_rows())) for step in (ours, own)]
+    (state, metrics), (own_state, own_metrics) = results
+    assert float(own_metrics.learning_rate) == pytest.approx(settings.learning_rate) == float(metrics.learning_rate)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), own_state.params, state.params)
+
+
+def test_own_optimizer_without_stored_learning_rate_reports_nan():
+    step = small_step(small_config(), optimizer=optax.sgd(0.1))
+    assert np.isnan(step.jitted(step.init(), make_batch(step, natural_rows()))[1].learning_rate)
+
+
+def test_own_parameters_are_sharded_over_fsdp_and_context():
+    step = small_step(small_config(mesh=dict(fsdp=2, context=2)), model=_Model(returns_logits=False))
+    sharding = step.abstract_state.params["qkv"]["kernel"].sharding
+    assert sharding.shard_shape((WIDTH, 3 * WIDTH)) == (WIDTH, 3 * WIDTH // 4)
+    assert step.abstract_state.opt_state[1][0].mu["qkv"]["kernel"].sharding == sharding
+
+
+@pytest.mark.parametrize(
+    ("own", "settings", "message"),
+    [
+        (dict(model=_Model(returns_logits=True)), dict(memory=dict(optimizer="host")), "memory.optimizer='host'"),
+        (dict(optimizer=optax.sgd(1.0)), dict(memory=dict(parameters="host")), "memory.parameters='host'"),
+        (dict(model=_Model(returns_logits=True)), dict(precision=dict(compute="fp8")), "precision.compute='fp8'"),
+        (dict(loss=cross_entropy), dict(train=dict(z_loss=1e-4)), "train.z_loss=0.0001"),
+    ],
+)
+def test_build_step_with_unsupported_combination_names_the_setting(own, settings, message):
+    with pytest.raises((Unsupported, UserError), match=message):
+        small_step(small_config(**settings), **own)
+
+
+def test_own_model_with_wrong_output_shape_is_an_error():
+    class Wrong(_Model):
+        def apply(self, params, batch, mesh):
+            return super().apply(params, batch, mesh)[..., :-1]
+
+    step = small_step(small_config(), model=Wrong(returns_logits=True))
+    with pytest.raises(
+        UserError, match=rf"returned \({ROWS}, {TOKENS}, 60\): expected logits \({ROWS}, {TOKENS}, 61\)"
+    ):
+        step.lower()
+
+
+def test_zigzag_model_gets_tokens_in_zigzag_order():
+    model = _Model(returns_logits=True)
+    step = small_step(small_config(mesh=dict(context=2)), model=model)
+    assert (step.sequence_order == np.arange(TOKENS)).all()
+    model.token_order = "zigzag"
+    zigzag = dataclasses.replace(step)
+    assert zigzag.sequence_order[:2].tolist() == [0, 1] and (zigzag.sequence_order != np.arange(TOKENS)).any()
