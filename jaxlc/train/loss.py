@@ -93,7 +93,7 @@ def _forward_rule(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec):
 
 @jax.named_scope(scopes.LOSS)
 def _backward_rule(_spec, gradients, cotangents: LossSums):
-    scaled = (((cotangents.objective * gradient).astype(gradient.dtype)) for gradient in gradients)
+    scaled = jax.tree.map(lambda gradient: (cotangents.objective * gradient).astype(gradient.dtype), gradients)
     return *scaled, None, None
 
 

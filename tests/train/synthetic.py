@@ -7,8 +7,6 @@ import jax
 import numpy as np
 
 from jaxlc.config import Config, MeshConfig, defaults, load
-from jaxlc.core.axes import CONTEXT
-from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.train.batch import Batch
 from jaxlc.train.document_sums import DocumentSums
@@ -81,8 +79,8 @@ def natural_rows(
 
 
 def make_batch(step: TrainStep, rows: list[dict[str, np.ndarray]]) -> Batch:
-    """`rows` as the batch of the step: [accumulation, rows, tokens] in layout order, on its devices."""
-    order = zigzag_order(TOKENS, step.mesh.shape[CONTEXT])
+    """`rows` as the batch of the step: [accumulation, rows, tokens] in the order of the step, on its devices."""
+    order = step.sequence_order
 
     def stacked(name, like):
         array = np.stack([row[name][order] for row in rows]).reshape(like.shape)

@@ -79,9 +79,17 @@ def _reference(params, loss):
     return jax.value_and_grad(total)(params)
 
 
-@pytest.mark.parametrize("loss", [None, label_smoothing])
-@pytest.mark.parametrize("returns_logits", [True, False])
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("axes", "returns_logits", "loss"),
+    [
+        (MESHES[0], True, None),
+        (MESHES[0], False, label_smoothing),
+        (MESHES[1], True, label_smoothing),
+        (MESHES[1], False, None),
+        (MESHES[2], False, label_smoothing),
+    ],
+    ids=str,
+)
 def test_own_model_has_loss_and_gradients_of_plain_jax(axes, returns_logits, loss):
     step = small_step(small_config(mesh=axes), model=_Model(returns_logits=returns_logits), loss=loss)
     params = _Model(returns_logits=True).init(jax.random.key(1))
@@ -92,9 +100,10 @@ def test_own_model_has_loss_and_gradients_of_plain_jax(axes, returns_logits, los
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
 
-@pytest.mark.parametrize("axes", MESHES[:2], ids=str)
-def test_own_loss_on_our_decoder_equals_built_in_cross_entropy(axes):
-    ours, own = (small_step(small_config(mesh=axes), loss=loss) for loss in (None, cross_entropy))
+def test_own_loss_on_our_decoder_equals_built_in_cross_entropy():
+    """The vocabulary of 61 is padded to 62 for tensor=2."""
+    config = small_config(mesh=dict(context=2, tensor=2))
+    ours, own = (small_step(config, loss=loss) for loss in (None, cross_entropy))
     params = ours.init().params
     (value, gradients), (own_value, own_gradients) = (_loss_and_gradients(step, params) for step in (ours, own))
     np.testing.assert_allclose(own_value, value, rtol=FLOAT32_PARITY)
