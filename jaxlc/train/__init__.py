@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxlc.train.language_model import LanguageModel
     from jaxlc.train.loop import TrainingStopped
     from jaxlc.train.loss import TokenLoss
-    from jaxlc.train.result import Result
+    from jaxlc.train.run_result import Result
     from jaxlc.train.step import TrainStep, build_step
 
 # Public name -> its module, which is imported when the name is first used.
@@ -29,7 +29,7 @@ _MODULES = {
     "History": "history",
     "LanguageModel": "language_model",
     "Model": "custom_model",
-    "Result": "result",
+    "Result": "run_result",
     "RunInfo": "callbacks",
     "StopTraining": "callbacks",
     "TrainStep": "step",

@@ -19,7 +19,7 @@ from jaxlc.train.custom_model import Model
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.metrics import METRICS_FILE, read_rows
-from jaxlc.train.result import Result
+from jaxlc.train.run_result import Result
 from jaxlc.train.step import TrainStep, build_step
 
 

@@ -27,8 +27,8 @@ from jaxlc.train.mixed_precision import is_retried
 from jaxlc.train.pending_metrics import PendingMetrics
 from jaxlc.train.preemption import PreemptionGuard
 from jaxlc.train.progress import Progress
-from jaxlc.train.result import Result
 from jaxlc.train.run_data import Batches, RunData, open_data
+from jaxlc.train.run_result import Result
 from jaxlc.train.start_report import resume_lines, sharding_lines, step_lines
 from jaxlc.train.state import TrainState
 from jaxlc.train.step import StepMetrics, TrainStep, build_step

@@ -48,6 +48,7 @@ def _fake_step(token_losses, num_tokens: int):
     """A step whose loss is a known function of the batch."""
     config = small_config(data=dict(seq_len=num_tokens), attention=dict(query_block_tokens=256, key_block_tokens=256))
     return SimpleNamespace(
+        model=None,
         config=config,
         mesh=small_step(config).mesh,
         objective=SimpleNamespace(token_losses=lambda params, batch: token_losses(batch)),
@@ -130,5 +131,5 @@ def test_context_gain_without_long_documents_or_masks_is_none():
     sequences = _Sequences(1024, (1024,))
     assert _evaluate(step, sequences)[1].context_gain.overall.mean == 0
     config = small_config(data=dict(seq_len=1024), attention=dict(document_mask=False))
-    step = SimpleNamespace(config=config, mesh=step.mesh, objective=step.objective)
+    step = SimpleNamespace(config=config, mesh=step.mesh, objective=step.objective, model=None)
     assert _evaluate(step, sequences)[1].context_gain is None
