@@ -1,0 +1,254 @@
+"""`jaxlc.train.run` and `jaxlc.load` in Python: the result, batches of the user's own, callbacks."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import jaxlc
+from jaxlc.config import load, read_config, to_dict
+from jaxlc.core.errors import UserError
+from jaxlc.data import open_corpus
+from jaxlc.data.user_batches import complete_batch
+from jaxlc.train.language_model import padded_length
+from tests.tolerances import FLOAT32_PARITY
+from tests.train import runs
+from tests.train.synthetic import small_config, small_step
+
+TEXT = "seven 3 eleven 14 and some other words of a text that is not in the corpus " * 3
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    config = read_config(str(runs.write_config(tmp_path_factory.mktemp("run"))))
+    config.model.num_layers = 1
+    config.train.update(steps=STEPS, checkpoint_every_steps=2, eval_every_steps=2)
+    return config
+
+
+class _Recorder(jaxlc.train.Callback):
+    """Records events; stops training after the step `stop_after`."""
+
+    def __init__(self, stop_after: int | None = None):
+        self.events, self.stop_after = [], stop_after
+
+    def on_start(self, run):
+        self.events.append(("start", run.first_step))
+
+    def on_step(self, step, metrics):
+        assert metrics["loss"] > 0 and metrics["grad_norm"] > 0
+        self.events.append(("step", step))
+        if step == self.stop_after:
+            raise jaxlc.train.StopTraining
+
+    def on_log(self, row):
+        self.events.append(("log", row["step"]))
+
+    def on_evaluation(self, step, evaluation):
+        assert evaluation.loss > 0
+        self.events.append(("evaluation", step))
+
+    def on_checkpoint(self, step, path):
+        assert path.name == str(step)
+        self.events.append(("checkpoint", step))
+
+    def on_end(self, result):
+        self.events.append(("end", result.step))
+
+
+@pytest.fixture(scope="module")
+def recorder():
+    return _Recorder()
+
+
+@pytest.fixture(scope="module")
+def result(config, recorder, tmp_path_factory):
+    return jaxlc.train.run(config, tmp_path_factory.mktemp("work") / "w", callbacks=[recorder])
+
+
+def test_callbacks_receive_every_event_in_order(result, recorder):
+    def of_step(step):
+        events = [("step", step), ("log", step)]
+        return events + [("evaluation", step), ("checkpoint", step)] if step % 2 == 0 else events
+
+    expected = [event for step in range(1, STEPS + 1) for event in of_step(step)]
+    assert recorder.events == [("start", 0), ("evaluation", 0), *expected, ("end", STEPS)]
+
+
+def test_result_has_history_as_columns_and_paths(result):
+    history = result.history
+    assert len({len(column) for column in history.values()}) == 1
+    steps, losses = history.column("loss")
+    assert steps.tolist() == [1, 2, 3, 4] and losses[-1] < losses[0]
+    assert history.column("eval_loss")[0].tolist() == [0, 2, 4]
+    assert all(path.exists() for path in result.paths.values()) and "metrics" in result.paths
+    assert repr(result).startswith("Result(step 4 of 4, held-out loss ") and "\n" not in repr(history)
+    assert "held-out loss" in result._repr_html_() and "<table" in history._repr_html_()
+
+
+def test_result_returns_figures(result):
+    assert result.loss_figure().axes and result.loss_by_position_figure().axes
+
+
+def test_token_losses_equal_log_softmax_of_logits(result):
+    """Text of 225 tokens, longer than data.seq_len = 128."""
+    model, ids = result.model, result.tokenizer.encode(TEXT.encode())
+    logits_TV, losses_t = model.logits(TEXT), model.token_losses(TEXT)
+    assert logits_TV.shape == (len(ids), 257) and losses_t.shape == (len(ids) - 1,) and len(ids) > 128
+    expected_t = -np.asarray(jax.nn.log_softmax(logits_TV))[np.arange(len(ids) - 1), ids[1:]]
+    np.testing.assert_allclose(losses_t, expected_t, rtol=FLOAT32_PARITY, atol=1e-5)
+    assert model.loss(TEXT) == pytest.approx(expected_t.mean(), rel=1e-5)
+
+
+def test_logits_are_causal_and_independent_of_padding_and_batch(result):
+    model, ids = result.model, result.tokenizer.encode(TEXT.encode())[:150].reshape(3, 50)
+    logits_BTV = model.logits(ids)
+    for sequence, logits_TV in zip(ids, logits_BTV):
+        np.testing.assert_allclose(model.logits(sequence[:30]), logits_TV[:30], rtol=1e-4, atol=1e-5)
+    for positions in ([3, -1], -1, slice(-9, None)):
+        chosen = model.logits(ids, positions=positions)
+        np.testing.assert_allclose(chosen, logits_BTV[:, positions], rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_states_times_tied_head_are_the_logits(result):
+    hidden_TD, head_DV = result.model.hidden_states(TEXT), np.asarray(result.params["embedding"])[:257].T
+    np.testing.assert_allclose(np.asarray(hidden_TD) @ head_DV, result.model.logits(TEXT), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 257], "invalid token 257: expected 0 to 256"),
+        ([-1], "invalid token -1"),
+        ([0.5], "expected a text, or int"),
+    ],
+)
+def test_model_with_invalid_tokens_raises(result, tokens, message):
+    with pytest.raises(UserError, match=message):
+        result.model.loss(tokens)
+
+
+def test_logits_of_too_many_tokens_name_the_alternatives(result):
+    with pytest.raises(UserError, match="take 9 GiB: pass positions=, such as slice"):
+        result.model.logits(np.zeros(9_400_000, np.int32))
+
+
+@pytest.mark.parametrize("mesh", [None, dict(context=2), dict(data=2)], ids=str)
+def test_load_on_any_mesh_gives_the_same_model(result, mesh):
+    loaded = jaxlc.load(result.workdir, mesh=mesh)
+    assert loaded.step == STEPS and loaded.mesh.size == (8 if mesh is None else 2)
+    np.testing.assert_allclose(loaded.model.token_losses(TEXT), result.model.token_losses(TEXT), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(loaded.history["step"], result.history["step"])
+    if mesh == dict(data=2):
+        assert loaded.evaluate().loss == pytest.approx(result.evaluation.loss, rel=1e-5)
+
+
+def test_load_of_earlier_step_has_its_parameters_and_history(result):
+    loaded = jaxlc.load(result.workdir, step=2, mesh={})
+    assert loaded.history["step"].max() == 2 and loaded.evaluation is None
+    assert loaded.model.loss(TEXT) != result.model.loss(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(step=3), r"no checkpoint of step 3 in .*; there are 2, 4"),
+        (dict(mesh=dict(contxt=2)), "unknown mesh axis 'contxt': expected data, fsdp, context, tensor"),
+        (dict(mesh=dict(context=16)), "the mesh of the run has 16 devices, and 8 are available"),
+    ],
+)
+def test_load_with_invalid_arguments_names_the_choices(result, arguments, message):
+    with pytest.raises(UserError, match=message):
+        jaxlc.load(result.workdir, **arguments)
+
+
+def test_load_without_checkpoints_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint in .*pass the workdir of a run"):
+        jaxlc.load(tmp_path)
+
+
+def test_load_with_damaged_checkpoint_names_the_others(result, tmp_path):
+    shutil.copytree(result.workdir, tmp_path / "w")
+    for path in (tmp_path / "w" / "checkpoints" / "4" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match="step 4 in .* cannot be read .*; other checkpoints: 2"):
+        jaxlc.load(tmp_path / "w")
+
+
+def _corpus_batches(config, first: int = 0):
+    """The sequences of the corpus as batches of the user's own."""
+    frozen = load(config)
+    train = open_corpus(frozen.data).train
+    for step in range(first, 100):
+        sequences = [train[2 * step + b] for b in range(2)]
+        yield {name: np.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
+
+
+def test_own_batches_of_the_same_sequences_give_the_same_losses(config, result, tmp_path):
+    """Resumes once: the batches of the steps already done are skipped."""
+    half = config.copy_and_resolve_references()
+    half.optimizer.schedule = "constant"
+    whole = jaxlc.train.run(half, tmp_path / "whole", batches=_corpus_batches(config))
+    batches = list(_corpus_batches(config))[:2]
+    first = jaxlc.train.run(half, tmp_path / "w", batches=batches, eval_batches=batches[:1])
+    assert first.step == 2 and first.exit_status == 0 and first.evaluation.num_sequences == 2
+    second = jaxlc.train.run(half, tmp_path / "w", batches=_corpus_batches(config))
+    assert second.step == STEPS and second.evaluation is None
+    np.testing.assert_array_equal(second.history.column("loss")[1], whole.history.column("loss")[1])
+    with pytest.raises(UserError, match="batches ended before step 5"):
+        half.train.steps = 6
+        jaxlc.train.run(half, tmp_path / "w", batches=batches)
+
+
+def test_stop_training_saves_a_checkpoint_and_evaluates(config, tmp_path):
+    recorder = _Recorder(stop_after=3)
+    stopped = jaxlc.train.run(config, tmp_path / "w", callbacks=[recorder])
+    assert stopped.step == 3 and stopped.exit_status == 0 and stopped.evaluation is not None
+    assert recorder.events[-4:] == [("log", 3), ("evaluation", 3), ("checkpoint", 3), ("end", 3)]
+
+
+def test_run_with_object_without_events_as_callback_raises(config, tmp_path):
+    with pytest.raises(UserError, match="invalid callback .*expected an object with a method on_start, "):
+        jaxlc.train.run(config, tmp_path / "w", callbacks=[print])
+
+
+def test_complete_batch_derives_the_missing_arrays():
+    tokens = np.arange(12).reshape(2, 6)
+    batch = complete_batch(dict(tokens=tokens, segment_ids=[[1, 1, 1, 2, 2, 0]] * 2), (2, 6), 20, "batch 0")
+    assert batch["positions"][0].tolist() == [0, 1, 2, 0, 1, 0]
+    assert batch["targets"][1].tolist() == [7, 8, 0, 10, 0, 0]
+    assert batch["loss_weights"][0].tolist() == [1, 1, 0, 1, 0, 0]
+    plain = complete_batch(dict(tokens=tokens), (None, 6), 20, "batch 0")
+    assert plain["loss_weights"][0].tolist() == [1, 1, 1, 1, 1, 0] and plain["segment_ids"].min() == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([1, 2], "invalid batch 3: list; expected a dictionary with 'tokens'"),
+        (dict(tokens=[[1, 2]], labels=[[1, 2]]), r"invalid batch 3: \['labels', 'tokens'\]; expected"),
+        (dict(tokens=[[1, 2, 3]]), r"tokens has shape \[1, 3\], expected \[1, 2\]"),
+        (dict(tokens=[[1.0, 2.0]]), r"tokens is float64\[1, 2\], expected int32"),
+        (dict(tokens=[[1, 20]]), r"token 20, expected 0 to 19 \(config.model.vocab_size\)"),
+    ],
+)
+def test_complete_batch_with_invalid_arrays_says_what_is_expected(batch, message):
+    with pytest.raises(UserError, match=message):
+        complete_batch(batch, (1, 2), 20, "batch 3")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 100, 1000, 12345, 1_000_000])
+def test_padded_length_is_a_multiple_of_the_mesh_and_at_most_a_quarter_more(num_tokens):
+    step = small_step(small_config(mesh=dict(context=2, tensor=2)))
+    length = padded_length(num_tokens, step.config, step.mesh)
+    assert length % 4 == 0 and num_tokens <= length <= 1.25 * num_tokens + 4
+
+
+def test_from_dict_reads_configs_under_old_names(config):
+    values = to_dict(load(config))
+    values["data"]["sequence_tokens"] = values["data"].pop("seq_len")
+    values["train"]["rows_per_step"] = values["train"].pop("global_batch_size")
+    assert jaxlc.config.from_dict(values) == load(config)
