@@ -11,7 +11,9 @@ of the merged out is that of one rounding, for any number of ring steps. The err
 between runs.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +55,8 @@ def forward(
       Unsupported: explicit positions or segment ids, or a causal call with T != S.
     """
     settings = _settings(q_BTNH, k_BSKH, masks, spec)
-    out_BTNH, lse_BNT = cudnn_attention_forward(q_BTNH, k_BSKH, v_BSKH, **settings)
+    call = _fold_vmap_into_batch(functools.partial(cudnn_attention_forward, **settings))
+    out_BTNH, lse_BNT = call(q_BTNH, k_BSKH, v_BSKH)
     return out_BTNH.astype(jnp.float32), lse_BNT
 
 
@@ -75,10 +78,11 @@ def backward(
     of q, as dout is. Where the caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
     """
     settings = _settings(q_BTNH, k_BSKH, masks, spec)
+    call = _fold_vmap_into_batch(functools.partial(cudnn_attention_backward, **settings))
 
     def gradients(v_BSKH, out_BTNH, dout_BTNH):
         out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
-        results = cudnn_attention_backward(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, **settings)
+        results = call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH)
         return tuple(x.astype(jnp.float32) for x in results)
 
     dq_BTNH, dk_BSKH, dv_BSKH = gradients(v_BSKH, out_BTNH, dout_BTNH)
@@ -116,6 +120,26 @@ def workspace_bytes(q_shape: tuple[int, ...], k_shape: tuple[int, ...], backward
     if num_heads != num_kv_heads:
         workspace += 2 * 2 * batch * num_keys * num_heads * head_dim
     return workspace
+
+
+def _fold_vmap_into_batch(call: Callable) -> Callable:
+    """`call` with a rule for `vmap`, which cuDNN's primitives lack: the new dimension becomes a part of B.
+
+    B is the first dimension of all operands and results.
+    """
+    foldable = jax.custom_batching.custom_vmap(call)
+
+    @foldable.def_vmap
+    def rule(axis_size, is_batched, *operands):
+        stacked = (
+            x if has_axis else jnp.broadcast_to(x, (axis_size, *x.shape))
+            for x, has_axis in zip(operands, is_batched, strict=True)
+        )
+        results = foldable(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
+        unfolded = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+        return unfolded, jax.tree.map(lambda _: True, results)
+
+    return foldable
 
 
 def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, masks: Masks, spec: AttentionSpec) -> dict:
