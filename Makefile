@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan test test-rest test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
+.PHONY: help train plan notebooks test test-rest test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
 
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -17,6 +17,9 @@ train: $(READY)  ## train configs/quickstart.py; add settings with ARGS="--confi
 
 plan: $(READY) $(VENV)/.ready-plan  ## plan configs/256k.py for 64 H100s, without a GPU; other settings in ARGS
 	$(VENV)/bin/python -m jaxlc.plan $(or $(ARGS),--config=256k:h100 --topology=h100:8x8)
+
+notebooks: $(READY) $(VENV)/.ready-plan  ## run all notebooks and store their outputs
+	$(VENV)/bin/python scripts/run_notebooks.py $(ARGS)
 
 test: $(READY) $(VENV)/.ready-plan  ## run the tests on one JAX version
 	$(VENV)/bin/python $(PYTEST) -m "not heavy" $(ARGS)

@@ -1,0 +1,34 @@
+"""usage: python scripts/run_notebooks.py [NOTEBOOK.ipynb ...]
+
+Runs notebooks, by default all of notebooks/, and stores their outputs in place, without timestamps and with the same
+metadata on every machine.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+ROOT = Path(__file__).parents[1]
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def main(paths: list[Path]) -> None:
+    for path in paths:
+        print(f"running {path}", flush=True)
+        notebook = nbformat.read(path, as_version=4)
+        client = nbclient.NotebookClient(
+            notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
+        )
+        client.execute(env=os.environ | {"PYTHONPATH": str(ROOT)})
+        notebook.metadata = nbformat.from_dict(METADATA)
+        nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main([Path(name) for name in sys.argv[1:]] or sorted((ROOT / "notebooks").glob("*.ipynb")))
