@@ -101,6 +101,9 @@ def load(
     Raises:
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or there are too few devices.
     """
+    from jaxlc import runtime
+
+    runtime.import_jax()
     from jaxlc.train import loaded_run
 
     return loaded_run.load(workdir, step=step, mesh=mesh, model=model, loss=loss)

@@ -5,7 +5,9 @@ metadata on every machine.
 """
 
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import nbclient
@@ -22,10 +24,13 @@ def main(paths: list[Path]) -> None:
     for path in paths:
         print(f"running {path}", flush=True)
         notebook = nbformat.read(path, as_version=4)
-        client = nbclient.NotebookClient(
-            notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
-        )
-        client.execute(env=os.environ | {"PYTHONPATH": str(ROOT)})
+        with tempfile.TemporaryDirectory() as temporary:  # a run in notebooks/ would resume from an earlier one
+            directory = Path(temporary) / "notebooks"
+            shutil.copytree(path.parent, directory)
+            client = nbclient.NotebookClient(
+                notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(directory)}}
+            )
+            client.execute(env=os.environ | {"PYTHONPATH": str(ROOT)})
         notebook.metadata = nbformat.from_dict(METADATA)
         nbformat.write(notebook, path)
 

@@ -28,7 +28,8 @@ from jaxlc.config.loading import RENAMED
 from jaxlc.core.errors import UserError
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "notebooks").glob("*.md")])
+DIRECTORIES = (ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "notebooks")
+PAGES = sorted(page for directory in DIRECTORIES for page in directory.glob("*.md"))
 EXECUTABLE = ("sh", "bash", "python")
 LANGUAGES = (*EXECUTABLE, "text", "json", "toml")
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)$")

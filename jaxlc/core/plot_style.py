@@ -37,6 +37,9 @@ def style_axes(axes: "Axes", grid: str = "") -> None:
         axes.grid(axis=grid, color=FAINT, linewidth=0.6)
 
 
+_NOTEBOOK_DPI = 80
+
+
 @functools.cache
 def _figure_class() -> "type[Figure]":
     from matplotlib.figure import Figure
@@ -46,7 +49,8 @@ def _figure_class() -> "type[Figure]":
 
         def _repr_png_(self) -> bytes:
             buffer = io.BytesIO()
-            self.savefig(buffer, format="png", bbox_inches="tight")
+            # Coarser than in a file, so that stored notebooks stay small.
+            self.savefig(buffer, format="png", bbox_inches="tight", dpi=_NOTEBOOK_DPI)
             return buffer.getvalue()
 
     return NotebookFigure

@@ -86,6 +86,9 @@ def run(
       UserError: invalid user input (config, paths, environment); almost all of it before anything is compiled.
       TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip".
     """
+    from jaxlc import runtime
+
+    runtime.import_jax()
     from jaxlc.train import loop
 
     return loop.run(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from jaxlc.config import Config
 from jaxlc.core import extras
+from jaxlc.core.paths import displayed
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
@@ -32,7 +33,7 @@ def write_report(
     eval_losses = [row["eval_loss"] for row in earlier_rows if row.get("eval_loss") is not None]
     rates = sorted(row["tokens_per_second"] for row in rows if "tokens_per_second" in row)
     speed = f", {rates[len(rates) // 2]:,.0f} tokens/s (median)" if rates else ""
-    tensorboard = f", tensorboard --logdir {workdir / TENSORBOARD_DIRECTORY}"
+    tensorboard = f", tensorboard --logdir {displayed(workdir / TENSORBOARD_DIRECTORY)}"
     if not extras.is_installed("tensorboardX"):
         tensorboard = f"; TensorBoard event files skipped: {extras.install_hint('tensorboardX')}"
     heldout = []
@@ -51,8 +52,8 @@ def write_report(
             f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} nats per token",
             *heldout,
             *write_plots(workdir, rows, baselines, evaluation),
-            f"metrics         {workdir / METRICS_FILE}{tensorboard}",
-            f"checkpoints     {workdir / CHECKPOINTS_DIRECTORY}",
+            f"metrics         {displayed(workdir / METRICS_FILE)}{tensorboard}",
+            f"checkpoints     {displayed(workdir / CHECKPOINTS_DIRECTORY)}",
         ]
     )
 
@@ -73,7 +74,7 @@ def write_plots(
         figures[LOSS_BY_POSITION_PLOT] = loss_by_position_figure(evaluation)
     for name, figure in figures.items():
         figure.savefig(workdir / name, bbox_inches="tight")
-    return [f"{'' if index else 'plots':<15} {workdir / name}" for index, name in enumerate(figures)]
+    return [f"{'' if index else 'plots':<15} {displayed(workdir / name)}" for index, name in enumerate(figures)]
 
 
 def _gain_lines(evaluation: Evaluation) -> list[str]:

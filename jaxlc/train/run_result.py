@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxlc.config import Config
 from jaxlc.core import html
+from jaxlc.core.paths import displayed
 from jaxlc.data.tokenizers import Tokenizer
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
 from jaxlc.train.evaluation import Evaluation
@@ -84,7 +85,7 @@ class Result:
 
     def __repr__(self) -> str:
         loss = "" if self.evaluation is None else f", held-out loss {self.evaluation.loss:.3f}"
-        return f"Result(step {self.step} of {self.config.train.steps}{loss}, {self.workdir})"
+        return f"Result(step {self.step} of {self.config.train.steps}{loss}, {displayed(self.workdir)})"
 
     def _repr_html_(self) -> str:
         losses, speeds = self.history.column("loss")[1], self.history.column("tokens_per_second")[1]
@@ -97,7 +98,7 @@ class Result:
         if len(speeds):
             rows.append(("tokens/s (median)", f"{sorted(speeds)[len(speeds) // 2]:,.0f}"))
         axes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        rows += [("mesh", axes), ("workdir", self.workdir)]
+        rows += [("mesh", axes), ("workdir", displayed(self.workdir))]
         rows.append(
             ("explore", "model, params, tokenizer, history, config, paths, loss_figure(), loss_by_position_figure()")
         )
