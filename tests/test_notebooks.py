@@ -26,7 +26,7 @@ JAXLC = os.environ.get("JAXLC_SOURCE", "jaxlc[plot] @ git+https://github.com/OWN
 if importlib.util.find_spec("jaxlc") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", JAXLC], check=True)"""
 BADGE = "https://colab.research.google.com/github/OWNER/jaxlc/blob/main/notebooks/{name}"
-PRIVATE = re.compile(r"(?<![\w.:/<-])/[\w.-]+/[\w.-]|0x[0-9a-f]{6,}")  # an absolute path, or an address in memory
+PRIVATE = re.compile(r"(?<![\w.:/<~-])/[\w.-]+/[\w.-]|0x[0-9a-f]{6,}")  # an absolute path, or an address in memory
 
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
