@@ -37,7 +37,7 @@ def style_axes(axes: "Axes", grid: str = "") -> None:
         axes.grid(axis=grid, color=FAINT, linewidth=0.6)
 
 
-_NOTEBOOK_DPI = 80
+_NOTEBOOK_DPI = 100
 
 
 @functools.cache
@@ -48,9 +48,13 @@ def _figure_class() -> "type[Figure]":
         """A Figure that IPython shows even if pyplot, which registers a display function, was not imported."""
 
         def _repr_png_(self) -> bytes:
-            buffer = io.BytesIO()
-            # Coarser than in a file, so that stored notebooks stay small.
-            self.savefig(buffer, format="png", bbox_inches="tight", dpi=_NOTEBOOK_DPI)
-            return buffer.getvalue()
+            from PIL import Image  # matplotlib needs it too
+
+            # Coarser than in a file and with a palette, so that stored notebooks stay small.
+            full, small = io.BytesIO(), io.BytesIO()
+            self.savefig(full, format="png", bbox_inches="tight", dpi=_NOTEBOOK_DPI)
+            palette = Image.open(full).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+            palette.save(small, format="png", optimize=True)
+            return small.getvalue()
 
     return NotebookFigure

@@ -20,7 +20,8 @@ _Parts = dict[str, tuple[float, str]]  # name -> (bytes, color)
 def memory_figure(memory: Memory, title: str) -> Figure:
     """Stacked bars of device memory and, if the step uses it, of pinned host memory per node."""
     uses_host = memory.host_bytes_per_device > 0
-    figure = plot_style.new_figure(9.5, 3.6 if uses_host else 1.95)
+    figure = plot_style.new_figure(9.5, 4.1 if uses_host else 1.95)
+    figure.get_layout_engine().set(h_pad=0.09)
     device, *host = figure.subplots(2 if uses_host else 1, 1, squeeze=False).flat
     _memory_bar(device, "GPU", _device_parts(memory), memory.usable_bytes, memory.device_capacity_bytes)
     for axes in host:
@@ -75,9 +76,8 @@ def _memory_bar(axes: Axes, name: str, parts: _Parts, usable_bytes: float, capac
     difference = f"{_gib(abs(usable_bytes - used_bytes))} GiB {'too much' if is_over else 'free'}"
     axes.set_title(f"{name}: {_gib(used_bytes)} GiB, {difference}", loc="left", fontsize=9)
     axes.set(xlim=(0, limit), ylim=(-0.42, 0.75), yticks=())
-    axes.set_xlabel("GiB", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
-    axes.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.42), frameon=False, fontsize=8, borderaxespad=0,
+    axes.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.26), frameon=False, fontsize=8, borderaxespad=0,
                 handlelength=1.0, handleheight=0.9)  # fmt: skip
     plot_style.style_axes(axes, "x")
     axes.spines["left"].set_visible(False)

@@ -30,7 +30,7 @@ _SMALLER = (  # what is removed from matplotlib's SVG, which becomes half as lar
     (r'<g id="[^"]*">', "<g>"),
     (r' ?font-family: [^;"]*;?', ""),  # text has the font of the element
     (r"(\d\.\d{2})\d+", r"\1"),  # hundredths of a point
-    (r"\n\s*", "\n"),
+    (r"\s*\n\s*", " "),
 )
 
 

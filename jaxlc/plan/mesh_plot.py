@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -187,11 +188,13 @@ def _draw_rings(axes: Axes, layout: _Layout, mesh: Mapping[str, int]) -> None:
         path = Path(_route(layout, layout.centers[sender], layout.centers[receiver]))
         axes.add_patch(FancyArrowPatch(path=path, arrowstyle="-|>", mutation_scale=8, color=RED, linewidth=1.4,
                                        joinstyle="round", shrinkA=0, shrinkB=0, zorder=3))  # fmt: skip
+    hops = []
     for ring in rings[1:]:
         centers = layout.centers[ring]
-        steps = np.hypot(*np.diff(centers, axis=0).T)
-        for start, end in zip(centers[:-1][steps < 1.8], centers[1:][steps < 1.8], strict=True):
-            axes.plot(*_shortened(start, end).T, color=RED, linewidth=0.9, alpha=0.4, zorder=2)
+        is_short = np.hypot(*np.diff(centers, axis=0).T) < 1.8
+        pairs = zip(centers[:-1][is_short], centers[1:][is_short], strict=True)
+        hops += [_shortened(start, end) for start, end in pairs]
+    axes.add_collection(LineCollection(hops, colors=RED, linewidths=0.9, alpha=0.4, zorder=2))
 
 
 def _route(layout: _Layout, start: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The simulated events of one layer, forward and backward, as plain data that a plan stores."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from jaxlc.hlo import AnalyzedProgram
@@ -7,11 +8,12 @@ from jaxlc.hlo.parser import Computation
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import KERNELS, Event, events
 
+_MAX_EVENTS = 1000  # of a pass; above, short kernels are joined
 LAYER_PASSES = ("forward", "backward")  # the backward of a layer includes its recomputation
 
 
 class LayerEvent(NamedTuple):
-    """A kernel, or several adjacent kernels of one kind, or a transfer. Times start with the layer's pass."""
+    """A transfer, or one kernel or several adjacent ones (`_merged`). Times start with the layer's pass."""
 
     pass_name: str  # of LAYER_PASSES
     lane: str  # "kernels", or a link: "NVLink", "network", "to host", "from host"
@@ -61,15 +63,51 @@ def _attention_passes(program: AnalyzedProgram, computation: Computation) -> set
 
 
 def _merged(timeline: list[Event]) -> list[Event]:
-    """Joins each kernel that starts at the end of a kernel of its kind to that kernel: a layer has hundreds."""
-    merged: list[Event] = []
-    last_kernel = -1  # its index in `merged`
+    """Joins adjacent kernels of one kind: a layer has hundreds, and ten thousands if it runs in tiles.
+
+    In a long timeline, adjacent kernels of any kind are joined until they take a thousandth of its duration. Kinds are
+    assigned so that the total of each kind is preserved up to that resolution.
+    """
+    merged = _join_kinds(timeline)
+    if len(merged) <= _MAX_EVENTS:
+        return merged
+    return _join_kinds(_coarsen(merged, max(event.end_seconds for event in merged) / 1000))
+
+
+def _join_kinds(timeline: list[Event]) -> list[Event]:
+    joined: list[Event] = []
+    for event in timeline:
+        last = _last_kernel(joined, event)
+        if last is not None and joined[last].kind == event.kind:
+            joined[last] = joined[last]._replace(end_seconds=event.end_seconds)
+        else:
+            joined.append(event)
+    return joined
+
+
+def _coarsen(timeline: list[Event], resolution_seconds: float) -> list[Event]:
+    coarse: list[Event] = []
+    missing_seconds: Counter[str] = Counter()  # by kind: time of kernels minus time that was assigned to the kind
     for event in timeline:
         if event.lane == KERNELS:
-            previous = merged[last_kernel] if last_kernel >= 0 else None
-            if previous and previous.kind == event.kind and previous.end_seconds == event.start_seconds:
-                merged[last_kernel] = previous._replace(end_seconds=event.end_seconds)
-                continue
-            last_kernel = len(merged)
-        merged.append(event)
-    return merged
+            missing_seconds[event.kind] += event.end_seconds - event.start_seconds
+            last = _last_kernel(coarse, event)
+            if last is not None and coarse[last].end_seconds - coarse[last].start_seconds < resolution_seconds:
+                previous = coarse[last]
+                missing_seconds[previous.kind] += previous.end_seconds - previous.start_seconds
+                event = previous._replace(end_seconds=event.end_seconds)
+                del coarse[last]
+            (kind, _), *_ = missing_seconds.most_common(1)
+            missing_seconds[kind] -= event.end_seconds - event.start_seconds
+            event = event._replace(kind=kind)
+        coarse.append(event)
+    return coarse
+
+
+def _last_kernel(timeline: list[Event], event: Event) -> int | None:
+    """The index of the last kernel of `timeline`, if `event` is a kernel that starts at its end."""
+    if event.lane == KERNELS:
+        for index in range(len(timeline) - 1, -1, -1):
+            if timeline[index].lane == KERNELS:
+                return index if timeline[index].end_seconds == event.start_seconds else None
+    return None

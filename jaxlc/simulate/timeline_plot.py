@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
 
 from jaxlc.core import plot_style
 from jaxlc.core.plot_style import AMBER, BLUE, SILVER, SKY, TEAL, VIOLET
@@ -21,7 +22,6 @@ _LANE_COLORS = {
 }
 _WAIT_COLOR = "#ecacb5"  # a pale red
 _LANES = (KERNELS, *_LANE_COLORS)  # top to bottom
-_MAX_VECTOR_EVENTS = 1500  # more are drawn as pixels, also in an SVG
 
 
 def timeline_figure(timeline: Sequence[LayerEvent], title: str, *, is_recomputed: bool) -> Figure:
@@ -38,13 +38,13 @@ def timeline_figure(timeline: Sequence[LayerEvent], title: str, *, is_recomputed
     subplots = figure.subplots(len(passes), 1, squeeze=False).flat
     for axes, (name, pass_events) in zip(subplots, passes.items(), strict=True):
         _draw(axes, pass_events, lanes)
-        waiting = sum(end - start for start, end in _waits(pass_events))
-        note = f", of which kernels wait {1e3 * waiting:,.1f} ms" if waiting else ""
+        factor, unit = _unit(pass_events)
+        waiting = factor * sum(end - start for start, end in _waits(pass_events))
+        note = f", of which kernels wait {waiting:,.1f} {unit}" if waiting else ""
         recomputed = " with recomputation" if is_recomputed and name == "backward" else ""
-        axes.set_title(f"{name}{recomputed}: {1e3 * _end(pass_events):,.1f} ms{note}", loc="left", fontsize=9)
+        axes.set_title(f"{name}{recomputed}: {factor * _end(pass_events):,.1f} {unit}{note}", loc="left", fontsize=9)
     handles = [Patch(color=color, label=kind) for kind, color in _KERNEL_COLORS.items()]
     handles.append(Patch(color=_WAIT_COLOR, label="kernels wait (exposed)"))
-    handles += [Patch(color=color, label=lane) for lane, color in _LANE_COLORS.items() if lane in lanes]
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower left", frameon=False, fontsize=8)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
@@ -56,21 +56,26 @@ def _draw(axes: Axes, timeline: list[LayerEvent], lanes: list[str]) -> None:
         color = _KERNEL_COLORS[event.kind] if event.lane == KERNELS else _LANE_COLORS[event.lane]
         bars.setdefault((event.lane, color), []).append((event.start_seconds, event.end_seconds))
     bars[KERNELS, _WAIT_COLOR] = list(_waits(timeline))
+    factor, unit = _unit(timeline)
     for (lane, color), intervals in bars.items():
-        in_ms = [(1e3 * start, 1e3 * (end - start)) for start, end in intervals]
+        corners = [[(factor * x, y - lanes.index(lane)) for x, y in _corners(*interval)] for interval in intervals]
         # Events narrower than a pixel are visible by their edge.
         edge = 0 if color == _WAIT_COLOR else 0.3
-        is_large = len(timeline) > _MAX_VECTOR_EVENTS
-        place = -lanes.index(lane) - 0.38, 0.76
-        axes.broken_barh(in_ms, place, color=color, linewidth=edge, rasterized=is_large)
+        paths = Path.make_compound_path(*(Path(points, closed=True) for points in corners))  # one: a small SVG
+        axes.add_patch(PathPatch(paths, color=color, linewidth=edge))
     axes.set_yticks([-index for index in range(len(lanes))], lanes, fontsize=9)
     axes.set_ylim(-len(lanes) + 0.5, 0.5)
-    axes.set_xlabel("ms", fontsize=8)
-    axes.set_xlim(0, 1e3 * _end(timeline))
+    axes.set_xlabel(unit, fontsize=8)
+    axes.set_xlim(0, factor * _end(timeline))
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)
     plot_style.style_axes(axes, "x")
     axes.spines["left"].set_visible(False)
+
+
+def _corners(start: float, end: float) -> tuple[tuple[float, float], ...]:
+    """Of a bar around y=0, closed."""
+    return (start, -0.38), (start, 0.38), (end, 0.38), (end, -0.38), (start, -0.38)
 
 
 def _waits(timeline: list[LayerEvent]) -> Iterator[tuple[float, float]]:
@@ -82,6 +87,11 @@ def _waits(timeline: list[LayerEvent]) -> Iterator[tuple[float, float]]:
         if start - now > 1e-9:
             yield now, start
         now = max(now, kernel_end)
+
+
+def _unit(timeline: list[LayerEvent]) -> tuple[float, str]:
+    """(units per second, name): milliseconds, or seconds from 10 s on."""
+    return (1.0, "s") if _end(timeline) >= 10 else (1e3, "ms")
 
 
 def _end(timeline: list[LayerEvent]) -> float:

@@ -49,8 +49,9 @@ def meshes_figure(done: Sequence[dict], title: str) -> Figure:
     speed.set(xlabel="tokens/s per device")
     memory.set(xlabel="GiB per device" + ("; dashed: capacity" if "device_capacity_bytes" in shown[0] else ""))
     names = list(dict.fromkeys(row["strategy"] for row in shown))
-    handles = [speed.barh(0, 0, color=_COLORS[name], label=name) for name in names]
-    figure.legend(handles=handles, ncols=len(names), frameon=False, loc="outside lower right", fontsize=8)
+    if len(names) > 1:
+        handles = [speed.barh(0, 0, color=_COLORS[name], label=name) for name in names]
+        figure.legend(handles=handles, ncols=len(names), frameon=False, loc="outside lower right", fontsize=8)
     figure.suptitle(f"{title}, sequence length {longest:,}", x=0.01, ha="left", fontsize=10)
     return figure
 

@@ -37,6 +37,10 @@ class Ranking:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __getitem__(self, rows: slice) -> "Ranking":
+        """`ranking[:10]` is the ranking of the first ten points."""
+        return Ranking(self.rows[rows])
+
     def __repr__(self) -> str:
         return f"<Ranking of {len(self.rows)} points: {self.title};\n first: {self.rows[0]['overrides']}>"
 

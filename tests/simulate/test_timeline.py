@@ -13,10 +13,10 @@ from jaxlc.hlo import analyze
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
 from jaxlc.plan import summary
 from jaxlc.simulate import roofline as roofline_module
-from jaxlc.simulate.layer_timeline import layer, layer_timeline
+from jaxlc.simulate.layer_timeline import _merged, layer, layer_timeline
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel, visible_fraction
-from jaxlc.simulate.timeline import Prediction, events, predict
+from jaxlc.simulate.timeline import Event, Prediction, events, predict
 from jaxlc.simulate.timeline_plot import timeline_figure
 from jaxlc.simulate.topology import topology
 from tests.helpers import png_size
@@ -301,6 +301,28 @@ def test_constants_move_estimate_and_ring_exposure_together():
 def step():
     """Two layers of Llama 3 8B with remat=full, in a ring of 8 over the network."""
     return compile_step(two_layers("ring", 8, 131_072, kernel="cudnn"), topology("h100:8x1"))
+
+
+def test_merged_long_timeline_preserves_total_of_each_kind():
+    """4,000 tiles of attention, a matrix product and a copy; after every thousandth tile, kernels wait."""
+    timeline, now = [], 0.0
+    for tile in range(4000):
+        for kind, seconds in (("attention", 8e-3), ("matrix products", 1e-3), ("other kernels", 5e-4)):
+            timeline.append(Event("kernels", kind, now, now + seconds))
+            now += seconds
+        if tile % 1000 == 999:
+            timeline.append(Event("from host", "copy-start", now, now + 0.1))
+            now += 0.1
+    merged = _merged(timeline)
+    assert len(merged) < 2100
+    assert [event for event in merged if event.lane != "kernels"] == [x for x in timeline if x.lane != "kernels"]
+    for kind in ("attention", "matrix products", "other kernels"):
+        totals = [sum(x.end_seconds - x.start_seconds for x in xs if x.kind == kind) for xs in (merged, timeline)]
+        assert totals[0] == pytest.approx(totals[1], abs=0.1)  # two thousandths of 38 s
+    kernels = [event for event in merged if event.lane == "kernels"]
+    gaps = [y.start_seconds - x.end_seconds for x, y in zip(kernels, kernels[1:], strict=False)]
+    assert [gap for gap in gaps if gap] == pytest.approx([0.1] * 3)
+    assert kernels[0].start_seconds == 0 and kernels[-1].end_seconds == pytest.approx(now - 0.1)
 
 
 @pytest.mark.gpu_compiler

@@ -245,6 +245,7 @@ def test_load_ranks_stored_points_and_shows_them(tmp_path):
         loaded = sweep.load(path)
         assert list(loaded.rows) == rows and len(loaded) == 3
     assert "context=2 tensor=2 ring: unsupported: kernel cudnn" in str(loaded)
+    assert loaded[:1].rows == loaded.rows[:1]
     assert repr(loaded).splitlines()[1].startswith(" first: --config.mesh.data=1")
     shown = loaded._repr_html_()
     assert shown.count("<tr") == 3 and "does not fit" in shown and "unsupported: kernel cudnn" in shown
