@@ -2,7 +2,7 @@
 
 import functools
 import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,10 +22,11 @@ def new_figure(width: float, height: float, **options: Any) -> "Figure":
       width, height: in inches.
       options: further arguments of `matplotlib.figure.Figure`.
     """
-    return _figure_class()(**{"figsize": (width, height), "dpi": 110, "layout": "constrained"} | options)
+    arguments: dict[str, Any] = {"figsize": (width, height), "dpi": 110, "layout": "constrained"} | options
+    return _figure_class()(**arguments)
 
 
-def style_axes(axes: "Axes", grid: str = "") -> None:
+def style_axes(axes: "Axes", grid: Literal["x", "y", "both", ""] = "") -> None:
     """Removes the frame at the top and right, and draws faint grid lines behind the data.
 
     Args:

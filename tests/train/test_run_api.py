@@ -241,7 +241,7 @@ def test_complete_batch_with_invalid_arrays_says_what_is_expected(batch, message
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 100, 1000, 12345, 1_000_000])
-def test_padded_length_is_a_multiple_of_the_mesh_and_at_most_a_quarter_more(num_tokens):
+def test_padded_length_is_a_multiple_at_most_a_quarter_longer(num_tokens):
     step = small_step(small_config(mesh=dict(context=2, tensor=2)))
     length = padded_length(num_tokens, step.config, step.mesh)
     assert length % 4 == 0 and num_tokens <= length <= 1.25 * num_tokens + 4
