@@ -62,21 +62,21 @@ class ShardingTable:
         return html.table(_HEADINGS, [row.cells for row in self.rows], align="llllrl") + html.paragraph(self.totals)
 
 
-def sharding_table(abstract_params: dict, dims: dict, mesh: Mesh) -> ShardingTable:
+def sharding_table(abstract_params, dims, mesh: Mesh) -> ShardingTable:
     """The sharding of every parameter. A `!` marks a dimension that is not sharded over all its axes.
 
     Args:
-      abstract_params: nested dict of arrays or `jax.ShapeDtypeStruct`s.
+      abstract_params: pytree of arrays or `jax.ShapeDtypeStruct`s.
       dims: the same tree; each leaf is a tuple of dimension names.
       mesh: of attached or absent devices.
     """
     rows = []
-    for path, param in jax.tree.leaves_with_path(abstract_params):
-        names = _at(dims, path)
+
+    def add_row(path, param, names) -> None:
         spec = storage_spec(names, param.shape, mesh)
         rows.append(
             ParameterSharding(
-                name="/".join(key.key for key in path),
+                name=jax.tree_util.keystr(path, simple=True, separator="/"),
                 dims=names,
                 shape=tuple(param.shape),
                 dtype=str(param.dtype),
@@ -86,13 +86,9 @@ def sharding_table(abstract_params: dict, dims: dict, mesh: Mesh) -> ShardingTab
                 unsharded=tuple(_unsharded(names, param.shape, spec, mesh)),
             )
         )
+
+    jax.tree_util.tree_map_with_path(add_row, abstract_params, dims)
     return ShardingTable(rows=tuple(rows), num_devices=mesh.size)
-
-
-def _at(tree: dict, path) -> tuple[str, ...]:
-    for key in path:
-        tree = tree[key.key]
-    return tree
 
 
 def _axes(entry) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,8 +242,9 @@ def _log(run: _Run, step: int, pending: PendingMetrics) -> None:
         tokens_per_second=run.config.tokens_per_step / seconds,
         step_seconds=seconds,
         grad_norm=float(metrics.grad_norm),
-        learning_rate=float(metrics.learning_rate),
     )
+    if not math.isnan(metrics.learning_rate):  # the user's own optimizer may not store it
+        row |= dict(learning_rate=float(metrics.learning_rate))
     if metrics.loss_scale is not None:
         row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))
     run.metrics.write(**row)

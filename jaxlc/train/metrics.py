@@ -87,6 +87,8 @@ class _TensorBoard:
         from tensorboardX.summary import scalar
 
         for name, value in values.items():
+            if not math.isfinite(value):  # tensorboardX would warn
+                continue
             self._events.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
         self._events.flush()
 
