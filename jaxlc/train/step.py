@@ -27,6 +27,8 @@ from jaxlc.train.objective import Objective
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
 from jaxlc.train.state import TrainState, abstract_state, first_state, memory_spaces, to_memory_kind
 
+_HOST_MEMORY_SPACE = "S(5)"  # in the layouts of XLA's programs
+
 
 class StepMetrics(NamedTuple):
     """Scalars, float32 unless noted, replicated."""
@@ -127,7 +129,7 @@ class TrainStep:
         with compilation_cache.for_step(self.mesh.devices.flat):
             compiled = (lowered or self.lower()).compile(compiler_options=options)
         offload = self.config.memory.offload
-        if offload and self._platform == "gpu" and not compiled.memory_analysis().host_temp_size_in_bytes:
+        if offload and self._platform == "gpu" and not _uses_host_memory(compiled):
             raise UserError(
                 f"config.memory.offload={offload} has no effect: the compiled step has no buffers in host memory;"
                 " these layers do not compute such tensors, or this compiler ignores offloading"
@@ -236,3 +238,9 @@ class TrainStep:
         scaling = mixed_precision.after_step(state.scaling, histories, is_finite, self.config.precision)
         rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
         return TrainState(state.step + 1, params, opt_state, rng, scaling), metrics
+
+
+def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:
+    """Whether the program has buffers in host memory. One that was loaded from the compilation cache may lack the
+    sizes, so its text is also searched for the memory space of host buffers."""
+    return bool(compiled.memory_analysis().host_temp_size_in_bytes) or _HOST_MEMORY_SPACE in compiled.as_text()

@@ -187,7 +187,7 @@ def _corpus_batches(config, first: int = 0):
         yield {name: np.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
 
 
-def test_own_batches_of_the_same_sequences_give_the_same_losses(config, result, tmp_path):
+def test_own_batches_of_same_sequences_give_same_losses(config, result, tmp_path):
     """Resumes once: the batches of the steps already done are skipped."""
     half = config.copy_and_resolve_references()
     half.optimizer.schedule = "constant"
