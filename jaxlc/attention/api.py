@@ -217,7 +217,7 @@ def attend(
       context_axis, batch_axes, head_axis: names of the mesh axes that split T, B and N. None: "data" and "fsdp" for
         B, "tensor" for N, as far as the mesh has them. Arrays are replicated over other axes.
       token_order: of all arguments and results. "natural", or "zigzag" (`zigzag_order`), which saves an exchange.
-      return_lse: also return the log-sum-exp of each query's scores, with respect to which gradients exist, too.
+      return_lse: also return the log-sum-exp of each query's scores, which is differentiable, too.
     Returns:
       out_BTNH in q's dtype. With return_lse: (out_BTNH, lse_BNT float32); of a fully masked query, (0, -inf).
     Raises:

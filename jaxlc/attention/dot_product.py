@@ -14,7 +14,7 @@ from jaxlc.attention.api import attend
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import Unsupported, UserError
 
-_KERNELS = {None: "auto", "xla": "blockwise", "cudnn": "cudnn"}  # by the names of jax.nn
+_KERNELS = {None: "auto", "xla": "blockwise", "cudnn": "cudnn"}  # `implementation` of jax.nn -> kernel
 
 
 def dot_product_attention(
@@ -39,23 +39,23 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jax.nn.dot_product_attention` over a sequence split on a mesh axis; arrays in natural token order.
 
-    Equal to it up to rounding, with one exception: the residual of a query beyond its length is -inf.
+    The results are equal up to rounding, with one exception: the residual of a query beyond its length is -inf.
 
     Args:
       query: [B, T, N, H] or [T, N, H].
       key, value: [B, S, K, H] or [S, K, H] with S == T, of the dtype of query.
-      bias, mask: only None.
+      bias, mask: must be None.
       query_seq_lengths, key_value_seq_lengths: int32 [B]. Either the same array for both, or query_seq_lengths alone
         with is_causal=True.
       local_window_size: (left, right): a query attends to the `left` tokens before it, itself and the `right` tokens
-        after it. An integer w is (w, w). right has to be 0, unless is_causal=True, which makes it irrelevant.
+        after it. An integer w is (w, w). right must be 0 unless is_causal=True, which masks later tokens.
       implementation: the kernel: None is "auto" of `attend`, "xla" is "blockwise", "cudnn" is "cudnn".
       return_residual: also return the log-sum-exp [B, T, N] or [T, N], without gradient, in the dtype of key.
       scale, mesh, context_axis, batch_axes, head_axis, strategy: see `attend`. [T, N, H] is not split over batch axes.
     Returns:
       out of the shape and dtype of query, or (out, residual).
     Raises:
-      Unsupported: an argument asks for what context parallelism does not do; the message names the argument.
+      Unsupported: an argument is unsupported over a split sequence; the message names it.
       UserError: shapes or dtypes do not match, or do not split over the mesh.
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
@@ -87,9 +87,11 @@ def _kernel(implementation: str | None) -> str:
 def _check_operands(query: jax.Array, key: jax.Array, value: jax.Array, bias, mask) -> None:
     shapes = f"query {query.shape}, key {key.shape} and value {value.shape}"
     if query.ndim not in (3, 4) or key.ndim != query.ndim or value.shape != key.shape:
-        raise UserError(f"invalid shapes {shapes}: expected [B, T, N, H] and twice [B, S, K, H], all with or without B")
+        raise UserError(
+            f"invalid shapes {shapes}: expected query [B, T, N, H], key and value [B, S, K, H], all with or without B"
+        )
     if not query.dtype == key.dtype == value.dtype:
-        raise UserError(f"invalid dtypes {query.dtype}, {key.dtype} and {value.dtype}: expected equal ones")
+        raise UserError(f"invalid dtypes {query.dtype}, {key.dtype} and {value.dtype}: expected equal dtypes")
     for name, array in (("bias", bias), ("mask", mask)):
         if array is not None:
             raise Unsupported(

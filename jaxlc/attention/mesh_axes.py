@@ -1,4 +1,4 @@
-"""The axes of a mesh that split the arrays of attention, and the checks that arrays split over them."""
+"""The mesh axes that split the arrays of attention, and checks of the shapes of these arrays."""
 
 import difflib
 import math
@@ -21,7 +21,7 @@ class AttentionAxes(NamedTuple):
     head: str | None  # splits N and K. None: heads are not split
 
     def specs(self, context: tuple[str, ...]) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-        """Of arrays [B, T], [B, T, N, H] and [B, N, T], with T split over the axes `context`."""
+        """The PartitionSpecs of arrays [B, T], [B, T, N, H] and [B, N, T], with T split over the axes `context`."""
         return (
             PartitionSpec(self.batch, context),
             PartitionSpec(self.batch, context, self.head, None),
@@ -29,6 +29,7 @@ class AttentionAxes(NamedTuple):
         )
 
     def num_head_ranks(self, mesh: Mesh) -> int:
+        """The number of shards of the head dimension."""
         return 1 if self.head is None else mesh.shape[self.head]
 
 
@@ -38,7 +39,7 @@ DEFAULT_AXES = AttentionAxes(BATCH_AXES, CONTEXT, TENSOR)  # of jaxlc's own mesh
 def resolve_axes(
     mesh: Mesh | None, context_axis: str, batch_axes: str | Sequence[str] | None, head_axis: str | None
 ) -> AttentionAxes:
-    """The axes by the names that a caller of `attend` gives; None: jaxlc's own names, as far as the mesh has them.
+    """The axes from the arguments of `attend`. None: the names of jaxlc's own meshes, as far as `mesh` has them.
 
     Raises:
       UserError: the mesh has no axis of that name, has axes that are not Auto, or an axis has two roles.
@@ -74,7 +75,7 @@ def is_manual(context_axis: str, q_BTNH: jax.Array) -> bool:
 
     Raises:
       Unsupported: inside `shard_map` over other axes only.
-      UserError: the `shard_map` tracks over which axes values vary, which kernels do not.
+      UserError: the `shard_map` has check_vma=True, which the kernels do not support.
     """
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     if manual_axes and context_axis not in manual_axes:
@@ -88,7 +89,7 @@ def is_manual(context_axis: str, q_BTNH: jax.Array) -> bool:
 
 
 def check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array | None) -> None:
-    """Raises UserError unless the shapes of the operands, global or local, belong together."""
+    """Raises UserError unless the shapes of the operands, global or local, are consistent."""
     if any(x.ndim != 4 for x in (q_BTNH, k_BSKH, v_BSKH)):
         raise UserError(
             f"invalid shapes {_shapes(q_BTNH, k_BSKH, v_BSKH)}: expected q [B, T, N, H], k and v [B, T, K, H]"

@@ -16,7 +16,7 @@ from jaxlc.sharding.mesh import Ranks
 
 @jax.named_scope(scopes.REORDER)
 def to_zigzag(x: jax.Array, ranks: Ranks, dim: int = 1) -> jax.Array:
-    """This rank's shard in zigzag order, from its shard in natural order; `dim` is the dimension of the tokens."""
+    """Converts this rank's shard from natural to zigzag order; `dim` is the dimension of the tokens."""
     if ranks.size == 1:
         return x
     even, odd = (
@@ -40,6 +40,6 @@ def to_natural(x: jax.Array, ranks: Ranks, dim: int = 1) -> jax.Array:
 
 
 def _owners(num_ranks: int, parity: int) -> list[tuple[int, int]]:
-    """Of each even (parity 0) or odd chunk: the rank that holds it in zigzag order, and the one in natural order."""
+    """(rank in zigzag order, rank in natural order) of each even (parity 0) or odd (parity 1) chunk."""
     chunks = range(parity, 2 * num_ranks, 2)
     return [(min(chunk, 2 * num_ranks - 1 - chunk), chunk // 2) for chunk in chunks]

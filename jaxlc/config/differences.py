@@ -37,7 +37,7 @@ def as_text(title: str, values: Values, defaults: Values) -> str:
 
 
 def as_html(title: str, values: Values, defaults: Values) -> str:
-    """A table of the differences, and all settings in a folded block."""
+    """A table of the differences, and all settings in a collapsed block."""
     rows: list[tuple[str, str, str, str]] = []
     last_section = ""
     for section, name, value, default in differences(values, defaults):

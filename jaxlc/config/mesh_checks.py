@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxlc.config.frozen import Config
 from jaxlc.config.schema import MeshConfig
-from jaxlc.core.axes import MESH_AXES
+from jaxlc.core.axes import MESH_AXES, mesh_text
 from jaxlc.core.errors import UserError
 
 
@@ -22,8 +22,8 @@ def check_num_devices(config: Config, num_devices: int, there_are: str, config_p
     """
     if config.mesh.num_devices == num_devices:
         return
-    mesh_text = " x ".join(f"{axis}={size}" for axis, size in _sizes(config.mesh).items())
-    problem = f"the mesh {mesh_text} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
+    sizes = mesh_text(_sizes(config.mesh))
+    problem = f"the mesh {sizes} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
     if config.runtime.topology and config_path:
         raise UserError(
             f"{problem}; the config is made for {config.runtime.topology}: run it there, or compile it ahead of time"

@@ -12,13 +12,13 @@ from jaxlc.config.values import typed
 
 
 class Settings(ConfigDict):
-    """All settings, as `defaults()` makes them. `load` also checks ranges and contradictions."""
+    """All settings, as returned by `defaults()`. Ranges and contradictions are checked later, by `load`."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Sets a section, as when a ConfigDict is copied. A dict becomes the defaults, updated with its values.
 
         Raises:
-          SettingError: no such section, or the value is not a section.
+          SettingError: an unknown section, or a value that is not a section.
         """
         if key not in SECTIONS or not isinstance(value, (Mapping, ConfigDict)):
             check_key(key)
@@ -57,7 +57,7 @@ class Section(ConfigDict):
         """Sets a value.
 
         Raises:
-          SettingError: no such setting, a value of a wrong type, or none of the allowed strings.
+          SettingError: an unknown setting, a value of a wrong type, or a string that is not one of the choices.
         """
         check_key(f"{self._section}.{key}")
         from_preset = self._section == "model" and value is None

@@ -40,7 +40,7 @@ def typed(path: str, value: Any, hint: Any) -> Any:
     Args:
       path: the setting, such as "train.steps", for the error.
     Raises:
-      SettingError: the value has no such form, or is none of the choices of a `Literal`.
+      SettingError: the value cannot be converted, or is not one of the choices of a `Literal`.
     """
     choices: tuple[str, ...] = ()
     if typing.get_origin(hint) is Literal:
@@ -60,7 +60,7 @@ def typed(path: str, value: Any, hint: Any) -> Any:
 
 
 def _as_integer(value: Any) -> int | None:
-    """The int that a number or a string such as "-1" or "1e3" equals, or None."""
+    """A whole number, or a string such as "-1" or "1e3", as an int; None for other values."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, str):
@@ -73,7 +73,7 @@ def _as_integer(value: Any) -> int | None:
 
 
 def _as_float(value: Any) -> float | None:
-    """The float that a finite number or a string such as "3e-4" equals, or None."""
+    """A finite number, or a string such as "3e-4", as a float; None for other values."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
         return None
     try:
@@ -84,12 +84,12 @@ def _as_float(value: Any) -> float | None:
 
 
 def _as_boolean(value: Any) -> bool | None:
-    """A bool, or the bool of one of the strings that absl accepts, or None."""
+    """A bool, or one of the strings that absl accepts for it, as a bool; None for other values."""
     return _BOOLEANS.get(value.lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
 
 
 def _as_string(value: Any) -> str | None:
-    """A string, or the string of a path, or None."""
+    """A string or a path as a string; None for other values."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     return path if isinstance(path, str) else None
 
@@ -115,7 +115,7 @@ def parse_integer(text: str) -> int:
     """An integer of a command line: "1000", "-1" or "1e3".
 
     Raises:
-      ValueError: it is none.
+      ValueError: `text` is not an integer.
     """
     number = _as_integer(text)
     if number is None:

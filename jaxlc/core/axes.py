@@ -1,4 +1,4 @@
-"""Names of mesh axes and letters of tensor dimensions. Imports nothing.
+"""Names of mesh axes and letters of tensor dimensions.
 
 An *axis* belongs to the device mesh, a *dimension* to an array.
 
@@ -16,6 +16,8 @@ Inside `shard_map` the letter of a dimension that is split over devices is lower
 `k_BSKH`. The case makes it visible where local and global lengths are mixed, a common bug of sequence parallelism.
 """
 
+from collections.abc import Mapping
+
 DATA = "data"  # batch split, parameters replicated
 FSDP = "fsdp"  # batch split, parameters and optimizer state sharded
 CONTEXT = "context"  # sequence split; parameters and optimizer state sharded
@@ -24,3 +26,8 @@ TENSOR = "tensor"  # heads, feed-forward and vocabulary split
 MESH_AXES = (DATA, FSDP, CONTEXT, TENSOR)  # slowest to fastest varying: tensor ranks are adjacent
 BATCH_AXES = (DATA, FSDP)  # axes that split the batch
 WEIGHT_AXES = (FSDP, CONTEXT)  # axes that shard parameters, which are equal on their ranks at use
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Sizes of mesh axes as text: "context=8 x tensor=8"."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())

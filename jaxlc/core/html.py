@@ -1,6 +1,6 @@
-"""HTML for `_repr_html_`: tables and folded blocks, with inline styles only.
+"""HTML for `_repr_html_`: tables and collapsible blocks, with inline styles only.
 
-Notebook front ends remove <style> elements and load nothing from elsewhere. Text takes the color of the page and
+Notebook front ends remove <style> elements and block external resources. Text takes the color of the page and
 backgrounds are transparent, so that the result is readable in light and dark themes.
 """
 
@@ -35,7 +35,7 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, caption
 
 
 def details(summary: str, body: str, *, is_open: bool = False) -> str:
-    """A block that the reader can unfold. `body` is HTML; `summary` is text and is escaped."""
+    """A collapsible block. `body` is HTML; `summary` is text and is escaped."""
     opened = " open" if is_open else ""
     return f"<details{opened}><summary style='cursor:pointer'>{escape(summary)}</summary>\n{body}\n</details>"
 

@@ -26,6 +26,11 @@ def new_figure(width: float, height: float, **options: Any) -> "Figure":
     return _figure_class()(**arguments)
 
 
+def set_title(figure: "Figure", text: str) -> None:
+    """Sets the title of a whole figure, aligned to the left."""
+    figure.suptitle(text, x=0.01, ha="left", fontsize=10)
+
+
 def style_axes(axes: "Axes", grid: Literal["x", "y", "both", ""] = "") -> None:
     """Removes the frame at the top and right, and draws faint grid lines behind the data.
 
@@ -46,12 +51,12 @@ def _figure_class() -> "type[Figure]":
     from matplotlib.figure import Figure
 
     class NotebookFigure(Figure):
-        """A Figure that IPython shows even if pyplot, which registers a display function, was not imported."""
+        """A Figure that IPython shows without pyplot, which would register a display function."""
 
         def _repr_png_(self) -> bytes:
             from PIL import Image  # matplotlib needs it too
 
-            # Coarser than in a file and with a palette, so that stored notebooks stay small.
+            # A lower resolution than in files, and a palette: stored notebooks stay small.
             full, small = io.BytesIO(), io.BytesIO()
             self.savefig(full, format="png", bbox_inches="tight", dpi=_NOTEBOOK_DPI)
             palette = Image.open(full).convert("RGB").quantize(128, dither=Image.Dither.NONE)

@@ -4,7 +4,7 @@ r"""Cuts long text into pieces that encode to the same tokens as the entire text
 between an ASCII letter and a newline, or a space and another ASCII letter. Equality follows from the stages of such a
 tokenizer:
 
-- Added tokens: none contains a letter followed by a newline or a space, or strips or tests its neighbours. No match
+- Added tokens: none contains a letter followed by a newline or a space, or strips or tests its neighbors. No match
   crosses a cut.
 - Normalization: none, or NFC, which neither composes nor reorders these characters.
 - Pre-tokenization: in the known regexes, no alternative matches a letter followed by a newline or a space, and none

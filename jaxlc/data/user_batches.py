@@ -1,4 +1,4 @@
-"""Batches of the user's own, as the sequences that the loader reads."""
+"""User-provided batches as sequences for the data loader."""
 
 import threading
 from collections import deque
@@ -13,14 +13,14 @@ _REQUIRED = "tokens"
 
 
 class EndOfBatches(Exception):
-    """The user's iterable has no batch for this step."""
+    """The iterable of batches ended; it has no batch for this step."""
 
 
 class StreamedSequences:
     """The sequences of an iterable of batches, in order: sequence i is in batch i // batch_size.
 
-    Several threads may ask for sequences; only the latest `num_kept` batches are kept, and batches before the first
-    that is asked for are skipped.
+    It is thread-safe. Only the latest batches are kept in memory, as many as the loader's threads may need at a time.
+    Batches before the first requested sequence are skipped without a check, as after a resume.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class StreamedSequences:
         """Returns sequence i in natural order, as `PackedSequences` does.
 
         Raises:
-          EndOfBatches: the iterable ended before.
+          EndOfBatches: the iterable has no batch with this sequence.
           UserError: the batch is invalid.
         """
         number, index = divmod(i, self._batch_size)
@@ -57,7 +57,11 @@ class StreamedSequences:
 
 
 class ListedSequences:
-    """The sequences of a finite list of batches, for evaluation."""
+    """The sequences of a finite list of batches, for evaluation.
+
+    Raises:
+      UserError: there are no batches, or one is invalid.
+    """
 
     def __init__(self, batches: Iterable[Mapping], *, seq_len: int, vocab_size: int):
         parts = [
@@ -74,7 +78,7 @@ class ListedSequences:
 
 
 def complete_batch(batch: Mapping, shape: tuple[int | None, int], vocab_size: int, where: str) -> dict[str, np.ndarray]:
-    """The five arrays of a batch [B, S] in natural order; those that are missing follow from the others.
+    """The five arrays of a batch [B, S] in natural order; missing arrays are derived from the others.
 
     Args:
       batch: "tokens" is required; "segment_ids" (default: each sequence is one document), "positions" (default: counted
@@ -82,6 +86,8 @@ def complete_batch(batch: Mapping, shape: tuple[int | None, int], vocab_size: in
         but 0 on padding and at each document's last token).
       shape: the expected B (None: any) and S.
       where: names the batch in errors.
+    Returns:
+      "tokens", "targets", "positions" and "segment_ids", int32 [B, S], and "loss_weights", float32 [B, S].
     Raises:
       UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, or a token that is not in the
         vocabulary.
@@ -108,7 +114,7 @@ def complete_batch(batch: Mapping, shape: tuple[int | None, int], vocab_size: in
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise UserError(f"invalid {where}: token {wrong}, expected 0 to {vocab_size - 1} (config.model.vocab_size)")
     segments = arrays.setdefault("segment_ids", np.ones(tokens.shape, np.int32))
-    continues = np.zeros(tokens.shape, bool)  # whether the next token is of the same document
+    continues = np.zeros(tokens.shape, bool)  # whether the next token belongs to the same document
     continues[:, :-1] = (segments[:, :-1] == segments[:, 1:]) & (segments[:, :-1] != 0)
     arrays.setdefault("positions", _positions(continues))
     arrays.setdefault("targets", np.where(continues, np.roll(tokens, -1, axis=1), 0))
@@ -120,7 +126,11 @@ _DTYPES = dict(tokens=np.int32, targets=np.int32, loss_weights=np.float32, posit
 
 
 def _positions(continues: np.ndarray) -> np.ndarray:
-    """Number of earlier tokens of the same document, [B, S], from whether each token's document continues."""
+    """Number of earlier tokens of the same document, [B, S].
+
+    Args:
+      continues: bool [B, S], whether the next token belongs to the same document.
+    """
     index = np.arange(continues.shape[1])
     starts = np.concatenate([np.ones((len(continues), 1), bool), ~continues[:, :-1]], axis=1)
     return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)

@@ -1,7 +1,7 @@
 """Ahead-of-time planning: compiles the training step for absent GPUs; reports memory, collectives, estimated time.
 
 `plan` compiles a step and returns a `Plan`; `Plan.from_json` reads a stored one. `mesh_figure` draws a mesh without
-compiling. Imports nothing at first, so that `python -m jaxlc.plan` can prepare the environment before JAX starts.
+compiling. Modules are imported on first use, so that `python -m jaxlc.plan` can set the environment before JAX starts.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,8 @@ def plan(
       config: a ConfigDict or Config.
       topology: target GPUs, "GPU:DOMAINSxGPUS_PER_DOMAIN".
       devices_per_process: GPUs per process.
-      host_memory_gib: host memory of a node; None: what such nodes usually have.
-      advise: if the step does not fit, compile it with other settings too, until some fit.
+      host_memory_gib: host memory of a node. None: a typical value for nodes with these GPUs.
+      advise: if the step does not fit, also compile it with other settings, until some fit.
       constants: JSON file of measured constants for the estimates; see `jaxlc.simulate.roofline`.
       starting: called with a description of each program before it is compiled.
     Returns:
@@ -67,25 +67,19 @@ def mesh_figure(mesh: dict[str, int], topology: str) -> "Figure":
     Returns:
       A matplotlib Figure.
     Raises:
-      UserError: matplotlib is not installed, an unknown axis or GPU, or different numbers of devices.
+      UserError: matplotlib is not installed, an axis or GPU is unknown, or the mesh and the topology have different
+        numbers of devices.
     """
-    import dataclasses
-
     from jaxlc import runtime
-    from jaxlc.config import MeshConfig
     from jaxlc.core import extras
-    from jaxlc.core.errors import UserError
 
     extras.require("matplotlib", "a figure of the mesh")
-    names = [field.name for field in dataclasses.fields(MeshConfig)]
-    unknown = [axis for axis in mesh if axis not in names]
-    if unknown:
-        raise UserError(f"invalid mesh axis {unknown[0]!r}: expected {', '.join(names)}")
     runtime.import_jax()
     from jaxlc.plan import mesh_plot
+    from jaxlc.sharding.mesh import all_sizes
     from jaxlc.simulate.topology import topology as parse_topology
 
-    return mesh_plot.mesh_figure({axis: mesh.get(axis, 1) for axis in names}, parse_topology(topology))
+    return mesh_plot.mesh_figure(all_sizes(mesh), parse_topology(topology))
 
 
 def __getattr__(name: str) -> Any:

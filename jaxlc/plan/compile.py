@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from jaxlc._jax_internals import kept_argument_indices
 from jaxlc.config import Config, load, to_dict
 from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
+from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.hlo.memory_dump import Dump, read
@@ -93,8 +94,9 @@ def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
     )
     if config.mesh.num_devices == gpus.num_gpus:
         return config
-    axes = " x ".join(f"{axis}={size}" for axis, size in vars(config.mesh).items())
-    problem = f"the mesh {axes} needs {config.mesh.num_devices} GPUs and {gpus} has {gpus.num_gpus}"
+    problem = (
+        f"the mesh {mesh_text(vars(config.mesh))} needs {config.mesh.num_devices} GPUs and {gpus} has {gpus.num_gpus}"
+    )
     mesh = working_mesh(config, gpus.num_gpus)
     advice = f"use {mesh_overrides(config.mesh, mesh)}, or" if mesh else "no mesh of its size splits this model; use"
     raise UserError(f"{problem}; {advice} another --topology, of {config.mesh.num_devices} GPUs")

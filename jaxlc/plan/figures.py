@@ -27,7 +27,7 @@ def memory_figure(memory: Memory, title: str) -> Figure:
     for axes in host:
         capacity_bytes = memory.host_capacity_per_node_bytes
         _memory_bar(axes, "node: host memory", _host_parts(memory), USABLE_HOST_SHARE * capacity_bytes, capacity_bytes)
-    figure.suptitle(f"Peak memory per GPU: {title}", x=0.01, ha="left", fontsize=10)
+    plot_style.set_title(figure, f"Peak memory per GPU: {title}")
     return figure
 
 
@@ -106,7 +106,7 @@ def links_figure(collectives: Sequence[CollectiveStats], predicted: Prediction, 
     handles = [sent.barh(0, 0, color=LINK_COLORS[link], label=f"over {link}") for link in links]
     figure.legend(handles=handles + seconds.get_legend_handles_labels()[0], ncols=5, loc="outside lower left",
                   frameon=False, fontsize=8)  # fmt: skip
-    figure.suptitle(f"Communication per step: {title}", x=0.01, ha="left", fontsize=10)
+    plot_style.set_title(figure, f"Communication per step: {title}")
     return figure
 
 

@@ -24,7 +24,7 @@ _HEADING = "font-size:14px;font-weight:600;margin:20px 0 2px"
 _NOTE = "opacity:0.75;font-size:12.5px;margin:2px 0"
 _TILE = "border:1px solid rgba(128,128,128,0.4);border-radius:6px;padding:6px 12px"
 
-_SMALLER = (  # what is removed from matplotlib's SVG, which becomes half as large
+_SMALLER = (  # (pattern, replacement): they halve the size of matplotlib's SVG
     (r"<metadata>.*?</metadata>", ""),
     (r"<!--.*?-->", ""),
     (r'<g id="[^"]*">', "<g>"),
@@ -44,10 +44,10 @@ def document(title: str, body: str) -> str:
 
 
 def fragment(plan: PlanRecord, figures: "Mapping[str, Figure]", text: str) -> str:
-    """The page without its frame, for a notebook.
+    """The body of the page, for a notebook.
 
     Args:
-      figures: by heading.
+      figures: heading -> figure.
       text: the plan as plain text.
     """
     parts = [f'<div style="{_FONT};max-width:1000px">', *_head(plan)]

@@ -14,7 +14,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from matplotlib.path import Path
 
 from jaxlc.core import plot_style
-from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR
+from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, SILVER, TEAL
 from jaxlc.plan.summary import CollectiveStats
@@ -55,13 +55,15 @@ def mesh_figure(mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[C
 
     Args:
       mesh: sizes of the mesh axes, slowest first.
-      collectives: of a plan: adds the bytes per axis, and whether context is a ring. Empty: a ring is assumed.
+      collectives: those of a plan, which add the bytes per axis and show whether context is a ring. Empty: a ring
+        is assumed.
     Raises:
-      UserError: the mesh has another number of devices than `gpus`, or more than can be drawn.
+      UserError: the mesh and `gpus` have different numbers of devices, or there are more than 1024.
     """
     if math.prod(mesh.values()) != gpus.num_gpus:
-        axes_text = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
-        raise UserError(f"{gpus} has {gpus.num_gpus} GPUs and the mesh {axes_text} has {math.prod(mesh.values())}")
+        raise UserError(
+            f"{gpus} has {gpus.num_gpus} GPUs and the mesh {mesh_text(mesh)} has {math.prod(mesh.values())}"
+        )
     if gpus.num_gpus > _MAX_GPUS:
         raise UserError(f"unsupported: a figure of {gpus.num_gpus} GPUs; the limit is {_MAX_GPUS}")
     layout = _layout(mesh, gpus)
@@ -84,13 +86,13 @@ def mesh_figure(mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[C
     handles += [Line2D([], [], linestyle="", label=line) for line in others]
     figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=8, handlelength=2.2)
     domains = f"{gpus.num_domains} NVLink domain{'s' * (gpus.num_domains > 1)} of {gpus.gpus_per_domain} GPUs"
-    sizes = " x ".join(f"{axis}={size}" for axis, size in active.items()) or "1 GPU"
-    figure.suptitle(f"{sizes} on {gpus}: {domains}", x=0.01, ha="left", fontsize=10)
+    sizes = mesh_text(active) or "1 GPU"
+    plot_style.set_title(figure, f"{sizes} on {gpus}: {domains}")
     return figure
 
 
 def _layout(mesh: Mapping[str, int], gpus: Topology) -> _Layout:
-    """Consecutive GPUs are neighbours on a line. Lines hold whole groups of the fastest mesh axes, if possible."""
+    """Consecutive GPUs are neighbors on a line. Lines hold whole groups of the fastest mesh axes, if possible."""
     per_domain = gpus.gpus_per_domain
     sizes = [size for size in range(1, min(per_domain, _MAX_COLUMNS) + 1) if per_domain % size == 0]
     group = 1
@@ -169,7 +171,7 @@ def _draw_gpus(axes: Axes, layout: _Layout, mesh: Mapping[str, int], scale: floa
 
 
 def _outline_group(axes: Axes, layout: _Layout, members: np.ndarray, color: str, pad: float) -> None:
-    """An outline around the members of a group that are neighbours on a line, and one around every other member."""
+    """An outline around the members of a group that are neighbors on a line, and one around every other member."""
     for run in np.split(members, np.flatnonzero(np.diff(members) != 1) + 1):
         for line in np.split(run, np.flatnonzero(np.diff(run // layout.columns)) + 1):
             low, high = layout.centers[line].min(axis=0), layout.centers[line].max(axis=0)
@@ -181,7 +183,7 @@ def _is_ring(collectives: Sequence[CollectiveStats]) -> bool:
 
 
 def _draw_rings(axes: Axes, layout: _Layout, mesh: Mapping[str, int]) -> None:
-    """Arrows from each context rank to the next in the ring of GPU 0; faint lines between neighbours in the others."""
+    """Arrows from each context rank to the next in the ring of GPU 0; faint lines between neighbors in the others."""
     devices = np.arange(len(layout.centers)).reshape(tuple(mesh.values()))
     rings = np.moveaxis(devices, list(mesh).index(CONTEXT), -1).reshape(-1, mesh[CONTEXT])
     for sender, receiver in zip(rings[0], np.roll(rings[0], -1), strict=True):
@@ -198,7 +200,7 @@ def _draw_rings(axes: Axes, layout: _Layout, mesh: Mapping[str, int]) -> None:
 
 
 def _route(layout: _Layout, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Points of a line from square to square: straight between neighbours, otherwise through gaps around squares."""
+    """Points of a line from square to square: straight between neighbors, otherwise through gaps around squares."""
     (dx, dy), half, gap = end - start, _SQUARE / 2, _SQUARE / 2 + 0.17
     if math.hypot(dx, dy) < 1.8 and min(abs(dx), abs(dy)) < 0.1:
         return _shortened(start, end)
@@ -216,7 +218,7 @@ def _route(layout: _Layout, start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def _shortened(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The line between the edges of two neighbouring squares."""
+    """The line between the edges of two neighboring squares."""
     step = (end - start) / np.hypot(*(end - start)) * (_SQUARE / 2 + 0.02)
     return np.array([start + step, end - step])
 

@@ -1,4 +1,4 @@
-"""The figures of a plan as plain data, and their JSON with stable keys."""
+"""The values of a plan as plain data, and their JSON with stable keys."""
 
 import dataclasses
 import json
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.plan.memory import Memory
@@ -53,7 +54,7 @@ class PlanRecord:
     @property
     def title(self) -> str:
         """Model, sequence length, mesh and topology in one line."""
-        axes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
+        axes = mesh_text({axis: size for axis, size in self.mesh.items() if size > 1})
         model = self.config.get("model", {}).get("preset", "")
         target = f"{self.topology}, {axes}" if axes else self.topology
         return f"{model + ', ' if model else ''}{self.sequence_tokens:,} tokens on {target}"

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
+from jaxlc.core.axes import mesh_text
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import DEFAULT_POOL_SHARE, USABLE_HOST_SHARE, USABLE_SHARE, Memory
 from jaxlc.plan.record import PlanRecord
@@ -37,8 +38,7 @@ def summary(plan: PlanRecord) -> str:
 
 
 def _head(plan: PlanRecord) -> Iterator[str]:
-    axes = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
-    yield f"{plan.topology}: {plan.num_devices} GPUs, {axes}; compiled in {plan.compile_seconds:.0f} s"
+    yield f"{plan.topology}: {plan.num_devices} GPUs, {mesh_text(plan.mesh)}; compiled in {plan.compile_seconds:.0f} s"
     yield f"sequence length {plan.sequence_tokens:,}, {plan.tokens_per_step:,} tokens per step"
     yield from _wrapped(f"attention kernel: {plan.kernel_choice}")
     yield from _wrapped(f"transport: {plan.transport_choice}")

@@ -1,4 +1,4 @@
-"""The result of `jaxlc.plan.plan`: the figures of a plan, and how they are shown."""
+"""The result of `jaxlc.plan.plan`, as text, as an HTML page and as figures."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -29,14 +29,14 @@ _FIRST_XLA_WITHOUT_CPU_NOTES = (0, 12)
 
 
 class _Directories:
-    """What the last `configure` chose."""
+    """The directories that the last call of `configure` set."""
 
     jax: str | None = None  # the value of jax_compilation_cache_dir, if it was changed
     step: str | None = None  # the directory for the training step only, where XLA writes _CPU_NOTES
 
 
 def configure(config: RuntimeConfig, platform: str) -> None:
-    """Sets the cache directory of JAX as config.compilation_cache_dir says. It may be called again, with other values.
+    """Sets the cache directory of JAX from config.compilation_cache_dir. May be called again, with other values.
 
     Raises:
       UserError: the directory that the config names cannot be created.
@@ -96,7 +96,7 @@ def disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether all programs compiled since then came from the cache, at least one."""
+    """Yields a function: whether at least one program was compiled since, and all of them came from the cache."""
     import jax
 
     counts: Counter[str] = Counter()
@@ -112,10 +112,10 @@ def watch() -> Iterator[Callable[[], bool]]:
 
 
 def prune(directory: Path, max_bytes: int) -> None:
-    """Deletes the least recently used entries until the rest is at most `max_bytes`; other files are kept."""
+    """Deletes the least recently used entries until they take at most `max_bytes`; other files are kept."""
     entries = []
     for path in (path for pattern in _ENTRY_PATTERNS for path in directory.glob(pattern)):
-        with contextlib.suppress(FileNotFoundError):  # another process prunes, too
+        with contextlib.suppress(FileNotFoundError):  # another process may prune concurrently
             status = path.stat()
             entries.append((max(status.st_atime, status.st_mtime), status.st_size, path))
     num_bytes = sum(size for _, size, _ in entries)
@@ -127,7 +127,7 @@ def prune(directory: Path, max_bytes: int) -> None:
 
 
 def _users_directory(current: str | None) -> str | None:
-    """The directory that the user has given to JAX, in the environment or in Python; "" is none, None is not given.
+    """The directory that the user has set in the environment or in Python. "": no cache; None: not set.
 
     Args:
       current: the value of jax_compilation_cache_dir.

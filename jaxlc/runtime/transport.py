@@ -1,7 +1,7 @@
 """Selects the transport of context parallelism: how K, V, dK and dV blocks are sent between GPUs.
 
     nccl       NCCL send and receive: supported everywhere
-    nvshmem    one-sided put into the neighbour's symmetric heap: only in the XLA of JAX 0.10.1 and older
+    nvshmem    one-sided put into the neighbor's symmetric heap: only in the XLA of JAX 0.10.1 and older
     symmetric  NCCL's one-sided put and signal into registered memory: its replacement in newer XLA
     peer       copy engines between the GPUs of one process
 

@@ -1,6 +1,6 @@
 """The device mesh. core/axes.py defines the names of its axes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jaxlc.sharding.layout import token_at
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes the mesh of `config` over `devices` (None: all devices) in their order; tensor peers are neighbours.
+    """Makes the mesh of `config` over `devices` (None: all devices) in their order; tensor peers are neighbors.
 
     Axes have type Auto, so that the compiler completes the shardings that the code does not specify. The default of
     `jax.make_mesh` is Explicit.
@@ -33,6 +33,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def all_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of all mesh axes, slowest first; axes that `sizes` does not name have size 1.
+
+    Raises:
+      UserError: an unknown axis.
+    """
+    unknown = sorted(set(sizes) - set(MESH_AXES))
+    if unknown:
+        raise UserError(f"unknown mesh axis {unknown[0]!r}: expected {', '.join(MESH_AXES)}")
+    return {axis: sizes.get(axis, 1) for axis in MESH_AXES}
+
+
 class Ranks(NamedTuple):
     """The ranks of a mesh axis that splits a sequence in zigzag order, for code inside `shard_map`."""
 
@@ -46,7 +58,7 @@ class Ranks(NamedTuple):
 
 
 def split_context(mesh: Mesh, inner: int | None, axis: str = CONTEXT) -> tuple[Mesh, tuple[Ranks, ...]]:
-    """Splits the context axis of `mesh` into an outer axis and an inner axis of `inner` neighbouring ranks.
+    """Splits the context axis of `mesh` into an outer axis and an inner axis of `inner` neighboring ranks.
 
     With `inner=None` the mesh is unchanged and has one set of ranks. `axis` is the name of the context axis.
 

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.core import html
+from jaxlc.core.axes import mesh_text
 from jaxlc.sharding.rules import storage_axes, storage_spec
 
 _HEADINGS = ("parameter", "shape", "dtype", "sharded over", "bytes/device", "")
@@ -115,7 +116,7 @@ def _unsharded(names: tuple[str, ...], shape: tuple[int, ...], spec: PartitionSp
     for name, size, entry in zip(names, shape, spec):
         rule_axes = tuple(axis for axis in storage_axes(name) if mesh.shape[axis] > 1)
         if _axes(entry) != rule_axes:
-            product = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in rule_axes)
+            product = mesh_text({axis: mesh.shape[axis] for axis in rule_axes})
             yield f"! {name}={size} is not divisible by {product}"
 
 

@@ -8,12 +8,12 @@ from jaxlc.hlo.parser import Computation
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import KERNELS, Event, events
 
-_MAX_EVENTS = 1000  # of a pass; above, short kernels are joined
+_MAX_EVENTS = 1000  # of a pass; in longer timelines, short kernels are joined
 LAYER_PASSES = ("forward", "backward")  # the backward of a layer includes its recomputation
 
 
 class LayerEvent(NamedTuple):
-    """A transfer, or one kernel or several adjacent ones (`_merged`). Times start with the layer's pass."""
+    """A transfer, or one kernel or several adjacent ones (`_merged`). Times are relative to the start of the pass."""
 
     pass_name: str  # of LAYER_PASSES
     lane: str  # "kernels", or a link: "NVLink", "network", "to host", "from host"
@@ -63,7 +63,7 @@ def _attention_passes(program: AnalyzedProgram, computation: Computation) -> set
 
 
 def _merged(timeline: list[Event]) -> list[Event]:
-    """Joins adjacent kernels of one kind: a layer has hundreds, and ten thousands if it runs in tiles.
+    """Joins adjacent kernels of one kind: a layer has hundreds of kernels, or tens of thousands in tiles.
 
     In a long timeline, adjacent kernels of any kind are joined until they take a thousandth of its duration. Kinds are
     assigned so that the total of each kind is preserved up to that resolution.

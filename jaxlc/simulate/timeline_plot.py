@@ -46,7 +46,7 @@ def timeline_figure(timeline: Sequence[LayerEvent], title: str, *, is_recomputed
     handles = [Patch(color=color, label=kind) for kind, color in _KERNEL_COLORS.items()]
     handles.append(Patch(color=_WAIT_COLOR, label="kernels wait (exposed)"))
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower left", frameon=False, fontsize=8)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    plot_style.set_title(figure, title)
     return figure
 
 
@@ -74,7 +74,7 @@ def _draw(axes: Axes, timeline: list[LayerEvent], lanes: list[str]) -> None:
 
 
 def _corners(start: float, end: float) -> tuple[tuple[float, float], ...]:
-    """Of a bar around y=0, closed."""
+    """The closed outline of a bar around y=0."""
     return (start, -0.38), (start, 0.38), (end, 0.38), (end, -0.38), (start, -0.38)
 
 

@@ -13,7 +13,7 @@ from itertools import product
 from jaxlc.config import Config, transport_settings, with_settings
 from jaxlc.config.frozen import field_types
 from jaxlc.config.values import did_you_mean
-from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR
+from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 
 Setting = int | str | tuple[str, ...]
@@ -91,7 +91,7 @@ def points(config: Config, num_devices: int, grid: Grid) -> tuple[list[Point], i
     """
     meshes = list(_meshes(config, num_devices, grid.axes))
     if not meshes:
-        fixed = " x ".join(f"{axis}={size}" for axis, size in _sizes(config).items() if axis not in grid.axes)
+        fixed = mesh_text({axis: size for axis, size in _sizes(config).items() if axis not in grid.axes})
         raise UserError(
             f"no mesh of {num_devices} devices: --axes={','.join(grid.axes)} cannot complete {fixed};"
             " add axes to --axes"

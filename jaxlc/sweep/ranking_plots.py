@@ -52,7 +52,7 @@ def meshes_figure(done: Sequence[dict], title: str) -> Figure:
     if len(names) > 1:
         handles = [speed.barh(0, 0, color=_COLORS[name], label=name) for name in names]
         figure.legend(handles=handles, ncols=len(names), frameon=False, loc="outside lower right", fontsize=8)
-    figure.suptitle(f"{title}, sequence length {longest:,}", x=0.01, ha="left", fontsize=10)
+    plot_style.set_title(figure, f"{title}, sequence length {longest:,}")
     return figure
 
 
@@ -92,7 +92,7 @@ def transports_figure(done: Sequence[dict], title: str) -> Figure:
     speed.set_ylim(bottom=0)
     speed.set(ylabel="tokens/s per device", title=best[0])
     gain.set(ylabel="speedup, %", title=f"speedup over {names[0]}")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    plot_style.set_title(figure, title)
     return figure
 
 

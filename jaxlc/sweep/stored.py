@@ -20,17 +20,17 @@ _TEXT_WIDTH = 160
 
 @dataclass(frozen=True, repr=False)
 class Ranking:
-    """The points of a sweep, best first: those that fit, those that do not fit, those without figures.
+    """The points of a sweep, best first: those that fit, those that do not fit, those without results.
 
-    `rows` are the points as plain dictionaries with the settings and figures as columns, which pandas.DataFrame takes.
-    `print(ranking)` prints a table, and a notebook shows it.
+    `rows` are dictionaries with the settings and results of each point, for `pandas.DataFrame`. `print(ranking)` prints
+    a table, and a notebook shows one.
     """
 
     rows: tuple[Row, ...]
 
     @property
     def title(self) -> str:
-        """Model, and the GPUs for which the figures are estimated or on which they were measured."""
+        """The model, and the GPUs of the estimates or measurements."""
         row = self.rows[0]
         return f"{row['model']}, {row['figures']} {'for' if row['figures'] == 'estimated' else 'on'} {row['topology']}"
 
@@ -61,7 +61,7 @@ class Ranking:
         """Tokens/s and memory per point at the longest sequence length, best first.
 
         Raises:
-          UserError: no point has figures, or matplotlib is not installed.
+          UserError: no point completed, or matplotlib is not installed.
         """
         extras.require("matplotlib", "a figure of a sweep")
         from jaxlc.sweep import ranking_plots  # matplotlib is slow to import
@@ -78,7 +78,7 @@ class Ranking:
     def _done(self) -> list[Row]:
         done = [row for row in self.rows if row["status"] == "done"]
         if not done:
-            raise UserError("no point of this sweep has figures; the table lists the reasons")
+            raise UserError("no point of this sweep completed; the table lists the reasons")
         return done
 
     def _notes(self) -> Sequence[str]:

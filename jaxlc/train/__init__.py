@@ -83,7 +83,7 @@ def run(
       eval_batches: held-out batches of any number of sequences, for runs with `batches`. None: no evaluation.
       callbacks: objects with the methods of `jaxlc.train.Callback`.
     Raises:
-      UserError: invalid user input (config, paths, environment); almost all of it before anything is compiled.
+      UserError: invalid user input (config, paths, environment), in almost all cases before anything is compiled.
       TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip".
     """
     from jaxlc import runtime

@@ -17,6 +17,7 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
     Args:
       objective: `(params, histories, microbatch) -> (objective, cross_entropy)`, both float32 sums over the microbatch;
         the first is differentiated.
+      params: pytree of arrays, in device or host memory.
       dims: the parameter tree with a tuple of dimension names per leaf.
       histories: amax histories of FP8 delayed scaling, or None.
     Returns:

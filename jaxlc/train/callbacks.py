@@ -1,4 +1,4 @@
-"""Callbacks: code of the user's own that runs at documented points of a training run."""
+"""Callbacks: user code that a training run calls at certain events."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,11 +10,11 @@ EVENTS = ("on_start", "on_step", "on_log", "on_evaluation", "on_checkpoint", "on
 
 
 class StopTraining(Exception):
-    """A callback raises it to end training: the run saves a checkpoint, evaluates, and returns its result."""
+    """Raised by a callback to end training: the run saves a checkpoint, evaluates, and returns its result."""
 
 
 class Callback:
-    """The events of a training run. Subclass it and override those that you need.
+    """Methods that a training run calls at its events. Override the ones that you need.
 
     All processes of a run call every event, in the same order; print on one of them only. An exception ends the run,
     except `StopTraining`, which ends it after a checkpoint. With several processes, all of them must raise it at the
@@ -22,36 +22,43 @@ class Callback:
     """
 
     def on_start(self, run: "RunInfo") -> None:
-        """Before the first step of this run, when the step is compiled."""
+        """Called before the first step of this run, after the step is compiled."""
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        """After each optimizer step, in order, with its loss, grad_norm, learning_rate and target_tokens.
+        """Called for each optimizer step, in order, with its loss, grad_norm, learning_rate and target_tokens.
 
-        Metrics are fetched when they are logged and at least every 8 steps, so the call may be late by that many steps.
+        Metrics are fetched when they are logged, and at least every 8 steps, so the call may be up to 8 steps late.
         """
 
     def on_log(self, row: dict[str, float]) -> None:
-        """After a row of metrics.jsonl with the loss is written."""
+        """Called after a row of metrics.jsonl with the loss is written; `row` is that row."""
 
     def on_evaluation(self, step: int, evaluation: Any) -> None:
-        """After an evaluation of the parameters of `step` on held-out sequences."""
+        """Called after an evaluation of the parameters of `step` on held-out sequences; see `Result.evaluation`."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """After a checkpoint was copied from the devices; it is written to `path` in the background."""
+        """Called after a checkpoint is copied from the devices. It is written to `path` in the background."""
 
     def on_end(self, result: Any) -> None:
-        """At the end of the run, also of one that a signal or `StopTraining` stopped, with what `run` returns."""
+        """Called at the end of the run, also after a signal or `StopTraining`; `run` returns `result`."""
 
 
 class RunInfo:
-    """What `Callback.on_start` receives: the config, the mesh, the workdir, and the step that training starts from."""
+    """The argument of `Callback.on_start`.
+
+    Attributes:
+      config: the `Config` of the run.
+      mesh: its `jax.sharding.Mesh`.
+      workdir: directory of metrics, plots and checkpoints.
+      first_step: number of optimizer steps done before this run; 0 unless it resumes.
+    """
 
     def __init__(self, config, mesh, workdir: Path, first_step: int):
         self.config, self.mesh, self.workdir, self.first_step = config, mesh, workdir, first_step
 
 
 class Callbacks:
-    """Calls the events of several callbacks, and remembers whether one of them raised `StopTraining`."""
+    """Calls several callbacks; `stop_requested` is True after one of them raised `StopTraining`."""
 
     def __init__(self, callbacks: Iterable[Callback]):
         self._callbacks = tuple(callbacks)

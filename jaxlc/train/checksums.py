@@ -24,7 +24,7 @@ def named_leaves(tree) -> list[tuple[str, jax.Array]]:
 
 
 def checksums_of(state) -> dict[str, int]:
-    """One checksum per array: TensorStore detects truncated files, but not wrong bytes.
+    """Name -> checksum of each array. TensorStore detects truncated files, but not wrong bytes.
 
     Arrays in host memory are copied to the device for this, one at a time.
     """
@@ -36,8 +36,10 @@ def checksums_of(state) -> dict[str, int]:
 
 @jax.jit
 def _sums_of_bits(arrays: list[jax.Array]) -> jax.Array:
-    """uint32 [number of arrays]: the sum of the bits as unsigned integers modulo 2^32. The order of summation does not
-    change it, so it is independent of the sharding."""
+    """The sum of the bits of each array as unsigned integers modulo 2^32, uint32 [arrays].
+
+    It does not depend on the order of summation, hence not on the sharding.
+    """
     return jnp.stack([_bits(to_memory_kind(x, DEVICE)).astype(jnp.uint32).sum(dtype=jnp.uint32) for x in arrays])
 
 

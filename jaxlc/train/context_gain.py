@@ -1,4 +1,4 @@
-"""The gain of full context: how much lower the loss is than with only the last few hundred tokens as context."""
+"""The gain of full context: loss with the last few hundred tokens as context minus loss with the whole document."""
 
 from dataclasses import dataclass
 
@@ -25,8 +25,8 @@ class ContextGain:
     by definition. A sliding window of 256 tokens would not limit the context: information passes from layer to layer,
     so L layers attend to L x 256 tokens.
 
-    A piece starts in the middle of a document. A model that was trained on few such beginnings may have a higher loss
-    for this reason alone, and that is part of the gain.
+    Pieces start in the middle of a document. A model that was trained on few such beginnings may have a higher loss for
+    this reason alone; the gain includes this effect.
     """
 
     # Sums by document and position; `loss` is the sum of loss weight x (limited - full), and the first edge is 512.
@@ -78,11 +78,11 @@ def scored(positions: np.ndarray, offset: int) -> np.ndarray:
 
 
 def context_gain(full: DocumentSums, limited: DocumentSums) -> ContextGain | None:
-    """The gain of the documents that have target tokens from position 512 on; None if there are none.
+    """The gain over the documents that have target tokens from position 512 on; None if there are none.
 
     Args:
       full: sums with full context.
-      limited: of the same documents, in which `loss` holds the scored tokens only.
+      limited: sums of the same documents with limited context; `loss` contains the scored tokens only.
     """
     (first,) = np.flatnonzero(full.edges == PIECE_TOKENS)
     is_long = full.weight[:, first:].sum(1) > 0

@@ -1,4 +1,4 @@
-"""A model of the user's own in the training step: its interface, and its loss and gradients."""
+"""Custom models: their interface, and their loss and gradients in the training step."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,7 +74,7 @@ class CustomObjective:
         return self.model.init(key)
 
     def loss_and_grads(self, params, batch: Batch, histories: dict | None = None):
-        """As `Objective.loss_and_grads`."""
+        """See `Objective.loss_and_grads`."""
 
         def objective(params, _histories, part: Batch):
             sums = self._loss_sums(params, part)
@@ -83,7 +83,7 @@ class CustomObjective:
         return accumulate(objective, params, batch, self.dims, histories)
 
     def token_losses(self, params, batch: Batch) -> jax.Array:
-        """Loss of each token, float32 [B, T]."""
+        """Loss of each token, float32 [B, T]; for evaluation."""
         output = self._output(params, batch)
         if isinstance(output, tuple):
             return token_losses(output[0], None, self._padded_head(output[1]), batch.targets, self._loss_spec)
@@ -96,20 +96,13 @@ class CustomObjective:
 
     @cached_property
     def _loss_spec(self) -> LossSpec:
-        return LossSpec(
-            mesh=self.mesh,
-            vocab_size=self.config.model.vocab_size,
-            chunk_tokens=self.config.memory.loss_chunk_tokens,
-            z_loss=self.config.train.z_loss,
-            norm_epsilon=0.0,
-            token_loss=self.token_loss,
-        )
+        return LossSpec.of_config(self.config, self.mesh, self.token_loss)
 
     def _output(self, params, batch: Batch):
         """The output of the model; checks its shapes.
 
         Raises:
-          UserError: they are not those of the `Model` protocol.
+          UserError: the shapes do not match the `Model` protocol.
         """
         output, vocab_size = self.model.apply(params, batch, self.mesh), self.config.model.vocab_size
         arrays = output if isinstance(output, tuple) else (output,)
@@ -134,7 +127,7 @@ class CustomObjective:
         )
 
     def _losses_of_logits(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(losses, z-loss of each token), float32 [B, T]."""
+        """(loss of each token, its z-loss), float32 [B, T] each."""
         logits_BTV = logits_BTV.astype(jnp.float32)
         if self.token_loss is not None:
             losses_N = self.token_loss(logits_BTV.reshape(-1, logits_BTV.shape[-1]), targets_BT.reshape(-1))
@@ -150,33 +143,33 @@ class CustomObjective:
 
 
 def check_supported(config: Config, *, has_model: bool, has_loss: bool, has_optimizer: bool) -> None:
-    """Checks that the settings can be combined with a model, loss or optimizer of the user's own.
+    """Checks that the settings support a custom model, loss or optimizer.
 
     Raises:
-      UserError: they cannot; the message names the setting.
+      UserError: a setting does not support it; the message names the setting.
     """
     memory = config.memory
     on_host = [name for name in ("parameters", "optimizer") if vars(memory)[name] == "host"]
     if (has_model or has_optimizer) and on_host:
-        own = "model" if has_model else "optimizer"
+        custom = "model" if has_model else "optimizer"
         raise Unsupported(
-            f"config.memory.{on_host[0]}='host' is unsupported with your own {own}: the layer-wise update in host"
+            f"config.memory.{on_host[0]}='host' is unsupported with a custom {custom}: the layer-wise update in host"
             " memory needs the decoder of config.model and AdamW; use 'device'"
         )
     if has_model and config.precision.compute == "fp8":
         raise Unsupported(
-            "config.precision.compute='fp8' is unsupported with your own model: it selects matrix products of the"
+            "config.precision.compute='fp8' is unsupported with a custom model: it selects matrix products of the"
             " decoder of config.model; use 'bf16' or 'fp32'"
         )
     if has_loss and config.train.z_loss:
         raise UserError(
-            f"config.train.z_loss={config.train.z_loss:g} has no effect with your own loss: set it to 0, and add the"
+            f"config.train.z_loss={config.train.z_loss:g} has no effect with a custom loss: set it to 0, and add the"
             " term to your loss"
         )
 
 
 def _default_dims(leaf: jax.ShapeDtypeStruct) -> tuple[str, ...]:
-    """Dimension names of a parameter that declares none: the largest dimension of a matrix is sharded."""
+    """Dimension names of a parameter without declared ones: the largest dimension of a matrix is sharded."""
     if len(leaf.shape) < 2:
         return ("norm",) * len(leaf.shape)
     largest = max(range(len(leaf.shape)), key=leaf.shape.__getitem__)

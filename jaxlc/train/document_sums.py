@@ -51,7 +51,7 @@ class DocumentSums:
         return estimate(self.loss.sum(1, keepdims=True), self.weight.sum(1, keepdims=True))
 
     def by_position(self, name: str) -> dict[str, np.ndarray]:
-        """Columns of equal length, which `pandas.DataFrame` takes; one row per bin that has target tokens.
+        """Columns of equal length, for `pandas.DataFrame`; one row per bin that has target tokens.
 
         first_position, last_position    int64    the positions of the bin, both included
         tokens                           int64    sum of the loss weights
@@ -138,8 +138,8 @@ def estimate(loss: np.ndarray, weight: np.ndarray, num_resamples: int = _NUM_RES
         effective = weight.sum(0) ** 2 / (weight**2).sum(0)
     for i in np.flatnonzero((num_documents >= MIN_DOCUMENTS) & np.isfinite(mean)):
         n = max(effective[i], 2.0)
-        tail = ndtr(np.sqrt(n / (n - 1)) * stdtrit(n - 1, 0.025))  # 0.025 for many documents
-        low[i], high[i] = np.nanquantile(resampled[:, i], [tail, 1 - tail])  # NaN: resamples without such a document
+        tail = ndtr(np.sqrt(n / (n - 1)) * stdtrit(n - 1, 0.025))  # approaches 0.025 for many documents
+        low[i], high[i] = np.nanquantile(resampled[:, i], [tail, 1 - tail])  # NaN: resamples without weight
     return Estimates(mean, low, high, num_documents)
 
 

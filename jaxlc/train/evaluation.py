@@ -51,7 +51,7 @@ class Evaluation:
         return PositionSums(self.documents.weight.sum(0), self.documents.loss.sum(0))
 
     def by_position(self) -> dict[str, np.ndarray]:
-        """Loss by position as columns of equal length, which `pandas.DataFrame` takes.
+        """Loss by position as columns of equal length, for `pandas.DataFrame`.
 
         One row per bin of positions that has target tokens: first_position, last_position, tokens, documents, loss,
         low, high. The loss is in nats per token. low and high are the ends of its 95% interval, of a bootstrap over
@@ -102,8 +102,8 @@ class Evaluator:
         """Adds the gain of full context to the evaluation of `params`, with two more passes over the sequences.
 
         The gain stays None if sequences have at most 512 tokens or no document is longer. Limited context is evaluated
-        as shorter documents, so it also stays None without attention.document_mask and for a model of the user's own,
-        which may not use the segment ids of the batch.
+        as shorter documents, so it also stays None without attention.document_mask and for a custom model, which
+        may ignore the segment ids of the batch.
         """
         config = self._step.config
         if config.data.seq_len <= PIECE_TOKENS or not config.attention.document_mask or self._step.model is not None:
@@ -123,7 +123,7 @@ class Evaluator:
         """Yields each held-out sequence, and the loss of each of its tokens, float32 [S]; both in natural order.
 
         Args:
-          inputs: what the model is evaluated on: the held-out sequences, perhaps with other positions and segment ids.
+          inputs: the held-out sequences, or a variant of them with other positions and segment ids.
         """
         mesh = self._step.mesh
         batch_size = mesh.shape[DATA] * mesh.shape[FSDP]

@@ -7,6 +7,7 @@ from jaxlc.core import extras
 from jaxlc.core.paths import displayed
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
 from jaxlc.train.evaluation import Evaluation
+from jaxlc.train.history import History
 from jaxlc.train.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
 
 LOSS_PLOT, LOSS_BY_POSITION_PLOT = "loss.png", "loss_by_position.png"
@@ -28,11 +29,10 @@ def write_report(
       baselines: name -> loss of n-gram models on the same sequences, in nats.
     """
     rows = read_rows(workdir / METRICS_FILE)
-    losses = [row["loss"] for row in rows if row.get("loss") is not None]
-    earlier_rows = [row for row in rows if row["step"] < step]  # without `evaluation` itself
-    eval_losses = [row["eval_loss"] for row in earlier_rows if row.get("eval_loss") is not None]
-    rates = sorted(row["tokens_per_second"] for row in rows if "tokens_per_second" in row)
-    speed = f", {rates[len(rates) // 2]:,.0f} tokens/s (median)" if rates else ""
+    history, earlier = History(rows), History([row for row in rows if row["step"] < step])  # without `evaluation`
+    losses, eval_losses = history.column("loss")[1], earlier.column("eval_loss")[1]
+    tokens_per_second = history.median("tokens_per_second")
+    speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s (median)"
     tensorboard = f", tensorboard --logdir {displayed(workdir / TENSORBOARD_DIRECTORY)}"
     if not extras.is_installed("tensorboardX"):
         tensorboard = f"; TensorBoard event files skipped: {extras.install_hint('tensorboardX')}"

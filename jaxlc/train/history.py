@@ -13,7 +13,7 @@ _SHOWN_ROWS = 5  # at the start and at the end of a table
 class History(dict[str, np.ndarray]):
     """The rows of metrics.jsonl as columns: a dictionary of float64 arrays of equal length, "step" int64.
 
-    A value that a row does not have, or that was not finite, is NaN. `pandas.DataFrame(history)` takes it.
+    Missing and non-finite values are NaN. `pandas.DataFrame(history)` gives a data frame.
     """
 
     def __init__(self, rows: Sequence[Row]):
@@ -22,14 +22,20 @@ class History(dict[str, np.ndarray]):
 
     @property
     def num_rows(self) -> int:
+        """The length of each column."""
         return len(self["step"])
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps, values) of the rows that have a finite value of `name`; both empty if no row has."""
+        """(steps, values) of the rows that have a finite value of `name`; both empty if there are none."""
         if name not in self:
             return np.zeros(0, np.int64), np.zeros(0)
         is_finite = np.isfinite(self[name])
         return self["step"][is_finite], self[name][is_finite]
+
+    def median(self, name: str) -> float | None:
+        """The median of the finite values of `name`, the upper one of an even number; None if there are none."""
+        values = np.sort(self.column(name)[1])
+        return float(values[len(values) // 2]) if len(values) else None
 
     def __repr__(self) -> str:
         losses = self.column("loss")[1]
@@ -45,7 +51,7 @@ class History(dict[str, np.ndarray]):
 
 
 def _first_use(rows: Sequence[Row]):
-    """Sorts names by the first row that has them, then by their place in it."""
+    """A sort key for names: the order of their first occurrence in the rows."""
     order: dict[str, int] = {}
     for row in rows:
         for name in row:

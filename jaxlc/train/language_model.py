@@ -1,4 +1,4 @@
-"""A trained model to ask: hidden states, logits and token losses of text or tokens, also of very long sequences."""
+"""Hidden states, logits and token losses of a trained model, for text or tokens, also for very long sequences."""
 
 import dataclasses
 import functools
@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.tokenizers import Tokenizer
+from jaxlc.data.user_batches import complete_batch
 from jaxlc.sharding.layout import natural_order
 from jaxlc.train.batch import BATCH_SPEC, Batch
 from jaxlc.train.step import TrainStep
@@ -25,7 +26,7 @@ Tokens = str | Sequence[int] | np.ndarray | jax.Array
 
 
 class _Padded(NamedTuple):
-    """Sequences that are padded so that they split over the mesh."""
+    """Sequences with padding, so that they split over the mesh."""
 
     batch: Batch  # [sequences, tokens] in the order of the step
     natural_order: np.ndarray  # int64 [tokens]: index of each token in the batch
@@ -34,12 +35,12 @@ class _Padded(NamedTuple):
 
 
 class LanguageModel:
-    """The parameters of a run, as functions of tokens.
+    """A trained model. Its methods take tokens and run on the mesh of the run.
 
-    Tokens are a text, which the tokenizer of the run converts, or integers [T] or [B, T] in natural order. Results have
-    the same leading dimensions, without B for text and for [T]. A sequence is one document. It may be longer than
-    data.seq_len; it is padded to a multiple of what the mesh requires, and each padded length is compiled once.
-    Every process of a run must make the same calls.
+    Tokens are a string, which is encoded with the tokenizer of the run, or integers [T] or [B, T] in natural order.
+    Results have the same leading dimensions, without B for a string and for [T]. Each sequence is one document and may
+    be longer than data.seq_len. Sequences are padded so that they split over the mesh; each padded length is compiled
+    once. Every process of a run must make the same calls.
     """
 
     def __init__(self, step: TrainStep, params, tokenizer: Tokenizer):
@@ -50,7 +51,7 @@ class LanguageModel:
         """Final hidden states after the final norm, [B, T, D] in the compute dtype, T sharded over context and tensor.
 
         Raises:
-          Unsupported: the model is not ours and returns logits only.
+          Unsupported: a custom model that returns logits only.
           UserError: a token is not in the vocabulary.
         """
         padded = self._padded(tokens)
@@ -66,9 +67,9 @@ class LanguageModel:
 
         Args:
           positions: compute only the logits at these token indices, e.g. `slice(-256, None)`, which replaces the
-            dimension T as in NumPy indexing; `-1` gives those of the last token, without T. None: all tokens.
+            dimension T as in NumPy indexing; `-1` gives the logits of the last token, without T. None: all tokens.
         Raises:
-          UserError: they would take more than 8 GiB, or a token is not in the vocabulary.
+          UserError: the logits would take more than 8 GiB, or a token is not in the vocabulary.
         """
         padded = self._padded(tokens)
         num_sequences, num_tokens = padded.shape
@@ -91,7 +92,7 @@ class LanguageModel:
         return logits_BnV[0] if padded.is_single else logits_BnV
 
     def token_losses(self, tokens: Tokens) -> np.ndarray:
-        """The loss of each token but the first, float32 [B, T - 1], cross entropy in nats unless the run has its own.
+        """The loss of each token but the first, float32 [B, T - 1], cross entropy in nats, or the custom loss.
 
         Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks only.
         """
@@ -107,9 +108,8 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         num_parameters = sum(x.size for x in jax.tree.leaves(self.params))
-        axes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         methods = "logits, token_losses, loss, hidden_states"
-        return f"LanguageModel({num_parameters:,} parameters on {axes}; methods: {methods})"
+        return f"LanguageModel({num_parameters:,} parameters on {mesh_text(self.mesh.shape)}; methods: {methods})"
 
     def _features(self, padded: _Padded) -> tuple[jax.Array, jax.Array | None]:
         """Features in natural order without padding, and the output head; see `Objective.features`."""
@@ -141,13 +141,9 @@ class LanguageModel:
 
     def _padded(self, tokens: Tokens) -> _Padded:
         ids = self.tokenizer.encode(tokens.encode()) if isinstance(tokens, str) else np.asarray(tokens)
-        is_single, vocab_size = ids.ndim == 1, self.config.model.vocab_size
         ids_BT = np.atleast_2d(ids)
         if ids_BT.ndim > 2 or not ids_BT.size or not np.issubdtype(ids_BT.dtype, np.integer):
             raise UserError(f"invalid tokens {ids.dtype}{list(ids.shape)}: expected a text, or integers [T] or [B, T]")
-        if ids_BT.min() < 0 or ids_BT.max() >= vocab_size:
-            wrong = ids_BT.min() if ids_BT.min() < 0 else ids_BT.max()
-            raise UserError(f"invalid token {wrong}: expected 0 to {vocab_size - 1}, the vocabulary of the model")
         num_sequences, num_tokens = ids_BT.shape
         padded_tokens = padded_length(num_tokens, self.config, self.mesh)
         padded_sequences = num_sequences + -num_sequences % math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
@@ -155,18 +151,15 @@ class LanguageModel:
             self._step, config=_for_sequences_of(self.config, padded_tokens, self.mesh)
         ).sequence_order
         widths = ((0, padded_sequences - num_sequences), (0, padded_tokens - num_tokens))
-        is_token_BT = np.pad(np.ones(ids_BT.shape, np.int32), widths)
-        tokens_BT = np.pad(ids_BT.astype(np.int32), widths)
-        batch = Batch(
-            tokens=tokens_BT,
-            targets=np.roll(tokens_BT, -1, axis=1),
-            loss_weights=is_token_BT.astype(np.float32),
-            positions=np.arange(padded_tokens, dtype=np.int32) * is_token_BT,
-            segment_ids=is_token_BT,
+        arrays = complete_batch(
+            {"tokens": np.pad(ids_BT, widths), "segment_ids": np.pad(np.ones(ids_BT.shape, np.int32), widths)},
+            (padded_sequences, padded_tokens),
+            self.config.model.vocab_size,
+            "tokens",
         )
         sharding = NamedSharding(self.mesh, PartitionSpec(*BATCH_SPEC[1:]))
-        batch = Batch(*(_global_array(x[:, order], sharding) for x in batch))
-        return _Padded(batch, natural_order(order), (num_sequences, num_tokens), is_single)
+        batch = Batch(**{name: _global_array(x[:, order], sharding) for name, x in arrays.items()})
+        return _Padded(batch, natural_order(order), (num_sequences, num_tokens), is_single=ids.ndim == 1)
 
 
 class _Functions(NamedTuple):

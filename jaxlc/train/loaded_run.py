@@ -1,4 +1,4 @@
-"""A finished run, loaded from its workdir to explore it."""
+"""Loads a finished or interrupted run from its workdir."""
 
 import math
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ import jax
 from jaxlc import runtime
 from jaxlc._jax_internals import backends_are_initialized
 from jaxlc.config import Config, from_dict, with_settings
-from jaxlc.core.axes import BATCH_AXES, MESH_AXES
+from jaxlc.core.axes import BATCH_AXES
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.tokenizers import load_tokenizer
-from jaxlc.sharding.mesh import make_mesh
+from jaxlc.sharding.mesh import all_sizes, make_mesh
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_config, restore_params
 from jaxlc.train.custom_model import Model
 from jaxlc.train.evaluation import Evaluation, Evaluator
@@ -31,7 +31,7 @@ def load(
     model: Model | None = None,
     loss: TokenLoss | None = None,
 ) -> Result:
-    """Loads the weights of a run, without its optimizer state; see `jaxlc.load`."""
+    """Loads the parameters of a run, without its optimizer state; see `jaxlc.load`."""
     workdir = Path(workdir).expanduser().absolute()
     directory = workdir / CHECKPOINTS_DIRECTORY
     steps = committed_steps(directory)
@@ -66,10 +66,7 @@ def _on_mesh(config: Config, mesh: Mapping[str, int] | None) -> Config:
     """
     if mesh is None:
         return config
-    unknown = sorted(set(mesh) - set(MESH_AXES))
-    if unknown:
-        raise UserError(f"unknown mesh axis {unknown[0]!r}: expected {', '.join(MESH_AXES)}")
-    sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
+    sizes = all_sizes(mesh)
     num_replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
     settings = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
         "attention.strategy": "ring",
@@ -102,7 +99,7 @@ def _start(config: Config) -> list[jax.Device]:
 
 
 def _evaluate(train_step: TrainStep, params) -> Evaluation:
-    """Evaluates on the held-out sequences of the corpus of the config, which is read for it."""
+    """Reads the corpus of the config and evaluates on its held-out sequences."""
     config = train_step.config
     heldout = open_corpus(config.data).heldout
     evaluator = Evaluator(train_step, heldout, config.train.eval_sequences, train_step.sequence_order)

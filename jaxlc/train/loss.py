@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxlc.config import Config
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.chunks import over_chunks
@@ -34,12 +35,28 @@ TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
+    """The static arguments of `loss_sums` and `token_losses`; hashable."""
+
     mesh: Mesh
     vocab_size: int  # columns of the head from this index on are padding
     chunk_tokens: int  # tokens per device whose logits exist at the same time
     z_loss: float  # weight of log(Z)^2 (PaLM, section 5)
     norm_epsilon: float
     token_loss: TokenLoss | None = None  # None: cross entropy
+
+    @classmethod
+    def of_config(
+        cls, config: Config, mesh: Mesh, token_loss: TokenLoss | None, norm_epsilon: float = 0.0
+    ) -> "LossSpec":
+        """The arguments for `config` on `mesh`; norm_epsilon is used only with a scale of the final norm."""
+        return cls(
+            mesh=mesh,
+            vocab_size=config.model.vocab_size,
+            chunk_tokens=config.memory.loss_chunk_tokens,
+            z_loss=config.train.z_loss,
+            norm_epsilon=norm_epsilon,
+            token_loss=token_loss,
+        )
 
 
 class LossSums(NamedTuple):

@@ -14,6 +14,7 @@ from jaxlc.core.plot_style import BLUE, FAINT, GRAY, RED, TEAL, new_figure, styl
 from jaxlc.train.context_gain import PIECE_TOKENS, ContextGain
 from jaxlc.train.document_sums import MIN_DOCUMENTS
 from jaxlc.train.evaluation import Evaluation
+from jaxlc.train.history import History
 from jaxlc.train.metrics import Row
 
 _ZERO_BIN = (0.3, 0.5)  # where the logarithmic axis shows the tokens at position 0
@@ -29,9 +30,10 @@ def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
     """
     figure = new_figure(7.5, 4.4, dpi=150)
     axes = figure.subplots()
-    axes.plot(*_points(rows, "loss"), color=BLUE, linewidth=1.2, label="training")
-    steps, losses = _points(rows, "eval_loss")
-    if losses:
+    history = History(rows)
+    axes.plot(*history.column("loss"), color=BLUE, linewidth=1.2, label="training")
+    steps, losses = history.column("eval_loss")
+    if len(losses):
         label = f"held out, {losses[-1]:.2f} at the end"
         axes.plot(steps, losses, "o:", color=RED, markersize=6, linewidth=1.0, label=label)
     for name, loss in baselines.items():
@@ -148,12 +150,6 @@ def _limits(mean: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[float,
         lowest = min(lowest, max(low[has_band].min(), lowest - clipped))
         highest = max(highest, min(high[has_band].max(), highest + clipped))
     return lowest - margin, highest + margin
-
-
-def _points(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of the rows that have a finite value."""
-    finite_rows = [row for row in rows if row.get(name) is not None]
-    return [row["step"] for row in finite_rows], [row[name] for row in finite_rows]
 
 
 def _show_zero(below: Axes, largest: float) -> None:

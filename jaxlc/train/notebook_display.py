@@ -1,4 +1,4 @@
-"""The progress of a run as one output of a notebook cell, which is updated in place."""
+"""The progress of a run in a notebook: one output that is updated in place."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ class NotebookDisplay:
         self._lines: list[str] = []
         self._step: tuple[str, float] | None = None  # text, and fraction of the bar
         self._activities: list[tuple[str, float | None]] = []
-        self._handle = None  # created at the first text
+        self._handle = None  # created by the first update
         self._last_update_seconds = float("-inf")
 
     def log(self, text: str) -> None:

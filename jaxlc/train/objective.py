@@ -77,14 +77,7 @@ class Objective:
 
     @cached_property
     def _loss_spec(self) -> LossSpec:
-        return LossSpec(
-            mesh=self.mesh,
-            vocab_size=self.config.model.vocab_size,
-            chunk_tokens=self.config.memory.loss_chunk_tokens,
-            z_loss=self.config.train.z_loss,
-            norm_epsilon=self.config.model.norm_epsilon,
-            token_loss=self.token_loss,
-        )
+        return LossSpec.of_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
 
     def _hidden_and_head(self, params, batch: Batch, histories: dict | None = None):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""

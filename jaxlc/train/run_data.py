@@ -1,4 +1,4 @@
-"""The sequences of a run: a corpus of the config, or batches of the user's own."""
+"""The sequences of a run: the corpus of the config, or user-provided batches."""
 
 import contextlib
 import itertools
@@ -26,12 +26,14 @@ Batches = Iterable[Mapping]  # each maps "tokens" and optional names to arrays [
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
+    """Training and held-out sequences, and the tokenizer."""
+
     tokenizer: Tokenizer
     train: Sequences
     heldout: FiniteSequences | None  # None: the run does not evaluate
-    fingerprint: str  # equal for two runs if sequence i is the same for every i
-    lines: list[str]  # for the start of the run
-    corpus: Corpus | None = field(default=None, repr=False)  # None: batches of the user's own
+    fingerprint: str  # equal for two runs if all sequences are equal
+    lines: list[str]  # description, printed at the start of the run
+    corpus: Corpus | None = field(default=None, repr=False)  # None: user-provided batches
 
     def baselines(self, config: Config) -> dict[str, float]:
         """Held-out losses of n-gram models, in nats; empty without a corpus."""
@@ -78,7 +80,7 @@ def _marking_last(stream: Iterator) -> Iterator:
 def open_data(
     config: Config, progress: Progress, own_batches: Batches | None = None, eval_batches: Batches | None = None
 ) -> RunData:
-    """Opens the corpus of `config`, or wraps the caller's batches; see `jaxlc.train.run`.
+    """Opens the corpus of `config`, or wraps user-provided batches; see `jaxlc.train.run`.
 
     Raises:
       UserError: the data cannot be read, or does not match the config.

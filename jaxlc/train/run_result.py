@@ -1,4 +1,4 @@
-"""The result of a run: the trained model, its metrics and pictures, to explore in a notebook."""
+"""The result of a run: the trained model, its metrics and figures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxlc.config import Config
 from jaxlc.core import html
+from jaxlc.core.axes import mesh_text
 from jaxlc.core.paths import displayed
 from jaxlc.data.tokenizers import Tokenizer
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A run that `jaxlc.train.run` made, or that `jaxlc.load` loaded."""
+    """A run, as returned by `jaxlc.train.run` and `jaxlc.load`."""
 
     step: int  # optimizer steps done, including those of earlier runs in the same workdir
     exit_status: int  # 0, or 128 + the number of the signal that stopped the run: SIGTERM 143, SIGINT (Ctrl-C) 130
@@ -51,12 +52,12 @@ class Result:
 
     @cached_property
     def model(self) -> LanguageModel:
-        """The trained model: logits, token losses and hidden states of text or tokens."""
+        """Logits, token losses and hidden states of the trained model, for text or tokens."""
         return LanguageModel(self.train_step, self.params, self.tokenizer)
 
     @cached_property
     def history(self) -> History:
-        """The metrics of the run as columns, which `pandas.DataFrame` takes."""
+        """The metrics of the run as columns, for `pandas.DataFrame`."""
         return History(self.rows)
 
     @property
@@ -88,17 +89,16 @@ class Result:
         return f"Result(step {self.step} of {self.config.train.steps}{loss}, {displayed(self.workdir)})"
 
     def _repr_html_(self) -> str:
-        losses, speeds = self.history.column("loss")[1], self.history.column("tokens_per_second")[1]
+        losses, speed = self.history.column("loss")[1], self.history.median("tokens_per_second")
         rows = [("steps", f"{self.step:,} of {self.config.train.steps:,}")]
         if len(losses):
             rows.append(("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f} nats per token"))
         if self.evaluation is not None:
             rows.append(("held-out loss", f"{self.evaluation.loss:.3f} nats per token"))
         rows += [(f"  {name} baseline", f"{loss:.3f}") for name, loss in self.baselines.items()]
-        if len(speeds):
-            rows.append(("tokens/s (median)", f"{sorted(speeds)[len(speeds) // 2]:,.0f}"))
-        axes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        rows += [("mesh", axes), ("workdir", displayed(self.workdir))]
+        if speed is not None:
+            rows.append(("tokens/s (median)", f"{speed:,.0f}"))
+        rows += [("mesh", mesh_text(self.mesh.shape)), ("workdir", displayed(self.workdir))]
         rows.append(
             ("explore", "model, params, tokenizer, history, config, paths, loss_figure(), loss_by_position_figure()")
         )

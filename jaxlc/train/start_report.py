@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 
 from jaxlc.config import Config
+from jaxlc.core.axes import mesh_text
 from jaxlc.data import Corpus
 from jaxlc.train.state import memory_lines
 from jaxlc.train.step import TrainStep
@@ -17,11 +18,11 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
       UserError: no attention kernel supports the config on these devices.
     """
     device = step.mesh.devices.flat[0]
-    axes = " x ".join(f"{axis}={size}" for axis, size in step.mesh.shape.items())
     batch = f"global batch size {config.train.global_batch_size:,} x {config.data.seq_len:,} tokens"
     if config.train.gradient_accumulation_steps > 1:
         batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
-    mesh = f"mesh       {axes}: {step.mesh.size} x {device.device_kind}, {_count(jax.process_count(), 'process', 'es')}"
+    devices = f"{step.mesh.size} x {device.device_kind}, {_count(jax.process_count(), 'process', 'es')}"
+    mesh = f"mesh       {mesh_text(step.mesh.shape)}: {devices}"
     if step.model is not None:
         return [mesh, f"model      {type(step.model).__name__} of the caller", f"step       {batch}"]
     return [

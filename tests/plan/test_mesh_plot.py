@@ -74,7 +74,7 @@ def test_mesh_figure_ring_arrows_avoid_squares():
 
 @pytest.mark.parametrize("mesh, name, words", [
     (dict(context=4), "h100:1x8", "h100:1x8 has 8 GPUs and the mesh .*context=4.* has 4"),
-    (dict(contxt=8), "h100:1x8", "invalid mesh axis 'contxt': expected data, fsdp, context, tensor"),
+    (dict(contxt=8), "h100:1x8", "unknown mesh axis 'contxt': expected data, fsdp, context, tensor"),
     (dict(context=2048), "h100:256x8", "unsupported: a figure of 2048 GPUs; the limit is 1024"),
 ])  # fmt: skip
 def test_mesh_figure_of_invalid_mesh_raises_user_error(mesh, name, words):

@@ -17,7 +17,7 @@ def test_make_mesh_axes_and_device_order():
     assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert list(mesh.devices.flat) == jax.devices()
-    assert mesh.devices[0, 0, 0].tolist() == jax.devices()[:2]  # tensor peers are neighbours
+    assert mesh.devices[0, 0, 0].tolist() == jax.devices()[:2]  # tensor peers are neighbors
 
 
 def test_make_mesh_uses_given_devices():
