@@ -54,7 +54,7 @@ def fragment(plan: PlanRecord, figures: "Mapping[str, Figure]", text: str) -> st
     for heading, figure in figures.items():
         figure.suptitle("")  # the page has a title and a heading
         parts += [f'<div style="{_HEADING}">{escape(heading)}</div>', svg(figure)]
-    parts += [html.details("all figures as text", html.preformatted(text), is_open=not figures), "</div>"]
+    parts += [html.details("all values as text", html.preformatted(text), is_open=not figures), "</div>"]
     return "\n".join(parts)
 
 
@@ -80,7 +80,7 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     cells = (_tile(name, value) for name, value in tiles.items())
     yield f'<div style="display:flex;flex-wrap:wrap;gap:8px;margin:12px 0">{"".join(cells)}</div>'
     yield _note(
-        "Memory is what the compiler reports for this step, plus upper bounds of library buffers. Times are estimated:"
+        "Memory is the compiler's report for this step plus upper bounds of library buffers. Times are estimated:"
         " analytical, not validated on hardware (docs/calibration.md)."
     )
     if not memory.fits and plan.advice:

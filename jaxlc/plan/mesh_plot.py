@@ -69,7 +69,7 @@ def mesh_figure(mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[C
     layout = _layout(mesh, gpus)
     active = {axis: size for axis, size in mesh.items() if size > 1}
     handles = [_handle(axis, mesh, gpus, collectives) for axis in active]
-    others = _other_lines(active, collectives)
+    others = _other_lines(collectives)
     width, height = np.ptp(layout.centers, axis=0) + [3.4, 2.0]
     inches = _INCHES * np.array([width, height]) + [0, 0.5 + 0.2 * (len(handles) + len(others))]
     scale = min(1.0, 9.5 / inches[0])
@@ -187,7 +187,7 @@ def _draw_rings(axes: Axes, layout: _Layout, mesh: Mapping[str, int]) -> None:
     devices = np.arange(len(layout.centers)).reshape(tuple(mesh.values()))
     rings = np.moveaxis(devices, list(mesh).index(CONTEXT), -1).reshape(-1, mesh[CONTEXT])
     for sender, receiver in zip(rings[0], np.roll(rings[0], -1), strict=True):
-        path = Path(_route(layout, layout.centers[sender], layout.centers[receiver]))
+        path = Path(_route(layout.centers[sender], layout.centers[receiver]))
         axes.add_patch(FancyArrowPatch(path=path, arrowstyle="-|>", mutation_scale=8, color=RED, linewidth=1.4,
                                        joinstyle="round", shrinkA=0, shrinkB=0, zorder=3))  # fmt: skip
     hops = []
@@ -199,7 +199,7 @@ def _draw_rings(axes: Axes, layout: _Layout, mesh: Mapping[str, int]) -> None:
     axes.add_collection(LineCollection(hops, colors=RED, linewidths=0.9, alpha=0.4, zorder=2))
 
 
-def _route(layout: _Layout, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+def _route(start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Points of a line from square to square: straight between neighbors, otherwise through gaps around squares."""
     (dx, dy), half, gap = end - start, _SQUARE / 2, _SQUARE / 2 + 0.17
     if math.hypot(dx, dy) < 1.8 and min(abs(dx), abs(dy)) < 0.1:
@@ -239,7 +239,7 @@ def _handle(axis: str, mesh: Mapping[str, int], gpus: Topology, collectives: Seq
                   markeredgewidth=1.6, linestyle="", label=label)  # fmt: skip
 
 
-def _other_lines(active: Mapping[str, int], collectives: Sequence[CollectiveStats]) -> list[str]:
+def _other_lines(collectives: Sequence[CollectiveStats]) -> list[str]:
     """A line for the collectives of each combination of several axes."""
     combinations = dict.fromkeys(stats.axes for stats in collectives if len(stats.axes) > 1)
     by_axes = {names: [stats for stats in collectives if stats.axes == names] for names in combinations}

@@ -115,13 +115,13 @@ def test_dot_product_attention_has_signature_of_jax_nn():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_dot_product_attention_refuses_unsupported_argument(settings, words):
+def test_dot_product_attention_unsupported_argument_raises(settings, words):
     q, k, v, _ = operands()
     with pytest.raises(Unsupported, match=words):
         on_mesh()(q, k, v, **settings)
 
 
-def test_dot_product_attention_refuses_cross_attention():
+def test_dot_product_attention_of_cross_attention_raises():
     q, k, v, _ = operands()
     with pytest.raises(Unsupported, match="queries and keys differ in length"):
         on_mesh()(q[:, :16], k, v)

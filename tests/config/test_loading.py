@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxlc.config import PRESETS, defaults, load, to_dict
+from jaxlc.config import PRESETS, defaults, from_dict, load, to_dict
 from jaxlc.config.checks import RANGES
 from jaxlc.config.loading import RENAMED, SECTIONS, field_types
 from jaxlc.config.presets import RENAMED_PRESETS
@@ -163,3 +163,12 @@ def test_load_renamed_setting_names_the_new_one(old):
 def test_load_renamed_preset_names_the_new_one(old):
     assert rejected(changed("model", preset=old)).endswith(f"use --config.model.preset={RENAMED_PRESETS[old]}")
     assert RENAMED_PRESETS[old] in PRESETS
+
+
+def test_from_dict_reads_configs_with_old_names():
+    config = defaults()
+    config.data.seq_len, config.train.global_batch_size, config.train.eval_sequences = 128, 3, 6
+    values = to_dict(load(config))
+    values["data"]["sequence_tokens"] = values["data"].pop("seq_len")
+    values["train"]["rows_per_step"] = values["train"].pop("global_batch_size")
+    assert from_dict(values) == load(config)

@@ -175,7 +175,7 @@ def test_config_repr_lists_differences_by_section():
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_config_html_has_differences_first_and_all_settings_folded(is_frozen):
+def test_config_html_has_differences_and_collapsed_settings(is_frozen):
     config = defaults()
     config.optimizer.learning_rate = 1e-3
     config.data.tokenizer = "<b>&.json"

@@ -107,7 +107,7 @@ def test_can_encode_in_pieces_other_tokenizer_is_refused(make_content):
     assert not can_encode_in_pieces(make_content())
 
 
-def test_can_encode_in_pieces_independent_added_token_is_accepted():
+def test_can_encode_in_pieces_accepts_independent_added_token():
     assert can_encode_in_pieces(with_added_token("<think>"))
     assert can_encode_in_pieces(with_added_token("    "))
 

@@ -40,9 +40,9 @@ def small_config(**sections: dict) -> Config:
     return load(config)
 
 
-def small_step(config: Config, **own) -> TrainStep:
-    """The step on the first devices, as many as its mesh has; `own`: model, loss and optimizer of the user."""
-    return build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]), **own)
+def small_step(config: Config, **custom) -> TrainStep:
+    """The step on the first devices, as many as its mesh has; `custom`: a custom model, loss and optimizer."""
+    return build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]), **custom)
 
 
 _DOCUMENTS = ((TOKENS,), (40, 3, 1, 29, 23), (10, -86), (-96,))

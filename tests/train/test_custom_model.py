@@ -1,4 +1,4 @@
-"""A model, a loss and an optimizer of the user's own in the training step."""
+"""A custom model, loss and optimizer in the training step."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ class _Net(nnx.Module):
 
 
 class _Model:
-    """A Flax model that is not ours; `returns_logits` decides what `apply` returns."""
+    """A Flax model; `apply` returns logits, or hidden states and the output head."""
 
     def __init__(self, *, returns_logits: bool):
         self.returns_logits = returns_logits
@@ -67,7 +67,7 @@ def _loss_and_gradients(step, params):
 
 
 def _reference(params, loss):
-    """Weighted sum of the losses of the own model on one device, and its gradients, without the training step."""
+    """Weighted sum of the losses of the custom model on one device, and its gradients, without the training step."""
     rows = {name: np.stack([row[name] for row in natural_rows()]) for name in natural_rows()[0]}
     batch, mesh = Batch(**rows), jaxlc.make_mesh(devices=jax.devices()[:1])
 
@@ -90,7 +90,7 @@ def _reference(params, loss):
     ],
     ids=str,
 )
-def test_own_model_has_loss_and_gradients_of_plain_jax(axes, returns_logits, loss):
+def test_custom_model_has_loss_and_gradients_of_plain_jax(axes, returns_logits, loss):
     step = small_step(small_config(mesh=axes), model=_Model(returns_logits=returns_logits), loss=loss)
     params = _Model(returns_logits=True).init(jax.random.key(1))
     value, gradients = _loss_and_gradients(step, params)
@@ -100,24 +100,27 @@ def test_own_model_has_loss_and_gradients_of_plain_jax(axes, returns_logits, los
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
 
-def test_own_loss_on_our_decoder_equals_built_in_cross_entropy():
+def test_custom_loss_on_decoder_equals_built_in_cross_entropy():
     """The vocabulary of 61 is padded to 62 for tensor=2."""
     config = small_config(mesh=dict(context=2, tensor=2))
-    ours, own = (small_step(config, loss=loss) for loss in (None, cross_entropy))
-    params = ours.init().params
-    (value, gradients), (own_value, own_gradients) = (_loss_and_gradients(step, params) for step in (ours, own))
-    np.testing.assert_allclose(own_value, value, rtol=FLOAT32_PARITY)
-    errors = jax.tree.map(max_relative_error, own_gradients, gradients)
+    built_in, custom = (small_step(config, loss=loss) for loss in (None, cross_entropy))
+    params = built_in.init().params
+    (value, gradients), (custom_value, custom_gradients) = (
+        _loss_and_gradients(step, params) for step in (built_in, custom)
+    )
+    np.testing.assert_allclose(custom_value, value, rtol=FLOAT32_PARITY)
+    errors = jax.tree.map(max_relative_error, custom_gradients, gradients)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
 
-def test_own_optimizer_equal_to_the_config_gives_the_same_step():
+def test_custom_optimizer_equal_to_config_gives_same_step():
     config = small_config(mesh=dict(context=2), optimizer=dict(schedule="constant", warmup_steps=0, max_grad_norm=0.0))
     settings = config.optimizer
-    is_matrix = lambda params: jax.tree.map(
-        lambda names: "norm" not in names, ours.dims, is_leaf=lambda x: isinstance(x, tuple)
-    )  # noqa: E731, E501
-    ours = small_step(config)
+    built_in = small_step(config)
+
+    def is_matrix(_params):
+        return jax.tree.map(lambda names: "norm" not in names, built_in.dims, is_leaf=lambda x: isinstance(x, tuple))
+
     adamw = optax.inject_hyperparams(optax.adamw, static_args=("mask",))(
         settings.learning_rate,
         b1=settings.beta1,
@@ -126,19 +129,19 @@ def test_own_optimizer_equal_to_the_config_gives_the_same_step():
         weight_decay=settings.weight_decay,
         mask=is_matrix,
     )
-    own = small_step(config, optimizer=adamw)
-    results = [step.jitted(step.init(), make_batch(step, natural_rows())) for step in (ours, own)]
-    (state, metrics), (own_state, own_metrics) = results
-    assert float(own_metrics.learning_rate) == pytest.approx(settings.learning_rate) == float(metrics.learning_rate)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), own_state.params, state.params)
+    custom = small_step(config, optimizer=adamw)
+    results = [step.jitted(step.init(), make_batch(step, natural_rows())) for step in (built_in, custom)]
+    (state, metrics), (custom_state, custom_metrics) = results
+    assert float(custom_metrics.learning_rate) == pytest.approx(settings.learning_rate) == float(metrics.learning_rate)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), custom_state.params, state.params)
 
 
-def test_own_optimizer_without_stored_learning_rate_reports_nan():
+def test_custom_optimizer_without_learning_rate_reports_nan():
     step = small_step(small_config(), optimizer=optax.sgd(0.1))
     assert np.isnan(step.jitted(step.init(), make_batch(step, natural_rows()))[1].learning_rate)
 
 
-def test_own_parameters_are_sharded_over_fsdp_and_context():
+def test_custom_params_are_sharded_over_fsdp_and_context():
     step = small_step(small_config(mesh=dict(fsdp=2, context=2)), model=_Model(returns_logits=False))
     sharding = step.abstract_state.params["qkv"]["kernel"].sharding
     assert sharding.shard_shape((WIDTH, 3 * WIDTH)) == (WIDTH, 3 * WIDTH // 4)
@@ -146,7 +149,7 @@ def test_own_parameters_are_sharded_over_fsdp_and_context():
 
 
 @pytest.mark.parametrize(
-    ("own", "settings", "message"),
+    ("custom", "settings", "message"),
     [
         (dict(model=_Model(returns_logits=True)), dict(memory=dict(optimizer="host")), "memory.optimizer='host'"),
         (dict(optimizer=optax.sgd(1.0)), dict(memory=dict(parameters="host")), "memory.parameters='host'"),
@@ -154,12 +157,12 @@ def test_own_parameters_are_sharded_over_fsdp_and_context():
         (dict(loss=cross_entropy), dict(train=dict(z_loss=1e-4)), "train.z_loss=0.0001"),
     ],
 )
-def test_build_step_with_unsupported_combination_names_the_setting(own, settings, message):
+def test_build_step_unsupported_combination_names_setting(custom, settings, message):
     with pytest.raises((Unsupported, UserError), match=message):
-        small_step(small_config(**settings), **own)
+        small_step(small_config(**settings), **custom)
 
 
-def test_own_model_with_wrong_output_shape_is_an_error():
+def test_custom_model_with_wrong_output_shape_raises():
     class Wrong(_Model):
         def apply(self, params, batch, mesh):
             return super().apply(params, batch, mesh)[..., :-1]

@@ -5,7 +5,6 @@ import nbclient
 import nbformat
 import pytest
 
-from jaxlc.train import notebook_display as module
 from jaxlc.train.notebook_display import NotebookDisplay
 
 
@@ -33,17 +32,6 @@ def handle(monkeypatch):
     handle = Handle()
     monkeypatch.setattr("IPython.display.display", handle.display)
     return handle
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only the test advances."""
-
-    class Clock:
-        seconds = 0.0
-
-    monkeypatch.setattr(module.time, "perf_counter", lambda: Clock.seconds)
-    return Clock
 
 
 def test_display_many_texts_updates_one_output(handle, clock):
@@ -105,7 +93,7 @@ with Progress(40, flops_per_step=1e9, peak_flops_per_second=None, is_primary=Tru
 """
 
 
-def test_progress_in_a_kernel_is_one_output_with_the_final_state():
+def test_progress_in_kernel_is_one_output_with_final_state():
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
     notebook.metadata.kernelspec = dict(name="python3", display_name="Python 3", language="python")
     nbclient.NotebookClient(notebook, timeout=60).execute()

@@ -85,7 +85,7 @@ def restore():
     return restore_latest
 
 
-def test_old_checkpoint_restores_every_array_and_the_data_position(old, restore, tmp_path):
+def test_old_checkpoint_restores_all_arrays_and_data_position(old, restore, tmp_path):
     shutil.copytree(old / "checkpoints" / "3", tmp_path / "3")
     state, meta = restore(tmp_path)
     assert (int(state.step), meta["next_row"]) == (3, 6)

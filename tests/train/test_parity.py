@@ -64,7 +64,7 @@ def test_loss_and_gradients_on_mesh_equal_one_device(axes):
 
 
 @pytest.mark.parametrize("axes", [dict(context=2, data=2), dict(context=2, fsdp=2, tensor=2)], ids=str)
-def test_accumulation_over_unequal_microbatches_equals_one_device(axes):
+def test_accumulation_of_unequal_microbatches_equals_one_device(axes):
     """Microbatches have 95 + 91 and 9 + 0 targets: the sums are added and divided once."""
     _assert_same(axes, train=dict(gradient_accumulation_steps=2))
 

@@ -3,21 +3,9 @@ import io
 import pytest
 from rich.console import Console
 
-from jaxlc.train import progress as module
 from jaxlc.train.progress import Progress, _duration_text, _flops_text
 
 ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, learning_rate=1e-3)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only the test advances."""
-
-    class Clock:
-        seconds = 0.0
-
-    monkeypatch.setattr(module.time, "perf_counter", lambda: Clock.seconds)
-    return Clock
 
 
 def make_progress(total_steps=130, *, is_primary=True, is_terminal=False, peak=None) -> tuple[Progress, io.StringIO]:

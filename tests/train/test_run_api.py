@@ -1,4 +1,4 @@
-"""`jaxlc.train.run` and `jaxlc.load` in Python: the result, batches of the user's own, callbacks."""
+"""`jaxlc.train.run` and `jaxlc.load` in Python: the result, custom batches, callbacks."""
 
 import shutil
 
@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.config import load, read_config, to_dict
+from jaxlc.config import load, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.user_batches import complete_batch
 from jaxlc.train.language_model import padded_length
 from tests.tolerances import FLOAT32_PARITY
 from tests.train import runs
@@ -164,12 +163,12 @@ def test_load_with_invalid_arguments_names_the_choices(result, arguments, messag
         jaxlc.load(result.workdir, **arguments)
 
 
-def test_load_without_checkpoints_is_an_error(tmp_path):
+def test_load_without_checkpoints_raises(tmp_path):
     with pytest.raises(UserError, match="no checkpoint in .*pass the workdir of a run"):
         jaxlc.load(tmp_path)
 
 
-def test_load_with_damaged_checkpoint_names_the_others(result, tmp_path):
+def test_load_with_damaged_checkpoint_names_other_checkpoints(result, tmp_path):
     shutil.copytree(result.workdir, tmp_path / "w")
     for path in (tmp_path / "w" / "checkpoints" / "4" / "state").rglob("*"):
         if path.is_file():
@@ -179,7 +178,7 @@ def test_load_with_damaged_checkpoint_names_the_others(result, tmp_path):
 
 
 def _corpus_batches(config, first: int = 0):
-    """The sequences of the corpus as batches of the user's own."""
+    """The sequences of the corpus as custom batches."""
     frozen = load(config)
     train = open_corpus(frozen.data).train
     for step in range(first, 100):
@@ -187,7 +186,7 @@ def _corpus_batches(config, first: int = 0):
         yield {name: np.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
 
 
-def test_own_batches_of_same_sequences_give_same_losses(config, result, tmp_path):
+def test_custom_batches_of_same_sequences_give_same_losses(config, result, tmp_path):
     """Resumes once: the batches of the steps already done are skipped."""
     half = config.copy_and_resolve_references()
     half.optimizer.schedule = "constant"
@@ -215,40 +214,8 @@ def test_run_with_object_without_events_as_callback_raises(config, tmp_path):
         jaxlc.train.run(config, tmp_path / "w", callbacks=[print])
 
 
-def test_complete_batch_derives_the_missing_arrays():
-    tokens = np.arange(12).reshape(2, 6)
-    batch = complete_batch(dict(tokens=tokens, segment_ids=[[1, 1, 1, 2, 2, 0]] * 2), (2, 6), 20, "batch 0")
-    assert batch["positions"][0].tolist() == [0, 1, 2, 0, 1, 0]
-    assert batch["targets"][1].tolist() == [7, 8, 0, 10, 0, 0]
-    assert batch["loss_weights"][0].tolist() == [1, 1, 0, 1, 0, 0]
-    plain = complete_batch(dict(tokens=tokens), (None, 6), 20, "batch 0")
-    assert plain["loss_weights"][0].tolist() == [1, 1, 1, 1, 1, 0] and plain["segment_ids"].min() == 1
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ([1, 2], "invalid batch 3: list; expected a dictionary with 'tokens'"),
-        (dict(tokens=[[1, 2]], labels=[[1, 2]]), r"invalid batch 3: \['labels', 'tokens'\]; expected"),
-        (dict(tokens=[[1, 2, 3]]), r"tokens has shape \[1, 3\], expected \[1, 2\]"),
-        (dict(tokens=[[1.0, 2.0]]), r"tokens is float64\[1, 2\], expected int32"),
-        (dict(tokens=[[1, 20]]), r"token 20, expected 0 to 19 \(config.model.vocab_size\)"),
-    ],
-)
-def test_complete_batch_with_invalid_arrays_says_what_is_expected(batch, message):
-    with pytest.raises(UserError, match=message):
-        complete_batch(batch, (1, 2), 20, "batch 3")
-
-
 @pytest.mark.parametrize("num_tokens", [1, 7, 100, 1000, 12345, 1_000_000])
 def test_padded_length_is_a_multiple_at_most_a_quarter_longer(num_tokens):
     step = small_step(small_config(mesh=dict(context=2, tensor=2)))
     length = padded_length(num_tokens, step.config, step.mesh)
     assert length % 4 == 0 and num_tokens <= length <= 1.25 * num_tokens + 4
-
-
-def test_from_dict_reads_configs_under_old_names(config):
-    values = to_dict(load(config))
-    values["data"]["sequence_tokens"] = values["data"].pop("seq_len")
-    values["train"]["rows_per_step"] = values["train"].pop("global_batch_size")
-    assert jaxlc.config.from_dict(values) == load(config)

@@ -1,0 +1,32 @@
+"""User-provided batches: arrays that are derived, and errors for invalid ones."""
+
+import numpy as np
+import pytest
+
+from jaxlc.core.errors import UserError
+from jaxlc.data.user_batches import complete_batch
+
+
+def test_complete_batch_derives_the_missing_arrays():
+    tokens = np.arange(12).reshape(2, 6)
+    batch = complete_batch(dict(tokens=tokens, segment_ids=[[1, 1, 1, 2, 2, 0]] * 2), (2, 6), 20, "batch 0")
+    assert batch["positions"][0].tolist() == [0, 1, 2, 0, 1, 0]
+    assert batch["targets"][1].tolist() == [7, 8, 0, 10, 0, 0]
+    assert batch["loss_weights"][0].tolist() == [1, 1, 0, 1, 0, 0]
+    plain = complete_batch(dict(tokens=tokens), (None, 6), 20, "batch 0")
+    assert plain["loss_weights"][0].tolist() == [1, 1, 1, 1, 1, 0] and plain["segment_ids"].min() == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([1, 2], "invalid batch 3: list; expected a dictionary with 'tokens'"),
+        (dict(tokens=[[1, 2]], labels=[[1, 2]]), r"invalid batch 3: \['labels', 'tokens'\]; expected"),
+        (dict(tokens=[[1, 2, 3]]), r"tokens has shape \[1, 3\], expected \[1, 2\]"),
+        (dict(tokens=[[1.0, 2.0]]), r"tokens is float64\[1, 2\], expected int32"),
+        (dict(tokens=[[1, 20]]), r"token 20, expected 0 to 19 \(config.model.vocab_size\)"),
+    ],
+)
+def test_complete_batch_with_invalid_arrays_raises(batch, message):
+    with pytest.raises(UserError, match=message):
+        complete_batch(batch, (1, 2), 20, "batch 3")
