@@ -3,8 +3,8 @@
     python -m benchmarks.notebook_data
     python -m benchmarks.notebook_data --parts=plans
 
-Everything is AOT-compiled, without a GPU. All parts together take about 15 minutes of one CPU core; compiled points of
-the sweep and of the memory curves are kept in --cache, and the same command resumes.
+Everything is AOT-compiled, without a GPU. All parts together take about 15 minutes on one CPU core. Compiled points of
+the sweep and of the memory curves are stored in --cache; an interrupted command resumes from them.
 """
 
 import json
@@ -66,7 +66,7 @@ def main(_) -> None:
 
 
 def write_plans(out: Path, cache: Path) -> None:
-    """Writes plan_NAME.json: the plan, and the command that made it."""
+    """Writes plan_NAME.json: the plan, and its command."""
     cache.mkdir(parents=True, exist_ok=True)
     for name, command in PLANS.items():
         path = cache / f"{name}.json"

@@ -1,4 +1,4 @@
-"""What the strategies that split a sequence over devices share: their operands, and their custom gradient.
+"""The operands and the custom gradient of all strategies that split a sequence over devices.
 
 Every strategy is a function that runs inside `shard_map`, on this rank's shard of the sequence:
 

@@ -1,4 +1,4 @@
-"""What an instruction's `op_name` says about its place in the training step: scopes, passes, a readable label.
+"""Scopes, pass and a readable label of an instruction, from its `op_name`.
 
 An `op_name` is the path of a JAX operation:
 

@@ -86,7 +86,7 @@ class Plan(PlanRecord):
         return mesh_plot.mesh_figure(self.mesh, topology(self.topology), self.collectives)
 
     def _figures(self) -> "dict[str, Figure]":
-        """The figures of the page by heading."""
+        """Heading -> figure of the page."""
         timeline = {"Timeline of one layer": self.timeline_figure()} if self.layer_timeline else {}
         return {
             "Memory": self.memory_figure(),

@@ -1,4 +1,4 @@
-"""What each instruction of a compiled step does and how long that takes, for the simulator in `timeline`."""
+"""The operations of each instruction of a compiled step and their durations, for the simulator in `timeline`."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class TimedTransfer(NamedTuple):
 
 
 class TimedOp(NamedTuple):
-    """What one instruction does; the fields that are not None happen in this order."""
+    """The operations of one instruction; those that are not None are executed in this order."""
 
     kernel: Kernel | None = None
     starts: TimedTransfer | None = None

@@ -37,7 +37,7 @@ _FIGURES = (
 
 
 def report(rows: Sequence[Row], what: str, out: Path, note: str = "") -> int:
-    """Prints the ranking and writes it to `out`; returns the exit status, 1 if no point has figures."""
+    """Prints the ranking and writes it to `out`; returns the exit status, 1 if no point completed."""
     title = f"{rows[0]['model']}, {what}"
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _TABLE_WIDTH)
     console.print(table(rows, title))

@@ -15,7 +15,7 @@ _COLORS = {"ring": BLUE, "hybrid": RED, "ulysses": TEAL, "all_gather": AMBER}
 
 
 def write(rows: Sequence[dict], title: str, out: Path) -> list[Path]:
-    """Writes the plots for rows sorted best first; returns their paths. Without figures there is no plot."""
+    """Writes the plots for rows sorted best first; returns their paths. Without completed points there is no plot."""
     done = [row for row in rows if row["status"] == "done"]
     paths = []
     if done:
@@ -28,7 +28,7 @@ def write(rows: Sequence[dict], title: str, out: Path) -> list[Path]:
 
 
 def meshes_figure(done: Sequence[dict], title: str) -> Figure:
-    """Tokens/s and memory, one bar per point, at the longest sequence length. `done`: rows with figures, best first."""
+    """Tokens/s and memory, one bar per point, at the longest sequence length. `done`: completed rows, best first."""
     longest = max(row["seq_len"] for row in done)
     shown = [row for row in done if row["seq_len"] == longest][:_MAX_BARS]
     also = [name for name in ("remat", "transport") if len({row[name] for row in shown}) > 1]

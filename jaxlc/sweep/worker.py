@@ -31,7 +31,7 @@ _COMPILE_BYTES = 2 * 2**30
 
 
 def estimate(config: Config, topology: str) -> Row:
-    """AOT-compiles the training step for `topology` and returns the figures of its plan."""
+    """AOT-compiles the training step for `topology` and returns the values of its plan."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # read by jax at import, here and in child processes
     from jaxlc import plan, runtime
 

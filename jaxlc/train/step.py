@@ -58,7 +58,8 @@ def build_step(
         [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
       optimizer: an optax optimizer instead of that of config.optimizer, gradient clipping included.
     Raises:
-      UserError: the devices do not support config.precision, or a setting cannot be combined with one of these.
+      UserError: the devices do not support config.precision, or a setting does not support the custom model, loss or
+        optimizer.
     """
     mixed_precision.check_devices(config.precision, mesh.devices.flat)
     check_supported(config, has_model=model is not None, has_loss=loss is not None, has_optimizer=optimizer is not None)
@@ -195,7 +196,7 @@ class TrainStep:
         return make_optimizer(self.config.optimizer, self._schedule, dims)
 
     def _learning_rate(self, opt_state: optax.OptState) -> jax.Array:
-        """The learning rate of the next update, float32; NaN if the user's own optimizer does not store it."""
+        """The learning rate of the next update, float32; NaN if a custom optimizer does not store it."""
         if self.own_optimizer is None:
             return jnp.float32(self._schedule(updates_made(opt_state)))  # skipped steps do not count
         return jnp.float32(optax.tree.get(opt_state, "learning_rate", jnp.nan))  # as optax.inject_hyperparams does
@@ -241,6 +242,8 @@ class TrainStep:
 
 
 def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:
-    """Whether the program has buffers in host memory. One that was loaded from the compilation cache may lack the
-    sizes, so its text is also searched for the memory space of host buffers."""
+    """Whether the program has buffers in host memory.
+
+    A program from the compilation cache may lack their sizes, so its text is also searched for their memory space.
+    """
     return bool(compiled.memory_analysis().host_temp_size_in_bytes) or _HOST_MEMORY_SPACE in compiled.as_text()
