@@ -97,7 +97,7 @@ def load(
       step: the checkpoint to load. None: the latest one.
       mesh: sizes of the mesh axes data, fsdp, context and tensor, e.g. `dict(context=2)`; axes that are not named have
         size 1. None: the mesh of the run.
-      model, loss: those of the run, if it had its own.
+      model, loss: the custom model and loss of the run, if it had them.
     Raises:
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or there are too few devices.
     """
