@@ -1,7 +1,7 @@
 """jaxlc: train language models on very long sequences in JAX.
 
 The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
-`attention` and `config`, and the functions `attend`, `load`, `make_mesh` and `start`. Everything is imported on first
+`attention` and `config`, and the functions `attend`, `export`, `load`, `make_mesh` and `start`. Everything is imported on first
 use: `import jaxlc` does not import JAX, so that environment variables which JAX reads at start-up can still be set
 (`jaxlc.start`).
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxlc.train.loss import TokenLoss
 
 __version__ = "0.1.0"
-__all__ = ["attend", "attention", "config", "load", "make_mesh", "plan", "start", "sweep", "train"]
+__all__ = ["attend", "attention", "config", "export", "load", "make_mesh", "plan", "start", "sweep", "train"]
 
 _PACKAGES = ("attention", "config", "plan", "runtime", "sweep", "train")  # available after `import jaxlc` alone
 
@@ -107,6 +107,29 @@ def load(
     from jaxlc.train import loaded_run
 
     return loaded_run.load(workdir, step=step, mesh=mesh, model=model, loss=loss)
+
+
+def export(
+    workdir: "str | Path", out: "str | Path", *, step: int | None = None, dtype: str = "bf16", max_shard_gb: float = 5.0
+) -> "Path":
+    """Writes the weights of a run as a directory that Hugging Face `transformers` opens, and returns its path.
+
+    The directory has safetensors files, config.json, generation_config.json, and the tokenizer files of the model that
+    the run started from. Parameters are restored and written one at a time. Call it in one process only.
+
+    Args:
+      workdir: the directory that the run was given.
+      out: the directory to write, which must not exist or be empty.
+      step: the checkpoint to export. None: the latest one.
+      dtype: of the weights, "bf16" or "fp32".
+      max_shard_gb: size limit of a safetensors file in GB.
+    Raises:
+      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or `out` cannot be written.
+      jaxlc.core.errors.Unsupported: the model has no equivalent in transformers.
+    """
+    from jaxlc.exporting import to_huggingface
+
+    return to_huggingface.export(workdir, out, step=step, dtype=dtype, max_shard_gb=max_shard_gb)
 
 
 def __getattr__(name: str) -> Any:

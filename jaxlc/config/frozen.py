@@ -59,6 +59,11 @@ class Config:
 SECTIONS: dict[str, type] = typing.get_type_hints(Config)
 
 
+def is_placeholder(section: str, name: str) -> bool:
+    """Whether this setting is None until it is set: its default comes from the preset or from model.init_from."""
+    return section == "model" or (section, name) == ("data", "tokenizer")
+
+
 def field_types(section: str) -> dict[str, Any]:
     """The fields of a section and their declared types: {"data": int, ...} for "mesh"."""
     return typing.get_type_hints(SECTIONS[section])

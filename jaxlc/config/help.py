@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxlc.config.frozen import SECTIONS, field_types
+from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types
 from jaxlc.config.settings import defaults
 from jaxlc.config.values import describe_type
 
@@ -23,7 +23,11 @@ def settings_help(sections: Iterable[str] = tuple(SECTIONS)) -> str:
         lines.append(f"\n{section}: {' '.join((inspect.getdoc(SECTIONS[section]) or '').split())}")
         comments = field_comments(SECTIONS[section])
         for name, hint in field_types(section).items():
-            default = "from the preset" if config[section][name] is None else _as_argument(config[section][name])
+            default = config[section][name]
+            unset = (
+                "from the preset" if section == "model" else _as_argument(default_values(DEFAULT_PRESET)[section][name])
+            )
+            default = unset if default is None else _as_argument(default)
             choices = f"; {describe_type(hint)}" if typing.get_origin(hint) is Literal else ""
             text = textwrap.wrap(comments[name].rstrip(".") + choices, _WIDTH - _KEY_WIDTH)
             lines.append(f"  {f'--config.{section}.{name}={default}':<{_KEY_WIDTH - 3}} {text[0]}")

@@ -7,8 +7,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxlc.config.checks import check
-from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, field_types, to_dict
+from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, field_types, is_placeholder, to_dict
 from jaxlc.config.presets import PRESETS, RENAMED_PRESETS
+from jaxlc.config.pretrained import locate, with_overrides
 from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
 
 # Old path -> new path. Checkpoints written under the old names still resume: only the model's settings are compared.
@@ -42,6 +43,9 @@ def load(config: ConfigDict | Config) -> Config:
         for name in section_values:
             check_key(f"{section}.{name}")
     sections = {section: _checked_section(section, values.get(section, {})) for section in SECTIONS}
+    sections["model"] = _with_shape(sections["model"])
+    if "tokenizer" not in sections["data"] and sections["model"]["init_from"]:
+        sections["data"]["tokenizer"] = locate(sections["model"]["init_from"]).tokenizer()
     loaded = Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
     check(loaded)
     return loaded
@@ -110,14 +114,24 @@ def _nearest_key(path: str) -> str:
 
 
 def _checked_section(section: str, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with their declared types; for the model, on top of its preset."""
+    """`values` with their declared types, without placeholders."""
     hints = field_types(section)
-    is_set = {name: value for name, value in values.items() if value is not None or section != "model"}
-    checked = {name: typed(f"{section}.{name}", value, hints[name]) for name, value in is_set.items()}
-    if section != "model":
-        return checked
-    check_preset(preset := checked.get("preset", DEFAULT_PRESET))
-    return dataclasses.asdict(PRESETS[preset]) | checked
+    is_set = {name: value for name, value in values.items() if value is not None or not is_placeholder(section, name)}
+    return {name: typed(f"{section}.{name}", value, hints[name]) for name, value in is_set.items()}
+
+
+def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the model on top of those of init_from or of its preset.
+
+    A config that was loaded before has all of them, and init_from is not read again: the model may be gone.
+    """
+    check_preset(preset := model.get("preset", DEFAULT_PRESET))
+    of_preset = dataclasses.asdict(PRESETS[preset])
+    if not model.get("init_from") or model.keys() == of_preset.keys():
+        return of_preset | model
+    explicit = {name: value for name, value in model.items() if name not in ("preset", "init_from")}
+    shape = with_overrides(locate(model["init_from"]), explicit)
+    return of_preset | shape | {"preset": DEFAULT_PRESET, "init_from": model["init_from"]}
 
 
 def check_preset(preset: str) -> None:

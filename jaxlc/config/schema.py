@@ -13,6 +13,9 @@ class ModelConfig:
     """A Llama-style decoder. `preset` gives the shape of a published model; the other settings override it."""
 
     preset: str  # name of a published model in jaxlc/config/presets.py, such as llama3.1-8b or qwen3-8b
+    # model whose weights training starts from: a Hugging Face directory, a hub id ORGANIZATION/NAME, or the workdir of a
+    # run. It gives the shape as well, and preset has no effect; docs/pretrained.md. "": random weights.
+    init_from: str = ""
     vocab_size: int  # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
     num_layers: int  # number of decoder layers (attention and feed-forward)
     model_dim: int  # width of the residual stream; "hidden_size" in Hugging Face configs
@@ -75,7 +78,9 @@ class DataConfig:
     # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz and .parquet
     # files; or "python-stdlib", the sources of Python's standard library.
     sources: tuple[str, ...] = ("python-stdlib",)
-    tokenizer: str = "bytes"  # "bytes" (257 ids), or the path of a Hugging Face tokenizer.json
+    # "bytes" (257 ids), or the path of a Hugging Face tokenizer.json. If it is not set: the tokenizer of
+    # model.init_from, or bytes without it.
+    tokenizer: str = "bytes"
     seq_len: int = 4096  # sequence length in tokens, over all context ranks; documents are packed into sequences
     text_field: str = "text"  # field of .jsonl and .parquet records that holds the document
     eval_fraction: float = 0.05  # fraction of documents held out for evaluation, selected by a hash of their names

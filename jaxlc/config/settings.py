@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 from jaxlc.config import differences
-from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types
+from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types, is_placeholder
 from jaxlc.config.loading import check_key, check_preset
 from jaxlc.config.values import typed
 
@@ -60,8 +60,8 @@ class Section(ConfigDict):
           SettingError: an unknown setting, a value of a wrong type, or a string that is not one of the choices.
         """
         check_key(f"{self._section}.{key}")
-        from_preset = self._section == "model" and value is None
-        if not isinstance(value, FieldReference) and not from_preset:
+        is_unset = value is None and is_placeholder(self._section, key)
+        if not isinstance(value, FieldReference) and not is_unset:
             value = typed(f"{self._section}.{key}", value, field_types(self._section)[key])
             if (self._section, key) == ("model", "preset"):
                 check_preset(value)
@@ -87,16 +87,19 @@ def defaults() -> Settings:
     """All settings with their default values, for a config file or a notebook to edit.
 
     `model.preset` names a model; the other fields of `model` are placeholders that mean "as in the preset" until set.
+    `data.tokenizer` is a placeholder that means the tokenizer of `model.init_from`, or bytes.
     """
     return Settings({section: _default_section(section) for section in SECTIONS})
 
 
 def _default_section(section: str) -> Section:
     values = default_values(DEFAULT_PRESET)[section]
-    if section == "model":
-        placeholders = {name: config_dict.placeholder(hint) for name, hint in field_types(section).items()}
-        values = placeholders | {"preset": values["preset"]}
-    return _SECTION_CLASSES[section](values)
+    placeholders = {
+        name: config_dict.placeholder(hint)
+        for name, hint in field_types(section).items()
+        if is_placeholder(section, name) and name not in ("preset", "init_from")
+    }
+    return _SECTION_CLASSES[section](values | placeholders)
 
 
 def _restored_section(section: str, values: dict[str, Any], is_locked: bool) -> Section:

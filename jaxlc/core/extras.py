@@ -6,6 +6,7 @@ from jaxlc.core.errors import UserError
 
 # Package -> the extra in pyproject.toml that installs it.
 EXTRAS = {
+    "huggingface_hub": "hf",
     "matplotlib": "plot",
     "pyarrow": "data",
     "tensorboardX": "tensorboard",

@@ -67,9 +67,11 @@ def read_config(directory: Path, step: int) -> dict:
         raise _unreadable(directory, step, _first_words(error)) from error
 
 
-def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: int):
+def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: int, only_these: bool = False):
     """The parameters in the checkpoint of `step`, with the shardings of `abstract_params`; reads nothing else.
 
+    Args:
+      only_these: `abstract_params` is a part of the tree of all parameters.
     Raises:
       UserError: the checkpoint cannot be read, or its parameters have other shapes.
     """
@@ -78,8 +80,13 @@ def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: i
     if problem:
         raise _unreadable(directory, step, problem)
     checksums, stored_shapes = described
-    stored_shapes = {name: shape for name, shape in stored_shapes.items() if name.startswith("params/")}
-    padded = _check_same_shapes(path, stored_shapes, shapes_of(target), vocab_size)
+    target_shapes = shapes_of(target)
+    stored_shapes = {
+        name: shape
+        for name, shape in stored_shapes.items()
+        if name.startswith("params/") and (name in target_shapes or not only_these)
+    }
+    padded = _check_same_shapes(path, stored_shapes, target_shapes, vocab_size)
     arguments = ocp.args.PyTreeRestore(
         target,
         restore_args=jax.tree.map(
@@ -163,7 +170,8 @@ class Checkpoints:
 
         Args:
           abstract_state: pytree of jax.ShapeDtypeStruct with the target shardings, on any mesh.
-          model: required value of `meta["config"]["model"]`; `preset` is only a name and may differ.
+          model: required value of `meta["config"]["model"]`; `preset` and `init_from` are only
+            names and may differ.
 
         Raises:
           UserError: the checkpoint has a different model, or there are checkpoints and none can be read.
@@ -285,7 +293,7 @@ def _read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[st
 
 
 def _check_same_model(directory: Path, stored: dict, current: dict) -> None:
-    for name in sorted((stored.keys() | current.keys()) - {"preset"}):
+    for name in sorted((stored.keys() | current.keys()) - {"preset", "init_from"}):
         if stored.get(name) != current.get(name):
             raise UserError(
                 f"checkpoint {directory} has a different model: model.{name} is {stored.get(name)} there"

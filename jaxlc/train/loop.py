@@ -27,6 +27,7 @@ from jaxlc.train.metrics import METRICS_FILE, MetricsLog, open_metrics, read_row
 from jaxlc.train.mixed_precision import is_retried
 from jaxlc.train.pending_metrics import PendingMetrics
 from jaxlc.train.preemption import PreemptionGuard
+from jaxlc.train.pretrained_params import load_pretrained
 from jaxlc.train.progress import Progress
 from jaxlc.train.run_data import Batches, RunData, open_data
 from jaxlc.train.run_result import Result
@@ -194,10 +195,15 @@ def _make_evaluator(step: TrainStep, data: RunData) -> Evaluator | None:
 def _first_position(
     config: Config, workdir: Path, step: TrainStep, data: RunData, checkpoints: Checkpoints, progress: Progress
 ) -> _Position:
-    """The position of the latest valid checkpoint, or of step 0."""
+    """The position of the latest valid checkpoint, or of step 0, with the parameters of model.init_from if it is set."""
     restored = checkpoints.restore_latest(step.abstract_state, model=to_dict(config)["model"])
     if restored is None:
-        return _Position(state=step.init(), step=0, next_sequence=0)
+        params = None
+        if config.model.init_from:
+            with progress.progress_bar(f"reading {config.model.init_from}") as update:
+                params, line = load_pretrained(step, update)
+            progress.log(line)
+        return _Position(state=step.init(params), step=0, next_sequence=0)
     state, meta = restored
     position = _Position(state=state, step=int(state.step), next_sequence=meta["next_row"])
     for line in resume_lines(config, workdir, data.fingerprint, position.step, meta):

@@ -92,9 +92,12 @@ def _of_corpus(config: Config, progress: Progress) -> RunData:
     with progress.progress_bar("reading the corpus") as update:
         corpus = open_corpus(config.data, progress=update)
     if corpus.tokenizer.vocab_size > config.model.vocab_size:
+        advice = f"set --config.model.vocab_size={corpus.tokenizer.vocab_size}"
+        if config.model.init_from:
+            advice = "set --config.data.tokenizer to the tokenizer of config.model.init_from"
         raise UserError(
             f"the tokenizer {config.data.tokenizer} has {corpus.tokenizer.vocab_size} tokens and the model"
-            f" {config.model.vocab_size}; set --config.model.vocab_size={corpus.tokenizer.vocab_size}"
+            f" {config.model.vocab_size}; {advice}"
         )
     for warning in corpus.warnings:
         progress.log(f"warning: {warning}")

@@ -43,22 +43,39 @@ def make_state(config: Config, init_params: InitParams, optimizer: optax.Gradien
 
 
 def first_state(
-    config: Config, init_params: InitParams, optimizer: optax.GradientTransformation, abstract: TrainState
+    config: Config,
+    init_params: InitParams,
+    optimizer: optax.GradientTransformation,
+    abstract: TrainState,
+    params: Any = None,
 ) -> TrainState:
     """`make_state` on the devices of `abstract`. If some arrays are stored in host memory, arrays are initialized in
-    groups, since each is computed on the device first."""
+    groups, since each is computed on the device first.
+
+    Args:
+      params: the parameters of step 0, with the shardings of `abstract`. None: those of `init_params`.
+    """
+    if params is not None:
+        abstract = abstract._replace(params=None)
     leaves, tree = jax.tree.flatten(abstract)
     on_host = any(leaf.sharding.memory_kind == PINNED_HOST for leaf in leaves)
     groups = _groups(leaves) if on_host else [range(len(leaves))]
 
     def make(group) -> list[jax.Array]:
-        def of_group():
-            state = jax.tree.leaves(make_state(config, init_params, optimizer))
+        def of_group(params):
+            if params is None:
+                state = make_state(config, init_params, optimizer)
+            else:
+                on_device = jax.tree.map(lambda x: to_memory_kind(x, DEVICE), params)
+                state = make_state(config, lambda _: on_device, optimizer)._replace(params=None)
+            state = jax.tree.leaves(state)
             return [state[index] for index in group]
 
-        return jax.block_until_ready(jax.jit(of_group, out_shardings=[leaves[index].sharding for index in group])())
+        shardings = [leaves[index].sharding for index in group]
+        return jax.block_until_ready(jax.jit(of_group, out_shardings=shardings)(params))
 
-    return tree.unflatten([leaf for group in groups for leaf in make(group)])
+    state = tree.unflatten([leaf for group in groups for leaf in make(group)])
+    return state if params is None else state._replace(params=params)
 
 
 def _groups(leaves: list[jax.ShapeDtypeStruct]) -> list[list[int]]:

@@ -149,9 +149,13 @@ class TrainStep:
             environment=os.environ,
         )
 
-    def init(self) -> TrainState:
-        """The state of step 0; each device initializes its own shards."""
-        return first_state(self.config, self.objective.init_params, self._optimizer, self.abstract_state)
+    def init(self, params=None) -> TrainState:
+        """The state of step 0; each device initializes its own shards.
+
+        Args:
+          params: pretrained parameters with the shardings of `abstract_state`. None: random ones.
+        """
+        return first_state(self.config, self.objective.init_params, self._optimizer, self.abstract_state, params)
 
     @cached_property
     def transport(self) -> transport.TransportSelection | None:

@@ -1,0 +1,235 @@
+"""Between the config.json of a Hugging Face model and the settings of `ModelConfig`. Imports no jax.
+
+A field that changes the computation and is not known is an error. Both forms of RoPE are read: `rope_theta` and
+`rope_scaling` of transformers 4, and `rope_parameters` of transformers 5.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlc.config.families import FAMILIES, Family
+from jaxlc.config.schema import ModelConfig
+from jaxlc.core.errors import Unsupported, UserError
+
+# Settings that may differ from the model that is loaded: they change positions only, not the shape of a parameter.
+ROPE_SETTINGS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_"))
+
+_FIELDS = {  # config.json -> ModelConfig
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "model_dim",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "ffn_dim",
+    "tie_word_embeddings": "tie_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+}
+_DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)  # of transformers, in all families
+_REQUIRED_VALUES: dict[str, tuple] = dict(
+    hidden_act=("silu",),
+    attention_dropout=(0,),
+    partial_rotary_factor=(1,),
+    is_decoder=(False, True),  # both are causal
+    is_encoder_decoder=(False,),
+    add_cross_attention=(False,),
+)
+_ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters"}
+_LLAMA3_FIELDS = {  # of rope_scaling with the type llama3 -> ModelConfig
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_scaling_low_freq_factor",
+    "high_freq_factor": "rope_scaling_high_freq_factor",
+    "original_max_position_embeddings": "rope_scaling_original_tokens",
+}
+_NO_SCALING: dict[str, Any] = dict(  # the values that presets without scaling have
+    rope_scaling_factor=1.0,
+    rope_scaling_low_freq_factor=1.0,
+    rope_scaling_high_freq_factor=4.0,
+    rope_scaling_original_tokens=8192,
+)
+_IRRELEVANT = {
+    *("_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
+    *("initializer_range", "max_position_embeddings", "use_cache", "id2label", "label2id", "problem_type"),
+    *("output_attentions", "output_hidden_states", "return_dict", "torchscript", "chunk_size_feed_forward"),
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "layer_types"),
+    *("task_specific_params", "tokenizer_class", "finetuning_task", "prefix", "use_bfloat16", "pruned_heads"),
+    *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
+}
+_REASONS = {  # part of the name of a field -> what such models have
+    "quantization": "quantized weights",
+    "expert": "a mixture of experts",
+    "moe": "a mixture of experts",
+    "lora_rank": "multi-head latent attention",
+    "linear_": "linear attention",
+    "softcap": "capped logits",
+    "mamba": "state space layers",
+    "auto_map": "code of its own",
+}
+
+
+def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings of ModelConfig, without preset and init_from, of the model that `config` describes.
+
+    Args:
+      config: the content of config.json.
+      where: its path, for errors.
+    Raises:
+      UserError: a field is missing or has an invalid value.
+      Unsupported: the decoder does not compute this model; the message names the field.
+    """
+    family = _family_of(config, where)
+    _check_fields(config, family, where)
+    defaults = {**_DEFAULTS, **family.defaults}
+    settings = {}
+    for name, setting in _FIELDS.items():
+        value = config.get(name, defaults.get(name))
+        if value is None:
+            value = _derived(name, settings)
+        if value is None:
+            raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
+        settings[setting] = value
+    return settings | dict(qk_norm=family.qk_norm) | _rope_settings(config, where)
+
+
+def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
+    """The family to export `model` as: that of the config.json it comes from, or one with the same layers."""
+    if config is not None:
+        return FAMILIES[config["model_type"]]
+    return FAMILIES["qwen3" if model.qk_norm else "llama"]
+
+
+def config_json_of(
+    model: ModelConfig, base: Mapping[str, Any] | None, *, max_position_embeddings: int, dtype: str
+) -> dict[str, Any]:
+    """The config.json of `model`. Fields that `model` does not change keep the values they have in `base`.
+
+    Args:
+      base: config.json of the model that training started from, or None.
+      max_position_embeddings: the sequence length of the run; a larger value in `base` is kept.
+      dtype: of the exported weights, "bfloat16" or "float32".
+    """
+    family = family_of(base, model)
+    fields = {name: getattr(model, setting) for name, setting in _FIELDS.items()}
+    longest = max(max_position_embeddings, (base or {}).get("max_position_embeddings") or 0)
+    dtype_field = "dtype" if "dtype" in (base or {}) else "torch_dtype"
+    changed = {"max_position_embeddings": longest, dtype_field: dtype}
+    if base is None:
+        first = dict(architectures=[family.architecture], model_type=family.model_type, hidden_act="silu")
+        fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
+        return first | fields | fixed | _rope_fields(model) | changed
+    before = settings_of(base, "config.json")
+    assert all(before[setting] == fields[name] for name, setting in _FIELDS.items()), "shapes do not change"
+    if any(before[name] != getattr(model, name) for name in ROPE_SETTINGS):
+        changed |= _rope_fields(model)
+    return {**base, **changed}
+
+
+def _family_of(config: Mapping[str, Any], where: str) -> Family:
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise Unsupported(
+            f"unsupported: {where} has model_type {model_type!r}{_reason(config)}; supported are {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    architectures = config.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise Unsupported(
+            f"unsupported: {where} has architectures {architectures}; only {family.architecture} is supported"
+        )
+    return family
+
+
+def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None:
+    required = {**_REQUIRED_VALUES, **family.required_values}
+    for name, values in required.items():
+        value = config.get(name, family.defaults.get(name, values[0]))
+        if value not in values and value is not None:
+            allowed = " or ".join("null" if x is None else str(x).lower() for x in values)
+            raise Unsupported(f"unsupported: {where} has {name}={value!r}; only {allowed} is supported")
+    windowed = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
+    if windowed:
+        raise Unsupported(f"unsupported: {where} has layers of type {windowed[0]}; only full_attention is supported")
+    known = {*_FIELDS, *required, *_ROPE_FIELDS, *_IRRELEVANT, *family.irrelevant}
+    unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
+    if unknown:
+        name = unknown[0]
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        question = f" (did you mean {nearest[0]}?)" if nearest else ""
+        raise Unsupported(
+            f"unsupported: {where} has the unknown field {name}={config[name]!r}{question}{_reason({name: 0})}, which"
+            " may change the computation; remove it if it does not"
+        )
+
+
+def _reason(config: Mapping[str, Any]) -> str:
+    """What the names of the fields say about the model, in parentheses."""
+    reasons = (reason for part, reason in _REASONS.items() if any(part in name for name in config))
+    reason = next(reasons, None)
+    return f" ({reason})" if reason else ""
+
+
+def _derived(name: str, settings: Mapping[str, Any]) -> int | None:
+    """The value of a field that is null."""
+    if name == "num_key_value_heads":
+        return settings["num_heads"]
+    if name == "head_dim":
+        return settings["model_dim"] // settings["num_heads"]
+    return None
+
+
+def _rope_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    theta, scaling = config.get("rope_theta"), config.get("rope_scaling")
+    if "rope_theta" in config and theta is None and not config.get("rope_parameters"):
+        raise Unsupported(f"unsupported: {where} has rope_theta=null, a model without RoPE")
+    old = _one_rope(dict(scaling or {}) | ({} if theta is None else {"rope_theta": theta}), where)
+    if not config.get("rope_parameters"):
+        return old
+    new = _one_rope(dict(config["rope_parameters"]), where)
+    if (theta is not None or scaling) and old != new:
+        raise UserError(
+            f"{where} has rope_parameters={config['rope_parameters']} and also rope_theta={theta} and"
+            f" rope_scaling={scaling}, which differ; remove the wrong ones"
+        )
+    return new
+
+
+def _one_rope(parameters: dict[str, Any], where: str) -> dict[str, Any]:
+    """The RoPE settings of one dict of parameters; `type` is the older name of `rope_type`."""
+    nested = [name for name, value in parameters.items() if isinstance(value, dict)]
+    if nested:
+        raise Unsupported(f"unsupported: {where} has RoPE parameters of their own for {nested[0]} layers")
+    old_type = parameters.pop("type", "default")
+    rope_type = parameters.pop("rope_type", old_type)
+    if rope_type not in ("default", "llama3"):
+        raise Unsupported(f"unsupported: {where} has RoPE of type {rope_type!r}; only default and llama3 are supported")
+    theta, partial = parameters.pop("rope_theta", 10000.0), parameters.pop("partial_rotary_factor", 1)
+    if partial != 1:
+        raise Unsupported(f"unsupported: {where} has partial_rotary_factor={partial}; only 1 is supported")
+    settings = {"rope_theta": float(theta), **_NO_SCALING}
+    for name, setting in _LLAMA3_FIELDS.items() if rope_type == "llama3" else ():
+        if parameters.get(name) is None:
+            raise UserError(f"{where} has RoPE of type llama3 without {name}; add it to rope_scaling")
+        settings[setting] = type(_NO_SCALING[setting])(parameters.pop(name))
+    unknown = sorted(name for name, value in parameters.items() if value is not None)
+    if unknown:
+        raise Unsupported(f"unsupported: {where} has the unknown RoPE parameter {unknown[0]}={parameters[unknown[0]]}")
+    return settings
+
+
+def _rope_fields(model: ModelConfig) -> dict[str, Any]:
+    """Both forms of the RoPE of `model`."""
+    if model.rope_scaling_factor == 1:
+        return dict(
+            rope_theta=model.rope_theta,
+            rope_scaling=None,
+            rope_parameters=dict(rope_type="default", rope_theta=model.rope_theta),
+        )
+    scaling = {"rope_type": "llama3"} | {name: getattr(model, setting) for name, setting in _LLAMA3_FIELDS.items()}
+    return dict(
+        rope_theta=model.rope_theta,
+        rope_scaling=scaling,
+        rope_parameters=scaling | {"rope_theta": model.rope_theta},
+    )

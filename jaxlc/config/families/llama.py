@@ -1,0 +1,18 @@
+"""Llama 2 and 3, and models of the same architecture such as SmolLM2 (transformers: models/llama)."""
+
+from jaxlc.config.families.family import Family, decoder_tensors
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    qk_norm=False,
+    tensors=decoder_tensors(qk_norm=False),
+    # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size / num_attention_heads.
+    defaults=dict(num_key_value_heads=None, head_dim=None),
+    required_values=dict(
+        attention_bias=(False,),
+        mlp_bias=(False,),
+        rope_interleaved=(False,),  # in configs of SmolLM2
+    ),
+    irrelevant=frozenset({"pretraining_tp", "is_llama_config"}),
+)

@@ -1,0 +1,106 @@
+"""What `model.init_from` names: a Hugging Face directory, a model of the hub, or a run. Imports no jax."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxlc.config import hub
+from jaxlc.config.config_json import ROPE_SETTINGS, settings_of
+from jaxlc.core.errors import UserError
+
+CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_NO_SETTINGS = ("preset", "init_from")  # of a stored model config: they describe no computation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A model to start from."""
+
+    init_from: str
+    directory: Path  # with config.json, or of one checkpoint of a run
+    is_run: bool
+
+    def model_settings(self) -> dict[str, Any]:
+        """The settings of ModelConfig without preset and init_from.
+
+        Raises:
+          UserError: the description of the model cannot be read, or is unsupported.
+        """
+        if self.is_run:
+            return {name: value for name, value in self.run_config()["model"].items() if name not in _NO_SETTINGS}
+        return settings_of(self.config_json(), str(self.directory / CONFIG_FILE))
+
+    def tokenizer(self) -> str:
+        """The value of data.tokenizer that belongs to the model; the file may not exist."""
+        return self.run_config()["data"]["tokenizer"] if self.is_run else str(self.directory / TOKENIZER_FILE)
+
+    def config_json(self) -> dict[str, Any]:
+        """The content of config.json; not for runs."""
+        return read_json(self.directory / CONFIG_FILE)
+
+    def run_config(self) -> dict[str, dict[str, Any]]:
+        """The config that a run stored in the checkpoint; not for Hugging Face models."""
+        try:
+            return read_json(self.directory / "meta" / "metadata")["config"]
+        except KeyError as error:
+            raise UserError(
+                f"the checkpoint {self.directory} has no config; use a different model.init_from"
+            ) from error
+
+
+def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
+    """Finds what `init_from` names; downloads a model of the hub, its weights only if `with_weights`.
+
+    Raises:
+      UserError: there is no such directory, or it contains no model.
+    """
+    path = Path(init_from).expanduser()
+    if not path.exists() and _HUB_ID.fullmatch(init_from):
+        path = hub.download(init_from, with_weights=with_weights)
+    if (path / CONFIG_FILE).is_file():
+        return Pretrained(init_from=init_from, directory=path, is_run=False)
+    if (path / "meta" / "metadata").is_file():
+        return Pretrained(init_from=init_from, directory=path, is_run=True)
+    checkpoints = path / "checkpoints"
+    steps = [int(child.name) for child in checkpoints.iterdir() if child.name.isdigit()] if checkpoints.is_dir() else []
+    if steps:
+        return Pretrained(init_from=init_from, directory=checkpoints / str(max(steps)), is_run=True)
+    problem = f"{path} contains neither config.json nor checkpoints/" if path.exists() else f"{path} does not exist"
+    raise UserError(
+        f"invalid value {init_from!r} for config.model.init_from ({problem}): expected a Hugging Face directory with"
+        " config.json and safetensors files, the workdir of a run, or a hub id ORGANIZATION/NAME"
+    )
+
+
+def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the model, with those of `explicit` that may differ from it: the RoPE settings.
+
+    Raises:
+      UserError: another setting of `explicit` differs; the message names the difference.
+    """
+    settings = pretrained.model_settings()
+    for name, value in explicit.items():
+        if name in settings and name not in ROPE_SETTINGS and settings[name] != value:
+            raise UserError(
+                f"config.model.{name}={value} contradicts {pretrained.init_from}, which has {settings[name]}: remove"
+                f" that setting, or use --config.model.{name}={settings[name]}"
+            )
+    return settings | explicit
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({error}); use a different model.init_from") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} contains no JSON object; use a different model.init_from")
+    return content

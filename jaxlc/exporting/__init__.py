@@ -1,0 +1,1 @@
+"""Export of a run as a Hugging Face directory: `jaxlc.export` and the command `jaxlc export`."""

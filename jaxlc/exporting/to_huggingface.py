@@ -1,0 +1,126 @@
+"""Writes the parameters of a checkpoint as a directory that `transformers` opens."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxlc.config import Config, from_dict
+from jaxlc.config.config_json import config_json_of, family_of
+from jaxlc.config.pretrained import CONFIG_FILE, TOKENIZER_FILE, Pretrained, locate
+from jaxlc.core.errors import Unsupported, UserError, reason_of
+from jaxlc.hf.load import layouts_of, names_of, paths_of
+from jaxlc.hf.tensor_slices import Layout
+from jaxlc.hf.write import TensorWriter
+from jaxlc.models import decoder
+from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_config, restore_params
+
+DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
+# Of the tokenizer, the chat template and generation; copied byte for byte.
+_COPIED_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+
+
+def export(workdir: str | Path, out: str | Path, *, step: int | None, dtype: str, max_shard_gb: float) -> Path:
+    """Writes a checkpoint; see `jaxlc.export`."""
+    directory = Path(workdir).expanduser().absolute() / CHECKPOINTS_DIRECTORY
+    step = _checked_step(directory, step)
+    if dtype not in DTYPES:
+        raise UserError(f"invalid dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if not max_shard_gb > 0:
+        raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
+    config = from_dict(read_config(directory, step))
+    if config.attention.window:
+        raise Unsupported(f"unsupported: export of a run with config.attention.window={config.attention.window}")
+    source = _source(config)
+    base = None if source is None else source.config_json()
+    content = config_json_of(config.model, base, max_position_embeddings=config.data.seq_len, dtype=DTYPES[dtype][1])
+    target = Path(out).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already: remove it, or export to a different directory")
+    partial = target.with_name(target.name + ".partial")  # renamed when it is complete
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        _write_weights(config, base, directory, step, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9))
+        (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        _write_other_files(config, source, partial)
+        if target.is_dir():
+            target.rmdir()
+        partial.rename(target)
+    except OSError as error:
+        raise UserError(f"cannot write to {partial} ({reason_of(error)}): export to a different directory") from error
+    return target
+
+
+def _checked_step(directory: Path, step: int | None) -> int:
+    steps = committed_steps(directory)
+    if not steps:
+        raise UserError(f"no checkpoint in {directory}: pass the workdir of a run, which has a directory checkpoints/")
+    if step is not None and step not in steps:
+        raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
+
+
+def _source(config: Config) -> Pretrained | None:
+    """The Hugging Face model that the run, or the run that it started from, started from; None if there is none.
+
+    Raises:
+      UserError: it is not there any more.
+    """
+    while config.model.init_from:
+        source = locate(config.model.init_from)
+        if not source.is_run:
+            return source
+        config = from_dict(source.run_config())
+    return None
+
+
+def _write_weights(
+    config: Config, base: dict | None, directory: Path, step: int, target: Path, dtype: str, max_shard_bytes: int
+) -> None:
+    """Restores one stacked parameter at a time to host memory, and writes its tensors."""
+    model, family = config.model, family_of(base, config.model)
+    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
+    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
+    on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    with TensorWriter(
+        target, _shapes(layouts, model.num_layers), dtype=dtype, max_shard_bytes=max_shard_bytes
+    ) as files:
+        for path, param in abstract.items():
+            names = names_of(layouts[path].tensor, model.num_layers)
+            tree: dict = jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=on_host)
+            for key in reversed(path.split("/")):
+                tree = {key: tree}
+            tree = restore_params(directory, step, tree, vocab_size=model.vocab_size, only_these=True)
+            array = np.asarray(jax.tree.leaves(tree)[0])
+            for name, of_layer in zip(names, array if layouts[path].tensor.is_stacked else [array], strict=True):
+                files.write(name, layouts[path].to_stored(of_layer))
+
+
+def _shapes(layouts: dict[str, Layout], num_layers: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of all tensors: embedding, layer by layer, final norm, head."""
+    stacked = [layout for layout in layouts.values() if layout.tensor.is_stacked]
+    single = {path: layout for path, layout in layouts.items() if not layout.tensor.is_stacked}
+    first = single.pop("embedding")
+    return [
+        (first.tensor.name, first.stored_shape),
+        *((x.tensor.name.format(layer=layer), x.stored_shape) for layer in range(num_layers) for x in stacked),
+        *((x.tensor.name, x.stored_shape) for x in single.values()),
+    ]
+
+
+def _write_other_files(config: Config, source: Pretrained | None, target: Path) -> None:
+    for name in _COPIED_FILES:
+        if source is not None and (source.directory / name).is_file():
+            shutil.copyfile(source.directory / name, target / name)
+    tokenizer = Path(config.data.tokenizer).expanduser()
+    if not (target / TOKENIZER_FILE).exists() and tokenizer.is_file():
+        shutil.copyfile(tokenizer, target / TOKENIZER_FILE)
+    if not (target / "generation_config.json").exists():
+        (target / "generation_config.json").write_text("{}\n")

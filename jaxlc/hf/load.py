@@ -1,0 +1,142 @@
+"""Reads the parameters of a model from Hugging Face files into sharded arrays, one stacked parameter at a time.
+
+A process reads only the byte ranges of its own shards. Host memory holds those of one parameter at a time, in the
+target dtype, and a part of one layer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlc.config.families import Family, Tensor
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.hf.safetensors_files import DTYPES, TensorFiles
+from jaxlc.hf.tensor_slices import Layout
+
+_VOCAB = "vocab"  # name of the dimension that the mesh pads
+_BUFFERS = ("rotary_emb.inv_freq",)  # computed from config.json; old checkpoints contain it
+
+
+def load_params(
+    directory: Path,
+    family: Family,
+    abstract_params: Any,
+    dims: Any,
+    *,
+    vocab_size: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict, int]:
+    """The parameters of the model in `directory`, and the number of bytes of tensors that this process read.
+
+    Args:
+      abstract_params: shapes, dtypes and shardings of the parameters; shardings may be in host memory.
+      dims: the same tree; each leaf is a tuple of dimension names. The dimension "vocab" may be larger than
+        `vocab_size`, and is padded with zeros.
+      progress: called with the bytes of parameters done and in total.
+    Raises:
+      UserError: a file or tensor is missing, is damaged or has an unexpected shape.
+      Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
+    """
+    files = TensorFiles(directory)
+    abstract = _by_path(abstract_params)
+    layouts = layouts_of(family, abstract, _by_path(dims), vocab_size)
+    _check(files, layouts, {path: x.shape for path, x in abstract.items()})
+    total, done, loaded = sum(x.nbytes for x in map(_as_shape, abstract.values())), 0, {}
+    for path, param in abstract.items():
+        loaded[path] = jax.block_until_ready(_load(files, layouts[path], param))
+        done += _as_shape(param).nbytes
+        if progress is not None:
+            progress(done, total)
+    leaves = [loaded[path] for path in abstract]
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), files.bytes_read
+
+
+def layouts_of(
+    family: Family, abstract: Mapping[str, Any], dims: Mapping[str, tuple[str, ...]], vocab_size: int
+) -> dict[str, Layout]:
+    """The layout of the tensor of each parameter, by the parameter's path, without vocabulary padding."""
+    tensors = {tensor.param: tensor for tensor in family.tensors}
+    layouts = {}
+    for path, param in abstract.items():
+        tensor = tensors[path]
+        sizes = [vocab_size if name == _VOCAB else size for name, size in zip(dims[path], param.shape)]
+        layouts[path] = Layout(tensor=tensor, shape=tuple(sizes[1:] if tensor.is_stacked else sizes))
+    return layouts
+
+
+def names_of(tensor: Tensor, num_layers: int) -> list[str]:
+    """The names of the tensors of all layers, or of the only one."""
+    if not tensor.is_stacked:
+        return [tensor.name]
+    return [tensor.name.format(layer=layer) for layer in range(num_layers)]
+
+
+def paths_of(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the path, such as "layers/attention/wq", and the value of each leaf; tuples are leaves."""
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple)):
+        yield "/".join(key.key for key in path), leaf
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return dict(paths_of(tree))
+
+
+def _as_shape(param: Any) -> np.ndarray:
+    """An array of this shape and dtype that takes no memory, for its number of bytes."""
+    return np.broadcast_to(np.zeros((), param.dtype), param.shape)
+
+
+def _check(files: TensorFiles, layouts: Mapping[str, Layout], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares names, shapes and dtypes of all tensors with those that the model needs."""
+    needed = {name: layout for path, layout in layouts.items() for name in names_of(layout.tensor, shapes[path][0])}
+    for name, layout in needed.items():
+        tensor = files.tensors.get(name)
+        if tensor is None:
+            hint = "; a model without it needs tie_word_embeddings=true in config.json" if "lm_head" in name else ""
+            raise UserError(f"{files.directory} has no tensor {name}, which config.json implies{hint}")
+        if tensor.dtype not in DTYPES:
+            raise Unsupported(
+                f"unsupported: {name} in {tensor.path} has dtype {tensor.dtype}; supported are {', '.join(DTYPES)}"
+            )
+        if tensor.shape != layout.stored_shape:
+            raise UserError(
+                f"{name} in {tensor.path} has shape {list(tensor.shape)}, and config.json implies"
+                f" {list(layout.stored_shape)}: they are of different models"
+            )
+    ignored = {"lm_head.weight"}  # of a tied model: a copy of the embedding
+    unknown = sorted(name for name in files.tensors.keys() - needed.keys() - ignored if not name.endswith(_BUFFERS))
+    if unknown:
+        raise Unsupported(
+            f"unsupported: {files.directory} has the tensor {unknown[0]} ({len(unknown)} unknown tensors), which the"
+            " architecture in config.json does not have"
+        )
+
+
+def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array:
+    """One parameter; stacked ones are read layer by layer into the shard."""
+    shards: dict[tuple, np.ndarray] = {}  # several devices may have the same shard
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        key = tuple(piece.indices(size) for piece, size in zip(index, param.shape))
+        if key not in shards:
+            shards[key] = read_shard(files, layout, key, param)
+        return shards[key]
+
+    return jax.make_array_from_callback(param.shape, param.sharding, read)
+
+
+def read_shard(files: TensorFiles, layout: Layout, index: tuple[tuple[int, int, int], ...], param: Any) -> np.ndarray:
+    """A shard of a parameter: `index` has (start, stop, 1) of each dimension of `param`, vocabulary padding included."""
+    shard = np.zeros([stop - start for start, stop, _ in index], param.dtype)
+    layers, within = (range(*index[0]), index[1:]) if layout.tensor.is_stacked else (None, index)
+    # Rows of vocabulary padding are not in the file, and remain 0.
+    slices = [slice(min(start, size), min(stop, size)) for (start, stop, _), size in zip(within, layout.shape)]
+    target = tuple(slice(0, piece.stop - piece.start) for piece in slices)
+    for i, layer in enumerate(layers or [0]):
+        part = files.read(layout.tensor.name.format(layer=layer), *layout.stored_slices(slices))
+        into = shard[i] if layers is not None else shard
+        into[target] = layout.from_stored(part, slices)
+    return shard

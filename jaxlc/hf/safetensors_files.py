@@ -1,0 +1,130 @@
+"""Reads slices of the tensors in safetensors files, without reading the rest.
+
+Format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, a JSON header with the dtype,
+shape and byte range of each tensor, and the data, little-endian and row-major.
+"""
+
+import json
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from jaxlc.core.errors import UserError, reason_of
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+# Name in the header -> dtype. Others, such as F8_E4M3 or I32, are of quantized weights.
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the package safetensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor is stored."""
+
+    path: Path
+    dtype: str  # as in the header
+    shape: tuple[int, ...]
+    offset_bytes: int  # from the start of the file
+
+
+class TensorFiles:
+    """The tensors of a directory with model.safetensors, or several files and their index."""
+
+    def __init__(self, directory: Path):
+        """Reads the headers of all files.
+
+        Raises:
+          UserError: a file is missing, truncated, or not a safetensors file.
+        """
+        self.directory = directory
+        self.bytes_read = 0  # of tensor data
+        self.tensors: dict[str, StoredTensor] = {}
+        for path, names in _files_of(directory).items():
+            header = _read_header(path)
+            missing = sorted(names - header.keys())
+            if missing:
+                raise UserError(f"{path} has no tensor {missing[0]}, which {INDEX_FILE} lists; download both again")
+            self.tensors |= header
+
+    def read(self, name: str, *slices: slice) -> np.ndarray:
+        """A copy of a part of a tensor, in its own dtype; only the pages of that part are read."""
+        tensor = self.tensors[name]
+        dtype = DTYPES[tensor.dtype]
+        start = tensor.offset_bytes - tensor.offset_bytes % mmap.ALLOCATIONGRANULARITY
+        skipped_bytes, num_items = tensor.offset_bytes - start, math.prod(tensor.shape)
+        if num_items == 0:
+            return np.empty(tensor.shape, dtype)[slices]
+        with (
+            tensor.path.open("rb") as file,
+            mmap.mmap(
+                file.fileno(), skipped_bytes + num_items * dtype.itemsize, access=mmap.ACCESS_READ, offset=start
+            ) as mapped,
+        ):
+            whole = np.frombuffer(mapped, dtype, num_items, skipped_bytes).reshape(tensor.shape)
+            part = whole[slices].copy()
+            del whole  # a mapping that is in use cannot be closed
+        self.bytes_read += part.nbytes
+        return part
+
+
+def _files_of(directory: Path) -> dict[Path, set[str]]:
+    """The files of a model, and the tensors that the index expects in each; none without an index."""
+    index_path = directory / INDEX_FILE
+    if not index_path.is_file():
+        if (directory / SINGLE_FILE).is_file():
+            return {directory / SINGLE_FILE: set()}
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        hint = f"; {others[0]} is a PyTorch file: convert it with save_pretrained of transformers" if others else ""
+        raise UserError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+    try:
+        file_of: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot read {index_path} ({reason_of(error)}); download it again") from error
+    files: dict[Path, set[str]] = {}
+    for name, file in file_of.items():
+        files.setdefault(directory / file, set()).add(name)
+    missing = sorted(path.name for path in files if not path.is_file())
+    if missing:
+        raise UserError(
+            f"{directory} has no file {missing[0]}, which {INDEX_FILE} lists ({len(missing)} of {len(files)} files are"
+            " missing); download the model again"
+        )
+    return files
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file.
+
+    Raises:
+      UserError: it is truncated, or not a safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            num_bytes = path.stat().st_size
+            (header_bytes,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            data_start = _LENGTH.size + header_bytes
+            if header_bytes > _MAX_HEADER_BYTES or data_start > num_bytes:
+                raise ValueError(f"its header has {header_bytes} bytes and the file {num_bytes}")
+            header = json.loads(file.read(header_bytes))
+            header.pop("__metadata__", None)
+            tensors, ends = {}, [data_start]
+            for name, entry in header.items():
+                start, end = entry["data_offsets"]
+                tensors[name] = StoredTensor(
+                    path=path, dtype=entry["dtype"], shape=tuple(entry["shape"]), offset_bytes=data_start + start
+                )
+                dtype = DTYPES.get(entry["dtype"])
+                if dtype is not None and end - start != math.prod(entry["shape"]) * dtype.itemsize:
+                    raise ValueError(f"{name} has {end - start} bytes and the shape {entry['shape']}")
+                ends.append(data_start + end)
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a valid safetensors file ({reason_of(error)}); download it again") from error
+    if max(ends) > num_bytes:
+        raise UserError(f"{path} is truncated: it has {num_bytes:,} of {max(ends):,} bytes; download it again")
+    return tensors

@@ -1,0 +1,57 @@
+"""Which part of a Hugging Face tensor a part of a parameter is, and the conversions between them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxlc.config.families import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A tensor and the shape, for one layer, of the parameter that it becomes."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in a file: nn.Linear stores [out, in]."""
+        inputs = self.tensor.num_inputs
+        if not inputs:
+            return self.shape
+        return math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
+
+    def stored_slices(self, slices: Sequence[slice]) -> tuple[slice, ...]:
+        """The part of the stored tensor that has these slices of the parameter."""
+        inputs = self.tensor.num_inputs
+        if not inputs:
+            return tuple(slices)
+        return (
+            _flat_slice(slices[inputs:], self.shape[inputs:]),
+            _flat_slice(slices[:inputs], self.shape[:inputs]),
+        )
+
+    def from_stored(self, part: np.ndarray, slices: Sequence[slice]) -> np.ndarray:
+        """A part that `stored_slices` selects, as a part of the parameter: a view."""
+        if not self.tensor.num_inputs:
+            return part
+        return part.T.reshape([len(range(*piece.indices(size))) for piece, size in zip(slices, self.shape)])
+
+    def to_stored(self, param: np.ndarray) -> np.ndarray:
+        """The stored tensor of a whole parameter of one layer."""
+        if not self.tensor.num_inputs:
+            return param
+        rows, columns = self.stored_shape
+        return param.reshape(columns, rows).T
+
+
+def _flat_slice(slices: Sequence[slice], sizes: Sequence[int]) -> slice:
+    """The slice of flattened dimensions; only the first of them may be cut."""
+    start, stop, _ = slices[0].indices(sizes[0])
+    for piece, size in zip(slices[1:], sizes[1:]):
+        assert piece.indices(size) == (0, size, 1), "sharding rules do not cut head_dim"
+    stride = math.prod(sizes[1:])
+    return slice(start * stride, stop * stride)
