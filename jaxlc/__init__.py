@@ -1,9 +1,9 @@
 """jaxlc: train language models on very long sequences in JAX.
 
 The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
-`attention` and `config`, and the functions `attend`, `export`, `load`, `make_mesh` and `start`. Everything is imported on first
-use: `import jaxlc` does not import JAX, so that environment variables which JAX reads at start-up can still be set
-(`jaxlc.start`).
+`attention` and `config`, and the functions `attend`, `export`, `load`, `make_mesh` and `start`. Everything is imported
+on first use: `import jaxlc` does not import JAX, so that environment variables which JAX reads at start-up can still be
+set (`jaxlc.start`).
 """
 
 import importlib
@@ -90,10 +90,11 @@ def load(
 ) -> "Result":
     """Loads a run from its workdir, on the mesh of the run or another one: the same object that `train.run` returns.
 
-    Only the parameters are read from the checkpoint, not the optimizer state.
+    Only the parameters are read from the checkpoint, not the optimizer state. A Hugging Face directory is loaded too,
+    as a run of no steps with the default settings, on one device unless `mesh` is given.
 
     Args:
-      workdir: the directory that the run was given.
+      workdir: the directory that the run was given, or a Hugging Face directory with tokenizer.json.
       step: the checkpoint to load. None: the latest one.
       mesh: sizes of the mesh axes data, fsdp, context and tensor, e.g. `dict(context=2)`; axes that are not named have
         size 1. None: the mesh of the run.

@@ -121,7 +121,12 @@ def config_json_of(
         fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
         return first | fields | fixed | _rope_fields(model) | changed
     before = settings_of(base, "config.json")
-    assert all(before[setting] == fields[name] for name, setting in _FIELDS.items()), "shapes do not change"
+    changed_shapes = [name for name, setting in _FIELDS.items() if before[setting] != fields[name]]
+    if changed_shapes:
+        name = changed_shapes[0]
+        raise UserError(
+            f"config.json of model.init_from has {name}={base[name]} and the run {fields[name]}; restore it"
+        )
     if any(before[name] != getattr(model, name) for name in ROPE_SETTINGS):
         changed |= _rope_fields(model)
     return {**base, **changed}

@@ -13,8 +13,8 @@ class ModelConfig:
     """A Llama-style decoder. `preset` gives the shape of a published model; the other settings override it."""
 
     preset: str  # name of a published model in jaxlc/config/presets.py, such as llama3.1-8b or qwen3-8b
-    # model whose weights training starts from: a Hugging Face directory, a hub id ORGANIZATION/NAME, or the workdir of a
-    # run. It gives the shape as well, and preset has no effect; docs/pretrained.md. "": random weights.
+    # model whose weights training starts from: a Hugging Face directory, a hub id ORGANIZATION/NAME, or the workdir of
+    # a run. It gives the shape as well, and preset has no effect; docs/pretrained.md. Empty: random weights.
     init_from: str = ""
     vocab_size: int  # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
     num_layers: int  # number of decoder layers (attention and feed-forward)

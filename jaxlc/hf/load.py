@@ -129,7 +129,7 @@ def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array:
 
 
 def read_shard(files: TensorFiles, layout: Layout, index: tuple[tuple[int, int, int], ...], param: Any) -> np.ndarray:
-    """A shard of a parameter: `index` has (start, stop, 1) of each dimension of `param`, vocabulary padding included."""
+    """A shard of a parameter: `index` has (start, stop, 1) of each dimension, vocabulary padding included."""
     shard = np.zeros([stop - start for start, stop, _ in index], param.dtype)
     layers, within = (range(*index[0]), index[1:]) if layout.tensor.is_stacked else (None, index)
     # Rows of vocabulary padding are not in the file, and remain 0.

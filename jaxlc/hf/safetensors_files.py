@@ -1,7 +1,7 @@
 """Reads slices of the tensors in safetensors files, without reading the rest.
 
-Format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, a JSON header with the dtype,
-shape and byte range of each tensor, and the data, little-endian and row-major.
+Format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, a JSON header with the
+dtype, shape and byte range of each tensor, and the data, little-endian and row-major.
 """
 
 import json

@@ -63,7 +63,7 @@ class TensorWriter:
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        file = path.open("wb")  # noqa: SIM115: closed in __exit__
+        file = path.open("wb")  # closed in __exit__
         file.write(len(text).to_bytes(8, "little") + text)
         self._files.append(file)
         for name, shape in shard:

@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+from ml_collections import ConfigDict
 
 from jaxlc import runtime
 from jaxlc._jax_internals import backends_are_initialized
 from jaxlc.config import Config, from_dict, with_settings
+from jaxlc.config import load as load_config
+from jaxlc.config.pretrained import CONFIG_FILE
 from jaxlc.core.axes import BATCH_AXES
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
@@ -19,6 +22,7 @@ from jaxlc.train.custom_model import Model
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.metrics import METRICS_FILE, read_rows
+from jaxlc.train.pretrained_params import load_pretrained
 from jaxlc.train.run_result import Result
 from jaxlc.train.step import TrainStep, build_step
 
@@ -33,6 +37,8 @@ def load(
 ) -> Result:
     """Loads the parameters of a run, without its optimizer state; see `jaxlc.load`."""
     workdir = Path(workdir).expanduser().absolute()
+    if (workdir / CONFIG_FILE).is_file():
+        return _load_huggingface(workdir, mesh, loss)
     directory = workdir / CHECKPOINTS_DIRECTORY
     steps = committed_steps(directory)
     if not steps:
@@ -53,6 +59,25 @@ def load(
         tokenizer=load_tokenizer(config.data.tokenizer),
         workdir=workdir,
         rows=[row for row in rows if row["step"] <= step],
+        train_step=train_step,
+        evaluate=lambda: _evaluate(train_step, params),
+        evaluation=None,
+    )
+
+
+def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: TokenLoss | None) -> Result:
+    """The model in a Hugging Face directory, as a run of no steps."""
+    config = _on_mesh(load_config(ConfigDict({"model": {"init_from": str(directory)}})), mesh)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    train_step = build_step(config, make_mesh(config.mesh, _start(config)), loss=loss)
+    params, _ = load_pretrained(train_step)
+    return Result(
+        step=0,
+        exit_status=0,
+        params=params,
+        tokenizer=tokenizer,
+        workdir=directory,
+        rows=[],
         train_step=train_step,
         evaluate=lambda: _evaluate(train_step, params),
         evaluation=None,

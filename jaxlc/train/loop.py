@@ -195,7 +195,7 @@ def _make_evaluator(step: TrainStep, data: RunData) -> Evaluator | None:
 def _first_position(
     config: Config, workdir: Path, step: TrainStep, data: RunData, checkpoints: Checkpoints, progress: Progress
 ) -> _Position:
-    """The position of the latest valid checkpoint, or of step 0, with the parameters of model.init_from if it is set."""
+    """The position of the latest valid checkpoint, or of step 0, with the weights of model.init_from if it is set."""
     restored = checkpoints.restore_latest(step.abstract_state, model=to_dict(config)["model"])
     if restored is None:
         params = None

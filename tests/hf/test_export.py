@@ -1,0 +1,160 @@
+"""From a Hugging Face directory through a run and back."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from safetensors.numpy import load_file
+
+import jaxlc
+from jaxlc.config import load
+from jaxlc.config.config_json import settings_of
+from jaxlc.core.errors import UserError
+from jaxlc.exporting.__main__ import main
+from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
+from tests.hf.models import CASES, tensors_of, write_model
+
+
+def batches(num_steps, vocab_size=60):
+    rng = np.random.default_rng(0)
+    return [{"tokens": rng.integers(0, vocab_size, (2, 64))} for _ in range(num_steps)]
+
+
+def config_of(init_from, **settings):
+    config = ConfigDict(
+        {
+            "model": {"init_from": str(init_from)},
+            "mesh": {"context": 2, "tensor": 2},
+            "data": {"seq_len": 64},
+            "precision": {"compute": "fp32"},
+            "train": {"steps": 1, "global_batch_size": 2},
+            "optimizer": {"learning_rate": 0.0},
+        }
+    )
+    for path, value in settings.items():
+        section, name = path.split("__")
+        config[section][name] = value
+    return config
+
+
+def train(init_from, workdir, num_batches=1, **settings):
+    from jaxlc.train import loop
+
+    config = load(config_of(init_from, **settings))
+    return loop.run(four_devices(config), workdir, batches=batches(num_batches))
+
+
+def four_devices(config):
+    """The tests run on eight devices."""
+    from jaxlc.config import with_settings
+
+    return with_settings(config, {"mesh.data": 2, "train.global_batch_size": 2})
+
+
+def tensors_in(directory):
+    tensors = {}
+    for path in directory.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def assert_same_bits(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype
+        np.testing.assert_array_equal(actual[name].view(np.uint8), value.view(np.uint8), err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_import_then_export_is_bit_identical(case, tmp_path):
+    """A step at learning rate 0 does not change the weights; 61 ids are padded to 62 in the run."""
+    source = write_model(tmp_path / "model", case)
+    train(source, tmp_path / "run")
+    out = jaxlc.export(tmp_path / "run", tmp_path / "out", max_shard_gb=2e-5)
+    assert_same_bits(tensors_in(out), tensors_of(CASES[case]))
+    assert json.loads((out / "config.json").read_text()) == CASES[case]
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors_of(CASES[case]).values())
+    assert index["weight_map"].keys() == tensors_of(CASES[case]).keys()
+    assert {path.name for path in out.glob("*.safetensors")} == set(index["weight_map"].values())
+    assert all(sum(x.nbytes for x in load_file(path).values()) <= 2e4 for path in out.glob("*.safetensors"))
+
+
+def test_export_fp32_is_bit_identical(tmp_path):
+    source = write_model(tmp_path / "model", "llama", dtype=np.float32)
+    train(source, tmp_path / "run")
+    assert main(["jaxlc export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype=fp32"]) == 0
+    assert_same_bits(tensors_in(tmp_path / "out"), tensors_of(CASES["llama"], np.float32))
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == CASES["llama"] | {"torch_dtype": "float32"}
+
+
+def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsys):
+    source = write_model(tmp_path / "model", "llama_tied")
+    settings = dict(optimizer__learning_rate=1e-3, optimizer__warmup_steps=0, model__rope_theta=5e5)
+    settings |= dict(train__checkpoint_every_steps=1)
+    uninterrupted = train(source, tmp_path / "whole", 2, train__steps=2, **settings)
+    train(source, tmp_path / "run", 1, train__steps=2, **settings)
+    resumed = train(source, tmp_path / "run", 2, train__steps=2, **settings)
+    assert "resuming from step 1" in capsys.readouterr().out
+    np.testing.assert_array_equal(resumed.params["embedding"], uninterrupted.params["embedding"])
+    out = jaxlc.export(tmp_path / "run", tmp_path / "out")
+    content = json.loads((out / "config.json").read_text())
+    assert content["rope_theta"] == content["rope_parameters"]["rope_theta"] == 5e5
+    assert content["max_position_embeddings"] == 64
+    embedding = np.asarray(resumed.params["embedding"])[:61]
+    again = jaxlc.load(out)
+    assert (again.step, again.config.model.rope_theta) == (0, 5e5)
+    np.testing.assert_array_equal(again.params["embedding"], embedding.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert np.isfinite(again.model.loss("abc def"))
+    # The weights of a run are those of its checkpoint, and the optimizer is new.
+    third = train(tmp_path / "run", tmp_path / "third", 1)
+    np.testing.assert_array_equal(third.params["embedding"][:61], embedding)
+    assert third.config.data.tokenizer == str(source / "tokenizer.json")
+    assert json.loads((jaxlc.export(tmp_path / "third", tmp_path / "out3") / "config.json").read_text())
+
+
+def test_export_of_step_that_does_not_exist_raises(tmp_path, capsys):
+    (tmp_path / CHECKPOINTS_DIRECTORY / "4").mkdir(parents=True)
+    assert main(["jaxlc export", str(tmp_path), str(tmp_path / "out"), "--step=3"]) == 2
+    assert "no checkpoint of step 3" in capsys.readouterr().err
+    with pytest.raises(UserError, match="no checkpoint in"):
+        jaxlc.export(tmp_path / "nothing", tmp_path / "out")
+
+
+def test_export_of_a_run_from_random_weights_has_a_config_json(tmp_path):
+    settings = ConfigDict(
+        {
+            "model": dict(vocab_size=257, num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, qk_norm=True),
+            "mesh": {"context": 4, "tensor": 2},
+            "data": {"seq_len": 64},
+            "train": {"steps": 1, "global_batch_size": 2},
+        }
+    )
+    result = jaxlc.train.run(settings, tmp_path / "run", batches=batches(1))
+    out = jaxlc.export(tmp_path / "run", tmp_path / "out", dtype="fp32")
+    content = json.loads((out / "config.json").read_text())
+    assert (content["model_type"], content["max_position_embeddings"]) == ("qwen3", 64)
+    shape = settings_of(content, "config.json")
+    assert {name: getattr(result.config.model, name) for name in shape} == shape
+    with pytest.raises(UserError, match="exists already"):
+        jaxlc.export(tmp_path / "run", tmp_path / "out")
+
+
+def test_training_with_a_tokenizer_of_another_model_raises(tmp_path):
+    from jaxlc.train import loop
+
+    source = write_model(tmp_path / "model", "llama")
+    (tmp_path / "texts").mkdir()
+    for i in range(8):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"document {i} " * 40)
+    settings = dict(data__sources=(str(tmp_path / "texts"),), data__cache_dir=str(tmp_path / "cache"))
+    config = four_devices(load(config_of(source, data__tokenizer="bytes", **settings)))
+    with pytest.raises(UserError, match="has 257 tokens and the model 61; set --config.data.tokenizer"):
+        loop.run(config, tmp_path / "run")
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"cannot read data.tokenizer '.*model/tokenizer.json'"):
+        loop.run(four_devices(load(config_of(source, **settings))), tmp_path / "run")

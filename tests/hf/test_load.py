@@ -1,0 +1,257 @@
+"""Hugging Face directories: values on a mesh, bytes read, and errors for bad input."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from safetensors.numpy import load_file
+
+from jaxlc.config import load, with_settings
+from jaxlc.config.families import FAMILIES
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.hf.load import layouts_of, paths_of, read_shard
+from jaxlc.hf.safetensors_files import TensorFiles
+from jaxlc.models import decoder
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.train.pretrained_params import load_pretrained
+from jaxlc.train.step import build_step
+from tests.hf.models import CASES, tensors_of, write_model, write_tensors
+
+
+def config_of(directory, **settings):
+    return with_settings(
+        load(ConfigDict({"model": {"init_from": str(directory)}})),
+        {"data.seq_len": 64, "train.global_batch_size": 4, **settings},
+    )
+
+
+def loaded(directory, **mesh):
+    config = config_of(directory, **{f"mesh.{axis}": size for axis, size in mesh.items()})
+    step = build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
+    params, line = load_pretrained(step)
+    return step, dict(paths_of(params)), line
+
+
+def expected_params(config_json, tensors):
+    """The parameters, with the conversions written out for each tensor."""
+    L, D, N = (config_json[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    K, H = config_json["num_key_value_heads"], config_json["head_dim"] or D // N
+    conversions = {
+        "attention_norm/scale": ("input_layernorm", lambda x: x),
+        "mlp_norm/scale": ("post_attention_layernorm", lambda x: x),
+        "attention/wq": ("self_attn.q_proj", lambda x: x.T.reshape(D, N, H)),
+        "attention/wk": ("self_attn.k_proj", lambda x: x.T.reshape(D, K, H)),
+        "attention/wv": ("self_attn.v_proj", lambda x: x.T.reshape(D, K, H)),
+        "attention/wo": ("self_attn.o_proj", lambda x: x.T.reshape(N, H, D)),
+        "mlp/w_gate": ("mlp.gate_proj", lambda x: x.T),
+        "mlp/w_up": ("mlp.up_proj", lambda x: x.T),
+        "mlp/w_down": ("mlp.down_proj", lambda x: x.T),
+    }
+    if config_json["model_type"] == "qwen3":
+        conversions |= {f"attention/{x}_norm/scale": (f"self_attn.{x}_norm", lambda x: x) for x in "qk"}
+    stacked = {
+        f"layers/{path}": np.stack([convert(tensors[f"model.layers.{i}.{name}.weight"]) for i in range(L)])
+        for path, (name, convert) in conversions.items()
+    }
+    head = {} if config_json["tie_word_embeddings"] else {"head": tensors["lm_head.weight"].T}
+    single = {"embedding": tensors["model.embed_tokens.weight"], "final_norm/scale": tensors["model.norm.weight"]}
+    return {path: value.astype(np.float32) for path, value in {**stacked, **single, **head}.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_load_on_a_mesh_equals_the_files(case, tmp_path):
+    step, params, _ = loaded(write_model(tmp_path / "model", case), context=2, tensor=2)
+    expected = expected_params(CASES[case], tensors_of(CASES[case]))
+    assert params.keys() == expected.keys() == dict(paths_of(step.abstract_state.params)).keys()
+    for path, value in expected.items():
+        assert params[path].sharding == dict(paths_of(step.abstract_state.params))[path].sharding
+        array = np.asarray(params[path])
+        if path in ("embedding", "head"):  # 61 ids are padded to 62 for tensor=2
+            axis = int(path == "head")
+            assert array.shape[axis] == 62
+            assert not np.take(array, 61, axis).any()
+            array = np.take(array, range(61), axis)
+        np.testing.assert_array_equal(array, value, err_msg=path)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_load_converts_every_dtype_to_float32(dtype, tmp_path):
+    _, params, line = loaded(write_model(tmp_path / "model", "llama", num_files=1, dtype=dtype))
+    tensors = tensors_of(CASES["llama"], dtype)
+    assert {x.dtype for x in params.values()} == {np.dtype(np.float32)}
+    np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"].astype(np.float32))
+    assert f"{sum(x.nbytes for x in tensors.values()):,} bytes read" in line
+
+
+def test_load_reads_the_bytes_of_each_distinct_shard_once(tmp_path):
+    """On fsdp=2 x tensor=2 with one process, norms are read once, although four devices have them."""
+    _, _, line = loaded(write_model(tmp_path / "model", "llama"), data=2, fsdp=2, tensor=2)
+    assert f"{sum(x.nbytes for x in tensors_of(CASES['llama']).values()):,} bytes read" in line
+
+
+def test_read_shard_reads_only_its_share(tmp_path):
+    files = TensorFiles(write_model(tmp_path / "model", "llama"))
+    model = config_of(tmp_path / "model").model
+    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
+    layouts = layouts_of(FAMILIES["llama"], abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
+    for path, (cut, parts) in {"layers/attention/wo": (1, 4), "layers/mlp/w_up": (1, 16), "embedding": (1, 8)}.items():
+        param = abstract[path]
+        index = [(0, size, 1) for size in param.shape]
+        index[cut] = (param.shape[cut] // parts, 2 * param.shape[cut] // parts, 1)
+        before = files.bytes_read
+        shard = read_shard(files, layouts[path], tuple(index), param)
+        assert files.bytes_read - before == math.prod(param.shape) * 2 // parts
+        whole = expected_params(CASES["llama"], tensors_of(CASES["llama"]))[path]
+        np.testing.assert_array_equal(shard, whole[tuple(slice(*piece) for piece in index)])
+
+
+def test_config_takes_shape_and_tokenizer_of_the_model(tmp_path):
+    directory = write_model(tmp_path / "model", "qwen3")
+    config = config_of(directory)
+    assert (config.model.model_dim, config.model.qk_norm, config.model.rope_theta) == (32, True, 40000.0)
+    assert config.data.tokenizer == str(directory / "tokenizer.json")
+    assert load(config) == config
+
+
+def test_config_rope_may_be_overridden_and_shape_may_not(tmp_path):
+    directory = str(write_model(tmp_path / "model", "llama"))
+    assert load(ConfigDict({"model": dict(init_from=directory, rope_theta=5e6)})).model.rope_theta == 5e6
+    with pytest.raises(UserError, match=r"config.model.num_layers=4 contradicts .*, which has 3"):
+        load(ConfigDict({"model": dict(init_from=directory, num_layers=4)}))
+
+
+def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
+    directory = write_model(tmp_path / "model", "llama")
+    config = config_of(directory)
+    (directory / "config.json").unlink()
+    assert load(config) == config
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "words"),
+    [
+        ("llama", dict(attention_bias=True), "attention_bias=True; only false"),
+        ("llama", dict(mlp_bias=True), "mlp_bias=True"),
+        ("llama", dict(hidden_act="gelu"), "hidden_act='gelu'; only silu"),
+        ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        ("llama", dict(final_logit_softcapping=30.0), "unknown field final_logit_softcapping=30.0 (capped logits)"),
+        ("llama", dict(num_local_experts=8), "(a mixture of experts)"),
+        ("llama", dict(quantization_config=dict(bits=4)), "(quantized weights)"),
+        ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "RoPE of type 'linear'"),
+        ("llama", dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "RoPE of type 'yarn'"),
+        ("llama", dict(rope_theta=None, rope_scaling=None), "rope_theta=null"),
+        ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)), "which differ"),
+        ("llama", dict(architectures=["LlamaForSequenceClassification"]), "only LlamaForCausalLM"),
+        ("llama", dict(model_type="deepseek_v3", kv_lora_rank=512), "(multi-head latent attention)"),
+        ("llama", dict(num_hidden_layers=None), "has no field num_hidden_layers"),
+        ("llama", dict(hidden_sise=3), "did you mean hidden_size?"),
+        ("mistral", dict(sliding_window=16), "sliding_window=16; only null"),
+        ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
+        ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layers of type sliding_attention"),
+        ("qwen3", dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "for full_attention layers"),
+    ],
+)
+def test_config_json_unsupported_field_raises(case, changes, words, tmp_path):
+    directory = write_model(tmp_path / "model", case, **changes)
+    with pytest.raises(UserError) as error:
+        config_of(directory)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_mistral_without_sliding_window_field_raises(tmp_path):
+    """transformers uses 4096 then."""
+    directory = write_model(tmp_path / "model", "mistral")
+    config = json.loads((directory / "config.json").read_text())
+    del config["sliding_window"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Unsupported, match="sliding_window=4096"):
+        config_of(directory)
+
+
+def remove_shard(directory):
+    next(directory.glob("*-00002-*")).unlink()
+
+
+def truncate_shard(directory):
+    path = next(directory.glob("*-00002-*"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def cut_header(directory):
+    path = next(directory.glob("*-00002-*"))
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def rewrite(directory, change):
+    """Replaces the tensors by `change` of them."""
+    tensors = {}
+    for path in directory.glob("*.safetensors*"):
+        tensors |= load_file(path) if path.suffix == ".safetensors" else {}
+        path.unlink()
+    write_tensors(directory, change(tensors), num_files=1)
+
+
+def change_shape(directory):
+    rewrite(directory, lambda x: x | {"model.norm.weight": x["model.norm.weight"][:-1]})
+
+
+def change_dtype(directory):
+    rewrite(directory, lambda x: x | {"model.norm.weight": x["model.norm.weight"].astype(np.int32)})
+
+
+def add_bias(directory):
+    rewrite(directory, lambda x: x | {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)})
+
+
+def remove_head(directory):
+    rewrite(directory, lambda x: {name: value for name, value in x.items() if name != "lm_head.weight"})
+
+
+def only_torch_files(directory):
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+    (directory / "pytorch_model.bin").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (remove_shard, "has no file model-00002-of-00002.safetensors"),
+        (truncate_shard, "is truncated"),
+        (cut_header, "is not a valid safetensors file"),
+        (change_shape, "has shape [31], and config.json implies [32]"),
+        (change_dtype, "has dtype I32"),
+        (add_bias, "has the tensor model.layers.0.self_attn.q_proj.bias"),
+        (remove_head, "has no tensor lm_head.weight"),
+        (only_torch_files, "pytorch_model.bin is a PyTorch file"),
+    ],
+)
+def test_damaged_files_raise_one_line(damage, words, tmp_path):
+    directory = write_model(tmp_path / "model", "llama")
+    damage(directory)
+    with pytest.raises(UserError) as error:
+        loaded(directory)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_load_config_json_that_changed_since_raises(tmp_path):
+    directory = write_model(tmp_path / "model", "llama")
+    config = config_of(directory)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=2))
+    step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
+    with pytest.raises(UserError, match="num_layers=2 contradicts"):
+        load_pretrained(step)
+
+
+def test_tied_model_ignores_a_copy_of_the_head(tmp_path):
+    directory = write_model(tmp_path / "model", "llama_tied")
+    rewrite(directory, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"]})
+    _, params, _ = loaded(directory)
+    assert "head" not in params
