@@ -267,8 +267,10 @@ def _quiet_failures() -> Iterator[None]:
     gc.disable()
     try:
         yield
-    finally:
+    except BaseException:
         gc.collect()
+        raise
+    finally:
         sys.unraisablehook = hook
         if was_enabled:
             gc.enable()

@@ -1,8 +1,10 @@
 """Hugging Face directories: values on a mesh, bytes read, and errors for bad input."""
 
 import dataclasses
+import importlib.machinery
 import json
 import math
+import sys
 
 import jax
 import ml_dtypes
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file
 
 from jaxlc.config import load, with_settings
 from jaxlc.config.families import FAMILIES
+from jaxlc.core import extras
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.load import layouts_of, paths_of, read_shard
 from jaxlc.hf.safetensors_files import TensorFiles
@@ -255,3 +258,56 @@ def test_tied_model_ignores_a_copy_of_the_head(tmp_path):
     rewrite(directory, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"]})
     _, params, _ = loaded(directory)
     assert "head" not in params
+
+
+class FakeHub:
+    """Stands in for the package huggingface_hub; it has the model org/tiny."""
+
+    __spec__ = importlib.machinery.ModuleSpec("huggingface_hub", None)
+
+    def __init__(self, directory):
+        self.directory, self.requests = directory, []
+
+    def snapshot_download(self, repo_id, allow_patterns):
+        self.requests.append(allow_patterns)
+        if repo_id != "org/tiny":
+            raise ConnectionError("Cannot reach https://huggingface.co:\n offline")
+        return str(self.directory)
+
+
+def test_hub_id_downloads_the_weights_only_to_load_them(tmp_path, monkeypatch):
+    hub = FakeHub(write_model(tmp_path / "cache", "llama"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.chdir(tmp_path)
+    config = config_of("org/tiny")
+    assert (config.model.init_from, config.model.num_layers) == ("org/tiny", 3)
+    assert not any("*.safetensors" in patterns for patterns in hub.requests)
+    loaded("org/tiny")
+    assert "*.safetensors" in hub.requests[-1]
+
+
+def test_hub_that_cannot_be_reached_raises_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", FakeHub(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=r"cannot download model.init_from 'org/other' \(ConnectionError: Cannot"
+    ) as error:
+        config_of("org/other")
+    assert "\n" not in str(error.value)
+
+
+def test_hub_without_its_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(extras, "is_installed", lambda package: False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"needs the package huggingface_hub.*jaxlc\[hf\]"):
+        config_of("org/tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("./nothing", "nothing does not exist"), (".", "contains neither config.json nor checkpoints/")]
+)
+def test_init_from_without_a_model_raises(name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="invalid value .* for config.model.init_from") as error:
+        config_of(name)
+    assert words in str(error.value)

@@ -35,7 +35,7 @@ class Family:
     # The values that transformers uses for fields that are absent; a needed field that is absent here is required.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields of this family that change the computation, and the only values that are supported.
-    required_values: Mapping[str, tuple] = field(default_factory=dict)
+    required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
 
 

@@ -1,0 +1,92 @@
+"""A process of a large run reads its share of a model only: sparse files in the shape of a 70B model."""
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHAPE = dict(vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, head_dim=128)
+SHARE = 64
+# Loads the share of one process of 64 that shard the model dimension, as on fsdp=8 x context=8: each parameter as it is
+# passed to JAX, which keeps it. Prints bytes read, bytes kept, the largest shard, and memory before and at the peak.
+_PROGRAM = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from jaxlc.config import load
+from ml_collections import ConfigDict
+from jaxlc.config.families import FAMILIES
+from jaxlc.hf.load import layouts_of, paths_of, read_shard
+from jaxlc.hf.safetensors_files import TensorFiles
+from jaxlc.models import decoder
+from tests.hf.test_large_files import SHARE
+
+directory = Path(sys.argv[1])
+model = load(ConfigDict({"model": {"init_from": str(directory)}})).model
+abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
+dims = dict(paths_of(decoder.dims_of(model)))
+layouts = layouts_of(FAMILIES["llama"], abstract, dims, model.vocab_size)
+files = TensorFiles(directory)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+kept = []
+for path, param in abstract.items():
+    parts = [SHARE if name == "model" else 1 for name in dims[path]]
+    index = tuple((size // n * 5 % size, size // n * 5 % size + size // n, 1) for size, n in zip(param.shape, parts))
+    kept.append(read_shard(files, layouts[path], index, param))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(files.bytes_read, sum(x.nbytes for x in kept), max(x.nbytes for x in kept), before * 1024, peak * 1024)
+"""
+
+
+def write_sparse_model(directory: Path) -> int:
+    """Writes a Llama 70B without data, in 15 files; returns the bytes of its tensors in bf16."""
+    D, F, V, H = (SHAPE[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "head_dim"))
+    config = dict(SHAPE, model_type="llama", num_attention_heads=64, num_key_value_heads=8, tie_word_embeddings=False)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens.weight": [V, D], "model.norm.weight": [D], "lm_head.weight": [V, D]}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        of_layer = {
+            "input_layernorm": [D],
+            "post_attention_layernorm": [D],
+            "self_attn.q_proj": [64 * H, D],
+            "self_attn.k_proj": [8 * H, D],
+            "self_attn.v_proj": [8 * H, D],
+            "self_attn.o_proj": [D, 64 * H],
+            "mlp.gate_proj": [F, D],
+            "mlp.up_proj": [F, D],
+            "mlp.down_proj": [D, F],
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    names, file_of, total = list(shapes), {}, 0
+    for number in range(15):
+        header, end = {}, 0
+        for name in names[number::15]:
+            start, end = end, end + 2 * shapes[name][0] * (shapes[name] + [1])[1]
+            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [start, end]}
+            file_of[name] = f"model-{number + 1:05}-of-00015.safetensors"
+        text = json.dumps(header).encode()
+        with (directory / f"model-{number + 1:05}-of-00015.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+        total += end
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    return total
+
+
+@pytest.mark.heavy
+def test_read_share_of_70b_model_is_bounded(tmp_path):
+    total = write_sparse_model(tmp_path / "model")
+    assert total > 140e9
+    command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "model")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    bytes_read, kept, largest, before, peak = map(int, done.stdout.split())
+    print(f"read {bytes_read:,} of {total:,} bytes, kept {kept:,}, peak memory {peak - before:,} above the start")
+    norms = (2 * SHAPE["num_hidden_layers"] + 1) * 2 * SHAPE["hidden_size"]  # replicated
+    assert bytes_read == (total - norms) // SHARE + norms
+    assert peak - before <= kept + 2 * largest + 2**30
