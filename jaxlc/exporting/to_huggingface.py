@@ -19,6 +19,7 @@ from jaxlc.models import decoder
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_config, restore_params
 
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
+_GROUP_BYTES = 2**30  # of parameters that are restored together
 # Of the tokenizer, the chat template and generation; copied byte for byte.
 _COPIED_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -84,7 +85,7 @@ def _source(config: Config) -> Pretrained | None:
 def _write_weights(
     config: Config, base: dict | None, directory: Path, step: int, target: Path, dtype: str, max_shard_bytes: int
 ) -> None:
-    """Restores one stacked parameter at a time to host memory, and writes its tensors."""
+    """Restores one stacked parameter, or a few small ones, at a time to host memory, and writes their tensors."""
     model, family = config.model, family_of(base, config.model)
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
@@ -92,15 +93,36 @@ def _write_weights(
     with TensorWriter(
         target, _shapes(layouts, model.num_layers), dtype=dtype, max_shard_bytes=max_shard_bytes
     ) as files:
-        for path, param in abstract.items():
-            names = names_of(layouts[path].tensor, model.num_layers)
-            tree: dict = jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=on_host)
-            for key in reversed(path.split("/")):
-                tree = {key: tree}
-            tree = restore_params(directory, step, tree, vocab_size=model.vocab_size, only_these=True)
-            array = np.asarray(jax.tree.leaves(tree)[0])
-            for name, of_layer in zip(names, array if layouts[path].tensor.is_stacked else [array], strict=True):
-                files.write(name, layouts[path].to_stored(of_layer))
+        for paths in _groups(abstract):
+            tree: dict = {}
+            for path in paths:
+                shape = jax.ShapeDtypeStruct(abstract[path].shape, abstract[path].dtype, sharding=on_host)
+                _insert(tree, path.split("/"), shape)
+            restored = restore_params(directory, step, tree, vocab_size=model.vocab_size, only_these=True)
+            for path, param in paths_of(restored):
+                layout, array = layouts[path], np.asarray(param)
+                of_layers = array if layout.tensor.is_stacked else [array]
+                for name, of_layer in zip(names_of(layout.tensor, model.num_layers), of_layers, strict=True):
+                    files.write(name, layout.to_stored(of_layer))
+
+
+def _groups(abstract: dict[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
+    """Paths of parameters that are restored together: at most _GROUP_BYTES, or one larger parameter."""
+    groups, filled_bytes = [], _GROUP_BYTES
+    for path, param in abstract.items():
+        num_bytes = param.size * param.dtype.itemsize
+        filled_bytes += num_bytes
+        if filled_bytes > _GROUP_BYTES:
+            groups.append([])
+            filled_bytes = num_bytes
+        groups[-1].append(path)
+    return groups
+
+
+def _insert(tree: dict, keys: list[str], leaf: jax.ShapeDtypeStruct) -> None:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[keys[-1]] = leaf
 
 
 def _shapes(layouts: dict[str, Layout], num_layers: int) -> list[tuple[str, tuple[int, ...]]]:

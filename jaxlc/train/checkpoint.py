@@ -267,10 +267,8 @@ def _quiet_failures() -> Iterator[None]:
     gc.disable()
     try:
         yield
-    except BaseException:
-        gc.collect()
-        raise
     finally:
+        gc.collect()
         sys.unraisablehook = hook
         if was_enabled:
             gc.enable()
