@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jax.sharding import Mesh
 
 from jaxlc.config import Config
-from jaxlc.core import html
+from jaxlc.core import extras, html
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.paths import displayed
 from jaxlc.data.tokenizers import Tokenizer
@@ -73,13 +73,19 @@ class Result:
         return {name: self.workdir / file for name, file in names.items() if (self.workdir / file).exists()}
 
     def loss_figure(self) -> "Figure":
-        """Training and held-out loss over steps; needs matplotlib."""
+        """Training and held-out loss over steps. Raises UserError if matplotlib is not installed."""
+        extras.require("matplotlib", "a figure of the loss")
         from jaxlc.train.loss_plots import loss_figure
 
         return loss_figure(self.rows, self.baselines)
 
     def loss_by_position_figure(self) -> "Figure":
-        """Held-out loss by position in the document; needs matplotlib. Evaluates if `evaluation` is None."""
+        """Held-out loss by position in the document. Evaluates if `evaluation` is None.
+
+        Raises:
+          UserError: matplotlib is not installed.
+        """
+        extras.require("matplotlib", "a figure of the loss")
         from jaxlc.train.loss_plots import loss_by_position_figure
 
         return loss_by_position_figure(self.evaluation or self.evaluate())

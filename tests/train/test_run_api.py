@@ -91,6 +91,13 @@ def test_result_returns_figures(result):
     assert result.loss_figure().axes and result.loss_by_position_figure().axes
 
 
+@pytest.mark.parametrize("name", ["loss_figure", "loss_by_position_figure"])
+def test_result_figure_without_matplotlib_raises(result, monkeypatch, name):
+    monkeypatch.setattr("jaxlc.core.extras.is_installed", lambda package: False)
+    with pytest.raises(UserError, match="a figure of the loss needs the package matplotlib"):
+        getattr(result, name)()
+
+
 def test_token_losses_equal_log_softmax_of_logits(result):
     """Text of 225 tokens, longer than data.seq_len = 128."""
     model, ids = result.model, result.tokenizer.encode(TEXT.encode())
