@@ -22,6 +22,7 @@ from jaxlc.hf.safetensors_files import TensorFiles
 from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.train.pretrained_params import load_pretrained
+from jaxlc.train.state import lacks_host_memory
 from jaxlc.train.step import build_step
 from tests.hf.models import CASES, tensors_of, write_model, write_tensors
 
@@ -258,6 +259,23 @@ def test_tied_model_ignores_a_copy_of_the_head(tmp_path):
     rewrite(directory, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"]})
     _, params, _ = loaded(directory)
     assert "head" not in params
+
+
+def test_load_to_host_memory_gives_the_same_state(tmp_path):
+    directory = write_model(tmp_path / "model", "llama")
+    memory = {"memory.parameters": "host", "memory.optimizer": "host", "memory.remat": "full"}
+    config = config_of(directory, **memory, **{"mesh.context": 2})
+    mesh = make_mesh(config.mesh, jax.devices()[:2])
+    if lacks_host_memory(mesh) is not None:
+        pytest.skip(lacks_host_memory(mesh))
+    step = build_step(config, mesh)
+    state = step.init(load_pretrained(step)[0])
+    for actual, expected in zip(jax.tree.leaves(state), jax.tree.leaves(step.abstract_state), strict=True):
+        assert (actual.shape, actual.dtype, actual.sharding) == (expected.shape, expected.dtype, expected.sharding)
+    assert state.params["embedding"].sharding.memory_kind == "pinned_host"
+    expected = expected_params(CASES["llama"], tensors_of(CASES["llama"]))
+    for path, param in paths_of(state.params):
+        np.testing.assert_array_equal(param, expected[path], err_msg=path)
 
 
 class FakeHub:
