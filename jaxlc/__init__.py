@@ -128,6 +128,9 @@ def export(
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or `out` cannot be written.
       jaxlc.core.errors.Unsupported: the model has no equivalent in transformers.
     """
+    from jaxlc import runtime
+
+    runtime.import_jax()
     from jaxlc.exporting import to_huggingface
 
     return to_huggingface.export(workdir, out, step=step, dtype=dtype, max_shard_gb=max_shard_gb)
