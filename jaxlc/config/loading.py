@@ -11,6 +11,7 @@ from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, field_types, i
 from jaxlc.config.presets import PRESETS, RENAMED_PRESETS
 from jaxlc.config.pretrained import locate, with_overrides
 from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
+from jaxlc.core.errors import UserError
 
 # Old path -> new path. Checkpoints written under the old names still resume: only the model's settings are compared.
 RENAMED = {
@@ -36,6 +37,8 @@ def load(config: ConfigDict | Config) -> Config:
       UserError: an unknown setting, a value of the wrong type or out of range, or two values that contradict each
         other. The message is one line with the value and what to do.
     """
+    if not isinstance(config, ConfigDict | Config):
+        raise UserError(f"invalid config {config!r}: expected what jaxlc.config.read_config or defaults returns")
     values = to_dict(config) if isinstance(config, Config) else config.to_dict()
     for section, section_values in values.items():
         if section not in SECTIONS or not isinstance(section_values, dict):

@@ -16,7 +16,7 @@ from jaxlc.hf.load import layouts_of, names_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
 from jaxlc.models import decoder
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_config, restore_params
+from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_meta, restore_params
 
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
 _GROUP_BYTES = 2**30  # of parameters that are restored together
@@ -35,7 +35,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None, dtype: str
         raise UserError(f"invalid dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if not max_shard_gb > 0:
         raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
-    config = from_dict(read_config(directory, step))
+    config = from_dict(read_meta(directory, step)["config"])
     if config.attention.window:
         raise Unsupported(f"unsupported: export of a run with config.attention.window={config.attention.window}")
     source = _source(config)

@@ -61,6 +61,8 @@ class Callbacks:
     """Calls several callbacks; `stop_requested` is True after one of them raised `StopTraining`."""
 
     def __init__(self, callbacks: Iterable[Callback]):
+        if not isinstance(callbacks, Iterable):
+            raise UserError(f"invalid callbacks {callbacks!r}: expected a list, also of a single callback")
         self._callbacks = tuple(callbacks)
         self.stop_requested = False
         for callback in self._callbacks:

@@ -55,14 +55,14 @@ def committed_steps(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in paths if path.name.isdigit())
 
 
-def read_config(directory: Path, step: int) -> dict:
-    """The config of the run that saved the checkpoint of `step`, as `jaxlc.config.to_dict` returns it.
+def read_meta(directory: Path, step: int) -> dict:
+    """The meta of the checkpoint of `step`; its config is as `jaxlc.config.to_dict` returns it.
 
     Raises:
       UserError: the checkpoint cannot be read.
     """
     try:
-        return _read_meta(directory / str(step))["config"]
+        return _read_meta(directory / str(step))
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(directory, step, _first_words(error)) from error
 

@@ -13,7 +13,7 @@ from jaxlc.core.axes import TENSOR
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.train.accumulation import accumulate
 from jaxlc.train.batch import Batch
-from jaxlc.train.loss import LossSpec, LossSums, TokenLoss, loss_sums, token_losses
+from jaxlc.train.loss import LossSpec, LossSums, TokenLoss, check_losses, loss_sums, token_losses
 
 NATURAL, ZIGZAG = "natural", "zigzag"
 
@@ -131,6 +131,7 @@ class CustomObjective:
         logits_BTV = logits_BTV.astype(jnp.float32)
         if self.token_loss is not None:
             losses_N = self.token_loss(logits_BTV.reshape(-1, logits_BTV.shape[-1]), targets_BT.reshape(-1))
+            check_losses(losses_N, targets_BT.reshape(-1))
             return losses_N.reshape(targets_BT.shape), jnp.zeros(targets_BT.shape, jnp.float32)
         log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
         target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
@@ -140,6 +141,12 @@ class CustomObjective:
         """The head with zero columns up to a multiple of tensor, which `loss_sums` requires and masks."""
         padding = -head_DV.shape[1] % self.mesh.shape[TENSOR]
         return jnp.pad(head_DV, ((0, 0), (0, padding)))
+
+
+def check_methods(argument: str, value, methods: tuple[str, ...]) -> None:
+    """Raises UserError if the `value` of an optional argument lacks one of the methods."""
+    if value is not None and not all(callable(getattr(value, method, None)) for method in methods):
+        raise UserError(f"invalid {argument} {value!r}: expected an object with methods {' and '.join(methods)}")
 
 
 def check_supported(config: Config, *, has_model: bool, has_loss: bool, has_optimizer: bool) -> None:

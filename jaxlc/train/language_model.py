@@ -104,7 +104,10 @@ class LanguageModel:
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
-        return float(self.token_losses(tokens).mean(dtype=np.float64))
+        losses = self.token_losses(tokens)
+        if not losses.size:
+            raise UserError("the loss of one token: expected at least 2 tokens, since the first token has no loss")
+        return float(losses.mean(dtype=np.float64))
 
     def __repr__(self) -> str:
         num_parameters = sum(x.size for x in jax.tree.leaves(self.params))

@@ -17,12 +17,13 @@ from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.tokenizers import load_tokenizer
 from jaxlc.sharding.mesh import all_sizes, make_mesh
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_config, restore_params
+from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_meta, restore_params
 from jaxlc.train.custom_model import Model
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.metrics import METRICS_FILE, read_rows
 from jaxlc.train.pretrained_params import load_pretrained
+from jaxlc.train.run_data import CALLER_BATCHES
 from jaxlc.train.run_result import Result
 from jaxlc.train.step import TrainStep, build_step
 
@@ -46,7 +47,8 @@ def load(
     step = steps[-1] if step is None else step
     if step not in steps:
         raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
-    config = _on_mesh(from_dict(read_config(directory, step)), mesh)
+    meta = read_meta(directory, step)
+    config = _on_mesh(from_dict(meta["config"]), mesh)
     devices = _start(config)
     train_step = build_step(config, make_mesh(config.mesh, devices), model=model, loss=loss)
     params = restore_params(directory, step, train_step.abstract_state.params, vocab_size=config.model.vocab_size)
@@ -60,7 +62,7 @@ def load(
         workdir=workdir,
         rows=[row for row in rows if row["step"] <= step],
         train_step=train_step,
-        evaluate=lambda: _evaluate(train_step, params),
+        evaluate=lambda: _evaluate(train_step, params, meta["corpus"]),
         evaluation=None,
     )
 
@@ -123,8 +125,14 @@ def _start(config: Config) -> list[jax.Device]:
     return devices[: config.mesh.num_devices]
 
 
-def _evaluate(train_step: TrainStep, params) -> Evaluation:
-    """Reads the corpus of the config and evaluates on its held-out sequences."""
+def _evaluate(train_step: TrainStep, params, fingerprint: str) -> Evaluation:
+    """Reads the corpus of the config and evaluates on its held-out sequences.
+
+    Raises:
+      UserError: the run had its own batches, which are not stored.
+    """
+    if fingerprint == CALLER_BATCHES:
+        raise UserError("the run had its own batches, which are not stored: use model.token_losses on held-out tokens")
     config = train_step.config
     heldout = open_corpus(config.data).heldout
     evaluator = Evaluator(train_step, heldout, config.train.eval_sequences, train_step.sequence_order)

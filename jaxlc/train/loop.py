@@ -228,6 +228,13 @@ def _evaluate(run: _Run, position: _Position) -> Evaluation | None:
     return evaluation
 
 
+def _evaluate_again(run: _Run, position: _Position) -> Evaluation:
+    """`Result.evaluate`: after the run, when metrics.jsonl is closed."""
+    if run.evaluator is None:
+        raise UserError("the run has no held-out sequences: pass eval_batches to jaxlc.train.run")
+    return run.evaluator.with_context_gain(position.state.params, run.evaluator(position.state.params))
+
+
 def _save(run: _Run, position: _Position) -> None:
     meta = dict(
         step=position.step,
@@ -306,7 +313,7 @@ def _finish(run: _Run, end: _Position, evaluation: Evaluation | None, exit_statu
         workdir=run.workdir,
         rows=read_rows(metrics) if metrics.exists() else [],
         train_step=run.step,
-        evaluate=functools.partial(_evaluate, run, end),
+        evaluate=functools.partial(_evaluate_again, run, end),
         evaluation=evaluation if exit_status == 0 else None,
         baselines=baselines,
     )

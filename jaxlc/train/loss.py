@@ -20,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.config import Config
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.errors import UserError
 from jaxlc.models.chunks import over_chunks
 from jaxlc.models.layers import rms_norm
 
@@ -202,11 +203,18 @@ def _cross_entropy(logits_cv, targets_c, weights_c, spec: LossSpec):
     return sums, losses_c, lambda: _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss)
 
 
+def check_losses(losses: jax.Array, targets: jax.Array) -> None:
+    """Raises UserError if a custom loss did not return one loss per token."""
+    if jnp.shape(losses) != targets.shape:
+        raise UserError(f"the loss returned shape {jnp.shape(losses)}: expected one loss per token, {targets.shape}")
+
+
 def _own_loss(logits_cv, targets_c, weights_c, spec: LossSpec):
     """As `_cross_entropy`, of `spec.token_loss`. Every tensor rank gathers the logits and computes the same losses."""
     width = logits_cv.shape[1]
     logits_cV = lax.all_gather(logits_cv, TENSOR, axis=1, tiled=True)
     losses_c, vjp = jax.vjp(lambda logits: spec.token_loss(logits[:, : spec.vocab_size], targets_c), logits_cV)
+    check_losses(losses_c, targets_c)
     total = (weights_c * losses_c).sum()
 
     def dlogits() -> jax.Array:

@@ -21,6 +21,8 @@ from jaxlc.train.progress import Progress
 from jaxlc.train.start_report import corpus_lines
 from jaxlc.train.step import TrainStep
 
+CALLER_BATCHES = "batches of the caller"  # in the meta of a checkpoint instead of the fingerprint of a corpus
+
 Batches = Iterable[Mapping]  # each maps "tokens" and optional names to arrays [sequences, tokens]
 
 
@@ -85,6 +87,8 @@ def open_data(
     Raises:
       UserError: the data cannot be read, or does not match the config.
     """
+    if own_batches is None and eval_batches is not None:
+        raise UserError("eval_batches without batches: pass both, or neither to train on the corpus of config.data")
     return _of_corpus(config, progress) if own_batches is None else _of_batches(config, own_batches, eval_batches)
 
 
@@ -125,6 +129,6 @@ def _of_batches(config: Config, own_batches: Batches, eval_batches: Batches | No
             prefetch_steps=config.data.prefetch_steps,
         ),
         heldout=heldout,
-        fingerprint="batches of the caller",
-        lines=[f"data       batches of the caller; {evaluated}"],
+        fingerprint=CALLER_BATCHES,
+        lines=[f"data       {CALLER_BATCHES}; {evaluated}"],
     )

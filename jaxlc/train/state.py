@@ -119,6 +119,11 @@ def memory_spaces(
     )
 
 
+def is_masked(x) -> bool:
+    """Whether `x` is the empty placeholder of a parameter that another optimizer updates, as in `optax.masked`."""
+    return isinstance(x, optax.MaskedNode)
+
+
 def is_on_host(*trees) -> bool:
     """Whether any of these arrays, concrete or traced, is in host memory."""
     return any(memory_kind_of(x) is HOST for x in jax.tree.leaves(trees))
@@ -168,6 +173,8 @@ def abstract_state(
     replicated_sharding = NamedSharding(mesh, PartitionSpec())
 
     def stored(shape, names):
+        if is_masked(shape):
+            return shape
         if len(names) != len(shape.shape):  # optimizer state of another shape, such as Adafactor's factored moments
             return replicated(shape)
         spec = rules.storage_spec(names, shape.shape, mesh)
@@ -184,7 +191,9 @@ def abstract_state(
     abstract = TrainState(
         step=replicated(shapes.step),
         params=jax.tree.map(stored, shapes.params, dims),
-        opt_state=optax.tree_map_params(optimizer, stored, shapes.opt_state, dims, transform_non_params=replicated),
+        opt_state=optax.tree_map_params(
+            optimizer, stored, shapes.opt_state, dims, transform_non_params=replicated, is_leaf=is_masked
+        ),
         rng=replicated(shapes.rng),
         scaling=jax.tree.map(replicated, shapes.scaling),
     )

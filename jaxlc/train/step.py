@@ -21,7 +21,7 @@ from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.table import ShardingTable, sharding_table
 from jaxlc.train import mixed_precision, update
 from jaxlc.train.batch import Batch, abstract_batch
-from jaxlc.train.custom_model import NATURAL, CustomObjective, Model, check_supported
+from jaxlc.train.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.objective import Objective
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
@@ -62,6 +62,8 @@ def build_step(
         optimizer.
     """
     mixed_precision.check_devices(config.precision, mesh.devices.flat)
+    check_methods("model", model, ("init", "apply"))
+    check_methods("optimizer", optimizer, ("init", "update"))
     check_supported(config, has_model=model is not None, has_loss=loss is not None, has_optimizer=optimizer is not None)
     return TrainStep(config=config, mesh=mesh, model=model, token_loss=loss, own_optimizer=optimizer)
 

@@ -162,6 +162,37 @@ def test_build_step_unsupported_combination_names_setting(custom, settings, mess
         small_step(small_config(**settings), **custom)
 
 
+@pytest.mark.parametrize("argument", ["model", "optimizer"])
+def test_custom_argument_without_methods_raises(argument):
+    with pytest.raises(UserError, match=f"invalid {argument} 0.1: expected an object with methods init and "):
+        small_step(small_config(), **{argument: 0.1})
+
+
+@pytest.mark.parametrize("returns_logits", [True, False], ids=["logits", "hidden"])
+def test_custom_loss_with_wrong_output_shape_raises(returns_logits):
+    step = small_step(
+        small_config(), model=_Model(returns_logits=returns_logits), loss=lambda *x: cross_entropy(*x).mean()
+    )
+    with pytest.raises(UserError, match=r"the loss returned shape \(\): expected one loss per token, \("):
+        step.lower()
+
+
+def test_custom_optimizer_with_masked_state_is_sharded():
+    """As with `optax.multi_transform` and `optax.contrib.muon`: a part has placeholders for the other parameters."""
+
+    def labels(params):
+        return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "other", params)
+
+    optimizer = optax.multi_transform({"matrix": optax.adam(1e-3), "other": optax.sgd(1e-2, momentum=0.9)}, labels)
+    config = small_config(mesh=dict(fsdp=2))
+    step = small_step(config, model=_Model(returns_logits=True), optimizer=optimizer)
+    mu = step.abstract_state.opt_state.inner_states["matrix"].inner_state[0].mu
+    assert mu["qkv"]["kernel"].sharding == step.abstract_state.params["qkv"]["kernel"].sharding
+    assert not mu["qkv"]["kernel"].sharding.is_fully_replicated
+    _, metrics = step.jitted(step.init(), make_batch(step, natural_rows()))
+    assert metrics.is_finite
+
+
 def test_custom_model_with_wrong_output_shape_raises():
     class Wrong(_Model):
         def apply(self, params, batch, mesh):

@@ -87,6 +87,10 @@ def test_result_has_history_as_columns_and_paths(result):
     assert "held-out loss" in result._repr_html_() and "<table" in history._repr_html_()
 
 
+def test_result_evaluates_again_with_the_same_loss(result):
+    assert result.evaluate().loss == result.evaluation.loss
+
+
 def test_result_returns_figures(result):
     assert result.loss_figure().axes and result.loss_by_position_figure().axes
 
@@ -129,6 +133,7 @@ def test_hidden_states_times_tied_head_are_the_logits(result):
         ([1, 257], "token 257, expected 0 to 256"),
         ([-1], "token -1, expected"),
         ([0.5], "expected a text, or int"),
+        ([1], "expected at least 2 tokens"),
     ],
 )
 def test_model_with_invalid_tokens_raises(result, tokens, message):
@@ -201,7 +206,12 @@ def test_custom_batches_of_same_sequences_give_same_losses(config, result, tmp_p
     batches = list(_corpus_batches(config))[:2]
     first = jaxlc.train.run(half, tmp_path / "w", batches=batches, eval_batches=batches[:1])
     assert first.step == 2 and first.exit_status == 0 and first.evaluation.num_sequences == 2
+    assert first.evaluate().num_sequences == 2
+    with pytest.raises(UserError, match="the run had its own batches, which are not stored"):
+        jaxlc.load(tmp_path / "w").evaluate()
     second = jaxlc.train.run(half, tmp_path / "w", batches=_corpus_batches(config))
+    with pytest.raises(UserError, match="no held-out sequences: pass eval_batches"):
+        second.evaluate()
     assert second.step == STEPS and second.evaluation is None
     np.testing.assert_array_equal(second.history.column("loss")[1], whole.history.column("loss")[1])
     with pytest.raises(UserError, match="batches ended before step 5"):
@@ -219,6 +229,20 @@ def test_stop_training_saves_a_checkpoint_and_evaluates(config, tmp_path):
 def test_run_with_object_without_events_as_callback_raises(config, tmp_path):
     with pytest.raises(UserError, match="invalid callback .*expected an object with a method on_start, "):
         jaxlc.train.run(config, tmp_path / "w", callbacks=[print])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(config="quickstart"), "invalid config 'quickstart': expected what jaxlc.config.read_config or defaults"),
+        (dict(callbacks=jaxlc.train.Callback()), "invalid callbacks .*expected a list, also of a single callback"),
+        (dict(eval_batches=[]), "eval_batches without batches: pass both"),
+    ],
+    ids=["config", "callbacks", "eval_batches"],
+)
+def test_run_with_invalid_arguments_raises(config, tmp_path, arguments, message):
+    with pytest.raises(UserError, match=message):
+        jaxlc.train.run(**dict(config=config, workdir=tmp_path / "w") | arguments)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 100, 1000, 12345, 1_000_000])
