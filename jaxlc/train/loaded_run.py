@@ -125,7 +125,7 @@ def _start(config: Config) -> list[jax.Device]:
     return devices[: config.mesh.num_devices]
 
 
-def _evaluate(train_step: TrainStep, params, fingerprint: str) -> Evaluation:
+def _evaluate(train_step: TrainStep, params, fingerprint: str = "") -> Evaluation:
     """Reads the corpus of the config and evaluates on its held-out sequences.
 
     Raises:
