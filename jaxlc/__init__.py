@@ -129,8 +129,9 @@ def export(
       jaxlc.core.errors.Unsupported: the model has no equivalent in transformers.
     """
     from jaxlc import runtime
+    from jaxlc.config import RuntimeConfig
 
-    runtime.import_jax()
+    runtime.start(RuntimeConfig())
     from jaxlc.exporting import to_huggingface
 
     return to_huggingface.export(workdir, out, step=step, dtype=dtype, max_shard_gb=max_shard_gb)
