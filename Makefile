@@ -77,14 +77,15 @@ define WITH_PYTHON_312
 	else $(MAKE) --no-print-directory $(1)/.ready$(3) PYTHON="$$python" && $(1)/bin/python $(2); fi
 endef
 
-# An editable install with the setuptools of the lock: --no-build-isolation downloads nothing else.
+# An editable install with the setuptools of the lock: --no-build-isolation downloads nothing else. In the mode "compat",
+# Python finds the package also when it is started in the parent of the checkout, which has a directory jaxlc/ too.
 define INSTALL
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), and jaxlc needs 3.11 or newer; use make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv --clear $(@D) || { echo "the venv module is missing; install your system's python3-venv package"; exit 1; }
 	@echo "installing the packages of $(1) into $(@D) (about 700 MB, one to three minutes)"
 	$(@D)/bin/python -m pip install --quiet --requirement $(1)
-	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat --editable .
 	@touch $@
 endef
 

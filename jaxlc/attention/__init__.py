@@ -15,3 +15,7 @@ __all__ = [
     "natural_order",
     "zigzag_order",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

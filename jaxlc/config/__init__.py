@@ -48,3 +48,7 @@ __all__ = [
     "transport_settings",
     "with_settings",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -44,6 +44,12 @@ class Settings(ConfigDict):
                 check_key(path.removeprefix(strip_prefix).partition("[")[0])
         super().update_from_flattened_dict(flattened_dict, strip_prefix)
 
+    def __str__(self) -> str:
+        return "\n".join(f"{name}:\n{section}" for name, section in self.items())
+
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         return differences.as_html("Settings", *_set_and_default_values(self))
 
@@ -74,6 +80,12 @@ class Section(ConfigDict):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored_section, (self._section, dict(self.items(preserve_field_references=True)), self.is_locked)
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {name}: {_value_text(value)}" for name, value in self.items())
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         root = Settings({self._section: self})
@@ -117,3 +129,7 @@ def _set_and_default_values(settings: Settings) -> tuple[differences.Values, dif
         for section, fields in values.items()
     }
     return is_set, default_values(preset)
+
+
+def _value_text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else "not set" if value is None else str(value)

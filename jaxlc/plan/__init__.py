@@ -91,3 +91,7 @@ def __getattr__(name: str) -> Any:
 
         return Plan
     raise AttributeError(f"module 'jaxlc.plan' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from jaxlc.config import MeshConfig
-from jaxlc.core.axes import CONTEXT, MESH_AXES
+from jaxlc.core.axes import CONTEXT, MESH_AXES, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.layout import token_at
 
@@ -27,7 +27,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     devices = jax.devices() if devices is None else devices
     if config.num_devices != len(devices):
         raise UserError(
-            f"{config} needs {config.num_devices} devices but {len(devices)} are given; use a mesh of that size"
+            f"the mesh {mesh_text(vars(config))} needs {config.num_devices} devices but {len(devices)} are given; use a"
+            f" mesh of that size, or pass devices=jax.devices()[:{config.num_devices}]"
         )
     shape = tuple(vars(config)[axis] for axis in MESH_AXES)
     return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

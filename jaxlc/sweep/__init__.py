@@ -23,3 +23,7 @@ def load(path: str | Path) -> "Ranking":
     from jaxlc.sweep import stored  # imports rich and more, which a worker of a sweep does not need
 
     return stored.load(path)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -86,6 +86,10 @@ def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: i
         for name, shape in stored_shapes.items()
         if name.startswith("params/") and (name in target_shapes or not only_these)
     }
+    if stored_shapes.keys() != target_shapes.keys():
+        raise UserError(
+            f"checkpoint {path} has other parameters than this model: pass model= as in the run, or none if it had none"
+        )
     padded = _check_same_shapes(path, stored_shapes, target_shapes, vocab_size)
     arguments = ocp.args.PyTreeRestore(
         target,

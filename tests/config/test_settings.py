@@ -196,3 +196,11 @@ def test_section_html_has_its_own_settings_only():
     assert "context" in config.mesh._repr_html_()
     assert "steps" not in config.mesh._repr_html_()
     assert "all settings have their defaults" in config.data._repr_html_()
+
+
+def test_text_of_settings_has_one_plain_line_per_value():
+    config = defaults()
+    config.data.sources = ("books", "papers")
+    lines = str(config).splitlines()
+    assert "  sources: books, papers" in lines and "  num_layers: not set" in lines
+    assert "!!python" not in str(config) and str(config.data) in str(config)

@@ -27,6 +27,7 @@ def test_make_mesh_uses_given_devices():
 
 def test_make_mesh_wrong_number_of_devices_is_refused():
     with pytest.raises(
-        UserError, match=r"context=4, tensor=1\) needs 4 devices but 2 are given; use a mesh of that size"
+        UserError,
+        match=r"context=4 x tensor=1 needs 4 devices but 2 are given; use a mesh of that size, or pass devices=",
     ):
         make_mesh(MeshConfig(context=4), jax.devices()[:2])
