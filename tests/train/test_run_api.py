@@ -175,6 +175,18 @@ def test_load_with_invalid_arguments_names_the_choices(result, arguments, messag
         jaxlc.load(result.workdir, **arguments)
 
 
+def test_load_with_another_model_says_to_pass_that_of_the_run(result):
+    class Bigram:
+        def init(self, key):
+            return {"table": jax.random.normal(key, (257, 257))}
+
+        def apply(self, params, batch, mesh):
+            return params["table"][batch.tokens]
+
+    with pytest.raises(UserError, match="has other parameters than this model: pass model= as in the run"):
+        jaxlc.load(result.workdir, model=Bigram())
+
+
 def test_load_without_checkpoints_raises(tmp_path):
     with pytest.raises(UserError, match="no checkpoint in .*pass the workdir of a run"):
         jaxlc.load(tmp_path)
