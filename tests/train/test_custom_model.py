@@ -88,7 +88,7 @@ def _reference(params, loss):
         (MESHES[1], False, None),
         (MESHES[2], False, label_smoothing),
     ],
-    ids=str,
+    ids=["alone-logits", "alone-head-smoothed", "split-logits-smoothed", "split-head", "replicated-head-smoothed"],
 )
 def test_custom_model_has_loss_and_gradients_of_plain_jax(axes, returns_logits, loss):
     step = small_step(small_config(mesh=axes), model=_Model(returns_logits=returns_logits), loss=loss)
