@@ -167,10 +167,8 @@ def compile_case(case: AttentionCase, mesh: Mesh) -> CompiledCase:
 
 def _jaxlc_attention(case: AttentionCase, mesh: Mesh) -> Callable:
     """`attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`."""
-    config = AttentionConfig(
-        strategy=case.strategy, kernel=case.kernel, window=case.window, ulysses_degree=case.ulysses_degree
-    )
-    attend = attention.make(config, mesh)
+    config = AttentionConfig(strategy=case.strategy, kernel=case.kernel, ulysses_degree=case.ulysses_degree)
+    attend = attention.make(config, mesh, window=case.window or None)
     return lambda q, k, v: attend(q, k, v, None, None)[0]
 
 

@@ -196,7 +196,7 @@ def _tile_rows() -> Iterator[tuple[str, list[str]]]:
     rows = {
         "packed documents": {},
         "one document per sequence": dict(attention=dict(document_mask=False)),
-        "sliding window": dict(attention=dict(window=100)),
+        "sliding window": dict(model=dict(layer_kinds="sliding", window=100)),
         "fewer key/value heads than ulysses ranks": dict(model=dict(num_kv_heads=2)),
         "fewer key/value heads than tensor ranks": dict(model=dict(num_kv_heads=1), mesh=dict(tensor=2)),
     }

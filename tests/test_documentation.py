@@ -25,7 +25,7 @@ import pytest
 
 from jaxlc.cli import VERBS
 from jaxlc.config.command_line import parse
-from jaxlc.config.loading import RENAMED
+from jaxlc.config.old_configs import RENAMED
 from jaxlc.core.errors import UserError
 
 ROOT = Path(__file__).parents[1]

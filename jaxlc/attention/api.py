@@ -52,27 +52,37 @@ Attend = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def choose(
-    config: AttentionConfig, mesh: Mesh | None, *, head_dim: int, dtype, packed: bool, value_dim: int | None = None
+    config: AttentionConfig,
+    mesh: Mesh | None,
+    *,
+    head_dim: int,
+    dtype,
+    packed: bool,
+    window: int | None = None,
+    value_dim: int | None = None,
 ) -> KernelSelection:
-    """The kernel that `make(config, mesh)` calls for such arrays, and the reason. Raises as `choose_kernel`.
+    """The kernel that `make(config, mesh, window=window)` calls for such arrays, and the reason.
 
     Args:
       mesh: its first device decides. None: `jax.devices()[0]`.
       head_dim: head dim of queries and keys.
       dtype: dtype of q, k and v.
       packed: whether the call has explicit positions and segment ids.
+      window: of `make`.
       value_dim: head dim of values. None: equal to head_dim.
+    Raises:
+      UserError, Unsupported: as `choose_kernel`.
     """
     strategy = STRATEGIES[_known_strategy(config.strategy)]
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    implicit_positions = strategy.implicit_positions_in_windows if config.window else strategy.implicit_positions
+    implicit_positions = strategy.implicit_positions_in_windows if window else strategy.implicit_positions
     problem = AttentionProblem(
         platform=device.platform,
         compute_capability=getattr(device, "compute_capability", None),
         dtype=jnp.dtype(dtype).name,
         head_dim=head_dim,
         value_dim=value_dim or head_dim,
-        window=config.window or None,
+        window=window,
         implicit_positions=implicit_positions and not packed,
     )
     return choose_kernel(config.kernel, problem)
@@ -83,6 +93,7 @@ def make(
     mesh: Mesh,
     *,
     causal: bool = True,
+    window: int | None = None,
     scale: float | None = None,
     axes: AttentionAxes = DEFAULT_AXES,
     token_order: TokenOrder = "zigzag",
@@ -90,6 +101,7 @@ def make(
     """Attention over a sequence split on the mesh, as a function of global arrays.
 
     Args:
+      window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
       axes: the axes of the mesh that split the batch, the sequence and the heads.
       token_order: the order of the tokens of all arguments and results; see `attend`.
     Returns:
@@ -109,13 +121,14 @@ def make(
     def attend(q_BTNH, k_BSKH, v_BSKH, positions_BT, segments_BT):
         kernel = choose(
             config, mesh, head_dim=q_BTNH.shape[-1], value_dim=v_BSKH.shape[-1], dtype=q_BTNH.dtype,
-            packed=segments_BT is not None or (causal and positions_BT is not None),
+            packed=segments_BT is not None or (causal and positions_BT is not None), window=window,
         ).kernel  # fmt: skip
         local = functools.partial(
             _attend_shard,
             config=config,
             kernel=kernel,
             causal=causal,
+            window=window,
             scale=scale,
             ranks=ranks,
             token_order=token_order,
@@ -149,6 +162,7 @@ def _attend_shard(
     config: AttentionConfig,
     kernel: Kernel,
     causal: bool,
+    window: int | None,
     scale: float | None,
     ranks: tuple[Ranks, ...],
     token_order: TokenOrder,
@@ -156,7 +170,7 @@ def _attend_shard(
     """(out_btnH, lse_bnt float32) of this rank's shard; runs inside `shard_map`. See `make` and `attend`."""
     spec = AttentionSpec(
         causal=causal,
-        window=config.window or None,
+        window=window,
         scale=scale,
         query_block_tokens=config.query_block_tokens,
         key_block_tokens=config.key_block_tokens,
@@ -241,6 +255,7 @@ class _Call(NamedTuple):
     mesh: Mesh | None
     config: AttentionConfig
     causal: bool
+    window: int | None
     scale: float | None
     token_order: TokenOrder
 
@@ -256,15 +271,16 @@ def _checked_call(mesh, strategy, kernel, causal, window, ulysses_ranks, scale, 
         )
     if token_order not in get_args(TokenOrder):
         raise UserError(f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}")
-    config = AttentionConfig(
-        strategy=_known_strategy(strategy), kernel=kernel, window=window or 0, ulysses_degree=ulysses_ranks or 1
-    )
-    return _Call(mesh, config, causal, scale, token_order)
+    config = AttentionConfig(strategy=_known_strategy(strategy), kernel=kernel, ulysses_degree=ulysses_ranks or 1)
+    return _Call(mesh, config, causal, window, scale, token_order)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def _attend_global(q_BTNH, k_BSKH, v_BSKH, segments_BT, call: _Call, axes: AttentionAxes):
-    attend = make(call.config, call.mesh, causal=call.causal, scale=call.scale, axes=axes, token_order=call.token_order)
+    attend = make(
+        call.config, call.mesh, causal=call.causal, window=call.window, scale=call.scale, axes=axes,
+        token_order=call.token_order,
+    )  # fmt: skip
     return attend(q_BTNH, k_BSKH, v_BSKH, None, segments_BT)
 
 
@@ -279,11 +295,12 @@ def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, call: _Call, context_axis
         )
     kernel = choose(
         call.config, call.mesh, head_dim=q_btnH.shape[-1], value_dim=v_bskH.shape[-1], dtype=q_btnH.dtype,
-        packed=segments_bt is not None,
+        packed=segments_bt is not None, window=call.window,
     ).kernel  # fmt: skip
     return _attend_shard(
         q_btnH, k_bskH, v_bskH, None, segments_bt, config=call.config, kernel=kernel, causal=call.causal,
-        scale=call.scale, ranks=(Ranks(context_axis, lax.axis_size(context_axis)),), token_order=call.token_order,
+        window=call.window, scale=call.scale, ranks=(Ranks(context_axis, lax.axis_size(context_axis)),),
+        token_order=call.token_order,
     )  # fmt: skip
 
 

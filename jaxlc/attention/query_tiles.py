@@ -70,12 +70,10 @@ def make_tiled(
         18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
         TFLOP/s and 3.35 TB/s; not yet timed on a GPU).
     Raises:
-      Unsupported: strategy all_gather, a window, or key/value heads that do not split over the inner ranks.
+      Unsupported: strategy all_gather, or key/value heads that do not split over the inner ranks.
     """
     if config.strategy == "all_gather":
         raise Unsupported("unsupported: strategy all_gather with layer tiles (supported: ring, ulysses, hybrid)")
-    if config.window:
-        raise Unsupported(f"unsupported: window={config.window} with layer tiles (supported: window=0)")
     inner_size = {"ring": 1, "ulysses": mesh.shape[CONTEXT], "hybrid": config.ulysses_degree}[config.strategy]
     split_mesh, (outer, inner) = split_context(mesh, inner_size)
     tensor = mesh.shape[TENSOR]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxlc.config.frozen import Config
+from jaxlc.config.layer_checks import layer_problems
 from jaxlc.config.mesh_checks import check_num_devices, length_problems, mesh_overrides, split_problems, working_mesh
 from jaxlc.config.precision_checks import precision_problems
 from jaxlc.config.schema import TENSOR_NAMES
@@ -34,6 +35,8 @@ RANGES: dict[str, dict[str, _Range]] = {
         head_dim=_FROM_1,
         ffn_dim=_FROM_1,
         norm_epsilon=_POSITIVE,
+        window=_FROM_0,
+        sliding_rope_theta=_POSITIVE,
         rope_theta=_POSITIVE,
         rope_scaling_factor=_FROM_1,
         rope_scaling_low_freq_factor=_POSITIVE,
@@ -41,7 +44,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         rope_scaling_original_tokens=_FROM_1,
     ),
     "mesh": dict.fromkeys(MESH_AXES, _FROM_1),
-    "attention": dict(ulysses_degree=_FROM_1, window=_FROM_0, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
+    "attention": dict(ulysses_degree=_FROM_1, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
     "data": dict(seq_len=_FROM_1, eval_fraction=_OPEN_FRACTION, seed=_FROM_0, prefetch_steps=_FROM_0),
     "optimizer": dict(
         learning_rate=_FROM_0,
@@ -98,7 +101,9 @@ def check(config: Config) -> None:
             value = getattr(getattr(config, section), name)
             if not allowed.holds(value):
                 raise UserError(f"invalid value {value} for config.{section}.{name}: expected {allowed.text}")
-    for problems in (_model_problems, _optimizer_problems, _data_problems, _memory_problems, _runtime_problems):
+    for problems in (
+        _model_problems, layer_problems, _optimizer_problems, _data_problems, _memory_problems, _runtime_problems
+    ):  # fmt: skip
         _raise_first(problems(config))
     # Checked before divisibility, whose advice keeps the number of devices.
     if config.runtime.simulated_devices:

@@ -13,8 +13,10 @@ from jaxlc.config.families import FAMILIES, Family
 from jaxlc.config.schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
 
-# Settings that may differ from the model that is loaded: they change positions only, not the shape of a parameter.
 ROPE_SETTINGS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_"))
+# Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and
+# not the shape of a parameter.
+CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, "sliding_rope_theta", "window")
 
 _FIELDS = {  # config.json -> ModelConfig
     "vocab_size": "vocab_size",
@@ -36,6 +38,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     is_encoder_decoder=(False,),
     add_cross_attention=(False,),
 )
+_FULL_ATTENTION: dict[str, Any] = dict(layer_kinds=("full",), window=0)
 _ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters"}
 _LLAMA3_FIELDS = {  # of rope_scaling with the type llama3 -> ModelConfig
     "factor": "rope_scaling_factor",
@@ -91,7 +94,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if value is None:
             raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
         settings[setting] = value
-    return settings | dict(qk_norm=family.qk_norm) | _rope_settings(config, where)
+    return settings | dict(qk_norm=family.qk_norm) | _FULL_ATTENTION | _rope_settings(config, where)
 
 
 def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:

@@ -8,26 +8,11 @@ from ml_collections import ConfigDict
 
 from jaxlc.config.checks import check
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, field_types, is_placeholder, to_dict
+from jaxlc.config.old_configs import REMOVED, RENAMED, upgraded
 from jaxlc.config.presets import PRESETS, RENAMED_PRESETS
 from jaxlc.config.pretrained import locate, with_overrides
 from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
 from jaxlc.core.errors import UserError
-
-# Old path -> new path. Checkpoints written under the old names still resume: only the model's settings are compared.
-RENAMED = {
-    "attention.ulysses_ranks": "attention.ulysses_degree",
-    "data.sequence_tokens": "data.seq_len",
-    "memory.keep": "memory.save",
-    "memory.remat_layers": "memory.layers_per_remat_group",
-    "optimizer.clip_norm": "optimizer.max_grad_norm",
-    "precision.fp8_history_steps": "precision.fp8_amax_history_len",
-    "precision.loss_scale_backoff": "precision.loss_scale_backoff_factor",
-    "precision.loss_scale_growth": "precision.loss_scale_growth_factor",
-    "precision.loss_scale_growth_steps": "precision.loss_scale_growth_interval",
-    "train.accumulation_steps": "train.gradient_accumulation_steps",
-    "train.eval_rows": "train.eval_sequences",
-    "train.rows_per_step": "train.global_batch_size",
-}
 
 
 def load(config: ConfigDict | Config) -> Config:
@@ -74,19 +59,12 @@ def transport_settings(transport: str) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, dict[str, Any]]) -> Config:
-    """The Config that `to_dict` converted, also by an older version: renamed settings have their new names.
+    """The Config that `to_dict` converted, also by an older version; see `old_configs.upgraded`.
 
     Raises:
-      UserError: as `load`.
+      UserError: as `load` and `old_configs.upgraded`.
     """
-    current: dict[str, dict[str, Any]] = {section: {} for section in values}
-    for section, section_values in values.items():
-        for name, value in section_values.items():
-            new_section, _, new_name = RENAMED.get(f"{section}.{name}", f"{section}.{name}").partition(".")
-            current[new_section][new_name] = value
-    preset = current["model"]["preset"]
-    current["model"]["preset"] = RENAMED_PRESETS.get(preset, preset)
-    return load(ConfigDict(current))
+    return load(ConfigDict(upgraded(values)))
 
 
 def check_key(path: str) -> None:
@@ -97,6 +75,8 @@ def check_key(path: str) -> None:
     """
     if path in RENAMED:
         raise SettingError(f"config.{path} was renamed: use config.{RENAMED[path]}")
+    if path in REMOVED:
+        raise SettingError(f"config.{path} was removed: {REMOVED[path]}")
     section, _, name = path.partition(".")
     if section not in SECTIONS or (name and name not in field_types(section)):
         raise SettingError(f"unknown setting config.{path}: {_nearest_key(path)}")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxlc.config import hub
-from jaxlc.config.config_json import ROPE_SETTINGS, settings_of
+from jaxlc.config.config_json import CHANGEABLE_SETTINGS, settings_of
+from jaxlc.config.old_configs import upgraded
 from jaxlc.core.errors import UserError
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
@@ -42,9 +43,9 @@ class Pretrained:
         return read_json(self.directory / CONFIG_FILE)
 
     def run_config(self) -> dict[str, dict[str, Any]]:
-        """The config that a run stored in the checkpoint; not for Hugging Face models."""
+        """The config that a run stored in the checkpoint, with current names; not for Hugging Face models."""
         try:
-            return read_json(self.directory / "meta" / "metadata")["config"]
+            return upgraded(read_json(self.directory / "meta" / "metadata")["config"])
         except KeyError as error:
             raise UserError(
                 f"the checkpoint {self.directory} has no config; use a different model.init_from"
@@ -76,14 +77,14 @@ def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
 
 
 def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the model, with those of `explicit` that may differ from it: the RoPE settings.
+    """The settings of the model, with those of `explicit` that may differ from it: RoPE and the window.
 
     Raises:
       UserError: another setting of `explicit` differs; the message names the difference.
     """
     settings = pretrained.model_settings()
     for name, value in explicit.items():
-        if name in settings and name not in ROPE_SETTINGS and settings[name] != value:
+        if name in settings and name not in CHANGEABLE_SETTINGS and settings[name] != value:
             raise UserError(
                 f"config.model.{name}={value} contradicts {pretrained.init_from}, which has {settings[name]}: remove"
                 f" that setting, or use --config.model.{name}={settings[name]}"

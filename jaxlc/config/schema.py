@@ -7,6 +7,9 @@ to make a Config: it checks types, ranges and contradictions before JAX starts. 
 from dataclasses import dataclass
 from typing import Literal
 
+# Kinds of layers that model.layer_kinds may name.
+LAYER_KINDS = ("full", "sliding", "nope")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -28,6 +31,13 @@ class ModelConfig:
     tie_embeddings: bool  # use the transposed token embedding as the output head
     qk_norm: bool  # apply RMSNorm to each query and key head before RoPE, as in Qwen 3
     norm_epsilon: float  # added to the mean square in RMSNorm
+    # kinds of the layers, a group that repeats: layer i has kind layer_kinds[i % length]. full: attention to all
+    # earlier tokens. sliding: attention to the last `window` tokens. nope: as full, without position embedding.
+    layer_kinds: tuple[str, ...] = ("full",)
+    # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
+    # model has no sliding layers.
+    window: int = 0
+    sliding_rope_theta: float = 10_000.0  # base of the RoPE frequencies of sliding layers, which are never scaled
     rope_theta: float  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
     # Llama 3.1 frequency scaling: long wavelengths are divided by this factor, to extend a context of
     # rope_scaling_original_tokens. 1: no scaling.
@@ -35,6 +45,10 @@ class ModelConfig:
     rope_scaling_low_freq_factor: float  # wavelengths above rope_scaling_original_tokens / this are scaled fully
     rope_scaling_high_freq_factor: float  # wavelengths below rope_scaling_original_tokens / this are not scaled
     rope_scaling_original_tokens: int  # context length in tokens that the model was trained with before scaling
+
+    def window_of(self, kind: str) -> int | None:
+        """The window in tokens of layers of this kind; None: attention to all earlier tokens."""
+        return self.window if kind == "sliding" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +74,6 @@ class AttentionConfig:
     # groups of ulysses_degree ranks, ring between groups.
     strategy: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"
     ulysses_degree: int = 1  # strategy hybrid: number of adjacent ranks in a Ulysses group; divides mesh.context
-    # sliding window in tokens: a query attends to its own token and the window - 1 tokens before it. 0: no window.
-    window: int = 0
     # True: a query attends to keys of its own document only. False: to all earlier tokens of the packed sequence.
     document_mask: bool = True
     # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not

@@ -1,7 +1,8 @@
 """The editable settings: a ConfigDict that checks names and values at the assignment. Imports no jax."""
 
+import typing
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ml_collections import ConfigDict, FieldReference, config_dict
 
@@ -107,11 +108,16 @@ def defaults() -> Settings:
 def _default_section(section: str) -> Section:
     values = default_values(DEFAULT_PRESET)[section]
     placeholders = {
-        name: config_dict.placeholder(hint)
+        name: config_dict.placeholder(_placeholder_type(hint))
         for name, hint in field_types(section).items()
         if is_placeholder(section, name) and name not in ("preset", "init_from")
     }
     return _SECTION_CLASSES[section](values | placeholders)
+
+
+def _placeholder_type(hint: Any) -> type:
+    """The class of a setting's values, which ConfigDict checks; sections check them further."""
+    return {tuple: tuple, Literal: str}.get(typing.get_origin(hint), hint)
 
 
 def _restored_section(section: str, values: dict[str, Any], is_locked: bool) -> Section:

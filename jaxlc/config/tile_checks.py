@@ -15,9 +15,13 @@ def tile_problems(config: Config) -> Iterator[str]:
     if not tile_tokens:
         return
     setting = f"config.memory.tile_tokens={tile_tokens}"
-    if attention.strategy == "all_gather" or attention.window:
-        other = "strategy='all_gather'" if attention.strategy == "all_gather" else f"window={attention.window}"
-        yield f"{setting} is incompatible with config.attention.{other}; use ring, ulysses or hybrid, without a window"
+    if attention.strategy == "all_gather":
+        yield f"{setting} is incompatible with config.attention.strategy='all_gather'; use ring, ulysses or hybrid"
+    if config.model.window:
+        yield (
+            f"unsupported: {setting} with sliding layers (config.model.window={config.model.window}); use"
+            " --config.memory.tile_tokens=0"
+        )
     if memory.remat not in ("full", "attention"):
         yield f"{setting} is incompatible with config.memory.remat={memory.remat!r}; use full or attention"
     named = (*memory.save, *memory.offload)

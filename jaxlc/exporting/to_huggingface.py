@@ -36,8 +36,9 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None, dtype: str
     if not max_shard_gb > 0:
         raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
     config = from_dict(read_meta(directory, step)["config"])
-    if config.attention.window:
-        raise Unsupported(f"unsupported: export of a run with config.attention.window={config.attention.window}")
+    if config.model.layer_kinds != ("full",):
+        kinds = ",".join(config.model.layer_kinds)
+        raise Unsupported(f"unsupported: export of a run with config.model.layer_kinds={kinds}; only full is supported")
     source = _source(config)
     base = None if source is None else source.config_json()
     content = config_json_of(config.model, base, max_position_embeddings=config.data.seq_len, dtype=DTYPES[dtype][1])

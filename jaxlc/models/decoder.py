@@ -40,7 +40,7 @@ class RunLayer(Protocol):
         prefetch: Prefetch | None = None,
         *,
         shard: Sharder,
-        tables: RopeTables,
+        tables: RopeTables | None,
     ) -> tuple[jax.Array, Any]:
         """Returns x_BTD after the layer, and the weights that were prefetched meanwhile (None without `prefetch`)."""
 
@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
         shard: Sharder,
         remat: Remat,
         compute_dtype,
-        tables: RopeTables,
+        tables: RopeTables | None,
     ) -> jax.Array:
         """Returns the final hidden states x_BTD, before the final norm; see `apply`."""
         layer_def, stacked = nnx.split(self.layers)
@@ -147,7 +147,7 @@ def apply(
     shard: Sharder,
     remat: Remat,
     compute_dtype,
-    tables: RopeTables,
+    tables: RopeTables | None,
     fp8: Fp8 | None = None,
     histories: dict | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

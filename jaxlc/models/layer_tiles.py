@@ -56,7 +56,7 @@ def run_layer(
     attention: TileAttention,
     saves_attention: bool,
     shard: Sharder,
-    tables: RopeTables,
+    tables: RopeTables | None,
 ) -> tuple[jax.Array, Any]:
     """Runs the layer `nnx.merge(layer_def, params)` on tiles; equal to `layers.run_layer` on the whole sequences.
 
@@ -100,7 +100,7 @@ class _TiledLayer:
 
     layer_def: nnx.GraphDef  # of a DecoderLayer
     shard: Sharder
-    tables: RopeTables
+    tables: RopeTables | None
     attention: TileAttention
     saves_attention: bool
 

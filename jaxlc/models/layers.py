@@ -79,7 +79,9 @@ class Attention(nnx.Module):
         self.matmul = Matmuls(fp8, "query", "key", "value", "attention_projected")
 
     @jax.named_scope(scopes.ATTENTION)
-    def queries(self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables) -> jax.Array:
+    def queries(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables | None
+    ) -> jax.Array:
         """Returns q_BTNH, with RoPE. `x_BTD` is normed and gathered over tensor."""
         q_BTNH = shard.heads(self.matmul("query", "BTD,DNH->BTNH", x_BTD, in_use(self.wq, shard, x_BTD.dtype)))
         if self.q_norm is not None:
@@ -88,7 +90,7 @@ class Attention(nnx.Module):
 
     @jax.named_scope(scopes.ATTENTION)
     def keys_values(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables
+        self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables | None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (k_BTKH, v_BTKH), K with RoPE. `x_BTD` is normed and gathered over tensor."""
         k_BTKH = shard.heads(self.matmul("key", "BTD,DKH->BTKH", x_BTD, in_use(self.wk, shard, x_BTD.dtype)))
@@ -143,7 +145,7 @@ class DecoderLayer(nnx.Module):
         *,
         attend: Callable,
         shard: Sharder,
-        tables: RopeTables,
+        tables: RopeTables | None,
     ) -> tuple[jax.Array, Any]:
         """Returns (x_BTD, the prefetched weights, None without `prefetch`).
 
@@ -182,7 +184,7 @@ def run_layer(
     *,
     attend: Callable,
     shard: Sharder,
-    tables: RopeTables,
+    tables: RopeTables | None,
 ) -> tuple[jax.Array, Any]:
     """Runs the layer `nnx.merge(layer_def, params)` on whole sequences; `decoder.RunLayer` once `attend` is bound.
 

@@ -29,9 +29,11 @@ class RopeTables(NamedTuple):
     low_sin: np.ndarray
 
 
-def rope_tables(model: ModelConfig, max_tokens: int) -> RopeTables:
-    """Tables for positions 0 <= position < max_tokens."""
-    frequencies = _frequencies(model)
+def rope_tables(model: ModelConfig, kind: str, max_tokens: int) -> RopeTables | None:
+    """Tables of layers of this kind for positions 0 <= position < max_tokens; None for layers without RoPE."""
+    if kind == "nope":
+        return None
+    frequencies = _base_frequencies(model, model.sliding_rope_theta) if kind == "sliding" else _frequencies(model)
     low = np.arange(min(LOW_TOKENS, max_tokens))
     high = np.arange(0, max_tokens, LOW_TOKENS)
     low_angles, high_angles = (np.outer(positions, frequencies) for positions in (low, high))
@@ -39,15 +41,17 @@ def rope_tables(model: ModelConfig, max_tokens: int) -> RopeTables:
     return RopeTables(*(table.astype(np.float32) for table in tables))
 
 
-def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables) -> jax.Array:
+def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | None) -> jax.Array:
     """Rotates each pair (x[i], x[i + H/2]), the half-split order of Hugging Face weights.
 
     Args:
       x_BTNH: queries or keys, any float dtype; rotated in float32.
       positions_BT: int32, less than the tables' max_tokens.
     Returns:
-      The rotated x_BTNH, in its dtype.
+      The rotated x_BTNH, in its dtype; x_BTNH itself without tables.
     """
+    if tables is None:
+        return x_BTNH
     cos, sin = _cos_sin(positions_BT, tables)
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -68,11 +72,16 @@ def _frequencies(model: ModelConfig) -> np.ndarray:
     High frequencies, with many turns within the original context, are unchanged; low frequencies are divided by the
     factor; those between are interpolated (Meta's llama-models, `apply_scaling`).
     """
-    exponents = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
-    frequencies = model.rope_theta**-exponents
+    frequencies = _base_frequencies(model, model.rope_theta)
     if model.rope_scaling_factor == 1.0:
         return frequencies
     turns = model.rope_scaling_original_tokens * frequencies / (2 * math.pi)
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
     unscaled = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: unchanged, 0: divided by the factor
     return unscaled * frequencies + (1 - unscaled) * frequencies / model.rope_scaling_factor
+
+
+def _base_frequencies(model: ModelConfig, theta: float) -> np.ndarray:
+    """float64 [H/2], in radians per token, without scaling."""
+    exponents = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
+    return theta**-exponents

@@ -100,8 +100,8 @@ def visible_fraction(call: AttentionKernelCall, config: Config) -> float:
     attention, num_tokens = config.attention, config.data.seq_len
     ring = config.mesh.context // (attention.ulysses_degree if attention.strategy == "hybrid" else 1)
     local_tokens = num_tokens if attention.strategy == "ulysses" else num_tokens // ring
-    if attention.window:
-        return min(0.5, attention.window / local_tokens)
+    if config.model.window:
+        return min(0.5, config.model.window / local_tokens)
     if call.sizes is not None:
         return 0.5 if call.sizes.num_queries >= local_tokens else 1.0
     # The sizes of a blockwise loop follow from its FLOPs: 2 or 5 matrix products per pair. A pair of half chunks has

@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from jaxlc.config.old_configs import MODEL_DEFAULTS, upgraded
 from jaxlc.core.errors import UserError
 from jaxlc.train.checksums import checksums_of, shapes_of
 from jaxlc.train.metrics import METRICS_FILE
@@ -205,7 +206,7 @@ class Checkpoints:
         meta, problem = _on_every_process(lambda: _read_meta(directory))
         if problem:
             return None, problem
-        _check_same_model(directory, meta["config"]["model"], model)
+        _check_same_model(directory, upgraded(meta["config"])["model"], MODEL_DEFAULTS | model)
         described, problem = _on_every_process(lambda: _read_checksums_and_shapes(directory))
         if problem:
             return None, problem

@@ -96,7 +96,7 @@ class Objective:
             shard=self._sharder(params),
             remat=make_remat(self._memory),
             compute_dtype=self._compute_dtype,
-            tables=rope_tables(self.config.model, self.config.data.seq_len),
+            tables=rope_tables(self.config.model, self.config.model.layer_kinds[0], self.config.data.seq_len),
             fp8=mixed_precision.make_fp8(self.config.precision, histories),
             histories=histories,
         )
@@ -138,5 +138,6 @@ class Objective:
             return functools.partial(
                 layer_tiles.run_layer, attention=tile_attention, saves_attention=saves_attention(self._memory)
             )
-        attend = attention.make(self.config.attention, self.mesh)
+        model = self.config.model
+        attend = attention.make(self.config.attention, self.mesh, window=model.window_of(model.layer_kinds[0]))
         return functools.partial(layers.run_layer, attend=lambda *operands: attend(*operands)[0])

@@ -173,6 +173,7 @@ class TrainStep:
             head_dim=self.config.model.head_dim,
             dtype=mixed_precision.compute_dtype(self.config.precision.compute, self._platform),
             packed=self.config.attention.document_mask,
+            window=self.config.model.window_of(self.config.model.layer_kinds[0]),
         )
 
     @cached_property

@@ -7,7 +7,8 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import PRESETS, defaults, from_dict, load, to_dict
 from jaxlc.config.checks import RANGES
-from jaxlc.config.loading import RENAMED, SECTIONS, field_types
+from jaxlc.config.loading import SECTIONS, field_types
+from jaxlc.config.old_configs import RENAMED
 from jaxlc.config.presets import RENAMED_PRESETS
 from jaxlc.core.errors import UserError
 
@@ -172,3 +173,40 @@ def test_from_dict_reads_configs_with_old_names():
     values["data"]["sequence_tokens"] = values["data"].pop("seq_len")
     values["train"]["rows_per_step"] = values["train"].pop("global_batch_size")
     assert from_dict(values) == load(config)
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (
+            dict(layer_kinds="full,ful"),
+            "invalid value 'ful' for config.model.layer_kinds: expected names of",
+        ),
+        (dict(layer_kinds=()), "invalid value '' for config.model.layer_kinds: expected names of full, sliding, nope"),
+        (dict(layer_kinds="sliding"), "which need a window: set config.model.window"),
+        (dict(window=4), "config.model.window=4 has no effect"),
+        (dict(layer_kinds="full,nope", num_layers=1), "use --config.model.num_layers=2 or more"),
+    ],
+)
+def test_load_invalid_layer_kinds_raise(model, words):
+    assert words in rejected(changed("model", **model))
+
+
+def test_load_removed_window_names_the_new_setting():
+    assert "use config.model.window=WINDOW with config.model.layer_kinds=sliding" in rejected(
+        changed("attention", window=4)
+    )
+
+
+def test_from_dict_reads_window_of_all_layers():
+    values = to_dict(load(changed("model", rope_theta=7.0)))
+    for name in ("layer_kinds", "window", "sliding_rope_theta"):
+        del values["model"][name]
+    without_window = {**values, "attention": values["attention"] | {"window": 0}}
+    assert from_dict(without_window) == from_dict(values) == load(changed("model", rope_theta=7.0))
+    stored = {**values, "attention": values["attention"] | {"window": 12}}
+    model = from_dict(stored).model
+    assert (model.layer_kinds, model.window, model.sliding_rope_theta) == (("sliding",), 12, 7.0)
+    stored["model"]["rope_scaling_factor"] = 8.0
+    with pytest.raises(NotImplementedError, match=r"attention.window=12 and model.rope_scaling_factor=8.0"):
+        from_dict(stored)

@@ -70,7 +70,7 @@ def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.
         shard=Sharder(small_mesh() if mesh is None else mesh),
         remat=Remat(of_layer=remat, of_group=lambda group: group, layers_per_group=1),
         compute_dtype=compute_dtype,
-        tables=rope_tables(model, T),
+        tables=rope_tables(model, "full", T),
     )
     return rms_norm(x_BTD, scale_D, model.norm_epsilon), head_DV
 

@@ -59,7 +59,7 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, qk_no
     params = jax.tree.map(lambda w: w + 0.2 * rng.standard_normal(w.shape).astype(np.float32), params)
     x_BTD, dy_BTD = rng.standard_normal((2, B, T, model.model_dim)).astype(np.float32)
     positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    shard, tables = Sharder(small_mesh()), rope_tables(model, T)
+    shard, tables = Sharder(small_mesh()), rope_tables(model, "full", T)
 
     def whole(params, x_BTD):
         layer = nnx.merge(layer_def, params)

@@ -114,7 +114,7 @@ def hidden(params, histories=None, fp8=None):
         shard=Sharder(small.small_mesh()),
         remat=Remat(of_layer=lambda layer: layer, of_group=lambda group: group, layers_per_group=1),
         compute_dtype=jnp.float32,
-        tables=rope_tables(MODEL, small.T),
+        tables=rope_tables(MODEL, "full", small.T),
         fp8=fp8,
         histories=histories,
     )[0]
@@ -127,7 +127,7 @@ def hidden_layer_by_layer(params, recipes):
     for place, fp8 in enumerate(recipes):
         layer_def, _ = nnx.split(DecoderLayer(MODEL, nnx.Rngs(0), fp8))
         layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), params["layers"]))
-        how = dict(shard=Sharder(small.small_mesh()), tables=rope_tables(MODEL, small.T))
+        how = dict(shard=Sharder(small.small_mesh()), tables=rope_tables(MODEL, "full", small.T))
         x_BTD, _ = layer(x_BTD, positions_BT, attend=small.dense_attend, **how)
     return x_BTD
 

@@ -25,7 +25,9 @@ def test_apply_rope_is_within_1e_6_of_float64(preset, start):
     model = PRESETS[preset]
     positions = np.arange(start, start + 16, dtype=np.int32)
     x_TH = np.concatenate([np.ones((16, model.head_dim // 2)), np.zeros((16, model.head_dim // 2))], axis=-1)
-    got = apply_rope(jnp.asarray(x_TH, jnp.float32)[None, :, None], positions[None], rope_tables(model, MAX_TOKENS))
+    got = apply_rope(
+        jnp.asarray(x_TH, jnp.float32)[None, :, None], positions[None], rope_tables(model, "full", MAX_TOKENS)
+    )
     np.testing.assert_allclose(got[0, :, 0], plain_rope(x_TH, positions, model), rtol=0, atol=1e-6)
 
 
@@ -41,7 +43,7 @@ def test_apply_rope_equals_hugging_face():
     model = dataclasses.replace(PRESETS["llama3.1-8b"], head_dim=8)
     x_BTNH = _x(2 * 5000 * 3, 8).reshape(2, 5000, 3, 8)
     positions_BT = np.stack([np.arange(5000), np.arange(5000)[::-1]]).astype(np.int32)
-    got = jax.jit(apply_rope)(x_BTNH, positions_BT, rope_tables(model, 5000))
+    got = jax.jit(apply_rope)(x_BTNH, positions_BT, rope_tables(model, "full", 5000))
     for b, n in ((0, 0), (1, 2)):
         expected = plain_rope(x_BTNH[b, :, n].astype(np.float64), positions_BT[b], model)
         np.testing.assert_allclose(got[b, :, n], expected, atol=3e-6)
@@ -49,7 +51,7 @@ def test_apply_rope_equals_hugging_face():
 
 def test_rope_scores_depend_only_on_distance():
     model = PRESETS["llama3.1-8b"]
-    tables, (q, k) = rope_tables(model, MAX_TOKENS), _x(2, 128)
+    tables, (q, k) = rope_tables(model, "full", MAX_TOKENS), _x(2, 128)
 
     def score(q_position, k_position):
         at = lambda x, position: apply_rope(x[None, None, None], np.array([[position]], np.int32), tables)
@@ -61,14 +63,14 @@ def test_rope_scores_depend_only_on_distance():
 def test_apply_rope_computes_in_float32_and_keeps_dtype():
     model = PRESETS["tiny"]
     x, positions = jnp.asarray(_x(16, 32), jnp.bfloat16)[None, :, None], np.arange(16, dtype=np.int32)[None]
-    got = apply_rope(x, positions, rope_tables(model, 16))
+    got = apply_rope(x, positions, rope_tables(model, "full", 16))
     assert got.dtype == jnp.bfloat16
-    exact = apply_rope(x.astype(jnp.float32), positions, rope_tables(model, 16))
+    exact = apply_rope(x.astype(jnp.float32), positions, rope_tables(model, "full", 16))
     np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
 
 
 def test_rope_tables_are_small():
-    tables = rope_tables(PRESETS["llama3.1-8b"], 2**20)
+    tables = rope_tables(PRESETS["llama3.1-8b"], "full", 2**20)
     assert tables.high_cos.shape == (256, 64) and tables.low_sin.shape == (4096, 64)
     assert {table.dtype for table in tables} == {np.dtype(np.float32)}
-    assert rope_tables(PRESETS["llama3.1-8b"], 100).low_cos.shape == (100, 64)
+    assert rope_tables(PRESETS["llama3.1-8b"], "full", 100).low_cos.shape == (100, 64)

@@ -94,9 +94,13 @@ def test_attention_strategies_equal_one_device(split):
     _assert_same(dict(context=4, fsdp=2), split=split)
 
 
-@pytest.mark.parametrize("attention", [dict(window=20), dict(document_mask=False)], ids=str)
-def test_attention_masks_equal_one_device(attention):
-    _assert_same(dict(context=4, tensor=2), attention=attention)
+@pytest.mark.parametrize(
+    "settings",
+    [dict(model=dict(layer_kinds=("sliding",), window=20)), dict(attention=dict(document_mask=False))],
+    ids=["window", "one document"],
+)
+def test_attention_masks_equal_one_device(settings):
+    _assert_same(dict(context=4, tensor=2), **settings)
 
 
 @pytest.mark.parametrize(

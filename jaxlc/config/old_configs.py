@@ -1,0 +1,67 @@
+"""Configs that older versions stored in checkpoints, with today's names and values. Imports no jax."""
+
+import dataclasses
+from typing import Any
+
+from jaxlc.config.presets import RENAMED_PRESETS
+from jaxlc.config.schema import ModelConfig
+from jaxlc.core.errors import Unsupported
+
+# Old path -> new path.
+RENAMED = {
+    "attention.ulysses_ranks": "attention.ulysses_degree",
+    "data.sequence_tokens": "data.seq_len",
+    "memory.keep": "memory.save",
+    "memory.remat_layers": "memory.layers_per_remat_group",
+    "optimizer.clip_norm": "optimizer.max_grad_norm",
+    "precision.fp8_history_steps": "precision.fp8_amax_history_len",
+    "precision.loss_scale_backoff": "precision.loss_scale_backoff_factor",
+    "precision.loss_scale_growth": "precision.loss_scale_growth_factor",
+    "precision.loss_scale_growth_steps": "precision.loss_scale_growth_interval",
+    "train.accumulation_steps": "train.gradient_accumulation_steps",
+    "train.eval_rows": "train.eval_sequences",
+    "train.rows_per_step": "train.global_batch_size",
+}
+# Old path -> what replaces it.
+REMOVED = {
+    "attention.window": "use config.model.window=WINDOW with config.model.layer_kinds=sliding and"
+    " config.model.sliding_rope_theta, which was config.model.rope_theta",
+}
+# The values of model settings that configs of older versions do not have.
+MODEL_DEFAULTS = {
+    field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.default is not dataclasses.MISSING
+}
+
+
+def upgraded(stored: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A stored config, which may be of an older version, as `jaxlc.config.to_dict` returns it today.
+
+    Settings of the same computation have the values that they need today. Settings other than those of the model may be
+    absent.
+
+    Raises:
+      Unsupported: today's layers do not compute what the model computed.
+    """
+    current: dict[str, dict[str, Any]] = {section: {} for section in stored}
+    for section, values in stored.items():
+        for name, value in values.items():
+            new_section, _, new_name = RENAMED.get(f"{section}.{name}", f"{section}.{name}").partition(".")
+            current[new_section][new_name] = value
+    window = current.get("attention", {}).pop("window", 0)
+    model = current["model"]
+    if "preset" in model:
+        model["preset"] = RENAMED_PRESETS.get(model["preset"], model["preset"])
+    current["model"] = MODEL_DEFAULTS | model | (_sliding(model, window) if window else {})
+    return current
+
+
+def _sliding(model: dict[str, Any], window: int) -> dict[str, Any]:
+    """The settings of a model whose attention had a window in all layers."""
+    if model["rope_scaling_factor"] != 1:
+        raise Unsupported(
+            f"unsupported: a run with attention.window={window} and"
+            f" model.rope_scaling_factor={model['rope_scaling_factor']}, since RoPE of sliding layers is never scaled"
+        )
+    return dict(layer_kinds=["sliding"], window=window, sliding_rope_theta=model["rope_theta"])
