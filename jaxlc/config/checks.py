@@ -7,6 +7,7 @@ from jaxlc.config.frozen import Config
 from jaxlc.config.layer_checks import layer_problems
 from jaxlc.config.mesh_checks import check_num_devices, length_problems, mesh_overrides, split_problems, working_mesh
 from jaxlc.config.precision_checks import precision_problems
+from jaxlc.config.rope_settings import rope_problems
 from jaxlc.config.schema import TENSOR_NAMES
 from jaxlc.config.tile_checks import tile_problems
 from jaxlc.core.axes import MESH_AXES
@@ -41,7 +42,11 @@ RANGES: dict[str, dict[str, _Range]] = {
         rope_scaling_factor=_FROM_1,
         rope_scaling_low_freq_factor=_POSITIVE,
         rope_scaling_high_freq_factor=_POSITIVE,
-        rope_scaling_original_tokens=_FROM_1,
+        rope_scaling_original_tokens=_FROM_0,
+        rope_scaling_beta_fast=_POSITIVE,
+        rope_scaling_beta_slow=_POSITIVE,
+        rope_scaling_attention_factor=_FROM_0,
+        rope_fraction=_Range("greater than 0 and at most 1", lambda x: 0 < x <= 1),
     ),
     "mesh": dict.fromkeys(MESH_AXES, _FROM_1),
     "attention": dict(ulysses_degree=_FROM_1, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
@@ -133,11 +138,7 @@ def _model_problems(config: Config) -> Iterator[str]:
         )
     if model.head_dim % 2:
         yield f"config.model.head_dim={model.head_dim} is odd, and RoPE rotates pairs; use {model.head_dim + 1}"
-    if model.rope_scaling_factor > 1 and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
-        yield (
-            f"config.model.rope_scaling_low_freq_factor={model.rope_scaling_low_freq_factor} must be less than"
-            f" rope_scaling_high_freq_factor={model.rope_scaling_high_freq_factor}"
-        )
+    yield from rope_problems(model)
 
 
 def _optimizer_problems(config: Config) -> Iterator[str]:

@@ -8,14 +8,10 @@ from typing import Any
 
 from jaxlc.config.schema import ModelConfig
 
-_NO_ROPE_SCALING: dict[str, Any] = dict(
-    rope_scaling_factor=1.0,
-    rope_scaling_low_freq_factor=1.0,
-    rope_scaling_high_freq_factor=4.0,
-    rope_scaling_original_tokens=8192,
+_LLAMA_3_1: dict[str, Any] = dict(
+    rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192
 )
-_LLAMA_3_1: dict[str, Any] = dict(_NO_ROPE_SCALING, rope_scaling_factor=8.0)
-_LLAMA_3_2: dict[str, Any] = dict(_NO_ROPE_SCALING, rope_scaling_factor=32.0)
+_LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "rope_scaling_factor": 32.0}
 _LLAMA_3: dict[str, Any] = dict(
     vocab_size=128_256, head_dim=128, qk_norm=False, norm_epsilon=1e-5, rope_theta=500_000.0
 )
@@ -35,7 +31,6 @@ _PRESETS = (
         qk_norm=False,
         norm_epsilon=1e-5,
         rope_theta=10_000.0,
-        **_NO_ROPE_SCALING,
     ),
     ModelConfig(
         preset="llama3.2-1b",
@@ -90,7 +85,6 @@ _PRESETS = (
         qk_norm=True,
         norm_epsilon=1e-6,
         rope_theta=1_000_000.0,
-        **_NO_ROPE_SCALING,
     ),
     ModelConfig(
         preset="mistral-7b",  # v0.3
@@ -105,7 +99,6 @@ _PRESETS = (
         qk_norm=False,
         norm_epsilon=1e-5,
         rope_theta=1_000_000.0,
-        **_NO_ROPE_SCALING,
     ),
 )
 PRESETS: dict[str, ModelConfig] = {preset.preset: preset for preset in _PRESETS}

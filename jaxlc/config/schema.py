@@ -39,12 +39,29 @@ class ModelConfig:
     window: int = 0
     sliding_rope_theta: float = 10_000.0  # base of the RoPE frequencies of sliding layers, which are never scaled
     rope_theta: float  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
-    # Llama 3.1 frequency scaling: long wavelengths are divided by this factor, to extend a context of
-    # rope_scaling_original_tokens. 1: no scaling.
-    rope_scaling_factor: float
-    rope_scaling_low_freq_factor: float  # wavelengths above rope_scaling_original_tokens / this are scaled fully
-    rope_scaling_high_freq_factor: float  # wavelengths below rope_scaling_original_tokens / this are not scaled
-    rope_scaling_original_tokens: int  # context length in tokens that the model was trained with before scaling
+    # how RoPE frequencies are changed to extend the context; docs/pretrained.md. linear: divided by the factor. ntk: a
+    # larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low frequencies divided, high ones unchanged,
+    # sharper attention. longrope: each divided by a factor of its own. llama3: as in Llama 3.1.
+    rope_scaling: Literal["none", "linear", "ntk", "dynamic_ntk", "yarn", "longrope", "llama3"] = "none"
+    rope_scaling_factor: float = 1.0  # new context length divided by the original one
+    # context length in tokens that the model was trained with before scaling; dynamic_ntk, yarn, longrope and llama3.
+    rope_scaling_original_tokens: int = 0
+    # llama3: wavelengths above rope_scaling_original_tokens / this are scaled fully.
+    rope_scaling_low_freq_factor: float = 1.0
+    # llama3: wavelengths below rope_scaling_original_tokens / this are not scaled.
+    rope_scaling_high_freq_factor: float = 4.0
+    # yarn: frequencies with more turns than this within rope_scaling_original_tokens are not scaled.
+    rope_scaling_beta_fast: float = 32.0
+    # yarn: frequencies with fewer turns than this within rope_scaling_original_tokens are scaled fully.
+    rope_scaling_beta_slow: float = 1.0
+    # yarn, longrope: factor of cos and sin, whose square multiplies attention logits. 0: computed from
+    # rope_scaling_factor.
+    rope_scaling_attention_factor: float = 0.0
+    rope_scaling_truncate: bool = True  # yarn: round the limits between the frequency bands to whole dimensions
+    # longrope: divisors of the frequencies if data.seq_len is at most rope_scaling_original_tokens.
+    rope_scaling_short_factors: tuple[float, ...] = ()
+    rope_scaling_long_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies for longer sequences
+    rope_fraction: float = 1.0  # fraction of head_dim that RoPE rotates, its first dimensions; the others are unchanged
 
     def window_of(self, kind: str) -> int | None:
         """The window in tokens of layers of this kind; None: attention to all earlier tokens."""

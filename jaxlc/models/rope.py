@@ -1,5 +1,8 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), accurate at millions of positions.
 
+Layers of kind `full` use `model.rope_theta` with `model.rope_scaling`, those of kind `sliding` use
+`model.sliding_rope_theta` without scaling, and those of kind `nope` have no position embedding.
+
 In float32 the angle position x frequency has an error of a radian at 2^25 positions. So position = hi x 4096 + lo; the
 cosines and sines of both angles come from small tables computed in float64, and are combined by
 
@@ -16,33 +19,47 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlc.config import ModelConfig
+from jaxlc.config.rope_settings import attention_factor
 
 LOW_TOKENS = 4096  # number of positions of the low table
 
 
 class RopeTables(NamedTuple):
-    """float32 numpy arrays, computed in float64, for H/2 frequencies."""
+    """float32 numpy arrays, computed in float64, for R/2 frequencies; R = head_dim x rope_fraction is rotated."""
 
-    high_cos: np.ndarray  # [ceil(max_tokens / 4096), H/2]
+    high_cos: np.ndarray  # [ceil(max_tokens / 4096), R/2], multiplied by the attention factor, as high_sin
     high_sin: np.ndarray
-    low_cos: np.ndarray  # [4096, H/2]
+    low_cos: np.ndarray  # [4096, R/2]
     low_sin: np.ndarray
 
 
+class Frequencies(NamedTuple):
+    """What a layer rotates by."""
+
+    radians_per_token: np.ndarray  # float64 [R/2]
+    attention_factor: float  # multiplies cos and sin, so that attention logits have its square
+
+
 def rope_tables(model: ModelConfig, kind: str, max_tokens: int) -> RopeTables | None:
-    """Tables of layers of this kind for positions 0 <= position < max_tokens; None for layers without RoPE."""
+    """Tables for positions 0 <= position < max_tokens of layers of one kind; None for `nope`.
+
+    Args:
+      kind: full, sliding or nope, as in `model.layer_kinds`.
+      max_tokens: data.seq_len of the run. The frequencies of dynamic_ntk and longrope depend on it: all sequences of a
+        run use the same ones, also shorter documents.
+    """
     if kind == "nope":
         return None
-    frequencies = _base_frequencies(model, model.sliding_rope_theta) if kind == "sliding" else _frequencies(model)
+    radians, factor = rope_frequencies(model, kind, max_tokens)
     low = np.arange(min(LOW_TOKENS, max_tokens))
     high = np.arange(0, max_tokens, LOW_TOKENS)
-    low_angles, high_angles = (np.outer(positions, frequencies) for positions in (low, high))
-    tables = (np.cos(high_angles), np.sin(high_angles), np.cos(low_angles), np.sin(low_angles))
+    low_angles, high_angles = (np.outer(positions, radians) for positions in (low, high))
+    tables = (factor * np.cos(high_angles), factor * np.sin(high_angles), np.cos(low_angles), np.sin(low_angles))
     return RopeTables(*(table.astype(np.float32) for table in tables))
 
 
 def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | None) -> jax.Array:
-    """Rotates each pair (x[i], x[i + H/2]), the half-split order of Hugging Face weights.
+    """Rotates each pair (x[i], x[i + R/2]) of the first R dimensions, the half-split order of Hugging Face weights.
 
     Args:
       x_BTNH: queries or keys, any float dtype; rotated in float32.
@@ -53,9 +70,12 @@ def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | 
     if tables is None:
         return x_BTNH
     cos, sin = _cos_sin(positions_BT, tables)
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+    dim = 2 * tables.low_cos.shape[1]
+    first, second = jnp.split(x_BTNH[..., :dim].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+    if dim == x_BTNH.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x_BTNH[..., dim:]], axis=-1)
 
 
 def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, jax.Array]:
@@ -66,22 +86,61 @@ def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, ja
     return high_cos * low_cos - high_sin * low_sin, high_sin * low_cos + high_cos * low_sin
 
 
-def _frequencies(model: ModelConfig) -> np.ndarray:
-    """float64 [H/2], in radians per token, with the scaling of Llama 3.1 for contexts longer than the original one.
+def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies:
+    """Frequencies of the layers of kind full or sliding.
 
-    High frequencies, with many turns within the original context, are unchanged; low frequencies are divided by the
-    factor; those between are interpolated (Meta's llama-models, `apply_scaling`).
+    linear: Chen et al. 2023, arXiv:2306.15595. ntk and dynamic_ntk: Peng et al. 2023, arXiv:2309.00071, section 3.1 and
+    appendix B. yarn: the same, section 3.3, with the ramp over dimensions of the authors' code. longrope: Ding et al.
+    2024, arXiv:2402.13753. llama3: Meta's llama-models, `apply_scaling`.
+
+    Args:
+      seq_len: length that dynamic_ntk and longrope depend on.
     """
-    frequencies = _base_frequencies(model, model.rope_theta)
-    if model.rope_scaling_factor == 1.0:
-        return frequencies
+    dim = int(model.head_dim * model.rope_fraction)
+    if kind == "sliding":
+        return Frequencies(_powers(model.sliding_rope_theta, dim), 1.0)
+    scale, theta = model.rope_scaling_factor, model.rope_theta
+    if model.rope_scaling == "ntk":
+        theta *= scale ** (dim / (dim - 2))
+    elif model.rope_scaling == "dynamic_ntk":
+        ratio = max(1.0, seq_len / model.rope_scaling_original_tokens)
+        theta *= (scale * ratio - (scale - 1)) ** (dim / (dim - 2))
+    unscaled = _powers(theta, dim)
+    divisors: float | np.ndarray = 1.0
+    if model.rope_scaling == "linear":
+        divisors = scale
+    elif model.rope_scaling == "longrope":
+        is_long = seq_len > model.rope_scaling_original_tokens
+        divisors = np.array(model.rope_scaling_long_factors if is_long else model.rope_scaling_short_factors)
+    elif model.rope_scaling in ("yarn", "llama3"):
+        kept = _yarn_kept(model, dim) if model.rope_scaling == "yarn" else _llama3_kept(model, unscaled)
+        return Frequencies(kept * unscaled + (1 - kept) * unscaled / scale, attention_factor(model))
+    return Frequencies(unscaled / divisors, attention_factor(model))
+
+
+def _powers(theta: float, dim: int) -> np.ndarray:
+    """theta^(-2i/dim), float64 [dim/2]."""
+    return theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+
+def _yarn_kept(model: ModelConfig, dim: int) -> np.ndarray:
+    """float64 [R/2]: 1 for frequencies that are unchanged, 0 for those divided by the factor, linear between."""
+
+    def dimension(num_turns: float) -> float:
+        """Index, not rounded, of the frequency that makes `num_turns` turns within the original context."""
+        wavelength = model.rope_scaling_original_tokens / num_turns
+        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
+
+    first, last = dimension(model.rope_scaling_beta_fast), dimension(model.rope_scaling_beta_slow)
+    if model.rope_scaling_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first or 0.001
+    return 1 - np.clip((np.arange(dim // 2) - first) / width, 0.0, 1.0)
+
+
+def _llama3_kept(model: ModelConfig, frequencies: np.ndarray) -> np.ndarray:
+    """float64 [R/2]: 1 for frequencies that are unchanged, 0 for those divided by the factor, linear between."""
     turns = model.rope_scaling_original_tokens * frequencies / (2 * math.pi)
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
-    unscaled = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: unchanged, 0: divided by the factor
-    return unscaled * frequencies + (1 - unscaled) * frequencies / model.rope_scaling_factor
-
-
-def _base_frequencies(model: ModelConfig, theta: float) -> np.ndarray:
-    """float64 [H/2], in radians per token, without scaling."""
-    exponents = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
-    return theta**-exponents
+    return np.clip((turns - low) / (high - low), 0.0, 1.0)
