@@ -42,7 +42,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         rope_scaling_factor=_FROM_1,
         rope_scaling_low_freq_factor=_POSITIVE,
         rope_scaling_high_freq_factor=_POSITIVE,
-        rope_scaling_original_tokens=_FROM_0,
+        rope_scaling_original_tokens=_Range("0 or at least 2", lambda x: x == 0 or x > 1),
         rope_scaling_beta_fast=_POSITIVE,
         rope_scaling_beta_slow=_POSITIVE,
         rope_scaling_attention_factor=_FROM_0,

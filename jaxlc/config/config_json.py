@@ -1,7 +1,6 @@
 """Between the config.json of a Hugging Face model and the settings of `ModelConfig`. Imports no jax.
 
-A field that changes the computation and is not known is an error. Both forms of RoPE are read: `rope_theta` and
-`rope_scaling` of transformers 4, and `rope_parameters` of transformers 5.
+A field that changes the computation and is not known is an error. jaxlc/config/rope_json.py reads and writes RoPE.
 """
 
 import dataclasses
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlc.config.families import FAMILIES, Family
+from jaxlc.config.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
 from jaxlc.config.schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
 
@@ -39,19 +39,6 @@ _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     add_cross_attention=(False,),
 )
 _FULL_ATTENTION: dict[str, Any] = dict(layer_kinds=("full",), window=0)
-_ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters"}
-_LLAMA3_FIELDS = {  # of rope_scaling with the type llama3 -> ModelConfig
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_scaling_low_freq_factor",
-    "high_freq_factor": "rope_scaling_high_freq_factor",
-    "original_max_position_embeddings": "rope_scaling_original_tokens",
-}
-_NO_SCALING: dict[str, Any] = dict(  # the values that presets without scaling have
-    rope_scaling_factor=1.0,
-    rope_scaling_low_freq_factor=1.0,
-    rope_scaling_high_freq_factor=4.0,
-    rope_scaling_original_tokens=8192,
-)
 _IRRELEVANT = {
     *("_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
@@ -94,7 +81,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if value is None:
             raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
         settings[setting] = value
-    return settings | dict(qk_norm=family.qk_norm) | _FULL_ATTENTION | _rope_settings(config, where)
+    rope = rope_settings(config, where, family, _FULL_ATTENTION["layer_kinds"])
+    return settings | dict(qk_norm=family.qk_norm) | _FULL_ATTENTION | rope
 
 
 def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
@@ -104,25 +92,26 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
     return FAMILIES["qwen3" if model.qk_norm else "llama"]
 
 
-def config_json_of(
-    model: ModelConfig, base: Mapping[str, Any] | None, *, max_position_embeddings: int, dtype: str
-) -> dict[str, Any]:
+def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_len: int, dtype: str) -> dict[str, Any]:
     """The config.json of `model`. Fields that `model` does not change keep the values they have in `base`.
 
     Args:
       base: config.json of the model that training started from, or None.
-      max_position_embeddings: the sequence length of the run; a larger value in `base` is kept.
+      seq_len: the sequence length of the run, for max_position_embeddings.
       dtype: of the exported weights, "bfloat16" or "float32".
+    Raises:
+      UserError: `base` describes parameters of other shapes.
+      Unsupported: transformers does not compute the RoPE of `model` in this family.
     """
     family = family_of(base, model)
     fields = {name: getattr(model, setting) for name, setting in _FIELDS.items()}
-    longest = max(max_position_embeddings, (base or {}).get("max_position_embeddings") or 0)
+    longest = max_position_embeddings(model, seq_len, (base or {}).get("max_position_embeddings") or 0)
     dtype_field = "dtype" if "dtype" in (base or {}) else "torch_dtype"
     changed = {"max_position_embeddings": longest, dtype_field: dtype}
     if base is None:
         first = dict(architectures=[family.architecture], model_type=family.model_type, hidden_act="silu")
         fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
-        return first | fields | fixed | _rope_fields(model) | changed
+        return first | fields | fixed | rope_fields(model, family) | changed
     before = settings_of(base, "config.json")
     changed_shapes = [name for name, setting in _FIELDS.items() if before[setting] != fields[name]]
     if changed_shapes:
@@ -130,9 +119,11 @@ def config_json_of(
         raise UserError(
             f"config.json of model.init_from has {name}={base[name]} and the run {fields[name]}; restore it"
         )
-    if any(before[name] != getattr(model, name) for name in ROPE_SETTINGS):
-        changed |= _rope_fields(model)
-    return {**base, **changed}
+    after = settings_of({**base, **changed}, "config.json")  # the length that the run adds may change the RoPE
+    if all(after[name] == getattr(model, name) for name in ROPE_SETTINGS):
+        return {**base, **changed}
+    kept = {name: value for name, value in base.items() if name not in ROPE_FIELDS}
+    return kept | rope_fields(model, family) | changed
 
 
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -160,7 +151,7 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
     windowed = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
     if windowed:
         raise Unsupported(f"unsupported: {where} has layers of type {windowed[0]}; only full_attention is supported")
-    known = {*_FIELDS, *required, *_ROPE_FIELDS, *_IRRELEVANT, *family.irrelevant}
+    known = {*_FIELDS, *required, *ROPE_FIELDS, *_IRRELEVANT, *family.irrelevant}
     unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
     if unknown:
         name = unknown[0]
@@ -186,58 +177,3 @@ def _derived(name: str, settings: Mapping[str, Any]) -> int | None:
     if name == "head_dim":
         return settings["model_dim"] // settings["num_heads"]
     return None
-
-
-def _rope_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    theta, scaling = config.get("rope_theta"), config.get("rope_scaling")
-    if "rope_theta" in config and theta is None and not config.get("rope_parameters"):
-        raise Unsupported(f"unsupported: {where} has rope_theta=null, a model without RoPE")
-    old = _one_rope(dict(scaling or {}) | ({} if theta is None else {"rope_theta": theta}), where)
-    if not config.get("rope_parameters"):
-        return old
-    new = _one_rope(dict(config["rope_parameters"]), where)
-    if (theta is not None or scaling) and old != new:
-        raise UserError(
-            f"{where} has rope_parameters={config['rope_parameters']} and also rope_theta={theta} and"
-            f" rope_scaling={scaling}, which differ; remove the wrong ones"
-        )
-    return new
-
-
-def _one_rope(parameters: dict[str, Any], where: str) -> dict[str, Any]:
-    """The RoPE settings of one dict of parameters; `type` is the older name of `rope_type`."""
-    nested = [name for name, value in parameters.items() if isinstance(value, dict)]
-    if nested:
-        raise Unsupported(f"unsupported: {where} has RoPE parameters of their own for {nested[0]} layers")
-    old_type = parameters.pop("type", "default")
-    rope_type = parameters.pop("rope_type", old_type)
-    if rope_type not in ("default", "llama3"):
-        raise Unsupported(f"unsupported: {where} has RoPE of type {rope_type!r}; only default and llama3 are supported")
-    theta, partial = parameters.pop("rope_theta", 10000.0), parameters.pop("partial_rotary_factor", 1)
-    if partial != 1:
-        raise Unsupported(f"unsupported: {where} has partial_rotary_factor={partial}; only 1 is supported")
-    settings = {"rope_theta": float(theta), **_NO_SCALING}
-    for name, setting in _LLAMA3_FIELDS.items() if rope_type == "llama3" else ():
-        if parameters.get(name) is None:
-            raise UserError(f"{where} has RoPE of type llama3 without {name}; add it to rope_scaling")
-        settings[setting] = type(_NO_SCALING[setting])(parameters.pop(name))
-    unknown = sorted(name for name, value in parameters.items() if value is not None)
-    if unknown:
-        raise Unsupported(f"unsupported: {where} has the unknown RoPE parameter {unknown[0]}={parameters[unknown[0]]}")
-    return settings
-
-
-def _rope_fields(model: ModelConfig) -> dict[str, Any]:
-    """Both forms of the RoPE of `model`."""
-    if model.rope_scaling_factor == 1:
-        return dict(
-            rope_theta=model.rope_theta,
-            rope_scaling=None,
-            rope_parameters=dict(rope_type="default", rope_theta=model.rope_theta),
-        )
-    scaling = {"rope_type": "llama3"} | {name: getattr(model, setting) for name, setting in _LLAMA3_FIELDS.items()}
-    return dict(
-        rope_theta=model.rope_theta,
-        rope_scaling=scaling,
-        rope_parameters=scaling | {"rope_theta": model.rope_theta},
-    )

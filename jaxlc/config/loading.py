@@ -11,6 +11,7 @@ from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, field_types, i
 from jaxlc.config.old_configs import REMOVED, RENAMED, upgraded
 from jaxlc.config.presets import PRESETS, RENAMED_PRESETS
 from jaxlc.config.pretrained import locate, with_overrides
+from jaxlc.config.rope_settings import with_scaling
 from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
 from jaxlc.core.errors import UserError
 
@@ -110,8 +111,10 @@ def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
     """
     check_preset(preset := model.get("preset", DEFAULT_PRESET))
     of_preset = dataclasses.asdict(PRESETS[preset])
-    if not model.get("init_from") or model.keys() == of_preset.keys():
-        return of_preset | model
+    if model.keys() == of_preset.keys():
+        return model
+    if not model.get("init_from"):
+        return with_scaling(of_preset, model)
     explicit = {name: value for name, value in model.items() if name not in ("preset", "init_from")}
     shape = with_overrides(locate(model["init_from"]), explicit)
     return of_preset | shape | {"preset": DEFAULT_PRESET, "init_from": model["init_from"]}

@@ -53,8 +53,17 @@ def upgraded(stored: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     model = current["model"]
     if "preset" in model:
         model["preset"] = RENAMED_PRESETS.get(model["preset"], model["preset"])
-    current["model"] = MODEL_DEFAULTS | model | (_sliding(model, window) if window else {})
+    current["model"] = MODEL_DEFAULTS | model | _scaling(model) | (_sliding(model, window) if window else {})
     return current
+
+
+def _scaling(model: dict[str, Any]) -> dict[str, Any]:
+    """A factor of 1 meant no scaling, and its parameters had no effect; a larger one meant that of Llama 3.1."""
+    if "rope_scaling" in model:
+        return {}
+    if model.get("rope_scaling_factor", 1) > 1:
+        return {"rope_scaling": "llama3"}
+    return {name: value for name, value in MODEL_DEFAULTS.items() if name.startswith("rope_scaling")}
 
 
 def _sliding(model: dict[str, Any], window: int) -> dict[str, Any]:

@@ -8,9 +8,7 @@ from typing import Any
 
 from jaxlc.config.schema import ModelConfig
 
-_LLAMA_3_1: dict[str, Any] = dict(
-    rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192
-)
+_LLAMA_3_1: dict[str, Any] = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)
 _LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "rope_scaling_factor": 32.0}
 _LLAMA_3: dict[str, Any] = dict(
     vocab_size=128_256, head_dim=128, qk_norm=False, norm_epsilon=1e-5, rope_theta=500_000.0

@@ -9,6 +9,7 @@ from typing import Any
 from jaxlc.config import hub
 from jaxlc.config.config_json import CHANGEABLE_SETTINGS, settings_of
 from jaxlc.config.old_configs import upgraded
+from jaxlc.config.rope_settings import with_scaling
 from jaxlc.core.errors import UserError
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
@@ -89,7 +90,7 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
                 f"config.model.{name}={value} contradicts {pretrained.init_from}, which has {settings[name]}: remove"
                 f" that setting, or use --config.model.{name}={settings[name]}"
             )
-    return settings | explicit
+    return with_scaling(settings, explicit)
 
 
 def read_json(path: Path) -> dict[str, Any]:

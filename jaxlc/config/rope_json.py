@@ -1,7 +1,7 @@
 """RoPE fields of a Hugging Face config.json, and the RoPE settings of `ModelConfig`. Imports no jax.
 
-Two forms are read and written: `rope_theta` and `rope_scaling` of transformers 4 (and `rope_local_base_freq` of Gemma 3),
-and `rope_parameters` of transformers 5, which has one entry for each layer type in families with `rope_by_layer_type`.
+Two forms are read and written: `rope_theta`, `rope_scaling` and Gemma 3's `rope_local_base_freq` of transformers 4, and
+`rope_parameters` of transformers 5, which has one entry for each layer type in families with `rope_by_layer_type`.
 """
 
 import math
@@ -40,9 +40,7 @@ _PARAMETERS = {  # of rope_scaling -> of model.rope_scaling_...
 _OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "truncate")
 
 
-def rope_settings(
-    config: Mapping[str, Any], where: str, family: Family, layer_kinds: Sequence[str]
-) -> dict[str, Any]:
+def rope_settings(config: Mapping[str, Any], where: str, family: Family, layer_kinds: Sequence[str]) -> dict[str, Any]:
     """The RoPE settings of the model that `config` describes.
 
     Args:
@@ -144,9 +142,7 @@ def _theta(config: Mapping[str, Any], family: Family) -> float:
     return family.defaults.get("rope_theta", 10000.0) if theta is None else theta
 
 
-def _of_kinds(
-    settings: dict[str, Any], where: str, family: Family, layer_kinds: Sequence[str]
-) -> dict[str, Any]:
+def _of_kinds(settings: dict[str, Any], where: str, family: Family, layer_kinds: Sequence[str]) -> dict[str, Any]:
     """`settings`, with the default of sliding_rope_theta if there are no sliding layers."""
     if "sliding" not in layer_kinds:
         return {name: value for name, value in settings.items() if name != "sliding_rope_theta"}
@@ -165,9 +161,7 @@ def _one_rope(parameters: dict[str, Any], config: Mapping[str, Any], where: str)
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
     if rope_type not in _TYPES:
-        raise Unsupported(
-            f"unsupported: {where} has RoPE of type {rope_type!r}; supported are {', '.join(_TYPES)}"
-        )
+        raise Unsupported(f"unsupported: {where} has RoPE of type {rope_type!r}; supported are {', '.join(_TYPES)}")
     theta, partial = parameters.pop("rope_theta"), parameters.pop("partial_rotary_factor", 1)
     if partial != 1:
         raise Unsupported(f"unsupported: {where} has partial_rotary_factor={partial}; only 1 is supported")
@@ -235,15 +229,15 @@ def _check_family(model: ModelConfig, family: Family) -> None:
     if family.rope_by_layer_type:
         if not model.rope_scaling_truncate:
             raise Unsupported(
-                "unsupported: export with config.model.rope_scaling_truncate=False, which transformers ignores in models"
-                f" of type {family.model_type}"
+                "unsupported: export with config.model.rope_scaling_truncate=False, which transformers ignores in"
+                f" models of type {family.model_type}"
             )
     elif "sliding" in model.layer_kinds and (
         model.rope_scaling != "none" or model.sliding_rope_theta != model.rope_theta
     ):
         raise Unsupported(
-            f"unsupported: export of a model of type {family.model_type} with another RoPE in sliding layers than in full"
-            " ones; use the same rope_theta and sliding_rope_theta, and rope_scaling=none"
+            f"unsupported: export of a model of type {family.model_type} with another RoPE in sliding layers than in"
+            " full ones; use the same rope_theta and sliding_rope_theta, and rope_scaling=none"
         )
 
 

@@ -86,8 +86,8 @@ def _fraction_problems(model: ModelConfig) -> Iterator[str]:
     smallest = 4 if model.rope_scaling in ("ntk", "dynamic_ntk") else 2  # their base has the exponent d / (d - 2)
     if rotated % 2 or rotated < smallest:
         yield (
-            f"config.model.rope_fraction={model.rope_fraction} of head_dim={model.head_dim} gives {rotated:g} dimensions,"
-            f" and RoPE needs an even number, at least {smallest}; use a different rope_fraction or head_dim"
+            f"config.model.rope_fraction={model.rope_fraction} of head_dim={model.head_dim} gives {rotated:g}"
+            f" dimensions, and RoPE needs an even number, at least {smallest}; use a different rope_fraction"
         )
 
 

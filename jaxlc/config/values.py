@@ -128,5 +128,7 @@ def describe_type(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
     if typing.get_origin(hint) is tuple:
-        return {int: "a list of integers", float: "a list of numbers", str: "a list of strings"}[typing.get_args(hint)[0]]
+        return {int: "a list of integers", float: "a list of numbers", str: "a list of strings"}[
+            typing.get_args(hint)[0]
+        ]
     return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}[hint]

@@ -41,7 +41,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None, dtype: str
         raise Unsupported(f"unsupported: export of a run with config.model.layer_kinds={kinds}; only full is supported")
     source = _source(config)
     base = None if source is None else source.config_json()
-    content = config_json_of(config.model, base, max_position_embeddings=config.data.seq_len, dtype=DTYPES[dtype][1])
+    content = config_json_of(config.model, base, seq_len=config.data.seq_len, dtype=DTYPES[dtype][1])
     target = Path(out).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: remove it, or export to a different directory")

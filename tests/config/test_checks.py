@@ -9,6 +9,15 @@ from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.core.errors import UserError
 from tests.config.test_loading import changed, rejected
 
+LLAMA3 = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)
+YARN = dict(rope_scaling="yarn", rope_scaling_factor=4.0, rope_scaling_original_tokens=8192)
+LONGROPE = dict(
+    rope_scaling="longrope",
+    rope_scaling_factor=4.0,
+    rope_scaling_original_tokens=8192,
+    rope_scaling_short_factors=(1.0,) * 16,
+    rope_scaling_long_factors=(2.0,) * 16,
+)
 NUMBERS = [(section, name) for section, ranges in RANGES.items() for name in ranges]
 
 
@@ -31,9 +40,32 @@ def test_check_beta_of_1_raises(name):
         ("model", dict(head_dim=31), ["head_dim=31", "use 32"]),
         (
             "model",
-            dict(rope_scaling_factor=8.0, rope_scaling_low_freq_factor=4.0),
+            dict(LLAMA3, rope_scaling_low_freq_factor=4.0),
             ["rope_scaling_low_freq_factor=4.0 must be less than rope_scaling_high_freq_factor=4.0"],
         ),
+        (
+            "model",
+            dict(YARN, rope_scaling_beta_slow=40.0),
+            ["rope_scaling_beta_slow=40.0 must be less than rope_scaling_beta_fast=32.0"],
+        ),
+        (
+            "model",
+            dict(YARN, rope_scaling_original_tokens=0),
+            ["'yarn' needs --config.model.rope_scaling_original_tokens"],
+        ),
+        ("model", dict(rope_scaling="linear"), ["'linear' needs a rope_scaling_factor greater than 1"]),
+        ("model", dict(rope_scaling_factor=0.5), ["invalid value 0.5", "expected at least 1"]),
+        ("model", dict(rope_scaling_factor=4.0), ["factor=4.0 has no effect", "rope_scaling=linear or ntk or"]),
+        ("model", dict(LLAMA3, rope_scaling_beta_fast=9.0), ["beta_fast=9.0 has no effect", "rope_scaling=yarn with"]),
+        (
+            "model",
+            dict(LONGROPE, rope_scaling_long_factors=(1.0, 2.0)),
+            ["long_factors has 2 numbers", "needs 16", "head_dim x rope_fraction / 2"],
+        ),
+        ("model", dict(LONGROPE, rope_fraction=0.5), ["short_factors has 16 numbers", "needs 8"]),
+        ("model", dict(LONGROPE, rope_scaling_short_factors=(0.0,) * 16), ["short_factors contains 0.0"]),
+        ("model", dict(rope_fraction=0.3), ["rope_fraction=0.3 of head_dim=32 gives 9.6", "at least 2"]),
+        ("model", dict(rope_fraction=1.5), ["invalid value 1.5", "at most 1"]),
         ("optimizer", dict(schedule="wsd"), ["needs config.optimizer.decay_steps"]),
         (
             "optimizer",

@@ -208,5 +208,43 @@ def test_from_dict_reads_window_of_all_layers():
     model = from_dict(stored).model
     assert (model.layer_kinds, model.window, model.sliding_rope_theta) == (("sliding",), 12, 7.0)
     stored["model"]["rope_scaling_factor"] = 8.0
+    del stored["model"]["rope_scaling"]
     with pytest.raises(NotImplementedError, match=r"attention.window=12 and model.rope_scaling_factor=8.0"):
         from_dict(stored)
+
+
+def test_load_another_rope_scaling_drops_parameters_of_the_preset():
+    llama = PRESETS["llama3.1-8b"]
+    model = load(changed("model", preset="llama3.1-8b", rope_scaling="none")).model
+    assert (model.rope_scaling_factor, model.rope_scaling_original_tokens) == (1.0, 0)
+    model = load(changed("model", preset="llama3.1-8b", rope_scaling="yarn", rope_scaling_factor=4)).model
+    yarn = dict(rope_scaling="yarn", rope_scaling_factor=4.0)  # the original context length of Llama 3.1 remains
+    assert model == dataclasses.replace(llama, **yarn)
+    assert load(changed("model", preset="llama3.1-8b", rope_scaling="llama3")).model == llama
+
+
+@pytest.mark.parametrize(("preset", "factor", "scaling"), [("tiny", 1.0, "none"), ("llama3.1-8b", 8.0, "llama3")])
+def test_from_dict_reads_rope_scaling_of_older_versions(preset, factor, scaling):
+    config = load(changed("model", preset=preset))
+    assert config.model.rope_scaling == scaling
+    stored = to_dict(config)
+    rope = {name for name in stored["model"] if name.startswith("rope_") and name != "rope_theta"}
+    stored["model"] = {name: value for name, value in stored["model"].items() if name not in rope} | dict(
+        rope_scaling_factor=factor,
+        rope_scaling_low_freq_factor=1.0,
+        rope_scaling_high_freq_factor=4.0,
+        rope_scaling_original_tokens=8192,
+    )
+    assert from_dict(stored) == config
+
+
+def test_load_rope_factors_from_text_round_trip():
+    """As on the command line, and in a stored config."""
+    factors = ",".join(str(1 + i / 16) for i in range(16))
+    longrope = dict(rope_scaling="longrope", rope_scaling_factor=2, rope_scaling_original_tokens=64)
+    lists = dict(rope_scaling_short_factors=factors, rope_scaling_long_factors=[2] * 16)
+    config = load(changed("model", **longrope, **lists))
+    assert config.model.rope_scaling_short_factors[-1] == 1 + 15 / 16
+    assert config.model.rope_scaling_long_factors == (2.0,) * 16
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert "expected a list of numbers" in rejected(changed("model", rope_scaling_long_factors="1,two"))

@@ -128,14 +128,15 @@ def gradients_of(step, params, num_tokens: int) -> dict[str, np.ndarray]:
 def test_rope_scaling_has_an_effect(case, directory_of):
     """Without it, the comparison above would fail by far."""
     directory, num_tokens = directory_of(case), LENGTHS[1]
-    step = step_of(directory, num_tokens, {}, rope_scaling_factor=1.0)
+    step = step_of(directory, num_tokens, {}, rope_scaling="none")
     logits = LanguageModel(step, load_pretrained(step)[0], None).logits(tokens_of(num_tokens))
     assert np.abs(logits - reference(directory, num_tokens)["logits"]).max() >= 0.1
 
 
 def test_exported_model_opens_in_transformers(directory_of, tmp_path):
     """An exported model with another RoPE base gives the logits of the run."""
-    step = step_of(directory_of("qwen3"), 64, dict(context=2, tensor=2), rope_theta=1e6, rope_scaling_factor=4.0)
+    scaling = dict(rope_scaling="llama3", rope_scaling_factor=4.0, rope_scaling_original_tokens=8192)
+    step = step_of(directory_of("qwen3"), 64, dict(context=2, tensor=2), rope_theta=1e6, **scaling)
     params = load_pretrained(step)[0]
     checkpoints = Checkpoints(tmp_path / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
     checkpoints.save(1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(step.config)))

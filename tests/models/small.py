@@ -17,6 +17,7 @@ from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.rules import Sharder
 from jaxlc.train.remat import Remat
+from tests.models.plain_rope import plain_rope
 
 B, T = 2, 16
 
@@ -81,32 +82,6 @@ def plain_llama(params, model, tokens_BT, positions_BT):
     x_BTD = np.stack([_plain_row(params, model, *row) for row in zip(tokens_BT, positions_BT)])
     head_DV = params["embedding"].T if model.tie_embeddings else params["head"]
     return x_BTD, x_BTD @ head_DV
-
-
-def plain_rope(x_TH, positions_T, model):
-    """RoPE as Hugging Face transformers computes it: rotate_half and full-width cos and sin; float64."""
-    frequencies = np.array([model.rope_theta ** (-2 * i / model.head_dim) for i in range(model.head_dim // 2)])
-    if model.rope_scaling_factor != 1.0:
-        frequencies = np.array([_plain_scaled(f, model) for f in frequencies])
-    angles_TH = np.concatenate([np.outer(np.asarray(positions_T, np.float64), frequencies)] * 2, axis=-1)
-    half = model.head_dim // 2
-    rotated_TH = np.concatenate([-x_TH[:, half:], x_TH[:, :half]], axis=-1)
-    return x_TH * np.cos(angles_TH) + rotated_TH * np.sin(angles_TH)
-
-
-def _plain_scaled(frequency, model):
-    """transformers, modeling_rope_utils._compute_llama3_parameters, for one frequency."""
-    low_wavelength = model.rope_scaling_original_tokens / model.rope_scaling_low_freq_factor
-    high_wavelength = model.rope_scaling_original_tokens / model.rope_scaling_high_freq_factor
-    wavelength = 2 * math.pi / frequency
-    if wavelength < high_wavelength:
-        return frequency
-    if wavelength > low_wavelength:
-        return frequency / model.rope_scaling_factor
-    smooth = (model.rope_scaling_original_tokens / wavelength - model.rope_scaling_low_freq_factor) / (
-        model.rope_scaling_high_freq_factor - model.rope_scaling_low_freq_factor
-    )
-    return (1 - smooth) * frequency / model.rope_scaling_factor + smooth * frequency
 
 
 def _plain_norm(x, scale, model):

@@ -25,8 +25,22 @@ PUBLISHED = {
 }
 VARIANTS = {
     "tied": dict(),
-    "untied": dict(tie_embeddings=False, qk_norm=True, rope_scaling_factor=8.0, rope_scaling_original_tokens=32),
-    "odd": dict(tie_embeddings=False, num_kv_heads=1, vocab_size=29, num_layers=3),
+    "untied": dict(
+        tie_embeddings=False,
+        qk_norm=True,
+        rope_scaling="llama3",
+        rope_scaling_factor=8.0,
+        rope_scaling_original_tokens=32,
+    ),
+    "odd": dict(
+        tie_embeddings=False,
+        num_kv_heads=1,
+        vocab_size=29,
+        num_layers=3,
+        rope_scaling="yarn",
+        rope_scaling_factor=4.0,
+        rope_scaling_original_tokens=32,
+    ),
 }
 
 

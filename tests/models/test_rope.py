@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxlc.config.presets import PRESETS
-from jaxlc.models.rope import LOW_TOKENS, apply_rope, rope_tables
-from tests.models.small import plain_rope
+from jaxlc.models.rope import LOW_TOKENS, apply_rope, rope_frequencies, rope_tables
+from tests.models.plain_rope import SCALINGS, plain_rope, scaled_model
 
 MAX_TOKENS = 2**26
 
@@ -29,6 +29,47 @@ def test_apply_rope_is_within_1e_6_of_float64(preset, start):
         jnp.asarray(x_TH, jnp.float32)[None, :, None], positions[None], rope_tables(model, "full", MAX_TOKENS)
     )
     np.testing.assert_allclose(got[0, :, 0], plain_rope(x_TH, positions, model), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_apply_rope_with_scaling_is_within_1e_6(name, kind):
+    """At positions up to 2^26, and for dynamic_ntk and longrope also in a run within the original context."""
+    model = scaled_model(name)
+    half = model.head_dim // 2
+    x_TH = np.concatenate([np.ones((16, half)), np.zeros((16, half))], axis=-1).astype(np.float32)
+    for seq_len, starts in {4096: (0,), MAX_TOKENS: (LOW_TOKENS - 8, 2**20 - 8, 2**25 - 8, 2**26 - 16)}.items():
+        tables = rope_tables(model, kind, seq_len)
+        for start in starts:
+            positions = np.arange(start, start + 16, dtype=np.int32)
+            got = apply_rope(x_TH[None, :, None], positions[None], tables)[0, :, 0]
+            expected = plain_rope(x_TH, positions, model, kind=kind, seq_len=seq_len)
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+
+
+def test_rope_scalings_differ_from_one_another():
+    """So that the comparison above can fail: each changes at least one frequency by 5%, or the attention factor."""
+    full = {name: rope_frequencies(scaled_model(name), "full", 2**20) for name in SCALINGS if "partial" not in name}
+    for name, frequencies in full.items():
+        for other_name in full.keys() - {name}:
+            other = full[other_name]
+            change = np.abs(np.log(frequencies.radians_per_token / other.radians_per_token)).max()
+            assert change > 0.05 or frequencies.attention_factor != other.attention_factor, (name, other_name)
+
+
+def test_rope_tables_of_nope_are_none():
+    x = jnp.ones((1, 2, 1, 8))
+    tables = rope_tables(PRESETS["tiny"], "nope", 16)
+    assert tables is None
+    assert apply_rope(x, np.zeros((1, 2), np.int32), tables) is x
+
+
+def test_apply_rope_partial_leaves_the_other_dimensions():
+    model, x = scaled_model("partial"), jnp.asarray(_x(16, 128), jnp.bfloat16)[None, :, None]
+    got = apply_rope(x, np.arange(16, dtype=np.int32)[None] + 7, rope_tables(model, "full", 64))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got[..., 32:], x[..., 32:])
+    assert (got[..., :32] != x[..., :32]).mean() > 0.9
 
 
 def test_float32_angles_are_wrong_at_2_25():

@@ -108,7 +108,7 @@ def test_attention_masks_equal_one_device(settings):
     [
         dict(tie_embeddings=True, vocab_size=64),
         dict(qk_norm=True),
-        dict(rope_scaling_factor=8.0, rope_scaling_original_tokens=32),
+        dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=32),
     ],
     ids=["tied", "qk_norm", "rope_scaling"],
 )

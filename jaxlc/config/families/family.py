@@ -36,6 +36,9 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields of this family that change the computation, and the only values that are supported.
     required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Whether rope_parameters has an entry for each layer type. RoPE of sliding layers is not scaled then; its base is
+    # rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
+    rope_by_layer_type: bool = False
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
 
 

@@ -1,0 +1,147 @@
+"""RoPE fields of config.json: reading both forms, writing them, and errors."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxlc.config.families import FAMILIES
+from jaxlc.config.rope_json import max_position_embeddings, rope_fields, rope_settings
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.models.rope import rope_frequencies
+from tests.models.plain_rope import LLAMA, SCALINGS, scaled_model
+
+FLAT = FAMILIES["llama"]
+NESTED = dataclasses.replace(FLAT, rope_by_layer_type=True, defaults=dict(rope_theta=5e5))  # as Olmo 3
+LOCAL = dataclasses.replace(NESTED, defaults=dict(rope_theta=1e6, rope_local_base_freq=1e4))  # as Gemma 3
+KINDS = ("sliding", "full")
+YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192)
+LINEAR = dict(rope_type="linear", factor=8.0)
+
+
+def read(config, family=FLAT, kinds=("full",)):
+    return rope_settings(config, "config.json", family, kinds)
+
+
+def written(model, family=FLAT):
+    return rope_fields(model, family) | dict(max_position_embeddings=max_position_embeddings(model, 4096, 0))
+
+
+@pytest.mark.parametrize("form", ["old", "new", "both"])
+@pytest.mark.parametrize("name", [name for name in SCALINGS if "partial" not in name])
+def test_rope_fields_read_back_give_the_same_frequencies(name, form):
+    model, fields = scaled_model(name), written(scaled_model(name))
+    dropped = {"old": {"rope_parameters"}, "new": {"rope_theta", "rope_scaling"}, "both": set()}[form]
+    settings = read({field: value for field, value in fields.items() if field not in dropped})
+    again = dataclasses.replace(model, **settings)
+    if model.rope_scaling != "ntk" and not name.startswith("longrope"):  # ntk is written as another rope_theta
+        assert again == model
+    for seq_len in (4096, 2**20):
+        actual, expected = (rope_frequencies(x, "full", seq_len) for x in (again, model))
+        np.testing.assert_allclose(actual.radians_per_token, expected.radians_per_token, rtol=1e-15)
+        assert actual.attention_factor == expected.attention_factor
+
+
+def test_rope_settings_accept_the_older_name_type():
+    scaling = dict(type="linear", factor=4)
+    assert read(dict(rope_theta=1e4, rope_scaling=scaling)) == read(
+        dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=10000))
+    )
+
+
+def test_rope_settings_of_mscale_are_an_attention_factor():
+    """DeepSeek's: (0.1 mscale ln s + 1) / (0.1 mscale_all_dim ln s + 1); one alone has no effect."""
+    both = read(dict(rope_scaling=dict(YARN, mscale=1.0, mscale_all_dim=0.5)))
+    expected = (0.1 * np.log(8) + 1) / (0.05 * np.log(8) + 1)
+    assert both["rope_scaling_attention_factor"] == pytest.approx(expected, rel=1e-12)
+    assert read(dict(rope_scaling=dict(YARN, mscale=2.0)))["rope_scaling_attention_factor"] == 0
+
+
+def test_rope_settings_of_longrope_take_lengths_outside_of_it():
+    scaling = dict(type="longrope", short_factor=[1.0], long_factor=[2.0])
+    outside = dict(max_position_embeddings=131072, original_max_position_embeddings=4096)
+    settings = read(dict(outside, rope_scaling=scaling))
+    assert (settings["rope_scaling_factor"], settings["rope_scaling_original_tokens"]) == (32.0, 4096)
+    assert settings["rope_scaling_long_factors"] == (2.0,)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "thetas"),
+    [
+        (LOCAL, dict(rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=LINEAR), (2e6, 3e4)),
+        (LOCAL, dict(rope_scaling=LINEAR), (1e6, 1e4)),
+        (LOCAL, dict(rope_parameters=dict(full_attention=LINEAR, sliding_attention=dict(rope_theta=7e4))), (1e6, 7e4)),
+        (LOCAL, dict(rope_parameters=dict(full_attention=dict(LINEAR, rope_theta=2e6))), (2e6, 1e4)),
+        (NESTED, dict(rope_theta=3e5, rope_scaling=LINEAR), (3e5, 3e5)),
+        (NESTED, dict(rope_parameters=dict(full_attention=LINEAR, sliding_attention=dict(rope_theta=7e4))), (5e5, 7e4)),
+    ],
+)
+def test_rope_settings_by_layer_type(family, config, thetas):
+    settings = read(config, family, KINDS)
+    assert (settings["rope_theta"], settings["sliding_rope_theta"]) == thetas
+    assert (settings["rope_scaling"], settings["rope_scaling_factor"]) == ("linear", 8.0)
+    model = dataclasses.replace(LLAMA, layer_kinds=KINDS, window=4, **settings)
+    fields = rope_fields(model, family)
+    assert read(fields, family, KINDS) == settings
+    assert ("rope_scaling" in fields) == (family is LOCAL or thetas[0] == thetas[1])
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(rope_scaling=dict(rope_type="proportional", factor=2.0)), "RoPE of type 'proportional'; supported are"),
+        (dict(rope_scaling=dict(type="su", factor=2.0)), "RoPE of type 'su'"),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "type yarn without original_max_position_embeddings"),
+        (dict(rope_scaling=dict(YARN, factor=None)), "type yarn without factor"),
+        (dict(rope_scaling=dict(YARN, beta=3)), "unknown RoPE parameter beta=3 for type yarn"),
+        (
+            dict(rope_scaling=dict(LINEAR, low_freq_factor=1)),
+            "unknown RoPE parameter low_freq_factor=1",
+        ),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "type dynamic without max_position_embeddings"),
+        (dict(rope_parameters=dict(YARN, partial_rotary_factor=0.5)), "partial_rotary_factor=0.5; only 1"),
+        (dict(rope_parameters=dict(full_attention=YARN)), "for full_attention layers"),
+        (dict(rope_theta=None), "rope_theta=null"),
+        (dict(rope_theta=1e4, rope_parameters=dict(rope_theta=2e4)), "which differ"),
+    ],
+)
+def test_rope_settings_unsupported_field_raises(config, words):
+    with pytest.raises(UserError) as error:
+        read(config)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        (FLAT, dict(rope_scaling=YARN), "has sliding_attention layers, whose RoPE is never scaled"),
+        (LOCAL, dict(rope_scaling=dict(YARN, truncate=False)), "truncate=false, which transformers ignores"),
+        (LOCAL, dict(rope_parameters=dict(sliding_attention=LINEAR)), "scales RoPE of sliding_attention layers"),
+        (LOCAL, dict(rope_parameters=dict(chunked_attention=LINEAR)), "rope_parameters of chunked_attention"),
+    ],
+)
+def test_rope_settings_unsupported_layer_type_raises(family, config, words):
+    with pytest.raises(Unsupported, match=words):
+        read(config, family, KINDS)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "words"),
+    [
+        (FLAT, SCALINGS["partial"], "rope_fraction=0.25, which transformers ignores"),
+        (FLAT, dict(layer_kinds=KINDS), "another RoPE in sliding layers"),
+        (FLAT, dict(SCALINGS["linear"], layer_kinds=KINDS, sliding_rope_theta=5e5), "another RoPE in sliding layers"),
+        (NESTED, SCALINGS["yarn_options"], "rope_scaling_truncate=False, which transformers ignores"),
+    ],
+)
+def test_rope_fields_that_transformers_ignores_raise(family, settings, words):
+    with pytest.raises(Unsupported, match=words):
+        rope_fields(dataclasses.replace(LLAMA, **settings), family)
+
+
+def test_max_position_embeddings_follow_the_scaling():
+    assert max_position_embeddings(LLAMA, 4096, 2048) == 4096
+    assert max_position_embeddings(LLAMA, 4096, 8192) == 8192
+    assert max_position_embeddings(scaled_model("dynamic_ntk"), 2**20, 2**21) == 8192
+    assert max_position_embeddings(scaled_model("yarn"), 4096, 2048) == 32 * 8192
