@@ -89,9 +89,9 @@ def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, ja
 def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies:
     """Frequencies of the layers of kind full or sliding.
 
-    linear: Chen et al. 2023, arXiv:2306.15595. ntk and dynamic_ntk: Peng et al. 2023, arXiv:2309.00071, section 3.1 and
-    appendix B. yarn: the same, section 3.3, with the ramp over dimensions of the authors' code. longrope: Ding et al.
-    2024, arXiv:2402.13753. llama3: Meta's llama-models, `apply_scaling`.
+    linear: Chen et al. 2023, arXiv:2306.15595. ntk: Peng et al. 2023, arXiv:2309.00071, section 3.1. dynamic_ntk:
+    section 3.3, with the base of transformers. yarn: sections 3.2 and 3.4, with the ramp over dimensions of the
+    authors' code. longrope: Ding et al. 2024, arXiv:2402.13753. llama3: Meta's llama-models, `apply_scaling`.
 
     Args:
       seq_len: length that dynamic_ntk and longrope depend on.
