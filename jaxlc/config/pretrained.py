@@ -8,8 +8,10 @@ from typing import Any
 
 from jaxlc.config import hub
 from jaxlc.config.config_json import CHANGEABLE_SETTINGS, settings_of
+from jaxlc.config.frozen import field_types
 from jaxlc.config.old_configs import upgraded
 from jaxlc.config.rope_settings import with_scaling
+from jaxlc.config.values import typed
 from jaxlc.core.errors import UserError
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
@@ -32,7 +34,12 @@ class Pretrained:
           UserError: the description of the model cannot be read, or is unsupported.
         """
         if self.is_run:
-            return {name: value for name, value in self.run_config()["model"].items() if name not in _NO_SETTINGS}
+            stored, hints = self.run_config()["model"], field_types("model")
+            return {
+                name: typed(f"model.{name}", value, hints[name])
+                for name, value in stored.items()
+                if name not in _NO_SETTINGS
+            }
         return settings_of(self.config_json(), str(self.directory / CONFIG_FILE))
 
     def tokenizer(self) -> str:
