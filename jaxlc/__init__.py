@@ -1,7 +1,7 @@
 """jaxlc: train language models on very long sequences in JAX.
 
 The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
-`attention` and `config`, and the functions `attend`, `export`, `load`, `make_mesh` and `start`. Everything is imported
+`profile` (`jaxlc.profile.compare`), `attention` and `config`, and the functions `attend`, `export`, `load`, `make_mesh` and `start`. Everything is imported
 on first use: `import jaxlc` does not import JAX, so that environment variables which JAX reads at start-up can still be
 set (`jaxlc.start`).
 """
@@ -15,15 +15,23 @@ if TYPE_CHECKING:
 
     import jax
 
-    from jaxlc import attention, config, plan, sweep, train
+    from jaxlc import attention, config, plan, profile, sweep, train
     from jaxlc.attention import attend
     from jaxlc.train import Model, Result
     from jaxlc.train.loss import TokenLoss
 
 __version__ = "0.1.0"
-__all__ = ["attend", "attention", "config", "export", "load", "make_mesh", "plan", "start", "sweep", "train"]
+__all__ = ["attend", "attention", "config", "export", "load", "make_mesh", "plan", "profile", "start", "sweep", "train"]
 
-_PACKAGES = ("attention", "config", "plan", "runtime", "sweep", "train")  # available after `import jaxlc` alone
+_PACKAGES = (
+    "attention",
+    "config",
+    "plan",
+    "profile",
+    "runtime",
+    "sweep",
+    "train",
+)  # available after `import jaxlc` alone
 
 
 def start(

@@ -20,6 +20,7 @@ VERBS = {
     "train": Verb("jaxlc.train", "train a model; resumes from the latest valid checkpoint in --workdir"),
     "plan": Verb("jaxlc.plan", "compile the training step ahead of time, without a GPU: memory, overlap, step time"),
     "sweep": Verb("jaxlc.sweep", "plan or measure many meshes and rank them"),
+    "profile": Verb("jaxlc.profile", "compare a trace of training steps with the plan's estimate"),
     "export": Verb("jaxlc.exporting", "write the weights of a run as a Hugging Face directory"),
 }
 

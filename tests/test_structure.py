@@ -26,7 +26,7 @@ LAYERS = dict(
     train=5,
     simulate=6, exporting=6,
     plan=7,
-    sweep=8,
+    sweep=8, profile=8,
     cli=9,
 )  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -1,5 +1,6 @@
 """Checks of a config before JAX starts: ranges, and settings that contradict each other. Imports no jax."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -110,6 +111,7 @@ def check(config: Config) -> None:
         _model_problems, layer_problems, _optimizer_problems, _data_problems, _memory_problems, _runtime_problems
     ):  # fmt: skip
         _raise_first(problems(config))
+    _raise_first(_profile_problems(config))
     # Checked before divisibility, whose advice keeps the number of devices.
     if config.runtime.simulated_devices:
         check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")
@@ -223,3 +225,10 @@ def _runtime_problems(config: Config) -> Iterator[str]:
             f"config.runtime.nvshmem_heap_bytes={runtime.nvshmem_heap_bytes} is for transport 'nvshmem', and"
             f" config.runtime.transport is {runtime.transport!r}; use --config.runtime.nvshmem_heap_bytes=0"
         )
+
+
+def _profile_problems(config: Config) -> Iterator[str]:
+    steps = config.profile.steps
+    match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", steps)
+    if steps and (match is None or int(match[1]) >= int(match[2])):
+        yield f"invalid value {steps!r} for config.profile.steps: expected FIRST:END, such as 10:13 for steps 10 to 12"

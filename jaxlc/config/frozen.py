@@ -15,6 +15,7 @@ from jaxlc.config.schema import (
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
+    ProfileConfig,
     RuntimeConfig,
     TrainConfig,
 )
@@ -36,6 +37,7 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def tokens_per_step(self) -> int:

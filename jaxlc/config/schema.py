@@ -247,3 +247,20 @@ class TrainConfig:
     checkpoint_every_steps: int = 0  # steps between checkpoints; 0: at the end only
     keep_checkpoints: int = 2  # number of latest checkpoints to keep
     log_every_steps: int = 1  # steps between fetching metrics and writing a row of metrics.jsonl
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Profiles of training steps, written to WORKDIR/profile; docs/profiling.md."""
+
+    # optimizer steps to trace, as FIRST:END without END: 10:13 traces steps 10, 11 and 12. "": none.
+    steps: str = ""
+    # xprof: jax.profiler writes a trace. nsys: calls cudaProfilerStart and cudaProfilerStop around the steps, for a run
+    # inside `nsys profile --capture-range=cudaProfilerApi`.
+    tool: Literal["xprof", "nsys"] = "xprof"
+    processes: Literal["first", "all"] = "first"  # processes that trace; each GPU's work is traced by its own process
+
+    @property
+    def traced_steps(self) -> range:
+        first, _, end = self.steps.partition(":")
+        return range(int(first), int(end)) if self.steps else range(0)

@@ -34,6 +34,7 @@ from jaxlc.train.run_result import Result
 from jaxlc.train.start_report import resume_lines, sharding_lines, step_lines
 from jaxlc.train.state import TrainState
 from jaxlc.train.step import StepMetrics, TrainStep, build_step
+from jaxlc.train.step_profiler import StepProfiler
 from jaxlc.train.verify_compiled import verify_compiled_step
 
 _STEP_METRICS = ("loss", "grad_norm", "learning_rate", "target_tokens")  # passed to `Callback.on_step`
@@ -144,9 +145,13 @@ def _train(run: _Run, start: _Position) -> tuple[_Position, Evaluation | None, i
     if start.step == 0 and config.eval_every_steps:
         evaluation = _evaluate(run, start)
     pending = PendingMetrics(start.step)
-    with PreemptionGuard() as guard, contextlib.closing(run.data.batches(run.step, next_sequence)) as stream:
+    with (
+        PreemptionGuard() as guard,
+        contextlib.closing(run.data.batches(run.step, next_sequence)) as stream,
+        StepProfiler(run.config, run.workdir, run_step, run.progress.log) as profiled_step,
+    ):
         for step, (arrays, is_last) in enumerate(stream, start.step + 1):
-            state, metrics = run_step(state, Batch(**arrays))
+            state, metrics = profiled_step(step, state, Batch(**arrays))
             next_sequence += config.global_batch_size
             position = _Position(state=state, step=step, next_sequence=next_sequence)
             pending.add(step, metrics)

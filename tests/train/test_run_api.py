@@ -1,5 +1,6 @@
 """`jaxlc.train.run` and `jaxlc.load` in Python: the result, custom batches, callbacks."""
 
+import json
 import shutil
 
 import jax
@@ -10,6 +11,7 @@ import jaxlc
 from jaxlc.config import load, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
+from jaxlc.profile.__main__ import main as profile_main
 from jaxlc.train.language_model import padded_length
 from tests.tolerances import FLOAT32_PARITY
 from tests.train import runs
@@ -24,6 +26,7 @@ def config(tmp_path_factory):
     config = read_config(str(runs.write_config(tmp_path_factory.mktemp("run"))))
     config.model.num_layers = 1
     config.train.update(steps=STEPS, checkpoint_every_steps=2, eval_every_steps=2)
+    config.profile.steps = "3:5"
     return config
 
 
@@ -85,6 +88,24 @@ def test_result_has_history_as_columns_and_paths(result):
     assert all(path.exists() for path in result.paths.values()) and "metrics" in result.paths
     assert repr(result).startswith("Result(step 4 of 4, held-out loss ") and "\n" not in repr(history)
     assert "held-out loss" in result._repr_html_() and "<table" in history._repr_html_()
+
+
+def test_traced_steps_are_compared_by_class(result, tmp_path, capsys):
+    """Of simulated CPU devices; the GPUs of the estimate are any with the run's number of devices."""
+    arguments = ["jaxlc profile", str(result.workdir / "profile"), "--topology=h100:1x8"]
+    assert profile_main([*arguments, f"--json={tmp_path / 'comparison.json'}"]) == 0
+    page = capsys.readouterr().out
+    assert "mean of 2 steps and 8 devices" in page and "no estimate" not in page
+    values = json.loads((tmp_path / "comparison.json").read_text())
+    seconds = {row["name"]: row["measured_seconds"] for row in values["classes"]}
+    assert all(seconds[name] > 0 for name in ("attention", "matrix products", "other kernels"))
+    assert sum(seconds.values()) == pytest.approx(values["step_seconds"]) and values["communication_seconds"] > 0
+    # A ring of 4: per layer three sends of K/V forward and backward, and four of dK/dV.
+    assert sum(row["runs_per_step"] for row in values["ring_steps"]) >= 9
+    assert all(row["measured_seconds"] > 0 and row["estimated_seconds"] > 0 for row in values["ring_steps"])
+    assert values["unknown_seconds"] < 0.05 * values["step_seconds"]
+    assert profile_main([*arguments[:2], "--topology=h100:1x4"]) == 2
+    assert "had 8" in capsys.readouterr().err
 
 
 def test_result_evaluates_again_with_the_same_loss(result):

@@ -1,0 +1,39 @@
+"""Compares a trace of training steps with the estimate of the plan. Untested on GPUs.
+
+`compare` reads a trace that config.profile.steps or `jax.profiler` wrote. Modules are imported on first use, so that
+`python -m jaxlc.profile` can set the environment before JAX starts.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxlc.profile.comparison import Comparison
+
+__all__ = ["compare"]
+
+
+def compare(
+    trace: str | Path, *, plan: str = "", topology: str = "", constants: str = "", num_steps: int = 0
+) -> "Comparison":
+    """Compares the time of a traced step with its estimate, by class: attention, matrix products, other kernels,
+    exposed communication, exposed host copies and gaps. Print the result.
+
+    Args:
+      trace: WORKDIR/profile, a directory of `jax.profiler`, or a .xplane.pb file.
+      plan: JSON file of `jaxlc plan --json`. "": the estimate is computed from the compiled step in WORKDIR/profile.
+      topology: the GPUs of the run, such as "h100:1x8". "": config.runtime.topology, or the devices of the run.
+      constants: JSON file of measured constants for the estimate; see `jaxlc.simulate.roofline`.
+      num_steps: traced steps. 0: the number of step ranges in the trace.
+    Raises:
+      UserError: a file cannot be read, or the trace has no device events or no step ranges.
+    """
+    from jaxlc import runtime
+
+    runtime.import_jax()
+    from jaxlc.profile import comparison, estimate, trace_events
+
+    path = trace_events.find(Path(trace))
+    run = estimate.read_run(path)
+    prediction = estimate.predict(run, plan=plan, topology_name=topology, constants=constants)
+    return comparison.compare(trace_events.read(path), run, prediction, num_steps=num_steps)

@@ -1,0 +1,239 @@
+"""The measured time of a traced step next to its estimate, by class and by ring step."""
+
+import dataclasses
+import io
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxlc.core.errors import UserError
+from jaxlc.profile import time_use
+from jaxlc.profile.estimate import Estimate, TracedRun
+from jaxlc.profile.event_classes import (
+    ATTENTION,
+    COMMUNICATION,
+    HOST_COPY,
+    HOST_COPY_KERNEL,
+    MATMUL,
+    OTHER,
+    EventClasses,
+)
+from jaxlc.profile.time_use import GAP, Interval, TimeUse
+from jaxlc.profile.trace_events import Trace
+
+_NAMES = {COMMUNICATION: "exposed communication", HOST_COPY: "exposed host copies", GAP: "gaps between kernels"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassTime:
+    """Time of a step; the measured times of all classes add up to the step."""
+
+    name: str
+    measured_seconds: float
+    estimated_seconds: float | None  # None: there is no estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingStepTime:
+    """One collective instruction of attention."""
+
+    instruction: str
+    pass_name: str
+    runs_per_step: float
+    measured_seconds: float  # mean time in flight of one run
+    exposed_seconds: float  # of one step: in flight while no kernel runs
+    estimated_seconds: float | None  # of one run
+    is_estimated_hidden: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Means over the devices and steps of a trace. `print` shows the tables."""
+
+    num_devices: int
+    num_steps: int
+    step_seconds: float
+    estimated_step_seconds: float | None
+    classes: tuple[ClassTime, ...]
+    ring_steps: tuple[RingStepTime, ...]  # empty without the compiled step
+    communication_seconds: float  # per step, exposed or not; concurrent transfers count once
+    host_copy_seconds: float  # as above
+    median_gap_seconds: float | None  # between two kernels of a device; None with one kernel
+    unknown_seconds: float  # of events whose class follows from their names, because the program does not have them
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120, highlight=False)
+        console.print(_class_table(self))
+        if self.ring_steps:
+            console.print(_ring_table(self.ring_steps))
+        text = console.file.getvalue().rstrip()
+        return f"{text}\n{_notes(self)}"
+
+
+def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_steps: int = 0) -> Comparison:
+    """Compares a trace with `estimate`; see `jaxlc.profile.compare`.
+
+    Raises:
+      UserError: the number of steps is unknown.
+    """
+    num_steps = num_steps or len(trace.steps)
+    if not num_steps:
+        raise UserError("the trace has no ranges of training steps: set --steps to the number of traced steps")
+    classes = EventClasses(run.program)
+    module = _step_module(trace)
+    uses, durations, gaps, spans, unknown = [], defaultdict(list), [], [], Counter()
+    for device, events in trace.devices.items():
+        of_step = [event for event in events if event.module == module] or events
+        start, end = of_step[0].start_seconds, max(event.end_seconds for event in of_step)
+        intervals = []
+        for event in events:
+            kind = classes.class_of(event)
+            if kind is None or event.end_seconds <= start or event.start_seconds >= end:
+                continue
+            label = classes.instruction_of(event) or event.instruction
+            intervals.append(Interval(kind, label, event.start_seconds, event.end_seconds))
+            if kind == COMMUNICATION:
+                durations[label].append(event.end_seconds - event.start_seconds)
+            if run.program is not None and event.instruction and classes.instruction_of(event) is None:
+                unknown[device] += event.end_seconds - event.start_seconds
+        uses.append(time_use.measure(intervals, start, end))
+        gaps += _gaps(intervals)
+        spans.append(end - start)
+    num_runs = num_steps * len(uses)
+    return Comparison(
+        num_devices=len(uses),
+        num_steps=num_steps,
+        step_seconds=sum(spans) / num_runs,
+        estimated_step_seconds=estimate and estimate.prediction.step_seconds,
+        classes=_class_times(uses, num_runs, estimate),
+        ring_steps=_ring_steps(uses, durations, num_runs, run, estimate),
+        communication_seconds=sum(use.busy_by_class[COMMUNICATION] for use in uses) / num_runs,
+        host_copy_seconds=sum(use.busy_by_class[HOST_COPY] for use in uses) / num_runs,
+        median_gap_seconds=statistics.median(gaps) if gaps else None,
+        unknown_seconds=unknown.total() / num_runs,
+    )
+
+
+def _step_module(trace: Trace) -> str:
+    """The HLO module with the most time; "" if the profiler names no modules."""
+    seconds: Counter[str] = Counter()
+    for events in trace.devices.values():
+        for event in events:
+            if event.module:
+                seconds[event.module] += event.end_seconds - event.start_seconds
+    return max(seconds, key=seconds.get, default="")
+
+
+def _gaps(intervals: Iterable[Interval]) -> list[float]:
+    """Time from the end of each kernel to the start of the next, where they do not overlap."""
+    kernels = sorted(
+        (interval.start_seconds, interval.end_seconds)
+        for interval in intervals
+        if interval.kind in (ATTENTION, MATMUL, OTHER)
+    )
+    return [start - end for (_, end), (start, _) in zip(kernels, kernels[1:]) if start > end]
+
+
+def _class_times(uses: Sequence[TimeUse], num_runs: int, estimate: Estimate | None) -> tuple[ClassTime, ...]:
+    estimated: dict[str, float] = {}
+    if estimate is not None:
+        prediction = estimate.prediction
+        estimated = {kind: prediction.seconds_by_kind.get(kind, 0.0) for kind in (ATTENTION, MATMUL, OTHER)}
+        estimated[COMMUNICATION] = prediction.exposed_communication_seconds
+        estimated[HOST_COPY] = prediction.exposed_host_copy_seconds
+    return tuple(
+        ClassTime(
+            name=_NAMES.get(kind, kind),
+            measured_seconds=sum(use.by_class[kind] for use in uses) / num_runs,
+            estimated_seconds=estimated.get(kind),
+        )
+        for kind in (ATTENTION, MATMUL, OTHER, HOST_COPY_KERNEL, COMMUNICATION, HOST_COPY, GAP)
+    )
+
+
+def _ring_steps(
+    uses: Sequence[TimeUse],
+    durations: dict[str, list[float]],
+    num_runs: int,
+    run: TracedRun,
+    estimate: Estimate | None,
+) -> tuple[RingStepTime, ...]:
+    model = estimate.model if estimate else None
+    rows = []
+    for exchange in run.program.attention_collectives if run.program else ():
+        name = exchange.collective.transfer.start.name
+        seconds = durations.get(name) or durations.get(exchange.collective.transfer.done.name)
+        if not seconds:
+            continue
+        rows.append(
+            RingStepTime(
+                instruction=name,
+                pass_name=exchange.pass_name,
+                runs_per_step=len(seconds) / num_runs,
+                measured_seconds=statistics.fmean(seconds),
+                exposed_seconds=sum(use.exposed_by_collective[name] for use in uses) / num_runs,
+                estimated_seconds=model and model.exchange_seconds(exchange),
+                is_estimated_hidden=model and model.is_hidden_by_attention(exchange),
+            )
+        )
+    return tuple(rows)
+
+
+def _class_table(result: Comparison) -> Table:
+    table = Table(title=f"One step: mean of {result.num_steps} steps and {result.num_devices} devices")
+    for heading in ("class", "measured ms", "of the step", "estimated ms", "measured / estimated"):
+        table.add_column(heading, justify="left" if heading == "class" else "right")
+    total = ClassTime(
+        name="step", measured_seconds=result.step_seconds, estimated_seconds=result.estimated_step_seconds
+    )
+    for row in (*result.classes, total):
+        estimated = row.estimated_seconds
+        table.add_row(
+            row.name,
+            f"{1e3 * row.measured_seconds:,.2f}",
+            f"{row.measured_seconds / result.step_seconds:.1%}",
+            "" if estimated is None else f"{1e3 * estimated:,.2f}",
+            f"{row.measured_seconds / estimated:.2f}" if estimated else "",
+        )
+    return table
+
+
+def _ring_table(rows: Sequence[RingStepTime]) -> Table:
+    table = Table(title="Collectives of attention")
+    for heading in ("instruction", "pass", "runs a step", "measured ms", "estimated ms", "exposed ms a step", "plan"):
+        table.add_column(heading, justify="left" if heading in ("instruction", "pass", "plan") else "right")
+    for row in rows:
+        table.add_row(
+            row.instruction,
+            row.pass_name,
+            f"{row.runs_per_step:g}",
+            f"{1e3 * row.measured_seconds:,.3f}",
+            "" if row.estimated_seconds is None else f"{1e3 * row.estimated_seconds:,.3f}",
+            f"{1e3 * row.exposed_seconds:,.3f}",
+            {None: "", True: "hidden", False: "exposed"}[row.is_estimated_hidden],
+        )
+    return table
+
+
+def _notes(result: Comparison) -> str:
+    lines = [
+        f"communication, hidden or exposed: {1e3 * result.communication_seconds:,.2f} ms;"
+        f" host copies: {1e3 * result.host_copy_seconds:,.2f} ms"
+    ]
+    if result.median_gap_seconds is not None:
+        lines.append(
+            f"median gap between kernels: {1e6 * result.median_gap_seconds:,.1f} us (the plan has it in kernels)"
+        )
+    if result.unknown_seconds:
+        lines.append(f"{1e3 * result.unknown_seconds:,.2f} ms are of events that the compiled step does not contain")
+    if result.estimated_step_seconds is None:
+        lines.append("no estimate: pass --plan=FILE, or trace with --config.profile.steps on a GPU that the plan knows")
+    return "\n".join(lines)

@@ -1,0 +1,122 @@
+"""The class of an event of a trace: attention, matrix products, other kernels, communication or host copies.
+
+With the text of the compiled step, an event has the class of its instruction, so that measured and estimated classes
+agree. Without it, the class follows from the names of kernels, copies and JAX operations.
+"""
+
+import re
+from functools import cached_property
+
+from jaxlc.hlo import AnalyzedProgram
+from jaxlc.hlo.async_ops import COLLECTIVES
+from jaxlc.hlo.kernel_costs import kernel_cost
+from jaxlc.hlo.op_names import is_in_attention
+from jaxlc.hlo.parser import Computation, Instruction
+from jaxlc.profile.trace_events import TraceEvent
+
+ATTENTION, MATMUL, OTHER = "attention", "matrix products", "other kernels"
+HOST_COPY_KERNEL = "host copies by kernels"  # instead of by the copy engines, which need no multiprocessors
+COMMUNICATION, HOST_COPY = "communication", "host copies"
+# If several events are in flight, the time counts for the first class of this order.
+CLASSES = (ATTENTION, MATMUL, OTHER, HOST_COPY_KERNEL, COMMUNICATION, HOST_COPY)
+
+_CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done")  # ranges around other events on CPU
+_HOST_MEMCPY = re.compile(r"Memcpy(H2D|D2H)")
+_PEER_MEMCPY = re.compile(r"MemcpyP2P")
+_SUFFIX = re.compile(r"(-start|-done|-update)$")
+_NUMBER = re.compile(r"(\.\d+)?$")
+_BY_NAME = (  # of kernels and HLO instructions, if the program is unknown
+    (COMMUNICATION, re.compile(rf"nccl|nvshmem|{'|'.join(COLLECTIVES)}|ppermute|psum|all_gather|all_to_all", re.I)),
+    (ATTENTION, re.compile(r"fmha|flash_|sdpa|cudnn.*attention", re.I)),
+    (MATMUL, re.compile(r"gemm|nvjet|cutlass|cublas|\bdot\b|xmma|Cijk_", re.I)),
+)
+
+
+class EventClasses:
+    """The classes of the events of one compiled step."""
+
+    def __init__(self, program: AnalyzedProgram | None):
+        """
+        Args:
+          program: the compiled step. None: it is unknown.
+        """
+        self._program = program
+
+    def class_of(self, event: TraceEvent) -> str | None:
+        """One of CLASSES; None for the range of a loop, which contains other events."""
+        if _HOST_MEMCPY.search(event.name):
+            return HOST_COPY
+        if _PEER_MEMCPY.search(event.name):
+            return COMMUNICATION
+        name = self.instruction_of(event)
+        if name is not None:
+            kind = self._class_of_instruction(name)
+            return HOST_COPY_KERNEL if kind == HOST_COPY and not _is_copy(event) else kind
+        base = event.instruction.partition(".")[0]
+        if base in _CONTROL_FLOW:
+            return None
+        if is_in_attention(event.op_name) and re.search(r"pallas_call|dot_general|fmha", event.op_name):
+            return ATTENTION
+        text = f"{event.name} {event.instruction}"
+        return next((kind for kind, pattern in _BY_NAME if pattern.search(text)), OTHER)
+
+    def instruction_of(self, event: TraceEvent) -> str | None:
+        """The name of the event's instruction in the program; None if it is not in it.
+
+        The profiler names some asynchronous collectives without "-start".
+        """
+        start = _NUMBER.sub(lambda number: f"-start{number[0]}", event.instruction, count=1)
+        return next((name for name in (event.instruction, start) if name in self._locations), None)
+
+    @cached_property
+    def _locations(self) -> dict[str, tuple[Computation, Instruction]]:
+        """By name of the instruction, which is unique in a module."""
+        return {
+            instruction.name: (computation, instruction)
+            for computation in self._program or ()
+            for instruction in computation
+        }
+
+    @cached_property
+    def _attention(self) -> set[str]:
+        """Instructions of attention kernels: custom calls, and the instructions inside of loops."""
+        names, computations = set(), []
+        for counted in self._program.attention_calls if self._program else ():
+            names.add(counted.call.instruction.name)
+            computations += counted.call.instruction.called
+        while computations:
+            for instruction in self._program.computations[computations.pop()]:
+                names.add(instruction.name)
+                computations += instruction.called
+        return names
+
+    @cached_property
+    def _host_copies(self) -> set[str]:
+        copies = [copy for copies in self._program.host_copies.values() for copy in copies] if self._program else []
+        return {instruction.name for copy in copies for instruction in (copy.start, copy.done)}
+
+    def _class_of_instruction(self, name: str) -> str | None:
+        computation, instruction = self._locations[name]
+        if _collective(self._program, instruction):
+            return COMMUNICATION
+        if name in self._host_copies:
+            return HOST_COPY
+        if instruction.opcode in _CONTROL_FLOW:
+            return None
+        if name in self._attention:
+            return ATTENTION
+        cost = kernel_cost(self._program, computation, instruction)
+        return MATMUL if cost is not None and cost.flops else OTHER
+
+
+def _collective(program: AnalyzedProgram, instruction: Instruction) -> bool:
+    if _SUFFIX.sub("", instruction.opcode) in COLLECTIVES:
+        return True
+    if instruction.opcode != "async-start":
+        return False
+    return any(inner.opcode in COLLECTIVES for name in instruction.called for inner in program.computations[name])
+
+
+def _is_copy(event: TraceEvent) -> bool:
+    """Whether a copy engine runs the event; on CPU, where there are none, whether it is a copy."""
+    return event.name.startswith("Memcpy") or event.name == event.instruction

@@ -1,0 +1,158 @@
+"""Traces by class. The GPU traces are miniatures with JAX's structure; the CPU trace is in train/test_run_api.py."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxlc.core.errors import UserError
+from jaxlc.hlo import analyze
+from jaxlc.profile import comparison, time_use, trace_events
+from jaxlc.profile.__main__ import main
+from jaxlc.profile.estimate import TracedRun
+from jaxlc.profile.event_classes import ATTENTION, COMMUNICATION, HOST_COPY, MATMUL, OTHER, EventClasses
+from jaxlc.profile.time_use import GAP, Interval
+from jaxlc.profile.trace_events import TraceEvent
+from tests.hlo.snippets import RING, program
+from tests.profile.xspace import Event, planes
+
+pytestmark = pytest.mark.jax_version
+
+COMPUTE, COLLECTIVES, COPIES = "Stream #13(Compute)", "Stream #14(Compute)", "Stream #15(MemcpyH2D)"
+ROUND = (  # of the ring in the snippet, in microseconds
+    (COMPUTE, "cudnn_fmha_kernel", 0, 10, "fmha"),
+    (COLLECTIVES, "ncclDevKernel_SendRecv", 1, 9, "hop-start"),  # hidden by attention
+    (COLLECTIVES, "ncclDevKernel_SendRecv", 10, 15, "late"),  # exposed, and named without "-start"
+    (COMPUTE, "nvjet_hsh_128x256", 14, 18, "gemm.1"),  # not in the program; overlaps with the permute by 1 us
+    (COPIES, "MemcpyH2D", 17, 20, ""),  # 2 us exposed
+)
+ROUND_US = 21  # 1 us without any event
+NUM_ROUNDS, NUM_STEPS = 6, 2
+
+
+def gpu_trace() -> trace_events.Trace:
+    events = [
+        Event(line, name, start + i * ROUND_US, end + i * ROUND_US, dict(hlo_op=op, hlo_module="jit_f", name=""))
+        for i in range(NUM_ROUNDS)
+        for line, name, start, end, op in ROUND
+    ]
+    derived = Event("XLA Ops", "fmha", 0, 1e3, dict(hlo_op="fmha", hlo_module="jit_f"))  # not a stream
+    steps = [Event("python", "train", 0, 1, dict(step_num=step)) for step in (10, 11)]
+    return trace_events.of_planes(
+        planes({"/device:GPU:0": [*events, derived], "/device:GPU:1": events, "/host:CPU": steps}), "miniature"
+    )
+
+
+def microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 6)
+
+
+def test_gpu_trace_is_partitioned_into_classes():
+    result = comparison.compare(gpu_trace(), TracedRun(program=analyze(RING)), None)
+    rounds = NUM_ROUNDS / NUM_STEPS
+    assert (result.num_devices, result.num_steps) == (2, 2)
+    assert {row.name: round(1e6 * row.measured_seconds, 6) for row in result.classes} == {
+        "attention": 10 * rounds,
+        "matrix products": 4 * rounds,
+        "other kernels": 0,
+        "host copies by kernels": 0,
+        "exposed communication": 4 * rounds,
+        "exposed host copies": 2 * rounds,
+        "gaps between kernels": 1 * (NUM_ROUNDS - 1) / NUM_STEPS,
+    }
+    assert sum(row.measured_seconds for row in result.classes) == pytest.approx(result.step_seconds)
+    assert microseconds(result.communication_seconds) == 13 * rounds
+    assert microseconds(result.host_copy_seconds) == 3 * rounds
+    assert microseconds(result.unknown_seconds) == 4 * rounds  # the product, whose class is known by its name
+    hop, late = result.ring_steps
+    assert (hop.instruction, hop.pass_name, hop.runs_per_step) == ("hop-start", "forward", 3)
+    assert microseconds(hop.measured_seconds) == 8 and hop.exposed_seconds == 0
+    assert microseconds(late.measured_seconds) == 5 and microseconds(late.exposed_seconds) == 4 * rounds
+    page = str(result)
+    assert "late-start" in page and "no estimate" in page and "12.00" not in page
+
+
+def test_gpu_trace_without_program_has_classes_by_name():
+    with_program, without = (
+        comparison.compare(gpu_trace(), TracedRun(program=known), None) for known in (analyze(RING), None)
+    )
+    assert without.classes == with_program.classes and without.ring_steps == ()
+
+
+def test_trace_without_step_ranges_needs_number_of_steps():
+    trace = gpu_trace()._replace(steps=())
+    with pytest.raises(UserError, match="set --steps"):
+        comparison.compare(trace, TracedRun(), None)
+    assert comparison.compare(trace, TracedRun(), None, num_steps=3).num_steps == 3
+
+
+def test_time_use_counts_each_instant_once():
+    use = time_use.measure(
+        [
+            Interval(COMMUNICATION, "a", 0, 4),
+            Interval(COMMUNICATION, "b", 1, 3),
+            Interval(OTHER, "", 2, 5),
+            Interval(ATTENTION, "", 4, 6),
+            Interval(HOST_COPY, "", -1, 20),
+        ],
+        0,
+        10,
+    )
+    assert use.by_class == {COMMUNICATION: 2, OTHER: 2, ATTENTION: 2, HOST_COPY: 4}
+    assert use.exposed_by_collective == {"a": 2, "b": 1}
+    assert use.busy_by_class == {COMMUNICATION: 4, OTHER: 3, ATTENTION: 2, HOST_COPY: 10}
+    assert time_use.measure([], 0, 3).by_class == {GAP: 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "instruction", "op_name", "kind"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL", "all-gather-start.3", "", COMMUNICATION),
+        ("MemcpyP2P", "collective-permute-start.1", "", COMMUNICATION),
+        ("MemcpyD2H", "copy-start.2", "", HOST_COPY),
+        ("MemcpyD2D", "copy.2", "", OTHER),
+        ("nvjet_hsh_256x128", "custom-call.4", "", MATMUL),
+        ("gemm_fusion_dot_12", "gemm_fusion_dot.12", "", MATMUL),
+        ("cudnn_generated_fort_native_sdpa_sm90", "custom-call.9", "", ATTENTION),
+        ("flash_forward", "custom-call.8", "jit(f)/attention/core_attention/pallas_call", ATTENTION),
+        ("loop_add_fusion", "loop_add_fusion", "jit(f)/mlp/add", OTHER),
+        ("while.9", "while.9", "", None),
+    ],
+)
+def test_class_of_event_without_program(name, instruction, op_name, kind):
+    event = TraceEvent(name, instruction, "jit_f", op_name, 0, 1)
+    assert EventClasses(None).class_of(event) == kind
+
+
+def test_host_slice_run_by_a_kernel_has_its_own_class():
+    text = program(
+        "%weights = f32[4,8]{1,0:S(5)} parameter(0)",
+        "%i = s32[] parameter(1)",
+        "%slice = f32[1,8]{1,0} dynamic-slice(%weights, %i, %i), dynamic_slice_sizes={1,8}",
+        "ROOT %result = f32[] constant(1)",
+    )
+    classes = EventClasses(analyze(text))
+    kernel = TraceEvent("wrapped_dynamic_slice", "slice", "m", "", 0, 1)
+    assert classes.class_of(kernel) == "host copies by kernels"
+    assert classes.class_of(kernel._replace(name="MemcpyH2D")) == "host copies"
+
+
+def test_profile_command_reports_missing_and_damaged_traces(tmp_path, capsys):
+    assert main(["jaxlc profile", str(tmp_path)]) == 2
+    assert "no trace" in capsys.readouterr().err
+    (tmp_path / "a.xplane.pb").write_bytes(b"not a trace")
+    assert main(["jaxlc profile", str(tmp_path)]) == 2
+    assert "cannot read the trace" in capsys.readouterr().err
+
+
+def test_trace_without_device_events_raises(tmp_path):
+    with jax.profiler.trace(tmp_path):
+        pass
+    with pytest.raises(UserError, match="no events of devices"):
+        trace_events.read(trace_events.find(tmp_path))
+
+
+def test_comparison_converts_to_plain_json():
+    result = comparison.compare(gpu_trace(), TracedRun(program=analyze(RING)), None)
+    values = result.to_json()
+    assert values == dataclasses.asdict(result) and values["classes"][0]["name"] == "attention"
