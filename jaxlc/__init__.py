@@ -1,9 +1,9 @@
 """jaxlc: train language models on very long sequences in JAX.
 
 The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
-`profile` (`jaxlc.profile.compare`), `attention` and `config`, and the functions `attend`, `export`, `load`, `make_mesh` and `start`. Everything is imported
-on first use: `import jaxlc` does not import JAX, so that environment variables which JAX reads at start-up can still be
-set (`jaxlc.start`).
+`profile` (`jaxlc.profile.compare`), `attention` and `config`, and the functions `attend`, `export`, `load`, `make_mesh`
+and `start`. Everything is imported on first use: `import jaxlc` does not import JAX, so that environment variables
+which JAX reads at start-up can still be set (`jaxlc.start`).
 """
 
 import importlib

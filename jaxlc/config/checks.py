@@ -93,6 +93,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         keep_checkpoints=_FROM_1,
         log_every_steps=_FROM_1,
     ),
+    "profile": {},
 }
 
 

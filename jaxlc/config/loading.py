@@ -92,6 +92,8 @@ def _nearest_key(path: str) -> str:
     keys = [f"{section}.{name}" for section in SECTIONS for name in field_types(section)]
     section, _, name = path.rpartition(".")
     same_name = [key for key in keys if key.endswith("." + name)]
+    if section:
+        same_name = difflib.get_close_matches(path, same_name, n=1) or same_name
     nearest = same_name or difflib.get_close_matches(path, [*keys, *SECTIONS], n=1)
     known = [f"{section}.{field}" for field in field_types(section)] if section in SECTIONS else SECTIONS
     return did_you_mean([f"config.{key}" for key in nearest], [f"config.{key}" for key in known])

@@ -27,7 +27,7 @@ def measure_step(config: Config, repeats: int) -> dict:
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
     step = build_step(config, mesh)
     compiled = step.compile()
-    state, batch = step.init(), _random_batch(step)
+    state, batch = step.init(), random_batch(step)
 
     def run():
         nonlocal state  # its buffers are donated to the new state
@@ -54,7 +54,7 @@ def measure_step(config: Config, repeats: int) -> dict:
     )
 
 
-def _random_batch(step: TrainStep) -> Batch:
+def random_batch(step: TrainStep) -> Batch:
     """Random tokens; each sequence is one document."""
     like = step.abstract_batch
     shape, vocab_size = like.tokens.shape, step.config.model.vocab_size

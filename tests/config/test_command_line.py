@@ -85,7 +85,7 @@ def test_parse_workdir_and_extra_flags(tmp_path):
         (["--config"], "Missing value for flag --config"),
         ([QUICKSTART + ":mini"], "unknown variant 'mini': this config has no variants"),
         ([QUICKSTART, "--config.train.step=3"], "unknown setting config.train.step: did you mean config.train.steps?"),
-        ([QUICKSTART, "--config.steps=3"], "did you mean config.train.steps?"),
+        ([QUICKSTART, "--config.steps=3"], "did you mean config.train.steps or config.profile.steps?"),
         ([QUICKSTART, "--config.mesh=3"], "config.mesh is a section"),
         (
             [QUICKSTART, "--config.train.steps=1.5e0"],

@@ -68,7 +68,7 @@ def test_load_partial_config_fills_defaults():
 @pytest.mark.parametrize(
     ("section", "name", "value", "words"),
     [
-        ("train", "step", 3, "did you mean config.train.steps?"),
+        ("train", "step", 3, "did you mean config.train.steps or config.profile.steps?"),
         ("model", "num_layer", 3, "did you mean config.model.num_layers?"),
         ("train", "steps", 3.5, "invalid value 3.5 for config.train.steps: expected an integer"),
         ("train", "steps", True, "invalid value True for config.train.steps: expected an integer"),
@@ -104,7 +104,9 @@ def test_load_invalid_value_names_setting_and_expectation(section, name, value, 
 
 def test_load_unknown_section_names_nearest():
     assert "did you mean config.model?" in rejected(ConfigDict({"modle": {}}))
-    assert "unknown setting config.steps: did you mean config.train.steps?" in rejected(ConfigDict({"steps": 3}))
+    assert "unknown setting config.steps: did you mean config.train.steps or config.profile.steps?" in rejected(
+        ConfigDict({"steps": 3})
+    )
     assert "config.mesh is a section" in rejected(ConfigDict({"mesh": 8}))
 
 

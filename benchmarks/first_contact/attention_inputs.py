@@ -1,0 +1,75 @@
+"""Inputs of attention calls, and the kernels that support them on the first device."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.first_contact.sizes import Heads
+from jaxlc.attention.choose import KERNELS
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, Masks
+from jaxlc.core import hardware
+from jaxlc.core.hardware import Device
+from jaxlc.sweep.timing import seconds_of_calls
+
+NO_MASKS = Masks(None, None, None, None)
+
+
+def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, packed: bool = False) -> list[str]:
+    """Names of the kernels that support the problem on the first device, without the reference."""
+    device = jax.devices()[0]
+    problem = AttentionProblem(
+        platform=device.platform,
+        compute_capability=getattr(device, "compute_capability", None),
+        dtype=dtype,
+        head_dim=heads.head_dim,
+        value_dim=heads.head_dim,
+        window=window,
+        implicit_positions=not packed,
+    )
+    return [name for name, kernel in KERNELS.items() if name != "reference" and kernel.unsupported(problem) is None]
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "num_tokens", "dtype"))
+def random_inputs(heads: Heads, num_tokens: int, dtype: str) -> tuple[jax.Array, ...]:
+    """Random (q, k, v, dout), batch size 1. A GPU computes zeros faster than random numbers."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, heads.num_heads)
+    return tuple(jax.random.normal(k, (1, num_tokens, n, heads.head_dim), dtype) for k, n in zip(keys, counts))
+
+
+def masks_for(num_tokens: int, *, packed: bool) -> Masks:
+    """Packed: documents of half the sequence, a quarter and so on, and padding at the end."""
+    if not packed:
+        return NO_MASKS
+    position = jnp.arange(num_tokens)
+    segments = jnp.minimum(jnp.floor(jnp.log2(num_tokens / (num_tokens - position))), 5).astype(jnp.int32) + 1
+    segments = jnp.where(position >= num_tokens - num_tokens // 32, 0, segments)
+    return Masks.self_attention(position.astype(jnp.int32)[None], segments[None])
+
+
+def both_passes(kernel: Kernel, spec: AttentionSpec, masks: Masks, q, k, v, dout, dlse=None):
+    """(out, lse, dq, dk, dv) of a kernel; a dlse of None is zero."""
+    out, lse = kernel.forward(q, k, v, masks, spec)
+    dlse = jnp.zeros_like(lse) if dlse is None else dlse
+    return out, lse, *kernel.backward(q, k, v, masks, spec, out.astype(q.dtype), lse, dout, dlse)
+
+
+def seconds_per_call(call: Callable, carry, *operands, num_calls: int, repeats: int) -> float:
+    """The shortest time of one `call(carry, *operands) -> carry`, from `num_calls` calls inside one program.
+
+    Single calls from Python would include the launch and the wait for the result, about 0.1 ms.
+    """
+
+    @jax.jit
+    def loop(carry, *operands):
+        return lax.fori_loop(0, num_calls, lambda _, carry: call(carry, *operands), carry)
+
+    return min(seconds_of_calls(loop, carry, *operands, repeats=repeats)) / num_calls
+
+
+def device_or_h100() -> Device:
+    """The peaks of the first device; in a dry run on a CPU those of an H100, so that fractions have values."""
+    return hardware.find(jax.devices()[0].device_kind) or hardware.find("h100")

@@ -1,0 +1,106 @@
+"""Parts env and kernels: versions, and the errors of the attention kernels against float32."""
+
+import functools
+import importlib.metadata
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.first_contact.attention_inputs import both_passes, masks_for, random_inputs, supported_kernels
+from benchmarks.first_contact.rows import Row
+from benchmarks.first_contact.sizes import Heads, Sizes
+from jaxlc.attention import reference
+from jaxlc.attention.choose import KERNELS
+from jaxlc.attention.contract import AttentionSpec
+from jaxlc.sweep.timing import environment_info
+
+MAX_ERROR = 1e-2  # relative norm of the error; bfloat16 rounds to 2^-9
+_PACKAGES = re.compile(r"(jax|jaxlib|flax|optax|orbax|grain|nvidia|ml.collections|triton)", re.I)
+_VARIABLES = re.compile(r"(XLA|JAX|CUDA|NCCL|NVSHMEM|SLURM|TF_)")
+
+
+class _Case(NamedTuple):
+    name: str
+    heads: Heads
+    dtype: str
+    causal: bool = True
+    window: int | None = None
+    packed: bool = False
+    has_dlse: bool = False
+
+
+def environment_rows(sizes: Sizes) -> Iterator[Row]:
+    yield Row(labels=dict(name="environment"), measure=_environment, seconds=20)
+
+
+def _environment() -> dict:
+    packages = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    device = jax.devices()[0]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm,pcie.link.gen.max"]
+    try:
+        smi = subprocess.run([*query, "--format=csv"], capture_output=True, text=True, check=False).stdout.splitlines()
+    except OSError:  # no driver
+        smi = []
+    return environment_info() | dict(
+        packages={name: version for name, version in sorted(packages.items()) if _PACKAGES.match(name or "")},
+        compute_capability=getattr(device, "compute_capability", None),
+        memory_stats=device.memory_stats(),
+        memories=[memory.kind for memory in device.addressable_memories()],
+        nvidia_smi=smi,
+        variables={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
+        num_cpus=os.cpu_count(),
+        host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+
+
+def kernel_rows(sizes: Sizes) -> Iterator[Row]:
+    for case in _cases(sizes):
+        names = supported_kernels(case.heads, case.dtype, window=case.window, packed=case.packed)
+        if jax.devices()[0].platform == "gpu" and case.heads.head_dim > 128:
+            names = [*names, "cudnn"]  # beyond the limit that `cudnn.unsupported` states
+        for name in dict.fromkeys(names):
+            labels = dict(kernel=name, case=case.name, heads=str(case.heads), dtype=case.dtype)
+            yield Row(labels=labels, measure=functools.partial(_errors, sizes, name, case), seconds=25)
+
+
+def _cases(sizes: Sizes) -> Iterator[_Case]:
+    case = functools.partial(_Case, heads=sizes.heads, dtype=sizes.dtype)
+    yield case("causal")
+    yield case("full", causal=False)
+    yield case("causal, packed documents", packed=True)
+    yield case("window of implicit positions", window=sizes.oracle_window)
+    yield case("window, packed documents", window=sizes.oracle_window, packed=True)
+    yield case("causal, gradient of the lse", has_dlse=True)
+    for heads in sizes.oracle_heads:
+        yield _Case("causal", heads, sizes.dtype)
+    yield _Case("causal", sizes.heads, "float16")
+
+
+def _errors(sizes: Sizes, name: str, case: _Case) -> dict:
+    """Errors of out, lse, dq, dk and dv, as norms relative to those of the float32 reference."""
+    spec = AttentionSpec(causal=case.causal, window=case.window)
+    masks = masks_for(sizes.oracle_tokens, packed=case.packed)
+    inputs = random_inputs(case.heads, sizes.oracle_tokens, case.dtype)
+    dlse = None
+    if case.has_dlse:
+        dlse = jax.random.normal(jax.random.key(1), (1, case.heads.num_heads, sizes.oracle_tokens))
+    with jax.default_matmul_precision("highest"):  # the default on GPUs is TF32
+        float32 = (x.astype(jnp.float32) for x in inputs)
+        expected = jax.jit(functools.partial(both_passes, reference, spec, masks))(*float32, dlse)
+    actual = jax.jit(functools.partial(both_passes, KERNELS[name], spec, masks))(*inputs, dlse)
+    errors = {part: _relative_error(a, b) for part, a, b in zip(("out", "lse", "dq", "dk", "dv"), actual, expected)}
+    return errors | dict(passed=max(errors.values()) < MAX_ERROR)
+
+
+def _relative_error(actual: jax.Array, expected: jax.Array) -> float:
+    """Of the finite entries; the lse of a fully masked row is -inf in both."""
+    is_finite = jnp.isfinite(expected)
+    if not bool((jnp.isfinite(actual) == is_finite).all()):
+        return float("inf")
+    actual, expected = (jnp.where(is_finite, x, 0).astype(jnp.float32) for x in (actual, expected))
+    return float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))

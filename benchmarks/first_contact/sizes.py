@@ -1,0 +1,102 @@
+"""Problem sizes of the measurements: for an 80 GB GPU, and small ones for a dry run on a CPU."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Heads of an attention call: N query heads, K key/value heads of dimension H."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.num_heads}/{self.num_kv_heads} x {self.head_dim}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes, in tokens unless noted."""
+
+    is_dry_run: bool = False
+    dtype: str = "bfloat16"
+    heads: Heads = Heads(num_heads=32, num_kv_heads=8, head_dim=128)  # of Llama 3 8B
+    num_calls: int = 20  # of a kernel in one jitted loop
+    repeats: int = 3
+    # Correctness.
+    oracle_tokens: int = 1024
+    oracle_window: int = 200
+    oracle_heads: tuple[Heads, ...] = (
+        Heads(num_heads=4, num_kv_heads=1, head_dim=128),
+        Heads(num_heads=8, num_kv_heads=8, head_dim=64),
+        Heads(num_heads=8, num_kv_heads=2, head_dim=96),
+        Heads(num_heads=8, num_kv_heads=2, head_dim=256),
+    )
+    # Rates, workspace, long sequences, ring steps.
+    rate_tokens: tuple[int, ...] = (16_384, 131_072, 4096, 65_536)  # the most important first
+    blockwise_max_tokens: int = 16_384
+    workspace_tokens: tuple[int, ...] = (16_384, 131_072, 524_288, 1_048_576)
+    workspace_heads: tuple[Heads, ...] = (
+        Heads(num_heads=32, num_kv_heads=8, head_dim=128),
+        Heads(num_heads=8, num_kv_heads=2, head_dim=128),
+        Heads(num_heads=4, num_kv_heads=1, head_dim=128),
+    )
+    long_cases: tuple[tuple[int, Heads], ...] = (
+        (1_048_576, Heads(num_heads=4, num_kv_heads=4, head_dim=128)),
+        (524_288, Heads(num_heads=32, num_kv_heads=8, head_dim=128)),  # q has 2^31 elements
+    )
+    num_sampled: int = 256
+    ring_cases: tuple[tuple[int, Heads], ...] = (
+        (131_072, Heads(num_heads=32, num_kv_heads=8, head_dim=128)),
+        (1_048_576, Heads(num_heads=8, num_kv_heads=2, head_dim=128)),
+    )
+    ring_ranks: int = 8
+    tiles: int = 8
+    kv_tokens_per_step: tuple[int, ...] = (16_384, 65_536)
+    # Basics: matrix products of Llama 3 8B as (tokens, contracted, columns), and bytes of copies.
+    products: tuple[tuple[int, int, int], ...] = (
+        (8192, 4096, 4096),
+        (8192, 4096, 14_336),
+        (8192, 14_336, 4096),
+        (8192, 4096, 128_256),
+        (16_384, 16_384, 16_384),
+    )
+    copy_bytes: int = 4 * 2**30
+    # Training steps.
+    preset: str = "llama3.2-1b"
+    large_preset: str = "llama3.2-3b"
+    step_tokens: tuple[int, ...] = (8192, 32_768, 131_072)
+    memory_tokens: tuple[int, ...] = (16_384, 32_768, 65_536, 131_072)
+    profile_tokens: tuple[int, ...] = (8192, 131_072)
+    # Host memory.
+    pinned_gib: tuple[float, ...] = (8, 32, 64, 96)
+    host_stack: tuple[int, int] = (16, 2**28)  # arrays, and float32 elements of each
+    overlap_tokens: int = 65_536  # of attention next to copies: about 50 ms on an H100
+    long_host_tokens: int = 262_144
+    host_tile_tokens: int = 32_768
+    large_host_tokens: int = 65_536
+    equality_tokens: int = 8192
+    # Training loop.
+    loop_steps: int = 40
+    loop_overrides: tuple[str, ...] = (
+        "--config.mesh.context=1", "--config.mesh.tensor=1", "--config.runtime.simulated_devices=0",
+        "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0",
+    )  # fmt: skip
+
+
+_SMALL = Heads(num_heads=4, num_kv_heads=2, head_dim=16)
+DRY_RUN = Sizes(
+    is_dry_run=True, dtype="float32", heads=_SMALL, num_calls=2, repeats=1, oracle_tokens=64, oracle_window=20,
+    oracle_heads=(Heads(num_heads=2, num_kv_heads=1, head_dim=16),), rate_tokens=(64,), blockwise_max_tokens=64,
+    workspace_tokens=(64,), workspace_heads=(_SMALL,), long_cases=((64, _SMALL),), num_sampled=8,
+    ring_cases=((64, _SMALL),), ring_ranks=4, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
+    copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), memory_tokens=(64,), profile_tokens=(64,),
+    pinned_gib=(0.001,), host_stack=(4, 2**10), overlap_tokens=64, long_host_tokens=128, host_tile_tokens=64,
+    large_host_tokens=128, equality_tokens=64, loop_steps=6,
+    loop_overrides=(
+        "--config.mesh.context=1", "--config.mesh.tensor=1", "--config.runtime.simulated_devices=1",
+        "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0", "--config.data.seq_len=64",
+        "--config.model.num_layers=1", "--config.train.eval_sequences=1",
+    ),
+)  # fmt: skip

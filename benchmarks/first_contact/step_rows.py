@@ -1,0 +1,190 @@
+"""Parts steps, compile, memory and profile: the real training step of `jaxlc.train`. One process per row."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxlc.profile
+from benchmarks.first_contact.rows import Row
+from benchmarks.first_contact.sizes import Sizes
+from jaxlc import runtime
+from jaxlc.config import Config, defaults, load, to_dict
+from jaxlc.core import hardware
+from jaxlc.runtime import compilation_cache
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.simulate.topology import has_gpu_compiler
+from jaxlc.sweep.measure import measure_step, random_batch
+from jaxlc.train.step import build_step
+from jaxlc.train.step_profiler import PROFILE_DIRECTORY, StepProfiler
+
+_CUDNN, _PALLAS = dict(document_mask=False), dict(document_mask=True)  # with masks of documents, cuDNN is unsupported
+_NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
+_NUM_TRACED, _NUM_WARM_UP = 3, 2
+# Reads a config as JSON and prints the plan as JSON, without a GPU.
+_PLAN = """
+import json, sys
+from jaxlc import plan
+from jaxlc.config import from_dict
+config, topology = json.load(sys.stdin)
+result = plan.plan(from_dict(config), topology)
+print(json.dumps(result.to_json()))
+"""
+
+
+def step_config(sizes: Sizes, preset: str, num_tokens: int, **sections: dict[str, Any]) -> Config:
+    """One sequence per step on one device; `sections` override, such as memory=dict(remat="full")."""
+    config = defaults()
+    config.model.preset = preset
+    config.data.seq_len = num_tokens
+    config.runtime.simulated_devices = int(sizes.is_dry_run)
+    for section, values in sections.items():
+        config[section].update(values)
+    return load(config)
+
+
+def step_rows(sizes: Sizes) -> Iterator[Row]:
+    fp8 = dict(precision=dict(compute="bf16" if sizes.is_dry_run else "fp8"))
+    for num_tokens in sizes.step_tokens:
+        for kernel, attention in (("cudnn", _CUDNN), ("pallas", _PALLAS)):
+            for remat in ("attention", "matmuls"):
+                sections = dict(attention=attention, memory=dict(remat=remat))
+                yield _step_row(sizes, dict(kernel=kernel, remat=remat, tokens=num_tokens), num_tokens, sections)
+    first = sizes.step_tokens[0]
+    for kernel, attention in (("cudnn", _CUDNN), ("pallas", _PALLAS)):
+        labels = dict(kernel=kernel, tokens=first, xla_flags=_NO_TRITON)
+        yield _step_row(sizes, labels, first, dict(attention=attention), _xla_flags(sizes))
+    yield _step_row(sizes, dict(kernel="cudnn", tokens=first, compute="fp8"), first, dict(attention=_CUDNN) | fp8)
+
+
+def _step_row(sizes: Sizes, labels: dict, num_tokens: int, sections: dict, environment: dict | None = None) -> Row:
+    def measure() -> dict:
+        config = step_config(sizes, sizes.preset, num_tokens, **sections)
+        runtime.start(config.runtime)
+        return measure_step(config, sizes.repeats)
+
+    return Row(labels=labels, measure=measure, seconds=60 + 70 * num_tokens / 131_072, environment=environment or {})
+
+
+def _xla_flags(sizes: Sizes) -> dict[str, str]:
+    return {} if sizes.is_dry_run else dict(XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {_NO_TRITON}".strip())
+
+
+def compile_rows(sizes: Sizes) -> Iterator[Row]:
+    """Each warm row follows the cold row that fills its cache."""
+    directory = Path(tempfile.gettempdir()) / "jaxlc_first_contact_cache"
+    cases = (
+        ("cold", _CUDNN, {}),
+        ("warm", _CUDNN, {}),
+        ("cold, packed documents", _PALLAS, {}),
+        ("cold, without Triton products", _CUDNN, _xla_flags(sizes)),
+    )
+    for name, attention, environment in cases:
+        measure = functools.partial(_compile, sizes, name, attention, str(directory))
+        yield Row(labels=dict(case=name), measure=measure, seconds=90, environment=environment)
+
+
+def _compile(sizes: Sizes, name: str, attention: dict, directory: str) -> dict:
+    if name.startswith("cold"):
+        shutil.rmtree(directory, ignore_errors=True)
+    sections = dict(attention=attention, runtime=dict(compilation_cache_dir=directory))
+    config = step_config(sizes, sizes.preset, sizes.step_tokens[0], **sections)
+    runtime.start(config.runtime)
+    step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
+    start_seconds = time.perf_counter()
+    lowered = step.lower()
+    lower_seconds = time.perf_counter() - start_seconds
+    with compilation_cache.watch() as came_from_cache:
+        compiled = step.compile(lowered=lowered)
+        compile_seconds = time.perf_counter() - start_seconds - lower_seconds
+        is_cached = came_from_cache()
+    return dict(
+        lower_seconds=lower_seconds,
+        compile_seconds=compile_seconds,
+        from_cache=is_cached,
+        program_bytes=len(compiled.as_text()),
+    )
+
+
+def memory_rows(sizes: Sizes) -> Iterator[Row]:
+    for kernel, attention in (("cudnn", _CUDNN), ("pallas", _PALLAS)):
+        measure = functools.partial(_planned_memory, sizes, attention)
+        yield Row(labels=dict(case="plan", kernel=kernel), measure=measure, seconds=120)
+    for fraction in ("0.75", "0.92"):
+        for num_tokens in sizes.memory_tokens:
+            yield Row(
+                labels=dict(case="longest sequence", memory_fraction=fraction, tokens=num_tokens),
+                measure=functools.partial(_fits, sizes, num_tokens),
+                seconds=60 + 60 * num_tokens / 131_072,
+                environment=dict(XLA_PYTHON_CLIENT_MEM_FRACTION=fraction),
+            )
+
+
+def _planned_memory(sizes: Sizes, attention: dict) -> dict:
+    """The plan's bytes next to those of the compiled program, with its workspaces, and to the peak of one step."""
+    config = step_config(sizes, sizes.preset, sizes.step_tokens[-1], attention=attention)
+    runtime.start(config.runtime)
+    plan = plan_in_process(config, jax.devices()[0].device_kind)
+    measured = measure_step(config, 1)
+    names = ("device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "device_peak_bytes")
+    planned = {f"planned_{name}": plan["memory"][name] for name in names} if plan else {}
+    if plan:
+        planned["planned_seconds"] = plan["predicted"]["step_seconds"]
+    return measured | planned
+
+
+def plan_in_process(config: Config, device_kind: str) -> dict[str, Any] | None:
+    """The plan of `config` as JSON, made in another process on the CPU; None without the GPU compiler."""
+    if not has_gpu_compiler():
+        return None
+    device = hardware.find(device_kind) or hardware.find("h100")
+    command = [sys.executable, "-c", _PLAN]
+    environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join(sys.path))
+    values = json.dumps([to_dict(config), f"{device.name}:1x1"])
+    ran = subprocess.run(command, input=values, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise RuntimeError(f"the plan failed: {ran.stderr[-400:]}")
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def _fits(sizes: Sizes, num_tokens: int) -> dict:
+    config = step_config(sizes, sizes.large_preset, num_tokens, attention=_CUDNN)
+    runtime.start(config.runtime)
+    try:
+        return dict(fits=True) | measure_step(config, 1)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return dict(fits=False, reason=str(error)[:300])
+
+
+def profile_rows(sizes: Sizes, out: Path) -> Iterator[Row]:
+    for num_tokens in sizes.profile_tokens:
+        for kernel, attention in (("cudnn", _CUDNN), ("pallas", _PALLAS)):
+            directory = out / f"profile_{kernel}_{num_tokens}"
+            measure = functools.partial(_profile, sizes, num_tokens, attention, directory)
+            yield Row(labels=dict(kernel=kernel, tokens=num_tokens), measure=measure,
+                      seconds=70 + 60 * num_tokens / 131_072)  # fmt: skip
+
+
+def _profile(sizes: Sizes, num_tokens: int, attention: dict, directory: Path) -> dict:
+    """Traces steps and compares them with the estimate, as `jaxlc profile` does."""
+    steps = f"{_NUM_WARM_UP + 1}:{_NUM_WARM_UP + _NUM_TRACED + 1}"
+    config = step_config(sizes, sizes.preset, num_tokens, attention=attention, profile=dict(steps=steps))
+    runtime.start(config.runtime)
+    step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
+    state, batch = step.init(), random_batch(step)
+    with StepProfiler(config, directory, step.compile(), lambda _: None) as profiled_step:
+        for number in range(1, _NUM_WARM_UP + _NUM_TRACED + 1):
+            state, _ = profiled_step(number, state, batch)
+    topology = "h100:1x1" if sizes.is_dry_run else ""
+    return jaxlc.profile.compare(directory / PROFILE_DIRECTORY, topology=topology).to_json()
