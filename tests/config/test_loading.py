@@ -68,7 +68,7 @@ def test_load_partial_config_fills_defaults():
 @pytest.mark.parametrize(
     ("section", "name", "value", "words"),
     [
-        ("train", "step", 3, "did you mean config.train.steps or config.profile.steps?"),
+        ("train", "step", 3, "did you mean config.train.steps?"),
         ("model", "num_layer", 3, "did you mean config.model.num_layers?"),
         ("train", "steps", 3.5, "invalid value 3.5 for config.train.steps: expected an integer"),
         ("train", "steps", True, "invalid value True for config.train.steps: expected an integer"),
