@@ -7,6 +7,7 @@ importing this module neither imports nor starts JAX.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jax
     import jax.stages
+
+# Operands of cuDNN's attention, and the arguments that only JAX 0.12 has.
+_CUDNN_OPERANDS = (
+    "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k",
+    "page_table_v",
+)  # fmt: skip
+_NO_SCORE_MODIFIER: dict[str, Any] = {"score_mod_args": (), "score_mod": None}
 
 
 def backends_are_initialized() -> bool:
@@ -96,6 +104,30 @@ def cudnn_attention_backward(
     return _call_cudnn(fmha._dot_product_attention_bwd_impl, *operands, **settings)
 
 
+@functools.cache
+def changed_cudnn_attention() -> str | None:
+    """How the private API of cuDNN's attention differs from the one that is used here; None if it does not.
+
+    Private: as `cudnn_attention_forward`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    import jax
+
+    prefix = f"JAX {jax.__version__} has changed its private cuDNN attention"
+    try:
+        fmha = _cudnn_fused_attention()
+        forward, backward = fmha._dot_product_attention_fwd_impl, fmha._dot_product_attention_bwd_impl
+        settings = {*_cudnn_settings(1.0, True, None), *_CUDNN_OPERANDS}
+    except (ImportError, AttributeError) as error:
+        return f"{prefix}: {error}"
+    extra = {forward: {"is_training"}, backward: {"activation", "fwd_output", "grad_output"}}
+    for implementation, names in extra.items():
+        parameters = set(inspect.signature(implementation).parameters) - _NO_SCORE_MODIFIER.keys()
+        changed = parameters ^ (settings | names)
+        if changed:
+            return f"{prefix}: {implementation.__name__} has other parameters ({', '.join(sorted(changed))})"
+    return None
+
+
 def _cudnn_fused_attention():
     """The private module. Also lets programs with its primitives have more than one mesh.
 
@@ -137,6 +169,5 @@ def _unused_cudnn_operands(q_BTNH: jax.Array) -> tuple[jax.Array, ...]:
 def _call_cudnn(implementation: Callable, *operands: jax.Array, **settings) -> tuple[jax.Array, ...]:
     """Calls `implementation` with the arguments of this JAX version: 0.12 has score modifiers, 0.10 and 0.11 do not."""
     parameters = inspect.signature(implementation).parameters
-    no_modifier = {"score_mod_args": (), "score_mod": None}
-    extra = {name: value for name, value in no_modifier.items() if name in parameters}
+    extra = {name: value for name, value in _NO_SCORE_MODIFIER.items() if name in parameters}
     return implementation(*operands, **settings, **extra)

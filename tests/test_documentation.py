@@ -170,7 +170,8 @@ def check_arguments(arguments: list[str]) -> None:
     # The model is read when the flags are parsed, and need not exist on this machine.
     flags = [flag for flag in flags if not flag.startswith("--config.model.init_from=")]
     own = [flag for flag in flags if not re.match(r"--(no)?config[.=]", flag)]
-    own = [flag for flag in own if verb != "export" or flag.startswith("-")]  # the others are directories
+    takes_paths = verb in ("export", "profile")
+    own = [flag for flag in own if not takes_paths or flag.startswith("-")]
     unknown = [flag for flag in own if flag.partition("=")[0] not in flags_of(verb)]
     if unknown:
         raise UserError(f"jaxlc {verb} has no flag {unknown[0]}")

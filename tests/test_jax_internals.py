@@ -13,6 +13,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fmha
 
 from jaxlc import _jax_internals
+from jaxlc.attention.choose import choose_kernel
+from jaxlc.attention.contract import AttentionProblem
 
 pytestmark = pytest.mark.jax_version
 
@@ -60,6 +62,25 @@ def test_cudnn_attention_signatures_are_as_expected():
     backward = _cudnn_parameters(fmha._dot_product_attention_bwd_impl)
     assert backward == operands | settings | {"activation", "fwd_output", "grad_output"}
     assert {"CAUSAL", "NO_MASK"} <= set(fmha.MaskType.__members__) and "BTNH" in fmha.AttentionLayout.__members__
+
+
+def test_changed_cudnn_attention_names_other_parameters(monkeypatch):
+    assert _jax_internals.changed_cudnn_attention() is None
+
+    def changed(query, key, value, added): ...
+
+    monkeypatch.setattr(fmha, "_dot_product_attention_bwd_impl", changed)
+    _jax_internals.changed_cudnn_attention.cache_clear()
+    assert "changed has other parameters (activation, added, bias" in _jax_internals.changed_cudnn_attention()
+    monkeypatch.delattr(fmha, "_dot_product_attention_fwd_impl")
+    _jax_internals.changed_cudnn_attention.cache_clear()
+    assert "_dot_product_attention_fwd_impl" in _jax_internals.changed_cudnn_attention()
+    problem = AttentionProblem(
+        platform="gpu", compute_capability="9.0", dtype="bfloat16", head_dim=64, value_dim=64, window=None,
+        implicit_positions=True,
+    )  # fmt: skip
+    assert choose_kernel("auto", problem).name == "pallas" and "private" in choose_kernel("auto", problem).reason
+    _jax_internals.changed_cudnn_attention.cache_clear()
 
 
 def test_cudnn_attention_edits_device_requirements_in_calls_only():

@@ -19,7 +19,7 @@ from jaxlc.attention.contract import AttentionSpec
 from jaxlc.simulate.topology import has_gpu_compiler, options_without_gpu, topology
 
 # The last result of a call is its workspace, whose size the compiler writes where a GPU is attached.
-_WORKSPACE = re.compile(r"u8\[(\d+)\][^)]*\) custom-call\(.*__cudnn\$fmha(\w+)")
+_WORKSPACE = re.compile(r"u8\[(\d+)\][^)\n]*\) custom-call\(.*__cudnn\$fmha(\w+)")
 
 
 def workspace_rows(sizes: Sizes) -> Iterator[Row]:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc._jax_internals import cudnn_attention_backward, cudnn_attention_forward
+from jaxlc._jax_internals import changed_cudnn_attention, cudnn_attention_backward, cudnn_attention_forward
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
 from jaxlc.core.errors import Unsupported
 
@@ -32,6 +32,8 @@ def unsupported(problem: AttentionProblem) -> str | None:
     """See `contract.Kernel.unsupported`. The limits are those of cuDNN 9.8, the oldest that JAX 0.10 accepts."""
     if problem.platform != "gpu":
         return f"platform {problem.platform} (supported: gpu)"
+    if (changed := changed_cudnn_attention()) is not None:
+        return f"{changed} (supported: JAX 0.10.1 to 0.12)"
     major = (problem.compute_capability or "").partition(".")[0]
     if not major.isdigit() or int(major) < 8:
         return f"compute capability {problem.compute_capability} (supported: 8.0 and later)"

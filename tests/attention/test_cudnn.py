@@ -4,7 +4,8 @@ Tested: the operands and settings of cuDNN's calls. A fake replaces the private 
 computes attention with the reference, so the results match only if the operands are correct. Also tested: the programs
 that XLA compiles ahead of time for an H100.
 
-Not tested: the results that cuDNN itself computes on a GPU. benchmarks/gpu_suite.py compares those with the reference.
+Not tested: the results that cuDNN itself computes on a GPU. scripts/gpu_first_contact.py compares those with the
+reference.
 """
 
 import functools
