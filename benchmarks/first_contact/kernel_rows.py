@@ -63,8 +63,6 @@ def kernel_rows(sizes: Sizes) -> Iterator[Row]:
         names = supported_kernels(case.heads, case.dtype, window=case.window, packed=case.packed)
         if jax.devices()[0].platform == "gpu" and case.heads.head_dim > 128:
             names = [*names, "cudnn"]  # beyond the limit that `cudnn.unsupported` states
-        if sizes.is_dry_run and not case.packed:
-            names.remove("pallas")  # whose interpreter is slow; two cases are enough to run its rows
         for name in dict.fromkeys(names):
             labels = dict(kernel=name, case=case.name, heads=str(case.heads), dtype=case.dtype)
             yield Row(labels=labels, measure=functools.partial(_errors, sizes, name, case), seconds=25)

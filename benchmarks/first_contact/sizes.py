@@ -90,7 +90,7 @@ DRY_RUN = Sizes(
     is_dry_run=True, dtype="float32", heads=_SMALL, num_calls=2, repeats=1, oracle_tokens=64, oracle_window=20,
     oracle_heads=(Heads(num_heads=2, num_kv_heads=1, head_dim=16),), rate_tokens=(64,), blockwise_max_tokens=64,
     workspace_tokens=(64,), workspace_heads=(_SMALL,), long_cases=((64, _SMALL),), num_sampled=8,
-    ring_cases=((64, _SMALL),), ring_ranks=4, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
+    ring_cases=((64, _SMALL),), ring_ranks=2, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
     copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), memory_tokens=(64,), profile_tokens=(64,),
     pinned_gib=(0.001,), host_stack=(4, 2**10), overlap_tokens=64, long_host_tokens=128, host_tile_tokens=64,
     large_host_tokens=128, equality_tokens=64, loop_steps=6,
