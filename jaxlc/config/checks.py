@@ -39,6 +39,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         norm_epsilon=_POSITIVE,
         window=_FROM_0,
         sliding_rope_theta=_POSITIVE,
+        query_scale_dim=_FROM_0,
         rope_theta=_POSITIVE,
         rope_scaling_factor=_FROM_1,
         rope_scaling_low_freq_factor=_POSITIVE,

@@ -89,7 +89,7 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
     """The family to export `model` as: that of the config.json it comes from, or one with the same layers."""
     if config is not None:
         return FAMILIES[config["model_type"]]
-    return FAMILIES["qwen3" if model.qk_norm else "llama"]
+    return FAMILIES["qwen3" if model.qk_norm == "head" else "llama"]
 
 
 def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_len: int, dtype: str) -> dict[str, Any]:

@@ -51,6 +51,8 @@ def upgraded(stored: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             current[new_section][new_name] = value
     window = current.get("attention", {}).pop("window", 0)
     model = current["model"]
+    if isinstance(model.get("qk_norm"), bool):
+        model["qk_norm"] = "head" if model["qk_norm"] else "none"
     if "preset" in model:
         model["preset"] = RENAMED_PRESETS.get(model["preset"], model["preset"])
     current["model"] = MODEL_DEFAULTS | model | _scaling(model) | (_sliding(model, window) if window else {})

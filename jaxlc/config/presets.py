@@ -10,9 +10,7 @@ from jaxlc.config.schema import ModelConfig
 
 _LLAMA_3_1: dict[str, Any] = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)
 _LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "rope_scaling_factor": 32.0}
-_LLAMA_3: dict[str, Any] = dict(
-    vocab_size=128_256, head_dim=128, qk_norm=False, norm_epsilon=1e-5, rope_theta=500_000.0
-)
+_LLAMA_3: dict[str, Any] = dict(vocab_size=128_256, head_dim=128, norm_epsilon=1e-5, rope_theta=500_000.0)
 _LLAMA_3_2_1B: dict[str, Any] = {**_LLAMA_3, **_LLAMA_3_2, "head_dim": 64}
 
 _PRESETS = (
@@ -26,7 +24,6 @@ _PRESETS = (
         head_dim=32,
         ffn_dim=384,
         tie_embeddings=True,
-        qk_norm=False,
         norm_epsilon=1e-5,
         rope_theta=10_000.0,
     ),
@@ -80,7 +77,7 @@ _PRESETS = (
         head_dim=128,
         ffn_dim=12_288,
         tie_embeddings=False,
-        qk_norm=True,
+        qk_norm="head",
         norm_epsilon=1e-6,
         rope_theta=1_000_000.0,
     ),
@@ -94,7 +91,6 @@ _PRESETS = (
         head_dim=128,
         ffn_dim=14_336,
         tie_embeddings=False,
-        qk_norm=False,
         norm_epsilon=1e-5,
         rope_theta=1_000_000.0,
     ),

@@ -27,10 +27,22 @@ class ModelConfig:
     # multi-query attention.
     num_kv_heads: int
     head_dim: int  # width of each attention head; even, because RoPE rotates pairs of dimensions
-    ffn_dim: int  # width of the SwiGLU feed-forward layer; "intermediate_size" in Hugging Face configs
+    ffn_dim: int  # width of the gated feed-forward layer; "intermediate_size" in Hugging Face configs
     tie_embeddings: bool  # use the transposed token embedding as the output head
-    qk_norm: bool  # apply RMSNorm to each query and key head before RoPE, as in Qwen 3
+    # RMSNorm of queries and keys before RoPE. head: of each head, as in Qwen 3 and Gemma 3. projection: of all heads
+    # together, as in Olmo 3.
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    # RMSNorms around attention and feed-forward. pre: of their input, as in Llama. post: of their output before it is
+    # added to the residual stream, as in Olmo 3. pre_and_post: of both, as in Gemma 3.
+    norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
+    zero_centered_norm: bool = False  # RMSNorms multiply by 1 + scale instead of scale, as in Gemma
     norm_epsilon: float  # added to the mean square in RMSNorm
+    qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen 2.5
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate of the feed-forward layer; gelu_tanh in Gemma
+    scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
+    # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
+    # 0: head_dim.
+    query_scale_dim: int = 0
     # kinds of the layers, a group that repeats: layer i has kind layer_kinds[i % length]. full: attention to all
     # earlier tokens. sliding: attention to the last `window` tokens. nope: as full, without position embedding.
     layer_kinds: tuple[str, ...] = ("full",)

@@ -40,7 +40,11 @@ class DecoderShape(Protocol):
     @property
     def tie_embeddings(self) -> bool: ...
     @property
-    def qk_norm(self) -> bool: ...
+    def qk_norm(self) -> Literal["none", "head", "projection"]: ...
+    @property
+    def norm_placement(self) -> Literal["pre", "post", "pre_and_post"]: ...
+    @property
+    def qkv_bias(self) -> bool: ...
 
 
 def training_flops(
@@ -61,6 +65,9 @@ def num_matmul_params(model: DecoderShape) -> int:
 
 def num_params(model: DecoderShape) -> int:
     """The number of parameters, without the padding of the vocabulary."""
-    norms = 2 * model.model_dim + (2 * model.head_dim if model.qk_norm else 0)
+    num_normed_heads = {"none": 0, "head": 2, "projection": model.num_heads + model.num_kv_heads}[model.qk_norm]
+    num_biased_heads = model.num_heads + 2 * model.num_kv_heads if model.qkv_bias else 0
+    num_norms = 4 if model.norm_placement == "pre_and_post" else 2
+    vectors = num_norms * model.model_dim + (num_normed_heads + num_biased_heads) * model.head_dim
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim  # tied: counted as the head
-    return num_matmul_params(model) + embedding + model.num_layers * norms + model.model_dim
+    return num_matmul_params(model) + embedding + model.num_layers * vectors + model.model_dim

@@ -1,7 +1,7 @@
 """The decoder as pure functions; parameters are a nested dict of arrays.
 
     init(model, vocab_size_padded, key) -> params        dims_of(model) -> the same tree of dimension names
-    apply(params, model, tokens, positions, ...) -> final hidden states, scale of the final norm, output head
+    apply(params, model, tokens, positions, ...) -> final hidden states, factor of the final norm, output head
 
 It computes no logits: the loss computes them chunk by chunk. The decoder is independent of attention strategies and
 tiling, which are inside `run_layer`, and of the mesh, which is inside `Sharder`.
@@ -18,8 +18,10 @@ from flax import nnx
 
 from jaxlc.config import ModelConfig
 from jaxlc.models import offloaded_layers
-from jaxlc.models.layers import DecoderLayer, RMSNorm, in_use, lookup, matrix
+from jaxlc.models.embedding import lookup
+from jaxlc.models.layers import DecoderLayer, in_use, matrix
 from jaxlc.models.matmuls import Fp8, History, IsBf16
+from jaxlc.models.norms import RMSNorm
 from jaxlc.models.offloaded_layers import Prefetch
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
@@ -64,7 +66,8 @@ class Decoder(nnx.Module):
         self.layers = nnx.vmap(lambda key: DecoderLayer(model, nnx.Rngs(key), fp8))(
             jax.random.split(rngs.params(), model.num_layers)
         )
-        self.final_norm = RMSNorm(D, model.norm_epsilon)
+        self.final_norm = RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=D)
+        self.embedding_multiplier = D**0.5 if model.scale_embeddings else 1.0
 
     def __call__(
         self,
@@ -98,6 +101,8 @@ class Decoder(nnx.Module):
             run = remat.of_group(run_group)
             stacked = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
         x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
+        if self.embedding_multiplier != 1:
+            x_BTD *= jnp.asarray(self.embedding_multiplier, compute_dtype)
         if shard.weights_on_host:
             return offloaded_layers.run_layers(run, x_BTD, stacked, shared, shard.fetched)
         return jax.lax.scan(lambda x_BTD, params: run(x_BTD, params, shared), x_BTD, stacked)[0]
@@ -166,8 +171,8 @@ def apply(
       histories: amax histories of delayed scaling, the tree that `first_histories` returns; their gradients are their
         next values.
     Returns:
-      x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; scale_D, float32, of the final
-      norm, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor.
+      x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; factor_D of the final norm,
+      float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor.
     """
     params = {name: part if name == _LAYERS else shard.fetched(part) for name, part in params.items()}
     vocab_size_padded = params["embedding"].shape[0]
@@ -183,7 +188,7 @@ def apply(
         compute_dtype=compute_dtype,
         tables=tables,
     )
-    return x_BTD, decoder.final_norm.scale[...], decoder.head_DV(shard, compute_dtype)
+    return x_BTD, decoder.final_norm.factor, decoder.head_DV(shard, compute_dtype)
 
 
 @functools.cache

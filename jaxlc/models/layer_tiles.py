@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.models.layers import DecoderLayer, in_use
 from jaxlc.models.offloaded_layers import Prefetch, overlap_with_prefetch, schedule_after
 from jaxlc.models.rope import RopeTables
-from jaxlc.sharding.rules import Sharder
+from jaxlc.sharding.rules import Sharder, is_vector
 
 
 class TileAttention(Protocol):
@@ -73,8 +73,7 @@ def run_layer(
     _, segments_BT = masks
     x_nBtD = checkpoint_name(x_nBtD, "residual")
     weights = jax.tree.map(
-        # Norm scales are used in float32 and are replicated.
-        lambda param: param if "norm" in param.dims else param.replace(in_use(param, shard, x_nBtD.dtype)),
+        lambda param: param if is_vector(param.dims) else param.replace(in_use(param, shard, x_nBtD.dtype)),
         params,
         is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
     )
@@ -186,13 +185,13 @@ class _TiledLayer:
 
     def _keys_values_of_tile(self, weights, x_BtD, positions_Bt):
         layer = self._layer(weights)
-        normed_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        return layer.attention.keys_values(normed_BtD, positions_Bt, shard=self.shard, tables=self.tables)
+        input_BtD = layer.attention_input(x_BtD, shard=self.shard)
+        return layer.attention.keys_values(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
 
     def _queries(self, weights, x_BtD, positions_Bt):
         layer = self._layer(weights)
-        normed_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        return layer.attention.queries(normed_BtD, positions_Bt, shard=self.shard, tables=self.tables)
+        input_BtD = layer.attention_input(x_BtD, shard=self.shard)
+        return layer.attention.queries(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
 
     def _after_attention(self, weights, x_BtD, out_BtNH):
         return self._layer(weights).after_attention(x_BtD, out_BtNH, shard=self.shard)

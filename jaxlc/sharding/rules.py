@@ -29,6 +29,7 @@ class ShardingRules:
     head_dim: Axes = ()  # H: attention needs the entire head dimension
     layers: Axes = ()  # L: every rank runs every layer
     norm: Axes = ()  # D or H of a norm's scale: a few kilobytes
+    bias: Axes = ()  # H of a bias
     unsharded: Axes = ()  # any other dimension, of a model that is not ours
 
     residual: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT, TENSOR), ())  # x_BTD between blocks
@@ -38,6 +39,14 @@ class ShardingRules:
 
 
 RULES = ShardingRules()
+
+
+def is_vector(dims: Axes) -> bool:
+    """Whether a parameter with these dimensions is the scale of a norm or a bias.
+
+    They are used in float32, without a cast to the compute dtype, and have no weight decay.
+    """
+    return "norm" in dims or "bias" in dims
 
 
 def storage_axes(name: str, rules: ShardingRules = RULES) -> Axes:

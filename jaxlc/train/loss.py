@@ -22,7 +22,7 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.models.chunks import over_chunks
-from jaxlc.models.layers import rms_norm
+from jaxlc.models.norms import rms_norm
 
 _TOKENS = (BATCH_AXES, (CONTEXT, TENSOR))  # the last two dimensions of targets and weights
 _HEAD = PartitionSpec(None, TENSOR)

@@ -17,7 +17,7 @@ from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.models import decoder, layer_tiles, layers
-from jaxlc.models.layers import rms_norm
+from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder
 from jaxlc.train import mixed_precision

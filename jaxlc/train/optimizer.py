@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlc.config import OptimizerConfig
+from jaxlc.sharding.rules import is_vector
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -40,9 +41,9 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> o
     gradients and moments of that part.
 
     Args:
-      dims: dimension names of the parameters, or of a part of them; norm scales have no weight decay.
+      dims: dimension names of the parameters, or of a part of them; norm scales and biases have no weight decay.
     """
-    is_matrix = jax.tree.map(lambda names: "norm" not in names, dims, is_leaf=lambda x: isinstance(x, tuple))
+    is_matrix = jax.tree.map(lambda names: not is_vector(names), dims, is_leaf=lambda x: isinstance(x, tuple))
     adamw = optax.adamw(
         schedule,
         b1=config.beta1,

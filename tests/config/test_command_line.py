@@ -36,13 +36,13 @@ def test_parse_overrides_of_every_type():
         "--config.model.num_layers=2",  # a placeholder
         "--config.optimizer.learning_rate=1",  # an integer for a float
         "--config.train.steps", "7e0",
-        "--config.model.qk_norm",
+        "--config.model.qkv_bias",
         "--noconfig.model.tie_embeddings",
         "--config.optimizer.schedule=constant",
         "--config.data.sources=here,/there/*.txt",
     ]).config  # fmt: skip
     assert (config.model.num_layers, config.train.steps, config.optimizer.learning_rate) == (2, 7, 1.0)
-    assert (config.model.qk_norm, config.model.tie_embeddings) == (True, False)
+    assert (config.model.qkv_bias, config.model.tie_embeddings) == (True, False)
     assert (config.optimizer.schedule, config.data.sources) == ("constant", ("here", "/there/*.txt"))
     assert config.mesh == MeshConfig(context=4, tensor=2)  # from the file
 
@@ -100,8 +100,8 @@ def test_parse_workdir_and_extra_flags(tmp_path):
             "'x' for config.optimizer.beta1: expected a finite number",
         ),
         (
-            [QUICKSTART, "--config.model.qk_norm=maybe"],
-            "'maybe' for config.model.qk_norm: expected true or false",
+            [QUICKSTART, "--config.model.qkv_bias=maybe"],
+            "'maybe' for config.model.qkv_bias: expected true or false",
         ),
         (
             [QUICKSTART, "--config.attention.strategy=rng"],

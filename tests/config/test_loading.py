@@ -81,7 +81,7 @@ def test_load_partial_config_fills_defaults():
         ),
         ("optimizer", "learning_rate", True, "expected a finite number"),
         ("optimizer", "learning_rate", float("nan"), "expected a finite number"),
-        ("model", "qk_norm", 1, "invalid value 1 for config.model.qk_norm: expected true or false"),
+        ("model", "qkv_bias", 1, "invalid value 1 for config.model.qkv_bias: expected true or false"),
         ("data", "tokenizer", 3, "expected a string"),
         ("data", "sources", 3, "invalid value 3 for config.data.sources: expected a list of strings"),
         ("data", "sources", (1,), "expected a list of strings"),
@@ -250,3 +250,14 @@ def test_load_rope_factors_from_text_round_trip():
     assert config.model.rope_scaling_long_factors == (2.0,) * 16
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
     assert "expected a list of numbers" in rejected(changed("model", rope_scaling_long_factors="1,two"))
+
+
+@pytest.mark.parametrize(("stored", "qk_norm"), [(True, "head"), (False, "none")])
+def test_from_dict_reads_models_of_older_versions(stored, qk_norm):
+    """qk_norm was a boolean, and the settings after it did not exist."""
+    values = to_dict(load(defaults()))
+    values["model"] |= dict(qk_norm=stored)
+    for name in ("norm_placement", "zero_centered_norm", "qkv_bias", "activation", "scale_embeddings"):
+        del values["model"][name]
+    model = from_dict(values).model
+    assert (model.qk_norm, model.norm_placement, model.activation) == (qk_norm, "pre", "silu")

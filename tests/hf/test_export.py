@@ -134,7 +134,7 @@ def test_export_of_step_that_does_not_exist_raises(tmp_path, capsys):
 def test_export_of_a_run_from_random_weights_has_a_config_json(tmp_path):
     settings = ConfigDict(
         {
-            "model": dict(vocab_size=257, num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, qk_norm=True),
+            "model": dict(vocab_size=257, num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, qk_norm="head"),
             "mesh": {"context": 4, "tensor": 2},
             "data": {"seq_len": 64},
             "train": {"steps": 1, "global_batch_size": 2},

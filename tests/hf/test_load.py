@@ -117,7 +117,7 @@ def test_read_shard_reads_only_its_share(tmp_path):
 def test_config_takes_shape_and_tokenizer_of_the_model(tmp_path):
     directory = write_model(tmp_path / "model", "qwen3")
     config = config_of(directory)
-    assert (config.model.model_dim, config.model.qk_norm, config.model.rope_theta) == (32, True, 40000.0)
+    assert (config.model.model_dim, config.model.qk_norm, config.model.rope_theta) == (32, "head", 40000.0)
     assert config.data.tokenizer == str(directory / "tokenizer.json")
     assert load(config) == config
 

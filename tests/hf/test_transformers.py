@@ -111,7 +111,7 @@ def gradients_of(step, params, num_tokens: int) -> dict[str, np.ndarray]:
     batch = Batch(*(jax.device_put(x[None][:, :, order], sharding) for x in arrays))
     _, gradients, _ = jax.jit(step.objective.loss_and_grads)(params, batch)
     model = step.config.model
-    family = FAMILIES["qwen3" if model.qk_norm else "llama"]
+    family = FAMILIES["qwen3" if model.qk_norm == "head" else "llama"]
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
     by_name = {}

@@ -12,7 +12,8 @@ import numpy as np
 from jaxlc.config import MeshConfig
 from jaxlc.config.presets import PRESETS
 from jaxlc.models import decoder
-from jaxlc.models.layers import rms_norm, run_layer
+from jaxlc.models.layers import run_layer
+from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.rules import Sharder
@@ -40,7 +41,7 @@ def small_params(model):
 
     def draw(path, x):
         if path[-1].key == "scale":
-            return rng.uniform(0.5, 1.5, x.shape).astype(np.float32)
+            return (rng.uniform(0.5, 1.5, x.shape) - model.zero_centered_norm).astype(np.float32)
         return (rng.standard_normal(x.shape) * 0.25).astype(np.float32)
 
     return jax.tree.map_with_path(draw, decoder.abstract_params(model, model.vocab_size))
@@ -62,7 +63,7 @@ def small_mesh(**axes):
 
 def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: layer):
     """(normed x_BTD, head_DV) of the decoder; call under `jit`."""
-    x_BTD, scale_D, head_DV = decoder.apply(
+    x_BTD, factor_D, head_DV = decoder.apply(
         params,
         model,
         tokens_BT,
@@ -73,7 +74,7 @@ def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.
         compute_dtype=compute_dtype,
         tables=rope_tables(model, "full", T),
     )
-    return rms_norm(x_BTD, scale_D, model.norm_epsilon), head_DV
+    return rms_norm(x_BTD, factor_D, model.norm_epsilon), head_DV
 
 
 def plain_llama(params, model, tokens_BT, positions_BT):
@@ -85,32 +86,57 @@ def plain_llama(params, model, tokens_BT, positions_BT):
 
 
 def _plain_norm(x, scale, model):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.norm_epsilon) * scale
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.norm_epsilon) * (scale + model.zero_centered_norm)
 
 
 def _plain_row(params, model, tokens_T, positions_T):
-    x_TD = params["embedding"][tokens_T]
+    x_TD = params["embedding"][tokens_T] * (math.sqrt(model.model_dim) if model.scale_embeddings else 1)
     for layer in range(model.num_layers):
         p = jax.tree.map(operator.itemgetter(layer), params["layers"])
-        normed_TD = _plain_norm(x_TD, p["attention_norm"]["scale"], model)
-        x_TD = x_TD + _plain_attention(p["attention"], model, normed_TD, positions_T)
-        normed_TD = _plain_norm(x_TD, p["mlp_norm"]["scale"], model)
-        gate_TF = normed_TD @ p["mlp"]["w_gate"]
-        x_TD = x_TD + (gate_TF / (1 + np.exp(-gate_TF)) * (normed_TD @ p["mlp"]["w_up"])) @ p["mlp"]["w_down"]
+        for block, name in ((_plain_attention, "attention"), (_plain_mlp, "mlp")):
+            out_TD = x_TD
+            if model.norm_placement in ("pre", "pre_and_post"):
+                out_TD = _plain_norm(out_TD, p[f"{name}_norm"]["scale"], model)
+            out_TD = block(p[name], model, out_TD, positions_T)
+            if model.norm_placement in ("post", "pre_and_post"):
+                out_TD = _plain_norm(out_TD, p[f"{name}_post_norm"]["scale"], model)
+            x_TD = x_TD + out_TD
     return _plain_norm(x_TD, params["final_norm"]["scale"], model)
+
+
+def _plain_mlp(p, model, x_TD, positions_T):
+    gate_TF = x_TD @ p["w_gate"]
+    if model.activation == "silu":
+        gate_TF = gate_TF / (1 + np.exp(-gate_TF))
+    else:  # the tanh approximation of GELU
+        inner_TF = math.sqrt(2 / math.pi) * (gate_TF + 0.044715 * gate_TF**3)
+        gate_TF = gate_TF * (1 + np.tanh(inner_TF)) / 2
+    return (gate_TF * (x_TD @ p["w_up"])) @ p["w_down"]
+
+
+def _plain_projections(p, model, x_TD):
+    """q_TNH, k_TKH and v_TKH before RoPE."""
+    projections = {}
+    for name in "qkv":
+        projections[name] = np.einsum("TD,DNH->TNH", x_TD, p[f"w{name}"])
+        if model.qkv_bias:
+            projections[name] += p[f"b{name}"]
+    for name in "qk" if model.qk_norm != "none" else "":
+        x_TNH, scale = projections[name], p[f"{name}_norm"]["scale"]
+        if model.qk_norm == "projection":
+            x_TNH, scale = x_TNH.reshape(len(x_TNH), 1, -1), scale.reshape(-1)
+        projections[name] = _plain_norm(x_TNH, scale, model).reshape(projections[name].shape)
+    return projections.values()
 
 
 def _plain_attention(p, model, x_TD, positions_T):
     out_TD = np.zeros_like(x_TD)
+    q_TNH, k_TKH, v_TKH = _plain_projections(p, model, x_TD)
     for n in range(model.num_heads):
         k_head = n // (model.num_heads // model.num_kv_heads)
-        q_TH, k_TH, v_TH = x_TD @ p["wq"][:, n], x_TD @ p["wk"][:, k_head], x_TD @ p["wv"][:, k_head]
-        if model.qk_norm:
-            q_TH = _plain_norm(q_TH, p["q_norm"]["scale"], model)
-            k_TH = _plain_norm(k_TH, p["k_norm"]["scale"], model)
-        q_TH, k_TH = plain_rope(q_TH, positions_T, model), plain_rope(k_TH, positions_T, model)
+        q_TH, k_TH = plain_rope(q_TNH[:, n], positions_T, model), plain_rope(k_TKH[:, k_head], positions_T, model)
         for t in range(len(x_TD)):
-            scores = k_TH[: t + 1] @ q_TH[t] / math.sqrt(model.head_dim)
+            scores = k_TH[: t + 1] @ q_TH[t] / math.sqrt(model.query_scale_dim or model.head_dim)
             weights = np.exp(scores - scores.max())
-            out_TD[t] += weights / weights.sum() @ v_TH[: t + 1] @ p["wo"][n]
+            out_TD[t] += weights / weights.sum() @ v_TKH[: t + 1, k_head] @ p["wo"][n]
     return out_TD

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlc.config.presets import PRESETS
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.flops import num_params
 from jaxlc.models import decoder
-from jaxlc.sharding.rules import storage_spec
+from jaxlc.sharding.rules import is_vector, storage_spec
 from tests.models.small import B, T, plain_llama, run, small_inputs, small_mesh, small_model, small_params
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
@@ -27,11 +28,20 @@ VARIANTS = {
     "tied": dict(),
     "untied": dict(
         tie_embeddings=False,
-        qk_norm=True,
+        qk_norm="head",
         rope_scaling="llama3",
         rope_scaling_factor=8.0,
         rope_scaling_original_tokens=32,
     ),
+    "gemma": dict(
+        qk_norm="head",
+        norm_placement="pre_and_post",
+        zero_centered_norm=True,
+        activation="gelu_tanh",
+        scale_embeddings=True,
+        query_scale_dim=24,
+    ),
+    "olmo": dict(qk_norm="projection", norm_placement="post", qkv_bias=True),
     "odd": dict(
         tie_embeddings=False,
         num_kv_heads=1,
@@ -71,9 +81,10 @@ def test_dims_of_names_every_parameter_dimension(variant):
 
     def check(param, names):
         assert all(sizes.get(name, size) == size for name, size in zip(names, param.shape, strict=True))
-        assert (names[-1] == "norm") == ("norm" in names)
+        assert (names[-1] in ("norm", "bias")) == is_vector(names)
 
     jax.tree.map(check, params, dims)
+    assert sum(x.size for x in jax.tree.leaves(params)) == num_params(model)
     assert dims["layers"]["attention"]["wq"] == ("layers", "model", "heads", "head_dim")
 
 
@@ -120,6 +131,7 @@ def _stored(params, model, mesh):
         ("tied", dict(context=2, tensor=2, fsdp=2)),
         ("untied", dict(context=2, tensor=4)),  # tensor exceeds the 2 key/value heads
         ("odd", dict(data=2, context=4)),
+        ("olmo", dict(context=2, tensor=4)),  # the norm spans tensor ranks
     ],
     ids=str,
 )

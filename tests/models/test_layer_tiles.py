@@ -51,9 +51,13 @@ def _attend(q_BTNH, k_BTKH, v_BTKH):
     return reference.forward(q_BTNH, k_BTKH, v_BTKH, Masks(None, None, None, None), AttentionSpec())[0]
 
 
-@pytest.mark.parametrize("num_tiles, saves_attention, qk_norm", [(1, False, False), (3, True, True), (4, False, False)])
-def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, qk_norm):
-    model = small_model(qk_norm=qk_norm)
+GEMMA = dict(qk_norm="head", norm_placement="pre_and_post", zero_centered_norm=True, activation="gelu_tanh")
+OLMO = dict(qk_norm="projection", norm_placement="post", qkv_bias=True, query_scale_dim=24)
+
+
+@pytest.mark.parametrize("num_tiles, saves_attention, variant", [(1, False, {}), (3, True, GEMMA), (4, False, OLMO)])
+def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, variant):
+    model = small_model(**variant)
     layer_def, params = nnx.split(DecoderLayer(model, nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda w: w + 0.2 * rng.standard_normal(w.shape).astype(np.float32), params)

@@ -11,7 +11,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxlc.config.presets import PRESETS
-from jaxlc.models.layers import RMSNorm, in_use, lookup, matrix, residual_depth_scale
+from jaxlc.models.embedding import lookup
+from jaxlc.models.layers import in_use, matrix, residual_depth_scale
+from jaxlc.models.norms import RMSNorm
 from jaxlc.sharding.rules import Sharder
 from tests.models.small import run, small_inputs, small_mesh, small_model, small_params
 
@@ -35,14 +37,14 @@ def test_depth_scale_scales_output_matrices():
 def test_rms_norm_in_bfloat16_rounds_once():
     """bfloat16 in and out, computed in float32: equal to the float64 result, rounded."""
     x = jax.random.normal(jax.random.key(0), (8, 512)).astype(jnp.bfloat16)
-    out, wide = RMSNorm(512, 1e-5)(x), np.asarray(x, np.float64)
+    out, wide = RMSNorm(epsilon=1e-5, norm=512)(x), np.asarray(x, np.float64)
     exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5)
     assert out.dtype == jnp.bfloat16
     assert (np.asarray(out) == exact.astype(jnp.bfloat16)).mean() > 0.999
 
 
 def test_rms_norm_adds_epsilon():
-    np.testing.assert_allclose(RMSNorm(4, 1.0)(jnp.ones(4)), 1 / np.sqrt(2), rtol=1e-6)
+    np.testing.assert_allclose(RMSNorm(epsilon=1.0, norm=4)(jnp.ones(4)), 1 / np.sqrt(2), rtol=1e-6)
 
 
 def test_in_use_casts_to_dtype():
@@ -95,7 +97,7 @@ def test_weights_are_gathered_in_the_compute_dtype():
 @pytest.mark.parametrize("chunk_tokens", [6, 1024])
 def test_lookup_equals_indexing(shape, chunk_tokens, monkeypatch: pytest.MonkeyPatch):
     """Forward and gradient, V sharded over tensor and T over context, with and without a shorter last chunk."""
-    monkeypatch.setattr("jaxlc.models.layers._LOOKUP_CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr("jaxlc.models.embedding._LOOKUP_CHUNK_TOKENS", chunk_tokens)
     rng = np.random.default_rng(0)
     embedding, dx = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (*shape, 6)))
     tokens = rng.integers(0, 12, shape, dtype=np.int32)

@@ -107,10 +107,10 @@ def test_attention_masks_equal_one_device(settings):
     "model",
     [
         dict(tie_embeddings=True, vocab_size=64),
-        dict(qk_norm=True),
+        dict(qk_norm="projection", norm_placement="pre_and_post", qkv_bias=True, zero_centered_norm=True),
         dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=32),
     ],
-    ids=["tied", "qk_norm", "rope_scaling"],
+    ids=["tied", "norms_and_biases", "rope_scaling"],
 )
 def test_model_variants_equal_one_device(model):
     _assert_same(dict(context=2, tensor=2, fsdp=2), model=model)

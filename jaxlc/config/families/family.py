@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Family:
 
     model_type: str
     architecture: str  # entry of "architectures"
-    qk_norm: bool  # RMSNorm of each query and key head before RoPE
+    qk_norm: Literal["none", "head", "projection"]  # as in ModelConfig
     tensors: tuple[Tensor, ...]
     # The values that transformers uses for fields that are absent; a needed field that is absent here is required.
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from jaxlc.config.families.family import Family, decoder_tensors
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    qk_norm=True,
+    qk_norm="head",
     tensors=decoder_tensors(qk_norm=True),
     defaults=dict(num_key_value_heads=32, head_dim=128),
     required_values=dict(attention_bias=(False,), use_sliding_window=(False,)),
