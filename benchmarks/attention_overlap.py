@@ -100,7 +100,7 @@ def compile_step(config: Config, topology: Topology) -> CompiledStep:
     step = build_step(config, make_mesh(topology, config.mesh))
     executable = step.compile(extra_options=options_without_gpu(config.precision.compute))
     temp_bytes = executable.memory_analysis().temp_size_in_bytes
-    return CompiledStep(config, topology, step.kernel.name, analyze(executable.as_text()), temp_bytes)
+    return CompiledStep(config, topology, step.kernel_names, analyze(executable.as_text()), temp_bytes)
 
 
 def page(topologies: Sequence[Topology], num_tokens: int, command: str) -> str:

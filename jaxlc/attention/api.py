@@ -187,7 +187,8 @@ def _attend_shard(
     # by block.
     q_btnH, masks = lax.optimization_barrier((q_btnH, Masks.self_attention(positions_bt, segments_bt)))
     strategy = STRATEGIES[config.strategy]
-    out_btnH, lse_bnt = strategy.attend(ShardedQKV(q_btnH, k_bskH, v_bskH, masks), kernel, spec, *ranks)
+    with jax.named_scope(scopes.SLIDING_WINDOW) if window else nullcontext():
+        out_btnH, lse_bnt = strategy.attend(ShardedQKV(q_btnH, k_bskH, v_bskH, masks), kernel, spec, *ranks)
     if token_order == "natural":
         return to_natural(out_btnH, all_ranks), to_natural(lse_bnt, all_ranks, dim=2)
     return out_btnH, lse_bnt

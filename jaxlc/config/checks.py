@@ -166,7 +166,7 @@ def _data_problems(config: Config) -> Iterator[str]:
 
 
 def _memory_problems(config: Config) -> Iterator[str]:
-    memory, num_layers = config.memory, config.model.num_layers
+    memory = config.memory
     for setting, names in (("save", memory.save), ("offload", memory.offload)):
         for name in names:
             if name not in TENSOR_NAMES:
@@ -188,11 +188,6 @@ def _memory_problems(config: Config) -> Iterator[str]:
         yield (
             "unsupported: config.memory.remat='matmuls' with memory.offload; use --config.memory.remat=full and name"
             " the tensors in memory.save and memory.offload"
-        )
-    if num_layers % memory.layers_per_remat_group:
-        yield (
-            f"config.memory.layers_per_remat_group={memory.layers_per_remat_group} does not divide"
-            f" config.model.num_layers={num_layers}; use a divisor"
         )
 
 

@@ -27,6 +27,23 @@ def layer_problems(config: Config) -> Iterator[str]:
             f"config.model.layer_kinds names {len(model.layer_kinds)} layers and config.model.num_layers is"
             f" {model.num_layers}; use --config.model.num_layers={len(model.layer_kinds)} or more, or fewer kinds"
         )
-    if len(set(model.layer_kinds)) > 1:
-        kinds = ",".join(model.layer_kinds)
-        yield f"unsupported: config.model.layer_kinds={kinds} with several kinds; use one kind for all layers"
+    yield from _group_problems(config)
+
+
+def _group_problems(config: Config) -> Iterator[str]:
+    """Groups of layers that memory settings require and that model.layer_kinds contradicts."""
+    memory, period = config.memory, len(config.model.layer_kinds)
+    group, num_layers = memory.layers_per_remat_group, config.model.num_layers - config.model.num_last_layers
+    setting = f"config.memory.layers_per_remat_group={group}"
+    if group > 1 and group % period:
+        yield f"{setting} is not a multiple of the {period} layers of config.model.layer_kinds; use 1 or {period}"
+    if num_layers % group:
+        layers = f"config.model.num_layers={num_layers}"
+        if config.model.num_last_layers:
+            layers = f"the {num_layers} layers in whole groups of config.model.layer_kinds"
+        yield f"{setting} does not divide {layers}; use a divisor"
+    if memory.parameters == "host" and period > 1 and group == 1:
+        yield (
+            f"unsupported: config.memory.parameters='host' with {period} layers in config.model.layer_kinds and"
+            f" config.memory.layers_per_remat_group=1; use --config.memory.layers_per_remat_group={period}"
+        )

@@ -75,6 +75,15 @@ class ModelConfig:
     rope_scaling_long_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies for longer sequences
     rope_fraction: float = 1.0  # fraction of head_dim that RoPE rotates, its first dimensions; the others are unchanged
 
+    @property
+    def num_last_layers(self) -> int:
+        """Number of layers after the last whole group of layer_kinds."""
+        return self.num_layers % len(self.layer_kinds)
+
+    def num_layers_of(self, kind: str) -> int:
+        """Number of layers of this kind."""
+        return sum(self.layer_kinds[layer % len(self.layer_kinds)] == kind for layer in range(self.num_layers))
+
     def window_of(self, kind: str) -> int | None:
         """The window in tokens of layers of this kind; None: attention to all earlier tokens."""
         return self.window if kind == "sliding" else None

@@ -13,10 +13,13 @@ forward and 8 N H in the backward. The number of pairs in a sequence of T tokens
     full     T^2            the convention of Megatron-LM and PaLM (2204.02311, appendix B): 12 L N H T per token
     causal   T (T + 1) / 2  the pairs that a causal mask leaves: half
 
+In sliding layers with a window of W < T tokens they are T W and T W - W (W - 1) / 2.
+
 Document packing is ignored. Packed sequences need fewer pairs than either count, so the rates of packed batches are
 overestimates. State "causal" or "full" with every figure.
 """
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 
@@ -27,6 +30,10 @@ class DecoderShape(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def num_layers(self) -> int: ...
+    @property
+    def layer_kinds(self) -> Sequence[str]: ...
+    def num_layers_of(self, kind: str) -> int: ...
+    def window_of(self, kind: str) -> int | None: ...
     @property
     def model_dim(self) -> int: ...
     @property
@@ -51,9 +58,21 @@ def training_flops(
     model: DecoderShape, *, num_sequences: int, seq_len: int, attention: Literal["causal", "full"]
 ) -> float:
     """Model FLOPs of forward and backward of one optimizer step over `num_sequences` of `seq_len`, on all devices."""
-    pairs = {"full": seq_len**2, "causal": seq_len * (seq_len + 1) / 2}[attention]
-    attention_flops = 12.0 * model.num_layers * model.num_heads * model.head_dim * pairs
+    count = {"full": _all_pairs, "causal": causal_pairs}[attention]
+    kinds = set(model.layer_kinds)
+    pairs = sum(model.num_layers_of(kind) * count(seq_len, model.window_of(kind)) for kind in kinds)
+    attention_flops = 12.0 * model.num_heads * model.head_dim * pairs
     return num_sequences * (6.0 * num_matmul_params(model) * seq_len + attention_flops)
+
+
+def causal_pairs(seq_len: int, window: int | None = None) -> int:
+    """Pairs of a query and a key that a causal mask, or a window in tokens, leaves in one sequence."""
+    reach = min(window or seq_len, seq_len)
+    return seq_len * reach - reach * (reach - 1) // 2
+
+
+def _all_pairs(seq_len: int, window: int | None) -> int:
+    return seq_len * min(window or seq_len, seq_len)
 
 
 def num_matmul_params(model: DecoderShape) -> int:

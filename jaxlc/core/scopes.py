@@ -16,6 +16,7 @@ RING_STEP = "ring_step"  # attention to one KV block of another rank
 RING_SEND = "ring_send"  # collective permute of a KV block, or of its gradients, to the next rank
 ALL_GATHER_KV = "all_gather_kv"  # all-gather of K and V; in the backward pass also the reduce-scatter of dK and dV
 ALL_TO_ALL = "all_to_all_heads"  # Ulysses: exchange of heads for tokens, and back
+SLIDING_WINDOW = "sliding_window"  # attention with a window, exchanges included
 WINDOW_HALO = "window_halo"  # sliding windows: exchange of the tokens before each chunk
 REORDER = "zigzag_reorder"  # of arrays in natural order: exchange of chunks to zigzag order, and back
 

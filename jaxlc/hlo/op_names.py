@@ -18,7 +18,7 @@ Where XLA merges instructions it merges their names too: "prefix/(path:path:path
 import re
 from typing import Literal
 
-from jaxlc.core.scopes import CORE_ATTENTION, SCOPES
+from jaxlc.core.scopes import CORE_ATTENTION, SCOPES, SLIDING_WINDOW
 
 Pass = Literal["forward", "recomputation", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputation", "backward")
@@ -54,6 +54,11 @@ def is_in_attention(op_name: str) -> bool:
     weights.
     """
     return all(CORE_ATTENTION in components(path) for path in _paths(op_name))
+
+
+def has_window(op_name: str) -> bool:
+    """Whether an instruction belongs to attention with a sliding window, exchanges included."""
+    return any(SLIDING_WINDOW in components(path) for path in _paths(op_name))
 
 
 def pass_of(op_name: str) -> Pass:

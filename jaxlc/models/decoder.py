@@ -5,11 +5,15 @@
 
 It computes no logits: the loss computes them chunk by chunk. The decoder is independent of attention strategies and
 tiling, which are inside `run_layer`, and of the mesh, which is inside `Sharder`.
+
+The kinds of layers (model.layer_kinds) repeat with a period. Their parameters have equal shapes and are stacked, in
+"layers"; a scan runs one period of them per iteration. If the period does not divide the number of layers, the rest is
+in "last_layers" and runs after the scan.
 """
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -23,14 +27,15 @@ from jaxlc.models.layers import DecoderLayer, in_use, matrix
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.models.norms import RMSNorm
 from jaxlc.models.offloaded_layers import Prefetch
-from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
 
-_LAYERS = "layers"  # Decoder.layers: every parameter under it has a leading dimension L
+STACKS = ("layers", "last_layers")  # of Decoder: every parameter under them has a leading dimension of layers
+_LAYERS = "layers"  # name of that dimension
 
 
 class RunLayer(Protocol):
-    """Runs one decoder layer; `layers.run_layer` and `layer_tiles.run_layer`, with their options bound, are such."""
+    """Runs a decoder layer of one kind; `layers.run_layer` and `layer_tiles.run_layer`, with their attention and RoPE
+    tables bound, are such."""
 
     def __call__(
         self,
@@ -42,7 +47,6 @@ class RunLayer(Protocol):
         prefetch: Prefetch | None = None,
         *,
         shard: Sharder,
-        tables: RopeTables | None,
     ) -> tuple[jax.Array, Any]:
         """Returns x_BTD after the layer, and the weights that were prefetched meanwhile (None without `prefetch`)."""
 
@@ -56,16 +60,18 @@ class Remat(Protocol):
 
 
 class Decoder(nnx.Module):
-    """Embedding, L equal layers stored as one stacked layer, final norm, and an output head unless it is tied."""
+    """Embedding, L layers stored as one or two stacked layers, final norm, and an output head unless it is tied."""
 
     def __init__(self, model: ModelConfig, vocab_size_padded: int, rngs: nnx.Rngs, fp8: Fp8 | None = None):
         D, V = model.model_dim, model.vocab_size
         padding = vocab_size_padded - V
         self.embedding = _pad_vocab(matrix(rngs, fan_in=D, vocab=V, model=D), padding)
         self.head = None if model.tie_embeddings else _pad_vocab(matrix(rngs, fan_in=D, model=D, vocab=V), padding)
-        self.layers = nnx.vmap(lambda key: DecoderLayer(model, nnx.Rngs(key), fp8))(
-            jax.random.split(rngs.params(), model.num_layers)
-        )
+        stacked = nnx.vmap(lambda key: DecoderLayer(model, nnx.Rngs(key), fp8))
+        keys = jax.random.split(rngs.params(), model.num_layers)
+        num_in_periods = model.num_layers - model.num_last_layers
+        self.layers = stacked(keys[:num_in_periods])
+        self.last_layers = stacked(keys[num_in_periods:]) if model.num_last_layers else None
         self.final_norm = RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=D)
         self.embedding_multiplier = D**0.5 if model.scale_embeddings else 1.0
 
@@ -74,44 +80,79 @@ class Decoder(nnx.Module):
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
         *,
-        run_layer: RunLayer,
+        layer_kinds: Sequence[str],
+        run_layer: Mapping[str, RunLayer],
         masks: tuple,
         shard: Sharder,
         remat: Remat,
         compute_dtype,
-        tables: RopeTables | None,
     ) -> jax.Array:
         """Returns the final hidden states x_BTD, before the final norm; see `apply`."""
-        layer_def, stacked = nnx.split(self.layers)
         shared = positions_BT, masks  # arrays that are equal for all layers
-
-        def run_one(x_BTD, params, shared, prefetch=None):
-            return run_layer(layer_def, params, x_BTD, *shared, prefetch, shard=shard, tables=tables)
-
-        def run_group(x_BTD, params, shared, prefetch=None):
-            # Not a scan: when the group is recomputed, the output of its last layer is unused and not computed.
-            x_BTD, next_weights = remat.of_layer(run_one)(x_BTD, _layer_at(params, 0), shared, prefetch)
-            for index in range(1, remat.layers_per_group):
-                x_BTD, _ = remat.of_layer(run_one)(x_BTD, _layer_at(params, index), shared)
-            return x_BTD, next_weights
-
-        if remat.layers_per_group == 1:
-            run = remat.of_layer(run_one)
-        else:
-            run = remat.of_group(run_group)
-            stacked = jax.tree.map(lambda x: x.reshape(-1, remat.layers_per_group, *x.shape[1:]), stacked)
         x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
         if self.embedding_multiplier != 1:
             x_BTD *= jnp.asarray(self.embedding_multiplier, compute_dtype)
-        if shard.weights_on_host:
-            return offloaded_layers.run_layers(run, x_BTD, stacked, shared, shard.fetched)
-        return jax.lax.scan(lambda x_BTD, params: run(x_BTD, params, shared), x_BTD, stacked)[0]
+        for layers in (self.layers, self.last_layers):
+            if layers is not None:
+                x_BTD = _run_stack(layers, x_BTD, shared, layer_kinds, run_layer=run_layer, shard=shard, remat=remat)
+        return x_BTD
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
         """The output head, sharded over tensor along V."""
         if self.head is None:
             return in_use(self.embedding, shard, compute_dtype).T
         return in_use(self.head, shard, compute_dtype)
+
+
+def _run_stack(
+    layers: DecoderLayer,
+    x_BTD: jax.Array,
+    shared: tuple,
+    layer_kinds: Sequence[str],
+    *,
+    run_layer: Mapping[str, RunLayer],
+    shard: Sharder,
+    remat: Remat,
+) -> jax.Array:
+    """Runs the layers of one of STACKS; the first one has the kind layer_kinds[0]. See `apply`."""
+    layer_def, stacked = nnx.split(layers)
+    num_layers = len(jax.tree.leaves(stacked)[0])
+    period = min(len(layer_kinds), num_layers)
+
+    def run_one(kind, x_BTD, params, shared, prefetch=None):
+        return run_layer[kind](layer_def, params, x_BTD, *shared, prefetch, shard=shard)
+
+    of_kind = {kind: remat.of_layer(functools.partial(run_one, kind)) for kind in run_layer}
+    runs = [of_kind[kind] for kind in layer_kinds[:period]]
+    if remat.layers_per_group > 1:
+        group_size = min(remat.layers_per_group, num_layers)
+        runs = [remat.of_group(_group_of([runs[index % period] for index in range(group_size)]))]
+        stacked = _grouped(stacked, group_size)
+    if shard.weights_on_host:
+        (run,) = runs  # `config.layer_checks` requires remat groups if layers differ
+        return offloaded_layers.run_layers(run, x_BTD, stacked, shared, shard.fetched)
+    if len(runs) == 1:
+        return jax.lax.scan(lambda x_BTD, params: runs[0](x_BTD, params, shared), x_BTD, stacked)[0]
+
+    def run_period(x_BTD, params):
+        for run, of_layer in zip(runs, _unstacked(params), strict=True):
+            x_BTD, _ = run(x_BTD, of_layer, shared)
+        return x_BTD, None
+
+    return jax.lax.scan(run_period, x_BTD, _grouped(stacked, period))[0]
+
+
+def _group_of(runs: Sequence[Callable]) -> Callable:
+    """A function that runs one remat group, layer by layer; its parameters are stacked."""
+
+    def run_group(x_BTD, params, shared, prefetch=None):
+        # Not a scan: when the group is recomputed, the output of its last layer is unused and not computed.
+        x_BTD, next_weights = runs[0](x_BTD, _layer_at(params, 0), shared, prefetch)
+        for index, run in enumerate(runs[1:], 1):
+            x_BTD, _ = run(x_BTD, _layer_at(params, index), shared)
+        return x_BTD, next_weights
+
+    return run_group
 
 
 def init(model: ModelConfig, vocab_size_padded: int, key: jax.Array) -> dict:
@@ -137,7 +178,7 @@ def dims_of(model: ModelConfig) -> dict:
     """The parameter tree with a tuple of dimension names per leaf, e.g. ("layers", "model", "heads", "head_dim")."""
     _, state = _abstract_decoder(model, model.vocab_size)
     declared = {path: param.dims for path, param in nnx.to_flat_state(state)}
-    stacked = {path: (_LAYERS, *dims) if path[0] == _LAYERS else dims for path, dims in declared.items()}
+    stacked = {path: (_LAYERS, *dims) if path[0] in STACKS else dims for path, dims in declared.items()}
     return nnx.traversals.unflatten_mapping(stacked)
 
 
@@ -147,12 +188,11 @@ def apply(
     tokens_BT: jax.Array,
     positions_BT: jax.Array,
     *,
-    run_layer: RunLayer,
+    run_layer: Mapping[str, RunLayer],
     masks: tuple = (),
     shard: Sharder,
     remat: Remat,
     compute_dtype,
-    tables: RopeTables | None,
     fp8: Fp8 | None = None,
     histories: dict | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -162,11 +202,10 @@ def apply(
       params: the tree that `init` returns.
       tokens_BT, positions_BT: int32, both in the same sequence order, which may be any; T is a multiple of context x
         tensor. If `run_layer` runs tiles, they are [n, B, t], and so is the x that is returned.
-      run_layer: runs one layer, attention included.
+      run_layer: runs one layer, attention included; by the kind of the layer.
       masks: passed to `run_layer`: positions_BT and segment_ids_BT, int32, never tiled, or None for each.
       remat: rematerialization of layers and groups of layers.
       compute_dtype: dtype of matrix products and of the residual stream.
-      tables: the result of `rope_tables`.
       fp8: which matrix products are in FP8; None: none.
       histories: amax histories of delayed scaling, the tree that `first_histories` returns; their gradients are their
         next values.
@@ -174,19 +213,19 @@ def apply(
       x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; factor_D of the final norm,
       float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor.
     """
-    params = {name: part if name == _LAYERS else shard.fetched(part) for name, part in params.items()}
+    params = {name: part if name in STACKS else shard.fetched(part) for name, part in params.items()}
     vocab_size_padded = params["embedding"].shape[0]
     graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8)
-    decoder = nnx.merge(graph_def, params, histories or {}, _bf16_flags(state, fp8))
+    decoder = nnx.merge(graph_def, params, histories or {}, _bf16_flags(model, state, fp8))
     x_BTD = decoder(
         tokens_BT,
         positions_BT,
+        layer_kinds=model.layer_kinds,
         run_layer=run_layer,
         masks=masks,
         shard=shard,
         remat=remat,
         compute_dtype=compute_dtype,
-        tables=tables,
     )
     return x_BTD, decoder.final_norm.factor, decoder.head_DV(shard, compute_dtype)
 
@@ -197,17 +236,32 @@ def _abstract_decoder(model: ModelConfig, vocab_size_padded: int, fp8: Fp8 | Non
     return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, nnx.Rngs(0), fp8)))
 
 
-def _bf16_flags(state, fp8: Fp8 | None) -> dict:
-    """The values of all `IsBf16` variables of the decoder, float32 [L]."""
+def _bf16_flags(model: ModelConfig, state, fp8: Fp8 | None) -> dict:
+    """The values of all `IsBf16` variables of the decoder, float32, one per layer of each stack."""
 
-    def flags_L(like):
-        return jnp.zeros(like.shape, like.dtype).at[jnp.array(fp8.bf16_layers)].set(1)
+    def flags(path, like):
+        is_bf16_L = jnp.zeros(model.num_layers, like.dtype).at[jnp.array(fp8.bf16_layers)].set(1)
+        first = 0 if path[0].key == STACKS[0] else model.num_layers - model.num_last_layers
+        return is_bf16_L[first : first + len(like)]
 
-    return nnx.to_pure_dict(jax.tree.map(flags_L, nnx.filter_state(state, IsBf16)))
+    return nnx.to_pure_dict(jax.tree.map_with_path(flags, nnx.filter_state(state, IsBf16)))
 
 
 def _layer_at(stacked, index: int):
     return jax.tree.map(operator.itemgetter(index), stacked)
+
+
+def _grouped(stacked, size: int):
+    """[L, ...] as [L / size, size, ...]."""
+    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), stacked)
+
+
+def _unstacked(stacked) -> list:
+    """The tree of each layer. The transpose of `lax.split` is a concatenation; that of indexing would be a sum of
+    arrays of the size of the stack."""
+    leaves, treedef = jax.tree.flatten(stacked)
+    parts = [[part[0] for part in jax.lax.split(leaf, [1] * len(leaf))] for leaf in leaves]
+    return [jax.tree.unflatten(treedef, layer) for layer in zip(*parts, strict=True)]
 
 
 def _pad_vocab(param: nnx.Param, padding: int) -> nnx.Param:

@@ -53,7 +53,7 @@ def plan_step(
     """
     config = on_gpus(config, gpus)
     step = build_step(config, make_mesh(gpus, config.mesh))
-    kernel, transport = step.kernel, step.transport  # unsupported choices are reported before compilation
+    kernel_choice, transport = step.kernel_choice, step.transport  # unsupported choices are reported before compilation
     starting()
     start_seconds = time.perf_counter()
     compiled, dump = compile_step(step)
@@ -74,7 +74,7 @@ def plan_step(
         collectives=summary.collective_stats(program.collectives, dict(step.mesh.shape), gpus.gpus_per_domain),
         ring=summary.ring(program.attention_collectives, model),
         kernels=summary.kernels(program),
-        kernel_choice=f"{kernel.name} ({kernel.reason})",
+        kernel_choice=kernel_choice,
         transport_choice="; ".join([f"{transport.name} ({transport.reason})", *warnings]),
         hints=hints(step),
         config={section: values for section, values in to_dict(config).items() if section in _RECORDED_SECTIONS},
@@ -105,14 +105,14 @@ def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
 def hints(step: TrainStep) -> tuple[str, ...]:
     """Settings that may make the step faster, as sentences."""
     attention = step.config.attention
-    if not attention.document_mask or step.kernel.name == "cudnn":
+    if not attention.document_mask or "cudnn" in step.kernel_names:
         return ()
     unmasked = dataclasses.replace(step.config, attention=dataclasses.replace(attention, document_mask=False))
-    if build_step(unmasked, step.mesh).kernel.name != "cudnn":
+    if "cudnn" not in build_step(unmasked, step.mesh).kernel_names:
         return ()
     return (
         "--config.attention.document_mask=False allows the cuDNN attention kernel, which is faster than"
-        f" {step.kernel.name}; tokens then attend to earlier documents of their sequence",
+        f" {step.kernel_names}; tokens then attend to earlier documents of their sequence",
     )
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from jaxlc.config import Config
+from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.hlo.collectives import Collective
@@ -86,10 +87,20 @@ def _crossing_fraction(collective: Collective, gpus_per_domain: int) -> float:
     return 1 / inside
 
 
+def _visible_in_window(config: Config, num_ranks: int) -> float:
+    """`visible_fraction` of a call with a window, in a ring of `num_ranks`."""
+    num_tokens, window = config.data.seq_len, config.model.window
+    chunk_tokens = num_tokens // (2 * num_ranks)
+    has_halo = config.attention.strategy != "ulysses"
+    num_keys = min(chunk_tokens + window - 1, num_tokens) if has_halo else num_tokens
+    return causal_pairs(num_tokens, window) / (num_tokens * num_keys)
+
+
 def visible_fraction(call: AttentionKernelCall, config: Config) -> float:
     """The fraction of a call's pairs of query and key that its mask leaves, if each sequence is one document.
 
-    A call over a rank's own chunk of the sequence, or over all of it, is causal: half. Later ring steps pair half
+    A call with a window covers the queries of a chunk, or of the sequence, and their keys (`attention.halo`). A call
+    over a rank's own chunk of the sequence, or over all of it, is causal: half. Later ring steps pair half
     chunks without a causal mask; if they are masked, the masks are for documents. In tiled layers, masked calls are
     causal or, with config.attention.document_mask, cannot be distinguished; most of those are fully visible.
     """
@@ -100,8 +111,8 @@ def visible_fraction(call: AttentionKernelCall, config: Config) -> float:
     attention, num_tokens = config.attention, config.data.seq_len
     ring = config.mesh.context // (attention.ulysses_degree if attention.strategy == "hybrid" else 1)
     local_tokens = num_tokens if attention.strategy == "ulysses" else num_tokens // ring
-    if config.model.window:
-        return min(0.5, config.model.window / local_tokens)
+    if call.has_window:
+        return _visible_in_window(config, ring)
     if call.sizes is not None:
         return 0.5 if call.sizes.num_queries >= local_tokens else 1.0
     # The sizes of a blockwise loop follow from its FLOPs: 2 or 5 matrix products per pair. A pair of half chunks has

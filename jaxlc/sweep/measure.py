@@ -42,7 +42,7 @@ def measure_step(config: Config, repeats: int) -> dict:
         model=config.model.preset,
         seq_len=config.data.seq_len,
         global_batch_size=config.train.global_batch_size,
-        kernel=step.kernel.name,
+        kernel=step.kernel_names,
         remat=config.memory.remat,
         seconds=seconds,
         tokens_per_second_per_device=config.tokens_per_step / seconds / mesh.size,

@@ -91,12 +91,11 @@ class Objective:
             self.config.model,
             self._in_tiles(batch.tokens),
             self._in_tiles(positions),
-            run_layer=self._run_layer(),
+            run_layer={kind: self._run_layer(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)},
             masks=masks,
             shard=self._sharder(params),
-            remat=make_remat(self._memory),
+            remat=make_remat(self._memory, period=len(self.config.model.layer_kinds)),
             compute_dtype=self._compute_dtype,
-            tables=rope_tables(self.config.model, self.config.model.layer_kinds[0], self.config.data.seq_len),
             fp8=mixed_precision.make_fp8(self.config.precision, histories),
             histories=histories,
         )
@@ -129,15 +128,19 @@ class Objective:
         """The inverse of `_in_tiles`."""
         return layout_of(x, self.mesh.shape[CONTEXT]) if self._num_tiles else x
 
-    def _run_layer(self) -> decoder.RunLayer:
-        """A decoder layer with the attention of the config, on tiles if memory.tile_tokens is set."""
+    def _run_layer(self, kind: str) -> decoder.RunLayer:
+        """A decoder layer of this kind, with its attention and RoPE, on tiles if memory.tile_tokens is set."""
+        model, settings = self.config.model, self.config.attention
+        tables = rope_tables(model, kind, self.config.data.seq_len)
         if self._num_tiles:
             tile_attention = attention.make_tiled(
-                self.config.attention, self.mesh, tiles=self._num_tiles, num_kv_heads=self.config.model.num_kv_heads
+                settings, self.mesh, tiles=self._num_tiles, num_kv_heads=model.num_kv_heads
             )
             return functools.partial(
-                layer_tiles.run_layer, attention=tile_attention, saves_attention=saves_attention(self._memory)
+                layer_tiles.run_layer,
+                attention=tile_attention,
+                saves_attention=saves_attention(self._memory),
+                tables=tables,
             )
-        model = self.config.model
-        attend = attention.make(self.config.attention, self.mesh, window=model.window_of(model.layer_kinds[0]))
-        return functools.partial(layers.run_layer, attend=lambda *operands: attend(*operands)[0])
+        attend = attention.make(settings, self.mesh, window=model.window_of(kind))
+        return functools.partial(layers.run_layer, attend=lambda *operands: attend(*operands)[0], tables=tables)

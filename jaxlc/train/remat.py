@@ -32,8 +32,8 @@ class Remat(NamedTuple):
     layers_per_group: int
 
 
-def make_remat(memory: MemoryConfig) -> Remat:
-    """The rematerialization policy of config.memory.
+def make_remat(memory: MemoryConfig, period: int = 1) -> Remat:
+    """The rematerialization policy of config.memory, for layers of which `period` run in an iteration of a scan.
 
     With groups of layers, a group saves only its input. When the backward pass recomputes the group, its layers save
     what `memory` selects, all on the device. So layers are recomputed from the group's input once, and attention runs
@@ -42,9 +42,9 @@ def make_remat(memory: MemoryConfig) -> Remat:
     if memory.remat == "none":
         return Remat(lambda layer: layer, lambda group: group, 1)
     if memory.layers_per_remat_group == 1:
-        return Remat(_checkpoint(memory, memory.save, memory.offload), lambda group: group, 1)
-    of_layer = _checkpoint(memory, (*memory.save, *memory.offload), ())
-    of_group = _group_checkpoint(_GROUP_INPUT in memory.offload)
+        return Remat(_checkpoint(memory, memory.save, memory.offload, period), lambda group: group, 1)
+    of_layer = _checkpoint(memory, (*memory.save, *memory.offload), (), period)
+    of_group = _group_checkpoint(_GROUP_INPUT in memory.offload, period)
     return Remat(of_layer, of_group, memory.layers_per_remat_group)
 
 
@@ -53,18 +53,26 @@ def saves_attention(memory: MemoryConfig) -> bool:
     return {"attention_out", "attention_lse"} <= {*_SAVED_BY[memory.remat], *memory.save, *memory.offload}
 
 
-def _checkpoint(memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str, ...]) -> Callable:
+def _checkpoint(memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str, ...], period: int) -> Callable:
     saved = {*_SAVED_BY[memory.remat], *save} - set(offload)
     policy = _policy(saved, offload)
     if memory.remat == "matmuls":
         policy = jax.checkpoint_policies.save_from_both_policies(
             policy, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         )
-    # prevent_cse keeps the compiler from undoing the recomputation; inside a scan it cannot do that.
-    return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=_needs_barriers(period))
 
 
-def _group_checkpoint(offloads_input: bool) -> Callable:
+def _needs_barriers(period: int) -> bool:
+    """Whether a recomputation has to wait for the gradients of its results (`prevent_cse`).
+
+    In a scan of one layer per iteration it does without. If an iteration has several layers, XLA could recompute all of
+    them first. It could also merge recomputations with the forward pass, if the scan has one iteration and is inlined.
+    """
+    return period > 1
+
+
+def _group_checkpoint(offloads_input: bool, period: int) -> Callable:
     # Not "residual": every layer names its input that, and a group saves only its own.
     name = "group_residual"
     policy = _policy((), (name,) if offloads_input else ())
@@ -73,7 +81,7 @@ def _group_checkpoint(offloads_input: bool) -> Callable:
         def named(x_BTD, *operands):
             return group(checkpoint_name(x_BTD, name), *operands)
 
-        return jax.checkpoint(named, policy=policy, prevent_cse=False)
+        return jax.checkpoint(named, policy=policy, prevent_cse=_needs_barriers(period))
 
     return of_group
 

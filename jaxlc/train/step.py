@@ -1,6 +1,8 @@
 """The training step, used by the loop, the plan, the sweep and the benchmarks; only this module jits it."""
 
+import functools
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -165,16 +167,25 @@ class TrainStep:
         return transport.choose(self.config.runtime, tuple(self.mesh.devices.flat))
 
     @property
-    def kernel(self) -> attention.KernelSelection:
-        """The attention kernel of the step and why it was selected."""
-        return attention.choose(
-            self.config.attention,
-            self.mesh,
-            head_dim=self.config.model.head_dim,
-            dtype=mixed_precision.compute_dtype(self.config.precision.compute, self._platform),
-            packed=self.config.attention.document_mask,
-            window=self.config.model.window_of(self.config.model.layer_kinds[0]),
+    def kernels(self) -> dict[str, attention.KernelSelection]:
+        """The attention kernel of each kind of layers and why it was selected."""
+        model = self.config.model
+        dtype = mixed_precision.compute_dtype(self.config.precision.compute, self._platform)
+        packed = self.config.attention.document_mask
+        choose = functools.partial(
+            attention.choose, self.config.attention, self.mesh, head_dim=model.head_dim, dtype=dtype, packed=packed
         )
+        return {kind: choose(window=model.window_of(kind)) for kind in dict.fromkeys(model.layer_kinds)}
+
+    @property
+    def kernel_names(self) -> str:
+        """ "cudnn"; if the kinds of layers have different kernels, "sliding: pallas, full: cudnn"."""
+        return ", ".join(_by_kind({kind: kernel.name for kind, kernel in self.kernels.items()}))
+
+    @property
+    def kernel_choice(self) -> str:
+        """As `kernel_names`, with reasons."""
+        return "; ".join(_by_kind({kind: f"{kernel.name} ({kernel.reason})" for kind, kernel in self.kernels.items()}))
 
     @cached_property
     def sequence_order(self) -> np.ndarray:
@@ -246,6 +257,14 @@ class TrainStep:
         scaling = mixed_precision.after_step(state.scaling, histories, is_finite, self.config.precision)
         rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
         return TrainState(state.step + 1, params, opt_state, rng, scaling), metrics
+
+
+def _by_kind(texts: Mapping[str, str]) -> Iterator[str]:
+    """The texts of the kinds of layers with their names, or the only text without."""
+    if len(set(texts.values())) == 1:
+        yield next(iter(texts.values()))
+    else:
+        yield from (f"{kind}: {text}" for kind, text in texts.items())
 
 
 def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:

@@ -9,7 +9,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.hlo import Program, analyze
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.host_transfers import device_arrays, host_arguments
-from jaxlc.hlo.op_names import PASSES
+from jaxlc.hlo.op_names import PASSES, has_window
+from jaxlc.models.decoder import STACKS
 from jaxlc.runtime.transport import TransportSelection
 from jaxlc.train.state import HOST
 from jaxlc.train.step import TrainStep
@@ -18,16 +19,23 @@ _TITLES = {"nccl": "NCCL", "nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL", 
 _HOP = "collective-permute"  # the only collective of attention to which a transport applies
 
 
-def describe(attention_collectives: Sequence[AttentionCollective], *, strategy: str, num_layers: int) -> list[str]:
+def describe(
+    attention_collectives: Sequence[AttentionCollective], *, strategy: str, num_layers: int, num_sliding: int = 0
+) -> list[str]:
     """One line per kind of collective: "ring: 448 hops (14 x 32 layers), all NVSHMEM; unoverlapped: 0 of 224 forward".
 
     A hop is unoverlapped if no attention kernel runs between its start and its done.
+
+    Args:
+      num_sliding: number of layers with a sliding window, which have lines of their own.
     """
-    lines = []
-    for kind in dict.fromkeys(hop.collective.kind for hop in attention_collectives):
-        same_kind = [hop for hop in attention_collectives if hop.collective.kind == kind]
+    lines, groups = [], {}
+    for hop in attention_collectives:
+        groups.setdefault((has_window(hop.collective.transfer.start.op_name), hop.collective.kind), []).append(hop)
+    for (is_sliding, kind), same_kind in groups.items():
         noun = "hop" if kind == _HOP else kind
-        count, transports = _count(same_kind, noun, num_layers), _transports(same_kind)
+        layers = f"{num_sliding} sliding layers" if is_sliding else f"{num_layers - num_sliding} layers"
+        count, transports = _count(same_kind, noun, layers), _transports(same_kind)
         lines.append(f"{strategy}: {count}, {transports}; unoverlapped: {_unoverlapped(same_kind)}")
     return lines or [f"{strategy}: nothing to send"]
 
@@ -60,8 +68,12 @@ def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list
     program = analyze(compiled.as_text())
     check_memory(step, program)
     attention_collectives = program.attention_collectives
+    model = step.config.model
     lines = describe(
-        attention_collectives, strategy=step.config.attention.strategy, num_layers=step.config.model.num_layers
+        attention_collectives,
+        strategy=step.config.attention.strategy,
+        num_layers=model.num_layers,
+        num_sliding=model.num_layers_of("sliding"),
     )
     return lines + check(step, attention_collectives)
 
@@ -103,11 +115,11 @@ def check_memory(step: TrainStep, program: Program) -> None:
             f"{settings}, but {missing.total()} of {requested.total()} arrays of the compiled step's state are not in"
             " host memory: this compiler does not support it"
         )
-    if step.config.model.num_layers == 1:
-        return  # the only layer is copied as a whole
     # Norm scales are skipped: they are small, and other arrays may have their shapes. If only the weights or only the
-    # moments are in host memory, the others have the same shapes on the device.
-    stacks = {_shard_shape(x) for x in jax.tree.leaves(state.params["layers"]) if x.ndim > 2}
+    # moments are in host memory, the others have the same shapes on the device. A stack of one layer is copied as a
+    # whole.
+    layers = [state.params[name] for name in STACKS if name in state.params]
+    stacks = {_shard_shape(x) for x in jax.tree.leaves(layers) if x.ndim > 2 and len(x) > 1}
     stacks -= {_shard_shape(x) for x, space in leaves if space is not HOST}
     for array in device_arrays(program):
         if array.dtype == "f32" and array.dims in stacks:
@@ -126,11 +138,11 @@ def _request(requested: TransportSelection) -> str:
     return f"config.runtime.transport {'chose' if requested.is_auto else 'is'} {requested.name!r}"
 
 
-def _count(attention_collectives: Sequence[AttentionCollective], noun: str, num_layers: int) -> str:
-    """ "448 hops (14 x 32 layers)"."""
-    total = sum(hop.times for hop in attention_collectives)
-    layers = f" ({total // num_layers} x {num_layers} layers)" if total % num_layers == 0 else ""
-    return f"{total} {noun}s{layers}"
+def _count(attention_collectives: Sequence[AttentionCollective], noun: str, layers: str) -> str:
+    """ "448 hops (14 x 32 layers)"; `layers` is "32 layers"."""
+    total, num_layers = sum(hop.times for hop in attention_collectives), int(layers.partition(" ")[0])
+    per_layer = f" ({total // num_layers} x {layers})" if total % num_layers == 0 else ""
+    return f"{total} {noun}s{per_layer}"
 
 
 def _transports(attention_collectives: Sequence[AttentionCollective]) -> str:

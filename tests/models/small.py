@@ -47,13 +47,27 @@ def small_params(model):
     return jax.tree.map_with_path(draw, decoder.abstract_params(model, model.vocab_size))
 
 
-def dense_attend(q_BTNH, k_BTKH, v_BTKH):
-    """Causal attention over the whole sequence, with the full T x T matrix."""
+def dense_attend(q_BTNH, k_BTKH, v_BTKH, window=None):
+    """Causal attention over the whole sequence or a window, with the full T x T matrix."""
     groups = q_BTNH.shape[2] // k_BTKH.shape[2]
     k_BTNH, v_BTNH = (jnp.repeat(x, groups, axis=2) for x in (k_BTKH, v_BTKH))
     scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH).astype(jnp.float32) / math.sqrt(q_BTNH.shape[-1])
-    scores_BNTS = jnp.where(np.tri(q_BTNH.shape[1], dtype=bool), scores_BNTS, -jnp.inf)
+    num_tokens = q_BTNH.shape[1]
+    is_visible = np.tri(num_tokens, dtype=bool) & ~np.tri(num_tokens, k=-(window or num_tokens), dtype=bool)
+    scores_BNTS = jnp.where(is_visible, scores_BNTS, -jnp.inf)
     return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BTNH.dtype), v_BTNH)
+
+
+def run_layer_of(model):
+    """`run_layer` of each kind, with dense attention."""
+    return {
+        kind: functools.partial(
+            run_layer,
+            attend=functools.partial(dense_attend, window=model.window_of(kind)),
+            tables=rope_tables(model, kind, T),
+        )
+        for kind in model.layer_kinds
+    }
 
 
 def small_mesh(**axes):
@@ -68,11 +82,10 @@ def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.
         model,
         tokens_BT,
         positions_BT,
-        run_layer=functools.partial(run_layer, attend=dense_attend),
+        run_layer=run_layer_of(model),
         shard=Sharder(small_mesh() if mesh is None else mesh),
         remat=Remat(of_layer=remat, of_group=lambda group: group, layers_per_group=1),
         compute_dtype=compute_dtype,
-        tables=rope_tables(model, "full", T),
     )
     return rms_norm(x_BTD, factor_D, model.norm_epsilon), head_DV
 
@@ -92,19 +105,22 @@ def _plain_norm(x, scale, model):
 def _plain_row(params, model, tokens_T, positions_T):
     x_TD = params["embedding"][tokens_T] * (math.sqrt(model.model_dim) if model.scale_embeddings else 1)
     for layer in range(model.num_layers):
-        p = jax.tree.map(operator.itemgetter(layer), params["layers"])
+        in_periods = model.num_layers - model.num_last_layers
+        stack, index = ("layers", layer) if layer < in_periods else ("last_layers", layer - in_periods)
+        p = jax.tree.map(operator.itemgetter(index), params[stack])
+        kind = model.layer_kinds[layer % len(model.layer_kinds)]
         for block, name in ((_plain_attention, "attention"), (_plain_mlp, "mlp")):
             out_TD = x_TD
             if model.norm_placement in ("pre", "pre_and_post"):
                 out_TD = _plain_norm(out_TD, p[f"{name}_norm"]["scale"], model)
-            out_TD = block(p[name], model, out_TD, positions_T)
+            out_TD = block(p[name], model, kind, out_TD, positions_T)
             if model.norm_placement in ("post", "pre_and_post"):
                 out_TD = _plain_norm(out_TD, p[f"{name}_post_norm"]["scale"], model)
             x_TD = x_TD + out_TD
     return _plain_norm(x_TD, params["final_norm"]["scale"], model)
 
 
-def _plain_mlp(p, model, x_TD, positions_T):
+def _plain_mlp(p, model, kind, x_TD, positions_T):
     gate_TF = x_TD @ p["w_gate"]
     if model.activation == "silu":
         gate_TF = gate_TF / (1 + np.exp(-gate_TF))
@@ -129,14 +145,17 @@ def _plain_projections(p, model, x_TD):
     return projections.values()
 
 
-def _plain_attention(p, model, x_TD, positions_T):
+def _plain_attention(p, model, kind, x_TD, positions_T):
     out_TD = np.zeros_like(x_TD)
     q_TNH, k_TKH, v_TKH = _plain_projections(p, model, x_TD)
     for n in range(model.num_heads):
         k_head = n // (model.num_heads // model.num_kv_heads)
-        q_TH, k_TH = plain_rope(q_TNH[:, n], positions_T, model), plain_rope(k_TKH[:, k_head], positions_T, model)
+        q_TH, k_TH = (
+            plain_rope(x_TH, positions_T, model, kind=kind) for x_TH in (q_TNH[:, n], k_TKH[:, k_head])
+        )
         for t in range(len(x_TD)):
-            scores = k_TH[: t + 1] @ q_TH[t] / math.sqrt(model.query_scale_dim or model.head_dim)
+            visible = slice(max(0, t + 1 - model.window) if kind == "sliding" else 0, t + 1)
+            scores = k_TH[visible] @ q_TH[t] / math.sqrt(model.query_scale_dim or model.head_dim)
             weights = np.exp(scores - scores.max())
-            out_TD[t] += weights / weights.sum() @ v_TKH[: t + 1, k_head] @ p["wo"][n]
+            out_TD[t] += weights / weights.sum() @ v_TKH[visible, k_head] @ p["wo"][n]
     return out_TD

@@ -40,6 +40,13 @@ VARIANTS = {
         activation="gelu_tanh",
         scale_embeddings=True,
         query_scale_dim=24,
+        num_layers=5,
+        layer_kinds=("full", "sliding", "nope"),
+        window=5,
+        sliding_rope_theta=50.0,
+        rope_scaling="llama3",
+        rope_scaling_factor=8.0,
+        rope_scaling_original_tokens=32,
     ),
     "olmo": dict(qk_norm="projection", norm_placement="post", qkv_bias=True),
     "odd": dict(
@@ -75,7 +82,6 @@ def test_dims_of_names_every_parameter_dimension(variant):
         head_dim=6,
         ffn=24,
         vocab=model.vocab_size,
-        layers=model.num_layers,
     )
     params, dims = decoder.abstract_params(model, model.vocab_size), decoder.dims_of(model)
 
@@ -85,7 +91,12 @@ def test_dims_of_names_every_parameter_dimension(variant):
 
     jax.tree.map(check, params, dims)
     assert sum(x.size for x in jax.tree.leaves(params)) == num_params(model)
-    assert dims["layers"]["attention"]["wq"] == ("layers", "model", "heads", "head_dim")
+    num_stacked = 0
+    for stack in params.keys() & decoder.STACKS:
+        assert dims[stack]["attention"]["wq"] == ("layers", "model", "heads", "head_dim")
+        (num_layers,) = {len(param) for param in jax.tree.leaves(params[stack])}
+        num_stacked += num_layers
+    assert num_stacked == model.num_layers
 
 
 def _step(model, **options):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxlc.models import decoder
-from jaxlc.models.layers import DecoderLayer, run_layer
+from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.matmuls import Fp8, Matmuls, fp8_product
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder
@@ -110,11 +110,10 @@ def hidden(params, histories=None, fp8=None):
         params,
         MODEL,
         *small.small_inputs(MODEL),
-        run_layer=functools.partial(run_layer, attend=small.dense_attend),
+        run_layer=small.run_layer_of(MODEL),
         shard=Sharder(small.small_mesh()),
         remat=Remat(of_layer=lambda layer: layer, of_group=lambda group: group, layers_per_group=1),
         compute_dtype=jnp.float32,
-        tables=rope_tables(MODEL, "full", small.T),
         fp8=fp8,
         histories=histories,
     )[0]
