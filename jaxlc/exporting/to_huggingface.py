@@ -1,6 +1,7 @@
 """Writes the parameters of a checkpoint as a directory that `transformers` opens."""
 
 import json
+import operator
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from jaxlc.config import Config, from_dict
 from jaxlc.config.config_json import config_json_of, family_of
 from jaxlc.config.pretrained import CONFIG_FILE, TOKENIZER_FILE, Pretrained, locate
 from jaxlc.core.errors import Unsupported, UserError, reason_of
-from jaxlc.hf.load import layouts_of, names_of, paths_of
+from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
 from jaxlc.models import decoder
@@ -91,9 +92,7 @@ def _write_weights(
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
     on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    with TensorWriter(
-        target, _shapes(layouts, model.num_layers), dtype=dtype, max_shard_bytes=max_shard_bytes
-    ) as files:
+    with TensorWriter(target, _shapes(layouts), dtype=dtype, max_shard_bytes=max_shard_bytes) as files:
         for paths in _groups(abstract):
             tree: dict = {}
             for path in paths:
@@ -102,8 +101,8 @@ def _write_weights(
             restored = restore_params(directory, step, tree, vocab_size=model.vocab_size, only_these=True)
             for path, param in paths_of(restored):
                 layout, array = layouts[path], np.asarray(param)
-                of_layers = array if layout.tensor.is_stacked else [array]
-                for name, of_layer in zip(names_of(layout.tensor, model.num_layers), of_layers, strict=True):
+                of_layers = [array] if layout.layers is None else array
+                for name, of_layer in zip(layout.names, of_layers, strict=True):
                     files.write(name, layout.to_stored(of_layer))
 
 
@@ -126,14 +125,15 @@ def _insert(tree: dict, keys: list[str], leaf: jax.ShapeDtypeStruct) -> None:
     tree[keys[-1]] = leaf
 
 
-def _shapes(layouts: dict[str, Layout], num_layers: int) -> list[tuple[str, tuple[int, ...]]]:
+def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:
     """Name and shape of all tensors: embedding, layer by layer, final norm, head."""
-    stacked = [layout for layout in layouts.values() if layout.tensor.is_stacked]
-    single = {path: layout for path, layout in layouts.items() if not layout.tensor.is_stacked}
+    single = {path: layout for path, layout in layouts.items() if layout.layers is None}
+    stacked = [(layer, x) for x in layouts.values() for layer in x.layers or ()]
+    by_layer = sorted(stacked, key=operator.itemgetter(0))
     first = single.pop("embedding")
     return [
         (first.tensor.name, first.stored_shape),
-        *((x.tensor.name.format(layer=layer), x.stored_shape) for layer in range(num_layers) for x in stacked),
+        *((x.tensor.name.format(layer=layer), x.stored_shape) for layer, x in by_layer),
         *((x.tensor.name, x.stored_shape) for x in single.values()),
     ]
 

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlc.config.families import Family, Tensor
+from jaxlc.config.families import Family
+from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.safetensors_files import DTYPES, TensorFiles
 from jaxlc.hf.tensor_slices import Layout
@@ -43,7 +44,7 @@ def load_params(
     files = TensorFiles(directory)
     abstract = _by_path(abstract_params)
     layouts = layouts_of(family, abstract, _by_path(dims), vocab_size)
-    _check(files, layouts, {path: x.shape for path, x in abstract.items()})
+    _check(files, layouts)
     total, done, loaded = sum(x.nbytes for x in map(_as_shape, abstract.values())), 0, {}
     for path, param in abstract.items():
         loaded[path] = jax.block_until_ready(_load(files, layouts[path], param))
@@ -61,17 +62,16 @@ def layouts_of(
     tensors = {tensor.param: tensor for tensor in family.tensors}
     layouts = {}
     for path, param in abstract.items():
-        tensor = tensors[path]
-        sizes = [vocab_size if name == _VOCAB else size for name, size in zip(dims[path], param.shape)]
-        layouts[path] = Layout(tensor=tensor, shape=tuple(sizes[1:] if tensor.is_stacked else sizes))
+        stack, _, name = path.partition("/")
+        sizes = tuple(vocab_size if dim == _VOCAB else size for dim, size in zip(dims[path], param.shape))
+        if stack not in LAYER_STACKS:
+            layouts[path] = Layout(tensor=tensors[path], shape=sizes)
+            continue
+        path_in_first = f"{LAYER_STACKS[0]}/{name}"  # the last layers follow those of the first stack
+        first = 0 if path == path_in_first else abstract[path_in_first].shape[0]
+        layers = range(first, first + sizes[0])
+        layouts[path] = Layout(tensor=tensors[path_in_first], shape=sizes[1:], layers=layers)
     return layouts
-
-
-def names_of(tensor: Tensor, num_layers: int) -> list[str]:
-    """The names of the tensors of all layers, or of the only one."""
-    if not tensor.is_stacked:
-        return [tensor.name]
-    return [tensor.name.format(layer=layer) for layer in range(num_layers)]
 
 
 def paths_of(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -89,9 +89,9 @@ def _as_shape(param: Any) -> np.ndarray:
     return np.broadcast_to(np.zeros((), param.dtype), param.shape)
 
 
-def _check(files: TensorFiles, layouts: Mapping[str, Layout], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check(files: TensorFiles, layouts: Mapping[str, Layout]) -> None:
     """Compares names, shapes and dtypes of all tensors with those that the model needs."""
-    needed = {name: layout for path, layout in layouts.items() for name in names_of(layout.tensor, shapes[path][0])}
+    needed = {name: layout for layout in layouts.values() for name in layout.names}
     for name, layout in needed.items():
         tensor = files.tensors.get(name)
         if tensor is None:
@@ -131,7 +131,7 @@ def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array:
 def read_shard(files: TensorFiles, layout: Layout, index: tuple[tuple[int, int, int], ...], param: Any) -> np.ndarray:
     """A shard of a parameter: `index` has (start, stop, 1) of each dimension, vocabulary padding included."""
     shard = np.zeros([stop - start for start, stop, _ in index], param.dtype)
-    layers, within = (range(*index[0]), index[1:]) if layout.tensor.is_stacked else (None, index)
+    layers, within = (layout.layers, index) if layout.layers is None else (layout.layers[slice(*index[0])], index[1:])
     # Rows of vocabulary padding are not in the file, and remain 0.
     slices = [slice(min(start, size), min(stop, size)) for (start, stop, _), size in zip(within, layout.shape)]
     target = tuple(slice(0, piece.stop - piece.start) for piece in slices)

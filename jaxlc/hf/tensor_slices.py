@@ -11,10 +11,18 @@ from jaxlc.config.families import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A tensor and the shape, for one layer, of the parameter that it becomes."""
+    """A tensor, or those of consecutive layers, and the parameter that they become."""
 
     tensor: Tensor
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the parameter, for one layer
+    layers: range | None = None  # of a stacked parameter: the indices of its layers in the model
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors of all layers, or of the only one."""
+        if self.layers is None:
+            return [self.tensor.name]
+        return [self.tensor.name.format(layer=layer) for layer in self.layers]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
+from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.models import offloaded_layers
 from jaxlc.models.embedding import lookup
 from jaxlc.models.layers import DecoderLayer, in_use, matrix
@@ -29,8 +30,7 @@ from jaxlc.models.norms import RMSNorm
 from jaxlc.models.offloaded_layers import Prefetch
 from jaxlc.sharding.rules import Sharder
 
-STACKS = ("layers", "last_layers")  # of Decoder: every parameter under them has a leading dimension of layers
-_LAYERS = "layers"  # name of that dimension
+_LAYERS = "layers"  # name of the leading dimension of every parameter in LAYER_STACKS
 
 
 class RunLayer(Protocol):
@@ -114,7 +114,7 @@ def _run_stack(
     shard: Sharder,
     remat: Remat,
 ) -> jax.Array:
-    """Runs the layers of one of STACKS; the first one has the kind layer_kinds[0]. See `apply`."""
+    """Runs the layers of one of LAYER_STACKS; the first one has the kind layer_kinds[0]. See `apply`."""
     layer_def, stacked = nnx.split(layers)
     num_layers = len(jax.tree.leaves(stacked)[0])
     period = min(len(layer_kinds), num_layers)
@@ -178,7 +178,7 @@ def dims_of(model: ModelConfig) -> dict:
     """The parameter tree with a tuple of dimension names per leaf, e.g. ("layers", "model", "heads", "head_dim")."""
     _, state = _abstract_decoder(model, model.vocab_size)
     declared = {path: param.dims for path, param in nnx.to_flat_state(state)}
-    stacked = {path: (_LAYERS, *dims) if path[0] in STACKS else dims for path, dims in declared.items()}
+    stacked = {path: (_LAYERS, *dims) if path[0] in LAYER_STACKS else dims for path, dims in declared.items()}
     return nnx.traversals.unflatten_mapping(stacked)
 
 
@@ -213,7 +213,7 @@ def apply(
       x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; factor_D of the final norm,
       float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor.
     """
-    params = {name: part if name in STACKS else shard.fetched(part) for name, part in params.items()}
+    params = {name: part if name in LAYER_STACKS else shard.fetched(part) for name, part in params.items()}
     vocab_size_padded = params["embedding"].shape[0]
     graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8)
     decoder = nnx.merge(graph_def, params, histories or {}, _bf16_flags(model, state, fp8))
@@ -241,7 +241,7 @@ def _bf16_flags(model: ModelConfig, state, fp8: Fp8 | None) -> dict:
 
     def flags(path, like):
         is_bf16_L = jnp.zeros(model.num_layers, like.dtype).at[jnp.array(fp8.bf16_layers)].set(1)
-        first = 0 if path[0].key == STACKS[0] else model.num_layers - model.num_last_layers
+        first = 0 if path[0].key == LAYER_STACKS[0] else model.num_layers - model.num_last_layers
         return is_bf16_L[first : first + len(like)]
 
     return nnx.to_pure_dict(jax.tree.map_with_path(flags, nnx.filter_state(state, IsBf16)))

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import Program, analyze
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.host_transfers import device_arrays, host_arguments
 from jaxlc.hlo.op_names import PASSES, has_window
-from jaxlc.models.decoder import STACKS
 from jaxlc.runtime.transport import TransportSelection
 from jaxlc.train.state import HOST
 from jaxlc.train.step import TrainStep
@@ -118,7 +118,7 @@ def check_memory(step: TrainStep, program: Program) -> None:
     # Norm scales are skipped: they are small, and other arrays may have their shapes. If only the weights or only the
     # moments are in host memory, the others have the same shapes on the device. A stack of one layer is copied as a
     # whole.
-    layers = [state.params[name] for name in STACKS if name in state.params]
+    layers = [state.params[name] for name in LAYER_STACKS if name in state.params]
     stacks = {_shard_shape(x) for x in jax.tree.leaves(layers) if x.ndim > 2 and len(x) > 1}
     stacks -= {_shard_shape(x) for x, space in leaves if space is not HOST}
     for array in device_arrays(program):

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 import jaxlc
 from jaxlc.config import load, to_dict
 from jaxlc.config.families import FAMILIES
-from jaxlc.hf.load import layouts_of, names_of, paths_of
+from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.train.batch import BATCH_SPEC, Batch
@@ -118,8 +118,8 @@ def gradients_of(step, params, num_tokens: int) -> dict[str, np.ndarray]:
     for path, gradient in paths_of(gradients):
         layout, array = layouts[path], np.asarray(gradient) / weights.sum()
         array = array[tuple(slice(size) for size in abstract[path].shape)]  # without vocabulary padding
-        of_layers = array if layout.tensor.is_stacked else [array]
-        for name, of_layer in zip(names_of(layout.tensor, model.num_layers), of_layers, strict=True):
+        of_layers = [array] if layout.layers is None else array
+        for name, of_layer in zip(layout.names, of_layers, strict=True):
             by_name[name] = layout.to_stored(of_layer)
     return by_name
 

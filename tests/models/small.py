@@ -150,9 +150,7 @@ def _plain_attention(p, model, kind, x_TD, positions_T):
     q_TNH, k_TKH, v_TKH = _plain_projections(p, model, x_TD)
     for n in range(model.num_heads):
         k_head = n // (model.num_heads // model.num_kv_heads)
-        q_TH, k_TH = (
-            plain_rope(x_TH, positions_T, model, kind=kind) for x_TH in (q_TNH[:, n], k_TKH[:, k_head])
-        )
+        q_TH, k_TH = (plain_rope(x_TH, positions_T, model, kind=kind) for x_TH in (q_TNH[:, n], k_TKH[:, k_head]))
         for t in range(len(x_TD)):
             visible = slice(max(0, t + 1 - model.window) if kind == "sliding" else 0, t + 1)
             scores = k_TH[visible] @ q_TH[t] / math.sqrt(model.query_scale_dim or model.head_dim)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxlc.config.presets import PRESETS
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
 from jaxlc.core.flops import num_params
 from jaxlc.models import decoder
 from jaxlc.sharding.rules import is_vector, storage_spec
@@ -92,7 +92,7 @@ def test_dims_of_names_every_parameter_dimension(variant):
     jax.tree.map(check, params, dims)
     assert sum(x.size for x in jax.tree.leaves(params)) == num_params(model)
     num_stacked = 0
-    for stack in params.keys() & decoder.STACKS:
+    for stack in params.keys() & LAYER_STACKS:
         assert dims[stack]["attention"]["wq"] == ("layers", "model", "heads", "head_dim")
         (num_layers,) = {len(param) for param in jax.tree.leaves(params[stack])}
         num_stacked += num_layers

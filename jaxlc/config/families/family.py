@@ -19,10 +19,6 @@ class Tensor:
     # not a linear weight; stored with the dimensions of the parameter.
     num_inputs: int = 0
 
-    @property
-    def is_stacked(self) -> bool:
-        return "{layer}" in self.name
-
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
