@@ -1,21 +1,27 @@
 """A compiled program with everything that is derived from its text, each part computed once."""
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from jaxlc.hlo.attention_collectives import AttentionCollective, find_attention_collectives
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, CountedCall, find_attention_calls
 from jaxlc.hlo.collectives import Collective, find_collectives
 from jaxlc.hlo.host_transfers import HostCopy, find_host_copies
 from jaxlc.hlo.parser import Instruction, Program, parse
+from jaxlc.hlo.thunks import Thunks
 from jaxlc.hlo.trip_counts import count_executions
 
 
+@dataclass(frozen=True, eq=False)
 class AnalyzedProgram(Program):
     """A `Program` whose derived properties are cached. Counts are of one run of the program.
 
     All properties raise ValueError where the text does not say how often a loop runs.
     """
+
+    thunks: Thunks  # empty if they are unknown
 
     @cached_property
     def execution_counts(self) -> Counter[str]:
@@ -45,10 +51,14 @@ class AnalyzedProgram(Program):
     @cached_property
     def host_copies(self) -> dict[str, tuple[HostCopy, ...]]:
         """Copies between device and host memory, by the name of the computation that contains them."""
-        return {computation.name: tuple(find_host_copies(self, computation)) for computation in self}
+        return {computation.name: tuple(find_host_copies(self, computation, self.thunks)) for computation in self}
 
 
-def analyze(text: str) -> AnalyzedProgram:
-    """Parses the text of a compiled program (`compiled.as_text()`); see `parser.parse` for what it raises."""
+def analyze(text: str, thunks: Thunks = MappingProxyType({})) -> AnalyzedProgram:
+    """Parses the text of a compiled program (`compiled.as_text()`); see `parser.parse` for what it raises.
+
+    Args:
+      thunks: the result of `thunks.parse_thunks`, which the text lacks.
+    """
     program = parse(text)
-    return AnalyzedProgram(program.computations, program.entry, program.is_scheduled)
+    return AnalyzedProgram(program.computations, program.entry, program.is_scheduled, thunks)

@@ -1,9 +1,10 @@
-"""Reads the memory reports that XLA writes with the compile option `xla_dump_to`.
+"""Reads the reports that XLA writes with the compile option `xla_dump_to`.
 
-Three of the files are read, whose format is the same in JAX 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes
-of each memory space, `*live-range.txt` the arrays that are alive at peak memory, and `*_after_optimizations.txt` the
-program with all instruction names: in newer versions, `compiled.as_text()` omits the computations that asynchronous
-instructions wrap. Writing the files takes less time than compile times vary.
+Five of the files are read, whose format is the same in JAX 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes
+of each memory space, `*live-range.txt` the arrays that are alive at peak memory, `*_after_optimizations.txt` the
+program with all instruction names (in newer versions, `compiled.as_text()` omits the computations that asynchronous
+instructions wrap), and `*thunk_sequence.txt` and `*thunk_metadata.txt` the commands of the executable. Writing the
+files takes less time than compile times vary.
 """
 
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlc.hlo.parser import HOST_MEMORY, Computation, Instruction, Program, parse
+from jaxlc.hlo.thunks import Thunks, parse_thunks
 
 _SPACE = re.compile(r"^Memory Space: .*\(color=(\d+)\)\nTotal bytes: (\d+)", re.MULTILINE)
 _ALIVE = re.compile(r"^ +(\S+)\{([\d,]*)\}: (\d+) bytes \(cumulative", re.MULTILINE)
@@ -33,6 +35,7 @@ class Dump(NamedTuple):
     program: Program
     bytes_by_space: dict[int, int]  # by XLA's memory space
     alive_at_peak: tuple[tuple[str, tuple[int, ...], int], ...]  # instruction, index into its result, bytes
+    thunks: Thunks  # of the instructions
 
     @property
     def symmetric_bytes(self) -> int:
@@ -61,11 +64,14 @@ def read(directory: Path) -> Dump:
     (usage,) = directory.glob("*memory-usage-report.txt")
     (live_range,) = directory.glob("*live-range.txt")
     (program,) = directory.glob("*_after_optimizations.txt")
+    (sequence,) = directory.glob("*.thunk_sequence.txt")
+    (metadata,) = directory.glob("*.thunk_metadata.txt")
     _, _, peak = live_range.read_text().partition("(peak):\n")
     return Dump(
         parse(program.read_text()),
         {int(space): int(size) for space, size in _SPACE.findall(usage.read_text())},
         tuple((name, tuple(_numbers(index)), int(size)) for name, index, size in _ALIVE.findall(peak)),
+        parse_thunks(sequence.read_text(), metadata.read_text()),
     )
 
 

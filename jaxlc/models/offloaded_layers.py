@@ -10,6 +10,12 @@ weights are removed from the residuals of each layer (`_jax_internals.replace_ar
 XLA's scheduler assumes that copies are cheap: it starts a copy that only the next iteration needs at the end of the
 current one, where it is exposed. So each layer makes the results of its attention, the longest operation, depend on the
 copy (`overlap_with_prefetch`); the scheduler then starts the copy before attention.
+
+XLA makes the slice of a stack a copy of the copy engines only if its index is a known function of the number of loop
+iterations; otherwise a kernel reads host memory, and no attention kernel runs at the same time. So both scans count
+layers in their carry: an index that is an element of an array is unknown to XLA, and so is one that `jnp.clip` or the
+wrap of negative indices changes (`layer_of`). The fetch before each scan is a kernel. The plan checks the compiled
+program.
 """
 
 from collections.abc import Callable
@@ -80,47 +86,56 @@ def run_layers(run: Callable, x_BTD: jax.Array, stacked, shared, fetch: Callable
 
     @jax.named_scope(scopes.PREFETCH)
     def fetch_layer(stacked, layer):
-        layer = jnp.clip(layer, 0, last)  # past either end: the end layer again
-        return fetch(jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, layer, keepdims=False), stacked))
+        return fetch(jax.tree.map(lambda stack: layer_of(stack, layer), stacked))
 
     @jax.custom_vjp
     def through_layers(x_BTD, stacked, shared):
-        def run_layer(carry, layer):
+        def run_layer(layer, carry):
             x_BTD, weights = carry
-            return run(x_BTD, weights, shared, Prefetch(fetch_layer(stacked, layer + 1), weights)), None
+            return run(x_BTD, weights, shared, Prefetch(fetch_layer(stacked, layer + 1), weights))
 
-        return lax.scan(run_layer, (x_BTD, fetch_layer(stacked, 0)), jnp.arange(last + 1))[0][0]
+        return lax.fori_loop(0, last + 1, run_layer, (x_BTD, fetch_layer(stacked, 0)))[0]
 
     def forward(x_BTD, stacked, shared):
-        def run_layer(carry, layer):
-            x_BTD, weights = carry
+        def run_layer(carry, _):
+            layer, x_BTD, weights = carry
             # An array of its own for the unused half: JAX recognizes argument residuals by the identity of the array.
             prefetch = Prefetch(fetch_layer(stacked, layer + 1), jax.tree.map(jnp.zeros_like, weights))
             y_BTD, backward, next_weights = jax.vjp(run, x_BTD, weights, shared, prefetch, has_aux=True)
             replace_argument_residuals(backward, 1, [None, None, None])  # the backward pass sets them again
-            return (y_BTD, next_weights), backward
+            return (layer + 1, y_BTD, next_weights), backward
 
-        (y_BTD, _), backwards = lax.scan(run_layer, (x_BTD, fetch_layer(stacked, 0)), jnp.arange(last + 1))
+        first_carry = jnp.int32(0), x_BTD, fetch_layer(stacked, 0)
+        (_, y_BTD, _), backwards = lax.scan(run_layer, first_carry, length=last + 1)
         return y_BTD, (backwards, stacked, shared)
 
     def backward(residuals, dy_BTD):
         backwards, stacked, shared = residuals
 
-        def run_layer(carry, operands):
-            dx_BTD, weights = carry
-            layer, backward = operands
+        def run_layer(carry, backward):
+            layer, dx_BTD, weights = carry
             # A layer that is recomputed prefetches nothing in its forward: it is given its own weights.
             prefetch = Prefetch(weights, fetch_layer(stacked, layer - 1))
             replace_argument_residuals(backward, 1, [weights, shared, prefetch])
             dx_BTD, dweights, _, (_, next_weights) = backward(dx_BTD)
-            return (dx_BTD, next_weights), jax.tree.map(_to_memory_of, stacked, dweights)
+            return (layer - 1, dx_BTD, next_weights), jax.tree.map(_to_memory_of, stacked, dweights)
 
-        first_carry = dy_BTD, fetch_layer(stacked, last)
-        (dx_BTD, _), dstacked = lax.scan(run_layer, first_carry, (jnp.arange(last + 1), backwards), reverse=True)
+        first_carry = jnp.int32(last), dy_BTD, fetch_layer(stacked, last)
+        (_, dx_BTD, _), dstacked = lax.scan(run_layer, first_carry, backwards, reverse=True)
         return dx_BTD, dstacked, None
 
     through_layers.defvjp(forward, backward)
     return through_layers(x_BTD, stacked, shared)
+
+
+def layer_of(stack: jax.Array, layer: jax.Array | int) -> jax.Array:
+    """`stack[layer]`; of an index past either end, the layer at that end, as `lax.dynamic_slice` clamps it.
+
+    Args:
+      layer: int32 scalar; in a loop over stacks in host memory, a loop counter plus or minus a constant.
+    """
+    starts = (layer, *(0 for _ in stack.shape[1:]))
+    return lax.dynamic_slice(stack, starts, (1, *stack.shape[1:]), allow_negative_indices=False)[0]
 
 
 @jax.named_scope(scopes.OFFLOAD_GRADIENTS)

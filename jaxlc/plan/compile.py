@@ -58,9 +58,10 @@ def plan_step(
     start_seconds = time.perf_counter()
     compiled, dump = compile_step(step)
     seconds = time.perf_counter() - start_seconds
-    program = analyze(compiled.as_text())
+    program = analyze(compiled.as_text(), dump.thunks)
     warnings = verify_compiled.check(step, program.attention_collectives)
     verify_compiled.check_memory(step, program)
+    verify_compiled.check_host_copies(program)
     model = TimeModel(gpus, config, roofline)
     return Plan(
         topology=str(gpus),

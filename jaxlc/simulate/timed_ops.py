@@ -87,7 +87,9 @@ class TimedOps:
         for copy in self.program.host_copies[computation.name]:
             link = "to host" if copy.is_to_host else "from host"
             seconds = self._model.host_copy_seconds(copy.bytes)
-            starts[copy.start] = awaits[copy.done] = TimedTransfer(copy.start, link, seconds)
+            # A kernel that accesses host memory takes the multiprocessors: other kernels wait for it.
+            end = copy.start if copy.is_kernel else copy.done
+            starts[copy.start] = awaits[end] = TimedTransfer(copy.start, link, seconds)
         return starts, awaits
 
     def _kernel(self, computation: Computation, instruction: Instruction) -> Kernel | None:

@@ -16,6 +16,7 @@ import optax
 from jax import lax
 
 from jaxlc.core import scopes
+from jaxlc.models.offloaded_layers import layer_of
 from jaxlc.train.state import DEVICE, is_on_host, memory_kind_of, to_memory_kind
 
 
@@ -104,21 +105,23 @@ def _stream(function: Callable, dims, results, *operands):
         new_results = function(*jax.tree.map(_to_device, (results, *operands)))
         return jax.tree.map(lambda old, new: to_memory_kind(new, memory_kind_of(old)), results, new_results)
 
-    def run_layer(results, layer):
+    def run_layer(layer, results):
         @jax.named_scope(scopes.HOST_STATE)
         def fetch(x):
-            return _to_device(lax.dynamic_index_in_dim(x, layer, keepdims=False)) if x.ndim else x
+            return _to_device(layer_of(x, layer)) if x.ndim else x
 
         @jax.named_scope(scopes.HOST_STATE)
         def write(stack, new):
             if not stack.ndim:
                 return stack
-            return lax.dynamic_update_index_in_dim(stack, to_memory_kind(new, memory_kind_of(stack)), layer, 0)
+            new = to_memory_kind(new, memory_kind_of(stack))[None]
+            return lax.dynamic_update_slice_in_dim(stack, new, layer, 0, allow_negative_indices=False)
 
         new_results = function(*jax.tree.map(fetch, (results, *operands)))
-        return jax.tree.map(write, results, new_results), None
+        return jax.tree.map(write, results, new_results)
 
-    return lax.scan(run_layer, results, jnp.arange(_num_layers(dims, operands)))[0]
+    # The loop counter is the index: see `jaxlc.models.offloaded_layers` for what XLA makes of any other.
+    return lax.fori_loop(0, _num_layers(dims, operands), run_layer, results)
 
 
 def _is_stacked(dims) -> bool:

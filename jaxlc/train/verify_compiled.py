@@ -7,9 +7,9 @@ import jax
 
 from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import Program, analyze
+from jaxlc.hlo import AnalyzedProgram, Program, analyze
 from jaxlc.hlo.attention_collectives import AttentionCollective
-from jaxlc.hlo.host_transfers import device_arrays, host_arguments
+from jaxlc.hlo.host_transfers import device_arrays, has_constant_offset, host_arguments
 from jaxlc.hlo.op_names import PASSES, has_window
 from jaxlc.runtime.transport import TransportSelection
 from jaxlc.train.state import HOST
@@ -127,6 +127,34 @@ def check_memory(step: TrainStep, program: Program) -> None:
                 f"{settings}, but the compiled step copies all layers' {list(array.dims)} to the GPU at once;"
                 " use --config.memory.layers_per_remat_group=1, or keep them on the device"
             )
+
+
+def check_host_copies(program: AnalyzedProgram) -> None:
+    """Checks that copy engines, not kernels, move what loops copy between device and host memory.
+
+    A kernel that accesses host memory takes the multiprocessors for as long as the link does, so that no attention runs
+    meanwhile. XLA compiles a slice of a host array to one where it does not know the offset as a function of the loop
+    counter; see `jaxlc.models.offloaded_layers`. The fetch of one layer before a loop over layers may be a kernel.
+
+    Raises:
+      UserError: the program, with known thunks, has such kernels in loops.
+    """
+    whiles = (x for computation in program for x in computation if x.opcode == "while")
+    bodies = {x.attributes["body"].lstrip("%") for x in whiles}
+    copies = [
+        copy
+        for name in sorted(bodies)
+        if program.execution_counts[name]
+        for copy in program.host_copies[name]
+        if not has_constant_offset(program.computations[name], copy)
+    ]
+    kernels = [copy for copy in copies if copy.is_kernel]
+    if kernels:
+        names = ", ".join(sorted({copy.start.op_name or copy.start.name for copy in kernels}))
+        raise UserError(
+            f"{len(kernels)} of {len(copies)} host copies in loops of the compiled step are kernels instead of copies"
+            f" by the copy engines: {names}; use another JAX version or keep these arrays on the device (config.memory)"
+        )
 
 
 def _shard_shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ CPUs have host memory from JAX 0.11 on. Before, the streamed update is tested wi
 """
 
 import itertools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,12 @@ import pytest
 
 from jaxlc.config import load, to_dict
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import parse
+from jaxlc.hlo import analyze, parse
 from jaxlc.hlo.async_ops import transfers
 from jaxlc.hlo.attention_kernels import calls_within
 from jaxlc.hlo.host_transfers import find_host_copies
 from jaxlc.hlo.parser import Program
-from jaxlc.plan.compile import place_state
+from jaxlc.plan.compile import compile_step, place_state
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.train import update, verify_compiled
 from jaxlc.train.checkpoint import Checkpoints
@@ -180,11 +181,29 @@ def _compile(step: TrainStep) -> jax.stages.Compiled:
     return step.compile(extra_options=dict(WITHOUT_GPU), lowered=lowered)
 
 
+@pytest.fixture(scope="module")
+def on_gpu():
+    """A step with state and saved activations in host memory, compiled for H100s: (step, executable, its thunks)."""
+    step = _gpu_step(offload=("residual",))
+    compiled, dump = compile_step(step)
+    return step, compiled, dump.thunks
+
+
 @pytest.mark.gpu_compiler
-@pytest.mark.heavy
-def test_gpu_program_has_state_in_host_memory_and_aliases_it():
-    step = _gpu_step()
-    compiled = _compile(step)
+def test_gpu_step_moves_host_arrays_by_copy_engines(on_gpu):
+    """Weights, gradients, moments and saved activations, in the loops over layers; not the fetches before them."""
+    _, compiled, thunks = on_gpu
+    program = analyze(compiled.as_text(), thunks)
+    verify_compiled.check_host_copies(program)
+    in_loops = [copy for name, copies in program.host_copies.items() if name != program.entry.name for copy in copies]
+    moved = Counter(copy.is_to_host for copy in in_loops if copy.start.name in thunks)
+    # Weights: forward, backward, norm, and four arrays in the update. Gradients, and the three arrays of the update.
+    assert moved == {False: 7 * WEIGHTS_OF_A_LAYER + 1, True: 4 * WEIGHTS_OF_A_LAYER + 1}
+
+
+@pytest.mark.gpu_compiler
+def test_gpu_program_has_state_in_host_memory_and_aliases_it(on_gpu):
+    step, compiled, _ = on_gpu
     verify_compiled.check_memory(step, parse(compiled.as_text()))
     stats, spaces = compiled.memory_analysis(), step.memory_spaces
     on_host, params = (
@@ -197,7 +216,8 @@ def test_gpu_program_has_state_in_host_memory_and_aliases_it():
         == on_host
         > 0.99 * bytes_per_device(step.abstract_state)
     )
-    assert 0 < stats.host_temp_size_in_bytes <= params  # the gradients
+    residuals = step.config.model.num_layers * step.config.data.seq_len * step.config.model.model_dim * 2 // 4
+    assert residuals < stats.host_temp_size_in_bytes <= params + residuals  # and the gradients
     on_device = bytes_per_device(step.abstract_state, spaces, DEVICE) + bytes_per_device(step.abstract_batch)
     assert stats.argument_size_in_bytes <= on_device + 1024
 
