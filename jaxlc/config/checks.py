@@ -161,8 +161,9 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
 def _data_problems(config: Config) -> Iterator[str]:
     if not config.data.sources:
         yield "config.data.sources is empty: give files, directories, glob patterns, or 'python-stdlib'"
-    if "" in config.data.sources:
-        yield f"config.data.sources is {config.data.sources}, with an empty name in it; remove the empty name"
+    for name, sources in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
+        if "" in sources:
+            yield f"config.data.{name} is {sources}, with an empty name in it; remove the empty name"
 
 
 def _memory_problems(config: Config) -> Iterator[str]:

@@ -1,12 +1,21 @@
 """Models of the Hugging Face hub, downloaded with the optional package `huggingface_hub`. Imports no jax."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
 
 DESCRIPTION_FILES = ("*.json", "*.model", "*.jinja")  # config, tokenizer and chat template: some megabytes
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 WEIGHT_FILES = ("*.safetensors",)
+_MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def is_model_id(name: str) -> bool:
+    """Whether `name` has the form ORGANIZATION/NAME."""
+    return _MODEL_ID.fullmatch(name) is not None
 
 
 def download(repo_id: str, *, with_weights: bool) -> Path:
@@ -18,15 +27,24 @@ def download(repo_id: str, *, with_weights: bool) -> Path:
     Raises:
       UserError: the package is missing, the hub cannot be reached, or it has no such model.
     """
-    extras.require("huggingface_hub", f"model.init_from {repo_id!r}, which is not a directory,")
+    patterns = [*DESCRIPTION_FILES, *(WEIGHT_FILES if with_weights else ())]
+    return _download(repo_id, patterns, "model.init_from", "model")
+
+
+def download_tokenizer(repo_id: str) -> Path:
+    """The directory with the tokenizer files of the model `repo_id`, as `download`."""
+    return _download(repo_id, TOKENIZER_FILES, "data.tokenizer", "tokenizer")
+
+
+def _download(repo_id: str, patterns: Sequence[str], setting: str, what: str) -> Path:
+    extras.require("huggingface_hub", f"{setting} {repo_id!r}, which is not a path that exists,")
     import huggingface_hub
 
-    patterns = [*DESCRIPTION_FILES, *(WEIGHT_FILES if with_weights else ())]
     try:
-        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=patterns))
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
     except Exception as error:  # the package raises errors of its own, of its HTTP client and OSError
         reason = reason_of(error)
         raise UserError(
-            f"cannot download model.init_from {repo_id!r} ({type(error).__name__}: {reason[:200]}); check the name, or"
-            " download the model elsewhere and pass its directory"
+            f"cannot download {setting} {repo_id!r} ({type(error).__name__}: {reason[:200]}); check the name, or"
+            f" download the {what} elsewhere and pass its directory"
         ) from error

@@ -1,7 +1,6 @@
 """What `model.init_from` names: a Hugging Face directory, a model of the hub, or a run. Imports no jax."""
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from jaxlc.config.values import typed
 from jaxlc.core.errors import UserError
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _NO_SETTINGS = ("preset", "init_from")  # of a stored model config: they describe no computation
 
 
@@ -67,7 +65,7 @@ def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
       UserError: there is no such directory, or it contains no model.
     """
     path = Path(init_from).expanduser()
-    if not path.exists() and _HUB_ID.fullmatch(init_from):
+    if not path.exists() and hub.is_model_id(init_from):
         path = hub.download(init_from, with_weights=with_weights)
     if (path / CONFIG_FILE).is_file():
         return Pretrained(init_from=init_from, directory=path, is_run=False)

@@ -128,12 +128,20 @@ class DataConfig:
     # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz and .parquet
     # files; or "python-stdlib", the sources of Python's standard library.
     sources: tuple[str, ...] = ("python-stdlib",)
-    # "bytes" (257 ids), or the path of a Hugging Face tokenizer.json. If it is not set: the tokenizer of
-    # model.init_from, or bytes without it.
+    # "bytes" (257 ids), the path of a Hugging Face tokenizer.json or of a directory that contains one, or a hub id
+    # ORGANIZATION/NAME. If it is not set: the tokenizer of model.init_from, or bytes without it.
     tokenizer: str = "bytes"
+    # text of the token that ends each document, such as <|im_end|>. Empty: chosen from the special tokens of the
+    # tokenizer, such as <|end_of_text|>, <|endoftext|> or </s>, or its eos_token.
+    end_token: str = ""
     seq_len: int = 4096  # sequence length in tokens, over all context ranks; documents are packed into sequences
     text_field: str = "text"  # field of .jsonl and .parquet records that holds the document
-    eval_fraction: float = 0.05  # fraction of documents held out for evaluation, selected by a hash of their names
+    # fraction of documents held out for evaluation, selected by a hash of their names. With too few documents, this
+    # fraction of the longest one, at its end.
+    eval_fraction: float = 0.05
+    # sources for evaluation, as data.sources. Their files are not trained on, and eval_fraction has no effect. Empty:
+    # eval_fraction of data.sources.
+    eval_sources: tuple[str, ...] = ()
     seed: int = 0  # random seed of the order of sequences
     cache_dir: str = "~/.cache/jaxlc"  # directory where tokenized corpora are stored
     prefetch_steps: int = 2  # number of batches prepared in advance; 0: none

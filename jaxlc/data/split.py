@@ -11,14 +11,15 @@ from jaxlc.data.store import TokenStore
 
 
 class Split(NamedTuple):
-    store: TokenStore  # that the ids refer to: with one more document if a document's tail is held out
+    store: TokenStore  # that train_ids refers to: with one more document if a document's tail is held out
     train_ids: np.ndarray  # int64 [training documents]
+    heldout_store: TokenStore  # that heldout_ids refers to: `store`, or that of separate evaluation sources
     heldout_ids: np.ndarray  # int64 [held-out documents]
     tail_tokens: int  # length of the held-out tail; 0 if entire documents are held out
 
 
-def split_documents(store: TokenStore, eval_fraction: float) -> Split:
-    """Holds out the documents whose split hash is below `eval_fraction`, 0 < eval_fraction < 1.
+def split_documents(store: TokenStore, eval_fraction: float, eval_store: TokenStore | None = None) -> Split:
+    """Holds out all documents of `eval_store`, or else those whose split hash is below `eval_fraction`, 0 to 1.
 
     The hash depends only on a document's name, so adding documents does not move others across the split. If it puts
     all documents on one side, as with a single large document, the last `eval_fraction` of the longest document is
@@ -27,9 +28,11 @@ def split_documents(store: TokenStore, eval_fraction: float) -> Split:
     Raises:
       UserError: the longest document is too short to hold out its tail.
     """
+    if eval_store is not None:
+        return Split(store, np.arange(store.num_documents), eval_store, np.arange(eval_store.num_documents), 0)
     is_heldout = store.split_hashes < eval_fraction
     if is_heldout.any() and not is_heldout.all():
-        return Split(store, np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout), 0)
+        return Split(store, np.flatnonzero(~is_heldout), store, np.flatnonzero(is_heldout), 0)
     lengths = np.diff(store.offsets)
     longest = int(lengths.argmax())
     tail_tokens = math.ceil(lengths[longest] * eval_fraction)
@@ -43,4 +46,5 @@ def split_documents(store: TokenStore, eval_fraction: float) -> Split:
         offsets=np.insert(store.offsets, longest + 1, store.offsets[longest + 1] - tail_tokens),
         split_hashes=np.insert(store.split_hashes, longest, store.split_hashes[longest]),
     )
-    return Split(store, np.delete(np.arange(store.num_documents), longest + 1), np.array([longest + 1]), tail_tokens)
+    train_ids = np.delete(np.arange(store.num_documents), longest + 1)
+    return Split(store, train_ids, store, np.array([longest + 1]), tail_tokens)

@@ -4,14 +4,17 @@ It consists of two files in the cache directory. KEY is a hash of the source fil
 
     KEY.tokens.npy   the tokens of every document, each document followed by its end-of-document token
     KEY.index.npz    document offsets, split hashes, counts of invalid UTF-8, and a fingerprint of the content
+
+Memory while it is made: two batches of text with their tokens, and 24 bytes per document.
 """
 
 import hashlib
 import os
 import tempfile
+import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -20,13 +23,16 @@ import numpy as np
 
 from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data.sources import Document, SourceFile, read_documents, split_hash
+from jaxlc.data.lock import locked
+from jaxlc.data.sources import SourceFile, split_hash
+from jaxlc.data.tokenized_pieces import Log, tokenized_pieces
 from jaxlc.data.tokenizers import Tokenizer
 
 Progress = Callable[[int, int], None]  # (bytes of text tokenized, total bytes)
 
 _FORMAT = 2  # increment it when the stored content changes; files of an older format are then ignored
-_BATCH_BYTES = 16 << 20  # text tokenized at one time, over all threads
+_MAX_KEPT_BYTES = 16 << 20  # tokens of a document in memory
+_LEFTOVER_SECONDS = 3600  # temporary files that no process has written to for this time are deleted
 _SAMPLED_DOCUMENTS = 1000  # checked when a store is opened, to detect a damaged file
 
 
@@ -36,6 +42,11 @@ class InvalidUtf8(NamedTuple):
     num_documents: int = 0
     num_characters: int = 0  # that decoding replaces with U+FFFD
     first_document: str = ""
+
+    def with_document(self, name: str, num_characters: int) -> "InvalidUtf8":
+        if not num_characters:
+            return self
+        return InvalidUtf8(self.num_documents + 1, self.num_characters + num_characters, self.first_document or name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +65,38 @@ class TokenStore:
 
 
 def open_store(
-    files: Sequence[SourceFile], config: DataConfig, tokenizer: Tokenizer, progress: Progress | None = None
+    files: Sequence[SourceFile],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    progress: Progress | None = None,
+    log: Log | None = None,
 ) -> TokenStore:
     """Opens the tokenized corpus of `files` from the cache; tokenizes it first if the cache has no valid copy.
 
-    Files that changed since (size or modification time) make another store. Several processes may call this at the
-    same time: each writes its own temporary files and renames them, and all write the same bytes.
+    Files that changed since (size or modification time) make another store. Of several processes that share the cache,
+    one tokenizes and the others wait for it. If it fails or is killed, the next one tokenizes.
 
+    Args:
+      log: prints that this process waits, and warnings.
     Raises:
       UserError: files cannot be read or contain no text, or the cache directory cannot be written.
     """
     directory = Path(os.path.expanduser(config.cache_dir))
     key = _cache_key(files, config.text_field, tokenizer)
     tokens_path, index_path = directory / f"{key}.tokens.npy", directory / f"{key}.index.npz"
+    log = log or (lambda line: None)
+
+    def on_wait(holder: str) -> None:
+        log(f"waiting for {holder}, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}")
+
     store = _read(tokens_path, index_path, tokenizer)
     if store is None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            _write(tokens_path, index_path, files, config, tokenizer, progress)
+            with locked(directory / f"{key}.lock.tmp", on_wait):
+                if _read(tokens_path, index_path, tokenizer) is None:  # no other process has written it meanwhile
+                    _delete_leftovers(directory, key)
+                    _write(tokens_path, index_path, files, config.text_field, tokenizer, progress, log)
         except OSError as error:
             raise UserError(
                 f"cannot write to data.cache_dir {config.cache_dir!r} ({error.strerror or error}); use a writable"
@@ -112,41 +137,46 @@ def _read(tokens_path: Path, index_path: Path, tokenizer: Tokenizer) -> TokenSto
     )
 
 
+def _delete_leftovers(directory: Path, key: str) -> None:
+    """Deletes the temporary files of processes that were killed."""
+    for path in directory.glob(f"{key}.*.np?.*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
+                path.unlink()
+
+
 def _write(
     tokens_path: Path,
     index_path: Path,
     files: Sequence[SourceFile],
-    config: DataConfig,
+    text_field: str,
     tokenizer: Tokenizer,
     progress: Progress | None,
+    log: Log,
 ) -> None:
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    total_bytes = sum(file.size_bytes for file in files)
-    done_bytes, lengths, split_hashes, content_hash, invalid = 0, [], [], hashlib.sha256(), InvalidUtf8()
+    total_bytes, ended_bytes, piece_bytes = sum(file.size_bytes for file in files), 0, 0
+    split_hashes, invalid = array("d"), InvalidUtf8()
     with _replacing(tokens_path) as out:
-        _write_header(out, dtype, 0)
-        for document, ids in _tokenized(files, config.text_field, tokenizer):
-            stored = np.append(ids, tokenizer.end_of_document_id).astype(dtype).tobytes()
-            out.write(stored)
-            content_hash.update(f"{document.name}\0{len(stored)}\0".encode(errors="surrogateescape"))
-            content_hash.update(stored)
-            lengths.append(len(ids) + 1)
-            split_hashes.append(split_hash(document.name))
-            invalid = _count_invalid_utf8(invalid, document)
+        tokens = _TokenWriter(out, np.min_scalar_type(tokenizer.vocab_size - 1))
+        for piece, ids in tokenized_pieces(files, text_field, tokenizer, log):
+            tokens.add(ids)
+            piece_bytes += len(piece.text)
+            if piece.is_last:
+                tokens.end_document(piece.document, tokenizer.end_of_document_id)
+                split_hashes.append(split_hash(piece.document))
+                invalid = invalid.with_document(piece.document, piece.counts.num_invalid)
+                ended_bytes, piece_bytes = ended_bytes + piece.counts.num_bytes, 0
             if progress is not None:  # a compressed file contains more text than its size
-                done_bytes = min(done_bytes + len(document.text), total_bytes)
-                progress(done_bytes, total_bytes)
-        if not lengths:
-            raise UserError(
-                f"data.sources {list(config.sources)} contain no text: all documents are empty; use different sources"
-            )
-        _write_header(out, dtype, sum(lengths))
+                progress(min(ended_bytes + piece_bytes, total_bytes), total_bytes)
+        if not split_hashes:
+            raise UserError(f"{files[0].setting}: no text, all documents are empty; use different sources")
+        tokens.finish()
     with _replacing(index_path) as out:
         np.savez(
             out,
-            offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+            offsets=np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)]),
             split_hashes=np.array(split_hashes),
-            fingerprint=content_hash.hexdigest(),
+            fingerprint=tokens.content_hash.hexdigest(),
             invalid_utf8_counts=np.array([invalid.num_documents, invalid.num_characters]),
             first_invalid_utf8=invalid.first_document.encode(errors="replace").decode(),
         )
@@ -154,40 +184,42 @@ def _write(
         progress(total_bytes, total_bytes)
 
 
-def _count_invalid_utf8(counts: InvalidUtf8, document: Document) -> InvalidUtf8:
-    """Adds one document to the counts."""
-    try:
-        document.text.decode()
-    except UnicodeDecodeError:
-        replaced = document.text.decode(errors="replace").count("\ufffd")
-        in_source = document.text.count("\ufffd".encode())
-        return InvalidUtf8(
-            counts.num_documents + 1,
-            counts.num_characters + replaced - in_source,
-            counts.first_document or document.name,
-        )
-    return counts
+class _TokenWriter:
+    """Writes a .npy file of tokens, and hashes the documents in it."""
 
+    def __init__(self, out: BinaryIO, dtype: np.dtype):
+        self.lengths = array("q")  # tokens of each document
+        self.content_hash = hashlib.sha256()
+        self._out, self._dtype = out, dtype
+        self._document_bytes = 0  # of the current document
+        self._kept: list[bytes] = []  # its tokens, to be hashed; empty for a long document, which is read again
+        _write_header(out, dtype, 0)
 
-def _tokenized(
-    files: Sequence[SourceFile], text_field: str, tokenizer: Tokenizer
-) -> Iterator[tuple[Document, np.ndarray]]:
-    """Yields every document with its token IDs, in order. The documents of a batch are tokenized in parallel threads,
-    one per core."""
+    def add(self, ids: np.ndarray) -> None:
+        """Adds tokens to the current document."""
+        stored = ids.astype(self._dtype).tobytes()
+        self._out.write(stored)
+        is_kept = self._document_bytes == sum(map(len, self._kept))
+        self._document_bytes += len(stored)
+        self._kept = [*self._kept, stored] if is_kept and self._document_bytes <= _MAX_KEPT_BYTES else []
 
-    def tokenize(batch: list[Document]) -> Iterator[tuple[Document, np.ndarray]]:
-        return zip(batch, pool.map(tokenizer.encode, [document.text for document in batch]), strict=True)
+    def end_document(self, name: str, end_id: int) -> None:
+        self.add(np.array([end_id]))
+        # The hash starts with the length, which is known only now.
+        self.content_hash.update(f"{name}\0{self._document_bytes}\0".encode(errors="surrogateescape"))
+        for stored in self._kept or self._read_document():
+            self.content_hash.update(stored)
+        self.lengths.append(self._document_bytes // self._dtype.itemsize)
+        self._document_bytes, self._kept = 0, []
 
-    with ThreadPoolExecutor() as pool:
-        batch, batch_bytes = [], 0
-        for file in files:
-            for document in read_documents(file, text_field):
-                batch.append(document)
-                batch_bytes += len(document.text)
-                if batch_bytes >= _BATCH_BYTES:
-                    yield from tokenize(batch)
-                    batch, batch_bytes = [], 0
-        yield from tokenize(batch)
+    def finish(self) -> None:
+        _write_header(self._out, self._dtype, sum(self.lengths))
+
+    def _read_document(self) -> Iterator[bytes]:
+        """Reads the current document from the file; leaves the file at its end."""
+        self._out.seek(-self._document_bytes, os.SEEK_END)
+        while block := self._out.read(_MAX_KEPT_BYTES):
+            yield block
 
 
 def _write_header(out: BinaryIO, dtype: np.dtype, num_tokens: int) -> None:

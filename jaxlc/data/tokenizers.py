@@ -1,16 +1,21 @@
 """Tokenizers: plain bytes, or any Hugging Face `tokenizer.json`."""
 
+import difflib
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from jaxlc.config import hub
+from jaxlc.config.pretrained import TOKENIZER_FILE
+from jaxlc.config.values import invalid_value
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.data.text_pieces import can_encode_in_pieces, text_pieces
+from jaxlc.data.text_pieces import safe_cuts, text_pieces
 
 # Names of the end-of-document token in published models, in order of preference.
 _END_OF_DOCUMENT = (
@@ -22,30 +27,51 @@ _END_OF_DOCUMENT = (
     "[EOS]",
     "<|eos|>",
 )
+_EXPECTED = 'use "bytes", a tokenizer.json, a Hugging Face directory with one, or a hub id ORGANIZATION/NAME'
 
 
 class Tokenizer(Protocol):
     """`encode` adds no special tokens; the token store appends `end_of_document_id` to each document."""
 
     name: str  # the value of config.data.tokenizer
-    fingerprint: str  # equal for two tokenizers if the same text gives the same IDs
+    fingerprint: str  # equal for two tokenizers if the same documents give the same IDs
     vocab_size: int  # every ID is smaller
     end_of_document_id: int
+    # Why long text is not cut into pieces, for a warning; empty if it is cut.
+    no_pieces_reason: str
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Converts UTF-8 text to int32 IDs [tokens]. Called from several threads."""
+        """Converts UTF-8 text to int32 IDs [tokens]."""
+
+    def pieces(self, blocks: Iterable[bytes]) -> Iterator[bytes | str]:
+        """Cuts a document, given in blocks as in `sources.Document`, into pieces whose IDs, one after the other, equal
+        those of the entire text."""
+
+    def encode_pieces(self, pieces: Sequence[bytes | str]) -> list[np.ndarray]:
+        """Converts pieces to int32 IDs [tokens] each, in parallel."""
 
     def decode(self, ids: np.ndarray) -> str:
         """Converts IDs [tokens] to text: without special tokens, invalid UTF-8 replaced with U+FFFD."""
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Loads a tokenizer; `name` is "bytes" or the path of a tokenizer.json.
+def load_tokenizer(name: str, end_token: str = "") -> Tokenizer:
+    """Loads a tokenizer.
 
+    Args:
+      name: "bytes", the path of a tokenizer.json or of a Hugging Face directory, or a hub id.
+      end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or the
+        eos_token of tokenizer_config.json in the same directory.
     Raises:
-      UserError: the file cannot be read, is not a tokenizer, or has no end-of-document token.
+      UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such end-of-document token.
     """
-    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+    if name != "bytes":
+        return HuggingFaceTokenizer(name, end_token)
+    if end_token:
+        raise UserError(
+            f"config.data.end_token={end_token!r} is for Hugging Face tokenizers, and config.data.tokenizer is 'bytes',"
+            " which has its own end-of-document token: remove end_token"
+        )
+    return ByteTokenizer()
 
 
 class ByteTokenizer:
@@ -54,9 +80,16 @@ class ByteTokenizer:
     name = fingerprint = "bytes"
     vocab_size = 257
     end_of_document_id = 256
+    no_pieces_reason = ""
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8).astype(np.int32)
+
+    def pieces(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
+        return iter(blocks)
+
+    def encode_pieces(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
+        return [self.encode(piece) for piece in pieces]
 
     def decode(self, ids: np.ndarray) -> str:
         ids = np.asarray(ids)
@@ -66,63 +99,100 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json, loaded with the package `tokenizers`."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, end_token: str = ""):
         extras.require("tokenizers", f"data.tokenizer {name!r}")
         import tokenizers
 
-        path = Path(os.path.expanduser(name))
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise UserError(
-                f"cannot read data.tokenizer {name!r} ({error.strerror or error});"
-                ' use "bytes" or the path of a tokenizer.json'
-            ) from error
+        path = _tokenizer_file(name)
+        content = _read(path, name)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exception if it cannot parse the content
             raise UserError(
-                f"data.tokenizer {name!r} is not a valid tokenizer.json ({reason_of(error)});"
-                ' use "bytes" or the path of a tokenizer.json'
+                f"data.tokenizer {name!r} is not a valid tokenizer.json ({reason_of(error)}); {_EXPECTED}"
             ) from error
         self._tokenizer.no_truncation()  # many files contain the length limit of their model
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # the text "</s>" in a document is not a special token
         self.name = name
-        self.fingerprint = hashlib.sha256(content).hexdigest()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # IDs may have gaps
-        self._encodes_in_pieces = can_encode_in_pieces(json.loads(self._tokenizer.to_str()))
-        self.end_of_document_id = self._find_end_of_document()
+        self._cuts = safe_cuts(json.loads(self._tokenizer.to_str()))
+        self.no_pieces_reason = "" if self._cuts else "is not known to give the same tokens for text in pieces"
+        usual = self._usual_end_token(path)
+        self.end_of_document_id = self._end_token_id(end_token or usual)
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        if end_token not in ("", usual):
+            identity = (self.fingerprint, self.end_of_document_id)
+            self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
-        # The package needs about 180 bytes of memory per byte of text, so a long document is encoded in pieces.
-        decoded = text.decode(errors="replace")
-        pieces = text_pieces(decoded) if self._encodes_in_pieces else [decoded]
-        return np.concatenate([self._encode(piece) for piece in pieces])
+        return np.concatenate(self.encode_pieces(list(self.pieces([text]))))
 
-    def _encode(self, text: str) -> np.ndarray:
+    def pieces(self, blocks: Iterable[bytes]) -> Iterator[str]:
+        decoded = (block.decode(errors="replace") for block in blocks)
+        return iter(["".join(decoded)]) if self._cuts is None else text_pieces(decoded, self._cuts)
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         except Exception as error:  # the package raises plain Exception
             raise UserError(
                 f"data.tokenizer {self.name!r} cannot encode the corpus ({reason_of(error)}); use a different tokenizer"
             ) from None
-        return np.asarray(encoding.ids, np.int32)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
-    def _find_end_of_document(self) -> int:
-        special = {
-            token.content: number
-            for number, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
-        for token in _END_OF_DOCUMENT:
-            if token in special:
-                return special[token]
-        raise UserError(
-            f"data.tokenizer {self.name!r} has no end-of-document token: its special tokens are"
-            f" {sorted(special)[:8]}; add one of {', '.join(_END_OF_DOCUMENT)} to them"
-        )
+    def _usual_end_token(self, path: Path) -> str:
+        """The end-of-document token of this tokenizer, or "" if it has none."""
+        special = self._special_tokens()
+        usual = next((token for token in _END_OF_DOCUMENT if token in special), "")
+        return usual or _eos_token(path.parent / "tokenizer_config.json")
+
+    def _end_token_id(self, token: str) -> int:
+        if not token:
+            raise UserError(
+                f"data.tokenizer {self.name!r} has no end-of-document token: its special tokens are"
+                f" {self._special_tokens()[:8]}; add one of {', '.join(_END_OF_DOCUMENT)} to them, or set"
+                " --config.data.end_token to one of its tokens"
+            )
+        number = self._tokenizer.token_to_id(token)
+        if number is None:
+            added = sorted(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+            expected = f"a token of {self.name}, such as {', '.join(map(repr, self._special_tokens()[:4]))}"
+            names = added if difflib.get_close_matches(token, added) else self._tokenizer.get_vocab()
+            raise UserError(invalid_value("data.end_token", token, expected, names))
+        return number
+
+    def _special_tokens(self) -> list[str]:
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        return sorted(token.content for token in tokens if token.special)
+
+
+def _tokenizer_file(name: str) -> Path:
+    path = Path(os.path.expanduser(name))
+    if not path.exists() and hub.is_model_id(name) and not name.endswith(".json"):
+        path = hub.download_tokenizer(name)
+    return path / TOKENIZER_FILE if path.is_dir() else path
+
+
+def _read(path: Path, name: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        advice = _EXPECTED
+        if (path.parent / "tokenizer.model").is_file():
+            advice = "convert its tokenizer.model: transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        raise UserError(f"cannot read data.tokenizer {str(path)!r} ({error.strerror or error}); {advice}") from error
+
+
+def _eos_token(path: Path) -> str:
+    """The eos_token in a tokenizer_config.json, or "" if there is none."""
+    try:
+        token = json.loads(path.read_bytes())["eos_token"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""

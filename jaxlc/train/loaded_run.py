@@ -23,7 +23,7 @@ from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.metrics import METRICS_FILE, read_rows
 from jaxlc.train.pretrained_params import load_pretrained
-from jaxlc.train.run_data import CALLER_BATCHES
+from jaxlc.train.run_data import CALLER_BATCHES, load_matching_tokenizer
 from jaxlc.train.run_result import Result
 from jaxlc.train.step import TrainStep, build_step
 
@@ -58,7 +58,7 @@ def load(
         step=step,
         exit_status=0,
         params=params,
-        tokenizer=load_tokenizer(config.data.tokenizer),
+        tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token),
         workdir=workdir,
         rows=[row for row in rows if row["step"] <= step],
         train_step=train_step,
@@ -70,7 +70,7 @@ def load(
 def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: TokenLoss | None) -> Result:
     """The model in a Hugging Face directory, as a run of no steps."""
     config = _on_mesh(load_config(ConfigDict({"model": {"init_from": str(directory)}})), mesh)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_matching_tokenizer(config)
     train_step = build_step(config, make_mesh(config.mesh, _start(config)), loss=loss)
     params, _ = load_pretrained(train_step)
     return Result(

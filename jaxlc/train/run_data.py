@@ -93,16 +93,9 @@ def open_data(
 
 
 def _of_corpus(config: Config, progress: Progress) -> RunData:
+    tokenizer = load_matching_tokenizer(config)
     with progress.progress_bar("reading the corpus") as update:
-        corpus = open_corpus(config.data, progress=update)
-    if corpus.tokenizer.vocab_size > config.model.vocab_size:
-        advice = f"set --config.model.vocab_size={corpus.tokenizer.vocab_size}"
-        if config.model.init_from:
-            advice = "set --config.data.tokenizer to the tokenizer of config.model.init_from"
-        raise UserError(
-            f"the tokenizer {config.data.tokenizer} has {corpus.tokenizer.vocab_size} tokens and the model"
-            f" {config.model.vocab_size}; {advice}"
-        )
+        corpus = open_corpus(config.data, progress=update, log=progress.log, tokenizer=tokenizer)
     for warning in corpus.warnings:
         progress.log(f"warning: {warning}")
     return RunData(
@@ -115,12 +108,30 @@ def _of_corpus(config: Config, progress: Progress) -> RunData:
     )
 
 
+def load_matching_tokenizer(config: Config) -> Tokenizer:
+    """Loads the tokenizer of `config`.
+
+    Raises:
+      UserError: it cannot be loaded, or has IDs that the vocabulary of the model does not have.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        advice = f"set --config.model.vocab_size={tokenizer.vocab_size}"
+        if config.model.init_from:
+            advice = "set --config.data.tokenizer to the tokenizer of config.model.init_from"
+        raise UserError(
+            f"the tokenizer {config.data.tokenizer} has {tokenizer.vocab_size} tokens and the model"
+            f" {config.model.vocab_size}; {advice}"
+        )
+    return tokenizer
+
+
 def _of_batches(config: Config, own_batches: Batches, eval_batches: Batches | None) -> RunData:
     seq_len, vocab_size = config.data.seq_len, config.model.vocab_size
     heldout = None if eval_batches is None else ListedSequences(eval_batches, seq_len=seq_len, vocab_size=vocab_size)
     evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
     return RunData(
-        tokenizer=load_tokenizer(config.data.tokenizer),
+        tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token),
         train=StreamedSequences(
             own_batches,
             batch_size=config.train.global_batch_size,

@@ -199,6 +199,50 @@ def test_corpus_single_file_can_be_trained_on(tmp_path: Path):
     )
 
 
+def test_corpus_eval_sources_are_held_out(tmp_path: Path):
+    """A file that is in both is not trained on."""
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "a.txt").write_text("held-out text")
+    in_both = tmp_path / "docs" / "7.txt"
+    plain = open_corpus(make_config(tmp_path))
+    corpus = open_corpus(make_config(tmp_path, eval_sources=(str(tmp_path / "held"), str(in_both))))
+    assert (corpus.train.num_documents, corpus.heldout.num_documents) == (39, 2)
+    assert corpus.heldout.num_tokens == len("held-out text") + in_both.stat().st_size + 2
+    assert corpus.warnings == ("data.sources: files that are also in data.eval_sources: 1; they are not trained on",)
+    assert corpus.fingerprint != plain.fingerprint
+    other_fraction = make_config(tmp_path, eval_sources=(str(tmp_path / "held"), str(in_both)), eval_fraction=0.5)
+    assert open_corpus(other_fraction).fingerprint == corpus.fingerprint
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"seq_len": 10_000},
+            "data.sources: at most 1,906 tokens to train on, less than one sequence of .*seq_len=10000;",
+        ),
+        ({"eval_sources": ("{}/docs",)}, "all files of data.sources are in data.eval_sources: add files"),
+        ({"eval_sources": ("{}/empty.txt",)}, "data.eval_sources: no text, all documents are empty"),
+        ({"eval_sources": ("{}/nothing",)}, "data.eval_sources: '.*/nothing' does not exist"),
+        ({"end_token": "</s>"}, "config.data.end_token='</s>' is for Hugging Face tokenizers"),
+    ],
+)
+def test_corpus_that_cannot_work_is_refused_early(tmp_path: Path, changes, message: str, monkeypatch):
+    (tmp_path / "empty.txt").touch()
+    if "eval_sources" in changes:
+        changes = {"eval_sources": tuple(source.format(tmp_path) for source in changes["eval_sources"])}
+    config = make_config(tmp_path, **changes)
+    monkeypatch.setattr("jaxlc.data.loader.open_store", None)  # it is refused before anything is tokenized
+    with pytest.raises(UserError, match=message):
+        open_corpus(config)
+
+
+def test_corpus_shorter_than_a_sequence_is_refused(tmp_path: Path):
+    """Its files are large enough, but a part of it is held out."""
+    with pytest.raises(UserError, match="data.sources: 1,[0-9]{3} tokens to train on, less than one sequence"):
+        open_corpus(make_config(tmp_path, seq_len=1800))
+
+
 _PROCESS = """
 import os, sys
 from pathlib import Path

@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import random
 import sys
 import sysconfig
 from pathlib import Path
@@ -10,14 +11,15 @@ import pyarrow.parquet
 import pytest
 
 from jaxlc.core.errors import UserError
+from jaxlc.data import sources
 from jaxlc.data.sources import list_files, read_documents, split_hash
 
 
 def documents_of(*sources: str, text_field: str = "text") -> dict[str, bytes]:
     files, _ = list_files([str(source) for source in sources])
-    read = [document for file in files for document in read_documents(file, text_field)]
-    assert len({document.name for document in read}) == len(read)
-    return {document.name: document.text for document in read}
+    read = [(d.name, b"".join(d.blocks)) for file in files for d in read_documents(file, text_field)]
+    assert len({name for name, _ in read}) == len(read)
+    return dict(read)
 
 
 @pytest.fixture
@@ -46,6 +48,19 @@ def test_read_documents_every_format_is_read(corpus: Path):
     records = {f"i.parquet:{i + 1}": f"record {i}".encode() for i in range(600)}
     assert documents == texts | lines | records
     assert list(documents) == sorted(documents, key=lambda name: (name.partition(":")[0], len(name), name))
+
+
+def test_read_documents_blocks_decode_one_by_one(tmp_path: Path, monkeypatch):
+    """Also invalid UTF-8: a sequence that is cut, too long, or starts in the middle."""
+    rng = random.Random(0)
+    parts = [*map(str.encode, "aé中𝄞"), b"\xff", b"\x80", b"\xc3", b"\xe4\xb8", b"\xf0\x9d\x84", "\ufffd".encode()]
+    for block_bytes in (1, 2, 3, 5, 64):
+        monkeypatch.setattr(sources, "_BLOCK_BYTES", block_bytes)
+        text = b"".join(rng.choices(parts, k=400))
+        (tmp_path / "a.txt").write_bytes(text)
+        blocks = [block for d in read_documents(list_files([str(tmp_path)]).files[0], "text") for block in d.blocks]
+        assert b"".join(blocks) == text and len(blocks) > 5 and all(blocks)
+        assert "".join(block.decode(errors="replace") for block in blocks) == text.decode(errors="replace")
 
 
 def test_list_files_overlapping_sources_list_files_once(corpus: Path):

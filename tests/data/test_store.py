@@ -1,5 +1,6 @@
 import itertools
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 
 from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
+from jaxlc.data import sources, tokenized_pieces
 from jaxlc.data import store as store_module
+from jaxlc.data.lock import locked
 from jaxlc.data.sources import list_files
 from jaxlc.data.store import InvalidUtf8
 from jaxlc.data.tokenizers import load_tokenizer
@@ -45,13 +48,13 @@ def test_store_documents_end_with_end_token(config: DataConfig):
 
 
 def test_store_small_batches_keep_document_order(config: DataConfig, monkeypatch):
-    monkeypatch.setattr(store_module, "_BATCH_BYTES", 6)
+    monkeypatch.setattr(tokenized_pieces, "_BATCH_CHARACTERS", 6)
     assert_intact(open_store(config))
 
 
 def test_store_second_open_reads_cache(config: DataConfig, monkeypatch):
     first = open_store(config)
-    monkeypatch.setattr(store_module, "_tokenized", None)
+    monkeypatch.setattr(store_module, "tokenized_pieces", None)
     again = open_store(config)
     assert_intact(again)
     assert again.fingerprint == first.fingerprint and (again.split_hashes == first.split_hashes).all()
@@ -118,6 +121,73 @@ def test_store_failure_leaves_no_files(config: DataConfig):
     assert files_in(config) == []
 
 
+def test_store_of_other_process_is_not_tokenized_again(config: DataConfig, monkeypatch):
+    """This process waits for the lock; meanwhile the other one writes the store."""
+    other, lines = DataConfig(sources=config.sources, cache_dir=config.cache_dir), []
+
+    @contextmanager
+    def slow_lock(path, on_wait):
+        with monkeypatch.context() as context:
+            context.setattr(store_module, "locked", locked)
+            open_store(other)
+        monkeypatch.setattr(store_module, "tokenized_pieces", None)
+        on_wait("process 7 on node1")
+        yield
+
+    monkeypatch.setattr(store_module, "locked", slow_lock)
+    assert_intact(store_module.open_store(list_files(config.sources).files, config, BYTES, log=lines.append))
+    assert lines == [
+        f"waiting for process 7 on node1, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}"
+    ]
+
+
+def test_store_old_leftovers_are_deleted(config: DataConfig):
+    open_store(config)
+    key = files_in(config)[0].split(".")[0]
+    names = [
+        f"{key}.tokens.npy.old.tmp",
+        f"{key}.index.npz.old.tmp",
+        f"{key}.tokens.npy.new.tmp",
+        "other.tokens.npy.old.tmp",
+    ]
+    for name in names:
+        (path := Path(config.cache_dir, name)).touch()
+        os.utime(path, None if "new" in name else (1, 1))
+    Path(config.cache_dir, f"{key}.index.npz").unlink()
+    assert_intact(open_store(config))
+    assert [name for name in files_in(config) if name.endswith(".tmp")] == sorted(names[2:])
+
+
+def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch):
+    """Its tokens are written piece by piece, and read again for the fingerprint."""
+    text = b"".join(b"line %d of a long document\n" % i for i in range(1000))
+    Path(config.sources[0], "b.txt").write_bytes(text)
+    expected = open_store(config)
+    for name, module, value in (
+        ("_MAX_KEPT_BYTES", store_module, 100),
+        ("_BLOCK_BYTES", sources, 64),
+        ("_BATCH_CHARACTERS", tokenized_pieces, 200),
+    ):
+        monkeypatch.setattr(module, name, value)
+    calls = []
+    other_cache = DataConfig(sources=config.sources, cache_dir=config.cache_dir + "2")
+    store = open_store(other_cache, lambda done, total: calls.append(done))
+    np.testing.assert_array_equal(store.tokens, expected.tokens)
+    np.testing.assert_array_equal(store.offsets, expected.offsets)
+    assert store.fingerprint == expected.fingerprint
+    assert len(calls) > 300 and calls == sorted(calls) and calls[-1] == len(text) + 15
+
+
+def test_store_long_piece_is_announced_before_it_is_encoded(config: DataConfig, monkeypatch):
+    monkeypatch.setattr(tokenized_pieces, "_LONG_PIECE", 9)
+    lines = []
+    store_module.open_store(list_files(config.sources).files, config, BYTES, log=lines.append)
+    assert lines == [
+        "warning: 0 million characters of 'c.txt' are tokenized at once, because it has no place to cut it, such as a"
+        " letter before a newline or punctuation; this needs about 0 GiB of host memory"
+    ]
+
+
 def test_store_corpus_without_text_is_refused(tmp_path: Path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match="all documents are empty"):
@@ -130,5 +200,5 @@ def test_store_invalid_utf8_is_counted(config: DataConfig, monkeypatch):
     (directory / "d.txt").write_bytes("caf\xe9 na\xefve \ufffd".encode() + b" \xe9\xef")  # one U+FFFD is in the source
     (directory / "e.txt").write_bytes("text".encode("utf-16"))
     assert open_store(config).invalid_utf8 == InvalidUtf8(2, 4, "d.txt")
-    monkeypatch.setattr(store_module, "_tokenized", None)
+    monkeypatch.setattr(store_module, "tokenized_pieces", None)
     assert open_store(config).invalid_utf8 == InvalidUtf8(2, 4, "d.txt")  # from the cache

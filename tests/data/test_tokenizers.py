@@ -1,3 +1,6 @@
+import importlib.machinery
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,21 @@ def write_tokenizer(path: Path, *special_tokens: str) -> str:
     tokenizer.enable_truncation(3)
     tokenizer.save(str(path))
     return str(path)
+
+
+class FakeHub:
+    """Stands in for the package huggingface_hub; it has the model org/tiny."""
+
+    __spec__ = importlib.machinery.ModuleSpec("huggingface_hub", None)
+
+    def __init__(self, directory: Path):
+        self.directory, self.requests = directory, []
+
+    def snapshot_download(self, repo_id: str, allow_patterns: list[str]) -> str:
+        if repo_id != "org/tiny":
+            raise ConnectionError("Cannot reach the hub:\n offline")
+        self.requests.append(allow_patterns)
+        return str(self.directory)
 
 
 def test_byte_tokenizer_round_trip_is_exact():
@@ -44,10 +62,53 @@ def test_tokenizer_fingerprint_depends_on_content(tmp_path: Path):
     assert one.fingerprint == two.fingerprint != other.fingerprint
 
 
+def test_tokenizer_directory_and_hub_id_are_read(tmp_path: Path, monkeypatch):
+    expected = load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", "<pad>", "</s>"))
+    assert load_tokenizer(str(tmp_path)).fingerprint == expected.fingerprint
+    hub = FakeHub(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_tokenizer("org/tiny")
+    assert (tokenizer.name, tokenizer.fingerprint) == ("org/tiny", expected.fingerprint)
+    assert hub.requests == [["tokenizer.json", "tokenizer_config.json"]]
+    with pytest.raises(UserError, match=r"cannot download data.tokenizer 'org/other' \(ConnectionError: .* directory"):
+        load_tokenizer("org/other")
+    with pytest.raises(UserError, match=r"cannot read data.tokenizer 'no/such.json'"):  # not a hub id
+        load_tokenizer("no/such.json")
+
+
+def test_tokenizer_end_token_can_be_named(tmp_path: Path):
+    path = write_tokenizer(tmp_path / "tokenizer.json", "<pad>", "</s>", "<|im_end|>")
+    default, same, other, word = (load_tokenizer(path, token) for token in ("", "</s>", "<|im_end|>", "long"))
+    assert [t.end_of_document_id for t in (default, same, other, word)] == [8, 8, 9, 1]
+    assert default.fingerprint == same.fingerprint  # so that a corpus that is tokenized already is used
+    assert len({t.fingerprint for t in (default, other, word)}) == 3
+    with pytest.raises(UserError, match=r"'<\|im_edn\|>' for config.data.end_token: .*did you mean <\|im_end\|>\?"):
+        load_tokenizer(path, "<|im_edn|>")
+    with pytest.raises(UserError, match=r"'lnog' for config.data.end_token: .*did you mean long\?"):
+        load_tokenizer(path, "lnog")
+    with pytest.raises(UserError, match="which has its own end-of-document token: remove end_token"):
+        load_tokenizer("bytes", "</s>")
+
+
+@pytest.mark.parametrize("eos_token", ["<stop>", {"content": "<stop>", "special": True}])
+def test_tokenizer_end_token_of_tokenizer_config_is_used(tmp_path: Path, eos_token):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    write_tokenizer(tmp_path / "tokenizer.json", "<pad>", "<stop>")
+    assert load_tokenizer(str(tmp_path)).end_of_document_id == 8
+    write_tokenizer(tmp_path / "tokenizer.json", "<stop>", "</s>")
+    assert load_tokenizer(str(tmp_path)).end_of_document_id == 8  # a usual name comes first
+
+
 def test_tokenizer_unusable_file_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"cannot read data.tokenizer '/no/such.json' \(No such file"):
         load_tokenizer("/no/such.json")
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(
+        UserError, match=r"cannot read .*/tokenizer.json' .*a Hugging Face directory with one, or a hub id"
+    ):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(UserError, match=r"cannot read .*; convert its tokenizer.model"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "broken.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="broken.json' is not a valid tokenizer.json"):

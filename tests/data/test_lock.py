@@ -1,0 +1,70 @@
+"""A lock that several processes share: one works, the others wait, and a dead holder is no obstacle."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxlc.data.lock import locked
+from tests import helpers
+
+_HOLDER = """
+import pathlib, sys, time
+from jaxlc.data.lock import locked
+with locked(pathlib.Path(sys.argv[1]), print):
+    print("holds", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_locked_file_is_gone_after_use_and_after_failure(tmp_path: Path):
+    path = tmp_path / "lock"
+    with locked(path, pytest.fail):
+        assert path.exists()
+    assert not path.exists()
+    with pytest.raises(KeyError), locked(path, pytest.fail):
+        raise KeyError
+    assert not path.exists()
+
+
+def test_locked_waits_for_other_threads_one_at_a_time(tmp_path: Path):
+    active, most, waits = [0], [0], []
+
+    def work():
+        with locked(tmp_path / "lock", waits.append):
+            active[0] += 1
+            most[0] = max(most[0], active[0])
+            threading.Event().wait(0.05)
+            active[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] and len(waits) >= 3 and f"process {os.getpid()} on " in waits[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locked_ignores_file_of_killed_process(tmp_path: Path):
+    path, waits = tmp_path / "lock", []
+    holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "holds\n"
+
+    def wait():
+        with locked(path, waits.append):
+            pass
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    helpers.wait_until(lambda: waits, timeout_seconds=30)
+    assert f"process {holder.pid} on " in waits[0] and waiter.is_alive()
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert path.exists()
+    waiter.join(timeout=30)
+    assert not waiter.is_alive() and not path.exists()
