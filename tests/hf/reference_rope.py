@@ -9,22 +9,15 @@ import json
 import sys
 from pathlib import Path
 
-from transformers import Phi3Config
+from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 
-class AnyRope(Phi3Config):
-    """A config with partial rotary embeddings that accepts every RoPE type."""
-
-    def validate_rope(self):
-        pass
-
-
 def frequencies(config: dict, seq_len: int) -> tuple[list[float], float]:
-    config = AnyRope(**config)
+    config = LlamaConfig(**config)
     rope_type = config.rope_parameters["rope_type"]
-    if rope_type == "default":
+    if rope_type == "default":  # Phi 3 has partial rotary embeddings, and Llama ignores them
         inverse, factor = Phi3RotaryEmbedding.compute_default_rope_parameters(config)
     else:
         inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=seq_len)

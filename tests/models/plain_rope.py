@@ -54,7 +54,7 @@ LLAMA = dataclasses.replace(
 
 
 def scaled_model(name, **settings):
-    return dataclasses.replace(LLAMA, **SCALINGS[name], **settings)
+    return dataclasses.replace(LLAMA, **(SCALINGS[name] | settings))
 
 
 def plain_rope(x_TH, positions_T, model, *, kind="full", seq_len=0):
