@@ -64,6 +64,7 @@ def test_check_beta_of_1_raises(name):
         ),
         ("model", dict(LONGROPE, rope_fraction=0.5), ["short_factors has 16 numbers", "needs 8"]),
         ("model", dict(LONGROPE, rope_scaling_short_factors=(0.0,) * 16), ["short_factors contains 0.0"]),
+        ("model", dict(YARN, layer_kinds=("nope",)), ["rope_scaling='yarn' has no effect", "names no full layers"]),
         ("model", dict(rope_fraction=0.3), ["rope_fraction=0.3 of head_dim=32 gives 9.6", "at least 2"]),
         ("model", dict(rope_fraction=1.5), ["invalid value 1.5", "at most 1"]),
         ("optimizer", dict(schedule="wsd"), ["needs config.optimizer.decay_steps"]),
