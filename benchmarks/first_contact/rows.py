@@ -32,7 +32,7 @@ class RowFile:
         self._path = path
 
     def write(self, part: str, labels: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        row = dict(part=part, **labels, **values)
+        row = {"part": part, **labels, **values}
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()

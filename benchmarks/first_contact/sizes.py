@@ -78,7 +78,7 @@ class Sizes:
     large_host_tokens: int = 65_536
     equality_tokens: int = 8192
     # Training loop.
-    loop_steps: int = 40
+    loop_steps: int = 400
     loop_overrides: tuple[str, ...] = (
         "--config.mesh.context=1", "--config.mesh.tensor=1", "--config.runtime.simulated_devices=0",
         "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0",
@@ -93,7 +93,7 @@ DRY_RUN = Sizes(
     ring_cases=((64, _SMALL),), ring_ranks=2, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
     copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), memory_tokens=(64,), profile_tokens=(64,),
     pinned_gib=(0.001,), host_stack=(4, 2**10), overlap_tokens=64, long_host_tokens=128, host_tile_tokens=64,
-    large_host_tokens=128, equality_tokens=64, loop_steps=6,
+    large_host_tokens=128, equality_tokens=64, loop_steps=300,
     loop_overrides=(
         "--config.mesh.context=1", "--config.mesh.tensor=1", "--config.runtime.simulated_devices=1",
         "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0", "--config.data.seq_len=64",

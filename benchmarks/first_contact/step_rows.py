@@ -55,15 +55,15 @@ def step_config(sizes: Sizes, preset: str, num_tokens: int, **sections: dict[str
 def step_rows(sizes: Sizes) -> Iterator[Row]:
     fp8 = dict(precision=dict(compute="bf16" if sizes.is_dry_run else "fp8"))
     for num_tokens in sizes.step_tokens:
-        for kernel, attention in (("cudnn", _CUDNN), ("pallas", _PALLAS)):
+        for attention in (_CUDNN, _PALLAS):
             for remat in ("attention", "matmuls"):
                 sections = dict(attention=attention, memory=dict(remat=remat))
-                yield _step_row(sizes, dict(kernel=kernel, remat=remat, tokens=num_tokens), num_tokens, sections)
+                yield _step_row(sizes, attention | dict(remat=remat, tokens=num_tokens), num_tokens, sections)
     first = sizes.step_tokens[0]
-    for kernel, attention in (("cudnn", _CUDNN), ("pallas", _PALLAS)):
-        labels = dict(kernel=kernel, tokens=first, xla_flags=_NO_TRITON)
+    for attention in (_CUDNN, _PALLAS):
+        labels = attention | dict(tokens=first, xla_flags=_NO_TRITON)
         yield _step_row(sizes, labels, first, dict(attention=attention), _xla_flags(sizes))
-    yield _step_row(sizes, dict(kernel="cudnn", tokens=first, compute="fp8"), first, dict(attention=_CUDNN) | fp8)
+    yield _step_row(sizes, _CUDNN | dict(tokens=first, compute="fp8"), first, dict(attention=_CUDNN) | fp8)
 
 
 def _step_row(sizes: Sizes, labels: dict, num_tokens: int, sections: dict, environment: dict | None = None) -> Row:
@@ -116,9 +116,9 @@ def _compile(sizes: Sizes, name: str, attention: dict, directory: str) -> dict:
 
 
 def memory_rows(sizes: Sizes) -> Iterator[Row]:
-    for kernel, attention in (("cudnn", _CUDNN), ("pallas", _PALLAS)):
+    for attention in (_CUDNN, _PALLAS):
         measure = functools.partial(_planned_memory, sizes, attention)
-        yield Row(labels=dict(case="plan", kernel=kernel), measure=measure, seconds=120)
+        yield Row(labels=attention | dict(case="plan"), measure=measure, seconds=120)
     for fraction in ("0.75", "0.92"):
         for num_tokens in sizes.memory_tokens:
             yield Row(

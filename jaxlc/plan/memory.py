@@ -197,15 +197,23 @@ def _scheduler_limit_bytes(step: TrainStep, capacity_bytes: int, arguments_bytes
 def workspace_bytes(program: AnalyzedProgram) -> int:
     """Workspace of cuDNN's attention calls, whose size is 0 in a program compiled without a GPU.
 
+    Where a GPU is attached, the compiler writes the size into the last result of a call, and the temporaries of the
+    program contain it.
+
     A workspace is freed when its call ends, and calls run one after the other, so the largest counts. This is an upper
     bound: the workspace may reuse the memory of other temporaries.
     """
     sizes = [0]
     for call, computation in _attention_calls(program):
-        if call.kernel == "cudnn":
+        if call.kernel == "cudnn" and not _has_workspace(call):
             q, k = (operand.arrays[0].dims for operand in computation.operands(call.instruction)[:2])
             sizes.append(cudnn.workspace_bytes(q, k, call.is_backward))
     return max(sizes)
+
+
+def _has_workspace(call: AttentionKernelCall) -> bool:
+    last = call.instruction.arrays[-1]
+    return last.dtype == "u8" and last.bytes > 0
 
 
 def _attention_calls(program: AnalyzedProgram) -> Iterator[tuple[AttentionKernelCall, Computation]]:

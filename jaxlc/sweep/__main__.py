@@ -21,6 +21,7 @@ _FLAGS = {
     "seq_len": "sequence lengths to compare, such as 65536,262144; default: the config's",
     "transports": "transports to compare, such as nccl,nvshmem; default: the config's",
     "workers": "number of concurrent compilations; default: as many as cores and memory allow",
+    "constants": "JSON file of measured efficiencies and latencies, as for jaxlc plan",
     "out": "directory for points, ranking and plots; default: runs/sweep_NAME",
     "run": "measure on the devices of this machine, or on config.runtime.simulated_devices",
 }

@@ -26,13 +26,20 @@ ROWS = "points.jsonl"
 
 
 def estimate(
-    config: Config, out: Path, *, topology: str | None, workers: str | None = None, **grid_flags: str | None
+    config: Config,
+    out: Path,
+    *,
+    topology: str | None,
+    workers: str | None = None,
+    constants: str | None = None,
+    **grid_flags: str | None,
 ) -> int:
     """AOT-compiles every point for `topology`, ranks them by estimated speed and prints the ranking.
 
     Args:
       topology: target GPUs, such as "gb200:1x64"; None selects config.runtime.topology.
       workers: number of concurrent compilations; None selects what cores and memory allow.
+      constants: JSON file of measured constants for the estimates; see `jaxlc.simulate.roofline`.
       grid_flags: see `grid.parse_grid`.
     Returns:
       The exit status: 1 if no point could be compiled.
@@ -48,12 +55,16 @@ def estimate(
     _log(f"starting the GPU compiler for {name}")
     os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")  # inherited by the workers
     runtime.start(RuntimeConfig())
+    from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 
     gpus = parse_topology(name)
     assert gpus.devices  # raises here, rather than for every point, if the compiler is not installed
-    work = functools.partial(worker.estimate, topology=name)
+    work = functools.partial(worker.estimate, topology=name, constants=constants or "")
     about = dict(figures="estimated", topology=name, model=config.model.preset)
+    if constants:  # other constants give other rows
+        from_file(constants)  # an invalid file is reported once, not for every point
+        about["constants"] = hashlib.sha256(Path(constants).read_bytes()).hexdigest()[:16]
     num_workers = int(workers) if workers else worker.default_num_workers()
     points = _points(config, gpus.num_gpus, grid_flags)
     rows = run(points, work, about=about, out=out, num_workers=num_workers)
@@ -62,7 +73,7 @@ def estimate(
 
 def measure(config: Config, out: Path, **flags: str | None) -> int:
     """Measures every point on the devices of this machine, one at a time, and ranks them as `estimate` does."""
-    for flag in ("topology", "workers"):
+    for flag in ("topology", "workers", "constants"):
         value = flags.pop(flag, None)
         if value is not None:
             raise UserError(f"--{flag}={value} is unsupported with --run, which measures on this machine; remove one")

@@ -30,15 +30,15 @@ _TIMED_STEPS = 5
 _COMPILE_BYTES = 2 * 2**30
 
 
-def estimate(config: Config, topology: str) -> Row:
-    """AOT-compiles the training step for `topology` and returns the values of its plan."""
+def estimate(config: Config, topology: str, constants: str) -> Row:
+    """AOT-compiles the training step for `topology` and returns the values of its plan; see `plan.plan`."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # read by jax at import, here and in child processes
     from jaxlc import plan, runtime
 
     runtime.start(RuntimeConfig())
     from jaxlc.plan.memory import USABLE_HOST_SHARE
 
-    result = plan.plan(config, topology)
+    result = plan.plan(config, topology, constants=constants)
     time_of_step, memory, ring = result.predicted, result.memory, result.ring
     return dict(
         step_seconds=time_of_step.step_seconds,

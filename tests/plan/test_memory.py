@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.hlo import parse
+from jaxlc.hlo import analyze, parse
 from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.memory_dump import Dump, LiveTensor, maker, read
-from jaxlc.plan.memory import Memory, nccl_bytes, unified_host_bytes
+from jaxlc.plan.memory import Memory, nccl_bytes, unified_host_bytes, workspace_bytes
 from jaxlc.simulate.topology import topology
+from tests.hlo.snippets import RING
 
 GIB = 2**30
 PEER = 32 * 12 * 2**20
@@ -41,6 +42,17 @@ def test_memory_parts_count_against_capacity():
     assert MEMORY.device_peak_bytes == 75 * GIB
     assert MEMORY.pool_share == 0.90  # 95 minus the 5 outside of the pool
     assert MEMORY.fits
+
+
+def test_workspace_that_the_program_contains_is_not_added():
+    """On a GPU the compiler writes the size of the workspace into the program; see `workspace_bytes`."""
+    backward = "__cudnn$fmhaSoftmaxBackward"
+    for size, expected in ((0, 4 * 64 * 2 * 16 + 4 * 64 * 2), (1000, 0)):
+        result = f"(bf16[1,64,2,16]{{3,2,1,0}}, u8[{size}]{{0}})"
+        text = RING.replace('"__cudnn$fmhaSoftmax"', f'"{backward}"').replace("core_attention/fwd", "transpose(x)/bwd")
+        before, after = text.split("%fmha = ")
+        text = f"{before}%fmha = {result} custom-call({after.partition('custom-call(')[2]}"
+        assert workspace_bytes(analyze(text)) == expected
 
 
 def test_pool_share_without_other_buffers_is_usable_share():

@@ -344,6 +344,7 @@ def test_command_run_measures_simulated_devices(tmp_path):
     (["--run", "--topology=h100:1x8"], "--topology=h100:1x8 is unsupported with --run"),
     (["--topology=h100:1x8", "--workers=0"], "invalid '0' for --workers: expected a whole number, at least 1"),
     ([], "no target GPUs: set --topology"),
+    (["--run", "--constants=c.json"], "--constants=c.json is unsupported with --run"),
 ])  # fmt: skip
 def test_command_invalid_flags_exit_with_status_2(monkeypatch, capsys, flags, message):
     monkeypatch.chdir(ROOT)
@@ -362,7 +363,7 @@ def test_command_help_lists_own_flags_before_settings(capsys):
 @pytest.mark.gpu_compiler
 @pytest.mark.heavy
 def test_estimate_small_config_has_all_figures():
-    work = functools.partial(worker.estimate, topology="h100:1x4")
+    work = functools.partial(worker.estimate, topology="h100:1x4", constants="")
     ((_, row),) = worker.run_in_processes([load(small_config())], work, num_workers=1)
     assert row["status"] == "done", row["reason"]
     assert row["fits"] and row["hops"] > 0 and row["hops_by"] == "NCCL" and row["kernel"] == "cudnn"
