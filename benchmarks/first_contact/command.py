@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from benchmarks.first_contact import (
     constants,
@@ -72,6 +72,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
 
 def main(_: Sequence[str]) -> None:
     values = flags.FLAGS
+    logging.set_verbosity(logging.WARNING)  # JAX notes each change of its cache directory
     deadline_seconds = time.monotonic() + values.seconds
     out = Path(values.out).absolute()
     sizes, file = DRY_RUN if values.dry_run else Sizes(), RowFile(out)

@@ -67,6 +67,8 @@ class Sizes:
     preset: str = "llama3.2-1b"
     large_preset: str = "llama3.2-3b"
     step_tokens: tuple[int, ...] = (8192, 32_768, 131_072)
+    remats: tuple[str, ...] = ("attention", "matmuls")
+    num_kernels: int = 2  # 1: some rows are for the first kernel only
     memory_tokens: tuple[int, ...] = (16_384, 32_768, 65_536, 131_072)
     profile_tokens: tuple[int, ...] = (8192, 131_072)
     # Host memory.
@@ -91,9 +93,9 @@ DRY_RUN = Sizes(
     oracle_heads=(Heads(num_heads=2, num_kv_heads=1, head_dim=16),), rate_tokens=(64,), blockwise_max_tokens=64,
     workspace_tokens=(64,), workspace_heads=(_SMALL,), long_cases=((64, _SMALL),), num_sampled=8,
     ring_cases=((64, _SMALL),), ring_ranks=2, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
-    copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), memory_tokens=(64,), profile_tokens=(64,),
-    pinned_gib=(0.001,), host_stack=(4, 2**10), overlap_tokens=64, long_host_tokens=128, host_tile_tokens=64,
-    large_host_tokens=128, equality_tokens=64, loop_steps=300,
+    copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), remats=("attention",), num_kernels=1,
+    memory_tokens=(64,), profile_tokens=(64,), pinned_gib=(0.001,), host_stack=(4, 2**10), overlap_tokens=64,
+    long_host_tokens=128, host_tile_tokens=64, large_host_tokens=128, equality_tokens=64, loop_steps=300,
     loop_overrides=(
         "--config.mesh.context=1", "--config.mesh.tensor=1", "--config.runtime.simulated_devices=1",
         "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0", "--config.data.seq_len=64",

@@ -56,11 +56,11 @@ def step_rows(sizes: Sizes) -> Iterator[Row]:
     fp8 = dict(precision=dict(compute="bf16" if sizes.is_dry_run else "fp8"))
     for num_tokens in sizes.step_tokens:
         for attention in (_CUDNN, _PALLAS):
-            for remat in ("attention", "matmuls"):
+            for remat in sizes.remats:
                 sections = dict(attention=attention, memory=dict(remat=remat))
                 yield _step_row(sizes, attention | dict(remat=remat, tokens=num_tokens), num_tokens, sections)
     first = sizes.step_tokens[0]
-    for attention in (_CUDNN, _PALLAS):
+    for attention in (_CUDNN, _PALLAS)[: sizes.num_kernels]:
         labels = attention | dict(tokens=first, xla_flags=_NO_TRITON)
         yield _step_row(sizes, labels, first, dict(attention=attention), _xla_flags(sizes))
     yield _step_row(sizes, _CUDNN | dict(tokens=first, compute="fp8"), first, dict(attention=_CUDNN) | fp8)
@@ -88,7 +88,7 @@ def compile_rows(sizes: Sizes) -> Iterator[Row]:
         ("cold, packed documents", _PALLAS, {}),
         ("cold, without Triton products", _CUDNN, _xla_flags(sizes)),
     )
-    for name, attention, environment in cases:
+    for name, attention, environment in cases[: 2 * sizes.num_kernels]:
         measure = functools.partial(_compile, sizes, name, attention, str(directory))
         yield Row(labels=dict(case=name), measure=measure, seconds=90, environment=environment)
 
@@ -116,7 +116,7 @@ def _compile(sizes: Sizes, name: str, attention: dict, directory: str) -> dict:
 
 
 def memory_rows(sizes: Sizes) -> Iterator[Row]:
-    for attention in (_CUDNN, _PALLAS):
+    for attention in (_CUDNN, _PALLAS)[: sizes.num_kernels]:
         measure = functools.partial(_planned_memory, sizes, attention)
         yield Row(labels=attention | dict(case="plan"), measure=measure, seconds=120)
     for fraction in ("0.75", "0.92"):
@@ -169,7 +169,7 @@ def _fits(sizes: Sizes, num_tokens: int) -> dict:
 
 def profile_rows(sizes: Sizes, out: Path) -> Iterator[Row]:
     for num_tokens in sizes.profile_tokens:
-        for kernel, attention in (("cudnn", _CUDNN), ("pallas", _PALLAS)):
+        for kernel, attention in (("cudnn", _CUDNN), ("pallas", _PALLAS))[: sizes.num_kernels]:
             directory = out / f"profile_{kernel}_{num_tokens}"
             measure = functools.partial(_profile, sizes, num_tokens, attention, directory)
             yield Row(labels=dict(kernel=kernel, tokens=num_tokens), measure=measure,
