@@ -69,7 +69,8 @@ def _copies(sizes: Sizes, direction: str, by_kernels: bool, with_attention: bool
     """Copies every array of a stack in host memory, alone and next to attention of about the same duration."""
     runtime.start(RuntimeConfig())
     num_arrays, elements = sizes.host_stack
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED_HOST)
+    on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = on_device.with_memory_kind(PINNED_HOST)
     stack = jax.device_put(jnp.ones((num_arrays, elements), jnp.float32), sharding)
     name = supported_kernels(sizes.heads, sizes.dtype)[0]
     q, k, v, _ = random_inputs(sizes.heads, sizes.overlap_tokens, sizes.dtype)
@@ -80,7 +81,11 @@ def _copies(sizes: Sizes, direction: str, by_kernels: bool, with_attention: bool
         out = KERNELS[name].forward(q, k, v, NO_MASKS, AttentionSpec())[0]
         return (q + 1e-3 * out.astype(q.dtype)).astype(q.dtype)
 
-    copies = jax.jit(functools.partial(_copy_loop, direction, by_kernels, attend), donate_argnums=0)
+    copies = jax.jit(
+        functools.partial(_copy_loop, direction, by_kernels, attend),
+        donate_argnums=0,
+        out_shardings=(sharding, on_device, on_device),
+    )
     device_array = jnp.ones(elements, jnp.float32)
 
     def run():
