@@ -63,10 +63,16 @@ class EventClasses:
     def instruction_of(self, event: TraceEvent) -> str | None:
         """The name of the event's instruction in the program; None if it is not in it.
 
-        The profiler names some asynchronous collectives without "-start".
+        The profiler names some asynchronous collectives without "-start". Kernels that a CUDA graph launches may have
+        the graph as their instruction; the compiler names its kernels after their instructions.
         """
         start = _NUMBER.sub(lambda number: f"-start{number[0]}", event.instruction, count=1)
-        return next((name for name in (event.instruction, start) if name in self._locations), None)
+        known = next((name for name in (event.instruction, start) if name in self._locations), None)
+        return known or self._by_kernel_name.get(event.name)
+
+    @cached_property
+    def _by_kernel_name(self) -> dict[str, str]:
+        return {re.sub(r"[.-]", "_", name): name for name in self._locations}
 
     @cached_property
     def _locations(self) -> dict[str, tuple[Computation, Instruction]]:

@@ -137,6 +137,18 @@ def test_host_slice_run_by_a_kernel_has_its_own_class():
     assert classes.class_of(kernel._replace(name="MemcpyH2D")) == "host copies"
 
 
+def test_kernel_of_a_cuda_graph_is_known_by_its_name():
+    text = program(
+        "%x = f32[8,8]{1,0} parameter(0)",
+        "%gemm_fusion_dot.2 = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "ROOT %result = f32[] constant(1)",
+    )
+    classes = EventClasses(analyze(text))
+    event = TraceEvent("gemm_fusion_dot_2", "command_buffer", "m", "", 0, 1)
+    assert classes.instruction_of(event) == "gemm_fusion_dot.2" and classes.class_of(event) == MATMUL
+    assert classes.instruction_of(event._replace(name="other")) is None
+
+
 def test_profile_command_reports_missing_and_damaged_traces(tmp_path, capsys):
     assert main(["jaxlc profile", str(tmp_path)]) == 2
     assert "no trace" in capsys.readouterr().err
