@@ -7,6 +7,7 @@ device_ordinal. Ranges of `jax.profiler.StepTraceAnnotation` have the statistic 
 """
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,16 +53,26 @@ def read(path: Path) -> Trace:
     """The trace in a .xplane.pb file. Raises UserError if it cannot be read or has no device events."""
     try:
         data = ProfileData.from_file(str(path))
-        planes = list(data.planes)
     except Exception as error:  # the parser raises its own types
         raise UserError(f"cannot read the trace {path}: {error}") from error
-    return of_planes(planes, str(path))
+    return of_profile(data, str(path))
 
 
-def of_planes(planes: list[Any], name: str) -> Trace:
-    """The trace in the planes of a `ProfileData`; `name` is for error messages."""
+def of_profile(data: ProfileData, name: str) -> Trace:
+    """The trace in `data`; `name` is for error messages. Planes and events are valid as long as `data` is."""
     devices: dict[str, list[TraceEvent]] = defaultdict(list)
-    steps = set()
+    steps: set[int] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on a type of JAX 0.12, at its first use
+        _collect(list(data.planes), devices, steps)
+    if not any(devices.values()):
+        raise UserError(f"the trace {name} has no events of devices: it was recorded while no program ran")
+    ordered = {device: sorted(events, key=lambda event: event.start_seconds) for device, events in devices.items()}
+    return Trace(ordered, tuple(sorted(steps)))
+
+
+def _collect(planes: list[Any], devices: dict[str, list[TraceEvent]], steps: set[int]) -> None:
+    """Adds the events and steps of `planes`. Events of the CPU count only where there is no GPU."""
     is_gpu = any(_GPU_PLANE.fullmatch(plane.name) for plane in planes)
     for plane in planes:
         if _GPU_PLANE.fullmatch(plane.name):
@@ -74,10 +85,6 @@ def of_planes(planes: list[Any], name: str) -> Trace:
                     steps.add(int(stats["step_num"]))
                 elif "hlo_op" in stats and not is_gpu:
                     devices[f"/device:CPU:{stats.get('device_ordinal', 0)}"].append(_event(event, stats))
-    if not any(devices.values()):
-        raise UserError(f"the trace {name} has no events of devices: it was recorded while no program ran")
-    ordered = {device: sorted(events, key=lambda event: event.start_seconds) for device, events in devices.items()}
-    return Trace(ordered, tuple(sorted(steps)))
 
 
 def _with_stats(plane: Any) -> Iterator[tuple[Any, dict[str, Any]]]:

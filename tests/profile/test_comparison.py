@@ -14,7 +14,7 @@ from jaxlc.profile.event_classes import ATTENTION, COMMUNICATION, HOST_COPY, MAT
 from jaxlc.profile.time_use import GAP, Interval
 from jaxlc.profile.trace_events import TraceEvent
 from tests.hlo.snippets import RING, program
-from tests.profile.xspace import Event, planes
+from tests.profile.xspace import Event, profile_data
 
 pytestmark = pytest.mark.jax_version
 
@@ -38,8 +38,8 @@ def gpu_trace() -> trace_events.Trace:
     ]
     derived = Event("XLA Ops", "fmha", 0, 1e3, dict(hlo_op="fmha", hlo_module="jit_f"))  # not a stream
     steps = [Event("python", "train", 0, 1, dict(step_num=step)) for step in (10, 11)]
-    return trace_events.of_planes(
-        planes({"/device:GPU:0": [*events, derived], "/device:GPU:1": events, "/host:CPU": steps}), "miniature"
+    return trace_events.of_profile(
+        profile_data({"/device:GPU:0": [*events, derived], "/device:GPU:1": events, "/host:CPU": steps}), "miniature"
     )
 
 

@@ -14,9 +14,9 @@ class Event(NamedTuple):
     stats: dict[str, str | int]
 
 
-def planes(events_by_plane: dict[str, Sequence[Event]]) -> list:
-    """The planes of a `ProfileData`, made from text."""
-    return list(ProfileData.from_text_proto("\n".join(_plane(*item) for item in events_by_plane.items())).planes)
+def profile_data(events_by_plane: dict[str, Sequence[Event]]) -> ProfileData:
+    """The events by plane, as JAX reads them from a file."""
+    return ProfileData.from_text_proto("\n".join(_plane(*item) for item in events_by_plane.items()))
 
 
 def _plane(name: str, events: Sequence[Event]) -> str:
