@@ -261,3 +261,21 @@ def test_from_dict_reads_models_of_older_versions(stored, qk_norm):
         del values["model"][name]
     model = from_dict(values).model
     assert (model.qk_norm, model.norm_placement, model.activation) == (qk_norm, "pre", "silu")
+
+
+@pytest.mark.parametrize(
+    "memory, words",
+    [
+        (
+            dict(layers_per_remat_group=2),
+            "=2 is not a multiple of the 3 layers of config.model.layer_kinds; use 1",
+        ),
+        (dict(layers_per_remat_group=9), "=9 does not divide the 6 layers in whole groups of config.model.layer_kinds"),
+        (dict(parameters="host"), "use --config.memory.layers_per_remat_group=3"),
+        (dict(tile_tokens=1024), "with sliding layers (config.model.window=5)"),
+    ],
+)
+def test_load_memory_settings_that_layer_kinds_contradict_raise(memory, words):
+    config = changed("model", num_layers=8, layer_kinds=("full", "sliding", "nope"), window=5)
+    config.memory.update(memory)
+    assert words in rejected(config)

@@ -42,3 +42,15 @@ def test_training_flops_at_1m_tokens_with_remat_is_1_36e18():
     matmul_flops = 6 * num_matmul_params(model) * tokens
     attention_flops = training_flops(model, num_sequences=1, seq_len=tokens, attention="causal") - matmul_flops
     assert matmul_flops * 4 / 3 + attention_flops * 9 / 6 == pytest.approx(1.36e18, rel=1e-3)
+
+
+def test_training_flops_of_sliding_layers_count_pairs_in_window():
+    model = dataclasses.replace(PRESETS["tiny"], num_layers=5, layer_kinds=("sliding", "full", "nope"), window=3)
+    counts = {
+        attention: training_flops(model, num_sequences=1, seq_len=10, attention=attention)
+        - 6 * num_matmul_params(model) * 10
+        for attention in ("causal", "full")
+    }
+    in_window = sum(min(query + 1, 3) for query in range(10))  # layers 0 and 3 are sliding
+    per_pair = 12 * model.num_heads * model.head_dim
+    assert counts == {"causal": per_pair * (2 * in_window + 3 * 55), "full": per_pair * (2 * 30 + 3 * 100)}

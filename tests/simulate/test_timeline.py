@@ -236,6 +236,23 @@ def test_visible_fraction_by_strategy(strategy, num_queries, num_keys, share):
     assert visible_fraction(call._replace(is_masked=False), load(config)) == 1.0
 
 
+@pytest.mark.parametrize("strategy, num_keys", [
+    ("ring", 512 + 99),  # a chunk and its halo
+    ("all_gather", 512 + 99),
+    ("ulysses", 4096),
+])  # fmt: skip
+def test_visible_fraction_in_window_counts_pairs(strategy, num_keys):
+    config = defaults()
+    config.model.update(layer_kinds="full,sliding", window=100)
+    config.mesh.context = 4
+    config.data.seq_len = 4096
+    config.attention.strategy = strategy
+    call = AttentionKernelCall(None, "pallas", "forward", 1.0, True, Sizes(4, 512, num_keys), has_window=True)
+    visible = sum(min(position + 1, 100) for position in range(4096))
+    assert visible_fraction(call, load(config)) == approx(visible / (4096 * num_keys))
+    assert visible_fraction(call._replace(has_window=False), load(config)) > 0.4
+
+
 @pytest.mark.parametrize("which, products", [("forward", 2), ("backward", 5)])
 def test_visible_fraction_of_blockwise_loop_from_flops(which, products):
     config = load(defaults())

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlc.config import load
 from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_PARITY, max_relative_error
 from tests.train.synthetic import (
     gradients_and_loss,
@@ -47,12 +48,21 @@ def _assert_close(got, gradients, tolerance=FLOAT32_PARITY):
     assert max(jax.tree.leaves(errors)) <= tolerance, errors
 
 
-def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), **overrides):
-    """Compares steps with equal parameters. `split`: settings of the attention strategy."""
+def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), **overrides):
+    """Compares steps with equal parameters.
+
+    Args:
+      split, memory: settings of the attention strategy and of memory, which the step on one device does not have.
+    """
     frozen = {section: tuple(sorted(values.items())) for section, values in overrides.items()}
     params, gradients, loss = _on_one_device(**frozen)
     config = with_mesh(small_config(**overrides), **axes)
-    step = small_step(dataclasses.replace(config, attention=dataclasses.replace(config.attention, **dict(split))))
+    config = dataclasses.replace(
+        config,
+        attention=dataclasses.replace(config.attention, **dict(split)),
+        memory=dataclasses.replace(config.memory, **dict(memory)),
+    )
+    step = small_step(load(config))
     got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=tolerance)
     _assert_close(got, gradients, tolerance)
@@ -81,26 +91,28 @@ def test_more_tensor_ranks_than_kv_heads_equals_one_device(axes):
     _assert_same(axes)
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        dict(strategy="all_gather"),
-        dict(strategy="ulysses"),
-        dict(strategy="hybrid", ulysses_degree=2),
-    ],
-    ids=str,
-)  # all other tests use the ring
-def test_attention_strategies_equal_one_device(split):
-    _assert_same(dict(context=4, fsdp=2), split=split)
+# Every strategy with all kinds of layers, for packed documents and for one document per sequence. The other settings
+# cover pairs of a strategy with whole groups of layers and with last layers, and pairs of remat settings with both.
+_ONE_DOCUMENT = dict(attention=dict(document_mask=False), model=dict(num_layers=3))
+_PACKED = dict(model=dict(num_layers=4))
+KINDS = [
+    ("ring", dict(context=4, tensor=2), _PACKED, dict(remat="attention")),
+    ("ring", dict(context=4, fsdp=2), _ONE_DOCUMENT, dict(remat="full", layers_per_remat_group=3)),
+    ("all_gather", dict(context=4, fsdp=2), _PACKED, dict(remat="none")),
+    ("all_gather", dict(context=2, tensor=2), _ONE_DOCUMENT, dict(remat="full", offload=("residual",))),
+    ("ulysses", dict(context=4, fsdp=2), _PACKED, dict(remat="full", layers_per_remat_group=3)),
+    ("ulysses", dict(context=2, tensor=2), _ONE_DOCUMENT, dict(remat="matmuls")),
+    ("hybrid", dict(context=4, fsdp=2), _PACKED, dict(remat="full", offload=("attention_out", "attention_lse"))),
+    ("hybrid", dict(context=4, tensor=2), _ONE_DOCUMENT, dict(remat="none")),
+]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [dict(model=dict(layer_kinds=("sliding",), window=20)), dict(attention=dict(document_mask=False))],
-    ids=["window", "one document"],
-)
-def test_attention_masks_equal_one_device(settings):
-    _assert_same(dict(context=4, tensor=2), **settings)
+@pytest.mark.parametrize("strategy, axes, settings, memory", KINDS, ids=str)
+def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
+    kinds = dict(layer_kinds=("sliding", "full", "nope"), window=20, rope_scaling="linear", rope_scaling_factor=8.0)
+    split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
+    settings = settings | dict(model=settings["model"] | kinds)
+    _assert_same(axes, split=split, memory=memory, **settings)
 
 
 @pytest.mark.parametrize(
