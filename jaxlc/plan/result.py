@@ -57,7 +57,7 @@ class Plan(PlanRecord):
         return figures.memory_figure(self.memory, self.title)
 
     def timeline_figure(self) -> "Figure":
-        """Estimated time of the kernels and transfers of one layer, forward and backward.
+        """Estimated time of the kernels and transfers of one layer, or one group of layers, forward and backward.
 
         Raises:
           UserError: there is no timeline, because the program has no loop over layers.
@@ -68,7 +68,7 @@ class Plan(PlanRecord):
         if not self.layer_timeline:
             raise UserError("unsupported: a timeline of this plan, whose program has no loop over layers")
         is_recomputed = self.config.get("memory", {}).get("remat", "none") != "none"
-        title = f"One layer, estimated: {self.title}"
+        title = f"{self._layers_of_timeline.capitalize()}, estimated: {self.title}"
         return timeline_plot.timeline_figure(self.layer_timeline, title, is_recomputed=is_recomputed)
 
     def links_figure(self) -> "Figure":
@@ -85,9 +85,16 @@ class Plan(PlanRecord):
 
         return mesh_plot.mesh_figure(self.mesh, topology(self.topology), self.collectives)
 
+    @property
+    def _layers_of_timeline(self) -> str:
+        """What an iteration of the loop over layers runs."""
+        period = len(self.config.get("model", {}).get("layer_kinds", ["full"]))
+        num_layers = max(period, self.config.get("memory", {}).get("layers_per_remat_group", 1))
+        return "one layer" if num_layers == 1 else f"one group of {num_layers} layers"
+
     def _figures(self) -> "dict[str, Figure]":
         """Heading -> figure of the page."""
-        timeline = {"Timeline of one layer": self.timeline_figure()} if self.layer_timeline else {}
+        timeline = {f"Timeline of {self._layers_of_timeline}": self.timeline_figure()} if self.layer_timeline else {}
         return {
             "Memory": self.memory_figure(),
             **timeline,
