@@ -49,13 +49,15 @@ def test_command_prints_page_and_writes_json(config, tmp_path):
     assert values["topology"] == "h100:1x4" and values["num_devices"] == 4 and values["memory"]["fits"] is True
     assert values["advice"] is None
     assert values["memory"]["host_capacity_per_node_bytes"] == 100 * 2**30
-    memory = values["memory"]  # between processes, permutes use symmetric buffers
-    assert 0 < memory["symmetric_used_bytes"] <= memory["symmetric_bytes"]
+    (backend,) = values["ring"]["by_backend"]
+    assert backend in ("NVSHMEM", "NCCL")  # auto, on JAX 0.10.1 and on 0.12
+    memory = values["memory"]
+    assert (memory["symmetric_used_bytes"] > 0) == (backend == "NVSHMEM")  # its permutes use symmetric buffers
+    assert memory["symmetric_used_bytes"] <= memory["symmetric_bytes"]
     parts = ("device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "symmetric_bytes", "nccl_bytes")
     assert memory["device_peak_bytes"] == sum(memory[part] for part in parts)
     assert ">fits</span>" in (tmp_path / "plan.html").read_text()
     assert png_size(tmp_path / "layer.png") > (500, 200)
-    assert list(values["ring"]["by_backend"]) in (["NVSHMEM"], ["NCCL symmetric"])
 
 
 @pytest.mark.parametrize("arguments, words", [

@@ -61,8 +61,8 @@ def test_choose_peer_in_one_process_is_selected():
     ("change", "chosen"),
     [
         (dict(), "nvshmem"),
-        (dict(devices_per_process=2), "symmetric"),
-        (dict(xla_version=(0, 12, 0, 1)), "symmetric"),
+        (dict(devices_per_process=2), "nccl"),
+        (dict(xla_version=(0, 12, 0, 1)), "nccl"),  # not symmetric, although it is supported
         (dict(xla_version=(0, 12, 0, 1), nccl_version=(2, 27, 7)), "nccl"),
         (dict(num_processes=1, devices_per_process=8), "nccl"),
     ],
@@ -151,7 +151,7 @@ def compiled_transports(name: str, devices_per_process: int) -> set[tuple[str, s
 @pytest.mark.parametrize(
     ("name", "transport"),
     [
-        ("auto", ("DEFAULT", "COLLECTIVES_SYMMETRIC_MEMORY") if NVSHMEM_IS_GONE else ("NVSHMEM", "")),
+        ("auto", ("DEFAULT", "") if NVSHMEM_IS_GONE else ("NVSHMEM", "")),
         ("nccl", ("DEFAULT", "")),
         ("nvshmem", ("NVSHMEM", "")),
         ("symmetric", ("DEFAULT", "COLLECTIVES_SYMMETRIC_MEMORY")),
