@@ -9,6 +9,8 @@ from jaxlc.simulate.time_model import TimeModel
 
 # Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are independent.
 LINKS = {"NVLink": "NVLink", "network": "network", "to host": "host", "from host": "host"}
+# Lane of a transfer -> the queue in which transfers run one after the other.
+QUEUES = {"NVLink": "collectives", "network": "collectives", "to host": "to host", "from host": "from host"}
 
 
 class Kernel(NamedTuple):
@@ -21,7 +23,7 @@ class Kernel(NamedTuple):
 class TimedTransfer(NamedTuple):
     start: Instruction
     link: str  # a key of LINKS
-    seconds: float  # if nothing else uses the link
+    seconds: float  # without those that it waits for other transfers
 
 
 class TimedOp(NamedTuple):

@@ -3,8 +3,9 @@
 Kernels run one after the other in schedule order. Attention and matrix products take the time that `Roofline` gives
 for their FLOPs, or for the bytes that they move if that is longer; other kernels the time for their bytes
 (`jaxlc.hlo.kernel_costs`). Collectives and host copies start and end where the schedule starts and ends them, and run
-concurrently with kernels. A kernel that has to wait for one to end waits; that time is exposed. Concurrent transfers
-share a link evenly.
+concurrently with kernels. A kernel that has to wait for one to end waits; that time is exposed. Transfers of one queue
+run one after the other, in the order in which they start: XLA launches all collectives on one stream, for any link
+(openxla/xla pull request 17749), and a copy engine executes the copies of one direction.
 
 A loop is simulated round by round as long as a transfer that began before it is in flight. All later rounds are alike:
 one is simulated and multiplied by their number. Of a conditional, the longest branch counts.
@@ -22,7 +23,7 @@ from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.hlo.trip_counts import trip_count
 from jaxlc.simulate.time_model import TimeModel
-from jaxlc.simulate.timed_ops import LINKS, Kernel, TimedOp, TimedOps
+from jaxlc.simulate.timed_ops import LINKS, QUEUES, Kernel, TimedOp, TimedOps, TimedTransfer
 
 KERNELS = "kernels"  # the lane of kernels; the other lanes are links
 _COMMUNICATION = ("NVLink", "network")
@@ -110,7 +111,7 @@ class Simulator:
         self.num_transfers: Counter[str] = Counter()  # by resource
         self.num_exposed: Counter[str] = Counter()  # by resource: transfers that kernels wait for
         self.events = events
-        self._links = {name: _Link() for name in LINKS}
+        self._queues = {name: _Queue() for name in QUEUES.values()}
         self._single_runs = {} if single_runs is None else single_runs  # one run of a computation, links idle
 
     def run(self, computation: Computation) -> None:
@@ -124,7 +125,7 @@ class Simulator:
             link, seconds = op.starts.link, op.starts.seconds
             self.transfer_seconds[LINKS[link]] += seconds
             self.num_transfers[LINKS[link]] += 1
-            self._links[link].begin(op.starts.start, seconds, self.now)
+            self._queues[QUEUES[link]].add(op.starts)
         if op.awaits is not None:
             self._await(op.awaits.start, op.awaits.link)
         if op.loop is not None:
@@ -139,7 +140,7 @@ class Simulator:
         self._advance(kernel.seconds)
 
     def _await(self, start: Instruction, link: str) -> None:
-        seconds = self._links[link].seconds_until_done(start)
+        seconds = self._queues[QUEUES[link]].seconds_until_done(start)
         self.seconds["waiting", LINKS[link]] += seconds
         self.num_exposed[LINKS[link]] += seconds > _ROUNDING_SECONDS
         self._advance(seconds)
@@ -148,7 +149,7 @@ class Simulator:
         program = self.timed_ops.program
         body = program.computations[loop.attributes["body"].lstrip("%")]
         remaining = trip_count(program, loop)
-        while remaining and (self.events is not None or any(link.in_flight for link in self._links.values())):
+        while remaining and (self.events is not None or any(queue.in_flight for queue in self._queues.values())):
             self.run(body)
             remaining -= 1
         if remaining:
@@ -170,9 +171,9 @@ class Simulator:
         return self._single_runs[computation.name]
 
     def _advance(self, seconds: float) -> None:
-        for name, link in self._links.items():
-            for transfer, began, ended in link.advance(seconds, self.now):
-                self._record(name, transfer.opcode, began, ended)
+        for queue in self._queues.values():
+            for transfer, began, ended in queue.advance(seconds, self.now):
+                self._record(transfer.link, transfer.start.opcode, began, ended)
         self.now += seconds
 
     def _record(self, lane: str, kind: str, start: float, end: float) -> None:
@@ -180,35 +181,44 @@ class Simulator:
             self.events.append(Event(lane, kind, start, end))
 
 
-class _Link:
-    """Transfers in flight, each with the seconds that it would still take alone. They share the link evenly."""
+class _Queue:
+    """Transfers in flight, of which the first runs and the others wait."""
 
     def __init__(self):
-        self.in_flight: dict[Instruction, float] = {}
-        self._began: dict[Instruction, float] = {}
+        self.in_flight: dict[Instruction, _InFlight] = {}  # by start, in the order of the starts
 
-    def begin(self, start: Instruction, seconds: float, now: float) -> None:
-        self.in_flight[start], self._began[start] = seconds, now
+    def add(self, transfer: TimedTransfer) -> None:
+        self.in_flight[transfer.start] = _InFlight(transfer, transfer.seconds, None)
 
     def seconds_until_done(self, start: Instruction) -> float:
-        """Seconds until `start` is done if no other transfer begins; the others progress at the same rate."""
-        needed = self.in_flight.get(start, 0.0)
-        return sum(min(needed, seconds) for seconds in self.in_flight.values())
+        """Seconds until `start` is done: its own and those of the transfers before it; 0 if it is not in flight."""
+        seconds = 0.0
+        for earlier, transfer in self.in_flight.items():
+            seconds += transfer.remaining_seconds
+            if earlier is start:
+                return seconds
+        return 0.0
 
-    def advance(self, seconds: float, now: float) -> list[tuple[Instruction, float, float]]:
-        """Lets `seconds` pass. Returns the transfers that ended: (start, begin time, end time)."""
+    def advance(self, seconds: float, now: float) -> list[tuple[TimedTransfer, float, float]]:
+        """Lets `seconds` pass. Returns the transfers that ended: (transfer, begin time, end time)."""
         ended = []
-        while self.in_flight:
-            first = min(self.in_flight, key=self.in_flight.get)
-            share = min(self.in_flight[first], seconds / len(self.in_flight))
-            seconds -= share * len(self.in_flight)
-            now += share * len(self.in_flight)
-            self.in_flight = {start: remaining - share for start, remaining in self.in_flight.items()}
-            if self.in_flight[first] > _ROUNDING_SECONDS:
+        for start, (transfer, remaining, began) in list(self.in_flight.items()):
+            began = now if began is None else began
+            passed = min(remaining, seconds)
+            seconds -= passed
+            now += passed
+            if remaining - passed > _ROUNDING_SECONDS:
+                self.in_flight[start] = _InFlight(transfer, remaining - passed, began)
                 break
-            del self.in_flight[first]
-            ended.append((first, self._began.pop(first), now))
+            del self.in_flight[start]
+            ended.append((transfer, began, now))
         return ended
+
+
+class _InFlight(NamedTuple):
+    transfer: TimedTransfer
+    remaining_seconds: float
+    began_seconds: float | None  # None: it waits
 
 
 _ROUNDING_SECONDS = 1e-15  # rounding error of the remaining time of a transfer that has ended
