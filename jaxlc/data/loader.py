@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -151,7 +152,8 @@ def batches(
     Sequence b of microbatch a of step n is `sequences[first_sequence + n * global_batch_size + a * B + b]`; position t
     of the layout holds its token `sequence_order[t]` (int [S]). `sharding` shards B and S, e.g. over (data, fsdp) and
     context. A process builds only the sequences of which its devices hold a shard, in threads, `prefetch_steps` steps
-    ahead (0: on demand). Closing or dropping the iterator ends the threads.
+    ahead; another thread copies the next batch to the devices (0: all on demand). Closing or dropping the iterator ends
+    the threads.
     """
     assert global_batch_size % gradient_accumulation_steps == 0, (global_batch_size, gradient_accumulation_steps)
     shape = (gradient_accumulation_steps, global_batch_size // gradient_accumulation_steps, len(sequence_order))
@@ -177,7 +179,17 @@ def batches(
     num_prefetched = prefetch_steps * len(local_sequences)
     options = grain.ReadOptions(num_threads=min(_MAX_THREADS, num_prefetched), prefetch_buffer_size=num_prefetched)
     built = iter(grain.MapDataset.range(_ENDLESS).map(local_spans).to_iter_dataset(options))
+
+    def place_next_batch() -> dict[str, jax.Array]:
+        step = {at: next(built) for at in local_sequences}
+        return {name: global_array(name, step) for name in step[local_sequences[0]]}
+
     with contextlib.closing(built):  # also when this generator is closed or dropped
-        while True:
-            step = {at: next(built) for at in local_sequences}
-            yield {name: global_array(name, step) for name in step[local_sequences[0]]}
+        if not prefetch_steps:
+            while True:
+                yield place_next_batch()
+        with ThreadPoolExecutor(1, thread_name_prefix="place_batch") as thread:
+            following = thread.submit(place_next_batch)
+            while True:
+                current, following = following.result(), thread.submit(place_next_batch)
+                yield current

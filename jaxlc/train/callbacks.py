@@ -28,6 +28,8 @@ class Callback:
         """Called for each optimizer step, in order, with its loss, grad_norm, learning_rate and target_tokens.
 
         Metrics are fetched when they are logged, and at least every 8 steps, so the call may be up to 8 steps late.
+        With a callback, the metrics of a logged step are fetched before the next step is dispatched, during which
+        devices are idle; train.log_every_steps makes that rarer.
         """
 
     def on_log(self, row: dict[str, float]) -> None:
@@ -71,6 +73,10 @@ class Callbacks:
                     f"invalid callback {callback!r}: expected an object with a method"
                     f" {', '.join(EVENTS[:-1])} or {EVENTS[-1]}, such as a subclass of jaxlc.train.Callback"
                 )
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._callbacks)
 
     def __call__(self, event: str, *arguments) -> None:
         for callback in self._callbacks:

@@ -103,10 +103,14 @@ def run(
         data = open_data(config, progress, batches, eval_batches)
         progress.log("\n".join([*description, *data.lines, "", *sharding_lines(step)]))
 
-        # State: restored from the latest valid checkpoint, or initialized.
+        # Compilation, before the state takes memory: XLA's autotuner runs on the devices, and an error comes early.
         checkpoints = Checkpoints(
             workdir / CHECKPOINTS_DIRECTORY, keep=config.train.keep_checkpoints, warn=progress.log
         )
+        is_done = max(checkpoints.steps(), default=0) >= config.train.steps
+        compiled = None if is_done else _compile(step, progress)
+
+        # State: restored from the latest valid checkpoint, or initialized.
         start = _first_position(config, workdir, step, data, checkpoints, progress)
         run = _Run(
             config=config,
@@ -121,7 +125,9 @@ def run(
         )
 
         # Training, and the report after the last step.
-        end, evaluation, exit_status = _train(run, start) if start.step < config.train.steps else (start, None, 0)
+        end, evaluation, exit_status = start, None, 0
+        if start.step < config.train.steps:
+            end, evaluation, exit_status = _train(run, start, compiled or _compile(step, progress))
         result = _finish(run, end, evaluation, exit_status)
         if exit_status:
             progress.log(f"stopped after step {end.step}, saved a checkpoint; run the same command again to resume")
@@ -129,18 +135,13 @@ def run(
     return result
 
 
-def _train(run: _Run, start: _Position) -> tuple[_Position, Evaluation | None, int]:
+def _train(run: _Run, start: _Position, run_step: jax.stages.Compiled) -> tuple[_Position, Evaluation | None, int]:
     """Runs the steps after `start`; returns where training ended, the last evaluation, and the exit status."""
     config, state, next_sequence = run.config.train, start.state, start.next_sequence
-
-    # Compilation.
-    with run.progress.compiling("the training step"):
-        run_step = run.step.compile()
-    for line in verify_compiled_step(run.step, run_step):
-        run.progress.log(line)
     run.callbacks("on_start", RunInfo(run.config, run.step.mesh, run.workdir, start.step))
 
-    # The loop over steps. Metrics are fetched only when needed, so that the devices always have a step in flight.
+    # The loop over steps. Metrics are fetched after the next step is dispatched, so that the devices always have work.
+    # Callbacks get them before, so that StopTraining ends the run at the step that raised it.
     evaluation = None
     if start.step == 0 and config.eval_every_steps:
         evaluation = _evaluate(run, start)
@@ -156,20 +157,19 @@ def _train(run: _Run, start: _Position) -> tuple[_Position, Evaluation | None, i
             position = _Position(state=state, step=step, next_sequence=next_sequence)
             pending.add(step, metrics)
             stops = guard.requested(step)
+            _report(run, pending, step if run.callbacks else step - 1, is_last=is_last)
+            is_last = is_last or run.callbacks.stop_requested
             evaluates = is_last or _is_due(step, config.eval_every_steps)
             saves = is_last or stops or _is_due(step, config.checkpoint_every_steps)
-            logs = is_last or _is_due(step, config.log_every_steps)
-            if logs or evaluates or saves or pending.num_steps >= _MAX_STEPS_IN_FLIGHT:
-                _check_finite(run, pending.fetch())
-            if logs:
-                _log(run, step, pending)
-            if run.callbacks.stop_requested:
-                is_last = evaluates = saves = True
+            if evaluates or saves:
+                _report(run, pending, step, is_last=is_last, fetches=True)
+                if run.callbacks.stop_requested:
+                    is_last = evaluates = saves = True
             if evaluates:
                 evaluation = _evaluate(run, position)
             if saves:  # after this step's metrics are written: see metrics.py
                 _save(run, position)
-            if logs or evaluates or saves:
+            if evaluates or saves:
                 pending.restart_clock(step)
             if is_last or stops:
                 return position, evaluation, 0 if is_last else guard.exit_status
@@ -189,6 +189,15 @@ def _make_progress(config: Config, *, is_own_model: bool) -> Progress:
         peak_flops_per_second=device and device.bf16_flops_per_second * jax.device_count(),
         is_primary=jax.process_index() == 0,
     )
+
+
+def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:
+    """The compiled step; its transport and its use of host memory are checked."""
+    with progress.compiling("the training step"):
+        compiled = step.compile()
+    for line in verify_compiled_step(step, compiled):
+        progress.log(line)
+    return compiled
 
 
 def _make_evaluator(step: TrainStep, data: RunData) -> Evaluator | None:
@@ -251,8 +260,23 @@ def _save(run: _Run, position: _Position) -> None:
     run.callbacks("on_checkpoint", position.step, run.workdir / CHECKPOINTS_DIRECTORY / str(position.step))
 
 
+def _report(run: _Run, pending: PendingMetrics, step: int, *, is_last: bool, fetches: bool = False) -> None:
+    """Fetches and checks the metrics up to `step`: if it is logged, if `fetches`, or with too many steps in flight.
+
+    Args:
+      is_last: whether the newest step is the last one of the run, which is always logged.
+    """
+    logs = _is_due(step, run.config.train.log_every_steps) or (is_last and step == pending.newest_step)
+    if step <= pending.last_step or not (logs or fetches or pending.num_steps >= _MAX_STEPS_IN_FLIGHT):
+        return
+    _check_finite(run, pending.fetch(step))
+    if logs:
+        _log(run, step, pending)
+        pending.restart_clock(step)
+
+
 def _log(run: _Run, step: int, pending: PendingMetrics) -> None:
-    """Writes one metrics row: the newest step's metrics and the mean time of the steps since the clock was started."""
+    """Writes one metrics row: the metrics of `step` and the mean time of the steps since the clock was started."""
     metrics, seconds = pending.last, pending.seconds_per_step
     row = dict(
         step=step,

@@ -8,9 +8,13 @@ from jaxlc.train.step import StepMetrics
 
 
 class PendingMetrics:
-    """The metrics of the steps since the last fetch, in order, and a clock over the steps since it was started.
+    """The metrics of the steps that were not fetched, in order, and a clock over the steps since it was started.
 
     The caller restarts the clock after evaluations and checkpoints, so that their time does not count.
+
+    Attributes:
+      last: metrics of the newest fetched step, numpy; None before the first fetch.
+      last_step: the newest fetched step.
     """
 
     def __init__(self, step: int):
@@ -18,7 +22,8 @@ class PendingMetrics:
         Args:
           step: the step after which the clock starts.
         """
-        self.last: StepMetrics | None = None  # of the newest fetched step, numpy
+        self.last: StepMetrics | None = None
+        self.last_step = step
         self._pending: list[tuple[int, StepMetrics]] = []
         self.restart_clock(step)
 
@@ -30,10 +35,16 @@ class PendingMetrics:
     def add(self, step: int, metrics: StepMetrics) -> None:
         self._pending.append((step, metrics))
 
-    def fetch(self) -> list[tuple[int, StepMetrics]]:
-        """Waits for the steps in flight and returns (step, numpy metrics) of each."""
-        fetched = [(step, jax.device_get(metrics)) for step, metrics in self._pending]
-        self._pending, (self._last_step, self.last) = [], fetched[-1]
+    @property
+    def newest_step(self) -> int:
+        """The step that was added last, or `last_step` if all were fetched."""
+        return self._pending[-1][0] if self._pending else self.last_step
+
+    def fetch(self, until: int) -> list[tuple[int, StepMetrics]]:
+        """Waits for the steps up to `until` and returns (step, numpy metrics) of each that was not fetched."""
+        fetched = [(step, jax.device_get(metrics)) for step, metrics in self._pending if step <= until]
+        self._pending = self._pending[len(fetched) :]
+        self.last_step, self.last = fetched[-1]
         return fetched
 
     def restart_clock(self, step: int) -> None:
@@ -43,4 +54,4 @@ class PendingMetrics:
     @property
     def seconds_per_step(self) -> float:
         """Mean time of the fetched steps since the clock was started."""
-        return (time.perf_counter() - self._start_seconds) / (self._last_step - self._first_step)
+        return (time.perf_counter() - self._start_seconds) / (self.last_step - self._first_step)

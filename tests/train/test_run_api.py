@@ -13,6 +13,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.profile.__main__ import main as profile_main
 from jaxlc.train.language_model import padded_length
+from jaxlc.train.pending_metrics import PendingMetrics
+from jaxlc.train.step import TrainStep
 from tests.tolerances import FLOAT32_PARITY
 from tests.train import runs
 from tests.train.synthetic import small_config, small_step
@@ -229,6 +231,42 @@ def _corpus_batches(config, first: int = 0):
     for step in range(first, 100):
         sequences = [train[2 * step + b] for b in range(2)]
         yield {name: np.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
+
+
+@pytest.fixture
+def dispatched_and_fetched(monkeypatch):
+    """The steps in the order in which they are dispatched ("add") and their metrics fetched ("fetch")."""
+    events = []
+    for name in ("add", "fetch"):
+        original = getattr(PendingMetrics, name)
+
+        def recorded(self, step, *arguments, name=name, original=original):
+            events.append((name, step))
+            return original(self, step, *arguments)
+
+        monkeypatch.setattr(PendingMetrics, name, recorded)
+    return events
+
+
+def test_metrics_are_fetched_after_the_next_step_is_dispatched(config, result, tmp_path, dispatched_and_fetched):
+    """But before an evaluation or a checkpoint; the rows are those of a run with callbacks, which get them earlier."""
+    late = config.copy_and_resolve_references()
+    late.train.update(eval_every_steps=3, checkpoint_every_steps=0)
+    rows = jaxlc.train.run(late, tmp_path / "w").history.column("loss")
+    np.testing.assert_array_equal(rows, result.history.column("loss"))
+    assert dispatched_and_fetched == [
+        ("add", 1), ("add", 2), ("fetch", 1), ("add", 3), ("fetch", 2), ("fetch", 3), ("add", 4), ("fetch", 4)
+    ]  # fmt: skip
+
+
+def test_step_is_compiled_before_the_state_is_made(config, tmp_path, monkeypatch):
+    def fails(_step):
+        raise UserError("the compiler failed")
+
+    monkeypatch.setattr(TrainStep, "compile", fails)
+    monkeypatch.setattr(TrainStep, "init", lambda *_: pytest.fail("the state is made before the step is compiled"))
+    with pytest.raises(UserError, match="the compiler failed"):
+        jaxlc.train.run(config, tmp_path / "w")
 
 
 def test_custom_batches_of_same_sequences_give_same_losses(config, result, tmp_path):
