@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import ModelConfig
+from jaxlc.core import scopes
 from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.models import offloaded_layers
 from jaxlc.models.embedding import lookup
-from jaxlc.models.layers import DecoderLayer, in_use, matrix
+from jaxlc.models.layers import DecoderLayer, matrix
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.models.norms import RMSNorm
 from jaxlc.models.offloaded_layers import Prefetch
@@ -99,9 +100,10 @@ class Decoder(nnx.Module):
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
         """The output head, sharded over tensor along V."""
-        if self.head is None:
-            return in_use(self.embedding, shard, compute_dtype).T
-        return in_use(self.head, shard, compute_dtype)
+        stored = self.embedding if self.head is None else self.head
+        with jax.named_scope(scopes.GATHER_WEIGHTS):
+            weight = shard.head(stored[...], stored.dims, compute_dtype)
+        return weight.T if self.head is None else weight
 
 
 def _run_stack(

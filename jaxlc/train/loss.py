@@ -23,9 +23,11 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.models.chunks import over_chunks
 from jaxlc.models.norms import rms_norm
+from jaxlc.sharding.rules import storage_spec
 
 _TOKENS = (BATCH_AXES, (CONTEXT, TENSOR))  # the last two dimensions of targets and weights
 _HEAD = PartitionSpec(None, TENSOR)
+_HEAD_DIMS = ("model", "vocab")  # of head_DV, as `sharding.rules` names them
 _SUM_AXES = (*BATCH_AXES, CONTEXT)
 
 
@@ -71,7 +73,7 @@ class _ChunkCarry(NamedTuple):
     losses_t: jax.Array  # float32
     x_tD: jax.Array  # with gradients: the processed chunks hold dx_tD
     dscale_D: jax.Array | None  # float32, as dhead_Dv; None without gradients
-    dhead_Dv: jax.Array | None
+    dhead_Dv: jax.Array | None  # of this rank's tokens
 
 
 def token_losses(
@@ -124,7 +126,7 @@ def _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec,
     tokens, hidden, everywhere = PartitionSpec(*tokens), PartitionSpec(*tokens, None), PartitionSpec()
     out_specs = (LossSums(everywhere, everywhere), tokens)
     if with_gradient:
-        out_specs = (*out_specs, hidden, everywhere, _HEAD)
+        out_specs = (*out_specs, hidden, everywhere, storage_spec(_HEAD_DIMS, head_DV.shape, spec.mesh))
     in_specs = (hidden, everywhere, _HEAD, tokens, tokens)
     mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return mapped(x_BTD, scale_D, head_DV, targets_BT, weights_BT)
@@ -162,8 +164,17 @@ def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, w
         return sums, losses_bt
     dscale_D = lax.psum(carry.dscale_D, (*_SUM_AXES, TENSOR))  # each tensor rank norms its own tokens
     with jax.named_scope(scopes.HEAD_GRADIENT):
-        dhead_Dv = lax.psum(carry.dhead_Dv, _SUM_AXES).astype(head_Dv.dtype)
-    return sums, losses_bt, carry.x_tD.reshape(x_btD.shape), dscale_D, dhead_Dv
+        dhead_dv = _sum_to_storage(carry.dhead_Dv, spec.mesh).astype(head_Dv.dtype)
+    return sums, losses_bt, carry.x_tD.reshape(x_btD.shape), dscale_D, dhead_dv
+
+
+def _sum_to_storage(dhead_Dv: jax.Array, mesh: Mesh) -> jax.Array:
+    """The sum over all ranks, of which each gets the rows that it stores: half the bytes of an all-reduce."""
+    rows, _ = storage_spec(_HEAD_DIMS, dhead_Dv.shape, mesh)
+    axes = (rows,) if isinstance(rows, str) else rows or ()
+    if axes:
+        dhead_Dv = lax.psum_scatter(dhead_Dv, axes, scatter_dimension=0, tiled=True)
+    return lax.psum(dhead_Dv, tuple(axis for axis in _SUM_AXES if axis not in axes))
 
 
 def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, with_gradient: bool):

@@ -49,7 +49,7 @@ def test_loss_for_h100_has_small_temporaries(axes):
     x, ids, weights, head, _ = _arguments(mesh)
 
     def objective(x, head, scale, ids, weights):
-        return loss_sums(x, scale, shard.weight(head, ("model", "vocab"), x.dtype), ids, weights, spec).objective
+        return loss_sums(x, scale, shard.head(head, ("model", "vocab"), x.dtype), ids, weights, spec).objective
 
     compiled = _compile(
         jax.grad(objective, (0, 1)), x, head, jnp.ones(D), ids, weights,
@@ -60,6 +60,8 @@ def test_loss_for_h100_has_small_temporaries(axes):
     in_chunks = 4 * CHUNK * V * 4  # logits, their gradient, rounded and transposed copies for the matmul
     assert memory.temp_size_in_bytes <= D * V * (2 + 4) + in_chunks < X_BYTES  # head, and its float32 gradient
     collectives = analyze(compiled.as_text()).collectives
+    sums = Counter(collective.kind for collective in collectives if collective.sent_bytes > D * V)
+    assert sums == (Counter({"reduce-scatter": 1}) if CONTEXT in axes else Counter())  # the head's gradient
     gathers = Counter(collective.times for collective in collectives if collective.kind == "all-gather")
     assert gathers == ({1: 1} if CONTEXT in axes else {TOKENS // (CHUNK // 2): 1})  # of the head; of the chunks
 
