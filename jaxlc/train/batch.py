@@ -1,5 +1,6 @@
 """The batch of a training step."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -43,4 +44,11 @@ def abstract_batch(config: Config, mesh: Mesh) -> Batch:
         num_tokens,
     )
     sharding = NamedSharding(mesh, BATCH_SPEC)
+    return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in _DTYPES))
+
+
+def abstract_sequences(config: Config, mesh: Mesh) -> Batch:
+    """As `abstract_batch`, of one microbatch with one sequence per rank of the data and fsdp axes; arrays [B, S]."""
+    shape = math.prod(mesh.shape[axis] for axis in BATCH_AXES), config.data.seq_len
+    sharding = NamedSharding(mesh, _SEQUENCE_SPEC)
     return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in _DTYPES))

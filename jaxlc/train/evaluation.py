@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxlc.core import html
 from jaxlc.core.axes import DATA, FSDP
@@ -17,6 +18,7 @@ from jaxlc.train.batch import BATCH_SPEC, Batch
 from jaxlc.train.context_gain import OFFSETS, PIECE_TOKENS, ContextGain, Pieces, context_gain, scored
 from jaxlc.train.document_sums import DocumentSums, concatenate, position_edges, sum_documents
 from jaxlc.train.step import TrainStep
+from jaxlc.train.verify_compiled import verify_evaluation
 
 
 class PositionSums(NamedTuple):
@@ -89,9 +91,13 @@ class Evaluator:
         self._step, self._heldout, self._order = step, heldout, order
         self.num_sequences = min(num_sequences, heldout.num_sequences)
         self.edges = position_edges(step.config.data.seq_len)
-        # Replicated, so that every process has the losses of all tokens.
-        replicated = NamedSharding(step.mesh, PartitionSpec())
-        self._token_losses = jax.jit(step.objective.token_losses, out_shardings=replicated)
+
+    @cached_property
+    def _token_losses(self) -> jax.stages.Compiled:
+        """Returns the losses of all tokens to every process. Its transport is checked as that of the step."""
+        compiled = self._step.compile_evaluation()
+        verify_evaluation(self._step, compiled)
+        return compiled
 
     def __call__(self, params) -> Evaluation:
         losses = self._losses(params, self._heldout)

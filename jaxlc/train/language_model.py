@@ -136,10 +136,10 @@ class LanguageModel:
     @functools.cache  # noqa: B019
     def _functions(self, num_tokens: int) -> "_Functions":
         step = dataclasses.replace(self._step, config=_for_sequences_of(self.config, num_tokens, self.mesh))
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        everywhere, options = NamedSharding(self.mesh, PartitionSpec()), step.compiler_options
         return _Functions(
-            features=jax.jit(step.objective.features),
-            token_losses=jax.jit(step.objective.token_losses, out_shardings=everywhere),
+            features=jax.jit(step.objective.features, compiler_options=options),
+            token_losses=jax.jit(step.objective.token_losses, out_shardings=everywhere, compiler_options=options),
         )
 
     def _padded(self, tokens: Tokens) -> _Padded:

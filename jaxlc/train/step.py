@@ -22,7 +22,7 @@ from jaxlc.runtime.xla_flags import compile_options
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.table import ShardingTable, sharding_table
 from jaxlc.train import mixed_precision, update
-from jaxlc.train.batch import Batch, abstract_batch
+from jaxlc.train.batch import Batch, abstract_batch, abstract_sequences
 from jaxlc.train.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.objective import Objective
@@ -130,9 +130,7 @@ class TrainStep:
         Raises:
           UserError: config.memory.offload is set, and the program for a GPU has nothing in host memory.
         """
-        options = self.compiler_options | (extra_options or {})
-        with compilation_cache.for_step(self.mesh.devices.flat):
-            compiled = (lowered or self.lower()).compile(compiler_options=options)
+        compiled = self._compile(lowered or self.lower(), extra_options)
         offload = self.config.memory.offload
         if offload and self._platform == "gpu" and not _uses_host_memory(compiled):
             raise UserError(
@@ -140,6 +138,41 @@ class TrainStep:
                 " these layers do not compute such tensors, or this compiler ignores offloading"
             )
         return compiled
+
+    @cached_property
+    def jitted_evaluation(self):
+        """(params, microbatch) -> the loss of each token in nats, float32 [sequences, tokens], replicated."""
+
+        def token_losses(params, batch: Batch) -> jax.Array:
+            params = jax.tree.map(to_memory_kind, params, self.memory_spaces.params)  # only types: see `_step`
+            return self.objective.token_losses(params, batch)
+
+        return jax.jit(token_losses, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+
+    def lower_evaluation(self) -> jax.stages.Lowered:
+        """Lowers `jitted_evaluation` for one sequence per rank of the data and fsdp axes."""
+        return self.jitted_evaluation.lower(self.abstract_state.params, self.abstract_evaluation_batch)
+
+    @cached_property
+    def abstract_evaluation_batch(self) -> Batch:
+        """Arrays [sequences, tokens]."""
+        return abstract_sequences(self.config, self.mesh)
+
+    def compile_evaluation(
+        self,
+        extra_options: dict[str, bool | int | str] | None = None,
+        lowered: jax.stages.Lowered | None = None,
+    ) -> jax.stages.Compiled:
+        """Compiles `jitted_evaluation` with the options of the step, so that it uses the same transport and memory.
+
+        Args:
+          lowered: the result of `lower_evaluation`, if the caller changed it.
+        """
+        return self._compile(lowered or self.lower_evaluation(), extra_options)
+
+    def _compile(self, lowered: jax.stages.Lowered, extra_options) -> jax.stages.Compiled:
+        with compilation_cache.for_step(self.mesh.devices.flat):
+            return lowered.compile(compiler_options=self.compiler_options | (extra_options or {}))
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
@@ -150,6 +183,7 @@ class TrainStep:
             preset=self.config.runtime.xla_preset,
             transport=self.transport and self.transport.name,
             uses_host_memory=bool(memory.offload) or "host" in (memory.parameters, memory.optimizer),
+            is_deterministic=self.config.runtime.deterministic,
             environment=os.environ,
         )
 

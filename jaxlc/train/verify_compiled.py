@@ -78,6 +78,16 @@ def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list
     return lines + check(step, attention_collectives)
 
 
+def verify_evaluation(step: TrainStep, compiled: jax.stages.Compiled) -> None:
+    """Checks the compiled evaluation of `step` as `verify_compiled_step` checks the step.
+
+    Raises:
+      UserError: it uses another transport, unless config.runtime.transport_mismatch is "warn".
+    """
+    if step.transport is not None and step.model is None:
+        check(step, analyze(compiled.as_text()).attention_collectives)
+
+
 def check(step: TrainStep, attention_collectives: Sequence[AttentionCollective]) -> list[str]:
     """Returns a warning if the compiled `step` does not use the requested transport.
 

@@ -1,3 +1,4 @@
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from jaxlc.hlo import analyze
 from jaxlc.runtime.transport import TransportSelection
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.train.step import build_step
-from jaxlc.train.verify_compiled import describe, mismatch, verify_compiled_step
+from jaxlc.train.verify_compiled import describe, mismatch, verify_compiled_step, verify_evaluation
 from tests.hlo.snippets import RING
 
 pytestmark = pytest.mark.jax_version
@@ -87,6 +88,25 @@ def test_verify_on_cpu_returns_nothing():
 
 
 @pytest.mark.gpu_compiler
+def test_evaluation_for_h100_uses_the_transport_of_the_step():
+    config = defaults()
+    config.model.update(num_layers=1, model_dim=64, num_heads=2, num_kv_heads=2, ffn_dim=64)
+    config.mesh.context = 4
+    config.attention.kernel = "blockwise"
+    config.data.seq_len = 512
+    config.runtime.transport = "symmetric"
+    config = load(config)
+    mesh = make_mesh(topology("h100:1x4"), config.mesh)
+    real = build_step(config, mesh)
+    compiled = real.compile_evaluation(extra_options=dict(WITHOUT_GPU))
+    assert {hop.collective.transport for hop in analyze(compiled.as_text()).attention_collectives} == {"symmetric"}
+    verify_evaluation(real, compiled)
+    by_nccl = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, transport="nccl"))
+    with pytest.raises(UserError, match="hops the compiled step sends . by one-sided NCCL"):
+        verify_evaluation(build_step(by_nccl, mesh), compiled)
+
+
+@pytest.mark.gpu_compiler
 @pytest.mark.heavy
 def test_verify_step_compiled_for_h100_describes_hops():
     config = defaults()
@@ -97,5 +117,5 @@ def test_verify_step_compiled_for_h100_describes_hops():
     config = load(config)
     real = build_step(config, make_mesh(topology("h100:1x4"), config.mesh))
     lines = verify_compiled_step(real, real.compile(extra_options=dict(WITHOUT_GPU)))
-    name = {"nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL"}[real.transport.name]
+    name = {"nvshmem": "NVSHMEM", "nccl": "NCCL"}[real.transport.name]
     assert lines[0].startswith("ring: ") and f" x 2 layers), all {name}; unoverlapped: " in lines[0]
