@@ -32,6 +32,11 @@ def precision_problems(config: Config) -> Iterator[str]:
             f" config.precision.fp8_scaling is {precision.fp8_scaling!r}; use --config.precision.fp8_scaling=delayed,"
             " or remove it"
         )
+    if precision.compute == "fp8" and precision.reduce == "fp32":
+        yield (
+            "unsupported: config.precision.reduce='fp32' with compute='fp8', whose products return gradients in bf16;"
+            " use --config.precision.reduce=compute"
+        )
     if precision.compute == "fp8" and not precision.fp8_matmuls:
         yield "config.precision.compute='fp8' with no fp8_matmuls is bf16; name at least one, or use compute=bf16"
     if not precision.loss_scale_min <= precision.loss_scale <= precision.loss_scale_max:

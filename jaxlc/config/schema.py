@@ -171,13 +171,16 @@ MATMUL_NAMES = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Data types of computation. Parameters, optimizer moments and gradient sums are always float32.
+    """Data types of computation. Parameters, optimizer moments and sums of gradients over microbatches are float32.
 
     fp8 computes in bf16 except for the products in fp8_matmuls, which multiply e4m3 by e4m3 in the forward and e5m2 by
     e4m3 in the backward. fp16 multiplies the loss by a dynamic scale and skips updates that overflow.
     """
 
     compute: Literal["auto", "bf16", "fp32", "fp16", "fp8"] = "auto"  # auto: bf16 on GPU, fp32 on CPU
+    # data type in which the gradients of layer weights are summed over ranks. compute: that of `compute`, or bf16 with
+    # fp8; half the bytes of fp32. Those of the embedding and of the output head are always summed in float32.
+    reduce: Literal["compute", "fp32"] = "compute"
     # fp8: matrix products computed in 8 bits, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down;
     # the others use bf16.
     fp8_matmuls: tuple[str, ...] = MATMUL_NAMES
@@ -255,8 +258,12 @@ class RuntimeConfig:
     # JAX's memory pool as a multiple of GPU memory, with unified_memory. 0: so that the pools of all GPUs take 90% of
     # host memory in addition to GPU memory.
     unified_memory_fraction: float = 0.0
+    # use only GPU kernels whose results are equal in every run of the same compiled program; slower, docs/xla_flags.md.
+    deterministic: bool = False
     # compiler options for GPUs; docs/xla_flags.md.
-    xla_preset: Literal["default", "overlap", "pipelined", "double_buffered", "uncombined", "no_graphs"] = "overlap"
+    xla_preset: Literal[
+        "default", "overlap", "pipelined", "double_buffered", "uncombined", "permute_cliques", "no_graphs"
+    ] = "overlap"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,4 +230,4 @@ def add_bias(x_BTNH: jax.Array, bias: nnx.Param | None) -> jax.Array:
 @jax.named_scope(scopes.GATHER_WEIGHTS)
 def in_use(param: nnx.Param, shard: Sharder, dtype) -> jax.Array:
     """A declared weight, cast to `dtype` and gathered, as a matrix product reads it."""
-    return shard.weight(param[...], param.dims, dtype)
+    return shard.layer_weight(param[...], param.dims, dtype)

@@ -59,11 +59,32 @@ class Matmuls(nnx.Module):
         """einsum(subscripts, x, w) in the dtype of x; it contracts the last dimensions of x with the first of w."""
         assert name in self.names, name
         if name not in self.fp8_names:
-            return jnp.einsum(subscripts, x, w)
+            return jnp.einsum(subscripts, x, w) if w.dtype == x.dtype else float32_gradient_product(subscripts, x, w)
         history = None if self.history is None else self.history[self.names.index(name)]
         if self.is_bf16 is None:
             return fp8_product(x, w, history, _num_contracted(subscripts))
         return fp8_or_bf16_product(x, w, history, self.is_bf16[...], _num_contracted(subscripts))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def float32_gradient_product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """einsum(subscripts, x, w) with w rounded to the dtype of x; the gradient of w, a float32 array, is not rounded."""
+    return jnp.einsum(subscripts, x, w.astype(x.dtype))
+
+
+def _float32_gradient_forward(subscripts, x, w):
+    return float32_gradient_product(subscripts, x, w), (x, w.astype(x.dtype))
+
+
+def _float32_gradient_backward(subscripts, residuals, dout):
+    x, w = residuals
+    operands, _, of_out = subscripts.partition("->")
+    of_x, _, of_w = operands.partition(",")
+    dx = jnp.einsum(f"{of_out},{of_w}->{of_x}", dout, w)
+    return dx, jnp.einsum(f"{of_x},{of_out}->{of_w}", x, dout, preferred_element_type=jnp.float32)
+
+
+float32_gradient_product.defvjp(_float32_gradient_forward, _float32_gradient_backward)
 
 
 def _num_contracted(subscripts: str) -> int:

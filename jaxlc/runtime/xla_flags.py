@@ -61,6 +61,9 @@ _HOST_MEMORY: Options = {
     # last two copies would be exposed.
     "xla_gpu_experimental_parallel_async_compute_limit": 16,
 }
+# Every run of one executable then gives the same bits: XLA compiles no scatters with atomic additions, and cuDNN's
+# attention backward uses its deterministic algorithm. `xla_gpu_deterministic_ops` would also disable autotuning.
+_DETERMINISTIC: Options = {"xla_gpu_exclude_nondeterministic_ops": True}
 PRESETS: Mapping[str, Options] = MappingProxyType(
     {
         "default": {},  # XLA's defaults
@@ -69,6 +72,8 @@ PRESETS: Mapping[str, Options] = MappingProxyType(
         # Unrolls the loop over layers by two, which avoids the copy from one iteration to the next.
         "double_buffered": _OVERLAP | _PIPELINED | {"xla_gpu_enable_while_loop_double_buffering": True},
         "uncombined": _OVERLAP | _UNCOMBINED,
+        # NCCL communicators of the members of each ring, instead of one of all devices.
+        "permute_cliques": _OVERLAP | {"xla_gpu_collective_permute_connected_components": True},
         # Launches kernels separately instead of as CUDA graphs: slower, but profiles and crashes name them.
         "no_graphs": _OVERLAP | {"xla_gpu_enable_command_buffer": ""},
     }
@@ -86,7 +91,13 @@ _OLD_NAMES = MappingProxyType(
 
 
 def compile_options(
-    platform: str, *, preset: str, transport: str | None, uses_host_memory: bool = False, environment: Mapping[str, str]
+    platform: str,
+    *,
+    preset: str,
+    transport: str | None,
+    uses_host_memory: bool = False,
+    is_deterministic: bool = False,
+    environment: Mapping[str, str],
 ) -> Options:
     """Options for `lowered.compile`, without those in the user's XLA_FLAGS, which they would override.
 
@@ -95,12 +106,15 @@ def compile_options(
       preset: a name in PRESETS.
       transport: the transport that `jaxlc.runtime.transport` selects; None: XLA's default.
       uses_host_memory: whether the program has arrays in host memory.
+      is_deterministic: config.runtime.deterministic.
     """
     if platform != "gpu":
         return {}
     options = _for_version(PRESETS[preset], xla_version()) | _TRANSPORTS[transport or "nccl"]
     if uses_host_memory:
         options |= _HOST_MEMORY
+    if is_deterministic:
+        options |= _DETERMINISTIC
     return {name: value for name, value in options.items() if name not in users_options(environment)}
 
 

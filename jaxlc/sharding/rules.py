@@ -87,6 +87,7 @@ class Sharder:
     rules: ShardingRules = RULES
     weights_are_gathered: bool = False  # `weight` has already been applied to all weights
     weights_on_host: bool = False  # parameters and their gradients are stored in host memory
+    reduces_in_float32: bool = False  # sums of the gradients of layer weights over ranks
 
     def fetched(self, params):
         """Copies a tree of parameters to the device; their gradients are copied back to where they are stored."""
@@ -104,6 +105,45 @@ class Sharder:
         stored = self._constrain(stored, storage_spec(dims, stored.shape, self.mesh, self.rules))
         cast = jax.lax.optimization_barrier(stored.astype(dtype))
         return self._constrain(cast, compute_spec(dims, stored.shape, self.mesh, self.rules))
+
+    def layer_weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
+        """`weight` for a matrix product of a layer. If gradients are reduced in float32, its values in float32.
+
+        The gather still moves `dtype`. The gradient has the dtype of the array that the product reads, and the sum over
+        ranks that of the gradient, so the product must get a float32 array (`models.matmuls`).
+        """
+        if self.weights_are_gathered or not self.reduces_in_float32 or dtype == stored.dtype:
+            return self.weight(stored, dims, dtype)
+        storage = storage_spec(dims, stored.shape, self.mesh, self.rules)
+        compute = compute_spec(dims, stored.shape, self.mesh, self.rules)
+
+        @jax.custom_vjp
+        def rounded(stored):
+            return self.weight(stored, dims, dtype).astype(stored.dtype)
+
+        def backward(_, gradient):
+            return (self._constrain(self._constrain(gradient, compute), storage),)
+
+        rounded.defvjp(lambda stored: (rounded(stored), None), backward)
+        return rounded(stored)
+
+    def head(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
+        """As `weight`, for the output head, whose gradient the loss has already scattered to the storage sharding.
+
+        The backward of `weight` would gather it first: its constraint to the sharding for compute applies to the
+        gradient too.
+        """
+        storage = storage_spec(dims, stored.shape, self.mesh, self.rules)
+
+        @jax.custom_vjp
+        def gathered(stored):
+            return self.weight(stored, dims, dtype)
+
+        def backward(_, gradient):
+            return (self._constrain(gradient, storage).astype(stored.dtype),)
+
+        gathered.defvjp(lambda stored: (gathered(stored), None), backward)
+        return gathered(stored)
 
     def residual(self, x_BTD: jax.Array) -> jax.Array:
         return self._activation(x_BTD, self.rules.residual)

@@ -101,7 +101,8 @@ class Objective:
         )
 
     def _sharder(self, params) -> Sharder:
-        return Sharder(self.mesh, weights_on_host=is_on_host(params))
+        reduces_in_float32 = self.config.precision.reduce == "fp32"
+        return Sharder(self.mesh, weights_on_host=is_on_host(params), reduces_in_float32=reduces_in_float32)
 
     @property
     def _compute_dtype(self) -> jnp.dtype:

@@ -55,5 +55,8 @@ def test_users_options_last_value_takes_precedence():
 def test_presets_options_are_known_to_gpu_compiler(preset):
     device = topology("h100:1x1").devices[0]
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
-    options = compile_options("gpu", preset=preset, transport="symmetric", uses_host_memory=True, environment={})
+    options = compile_options(
+        "gpu", preset=preset, transport="symmetric", uses_host_memory=True, is_deterministic=True, environment={}
+    )
+    assert options["xla_gpu_exclude_nondeterministic_ops"]
     jax.jit(jnp.sin).lower(x).compile(compiler_options=options | WITHOUT_GPU)

@@ -5,6 +5,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,6 +54,28 @@ def test_float16_gradients_are_close_to_float32(mesh):
     got = _gradients(mesh, precision=dict(compute="fp16"), train=dict(gradient_accumulation_steps=1 if not mesh else 2))
     errors = jax.tree.map(max_relative_error, got, _in_float32()[1])
     assert max(jax.tree.leaves(errors)) <= FLOAT16_GRADIENT, errors
+
+
+def test_reduce_in_fp32_does_not_round_gradients_of_layers():
+    """By default they are rounded to bfloat16 before the sum over ranks, and the sum is a bfloat16 number too."""
+    rounded, exact = (
+        _gradients(MESH, precision=dict(compute="bf16", reduce=reduce))["layers"] for reduce in ("compute", "fp32")
+    )
+    for a, b in zip(_matrices(rounded), _matrices(exact), strict=True):
+        assert _unrounded_fraction(a) == 0 and _unrounded_fraction(b) > 0.9
+    errors = [
+        max(jax.tree.leaves(jax.tree.map(_norm_error, got, _in_float32()[1]["layers"]))) for got in (exact, rounded)
+    ]
+    assert errors[0] <= 1.01 * errors[1] <= BFLOAT16_GRADIENT
+
+
+def _matrices(tree):
+    return [x for x in jax.tree.leaves(tree) if x.ndim > 2]
+
+
+def _unrounded_fraction(x) -> float:
+    """The fraction of values that are not bfloat16 numbers."""
+    return float(np.mean(np.asarray(x) != np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32))))
 
 
 def test_bfloat16_ring_without_document_mask_runs_on_cpu():
@@ -206,6 +229,7 @@ def test_resume_from_checkpoint_is_bitwise(precision, tmp_path):
     (dict(precision=dict(compute="fp8", bf16_layers=(1, -1))), "names a layer twice, of 2: they are [1, 1]"),
     (dict(precision=dict(compute="fp8", bf16_layers=(0, -1))), "are all layers, so compute='fp8' equals bf16"),
     (dict(precision=dict(compute="fp16", loss_scale_min=2.0**20)), "is not between loss_scale_min"),
+    (dict(precision=dict(compute="fp8", reduce="fp32")), "whose products return gradients in bf16"),
     (dict(precision=DELAYED, memory=dict(tile_tokens=24)), "computes it tile by tile"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_unsupported_precision_raises(sections, sentence):
