@@ -108,7 +108,7 @@ def run(
             workdir / CHECKPOINTS_DIRECTORY, keep=config.train.keep_checkpoints, warn=progress.log
         )
         is_done = max(checkpoints.steps(), default=0) >= config.train.steps
-        compiled = None if is_done else _compile(step, progress)
+        run_step = None if is_done else _compile(step, progress)
 
         # State: restored from the latest valid checkpoint, or initialized.
         start = _first_position(config, workdir, step, data, checkpoints, progress)
@@ -125,14 +125,19 @@ def run(
         )
 
         # Training, and the report after the last step.
-        end, evaluation, exit_status = start, None, 0
-        if start.step < config.train.steps:
-            end, evaluation, exit_status = _train(run, start, compiled or _compile(step, progress))
-        result = _finish(run, end, evaluation, exit_status)
-        if exit_status:
-            progress.log(f"stopped after step {end.step}, saved a checkpoint; run the same command again to resume")
+        result = _train_and_finish(run, start, run_step)
+        if result.exit_status:
+            progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
     callbacks("on_end", result)
     return result
+
+
+def _train_and_finish(run: _Run, start: _Position, run_step: jax.stages.Compiled | None) -> Result:
+    """The steps after `start` and the report; `run_step` may be None if there is a checkpoint of the last step."""
+    end, evaluation, exit_status = start, None, 0
+    if start.step < run.config.train.steps:
+        end, evaluation, exit_status = _train(run, start, run_step or _compile(run.step, run.progress))
+    return _finish(run, end, evaluation, exit_status)
 
 
 def _train(run: _Run, start: _Position, run_step: jax.stages.Compiled) -> tuple[_Position, Evaluation | None, int]:
