@@ -104,9 +104,8 @@ def run(
         progress.log("\n".join([*description, *data.lines, "", *sharding_lines(step)]))
 
         # Compilation, before the state takes memory: XLA's autotuner runs on the devices, and an error comes early.
-        checkpoints = Checkpoints(
-            workdir / CHECKPOINTS_DIRECTORY, keep=config.train.keep_checkpoints, warn=progress.log
-        )
+        directory, keep = workdir / CHECKPOINTS_DIRECTORY, config.train.keep_checkpoints
+        checkpoints = Checkpoints(directory, keep=keep, warn=progress.log)
         is_done = max(checkpoints.steps(), default=0) >= config.train.steps
         run_step = None if is_done else _compile(step, progress)
 
