@@ -18,11 +18,11 @@ from benchmarks.first_contact.step_rows import plan_in_process, step_config
 from jaxlc import runtime
 from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionSpec
-from jaxlc.config import RuntimeConfig
+from jaxlc.config import MeshConfig, RuntimeConfig
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sweep.measure import measure_step, random_batch
 from jaxlc.sweep.timing import seconds_of_calls
-from jaxlc.train.state import DEVICE, HOST, PINNED_HOST, to_memory_kind
+from jaxlc.train.state import DEVICE, PINNED_HOST, lacks_host_memory, memory_kind_of, to_memory_kind
 from jaxlc.train.step import build_step
 
 _LIMIT, _PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
@@ -70,7 +70,8 @@ def _copies(sizes: Sizes, direction: str, by_kernels: bool, with_attention: bool
     runtime.start(RuntimeConfig())
     num_arrays, elements = sizes.host_stack
     on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    sharding = on_device.with_memory_kind(PINNED_HOST)
+    has_host_memory = lacks_host_memory(make_mesh(MeshConfig(), jax.devices()[:1])) is None
+    sharding = on_device.with_memory_kind(PINNED_HOST) if has_host_memory else on_device
     stack = jax.device_put(jnp.ones((num_arrays, elements), jnp.float32), sharding)
     name = supported_kernels(sizes.heads, sizes.dtype)[0]
     q, k, v, _ = random_inputs(sizes.heads, sizes.overlap_tokens, sizes.dtype)
@@ -101,6 +102,7 @@ def _copies(sizes: Sizes, direction: str, by_kernels: bool, with_attention: bool
         seconds_per_array=seconds / num_arrays,
         gb_per_second=moved / seconds / 1e9,
         share=moved / seconds / peak,
+        has_host_memory=has_host_memory,
         kernel=name if with_attention else None,
     )
 
@@ -114,7 +116,7 @@ def _copy_loop(direction: str, by_kernels: bool, attend: Callable, stack, device
         if direction != "to host":
             new = to_memory_kind(lax.dynamic_index_in_dim(stack, index, keepdims=False), DEVICE)
         if direction != "from host":
-            written = to_memory_kind(last + 1 if direction == "to host" else last, HOST)
+            written = to_memory_kind(last + 1 if direction == "to host" else last, memory_kind_of(stack))
             stack = lax.dynamic_update_index_in_dim(stack, written, index, 0)
         return stack, new, attend(q, k, v)
 
