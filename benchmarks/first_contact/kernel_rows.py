@@ -78,7 +78,8 @@ def _cases(sizes: Sizes) -> Iterator[_Case]:
     yield case("causal, gradient of the lse", has_dlse=True)
     for heads in sizes.oracle_heads:
         yield _Case("causal", heads, sizes.dtype)
-    yield _Case("causal", sizes.heads, "float16")
+    for dtype in sizes.oracle_dtypes:
+        yield _Case("causal", sizes.heads, dtype)
 
 
 def _errors(sizes: Sizes, name: str, case: _Case) -> dict:

@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.02
 
 
 def save_rows(sizes: Sizes) -> Iterator[Row]:
-    for steps in (1, 10):
+    for steps in sizes.log_every_steps:
         measure = functools.partial(_loop, sizes, steps)
         yield Row(labels=dict(name="loop", log_every_steps=steps), measure=measure, seconds=90)
     yield Row(labels=dict(name="resume"), measure=functools.partial(_resume, sizes), seconds=150)

@@ -33,6 +33,7 @@ class Sizes:
         Heads(num_heads=8, num_kv_heads=2, head_dim=96),
         Heads(num_heads=8, num_kv_heads=2, head_dim=256),
     )
+    oracle_dtypes: tuple[str, ...] = ("float16",)  # in addition to `dtype`
     # Rates, workspace, long sequences, ring steps.
     rate_tokens: tuple[int, ...] = (16_384, 131_072, 4096, 65_536)  # the most important first
     blockwise_max_tokens: int = 16_384
@@ -72,6 +73,7 @@ class Sizes:
     memory_tokens: tuple[int, ...] = (16_384, 32_768, 65_536, 131_072)
     profile_tokens: tuple[int, ...] = (8192, 131_072)
     # Host memory.
+    memory_fractions: tuple[str, ...] = ("0.75", "0.92")  # of the GPU, in JAX's pool
     pinned_gib: tuple[float, ...] = (8, 32, 64, 96)
     host_stack: tuple[int, int] = (16, 2**28)  # arrays, and float32 elements of each
     overlap_tokens: int = 65_536  # of attention next to copies: about 50 ms on an H100
@@ -81,6 +83,7 @@ class Sizes:
     equality_tokens: int = 8192
     # Training loop.
     loop_steps: int = 400
+    log_every_steps: tuple[int, ...] = (1, 10)
     loop_overrides: tuple[str, ...] = (
         "--config.mesh.context=1", "--config.mesh.tensor=1", "--config.runtime.simulated_devices=0",
         "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0",
@@ -90,12 +93,13 @@ class Sizes:
 _SMALL = Heads(num_heads=4, num_kv_heads=2, head_dim=16)
 DRY_RUN = Sizes(
     is_dry_run=True, dtype="float32", heads=_SMALL, num_calls=2, repeats=1, oracle_tokens=64, oracle_window=20,
-    oracle_heads=(Heads(num_heads=2, num_kv_heads=1, head_dim=16),), rate_tokens=(64,), blockwise_max_tokens=64,
+    oracle_heads=(), oracle_dtypes=(), rate_tokens=(64,), blockwise_max_tokens=64,
     workspace_tokens=(64,), workspace_heads=(_SMALL,), long_cases=((64, _SMALL),), num_sampled=8,
     ring_cases=((64, _SMALL),), ring_ranks=2, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
     copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), remats=("attention",), num_kernels=1,
-    memory_tokens=(64,), profile_tokens=(64,), pinned_gib=(0.001,), host_stack=(4, 2**10), overlap_tokens=64,
-    long_host_tokens=128, host_tile_tokens=64, large_host_tokens=128, equality_tokens=64, loop_steps=300,
+    memory_tokens=(64,), memory_fractions=("0.75",), profile_tokens=(64,), pinned_gib=(0.001,), host_stack=(4, 2**10),
+    overlap_tokens=64, long_host_tokens=128, host_tile_tokens=64, large_host_tokens=128, equality_tokens=64,
+    loop_steps=300, log_every_steps=(10,),
     loop_overrides=(
         "--config.mesh.context=1", "--config.mesh.tensor=1", "--config.runtime.simulated_devices=1",
         "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0", "--config.data.seq_len=64",

@@ -119,7 +119,7 @@ def memory_rows(sizes: Sizes) -> Iterator[Row]:
     for attention in (_CUDNN, _PALLAS)[: sizes.num_kernels]:
         measure = functools.partial(_planned_memory, sizes, attention)
         yield Row(labels=attention | dict(case="plan"), measure=measure, seconds=120)
-    for fraction in ("0.75", "0.92"):
+    for fraction in sizes.memory_fractions:
         for num_tokens in sizes.memory_tokens:
             yield Row(
                 labels=dict(case="longest sequence", memory_fraction=fraction, tokens=num_tokens),
