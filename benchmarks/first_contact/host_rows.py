@@ -133,7 +133,7 @@ def host_step_rows(sizes: Sizes) -> Iterator[Row]:
     yield Row(labels=dict(name="equality", tokens=sizes.equality_tokens), seconds=150, environment=environment,
               measure=functools.partial(_equality, sizes, on_host))  # fmt: skip
     for preset, num_tokens, seconds in (
-        (sizes.preset, sizes.long_host_tokens, 200),
+        (sizes.preset, sizes.long_host_tokens, 230),
         (sizes.large_preset, sizes.large_host_tokens, 200),
     ):
         labels = dict(name="step", preset=preset, tokens=num_tokens)

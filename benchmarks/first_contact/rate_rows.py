@@ -95,7 +95,8 @@ def _mosaic_backward(q, k, v, dout):
 
 def _rate(sizes: Sizes, candidate: _Candidate, num_tokens: int, causal: bool, which: str) -> dict:
     q, k, v, dout = random_inputs(sizes.heads, num_tokens, sizes.dtype)
-    timing = dict(num_calls=sizes.num_calls, repeats=sizes.repeats)
+    num_calls = max(2, round(sizes.num_calls * min(1.0, (sizes.full_calls_tokens / num_tokens) ** 2)))
+    timing = dict(num_calls=num_calls, repeats=sizes.repeats)
     pairs = num_tokens * (num_tokens + 1) / 2 if causal else float(num_tokens) ** 2
     flops = 4.0 * sizes.heads.num_heads * sizes.heads.head_dim * pairs
     if which == "forward":

@@ -22,7 +22,8 @@ class Sizes:
     is_dry_run: bool = False
     dtype: str = "bfloat16"
     heads: Heads = Heads(num_heads=32, num_kv_heads=8, head_dim=128)  # of Llama 3 8B
-    num_calls: int = 20  # of a kernel in one jitted loop
+    num_calls: int = 20  # of a kernel in one jitted loop; fewer for sequences above `full_calls_tokens`
+    full_calls_tokens: int = 16_384
     repeats: int = 3
     # Correctness.
     oracle_tokens: int = 1024
@@ -50,7 +51,7 @@ class Sizes:
     num_sampled: int = 256
     ring_cases: tuple[tuple[int, Heads], ...] = (
         (131_072, Heads(num_heads=32, num_kv_heads=8, head_dim=128)),
-        (1_048_576, Heads(num_heads=8, num_kv_heads=2, head_dim=128)),
+        (262_144, Heads(num_heads=8, num_kv_heads=2, head_dim=128)),
     )
     ring_ranks: int = 8
     tiles: int = 8
