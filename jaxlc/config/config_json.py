@@ -8,7 +8,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlc.config.families import FAMILIES, Family
+from jaxlc.config.families import COMMON_SETTINGS, FAMILIES, Family
+from jaxlc.config.layer_groups import repeating_group
 from jaxlc.config.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
 from jaxlc.config.schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
@@ -31,14 +32,13 @@ _FIELDS = {  # config.json -> ModelConfig
 }
 _DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)  # of transformers, in all families
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
-    hidden_act=("silu",),
     attention_dropout=(0,),
     partial_rotary_factor=(1,),
     is_decoder=(False, True),  # both are causal
     is_encoder_decoder=(False,),
     add_cross_attention=(False,),
 )
-_FULL_ATTENTION: dict[str, Any] = dict(layer_kinds=("full",), window=0)
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # ModelConfig -> config.json
 _IRRELEVANT = {
     *("_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
@@ -73,23 +73,35 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     family = _family_of(config, where)
     _check_fields(config, family, where)
     defaults = {**_DEFAULTS, **family.defaults}
-    settings = {}
-    for name, setting in _FIELDS.items():
+    settings: dict[str, Any] = {**COMMON_SETTINGS, **family.settings, "query_scale_dim": 0}
+    for name, setting in {**_FIELDS, **family.fields}.items():
         value = config.get(name, defaults.get(name))
         if value is None:
             value = _derived(name, settings)
         if value is None:
             raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
         settings[setting] = value
-    rope = rope_settings(config, where, family, _FULL_ATTENTION["layer_kinds"])
-    return settings | dict(qk_norm=family.qk_norm) | _FULL_ATTENTION | rope
+    kinds = _layer_kinds(config, family, where)
+    window = config.get("sliding_window", defaults.get("sliding_window")) if "sliding" in kinds else 0
+    if window is None:
+        raise UserError(f"{where} has layers of type sliding_attention and no sliding_window; download it again")
+    rope = rope_settings(config, where, family, kinds)
+    return settings | dict(layer_kinds=kinds, window=window) | rope
 
 
 def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
-    """The family to export `model` as: that of the config.json it comes from, or one with the same layers."""
+    """The family to export `model` as: that of the config.json it comes from, or one with the same layers.
+
+    Raises:
+      Unsupported: no family has such layers.
+    """
     if config is not None:
         return FAMILIES[config["model_type"]]
-    return FAMILIES["qwen3" if model.qk_norm == "head" else "llama"]
+    family = next((family for family in FAMILIES.values() if family.fits(model)), None)
+    if family is None:
+        settings = ", ".join(f"{name}={getattr(model, name)}" for name in ("layer_kinds", *COMMON_SETTINGS))
+        raise Unsupported(f"unsupported: no model_type of transformers has the layers of this model: {settings}")
+    return family
 
 
 def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_len: int, dtype: str) -> dict[str, Any]:
@@ -104,23 +116,23 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
       Unsupported: transformers does not compute the RoPE of `model` in this family.
     """
     family = family_of(base, model)
-    fields = {name: getattr(model, setting) for name, setting in _FIELDS.items()}
+    fields = _fields_of(model, family)
     longest = max_position_embeddings(model, seq_len, (base or {}).get("max_position_embeddings") or 0)
     dtype_field = "dtype" if "dtype" in (base or {}) else "torch_dtype"
     changed = {"max_position_embeddings": longest, dtype_field: dtype}
     if base is None:
-        first = dict(architectures=[family.architecture], model_type=family.model_type, hidden_act="silu")
+        first = dict(architectures=[family.architecture], model_type=family.model_type)
+        first[family.activation_field] = _ACTIVATIONS[model.activation]
         fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
-        return first | fields | fixed | rope_fields(model, family) | changed
+        return first | fields | fixed | family.write_kinds(model) | rope_fields(model, family) | changed
     before = settings_of(base, "config.json")
-    changed_shapes = [name for name, setting in _FIELDS.items() if before[setting] != fields[name]]
-    if changed_shapes:
-        name = changed_shapes[0]
-        raise UserError(
-            f"config.json of model.init_from has {name}={base[name]} and the run {fields[name]}; restore it"
-        )
+    for name, value in _fields_of(dataclasses.replace(model, **before), family).items():
+        if value != fields[name]:
+            raise UserError(f"config.json of model.init_from has {name}={value} and the run {fields[name]}; restore it")
+    if before["window"] != model.window:
+        changed |= family.write_kinds(model)
     after = settings_of({**base, **changed}, "config.json")  # the length that the run adds may change the RoPE
-    if all(after[name] == getattr(model, name) for name in ROPE_SETTINGS):
+    if all(after[name] == getattr(model, name) for name in (*ROPE_SETTINGS, "sliding_rope_theta") if name in after):
         return {**base, **changed}
     kept = {name: value for name, value in base.items() if name not in ROPE_FIELDS}
     return kept | rope_fields(model, family) | changed
@@ -142,16 +154,14 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None:
-    required = {**_REQUIRED_VALUES, **family.required_values}
+    activation = {**COMMON_SETTINGS, **family.settings}["activation"]
+    required = {**_REQUIRED_VALUES, family.activation_field: (_ACTIVATIONS[activation],), **family.required_values}
     for name, values in required.items():
         value = config.get(name, family.defaults.get(name, values[0]))
         if value not in values and value is not None:
             allowed = " or ".join("null" if x is None else str(x).lower() for x in values)
             raise Unsupported(f"unsupported: {where} has {name}={value!r}; only {allowed} is supported")
-    windowed = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
-    if windowed:
-        raise Unsupported(f"unsupported: {where} has layers of type {windowed[0]}; only full_attention is supported")
-    known = {*_FIELDS, *required, *ROPE_FIELDS, *_IRRELEVANT, *family.irrelevant}
+    known = {*_FIELDS, *family.fields, *required, *ROPE_FIELDS, "sliding_window", *_IRRELEVANT, *family.irrelevant}
     unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
     if unknown:
         name = unknown[0]
@@ -161,6 +171,31 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
             f"unsupported: {where} has the unknown field {name}={config[name]!r}{question}{_reason({name: 0})}, which"
             " may change the computation; remove it if it does not"
         )
+
+
+def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple[str, ...]:
+    """The setting model.layer_kinds."""
+    kinds = family.read_kinds(config)
+    supported = frozenset().union(*family.layer_kinds)
+    unsupported = [kind for kind in kinds if kind not in supported]
+    if unsupported:
+        layer_type = {"sliding": "sliding_attention", "nope": "NoPE"}.get(unsupported[0], unsupported[0])
+        raise Unsupported(
+            f"unsupported: {where} has layers of type {layer_type}; in models of type {family.model_type} only"
+            f" {' and '.join(sorted(supported))} layers are supported"
+        )
+    if len(kinds) != config["num_hidden_layers"]:
+        raise UserError(
+            f"{where} has types of {len(kinds)} layers, and num_hidden_layers={config['num_hidden_layers']}; correct"
+            " one of them"
+        )
+    return repeating_group(kinds, where)
+
+
+def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The fields of config.json that give the sizes of `model`."""
+    values = vars(model) | dict(query_scale_dim=model.query_scale_dim or model.head_dim)
+    return {name: values[setting] for name, setting in {**_FIELDS, **family.fields}.items()}
 
 
 def _reason(config: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxlc.config import Config, from_dict
 from jaxlc.config.config_json import config_json_of, family_of
 from jaxlc.config.pretrained import CONFIG_FILE, TOKENIZER_FILE, Pretrained, locate
-from jaxlc.core.errors import Unsupported, UserError, reason_of
+from jaxlc.core.errors import UserError, reason_of
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
@@ -37,9 +37,6 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None, dtype: str
     if not max_shard_gb > 0:
         raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
     config = from_dict(read_meta(directory, step)["config"])
-    if config.model.layer_kinds != ("full",):
-        kinds = ",".join(config.model.layer_kinds)
-        raise Unsupported(f"unsupported: export of a run with config.model.layer_kinds={kinds}; only full is supported")
     source = _source(config)
     base = None if source is None else source.config_json()
     content = config_json_of(config.model, base, seq_len=config.data.seq_len, dtype=DTYPES[dtype][1])

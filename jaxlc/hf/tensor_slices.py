@@ -28,15 +28,19 @@ class Layout:
     def stored_shape(self) -> tuple[int, ...]:
         """The shape in a file: nn.Linear stores [out, in]."""
         inputs = self.tensor.num_inputs
-        if not inputs:
+        if inputs is None:
             return self.shape
+        if inputs == 0:
+            return (math.prod(self.shape),)
         return math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
 
     def stored_slices(self, slices: Sequence[slice]) -> tuple[slice, ...]:
         """The part of the stored tensor that has these slices of the parameter."""
         inputs = self.tensor.num_inputs
-        if not inputs:
+        if inputs is None:
             return tuple(slices)
+        if inputs == 0:
+            return (_flat_slice(slices, self.shape),)
         return (
             _flat_slice(slices[inputs:], self.shape[inputs:]),
             _flat_slice(slices[:inputs], self.shape[:inputs]),
@@ -44,14 +48,14 @@ class Layout:
 
     def from_stored(self, part: np.ndarray, slices: Sequence[slice]) -> np.ndarray:
         """A part that `stored_slices` selects, as a part of the parameter: a view."""
-        if not self.tensor.num_inputs:
+        if self.tensor.num_inputs is None:
             return part
         return part.T.reshape([len(range(*piece.indices(size))) for piece, size in zip(slices, self.shape)])
 
     def to_stored(self, param: np.ndarray) -> np.ndarray:
         """The stored tensor of a whole parameter of one layer."""
         if not self.tensor.num_inputs:
-            return param
+            return param.reshape(self.stored_shape)
         rows, columns = self.stored_shape
         return param.reshape(columns, rows).T
 

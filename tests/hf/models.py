@@ -4,6 +4,7 @@ Weights are large enough that logits have a standard deviation above 1 and that 
 """
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ml_dtypes
@@ -34,77 +35,175 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
-LLAMA = dict(SMALL, model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, mlp_bias=False)
-# Name -> config.json. Both forms of RoPE, tied and untied.
-CASES: dict[str, dict] = {
-    "llama": dict(
-        LLAMA,
-        tie_word_embeddings=False,
-        rope_theta=10000.0,
-        rope_scaling=LLAMA3_ROPE,
-        torch_dtype="bfloat16",
-        pretraining_tp=1,
+YARN_ROPE = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0)
+PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model of a family, and what transformers calls the parameters that not all families have."""
+
+    config: dict  # config.json
+    norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)  # norms of a layer -> their names here
+    qk_norm: str = "none"  # as in ModelConfig
+    qkv_bias: bool = False
+    group_layers: int = 1  # layers of the repeating group
+
+
+def _config(model_type: str, architecture: str, **fields) -> dict:
+    """In the form of transformers 4, unless `fields` has the RoPE of transformers 5."""
+    dtype = "dtype" if "rope_parameters" in fields else "torch_dtype"
+    return SMALL | {"model_type": model_type, "architectures": [architecture], dtype: "bfloat16"} | fields
+
+
+def _llama(**fields) -> dict:
+    return _config("llama", "LlamaForCausalLM", attention_bias=False, mlp_bias=False, **fields)
+
+
+def _mistral(**fields) -> dict:
+    return _config("mistral", "MistralForCausalLM", tie_word_embeddings=False, **fields)
+
+
+# Both forms of RoPE, tied and untied.
+CASES: dict[str, Case] = {
+    "llama": Case(
+        config=_llama(tie_word_embeddings=False, rope_theta=10000.0, rope_scaling=LLAMA3_ROPE, pretraining_tp=1)
     ),
-    "llama_tied": dict(
-        LLAMA,
-        tie_word_embeddings=True,
-        rope_parameters=dict(LLAMA3_ROPE, rope_theta=20000.0),
-        dtype="bfloat16",
-        head_dim=None,
+    "llama_tied": Case(
+        config=_llama(tie_word_embeddings=True, rope_parameters=dict(LLAMA3_ROPE, rope_theta=20000.0), head_dim=None)
     ),
-    "mistral": dict(
-        SMALL,
-        model_type="mistral",
-        architectures=["MistralForCausalLM"],
-        tie_word_embeddings=False,
-        rope_theta=30000.0,
-        sliding_window=None,
-        torch_dtype="bfloat16",
+    "mistral": Case(config=_mistral(rope_theta=30000.0, sliding_window=None)),
+    "mistral_window": Case(config=_mistral(rope_theta=30000.0, sliding_window=12)),
+    "qwen2": Case(
+        config=_config(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            tie_word_embeddings=True,
+            rope_theta=40000.0,
+            rope_scaling=YARN_ROPE,
+            head_dim=None,
+            use_sliding_window=False,
+            sliding_window=64,
+            max_window_layers=2,
+        ),
+        qkv_bias=True,
     ),
-    "qwen3": dict(
-        SMALL,
-        model_type="qwen3",
-        architectures=["Qwen3ForCausalLM"],
-        tie_word_embeddings=True,
-        rope_parameters=dict(rope_type="default", rope_theta=40000.0),
-        attention_bias=False,
-        use_sliding_window=False,
-        sliding_window=None,
-        max_window_layers=28,
-        layer_types=["full_attention"] * 3,
-        dtype="bfloat16",
+    "qwen3": Case(
+        config=_config(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            tie_word_embeddings=True,
+            rope_parameters=dict(rope_type="default", rope_theta=40000.0),
+            attention_bias=False,
+            use_sliding_window=False,
+            sliding_window=None,
+            max_window_layers=28,
+            layer_types=[FULL] * 3,
+        ),
+        qk_norm="head",
+    ),
+    "smollm3": Case(
+        config=_config(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            tie_word_embeddings=True,
+            rope_theta=50000.0,
+            rope_scaling=None,
+            head_dim=None,
+            attention_bias=False,
+            mlp_bias=False,
+            use_sliding_window=False,
+            sliding_window=None,
+            no_rope_layers=[1, 0, 1],
+            no_rope_layer_interval=2,
+            layer_types=[FULL] * 3,
+        ),
+        group_layers=2,
+    ),
+    "gemma3": Case(
+        config=_config(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            tie_word_embeddings=True,
+            num_hidden_layers=4,
+            rope_theta=60000.0,
+            rope_local_base_freq=1000.0,
+            rope_scaling=dict(rope_type="linear", factor=8.0),
+            query_pre_attn_scalar=24,
+            hidden_activation="gelu_pytorch_tanh",
+            sliding_window=12,
+            layer_types=[SLIDING, SLIDING, FULL, SLIDING],
+            attention_bias=False,
+            use_bidirectional_attention=False,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+        ),
+        norms={
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "attention_post_norm",
+            "pre_feedforward_layernorm": "mlp_norm",
+            "post_feedforward_layernorm": "mlp_post_norm",
+        },
+        qk_norm="head",
+        group_layers=3,
+    ),
+    "olmo3": Case(
+        config=_config(
+            "olmo3",
+            "Olmo3ForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=500000.0,
+            rope_scaling=YARN_ROPE | dict(attention_factor=1.2),
+            sliding_window=12,
+            head_dim=None,
+            layer_types=[SLIDING, FULL, SLIDING],
+            attention_bias=False,
+        ),
+        norms={
+            "post_attention_layernorm": "attention_post_norm",
+            "post_feedforward_layernorm": "mlp_post_norm",
+        },
+        qk_norm="projection",
+        group_layers=2,
     ),
 }
 
 
-def tensors_of(config: dict, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
+def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     """Random tensors with the names and shapes of transformers."""
     rng = np.random.default_rng(0)
+    config = CASES[case].config
     D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     N, K = config["num_attention_heads"], config["num_key_value_heads"]
     H = config["head_dim"] or D // N
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
+    of_layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (N * H, D),
+        "self_attn.k_proj.weight": (K * H, D),
+        "self_attn.v_proj.weight": (K * H, D),
+        "self_attn.o_proj.weight": (D, N * H),
+        "mlp.gate_proj.weight": (F, D),
+        "mlp.up_proj.weight": (F, D),
+        "mlp.down_proj.weight": (D, F),
+    }
+    of_layer |= {f"{name}.weight": (D,) for name in CASES[case].norms}
+    if CASES[case].qkv_bias:
+        of_layer |= {f"self_attn.{x}_proj.bias": (n * H,) for x, n in zip("qkv", (N, K, K))}
+    if CASES[case].qk_norm != "none":
+        heads = (1, 1) if CASES[case].qk_norm == "head" else (N, K)
+        of_layer |= {f"self_attn.{x}_norm.weight": (n * H,) for x, n in zip("qk", heads)}
     for layer in range(config["num_hidden_layers"]):
-        of_layer = {
-            "input_layernorm": (D,),
-            "post_attention_layernorm": (D,),
-            "self_attn.q_proj": (N * H, D),
-            "self_attn.k_proj": (K * H, D),
-            "self_attn.v_proj": (K * H, D),
-            "self_attn.o_proj": (D, N * H),
-            "mlp.gate_proj": (F, D),
-            "mlp.up_proj": (F, D),
-            "mlp.down_proj": (D, F),
-        }
-        if config["model_type"] == "qwen3":
-            of_layer |= {"self_attn.q_norm": (H,), "self_attn.k_norm": (H,)}
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
-    return {name: _draw(rng, shape).astype(dtype) for name, shape in shapes.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    center = -1 if config["model_type"].startswith("gemma") else 0  # the factor of a norm is 1 + its weight
+    return {name: (_draw(rng, name, shape) + center * ("norm" in name)).astype(dtype) for name, shape in shapes.items()}
 
 
-def _draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name.endswith(".bias"):
+        return rng.standard_normal(shape)
     if len(shape) == 1:
         return rng.uniform(0.5, 2, shape)
     return rng.standard_normal(shape) * 1.5 / shape[1] ** 0.5
@@ -117,9 +216,9 @@ def write_model(directory: Path, case: str, *, num_files: int = 2, dtype=ml_dtyp
       changes: fields of config.json; the tensors have the shapes of the unchanged config.
     """
     directory.mkdir(parents=True)
-    config = CASES[case]
+    config = CASES[case].config
     (directory / "config.json").write_text(json.dumps(config | changes, indent=2) + "\n")
-    write_tensors(directory, tensors_of(config, dtype), num_files=num_files)
+    write_tensors(directory, tensors_of(case, dtype), num_files=num_files)
     write_tokenizer(directory, config["vocab_size"] - 1)
     (directory / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     (directory / "chat_template.jinja").write_text("{{ messages }}  \n")

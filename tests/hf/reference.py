@@ -1,29 +1,91 @@
-"""Logits and gradients of `transformers`, for tests/hf/test_transformers.py. Runs in an environment of its own:
+"""Results of `transformers` for tests/hf/test_transformers.py. Runs in an environment of its own:
 
-    python tests/hf/reference.py MODEL_DIRECTORY TOKENS.npy OUT.npz
+    python tests/hf/reference.py JOBS.json
 
-float32, on CPU. The loss is the mean cross entropy of the next token. Without torch this file cannot be imported.
+JOBS.json is a list of jobs. Each has `directory` (a model), `out` (an .npz file to write), and the fields of one of the
+functions below. All are on CPU in float32, jobs with a true `float64` in float64. Without torch this file cannot be
+imported.
 """
 
+import json
+import pathlib
 import sys
 
 import numpy as np
 import torch
 import transformers
 
+CROSS_ENTROPY = torch.nn.functional.cross_entropy
 
-def main(directory: str, tokens_path: str, out: str) -> None:
-    torch.set_num_threads(1)
+
+def open_model(directory: str):
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    ).train()
-    tokens = torch.from_numpy(np.load(tokens_path))
-    logits = model(input_ids=tokens, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        directory, dtype=torch.get_default_dtype(), attn_implementation="eager"
+    )
+    return model.train()
+
+
+def logits_and_loss(model, tokens: np.ndarray, first_position: int = 0):
+    """Logits [B, T, V], and the mean cross entropy of the next token."""
+    tokens = torch.from_numpy(tokens)
+    positions = first_position + torch.arange(tokens.shape[1])
+    logits = model(input_ids=tokens, position_ids=positions[None].expand_as(tokens), use_cache=False).logits
+    return logits, CROSS_ENTROPY(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def gradients(directory: str, tokens: list, first_position: int = 0) -> dict[str, np.ndarray]:
+    """Logits and gradients of the loss; positions count from `first_position`."""
+    model = open_model(directory)
+    logits, loss = logits_and_loss(model, np.array(tokens), first_position)
     loss.backward()
     arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    np.savez(out, logits=logits.detach().numpy(), loss=loss.item(), version=transformers.__version__, **arrays)
+    return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **arrays)
+
+
+def train(directory: str, batches: list, learning_rate: float, weight_decay: float) -> dict[str, np.ndarray]:
+    """The loss of each step of AdamW; biases and norms have no weight decay."""
+    model, losses = open_model(directory), []
+    parameters = list(model.parameters())
+    groups = [
+        dict(params=[x for x in parameters if x.ndim >= 2], weight_decay=weight_decay),
+        dict(params=[x for x in parameters if x.ndim < 2], weight_decay=0.0),
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8)
+    for tokens in batches:
+        optimizer.zero_grad()
+        _, loss = logits_and_loss(model, np.array(tokens))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return dict(losses=np.array(losses))
+
+
+def generate(directory: str, prompt: list, num_tokens: int) -> dict[str, np.ndarray]:
+    """Prompt and greedily generated tokens."""
+    model = open_model(directory).eval()
+    tokens = model.generate(
+        torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return dict(tokens=tokens[0].numpy())
+
+
+def use_float64() -> None:
+    """Makes the names of float32 mean float64: transformers computes RoPE and norms in float32 in all models."""
+    torch.float = torch.float32 = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+
+
+def main(jobs_path: str) -> None:
+    torch.set_num_threads(1)
+    jobs = json.loads(pathlib.Path(jobs_path).read_text())
+    functions = {"gradients": gradients, "train": train, "generate": generate}
+    for job in sorted(jobs, key=lambda job: job["float64"]):
+        if job["float64"] and torch.float != torch.float64:
+            use_float64()
+        arguments = {name: value for name, value in job.items() if name not in ("job", "out", "float64")}
+        np.savez(job["out"], version=transformers.__version__, **functions[job["job"]](**arguments))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

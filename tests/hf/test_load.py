@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.machinery
-import json
 import math
 import sys
 
@@ -14,6 +13,7 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 from jaxlc.config import load, with_settings
+from jaxlc.config.config_json import settings_of
 from jaxlc.config.families import FAMILIES
 from jaxlc.core import extras
 from jaxlc.core.errors import Unsupported, UserError
@@ -41,36 +41,45 @@ def loaded(directory, **mesh):
     return step, dict(paths_of(params)), line
 
 
-def expected_params(config_json, tensors):
+def expected_params(name, tensors=None):
     """The parameters, with the conversions written out for each tensor."""
-    L, D, N = (config_json[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    K, H = config_json["num_key_value_heads"], config_json["head_dim"] or D // N
+    case, tensors = CASES[name], tensors_of(name) if tensors is None else tensors
+    config = case.config
+    L, D, N = (config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    K, H = config["num_key_value_heads"], config["head_dim"] or D // N
     conversions = {
-        "attention_norm/scale": ("input_layernorm", lambda x: x),
-        "mlp_norm/scale": ("post_attention_layernorm", lambda x: x),
-        "attention/wq": ("self_attn.q_proj", lambda x: x.T.reshape(D, N, H)),
-        "attention/wk": ("self_attn.k_proj", lambda x: x.T.reshape(D, K, H)),
-        "attention/wv": ("self_attn.v_proj", lambda x: x.T.reshape(D, K, H)),
-        "attention/wo": ("self_attn.o_proj", lambda x: x.T.reshape(N, H, D)),
-        "mlp/w_gate": ("mlp.gate_proj", lambda x: x.T),
-        "mlp/w_up": ("mlp.up_proj", lambda x: x.T),
-        "mlp/w_down": ("mlp.down_proj", lambda x: x.T),
+        "attention/wq": ("self_attn.q_proj.weight", lambda x: x.T.reshape(D, N, H)),
+        "attention/wk": ("self_attn.k_proj.weight", lambda x: x.T.reshape(D, K, H)),
+        "attention/wv": ("self_attn.v_proj.weight", lambda x: x.T.reshape(D, K, H)),
+        "attention/wo": ("self_attn.o_proj.weight", lambda x: x.T.reshape(N, H, D)),
+        "mlp/w_gate": ("mlp.gate_proj.weight", lambda x: x.T),
+        "mlp/w_up": ("mlp.up_proj.weight", lambda x: x.T),
+        "mlp/w_down": ("mlp.down_proj.weight", lambda x: x.T),
     }
-    if config_json["model_type"] == "qwen3":
-        conversions |= {f"attention/{x}_norm/scale": (f"self_attn.{x}_norm", lambda x: x) for x in "qk"}
-    stacked = {
-        f"layers/{path}": np.stack([convert(tensors[f"model.layers.{i}.{name}.weight"]) for i in range(L)])
-        for path, (name, convert) in conversions.items()
-    }
-    head = {} if config_json["tie_word_embeddings"] else {"head": tensors["lm_head.weight"].T}
-    single = {"embedding": tensors["model.embed_tokens.weight"], "final_norm/scale": tensors["model.norm.weight"]}
-    return {path: value.astype(np.float32) for path, value in {**stacked, **single, **head}.items()}
+    conversions |= {f"{path}/scale": (f"{norm}.weight", lambda x: x) for norm, path in case.norms.items()}
+    if case.qkv_bias:
+        conversions |= {f"attention/b{x}": (f"self_attn.{x}_proj.bias", lambda x: x.reshape(-1, H)) for x in "qkv"}
+    if case.qk_norm != "none":
+        shape = (H,) if case.qk_norm == "head" else (-1, H)
+        conversions |= {
+            f"attention/{x}_norm/scale": (f"self_attn.{x}_norm.weight", lambda x: x.reshape(shape)) for x in "qk"
+        }
+    last = L % case.group_layers
+    params = {"embedding": tensors["model.embed_tokens.weight"], "final_norm/scale": tensors["model.norm.weight"]}
+    if not config["tie_word_embeddings"]:
+        params["head"] = tensors["lm_head.weight"].T
+    for path, (name, convert) in conversions.items():
+        of_layers = [convert(tensors[f"model.layers.{i}.{name}"]) for i in range(L)]
+        params[f"layers/{path}"] = np.stack(of_layers[: L - last])
+        if last:
+            params[f"last_layers/{path}"] = np.stack(of_layers[L - last :])
+    return {path: value.astype(np.float32) for path, value in params.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_load_on_a_mesh_equals_the_files(case, tmp_path):
     step, params, _ = loaded(write_model(tmp_path / "model", case), context=2, tensor=2)
-    expected = expected_params(CASES[case], tensors_of(CASES[case]))
+    expected = expected_params(case)
     assert params.keys() == expected.keys() == dict(paths_of(step.abstract_state.params)).keys()
     for path, value in expected.items():
         assert params[path].sharding == dict(paths_of(step.abstract_state.params))[path].sharding
@@ -86,7 +95,7 @@ def test_load_on_a_mesh_equals_the_files(case, tmp_path):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_load_converts_every_dtype_to_float32(dtype, tmp_path):
     _, params, line = loaded(write_model(tmp_path / "model", "llama", num_files=1, dtype=dtype))
-    tensors = tensors_of(CASES["llama"], dtype)
+    tensors = tensors_of("llama", dtype)
     assert {x.dtype for x in params.values()} == {np.dtype(np.float32)}
     np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"].astype(np.float32))
     assert f"{sum(x.nbytes for x in tensors.values()):,} bytes read" in line
@@ -95,7 +104,7 @@ def test_load_converts_every_dtype_to_float32(dtype, tmp_path):
 def test_load_reads_the_bytes_of_each_distinct_shard_once(tmp_path):
     """On fsdp=2 x tensor=2 with one process, norms are read once, although four devices have them."""
     _, _, line = loaded(write_model(tmp_path / "model", "llama"), data=2, fsdp=2, tensor=2)
-    assert f"{sum(x.nbytes for x in tensors_of(CASES['llama']).values()):,} bytes read" in line
+    assert f"{sum(x.nbytes for x in tensors_of('llama').values()):,} bytes read" in line
 
 
 def test_read_shard_reads_only_its_share(tmp_path):
@@ -110,7 +119,7 @@ def test_read_shard_reads_only_its_share(tmp_path):
         before = files.bytes_read
         shard = read_shard(files, layouts[path], tuple(index), param)
         assert files.bytes_read - before == math.prod(param.shape) * 2 // parts
-        whole = expected_params(CASES["llama"], tensors_of(CASES["llama"]))[path]
+        whole = expected_params("llama")[path]
         np.testing.assert_array_equal(shard, whole[tuple(slice(*piece) for piece in index)])
 
 
@@ -154,7 +163,13 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
         ("llama", dict(model_type="deepseek_v3", kv_lora_rank=512), "(multi-head latent attention)"),
         ("llama", dict(num_hidden_layers=None), "has no field num_hidden_layers"),
         ("llama", dict(hidden_sise=3), "did you mean hidden_size?"),
-        ("mistral", dict(sliding_window=16), "sliding_window=16; only null"),
+        ("mistral", dict(layer_types=["full_attention"] * 3), "layer_types=['full_attention', 'full_attention', 'full"),
+        ("qwen2", dict(use_sliding_window=True), "use_sliding_window=True; only false"),
+        ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu'; only gelu_pytorch_tanh"),
+        ("gemma3", dict(layer_types=["chunked_attention"] * 4), "layers of type chunked_attention"),
+        ("gemma3", dict(layer_types=["full_attention"] * 3), "types of 3 layers, and num_hidden_layers=4"),
+        ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+        ("smollm3", dict(no_rope_layers=[1]), "types of 1 layers, and num_hidden_layers=3"),
         ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layers of type sliding_attention"),
         ("qwen3", dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "for full_attention layers"),
@@ -168,13 +183,29 @@ def test_config_json_unsupported_field_raises(case, changes, words, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_mistral_without_sliding_window_field_raises(tmp_path):
-    """transformers uses 4096 then."""
-    directory = write_model(tmp_path / "model", "mistral")
-    config = json.loads((directory / "config.json").read_text())
-    del config["sliding_window"]
-    (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Unsupported, match="sliding_window=4096"):
+LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
+    "mistral": (dict(), ("sliding",), 4096),  # the window that transformers uses without the field
+    "gemma3_text": (dict(sliding_window=512), (*["sliding"] * 5, "full"), 512),
+    "gemma3_text pattern": (dict(sliding_window=8, sliding_window_pattern=3), ("sliding", "sliding", "full"), 8),
+    "olmo3": (dict(), (*["sliding"] * 3, "full"), 4096),
+    "smollm3": (dict(), (*["full"] * 3, "nope"), 0),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_config_json_without_layer_types_has_those_of_the_family(name):
+    fields, kinds, window = LAYERS[name]
+    family = FAMILIES[name.split()[0]]
+    names = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+    sizes = dict.fromkeys(names, 16)
+    settings = settings_of({"model_type": family.model_type, **sizes, **fields}, "config.json")
+    assert (settings["layer_kinds"], settings["window"]) == (kinds, window)
+
+
+def test_config_json_layers_that_do_not_repeat_raise_their_index(tmp_path):
+    types = ["sliding_attention"] * 9 + ["full_attention"] * 9
+    directory = write_model(tmp_path / "model", "gemma3", num_hidden_layers=18, layer_types=types)
+    with pytest.raises(Unsupported, match=r"no repeating group: layer 9 \(from 0\) is full"):
         config_of(directory)
 
 
@@ -273,7 +304,7 @@ def test_load_to_host_memory_gives_the_same_state(tmp_path):
     for actual, expected in zip(jax.tree.leaves(state), jax.tree.leaves(step.abstract_state), strict=True):
         assert (actual.shape, actual.dtype, actual.sharding) == (expected.shape, expected.dtype, expected.sharding)
     assert state.params["embedding"].sharding.memory_kind == "pinned_host"
-    expected = expected_params(CASES["llama"], tensors_of(CASES["llama"]))
+    expected = expected_params("llama")
     for path, param in paths_of(state.params):
         np.testing.assert_array_equal(param, expected[path], err_msg=path)
 

@@ -1,16 +1,17 @@
-"""Logits and gradients against `transformers`, in float32.
+"""Logits, gradients and training against `transformers`, for the models of tests/hf/models.py.
 
-The environment variable JAXLC_TRANSFORMERS_PYTHON names a Python that has torch and transformers; make one with
-
-    python3.11 -m venv DIRECTORY && DIRECTORY/bin/pip install torch transformers ml_dtypes
+The environment variable JAXLC_TRANSFORMERS_PYTHON names a Python that has the packages of tests/hf/requirements.txt;
+`make test-transformers` makes one. One process of it computes all references, and a second one opens exported models.
 """
 
-import functools
+import dataclasses
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -18,53 +19,76 @@ from ml_collections import ConfigDict
 
 import jaxlc
 from jaxlc.config import load, to_dict
-from jaxlc.config.families import FAMILIES
+from jaxlc.config.config_json import family_of
+from jaxlc.config.pretrained import read_json
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.models import decoder
+from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.train.batch import BATCH_SPEC, Batch
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints
 from jaxlc.train.language_model import LanguageModel
 from jaxlc.train.pretrained_params import load_pretrained
 from jaxlc.train.step import build_step
-from tests.hf.models import CASES, LLAMA3_ROPE, write_model
+from tests.hf.models import CASES, write_model
 
 PYTHON = os.environ.get("JAXLC_TRANSFORMERS_PYTHON", "")
 pytestmark = pytest.mark.skipif(
     not PYTHON, reason="needs torch and transformers: set JAXLC_TRANSFORMERS_PYTHON to a Python that has them"
 )
-ORIGINAL_TOKENS = LLAMA3_ROPE["original_max_position_embeddings"]
-LENGTHS = (ORIGINAL_TOKENS // 2, 4 * ORIGINAL_TOKENS)  # below and 4 times beyond the original context
+ORIGINAL_TOKENS = 32  # original context of all scaled models
+# Number of tokens and first position: below and 4 times beyond the original context, and beyond 8192, where the
+# reference is float64 because float32 angles are inaccurate.
+SPANS = {"short": (16, 0), "long": (4 * ORIGINAL_TOKENS, 0), "far": (16, 20_000)}
+FAR_CASES = ("llama", "qwen2", "gemma3")
 MESHES = {"one device": {}, "context=4 x tensor=2": dict(context=4, tensor=2)}
+STEPS, LEARNING_RATE, WEIGHT_DECAY = 20, 1e-3, 0.1
+TRAINED_CASES = ("qwen2", "gemma3", "olmo3")
 
 
-def tokens_of(num_tokens: int) -> np.ndarray:
-    return np.random.default_rng(num_tokens).integers(0, 61, (2, num_tokens))
+def tokens_of(num_tokens: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng((num_tokens, seed)).integers(0, 60, (2, num_tokens))
 
 
-def reference(directory: Path, num_tokens: int) -> dict[str, np.ndarray]:
-    """Logits and gradients of transformers."""
-    tokens, out = directory / f"tokens{num_tokens}.npy", directory / f"reference{num_tokens}.npz"
-    if not out.exists():
-        np.save(tokens, tokens_of(num_tokens))
-        script = Path(__file__).with_name("reference.py")
-        done = subprocess.run([PYTHON, script, directory, tokens, out], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    return dict(np.load(out))
+def training_tokens() -> list[np.ndarray]:
+    return [tokens_of(64, step) for step in range(STEPS)]
 
 
-@functools.cache
-def model_directory(root: Path, case: str) -> Path:
-    return write_model(root / case, case, dtype=np.float32)
+def run_jobs(directory: Path, jobs: dict[str, dict]) -> dict[str, dict[str, np.ndarray]]:
+    """Runs jobs of tests/hf/reference.py in one process; returns their results by the same keys."""
+    outs = {key: directory / f"{i}.npz" for i, key in enumerate(jobs)}
+    listed = [dict(float64=False, out=str(outs[key])) | job for key, job in jobs.items()]
+    (directory / "jobs.json").write_text(json.dumps(listed))
+    script = Path(__file__).with_name("reference.py")
+    done = subprocess.run([PYTHON, script, directory / "jobs.json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {key: dict(np.load(out)) for key, out in outs.items()}
 
 
 @pytest.fixture(scope="module")
-def directory_of(tmp_path_factory):
-    return functools.partial(model_directory, tmp_path_factory.mktemp("models"))
+def models(tmp_path_factory):
+    """Directories of all cases in float32."""
+    root = tmp_path_factory.mktemp("models")
+    return {case: write_model(root / case, case, dtype=np.float32) for case in CASES}
 
 
-def step_of(directory: Path, num_tokens: int, mesh: dict, **model):
-    config = ConfigDict(
+@pytest.fixture(scope="module")
+def references(models, tmp_path_factory):
+    jobs = {}
+    for case, directory in models.items():
+        for span, (num_tokens, first_position) in SPANS.items():
+            if span != "far" or case in FAR_CASES:
+                arguments = dict(tokens=tokens_of(num_tokens).tolist(), first_position=first_position)
+                jobs[case, span] = dict(job="gradients", directory=str(directory), float64=span == "far", **arguments)
+    for case in TRAINED_CASES:
+        arguments = dict(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        batches = [tokens.tolist() for tokens in training_tokens()]
+        jobs[case, "train"] = dict(job="train", directory=str(models[case]), batches=batches, **arguments)
+    return run_jobs(tmp_path_factory.mktemp("references"), jobs)
+
+
+def config_of(directory: Path, num_tokens: int, mesh: dict, **model) -> ConfigDict:
+    return ConfigDict(
         {
             "model": {"init_from": str(directory), **model},
             "mesh": mesh,
@@ -73,7 +97,10 @@ def step_of(directory: Path, num_tokens: int, mesh: dict, **model):
             "precision": {"compute": "fp32"},
         }
     )
-    config = load(config)
+
+
+def step_of(directory: Path, num_tokens: int, mesh: dict, **model):
+    config = load(config_of(directory, num_tokens, mesh, **model))
     return build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
 
 
@@ -82,65 +109,181 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_gradients_equal_transformers(case, num_tokens, mesh, directory_of):
-    directory = directory_of(case)
-    expected = reference(directory, num_tokens)
-    step = step_of(directory, num_tokens, MESHES[mesh])
+def test_logits_and_gradients_equal_transformers(case, span, mesh, models, references):
+    if (case, span) not in references:
+        pytest.skip("positions beyond 8192 are compared for some cases")
+    num_tokens, first_position = SPANS[span]
+    step = step_of(models[case], 32_768 if first_position else num_tokens, MESHES[mesh])
     params, _ = load_pretrained(step)
+    expected = references[case, span]
     assert expected["logits"].std() >= 1
-    logits = LanguageModel(step, params, None).logits(tokens_of(num_tokens))
+    logits, gradients = evaluate(step, params, tokens_of(num_tokens), first_position)
     errors = {"logits": relative_error(logits, expected["logits"])}
-    for name, gradient in gradients_of(step, params, num_tokens).items():
+    for name, gradient in by_names_in_files(step, gradients).items():
         errors[name] = relative_error(gradient, expected[f"gradient/{name}"])
     assert errors.keys() - {"logits"} == {name.removeprefix("gradient/") for name in expected if "/" in name}
     worst = max(errors, key=errors.__getitem__)
-    print(f"{case}, {num_tokens} tokens, {mesh}: logits {errors['logits']:.1e}, largest {worst} {errors[worst]:.1e}")
+    print(f"{case}, {span}, {mesh}: logits {errors['logits']:.1e}, largest {worst} {errors[worst]:.1e}")
     assert errors[worst] <= 1e-4, worst
 
 
-def gradients_of(step, params, num_tokens: int) -> dict[str, np.ndarray]:
-    """Gradients of the mean loss by the names and in the shapes of the files."""
-    tokens, order = tokens_of(num_tokens).astype(np.int32), step.sequence_order
+def evaluate(step, params, tokens: np.ndarray, first_position: int):
+    """Logits [B, T, V] in natural order, and gradients of the mean loss."""
+    num_tokens = tokens.shape[1]
+    order = zigzag_order(num_tokens, step.mesh.shape["context"])
     weights = np.ones(tokens.shape, np.float32)
     weights[:, -1] = 0
-    positions = np.broadcast_to(np.arange(num_tokens, dtype=np.int32), tokens.shape)
-    arrays = (tokens, np.roll(tokens, -1, 1), weights, positions, np.ones_like(tokens))
-    sharding = NamedSharding(step.mesh, BATCH_SPEC)
-    batch = Batch(*(jax.device_put(x[None][:, :, order], sharding) for x in arrays))
-    _, gradients, _ = jax.jit(step.objective.loss_and_grads)(params, batch)
+    positions = np.broadcast_to(first_position + np.arange(num_tokens), tokens.shape)
+    arrays = [tokens, np.roll(tokens, -1, 1), weights, positions, np.ones_like(tokens)]
+    arrays = [x if x.dtype == np.float32 else x.astype(np.int32) for x in arrays]
+    batch = Batch(*(jax.device_put(x[None][:, :, order], NamedSharding(step.mesh, BATCH_SPEC)) for x in arrays))
+
+    def compute(params, batch):
+        features_BTD, head_DV = step.objective.features(params, jax.tree.map(lambda x: x[0], batch))
+        _, gradients, _ = step.objective.loss_and_grads(params, batch)
+        return jnp.einsum("BTD,DV->BTV", features_BTD, head_DV), gradients
+
+    logits_BTV, gradients = jax.jit(compute)(params, batch)
+    natural = np.argsort(order)
+    logits_BTV = np.asarray(logits_BTV)[:, natural, : step.config.model.vocab_size]
+    return logits_BTV, jax.tree.map(lambda x: np.asarray(x) / weights.sum(), gradients)
+
+
+def by_names_in_files(step, params) -> dict[str, np.ndarray]:
+    """A tree of parameters by the names and in the shapes of the files."""
     model = step.config.model
-    family = FAMILIES["qwen3" if model.qk_norm == "head" else "llama"]
+    family = family_of(read_json(Path(model.init_from) / "config.json"), model)
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
     by_name = {}
-    for path, gradient in paths_of(gradients):
-        layout, array = layouts[path], np.asarray(gradient) / weights.sum()
-        array = array[tuple(slice(size) for size in abstract[path].shape)]  # without vocabulary padding
-        of_layers = [array] if layout.layers is None else array
-        for name, of_layer in zip(layout.names, of_layers, strict=True):
-            by_name[name] = layout.to_stored(of_layer)
+    for path, param in paths_of(params):
+        layout = layouts[path]
+        array = np.asarray(param)[tuple(slice(size) for size in abstract[path].shape)]  # without vocabulary padding
+        of_layers = array if layout.layers is not None else [array]
+        by_name |= {name: layout.to_stored(x) for name, x in zip(layout.names, of_layers, strict=True)}
     return by_name
 
 
-@pytest.mark.parametrize("case", ["llama", "llama_tied"])
-def test_rope_scaling_has_an_effect(case, directory_of):
-    """Without it, the comparison above would fail by far."""
-    directory, num_tokens = directory_of(case), LENGTHS[1]
-    step = step_of(directory, num_tokens, {}, rope_scaling="none")
-    logits = LanguageModel(step, load_pretrained(step)[0], None).logits(tokens_of(num_tokens))
-    assert np.abs(logits - reference(directory, num_tokens)["logits"]).max() >= 0.1
+def _without(names, params):
+    """Params without the parameters of these names."""
+    if not isinstance(params, dict):
+        return params
+    return {name: _without(names, value) for name, value in params.items() if name not in names}
 
 
-def test_exported_model_opens_in_transformers(directory_of, tmp_path):
-    """An exported model with another RoPE base gives the logits of the run."""
-    scaling = dict(rope_scaling="llama3", rope_scaling_factor=4.0, rope_scaling_original_tokens=8192)
-    step = step_of(directory_of("qwen3"), 64, dict(context=2, tensor=2), rope_theta=1e6, **scaling)
-    params = load_pretrained(step)[0]
-    checkpoints = Checkpoints(tmp_path / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
+def _renamed(params, names: dict):
+    if not isinstance(params, dict):
+        return params
+    return {names.get(name, name): _renamed(value, names) for name, value in params.items()}
+
+
+def _zero_biases(params):
+    return jax.tree.map_with_path(lambda path, x: x * (not path[-1].key.startswith("b")), params)
+
+
+# What a model has -> case, settings of a model without it, and its parameters.
+PARTS = {
+    "llama3 scaling": ("llama", dict(rope_scaling="none"), lambda params: params),
+    "llama3 scaling, tied": ("llama_tied", dict(rope_scaling="none"), lambda params: params),
+    "yarn scaling": ("qwen2", dict(rope_scaling="none"), lambda params: params),
+    "linear scaling": ("gemma3", dict(rope_scaling="none"), lambda params: params),
+    "window of all layers": ("mistral_window", dict(window=256), lambda params: params),
+    "window of some layers": ("gemma3", dict(window=256), lambda params: params),
+    "RoPE base of sliding layers": ("gemma3", dict(sliding_rope_theta=60000.0), lambda params: params),
+    "NoPE": ("smollm3", dict(layer_kinds=("full", "full")), lambda params: params),
+    "biases": ("qwen2", dict(), _zero_biases),
+    "norm of heads": ("qwen3", dict(qk_norm="none"), lambda params: _without(("q_norm", "k_norm"), params)),
+    "norm of projections": ("olmo3", dict(qk_norm="none"), lambda params: _without(("q_norm", "k_norm"), params)),
+    "norms of outputs": (
+        "olmo3",
+        dict(norm_placement="pre"),
+        lambda params: _renamed(params, {"attention_post_norm": "attention_norm", "mlp_post_norm": "mlp_norm"}),
+    ),
+    "zero-centered norms": ("gemma3", dict(zero_centered_norm=False), lambda params: params),
+    "scale of queries": ("gemma3", dict(query_scale_dim=16), lambda params: params),
+    "scaled embeddings": ("gemma3", dict(scale_embeddings=False), lambda params: params),
+    "activation": ("gemma3", dict(activation="silu"), lambda params: params),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_a_model_moves_its_logits(part, models, references):
+    """So the comparison above would fail by far without it."""
+    case, settings, change = PARTS[part]
+    num_tokens, _ = SPANS["long"]
+    step = step_of(models[case], num_tokens, {})
+    params = change(load_pretrained(step)[0])
+    model = dataclasses.replace(step.config.model, **settings)
+    step = build_step(dataclasses.replace(step.config, model=model), step.mesh)
+    logits = LanguageModel(step, params, None).logits(tokens_of(num_tokens))
+    assert np.abs(logits - references[case, "long"]["logits"]).max() >= 0.1
+
+
+@pytest.mark.parametrize("case", TRAINED_CASES)
+def test_training_equals_adamw_of_torch(case, models, references, tmp_path):
+    config = config_of(models[case], 64, dict(context=4, tensor=2))
+    config.train.update(steps=STEPS)
+    config.optimizer = dict(schedule="constant", warmup_steps=0, max_grad_norm=0.0)
+    config.optimizer.update(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    batches = [{"tokens": tokens} for tokens in training_tokens()]
+    jaxlc.train.run(config, tmp_path, batches=batches)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    np.testing.assert_allclose(losses, references[case, "train"]["losses"], rtol=1e-4)
+
+
+def save(step, params, workdir: Path) -> Path:
+    """Writes a checkpoint of `params` as if a run had made it."""
+    checkpoints = Checkpoints(workdir / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
     checkpoints.save(1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(step.config)))
     checkpoints.close()
-    out = jaxlc.export(tmp_path, tmp_path / "out", dtype="fp32")
-    logits = LanguageModel(step, params, None).logits(tokens_of(LENGTHS[1]))
-    assert relative_error(logits, reference(out, LENGTHS[1])["logits"]) <= 1e-4
+    return workdir
+
+
+TINY = {"model": dict(preset="tiny", vocab_size=257), "precision": {"compute": "fp32"}}
+
+
+def test_exported_models_open_in_transformers(models, tmp_path):
+    """With another RoPE and window than the model they started from, and from random weights."""
+    num_tokens, _ = SPANS["long"]
+    changes = {
+        "qwen3": dict(rope_theta=1e6, rope_scaling="llama3", rope_scaling_factor=4.0, rope_scaling_original_tokens=32),
+        "llama": dict(rope_scaling="yarn", rope_scaling_factor=4.0),
+        "mistral_window": dict(window=20),
+        "gemma3": dict(window=20, sliding_rope_theta=2000.0),
+        "olmo3": dict(rope_scaling_factor=4.0),
+    }
+    jobs, logits = {}, {}
+    for case, settings in changes.items():
+        step = step_of(models[case], num_tokens, dict(context=2, tensor=2), **settings)
+        params = load_pretrained(step)[0]
+        out = jaxlc.export(save(step, params, tmp_path / case), tmp_path / f"{case}-out", dtype="fp32")
+        logits[case] = LanguageModel(step, params, None).logits(tokens_of(num_tokens))
+        jobs[case] = dict(job="gradients", directory=str(out), tokens=tokens_of(num_tokens).tolist())
+    trained = train_tiny(tmp_path / "tiny")
+    out = jaxlc.export(tmp_path / "tiny", tmp_path / "tiny-out", dtype="fp32")
+    prompt = list(b"the quick brown ")
+    jobs["tiny"] = dict(job="generate", directory=str(out), prompt=prompt, num_tokens=16)
+    results = run_jobs(tmp_path, jobs)
+    for case in changes:
+        assert relative_error(logits[case], results[case]["logits"]) <= 1e-4, case
+    generated = results["tiny"]["tokens"]
+    next_tokens = trained.model.logits(generated).argmax(-1)
+    np.testing.assert_array_equal(next_tokens[len(prompt) - 1 : -1], generated[len(prompt) :])
+    config = load(ConfigDict({"model": {"init_from": str(out)}}))
+    imported, _ = load_pretrained(build_step(config, make_mesh(config.mesh, jax.devices()[:1])))
+    for path, value in paths_of(imported):
+        expected = np.asarray(dict(paths_of(trained.params))[path])[tuple(slice(size) for size in value.shape)]
+        np.testing.assert_array_equal(value, expected, err_msg=path)
+
+
+def train_tiny(workdir: Path):
+    """The tiny preset on the bytes of this file."""
+    config = ConfigDict(TINY | {"mesh": dict(context=4, tensor=2), "data": dict(seq_len=256)})
+    config.train = dict(steps=30, global_batch_size=2)
+    config.optimizer = dict(learning_rate=3e-3, warmup_steps=5)
+    text = np.frombuffer(Path(__file__).read_bytes(), np.uint8)[: 2 * 30 * 256 // 4]
+    rows = np.resize(text, (30, 2, 256)).astype(np.int32)
+    return jaxlc.train.run(config, workdir, batches=[{"tokens": tokens} for tokens in rows])

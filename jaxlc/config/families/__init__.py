@@ -3,11 +3,17 @@
 One module per family. To add one, write its module, add it to FAMILIES, and add it to the cases of tests/hf/models.py.
 """
 
-from jaxlc.config.families.family import Family, Tensor
+from jaxlc.config.families.family import COMMON_SETTINGS, Family, Tensor
+from jaxlc.config.families.gemma3 import GEMMA3_TEXT
 from jaxlc.config.families.llama import LLAMA
 from jaxlc.config.families.mistral import MISTRAL
+from jaxlc.config.families.olmo3 import OLMO3
+from jaxlc.config.families.qwen2 import QWEN2
 from jaxlc.config.families.qwen3 import QWEN3
+from jaxlc.config.families.smollm3 import SMOLLM3
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN3)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA3_TEXT, OLMO3)
+}
 
-__all__ = ["FAMILIES", "Family", "Tensor"]
+__all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Tensor"]

@@ -5,8 +5,7 @@ from jaxlc.config.families.family import Family, decoder_tensors
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    qk_norm="none",
-    tensors=decoder_tensors(qk_norm=False),
+    tensors=decoder_tensors(),
     # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size / num_attention_heads.
     defaults=dict(num_key_value_heads=None, head_dim=None),
     required_values=dict(

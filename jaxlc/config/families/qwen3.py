@@ -5,8 +5,8 @@ from jaxlc.config.families.family import Family, decoder_tensors
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    qk_norm="head",
-    tensors=decoder_tensors(qk_norm=True),
+    tensors=decoder_tensors(qk_norm="head"),
+    settings=dict(qk_norm="head"),
     defaults=dict(num_key_value_heads=32, head_dim=128),
     required_values=dict(attention_bias=(False,), use_sliding_window=(False,)),
     irrelevant=frozenset({"max_window_layers", "sliding_window"}),  # without effect: use_sliding_window is false
