@@ -17,23 +17,23 @@ from jaxlc.config.config_json import ROPE_SETTINGS, config_json_of
 from jaxlc.config.families import FAMILIES
 from jaxlc.config.rope_json import max_position_embeddings, rope_fields
 from jaxlc.models.rope import rope_frequencies
-from jaxlc.train.language_model import LanguageModel
 from jaxlc.train.pretrained_params import load_pretrained
-from tests.hf.models import write_model
-from tests.hf.test_transformers import (
-    LENGTHS,
+from tests.hf.comparison import (
     MESHES,
     ORIGINAL_TOKENS,
     PYTHON,
-    gradients_of,
-    reference,
-    relative_error,
+    assert_small,
+    errors_of,
+    needs_transformers,
+    run_jobs,
     step_of,
     tokens_of,
 )
+from tests.hf.models import write_model
 from tests.models.plain_rope import SCALINGS, scaled_model
 
-pytestmark = pytest.mark.skipif(not PYTHON, reason="needs torch and transformers: set JAXLC_TRANSFORMERS_PYTHON")
+pytestmark = needs_transformers
+LENGTHS = (ORIGINAL_TOKENS // 2, 4 * ORIGINAL_TOKENS)  # below and 4 times beyond the original context
 # Kind -> settings of a model with head_dim=16 that was trained with ORIGINAL_TOKENS.
 EXTENSIONS = {
     "linear": dict(rope_scaling="linear", rope_scaling_factor=4.0),
@@ -82,33 +82,56 @@ def test_frequencies_equal_transformers(tmp_path):
         assert ours.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
+def settings_of_extension(name: str) -> dict:
+    original = {} if name in ("linear", "ntk") else {"rope_scaling_original_tokens": ORIGINAL_TOKENS}
+    return EXTENSIONS[name] | original
+
+
+def is_compared(name: str, num_tokens: int) -> bool:
+    """Whether the RoPE differs from that at the other length."""
+    return num_tokens > ORIGINAL_TOKENS or name in CHANGES_WITH_LENGTH
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "original", "qwen3", dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def references(original, tmp_path_factory):
+    """Logits and gradients of transformers by (extension, number of tokens); None is the model without scaling."""
+    root, jobs = tmp_path_factory.mktemp("extended"), {}
+    for num_tokens in LENGTHS:
+        jobs[None, num_tokens] = original
+        for name in EXTENSIONS:
+            if is_compared(name, num_tokens):
+                step = step_of(original, num_tokens, {}, **settings_of_extension(name))
+                extended = shutil.copytree(original, root / f"{name}-{num_tokens}")
+                base = json.loads((original / "config.json").read_text())
+                content = config_json_of(step.config.model, base, seq_len=num_tokens, dtype="float32")
+                (extended / "config.json").write_text(json.dumps(content))
+                jobs[name, num_tokens] = extended
+    arguments = {
+        key: dict(job="gradients", directory=str(directory), tokens=tokens_of(key[1]).tolist())
+        for key, directory in jobs.items()
+    }
+    results = run_jobs(root, arguments)
+    return {key: results[key] | {"directory": directory} for key, directory in jobs.items()}
+
+
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 @pytest.mark.parametrize("name", EXTENSIONS)
-def test_extended_model_equals_transformers(name, num_tokens, tmp_path):
+def test_extended_model_equals_transformers(name, num_tokens, original, references):
     """A model without scaling, trained with one of them; transformers reads the exported config.json."""
-    if num_tokens < ORIGINAL_TOKENS and name not in CHANGES_WITH_LENGTH:
+    if not is_compared(name, num_tokens):
         pytest.skip("the RoPE is the same as at the other length")
-    original = write_model(tmp_path / "original", "qwen3", dtype=np.float32)
-    settings = dict(EXTENSIONS[name])
-    if name not in ("linear", "ntk"):
-        settings["rope_scaling_original_tokens"] = ORIGINAL_TOKENS
-    step = step_of(original, num_tokens, MESHES["context=4 x tensor=2"], **settings)
-    extended = shutil.copytree(original, tmp_path / "extended")
-    base = json.loads((original / "config.json").read_text())
-    content = config_json_of(step.config.model, base, seq_len=num_tokens, dtype="float32")
-    (extended / "config.json").write_text(json.dumps(content))
-
-    expected, without = reference(extended, num_tokens), reference(original, num_tokens)
+    step = step_of(original, num_tokens, MESHES["context=4 x tensor=2"], **settings_of_extension(name))
+    expected = dict(references[name, num_tokens])
+    extended = expected.pop("directory")
     if num_tokens > ORIGINAL_TOKENS or name == "longrope":
-        assert np.abs(expected["logits"] - without["logits"]).max() >= 0.1
+        assert np.abs(expected["logits"] - references[None, num_tokens]["logits"]).max() >= 0.1
     params, _ = load_pretrained(step)
-    logits = LanguageModel(step, params, None).logits(tokens_of(num_tokens))
-    errors = {"logits": relative_error(logits, expected["logits"])}
-    for parameter, gradient in gradients_of(step, params, num_tokens).items():
-        errors[parameter] = relative_error(gradient, expected[f"gradient/{parameter}"])
-    worst = max(errors, key=errors.__getitem__)
-    print(f"{name}, {num_tokens} tokens: logits {errors['logits']:.1e}, largest {worst} {errors[worst]:.1e}")
-    assert errors[worst] <= 1e-4, worst
+    assert_small(errors_of(step, params, expected, num_tokens), f"{name}, {num_tokens} tokens")
 
     again = load(ConfigDict({"model": {"init_from": str(extended)}})).model
     if name not in ("ntk", "longrope"):  # written as another rope_theta, and with the computed attention factor
