@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan notebooks test test-rest test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
+.PHONY: help train plan notebooks test test-rest test-transformers test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
 
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -24,12 +24,16 @@ notebooks: $(READY) $(VENV)/.ready-plan  ## run all notebooks and store their ou
 test: $(READY) $(VENV)/.ready-plan  ## run the tests on one JAX version
 	$(VENV)/bin/python $(PYTEST) -m "not heavy" $(ARGS)
 
-test-all: test test-rest  ## also run the heavy tests and the other JAX versions
+test-all: test test-rest test-transformers  ## also run the heavy tests, the other JAX versions and transformers
 
-test-rest: test-heavy test-jax0.12 smoke-jax0.11  ## run what test-all adds to test
+test-rest: test-heavy test-jax0.12 smoke-jax0.11  ## run the heavy tests and the other JAX versions
 
 test-heavy: $(READY) $(VENV)/.ready-plan  ## run the tests that compile large programs for GPUs
 	$(VENV)/bin/python $(PYTEST) -m heavy $(ARGS)
+
+test-transformers: $(READY) .venv-transformers/.ready  ## compare with transformers, in an environment of its own
+	JAXLC_TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers/bin/python \
+	  $(VENV)/bin/python $(PYTEST) --dist=loadfile tests/hf/test_transformers.py tests/hf/test_rope_scaling.py $(ARGS)
 
 test-jax0.12:  ## run the tests that depend on the JAX version on JAX 0.12 (needs Python 3.12 or newer)
 	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "jax_version and not heavy",-plan)
@@ -56,7 +60,7 @@ lock: $(READY)  ## update the pinned versions with uv
 	$(UV_COMPILE) --extra plan --no-deps | grep '^jax-cuda' > requirements-plan.lock
 
 clean:  ## remove environments, caches and build outputs; keeps runs/
-	rm -rf .venv .venv-jax0.11 .venv-jax0.12 .cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-jax0.11 .venv-jax0.12 .venv-transformers .cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 TYPES = $(VENV)/bin/pyrefly check --python-interpreter-path=$(VENV)/bin/python --output-format=min-text
@@ -88,6 +92,12 @@ define INSTALL
 	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat --editable .
 	@touch $@
 endef
+
+.venv-transformers/.ready: tests/hf/requirements.txt
+	$(PYTHON) -m venv --clear $(@D)
+	@echo "installing torch and transformers into $(@D) (about 1 GB on Linux with the CPU build of torch)"
+	$(@D)/bin/python -m pip install --quiet --requirement tests/hf/requirements.txt
+	@touch $@
 
 $(READY) .venv-jax0.12/.ready: requirements.lock pyproject.toml
 	$(call INSTALL,requirements.lock)

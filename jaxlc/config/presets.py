@@ -13,6 +13,9 @@ _LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "rope_scaling_factor": 32.0}
 _LLAMA_3: dict[str, Any] = dict(vocab_size=128_256, head_dim=128, norm_epsilon=1e-5, rope_theta=500_000.0)
 _LLAMA_3_2_1B: dict[str, Any] = {**_LLAMA_3, **_LLAMA_3_2, "head_dim": 64}
 
+_GEMMA3_GROUP = (*["sliding"] * 5, "full")
+_OLMO3_GROUP = (*["sliding"] * 3, "full")
+
 _PRESETS = (
     ModelConfig(
         preset="tiny",
@@ -93,6 +96,51 @@ _PRESETS = (
         tie_embeddings=False,
         norm_epsilon=1e-5,
         rope_theta=1_000_000.0,
+    ),
+    ModelConfig(
+        preset="gemma3-12b",  # without the vision encoder
+        vocab_size=262_208,
+        num_layers=48,
+        model_dim=3840,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=256,
+        ffn_dim=15_360,
+        tie_embeddings=True,
+        qk_norm="head",
+        norm_placement="pre_and_post",
+        zero_centered_norm=True,
+        norm_epsilon=1e-6,
+        activation="gelu_tanh",
+        scale_embeddings=True,
+        query_scale_dim=256,
+        layer_kinds=_GEMMA3_GROUP,
+        window=1024,
+        sliding_rope_theta=10_000.0,
+        rope_theta=1_000_000.0,
+        rope_scaling="linear",
+        rope_scaling_factor=8.0,
+    ),
+    ModelConfig(
+        preset="olmo3-32b",
+        vocab_size=100_278,
+        num_layers=64,
+        model_dim=5120,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_dim=27_648,
+        tie_embeddings=False,
+        qk_norm="projection",
+        norm_placement="post",
+        norm_epsilon=1e-6,
+        layer_kinds=_OLMO3_GROUP,
+        window=4096,
+        sliding_rope_theta=500_000.0,
+        rope_theta=500_000.0,
+        rope_scaling="yarn",
+        rope_scaling_factor=8.0,
+        rope_scaling_original_tokens=8192,
     ),
 )
 PRESETS: dict[str, ModelConfig] = {preset.preset: preset for preset in _PRESETS}

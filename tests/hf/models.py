@@ -54,7 +54,10 @@ class Case:
 def _config(model_type: str, architecture: str, **fields) -> dict:
     """In the form of transformers 4, unless `fields` has the RoPE of transformers 5."""
     dtype = "dtype" if "rope_parameters" in fields else "torch_dtype"
-    return SMALL | {"model_type": model_type, "architectures": [architecture], dtype: "bfloat16"} | fields
+    config = SMALL | {"model_type": model_type, "architectures": [architecture], dtype: "bfloat16"} | fields
+    if config["head_dim"] is None and model_type != "llama":
+        del config["head_dim"]  # other families do not have the field, or not with null
+    return config
 
 
 def _llama(**fields) -> dict:
@@ -176,7 +179,7 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     config = CASES[case].config
     D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     N, K = config["num_attention_heads"], config["num_key_value_heads"]
-    H = config["head_dim"] or D // N
+    H = config.get("head_dim") or D // N
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)

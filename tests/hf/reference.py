@@ -20,9 +20,19 @@ CROSS_ENTROPY = torch.nn.functional.cross_entropy
 
 def open_model(directory: str):
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.get_default_dtype(), attn_implementation="eager"
+        directory, config=config_of(directory), dtype=torch.get_default_dtype(), attn_implementation="eager"
     )
     return model.train()
+
+
+def config_of(directory: str):
+    """The config of a model; transformers 4 does not read rope_parameters."""
+    fields = json.loads((pathlib.Path(directory) / "config.json").read_text())
+    parameters = fields.get("rope_parameters")
+    if transformers.__version__.startswith("4.") and parameters and "rope_theta" not in fields:
+        fields["rope_theta"] = parameters["rope_theta"]
+        fields["rope_scaling"] = None if parameters["rope_type"] == "default" else parameters
+    return transformers.AutoConfig.for_model(**fields)
 
 
 def logits_and_loss(model, tokens: np.ndarray, first_position: int = 0):

@@ -46,7 +46,7 @@ def expected_params(name, tensors=None):
     case, tensors = CASES[name], tensors_of(name) if tensors is None else tensors
     config = case.config
     L, D, N = (config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    K, H = config["num_key_value_heads"], config["head_dim"] or D // N
+    K, H = config["num_key_value_heads"], config.get("head_dim") or D // N
     conversions = {
         "attention/wq": ("self_attn.q_proj.weight", lambda x: x.T.reshape(D, N, H)),
         "attention/wk": ("self_attn.k_proj.weight", lambda x: x.T.reshape(D, K, H)),
