@@ -1,6 +1,7 @@
 """What `model.init_from` names: a Hugging Face directory, a model of the hub, or a run. Imports no jax."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from jaxlc.config.values import typed
 from jaxlc.core.errors import UserError
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+# Of the tokenizer, the chat template and generation.
+TEXT_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+_COPY_DIRECTORY = "pretrained"  # in the workdir of a run: config.json and TEXT_FILES of the model it started from
 _NO_SETTINGS = ("preset", "init_from")  # of a stored model config: they describe no computation
 
 
@@ -80,6 +87,38 @@ def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
         f"invalid value {init_from!r} for config.model.init_from ({problem}): expected a Hugging Face directory with"
         " config.json and safetensors files, the workdir of a run, or a hub id ORGANIZATION/NAME"
     )
+
+
+def original_of(init_from: str, workdir: Path | None = None) -> Pretrained | None:
+    """The Hugging Face model that training started from, directly or through other runs; None: random weights.
+
+    Args:
+      init_from: of the run.
+      workdir: of the run. If it has a copy of the model's files, the result is that copy, without weights.
+    Raises:
+      UserError: there is no copy, and the model or one of the runs does not exist any more.
+    """
+    while True:
+        if workdir is not None and (workdir / _COPY_DIRECTORY / CONFIG_FILE).is_file():
+            return Pretrained(init_from=init_from, directory=workdir / _COPY_DIRECTORY, is_run=False)
+        if not init_from:
+            return None
+        source = locate(init_from)
+        if not source.is_run:
+            return source
+        init_from, workdir = source.run_config()["model"]["init_from"], source.directory.parent.parent
+
+
+def copy_description(init_from: str, workdir: Path) -> None:
+    """Copies config.json and the tokenizer of the original model to `workdir`, so that an export does not need it."""
+    original = original_of(init_from)
+    if original is None:
+        return
+    target = workdir / _COPY_DIRECTORY
+    target.mkdir(exist_ok=True)
+    for name in (*TEXT_FILES, CONFIG_FILE):
+        if (original.directory / name).is_file():
+            shutil.copyfile(original.directory / name, target / name)
 
 
 def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str, Any]:

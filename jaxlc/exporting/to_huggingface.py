@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxlc.config import Config, from_dict
 from jaxlc.config.config_json import config_json_of, family_of
-from jaxlc.config.pretrained import CONFIG_FILE, TOKENIZER_FILE, Pretrained, locate
+from jaxlc.config.pretrained import CONFIG_FILE, TEXT_FILES, TOKENIZER_FILE, Pretrained, original_of
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
@@ -21,23 +21,19 @@ from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_
 
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
 _GROUP_BYTES = 2**30  # of parameters that are restored together
-# Of the tokenizer, the chat template and generation; copied byte for byte.
-_COPIED_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
 
 
 def export(workdir: str | Path, out: str | Path, *, step: int | None, dtype: str, max_shard_gb: float) -> Path:
     """Writes a checkpoint; see `jaxlc.export`."""
-    directory = Path(workdir).expanduser().absolute() / CHECKPOINTS_DIRECTORY
+    workdir = Path(workdir).expanduser().absolute()
+    directory = workdir / CHECKPOINTS_DIRECTORY
     step = _checked_step(directory, step)
     if dtype not in DTYPES:
         raise UserError(f"invalid dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if not max_shard_gb > 0:
         raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
     config = from_dict(read_meta(directory, step)["config"])
-    source = _source(config)
+    source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.config_json()
     content = config_json_of(config.model, base, seq_len=config.data.seq_len, dtype=DTYPES[dtype][1])
     target = Path(out).expanduser().absolute()
@@ -65,20 +61,6 @@ def _checked_step(directory: Path, step: int | None) -> int:
     if step is not None and step not in steps:
         raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
-
-
-def _source(config: Config) -> Pretrained | None:
-    """The Hugging Face model that the run, or the run that it started from, started from; None if there is none.
-
-    Raises:
-      UserError: it is not there any more.
-    """
-    while config.model.init_from:
-        source = locate(config.model.init_from)
-        if not source.is_run:
-            return source
-        config = from_dict(source.run_config())
-    return None
 
 
 def _write_weights(
@@ -136,7 +118,7 @@ def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _write_other_files(config: Config, source: Pretrained | None, target: Path) -> None:
-    for name in _COPIED_FILES:
+    for name in TEXT_FILES:
         if source is not None and (source.directory / name).is_file():
             shutil.copyfile(source.directory / name, target / name)
     tokenizer = Path(config.data.tokenizer).expanduser()

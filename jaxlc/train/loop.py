@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxlc import runtime
 from jaxlc.config import Config, check_evaluation, check_num_devices, load, to_dict
+from jaxlc.config.pretrained import copy_description
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import make_mesh
@@ -221,6 +222,8 @@ def _first_position(
             with progress.progress_bar(f"reading {config.model.init_from}") as update:
                 params, line = load_pretrained(step, update)
             progress.log(line)
+            if jax.process_index() == 0:
+                copy_description(config.model.init_from, workdir)
         return _Position(state=step.init(params), step=0, next_sequence=0)
     state, meta = restored
     position = _Position(state=state, step=int(state.step), next_sequence=meta["next_row"])

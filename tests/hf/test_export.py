@@ -1,6 +1,7 @@
 """From a Hugging Face directory through a run and back."""
 
 import json
+import shutil
 
 import jax
 import ml_dtypes
@@ -108,6 +109,7 @@ def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsy
     train(source, tmp_path / "run", 1, train__steps=2, **settings)
     resumed = train(source, tmp_path / "run", 2, train__steps=2, **settings)
     assert "resuming from step 1" in capsys.readouterr().out
+    shutil.rmtree(source)  # the run has copies of config.json and the tokenizer
     out = jaxlc.export(tmp_path / "run", tmp_path / "out")
     content = json.loads((out / "config.json").read_text())
     assert content["rope_theta"] == content["rope_parameters"]["rope_theta"] == 5e5
