@@ -121,7 +121,9 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
     dtype_field = "dtype" if "dtype" in (base or {}) else "torch_dtype"
     changed = {"max_position_embeddings": longest, dtype_field: dtype}
     if base is None:
-        first = dict(architectures=[family.architecture], model_type=family.model_type)
+        first: dict[str, Any] = dict(architectures=[family.architecture], model_type=family.model_type)
+        # Of the tokenizer; the defaults of transformers are those of a published model.
+        first |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         first[family.activation_field] = _ACTIVATIONS[model.activation]
         fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
         return first | fields | fixed | family.write_kinds(model) | rope_fields(model, family) | changed

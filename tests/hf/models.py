@@ -26,6 +26,7 @@ SMALL = dict(
     initializer_range=0.02,
     bos_token_id=1,
     eos_token_id=2,
+    pad_token_id=60,  # torch gives the embedding of this id no gradient
     use_cache=True,
 )
 LLAMA3_ROPE = dict(
