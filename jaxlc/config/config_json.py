@@ -89,6 +89,17 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return settings | dict(layer_kinds=kinds, window=window) | rope
 
 
+def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the language model in config.json: `config` itself, or text_config of a model with images."""
+    families = [family for family in FAMILIES.values() if family.multimodal_type]
+    family = next((family for family in families if family.multimodal_type == config.get("model_type")), None)
+    if family is None or not isinstance(config.get("text_config"), dict):
+        return config
+    outer = {name: config[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in config}
+    inner = dict(model_type=family.model_type, architectures=[family.architecture])
+    return {**outer, **config["text_config"], **inner}
+
+
 def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
     """The family to export `model` as: that of the config.json it comes from, or one with the same layers.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlc.config import hub
-from jaxlc.config.config_json import CHANGEABLE_SETTINGS, settings_of
+from jaxlc.config.config_json import CHANGEABLE_SETTINGS, language_model_of, settings_of
 from jaxlc.config.frozen import field_types
 from jaxlc.config.old_configs import upgraded
 from jaxlc.config.rope_settings import with_scaling
@@ -52,8 +52,8 @@ class Pretrained:
         return self.run_config()["data"]["tokenizer"] if self.is_run else str(self.directory / TOKENIZER_FILE)
 
     def config_json(self) -> dict[str, Any]:
-        """The content of config.json; not for runs."""
-        return read_json(self.directory / CONFIG_FILE)
+        """The fields of the language model in config.json; not for runs."""
+        return dict(language_model_of(read_json(self.directory / CONFIG_FILE)))
 
     def run_config(self) -> dict[str, dict[str, Any]]:
         """The config that a run stored in the checkpoint, with current names; not for Hugging Face models."""

@@ -42,6 +42,7 @@ def load_params(
       Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
     """
     files = TensorFiles(directory)
+    files.tensors = _of_language_model(files.tensors, family)
     abstract = _by_path(abstract_params)
     layouts = layouts_of(family, abstract, _by_path(dims), vocab_size)
     _check(files, layouts)
@@ -87,6 +88,16 @@ def _by_path(tree: Any) -> dict[str, Any]:
 def _as_shape(param: Any) -> np.ndarray:
     """An array of this shape and dtype that takes no memory, for its number of bytes."""
     return np.broadcast_to(np.zeros((), param.dtype), param.shape)
+
+
+def _of_language_model(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The tensors of the language model, with the names that they have in a model without images."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(family.other_prefixes):
+            prefix = next((prefix for prefix in family.multimodal_prefixes if name.startswith(prefix)), "")
+            renamed[family.multimodal_prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensor
+    return renamed
 
 
 def _check(files: TensorFiles, layouts: Mapping[str, Layout]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.machinery
+import json
 import math
 import sys
 
@@ -90,6 +91,20 @@ def test_load_on_a_mesh_equals_the_files(case, tmp_path):
             assert not np.take(array, 61, axis).any()
             array = np.take(array, range(61), axis)
         np.testing.assert_array_equal(array, value, err_msg=path)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_load_of_a_model_with_images_reads_its_language_model(prefix, tmp_path):
+    directory = write_model(tmp_path / "model", "gemma3")
+    images = {"vision_tower.embeddings": np.zeros(3, np.float32)}
+    rewrite(directory, lambda x: {name.replace("model.", prefix, 1): value for name, value in x.items()} | images)
+    text = dict(CASES["gemma3"].config)
+    content = dict(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"])
+    content["torch_dtype"] = text.pop("torch_dtype")
+    (directory / "config.json").write_text(json.dumps(content | dict(text_config=text, vision_config={"depth": 2})))
+    _, params, _ = loaded(directory)
+    for path, value in expected_params("gemma3").items():
+        np.testing.assert_array_equal(params[path], value, err_msg=path)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

@@ -77,6 +77,11 @@ class Family:
     # Whether rope_parameters has an entry for each layer type. RoPE of sliding layers is not scaled then; its base is
     # rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
     rope_by_layer_type: bool = False
+    # The model_type of models with images whose text_config describes this language model; prefixes of the names of its
+    # tensors there -> prefixes in `tensors`; and prefixes of the other tensors, which are not read.
+    multimodal_type: str = ""
+    multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
+    other_prefixes: tuple[str, ...] = ()
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
 
     def fits(self, model: ModelConfig) -> bool:

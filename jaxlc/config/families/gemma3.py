@@ -1,4 +1,7 @@
-"""Gemma 3, text models: groups of five sliding layers and a full one (transformers: models/gemma3)."""
+"""Gemma 3: groups of five sliding layers and a full one (transformers: models/gemma3).
+
+Of models with images, the language model is loaded.
+"""
 
 from jaxlc.config.families.family import Family, Fields, decoder_tensors, read_layer_types, write_layer_types
 
@@ -25,6 +28,8 @@ GEMMA3_TEXT = Family(
     ),
     fields={"query_pre_attn_scalar": "query_scale_dim"},
     defaults=dict(
+        vocab_size=262_208,
+        num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=256,
         query_pre_attn_scalar=256,
@@ -39,5 +44,8 @@ GEMMA3_TEXT = Family(
         attention_bias=(False,),
         use_bidirectional_attention=(False,),
     ),
+    multimodal_type="gemma3",
+    multimodal_prefixes={"language_model.": "", "model.language_model.": "model."},
+    other_prefixes=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     irrelevant=frozenset({"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation", "hidden_act"}),
 )
