@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jaxlc
+from jaxlc.config import read_config
 from tests.helpers import png_size
+from tests.hf.test_export import save_step_0
 from tests.train import runs
 
 
@@ -124,9 +127,12 @@ def test_run_resumed_by_two_processes_has_equal_losses(config, uninterrupted, ha
 
 @pytest.mark.heavy
 def test_run_of_two_processes_has_equal_losses(config, uninterrupted, tmp_path):
-    """The context axis spans the processes: ranks 0 and 1 of four in one, 2 and 3 in the other."""
-    for run in runs.start_pair(config, tmp_path):
-        runs.finish(run)
+    """The context axis spans the processes: ranks 0 and 1 of four in one, 2 and 3 in the other. Each reads its shards of
+    the initial weights from a Hugging Face directory."""
+    save_step_0(read_config(str(config)), tmp_path / "initial")
+    weights = jaxlc.export(tmp_path / "initial", tmp_path / "weights", dtype="fp32")
+    for run in runs.start_pair(config, tmp_path, model__init_from=weights, data__tokenizer="bytes"):
+        assert runs.finish(run).count("bytes read by this process") <= 1
     _assert_same_losses(runs.rows(tmp_path), uninterrupted, 1e-6)
 
 
