@@ -127,8 +127,10 @@ def test_run_resumed_by_two_processes_has_equal_losses(config, uninterrupted, ha
 
 @pytest.mark.heavy
 def test_run_of_two_processes_has_equal_losses(config, uninterrupted, tmp_path):
-    """The context axis spans the processes: ranks 0 and 1 of four in one, 2 and 3 in the other. Each reads its shards of
-    the initial weights from a Hugging Face directory."""
+    """The context axis spans the processes: ranks 0 and 1 of four in one, 2 and 3 in the other.
+
+    Each reads its shards of the initial weights from a Hugging Face directory.
+    """
     save_step_0(read_config(str(config)), tmp_path / "initial")
     weights = jaxlc.export(tmp_path / "initial", tmp_path / "weights", dtype="fp32")
     for run in runs.start_pair(config, tmp_path, model__init_from=weights, data__tokenizer="bytes"):
