@@ -41,7 +41,7 @@ def tokens_of(num_tokens: int, seed: int = 0) -> np.ndarray:
 def run_jobs(directory: Path, jobs: dict[str, dict]) -> dict[str, dict[str, np.ndarray]]:
     """Runs jobs of tests/hf/reference.py in one process; returns their results by the same keys."""
     outs = {key: directory / f"{i}.npz" for i, key in enumerate(jobs)}
-    listed = [dict(float64=False, out=str(outs[key])) | job for key, job in jobs.items()]
+    listed = [job | dict(out=str(outs[key])) for key, job in jobs.items()]
     (directory / "jobs.json").write_text(json.dumps(listed))
     script = Path(__file__).with_name("reference.py")
     done = subprocess.run([PYTHON, script, directory / "jobs.json"], capture_output=True, text=True)

@@ -3,10 +3,10 @@
     python tests/hf/reference.py JOBS.json
 
 JOBS.json is a list of jobs. Each has `directory` (a model), `out` (an .npz file to write), and the fields of one of the
-functions below. All are on CPU in float32, jobs with a true `float64` in float64. Without torch this file cannot be
-imported.
+functions below. All are on CPU in float32, unless `float64` is true. Without torch this file cannot be imported.
 """
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -20,7 +20,7 @@ CROSS_ENTROPY = torch.nn.functional.cross_entropy
 
 def open_model(directory: str):
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, config=config_of(directory), dtype=torch.get_default_dtype(), attn_implementation="eager"
+        directory, config=config_of(directory), dtype=torch.float32, attn_implementation="eager"
     )
     return model.train()
 
@@ -43,13 +43,30 @@ def logits_and_loss(model, tokens: np.ndarray, first_position: int = 0):
     return logits, CROSS_ENTROPY(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def gradients(directory: str, tokens: list, first_position: int = 0) -> dict[str, np.ndarray]:
+def gradients(directory: str, tokens: list, first_position: int = 0, float64: bool = False) -> dict[str, np.ndarray]:
     """Logits and gradients of the loss; positions count from `first_position`."""
     model = open_model(directory)
-    logits, loss = logits_and_loss(model, np.array(tokens), first_position)
-    loss.backward()
+    with in_float64(model) if float64 else contextlib.nullcontext():
+        logits, loss = logits_and_loss(model, np.array(tokens), first_position)
+        loss.backward()
     arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()}
     return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **arrays)
+
+
+@contextlib.contextmanager
+def in_float64(model):
+    """Converts the model, and lets the names of float32 mean float64: RoPE and norms use float32 in every model."""
+    names = torch.float, torch.float32, torch.Tensor.float
+    torch.float, torch.float32, torch.Tensor.float = torch.float64, torch.float64, torch.Tensor.double
+    model.double()
+    for module in model.modules():
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RotaryEmbedding"):
+                setattr(module, name, type(child)(child.config))  # computes the frequencies again
+    try:
+        yield
+    finally:
+        torch.float, torch.float32, torch.Tensor.float = names
 
 
 def train(directory: str, batches: list, learning_rate: float, weight_decay: float) -> dict[str, np.ndarray]:
@@ -79,21 +96,12 @@ def generate(directory: str, prompt: list, num_tokens: int) -> dict[str, np.ndar
     return dict(tokens=tokens[0].numpy())
 
 
-def use_float64() -> None:
-    """Makes the names of float32 mean float64: transformers computes RoPE and norms in float32 in all models."""
-    torch.float = torch.float32 = torch.float64
-    torch.Tensor.float = torch.Tensor.double
-    torch.set_default_dtype(torch.float64)
-
-
 def main(jobs_path: str) -> None:
     torch.set_num_threads(1)
     jobs = json.loads(pathlib.Path(jobs_path).read_text())
     functions = {"gradients": gradients, "train": train, "generate": generate}
-    for job in sorted(jobs, key=lambda job: job["float64"]):
-        if job["float64"] and torch.float != torch.float64:
-            use_float64()
-        arguments = {name: value for name, value in job.items() if name not in ("job", "out", "float64")}
+    for job in jobs:
+        arguments = {name: value for name, value in job.items() if name not in ("job", "out")}
         np.savez(job["out"], version=transformers.__version__, **functions[job["job"]](**arguments))
 
 
