@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxlc.config.values import did_you_mean
@@ -89,7 +90,7 @@ def is_manual(context_axis: str, q_BTNH: jax.Array) -> bool:
 
 
 def check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array | None) -> None:
-    """Raises UserError unless the shapes of the operands, global or local, are consistent."""
+    """Raises UserError unless the shapes of the operands, global or local, are consistent and q, k and v are floats."""
     if any(x.ndim != 4 for x in (q_BTNH, k_BSKH, v_BSKH)):
         raise UserError(
             f"invalid shapes {_shapes(q_BTNH, k_BSKH, v_BSKH)}: expected q [B, T, N, H], k and v [B, T, K, H]"
@@ -100,6 +101,9 @@ def check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segmen
         raise UserError(
             f"invalid shapes {_shapes(q_BTNH, k_BSKH, v_BSKH)}: expected q [B, T, N, H], k and v [B, T, K, H]"
         )
+    dtypes = [x.dtype for x in (q_BTNH, k_BSKH, v_BSKH)]
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        raise UserError(f"invalid dtypes {', '.join(map(str, dtypes))} of q, k, v: expected floats, such as bfloat16")
     if segments_BT is not None and segments_BT.shape != (batch, num_tokens):
         raise UserError(f"invalid shape {segments_BT.shape} for segment_ids: expected [B, T] = {(batch, num_tokens)}")
     if num_heads % num_kv_heads:

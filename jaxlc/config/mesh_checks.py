@@ -23,12 +23,13 @@ def check_num_devices(config: Config, num_devices: int, there_are: str, config_p
     if config.mesh.num_devices == num_devices:
         return
     sizes = mesh_text(_sizes(config.mesh))
-    problem = f"the mesh {sizes} needs {config.mesh.num_devices} devices but {there_are} {num_devices}"
+    plural = "" if config.mesh.num_devices == 1 else "s"
+    problem = f"the mesh {sizes} needs {config.mesh.num_devices} device{plural} but {there_are} {num_devices}"
     if config.runtime.topology and config_path:
         raise UserError(
             f"{problem}; the config is made for {config.runtime.topology}: run it there, or compile it ahead of time"
-            f" with `python -m jaxlc.plan --config={config_path} --topology={config.runtime.topology}`, or run a small"
-            f" version with `python -m jaxlc.train --config={config_path.partition(':')[0]}:mini`"
+            f" with `jaxlc plan --config={config_path} --topology={config.runtime.topology}`, or run a small"
+            f" version with `jaxlc train --config={config_path.partition(':')[0]}:mini`"
         )
     mesh = working_mesh(config, num_devices)
     ways = [] if mesh is None else [mesh_overrides(config.mesh, mesh)]

@@ -181,7 +181,10 @@ def batches(
     built = iter(grain.MapDataset.range(_ENDLESS).map(local_spans).to_iter_dataset(options))
 
     def place_next_batch() -> dict[str, jax.Array]:
-        step = {at: next(built) for at in local_sequences}
+        try:
+            step = {at: next(built) for at in local_sequences}
+        except UserError as error:  # without the frames and notes of the threads that build sequences
+            raise UserError(str(error)) from None
         return {name: global_array(name, step) for name in step[local_sequences[0]]}
 
     with contextlib.closing(built):  # also when this generator is closed or dropped

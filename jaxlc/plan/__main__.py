@@ -61,7 +61,7 @@ def main(command: ParsedCommand) -> int:
             constants=flags["constants"] or "",
             starting=starting,
         )
-    command_line = " ".join(["python -m jaxlc.plan", *sys.argv[1:]])
+    command_line = " ".join(["jaxlc plan", *sys.argv[1:]])
     print(report.page(result, advise_command=f"{command_line} --advise"))
     if flags["json"]:
         Path(flags["json"]).write_text(json.dumps(result.to_json(), indent=1) + "\n")

@@ -100,18 +100,24 @@ def _has_nvidia_driver() -> bool:
 def _check_started(config: RuntimeConfig, platform: str, num_local_devices: int, num_processes: int) -> None:
     if num_processes != config.num_processes:
         raise UserError(
-            f"JAX has already started with {num_processes} processes, but config.runtime.num_processes is"
-            f" {config.num_processes}; call jaxlc.runtime.start(config.runtime) before any code uses a device"
+            f"JAX has already started with {num_processes} process{'' if num_processes == 1 else 'es'}, but"
+            f" config.runtime.num_processes is {config.num_processes}; call jaxlc.start or jaxlc.train.run before any"
+            " code uses a device"
         )
     if config.unified_memory and platform != "cpu" and not unified_memory.is_on(os.environ):
         raise UserError(
             "JAX has already started without unified memory, but config.runtime.unified_memory=True; restart Python (in"
-            " a notebook, the kernel) and call jaxlc.runtime.start(config.runtime) first"
+            " a notebook, the kernel) and call jaxlc.train.run first"
         )
     num_simulated = config.simulated_devices // config.num_processes
     if num_simulated and (platform != "cpu" or num_local_devices != num_simulated):
         raise UserError(
-            f"JAX has already started with {num_local_devices} {platform} devices, but"
-            f" config.runtime.simulated_devices={config.simulated_devices} requires {num_simulated} cpu devices in this"
-            " process; restart Python (in a notebook, the kernel) and call jaxlc.runtime.start(config.runtime) first"
+            f"JAX has already started with {_device_count(num_local_devices, platform)}, but"
+            f" config.runtime.simulated_devices={config.simulated_devices} requires"
+            f" {_device_count(num_simulated, 'cpu')} in this process; restart Python (in a notebook, the kernel) and"
+            f" call jaxlc.start(simulated_devices={config.simulated_devices}) first"
         )
+
+
+def _device_count(number: int, platform: str) -> str:
+    return f"{number} {platform} device{'' if number == 1 else 's'}"

@@ -26,9 +26,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """
     devices = jax.devices() if devices is None else devices
     if config.num_devices != len(devices):
+        plural = "" if config.num_devices == 1 else "s"
         raise UserError(
-            f"the mesh {mesh_text(vars(config))} needs {config.num_devices} devices but {len(devices)} are given; use a"
-            f" mesh of that size, or pass devices=jax.devices()[:{config.num_devices}]"
+            f"the mesh {mesh_text(vars(config))} needs {config.num_devices} device{plural} but {len(devices)} are"
+            f" given; use a mesh of that size, or pass devices=jax.devices()[:{config.num_devices}]"
         )
     shape = tuple(vars(config)[axis] for axis in MESH_AXES)
     return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

@@ -48,9 +48,10 @@ class ShardingTable:
         num_params = sum(math.prod(row.shape) for row in self.rows)
         num_bytes = sum(row.num_bytes for row in self.rows)
         device_bytes = sum(row.bytes_per_device for row in self.rows)
+        plural = "" if self.num_devices == 1 else "s"
         return (
             f"{num_params:,} parameters, {num_bytes:,} bytes; {device_bytes:,} bytes per device"
-            f" ({device_bytes / num_bytes:.1%}) on a mesh of {self.num_devices} devices"
+            f" ({device_bytes / num_bytes:.1%}) on a mesh of {self.num_devices} device{plural}"
         )
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -11,8 +12,9 @@ from jaxlc import runtime
 from jaxlc._jax_internals import backends_are_initialized
 from jaxlc.config import Config, from_dict, with_settings
 from jaxlc.config import load as load_config
+from jaxlc.config.mesh_checks import working_mesh
 from jaxlc.config.pretrained import CONFIG_FILE
-from jaxlc.core.axes import BATCH_AXES
+from jaxlc.core.axes import BATCH_AXES, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.tokenizers import load_tokenizer
@@ -105,7 +107,18 @@ def _on_mesh(config: Config, mesh: Mapping[str, int] | None) -> Config:
     }
     if config.runtime.simulated_devices:
         settings["runtime.simulated_devices"] = math.prod(sizes.values())
-    return with_settings(config, settings)
+    try:
+        return with_settings(config, settings)
+    except UserError as error:  # its advice is about settings of a new run, such as data.seq_len
+        one_device = settings | {f"mesh.{axis}": 1 for axis in sizes} | {"train.global_batch_size": 1}
+        fallback = with_settings(config, one_device | {"runtime.simulated_devices": 0})
+        meshes = (working_mesh(fallback, number) for number in range(math.prod(sizes.values()), 0, -1))
+        nearest = next(asdict(mesh) for mesh in meshes if mesh is not None)
+        arguments = ", ".join(f"{axis}={size}" for axis, size in nearest.items() if size > 1) or "context=1"
+        raise UserError(
+            f"the run does not split over the mesh {mesh_text(sizes)} ({str(error).partition(';')[0]}): pass another"
+            f" mesh, such as mesh=dict({arguments})"
+        ) from None
 
 
 def _start(config: Config) -> list[jax.Device]:

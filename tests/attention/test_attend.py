@@ -223,6 +223,12 @@ def test_attend_without_batch_dimension_raises():
         attend(q[0], k[0], v[0], mesh=mesh_of(sp=2), context_axis="sp")
 
 
+def test_attend_with_integer_arrays_raises():
+    q, k, v, _ = operands()
+    with pytest.raises(UserError, match="invalid dtypes float32, int32, float32 of q, k, v: expected floats"):
+        attend(q, k.astype("int32"), v, mesh=mesh_of(sp=2), context_axis="sp")
+
+
 @pytest.mark.jax_version  # where JAX stores the axes over which a value varies
 def test_attend_in_unsuitable_shard_map_raises():
     q, k, v, _ = operands()

@@ -93,7 +93,7 @@ def test_start_again_with_other_settings_is_refused():
         UserError, match="already started with 8 cpu devices, but .*simulated_devices=4 requires 4 cpu devices"
     ):
         runtime.start(RuntimeConfig(simulated_devices=4))
-    with pytest.raises(UserError, match="already started with 1 processes, but config.runtime.num_processes is 2"):
+    with pytest.raises(UserError, match="already started with 1 process, but config.runtime.num_processes is 2"):
         runtime.start(RuntimeConfig(num_processes=2))
 
 

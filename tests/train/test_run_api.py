@@ -191,6 +191,7 @@ def test_load_of_earlier_step_has_its_parameters_and_history(result):
         (dict(step=3), r"no checkpoint of step 3 in .*; there are 2, 4"),
         (dict(mesh=dict(contxt=2)), "unknown mesh axis 'contxt': expected data, fsdp, context, tensor"),
         (dict(mesh=dict(context=16)), "the mesh of the run has 16 devices, and 8 are available"),
+        (dict(mesh=dict(context=3)), r"does not split over the mesh .*context=3.* such as mesh=dict\(context=2\)"),
     ],
 )
 def test_load_with_invalid_arguments_names_the_choices(result, arguments, message):
