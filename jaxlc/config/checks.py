@@ -73,7 +73,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         loss_scale_min=_POSITIVE,
         loss_scale_max=_POSITIVE,
     ),
-    "memory": dict(layers_per_remat_group=_FROM_1, tile_tokens=_FROM_0, loss_chunk_tokens=_FROM_1),
+    "memory": dict(layers_per_remat_group=_FROM_1, tile_tokens=_FROM_0, loss_chunk_tokens=_FROM_0),
     "runtime": dict(
         simulated_devices=_FROM_0,
         num_processes=_FROM_1,

@@ -18,6 +18,7 @@ from jaxlc.data.tokenizers import Tokenizer
 from jaxlc.data.user_batches import complete_batch
 from jaxlc.sharding.layout import natural_order
 from jaxlc.train.batch import BATCH_SPEC, Batch
+from jaxlc.train.loss_chunk import loss_chunk_tokens
 from jaxlc.train.step import TrainStep
 
 _MAX_LOGITS_BYTES = 8 * 2**30  # of one call, in host memory
@@ -83,7 +84,7 @@ class LanguageModel:
                 " positions=, such as slice(-256, None), or use token_losses"
             )
         features_BTX, head_DV = self._features(padded)
-        chunk_tokens = self.config.memory.loss_chunk_tokens * self.mesh.shape[CONTEXT]
+        chunk_tokens = loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT]
         chunks = np.split(chosen_n, range(chunk_tokens, len(chosen_n), chunk_tokens))
         logits_BnV = np.concatenate(
             [np.asarray(self._logits(features_BTX[:, chunk_n], head_DV)) for chunk_n in chunks], axis=1

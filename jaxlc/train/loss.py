@@ -24,6 +24,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.models.chunks import over_chunks
 from jaxlc.models.norms import rms_norm
 from jaxlc.sharding.rules import storage_spec
+from jaxlc.train.loss_chunk import loss_chunk_tokens
 
 _TOKENS = (BATCH_AXES, (CONTEXT, TENSOR))  # the last two dimensions of targets and weights
 _HEAD = PartitionSpec(None, TENSOR)
@@ -55,7 +56,7 @@ class LossSpec:
         return cls(
             mesh=mesh,
             vocab_size=config.model.vocab_size,
-            chunk_tokens=config.memory.loss_chunk_tokens,
+            chunk_tokens=loss_chunk_tokens(config, mesh),
             z_loss=config.train.z_loss,
             norm_epsilon=norm_epsilon,
             token_loss=token_loss,
