@@ -22,6 +22,7 @@ def plan(
     host_memory_gib: float | None = None,
     advise: bool = False,
     constants: str = "",
+    evaluation: bool = False,
     starting=lambda description: None,
 ) -> "Plan":
     """Compiles the training step of `config` for GPUs such as "h100:8x8". No GPU is needed. Print the result.
@@ -33,6 +34,7 @@ def plan(
       host_memory_gib: host memory of a node. None: a typical value for nodes with these GPUs.
       advise: if the step does not fit, also compile it with other settings, until some fit.
       constants: JSON file of measured constants for the estimates; see `jaxlc.simulate.roofline`.
+      evaluation: also compile the evaluation of held-out sequences, for its peak memory.
       starting: called with a description of each program before it is compiled.
     Returns:
       A `Plan`: print it, show it in a notebook, or `save` it as an HTML page.
@@ -50,7 +52,7 @@ def plan(
 
     host_bytes = None if host_memory_gib is None else int(host_memory_gib * 2**30)
     gpus = parse_topology(topology, devices_per_process=devices_per_process, host_memory_bytes_per_node=host_bytes)
-    options = dict(roofline=from_file(constants))
+    options = dict(roofline=from_file(constants), evaluation=evaluation)
     if advise:
         return plan_with_advice(config, gpus, starting, **options)
     return plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), **options)

@@ -25,6 +25,7 @@ _FLAGS = {
     "html": "output file for the plan as a page with figures, such as plan.html",
     "timeline": "output file for a plot of one layer's estimated timeline, such as timeline.png",
     "constants": "JSON file of measured efficiencies and latencies (default: those of jaxlc/core/hardware.py)",
+    "evaluation": "also compile the evaluation of held-out sequences and print its peak memory",
     "advise": "if the step does not fit, compile it with changed settings until some fit",
 }
 
@@ -58,6 +59,7 @@ def main(command: ParsedCommand) -> int:
             devices_per_process=int(per_process),
             host_memory_gib=_host_memory_gib(flags["host-memory-gib"]),
             advise=flags["advise"] is not None,
+            evaluation=flags["evaluation"] is not None,
             constants=flags["constants"] or "",
             starting=starting,
         )
@@ -112,5 +114,5 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 if __name__ == "__main__":
     # The parser only knows flags with values.
-    arguments = ["--advise=true" if argument == "--advise" else argument for argument in sys.argv]
+    arguments = [f"{argument}=true" if argument in ("--advise", "--evaluation") else argument for argument in sys.argv]
     sys.exit(run_main(main, arguments, description=__doc__, extra_flags=_FLAGS))

@@ -39,6 +39,7 @@ def plan_step(
     gpus: Topology,
     starting: Callable[[], None],
     roofline: Roofline = DEFAULT_ROOFLINE,
+    evaluation: bool = False,
 ) -> Plan:
     """Compiles the training step of `config` ahead of time for `gpus`, analyzes the program and summarizes it.
 
@@ -46,6 +47,7 @@ def plan_step(
 
     Args:
       starting: called after all checks, when the compiler starts.
+      evaluation: also compile the evaluation of held-out sequences, for its peak memory.
       roofline: for all estimated times: the step, and which ring steps attention hides.
     Raises:
       UserError: invalid user input: a mesh of another size, an unsupported kernel or transport, a transport that the
@@ -63,6 +65,7 @@ def plan_step(
     verify_compiled.check_memory(step, program)
     verify_compiled.check_host_copies(program)
     model = TimeModel(gpus, config, roofline)
+    step_memory = memory.measure(step, gpus, compiled, program, dump)
     return Plan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
@@ -71,7 +74,7 @@ def plan_step(
         tokens_per_step=config.tokens_per_step,
         compile_seconds=seconds,
         predicted=predict(program, model),
-        memory=memory.measure(step, gpus, compiled, program, dump),
+        memory=step_memory,
         collectives=summary.collective_stats(program.collectives, dict(step.mesh.shape), gpus.gpus_per_domain),
         ring=summary.ring(program.attention_collectives, model),
         kernels=summary.kernels(program),
@@ -80,6 +83,7 @@ def plan_step(
         hints=hints(step),
         config={section: values for section, values in to_dict(config).items() if section in _RECORDED_SECTIONS},
         layer_timeline=layer_timeline(program, model),
+        evaluation_peak_bytes=_evaluation_peak_bytes(step, step_memory) if evaluation else None,
     )
 
 
@@ -117,18 +121,47 @@ def hints(step: TrainStep) -> tuple[str, ...]:
     )
 
 
+def _evaluation_peak_bytes(step: TrainStep, step_memory: memory.Memory) -> int:
+    compiled, dump = compile_evaluation(step)
+    program = analyze(compiled.as_text(), dump.thunks)
+    verify_compiled.check(step, program.attention_collectives)
+    verify_compiled.check_host_copies(program)
+    return memory.evaluation_peak_bytes(step, step_memory, compiled, program, dump)
+
+
 def compile_step(step: TrainStep) -> tuple[Compiled, Dump]:
     """The executable of the step, and the compiler's memory reports.
 
     Raises:
       UserError: arrays too large for the compiler, or not enough memory on this machine.
     """
+
+    def compiled(options) -> Compiled:
+        lowered = step.lower()
+        place_state(step, lowered)
+        return step.compile(extra_options=options, lowered=lowered)
+
+    return _with_dump(step, compiled)
+
+
+def compile_evaluation(step: TrainStep) -> tuple[Compiled, Dump]:
+    """As `compile_step`, of the evaluation of one microbatch (`TrainStep.jitted_evaluation`)."""
+
+    def compiled(options) -> Compiled:
+        lowered = step.lower_evaluation()
+        spaces = jax.tree.leaves(step.memory_spaces.params)
+        kinds = [PINNED_HOST if space is HOST else None for space in spaces]
+        place_in_memory(lowered, kinds + [None] * len(step.abstract_evaluation_batch), [None])
+        return step.compile_evaluation(extra_options=options, lowered=lowered)
+
+    return _with_dump(step, compiled)
+
+
+def _with_dump(step: TrainStep, compile_with: Callable[[dict], Compiled]) -> tuple[Compiled, Dump]:
     with tempfile.TemporaryDirectory() as directory:
         try:
             options = options_without_gpu(step.config.precision.compute)
-            lowered = step.lower()
-            place_state(step, lowered)
-            compiled = step.compile(extra_options={**options, "xla_dump_to": directory}, lowered=lowered)
+            compiled = compile_with({**options, "xla_dump_to": directory})
         except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
             first_line = str(error).partition("\n")[0]
             raise UserError(

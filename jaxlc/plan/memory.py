@@ -178,6 +178,21 @@ def measure(
     )
 
 
+def evaluation_peak_bytes(
+    step: TrainStep, memory: Memory, compiled: jax.stages.Compiled, program: AnalyzedProgram, dump: Dump
+) -> int:
+    """Peak memory of an evaluation on one GPU, between two steps: with the state, and with the buffers of collectives.
+
+    Args:
+      memory: that of the step.
+      compiled, program, dump: of the evaluation, as in `measure`.
+    """
+    stats = compiled.memory_analysis()
+    state_bytes = memory.parameters_bytes + memory.optimizer_bytes + bytes_per_device(step.abstract_evaluation_batch)
+    temporaries = stats.temp_size_in_bytes - dump.symmetric_bytes + stats.output_size_in_bytes
+    return state_bytes + temporaries + workspace_bytes(program) + memory.symmetric_bytes + memory.nccl_bytes
+
+
 def unified_host_bytes(config: RuntimeConfig, gpus: Topology, needed_bytes_per_node: int) -> int | None:
     """Host memory that each GPU's pool may use; None if unified memory is off or would go over PCIe."""
     if not config.unified_memory or not is_coherent_with_host(gpus.device.device_kind):

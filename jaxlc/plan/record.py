@@ -50,6 +50,7 @@ class PlanRecord:
     advice: tuple[Change, ...] | None = None  # None: not requested
     config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the sections that shape the step
     layer_timeline: tuple[LayerEvent, ...] = ()  # simulated, of one layer
+    evaluation_peak_bytes: int | None = None  # on the device, with the training state; None: not compiled
 
     @property
     def title(self) -> str:

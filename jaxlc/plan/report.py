@@ -20,8 +20,13 @@ def page(plan: PlanRecord, advise_command: str) -> str:
       advise_command: the command that searches for settings that fit; printed if the step does not fit.
     """
     sections = (
-        _head(plan), _memory(plan.memory), _collectives(plan), _ring(plan), _kernels(plan), _time(plan.predicted)
-    )  # fmt: skip
+        _head(plan),
+        [*_memory(plan.memory), *_evaluation(plan)],
+        _collectives(plan),
+        _ring(plan),
+        _kernels(plan),
+        _time(plan.predicted),
+    )
     lines = [line for section in sections for line in (*section, "")]
     return "\n".join([*lines, *verdict(plan, advise_command)])
 
@@ -72,6 +77,11 @@ def _memory(memory: Memory) -> Iterator[str]:
     yield "largest arrays in device memory at the peak"
     for tensor in memory.largest:
         yield _row(f"  {tensor.shape}", tensor.bytes, label(tensor.made_by))
+
+
+def _evaluation(plan: PlanRecord) -> Iterator[str]:
+    if plan.evaluation_peak_bytes is not None:
+        yield _row("peak of an evaluation", plan.evaluation_peak_bytes, "with the training state")
 
 
 def _collectives(plan: PlanRecord) -> Iterator[str]:

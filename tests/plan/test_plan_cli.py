@@ -35,7 +35,14 @@ def config(tmp_path) -> Path:
 @pytest.mark.gpu_compiler
 def test_command_prints_page_and_writes_json(config, tmp_path):
     figures = tmp_path / "figures.json"
-    arguments = [f"--config={config}", "--topology=h100:1x4", "--transport=auto", f"--json={figures}", "--advise"]
+    arguments = [
+        f"--config={config}",
+        "--topology=h100:1x4",
+        "--transport=auto",
+        f"--json={figures}",
+        "--advise",
+        "--evaluation",
+    ]
     arguments += ["--host-memory-gib=100", f"--html={tmp_path / 'plan.html'}", f"--timeline={tmp_path / 'layer.png'}"]
     ours = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
@@ -44,6 +51,7 @@ def test_command_prints_page_and_writes_json(config, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "compiling the training step for h100:1x4 ...\n"
+    assert "peak of an evaluation" in done.stdout
     assert "VERDICT: fits" in done.stdout and "cudnn attention forward" in done.stdout
     values = json.loads(figures.read_text())
     assert values["topology"] == "h100:1x4" and values["num_devices"] == 4 and values["memory"]["fits"] is True
@@ -54,6 +62,8 @@ def test_command_prints_page_and_writes_json(config, tmp_path):
     memory = values["memory"]
     assert (memory["symmetric_used_bytes"] > 0) == (backend == "NVSHMEM")  # its permutes use symmetric buffers
     assert memory["symmetric_used_bytes"] <= memory["symmetric_bytes"]
+    state_bytes = memory["parameters_bytes"] + memory["optimizer_bytes"]
+    assert state_bytes < values["evaluation_peak_bytes"] < memory["device_peak_bytes"]
     parts = ("device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "symmetric_bytes", "nccl_bytes")
     assert memory["device_peak_bytes"] == sum(memory[part] for part in parts)
     assert ">fits</span>" in (tmp_path / "plan.html").read_text()
