@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, calls_within
 from jaxlc.hlo.collectives import Collective
-from jaxlc.hlo.op_names import Pass, is_in_attention, pass_of
+from jaxlc.hlo.op_names import Pass, has_window, is_in_attention, pass_of
 from jaxlc.hlo.parser import Program
 
 
@@ -16,6 +16,7 @@ class AttentionCollective(NamedTuple):
     pass_name: Pass
     # Attention kernels between its start and its done; of kernels in a loop, one entry with the FLOPs of all rounds.
     overlapped_calls: tuple[AttentionKernelCall, ...]
+    has_window: bool  # it belongs to a layer with a sliding window
     link_bytes: int  # sent between its start and its done: its own bytes and those of overlapping attention collectives
 
     @property
@@ -44,5 +45,6 @@ def _with_overlap(program: Program, collective: Collective, others: list[Collect
         collective,
         pass_of(transfer.start.op_name),
         tuple(calls),
+        has_window(transfer.start.op_name),
         collective.sent_bytes + sum(other.sent_bytes for other in concurrent),
     )

@@ -10,7 +10,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, Program, analyze
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.host_transfers import device_arrays, has_constant_offset, host_arguments
-from jaxlc.hlo.op_names import PASSES, has_window
+from jaxlc.hlo.op_names import PASSES
 from jaxlc.runtime.transport import TransportSelection
 from jaxlc.train.state import HOST
 from jaxlc.train.step import TrainStep
@@ -31,7 +31,7 @@ def describe(
     """
     lines, groups = [], {}
     for hop in attention_collectives:
-        groups.setdefault((has_window(hop.collective.transfer.start.op_name), hop.collective.kind), []).append(hop)
+        groups.setdefault((hop.has_window, hop.collective.kind), []).append(hop)
     for (is_sliding, kind), same_kind in groups.items():
         noun = "hop" if kind == _HOP else kind
         layers = f"{num_sliding} sliding layers" if is_sliding else f"{num_layers - num_sliding} layers"
@@ -127,9 +127,10 @@ def check_memory(step: TrainStep, program: Program) -> None:
         )
     # Norm scales are skipped: they are small, and other arrays may have their shapes. If only the weights or only the
     # moments are in host memory, the others have the same shapes on the device. A stack of one layer is copied as a
-    # whole.
+    # whole, and if there are several kinds of layers, so is a remat group.
+    num_at_once = memory.layers_per_remat_group if len(step.config.model.layer_kinds) > 1 else 1
     layers = [state.params[name] for name in LAYER_STACKS if name in state.params]
-    stacks = {_shard_shape(x) for x in jax.tree.leaves(layers) if x.ndim > 2 and len(x) > 1}
+    stacks = {_shard_shape(x) for x in jax.tree.leaves(layers) if x.ndim > 2 and len(x) > num_at_once}
     stacks -= {_shard_shape(x) for x, space in leaves if space is not HOST}
     for array in device_arrays(program):
         if array.dtype == "f32" and array.dims in stacks:

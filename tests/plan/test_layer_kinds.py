@@ -1,0 +1,46 @@
+"""A model of sliding and full layers, compiled for absent GPUs: what its layers send, and with which kernels."""
+
+from collections import Counter
+
+import pytest
+
+from jaxlc.config import load
+from jaxlc.hlo import analyze
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
+from jaxlc.train.step import TrainStep, build_step
+from jaxlc.train.verify_compiled import describe
+from tests.plan.gpus import small_config
+
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
+TOKENS, RANKS, WINDOW = 4096, 4, 257
+
+
+@pytest.fixture(scope="module")
+def step() -> TrainStep:
+    """Five layers: two groups of a sliding and a full layer, and a last sliding layer."""
+    config = small_config(layer_kinds="sliding,full", window=WINDOW)
+    config.model.num_layers = 5
+    config.mesh.update(context=RANKS, tensor=1)
+    config.data.seq_len = TOKENS
+    config = load(config)
+    return build_step(config, make_mesh(topology(f"h100:1x{RANKS}"), config.mesh))
+
+
+def test_sliding_layers_send_only_their_window(step):
+    """Bytes that each GPU sends in the forward pass, read from the compiled program."""
+    program = analyze(step.compile(extra_options=dict(WITHOUT_GPU)).as_text())
+    sent, kernels = Counter(), set()
+    for exchange in program.attention_collectives:
+        if exchange.pass_name == "forward":
+            sent[exchange.has_window] += exchange.times * exchange.collective.sent_bytes
+    model = step.config.model
+    token_bytes = 2 * model.num_kv_heads * model.head_dim * 2  # K and V in bfloat16
+    mask_bytes = 2 * 4  # position and segment id
+    assert sent[False] == 2 * (RANKS - 1) * TOKENS // RANKS * token_bytes
+    halo_tokens = 3 * 2 * (WINDOW - 1)  # 3 layers; 2 chunks on each rank
+    assert halo_tokens * token_bytes <= sent[True] <= halo_tokens * (token_bytes + mask_bytes)
+    kernels = {(call.has_window, call.kernel) for call, _ in program.attention_calls}
+    assert kernels == {(True, "pallas"), (False, "cudnn")}
+    assert step.kernel_choice.startswith("sliding: pallas (") and "; full: cudnn (" in step.kernel_choice
+    lines = describe(program.attention_collectives, strategy="ring", num_layers=5, num_sliding=3)
+    assert [line.partition(")")[0].partition(" x ")[2] for line in lines] == ["3 sliding layers", "2 layers"]
