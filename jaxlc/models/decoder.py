@@ -126,6 +126,8 @@ def _run_stack(
 
     of_kind = {kind: remat.of_layer(functools.partial(run_one, kind)) for kind in run_layer}
     runs = [of_kind[kind] for kind in layer_kinds[:period]]
+    if len(layer_kinds) > 1:
+        runs = [_in_backward_order(run) for run in runs]
     if remat.layers_per_group > 1:
         group_size = min(remat.layers_per_group, num_layers)
         runs = [remat.of_group(_group_of([runs[index % period] for index in range(group_size)]))]
@@ -142,6 +144,25 @@ def _run_stack(
         return x_BTD, None
 
     return jax.lax.scan(run_period, x_BTD, _grouped(stacked, period))[0]
+
+
+def _in_backward_order(run: Callable) -> Callable:
+    """`run`, whose weight gradients are complete before the backward pass continues with the layer before it.
+
+    In a loop of one layer per iteration they are. If an iteration has several layers, XLA could compute the weight
+    gradients of all of them last, and would keep all activations that these need.
+    """
+
+    @jax.custom_vjp
+    def wait(x_BTD, params):
+        return x_BTD, params
+
+    wait.defvjp(lambda *both: (both, None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
+
+    def run_ordered(x_BTD, params, *operands):
+        return run(*wait(x_BTD, params), *operands)
+
+    return run_ordered
 
 
 def _group_of(runs: Sequence[Callable]) -> Callable:

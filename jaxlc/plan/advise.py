@@ -111,8 +111,9 @@ def _offload(config: Config) -> Iterator[Candidate]:
         settings = {"memory.remat": "full", "memory.offload": (*config.memory.offload, "residual")}
         yield Candidate(settings, "copies every layer's input to host memory and back, and recomputes everything else")
     if config.memory.layers_per_remat_group == 1:
-        settings = {"memory.remat": "attention", "memory.layers_per_remat_group": 2}
-        yield Candidate(settings, "recomputes everything, two layers at a time")
+        size = _group_size(config)
+        settings = {"memory.remat": "attention", "memory.layers_per_remat_group": size}
+        yield Candidate(settings, f"recomputes everything, {size} layers at a time")
 
 
 def _ring(config: Config) -> Iterator[Candidate]:
@@ -149,6 +150,8 @@ def _moments_on_host(config: Config) -> Iterator[Candidate]:
 def _weights_on_host(config: Config) -> Iterator[Candidate]:
     if config.memory.parameters == "device":
         settings = {"memory.parameters": "host"} | _at_most(config, "attention")
+        if len(config.model.layer_kinds) > 1 and config.memory.layers_per_remat_group == 1:
+            settings["memory.layers_per_remat_group"] = _group_size(config)
         yield Candidate(
             settings, "copies weights from host memory twice per step and for the update, and gradients to it"
         )
@@ -158,7 +161,7 @@ def _tiles(config: Config) -> Iterator[Candidate]:
     """The largest tile size that divides a device's tokens into at least four tiles."""
     tokens = config.data.seq_len // config.mesh.context
     sizes = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size]
-    if sizes and not config.memory.tile_tokens:
+    if sizes and not config.memory.tile_tokens and not config.model.window:
         settings = {"memory.tile_tokens": sizes[0]} | _at_most(config, "attention")
         if config.attention.strategy == "all_gather":
             settings["attention.strategy"] = "ring"
@@ -178,9 +181,15 @@ def _everything(config: Config) -> Iterator[Candidate]:
     )
     if config.memory.layers_per_remat_group == 1:
         yield Candidate(
-            settings | {"memory.layers_per_remat_group": 2},
-            "the same, two layers at a time: half the saved activations in host memory",
+            settings | {"memory.layers_per_remat_group": _group_size(config)},
+            f"the same, {_group_size(config)} layers at a time: fewer saved activations in host memory",
         )
+
+
+def _group_size(config: Config) -> int:
+    """The smallest remat group of several layers."""
+    period = len(config.model.layer_kinds)
+    return period if period > 1 else 2
 
 
 def _at_most(config: Config, remat: str) -> dict[str, str]:

@@ -34,9 +34,9 @@ def describe(
         groups.setdefault((hop.has_window, hop.collective.kind), []).append(hop)
     for (is_sliding, kind), same_kind in groups.items():
         noun = "hop" if kind == _HOP else kind
-        layers = f"{num_sliding} sliding layers" if is_sliding else f"{num_layers - num_sliding} layers"
-        count, transports = _count(same_kind, noun, layers), _transports(same_kind)
-        lines.append(f"{strategy}: {count}, {transports}; unoverlapped: {_unoverlapped(same_kind)}")
+        count = _count(same_kind, noun, num_sliding if is_sliding else num_layers - num_sliding)
+        where = f"{strategy}, sliding layers" if is_sliding else strategy
+        lines.append(f"{where}: {count}, {_transports(same_kind)}; unoverlapped: {_unoverlapped(same_kind)}")
     return lines or [f"{strategy}: nothing to send"]
 
 
@@ -177,11 +177,11 @@ def _request(requested: TransportSelection) -> str:
     return f"config.runtime.transport {'chose' if requested.is_auto else 'is'} {requested.name!r}"
 
 
-def _count(attention_collectives: Sequence[AttentionCollective], noun: str, layers: str) -> str:
-    """ "448 hops (14 x 32 layers)"; `layers` is "32 layers"."""
-    total, num_layers = sum(hop.times for hop in attention_collectives), int(layers.partition(" ")[0])
-    per_layer = f" ({total // num_layers} x {layers})" if total % num_layers == 0 else ""
-    return f"{total} {noun}s{per_layer}"
+def _count(attention_collectives: Sequence[AttentionCollective], noun: str, num_layers: int) -> str:
+    """ "448 hops (14 x 32 layers)"."""
+    total = sum(hop.times for hop in attention_collectives)
+    layers = f" ({total // num_layers} x {num_layers} layers)" if total % num_layers == 0 else ""
+    return f"{total} {noun}s{layers}"
 
 
 def _transports(attention_collectives: Sequence[AttentionCollective]) -> str:

@@ -100,7 +100,7 @@ def test_matmuls_with_unknown_name_raises():
         Matmuls(None, "mlp_gate")("query", "BTD,DF->BTF", jnp.ones((1, 2, 4)), jnp.ones((4, 8)))
 
 
-MODEL = small.small_model(num_layers=3)
+MODEL = small.small_model(num_layers=3, layer_kinds=("full", "full"))  # the last layer has a stack of its own
 RECIPE = dict(matmuls=("query", "mlp_down"), history_steps=2)
 
 
@@ -123,9 +123,10 @@ def hidden_layer_by_layer(params, recipes):
     """The same with explicit layers, each with its own recipe."""
     tokens_BT, positions_BT = small.small_inputs(MODEL)
     x_BTD = params["embedding"][tokens_BT]
+    stacked = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), params["layers"], params["last_layers"])
     for place, fp8 in enumerate(recipes):
         layer_def, _ = nnx.split(DecoderLayer(MODEL, nnx.Rngs(0), fp8))
-        layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), params["layers"]))
+        layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), stacked))
         how = dict(shard=Sharder(small.small_mesh()), tables=rope_tables(MODEL, "full", small.T))
         x_BTD, _ = layer(x_BTD, positions_BT, attend=small.dense_attend, **how)
     return x_BTD
@@ -157,7 +158,10 @@ def test_bf16_layers_have_empty_histories():
     mixed = Fp8(scaling="delayed", bf16_layers=(0,), **RECIPE)
     histories = decoder.first_histories(MODEL, mixed)
     _, (_, seen) = result_and_gradients(functools.partial(hidden, fp8=mixed), params, histories)
-    assert len(jax.tree.leaves(seen)) == 2  # of the attention and the MLP block
-    for of_block in jax.tree.leaves(seen):
+    for stack in ("layers", "last_layers"):
+        assert len(jax.tree.leaves(seen[stack])) == 2  # of the attention and the MLP block
+    for of_block in jax.tree.leaves(seen["layers"]):
         np.testing.assert_array_equal(of_block[0], np.zeros_like(of_block[0]))
         assert of_block[1:, :, :, 0].any(axis=(1, 2)).all()
+    for of_block in jax.tree.leaves(seen["last_layers"]):
+        assert of_block[:, :, :, 0].any(axis=(1, 2)).all()
