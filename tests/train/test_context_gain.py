@@ -49,9 +49,10 @@ def _fake_step(token_losses, num_tokens: int):
     config = small_config(data=dict(seq_len=num_tokens), attention=dict(query_block_tokens=256, key_block_tokens=256))
     return SimpleNamespace(
         model=None,
+        transport=None,
         config=config,
         mesh=small_step(config).mesh,
-        objective=SimpleNamespace(token_losses=lambda params, batch: token_losses(batch)),
+        compile_evaluation=lambda: jax.jit(lambda params, batch: token_losses(batch)),
     )
 
 
@@ -131,5 +132,5 @@ def test_context_gain_without_long_documents_or_masks_is_none():
     sequences = _Sequences(1024, (1024,))
     assert _evaluate(step, sequences)[1].context_gain.overall.mean == 0
     config = small_config(data=dict(seq_len=1024), attention=dict(document_mask=False))
-    step = SimpleNamespace(config=config, mesh=step.mesh, objective=step.objective, model=None)
+    step = SimpleNamespace(**vars(step) | dict(config=config))
     assert _evaluate(step, sequences)[1].context_gain is None
