@@ -103,7 +103,7 @@ class HuggingFaceTokenizer:
         extras.require("tokenizers", f"data.tokenizer {name!r}")
         import tokenizers
 
-        path = _tokenizer_file(name)
+        path = tokenizer_file(name)
         content = _read(path, name)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -171,7 +171,12 @@ class HuggingFaceTokenizer:
         return sorted(token.content for token in tokens if token.special)
 
 
-def _tokenizer_file(name: str) -> Path:
+def tokenizer_file(name: str) -> Path:
+    """The tokenizer.json that `name` means, a path or a hub id; a file at a path may not exist.
+
+    Raises:
+      UserError: a tokenizer of the hub cannot be downloaded.
+    """
     path = Path(os.path.expanduser(name))
     if not path.exists() and hub.is_model_id(name) and not name.endswith(".json"):
         path = hub.download_tokenizer(name)

@@ -13,6 +13,7 @@ from jaxlc.config import Config, from_dict
 from jaxlc.config.config_json import config_json_of, family_of
 from jaxlc.config.pretrained import CONFIG_FILE, TEXT_FILES, TOKENIZER_FILE, Pretrained, original_of
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.data.tokenizers import tokenizer_file
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
@@ -121,8 +122,9 @@ def _write_other_files(config: Config, source: Pretrained | None, target: Path) 
     for name in TEXT_FILES:
         if source is not None and (source.directory / name).is_file():
             shutil.copyfile(source.directory / name, target / name)
-    tokenizer = Path(config.data.tokenizer).expanduser()
-    if not (target / TOKENIZER_FILE).exists() and tokenizer.is_file():
-        shutil.copyfile(tokenizer, target / TOKENIZER_FILE)
+    if not (target / TOKENIZER_FILE).exists() and config.data.tokenizer != "bytes":
+        tokenizer = tokenizer_file(config.data.tokenizer)
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, target / TOKENIZER_FILE)
     if not (target / "generation_config.json").exists():
         (target / "generation_config.json").write_text("{}\n")

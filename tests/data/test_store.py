@@ -169,12 +169,19 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
         ("_BATCH_CHARACTERS", tokenized_pieces, 200),
     ):
         monkeypatch.setattr(module, name, value)
-    calls = []
+    calls, batch_bytes, encode = [], [], BYTES.encode_pieces
+    monkeypatch.setattr(
+        BYTES,
+        "encode_pieces",
+        lambda pieces: batch_bytes.append(sum(map(len, pieces))) or encode(pieces),
+        raising=False,
+    )
     other_cache = DataConfig(sources=config.sources, cache_dir=config.cache_dir + "2")
     store = open_store(other_cache, lambda done, total: calls.append(done))
     np.testing.assert_array_equal(store.tokens, expected.tokens)
     np.testing.assert_array_equal(store.offsets, expected.offsets)
     assert store.fingerprint == expected.fingerprint
+    assert sum(batch_bytes) == len(text) + 15 and max(batch_bytes) < 300  # so memory does not depend on the length
     assert len(calls) > 300 and calls == sorted(calls) and calls[-1] == len(text) + 15
 
 

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxlc.core.errors import UserError
-from jaxlc.data.tokenizers import load_tokenizer
+from jaxlc.data.tokenizers import load_tokenizer, tokenizer_file
 
 
 def write_tokenizer(path: Path, *special_tokens: str) -> str:
@@ -71,6 +71,8 @@ def test_tokenizer_directory_and_hub_id_are_read(tmp_path: Path, monkeypatch):
     tokenizer = load_tokenizer("org/tiny")
     assert (tokenizer.name, tokenizer.fingerprint) == ("org/tiny", expected.fingerprint)
     assert hub.requests == [["tokenizer.json", "tokenizer_config.json"]]
+    for name in (str(tmp_path), str(tmp_path / "tokenizer.json"), "org/tiny"):
+        assert tokenizer_file(name) == tmp_path / "tokenizer.json"
     with pytest.raises(UserError, match=r"cannot download data.tokenizer 'org/other' \(ConnectionError: .* directory"):
         load_tokenizer("org/other")
     with pytest.raises(UserError, match=r"cannot read data.tokenizer 'no/such.json'"):  # not a hub id
