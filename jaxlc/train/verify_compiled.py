@@ -12,6 +12,7 @@ from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.host_transfers import device_arrays, has_constant_offset, host_arguments
 from jaxlc.hlo.op_names import PASSES
 from jaxlc.runtime.transport import TransportSelection
+from jaxlc.sharding.rules import is_vector
 from jaxlc.train.state import HOST
 from jaxlc.train.step import TrainStep
 
@@ -125,12 +126,15 @@ def check_memory(step: TrainStep, program: Program) -> None:
             f"{settings}, but {missing.total()} of {requested.total()} arrays of the compiled step's state are not in"
             " host memory: this compiler does not support it"
         )
-    # Norm scales are skipped: they are small, and other arrays may have their shapes. If only the weights or only the
-    # moments are in host memory, the others have the same shapes on the device. A stack of one layer is copied as a
-    # whole, and if there are several kinds of layers, so is a remat group.
+    # Norm scales and biases are skipped: they are small, and other arrays may have their shapes. If only the weights or
+    # only the moments are in host memory, the others have the same shapes on the device. A stack of one layer is copied
+    # as a whole, and if there are several kinds of layers, so is a remat group.
     num_at_once = memory.layers_per_remat_group if len(step.config.model.layer_kinds) > 1 else 1
-    layers = [state.params[name] for name in LAYER_STACKS if name in state.params]
-    stacks = {_shard_shape(x) for x in jax.tree.leaves(layers) if x.ndim > 2 and len(x) > num_at_once}
+    layers = [name for name in LAYER_STACKS if name in state.params]
+    params = jax.tree.leaves([state.params[name] for name in layers])
+    dims = jax.tree.leaves([step.dims[name] for name in layers], is_leaf=lambda x: isinstance(x, tuple))
+    matrices = [x for x, names in zip(params, dims, strict=True) if not is_vector(names)]
+    stacks = {_shard_shape(x) for x in matrices if len(x) > num_at_once}
     stacks -= {_shard_shape(x) for x, space in leaves if space is not HOST}
     for array in device_arrays(program):
         if array.dtype == "f32" and array.dims in stacks:
