@@ -46,12 +46,12 @@ def test_schedule_without_warmup_starts_at_peak():
 
 
 def test_weight_decay_skips_norm_scales():
-    params = {"weight": jnp.ones((2, 3)), "norm": jnp.ones(3)}
-    dims = {"weight": ("model", "ffn"), "norm": ("layers", "norm")}
+    params = {"weight": jnp.ones((2, 3)), "norm": jnp.ones(3), "bias": jnp.ones((2, 3, 4))}
+    dims = {"weight": ("model", "ffn"), "norm": ("layers", "norm"), "bias": ("layers", "heads", "bias")}
     optimizer = make_optimizer(CONFIG, learning_rate_schedule(CONFIG, 20), dims)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params, grad_norm=0.0)
-    assert (updates["weight"] < 0).all() and (updates["norm"] == 0).all()
+    assert (updates["weight"] < 0).all() and (updates["norm"] == 0).all() and (updates["bias"] == 0).all()
 
 
 @pytest.mark.parametrize("max_grad_norm, same", [(1.0, True), (0.0, False)])
