@@ -110,7 +110,9 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
         return FAMILIES[config["model_type"]]
     family = next((family for family in FAMILIES.values() if family.fits(model)), None)
     if family is None:
-        settings = ", ".join(f"{name}={getattr(model, name)}" for name in ("layer_kinds", *COMMON_SETTINGS))
+        settings = ", ".join(
+            f"{name}={getattr(model, name)}" for name in ("layer_kinds", "query_scale_dim", *COMMON_SETTINGS)
+        )
         raise Unsupported(f"unsupported: no model_type of transformers has the layers of this model: {settings}")
     return family
 

@@ -154,6 +154,13 @@ def test_export_of_a_run_from_random_weights_has_a_config_json(tmp_path):
         jaxlc.export(tmp_path / "run", tmp_path / "out")
 
 
+def test_export_of_layers_of_no_family_raises(tmp_path):
+    model = dict(num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, query_scale_dim=64)
+    save_step_0(ConfigDict({"model": model, "data": {"seq_len": 64}}), tmp_path / "run")
+    with pytest.raises(UserError, match="no model_type of transformers has the layers .* query_scale_dim=64"):
+        jaxlc.export(tmp_path / "run", tmp_path / "out")
+
+
 def test_training_with_a_tokenizer_of_another_model_raises(tmp_path):
     source = write_model(tmp_path / "model", "llama")
     (tmp_path / "texts").mkdir()

@@ -88,7 +88,8 @@ class Family:
         """Whether models of this family have the layers of `model`."""
         settings = {**COMMON_SETTINGS, **self.settings}
         has_settings = all(vars(model)[name] == value for name, value in settings.items())
-        return has_settings and frozenset(model.layer_kinds) in self.layer_kinds
+        has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
+        return has_settings and has_scale and frozenset(model.layer_kinds) in self.layer_kinds
 
 
 def decoder_tensors(
