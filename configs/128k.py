@@ -3,11 +3,10 @@ r"""Llama 3.1 8B with sequences of 131,072 tokens on 16 GPUs of one GB200 NVL72 
     jaxlc train --config=128k:mini                        # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=128k --topology=gb200:1x16        # ahead-of-time compilation, without a GPU
 
-To train, start one process per GPU, here with Slurm and CUDA_VISIBLE_DEVICES=$SLURM_LOCALID in each:
+To train, start one process per GPU; docs/clusters.md has other launchers:
 
-    jaxlc train --config=128k --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json \
-      --config.runtime.num_processes=16 --config.runtime.process_id=$SLURM_PROCID \
-      --config.runtime.coordinator_address=FIRST_HOST:9753
+    sbatch --nodes=2 launch/slurm/train.sbatch jaxlc train --config=128k:h100 --workdir=DIRECTORY \
+      --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
 """
 
 from ml_collections import ConfigDict

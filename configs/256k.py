@@ -3,11 +3,10 @@ r"""Llama 3.1 8B with sequences of 262,144 tokens on 64 GPUs of one GB200 NVL72 
     jaxlc train --config=256k:mini                        # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=256k --topology=gb200:1x64        # ahead-of-time compilation, without a GPU
 
-To train, start one process per GPU, here with Slurm and CUDA_VISIBLE_DEVICES=$SLURM_LOCALID in each:
+To train, start one process per GPU; docs/clusters.md has other launchers:
 
-    jaxlc train --config=256k --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json \
-      --config.runtime.num_processes=64 --config.runtime.process_id=$SLURM_PROCID \
-      --config.runtime.coordinator_address=FIRST_HOST:9753
+    sbatch --nodes=8 launch/slurm/train.sbatch jaxlc train --config=256k:h100 --workdir=DIRECTORY \
+      --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
 """
 
 from ml_collections import ConfigDict

@@ -3,11 +3,10 @@ r"""Llama 3.1 8B with sequences of 65,536 tokens on 8 GPUs of one GB200 NVL72 do
     jaxlc train --config=64k:mini                        # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=64k --topology=gb200:1x8        # ahead-of-time compilation, without a GPU
 
-To train, start one process per GPU, here with Slurm and CUDA_VISIBLE_DEVICES=$SLURM_LOCALID in each:
+To train, start one process per GPU; docs/clusters.md has other launchers:
 
-    jaxlc train --config=64k --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json \
-      --config.runtime.num_processes=8 --config.runtime.process_id=$SLURM_PROCID \
-      --config.runtime.coordinator_address=FIRST_HOST:9753
+    sbatch --nodes=1 launch/slurm/train.sbatch jaxlc train --config=64k:h100 --workdir=DIRECTORY \
+      --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
 """
 
 from ml_collections import ConfigDict

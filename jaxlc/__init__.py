@@ -37,9 +37,9 @@ _PACKAGES = (
 def start(
     *,
     simulated_devices: int = 0,
-    num_processes: int = 1,
-    process_id: int = 0,
-    coordinator_address: str = "127.0.0.1:9753",
+    num_processes: int = 0,
+    process_id: int = -1,
+    coordinator_address: str = "",
 ) -> None:
     """Starts JAX on GPUs, or on simulated CPU devices. Call it before anything uses a device.
 
@@ -47,7 +47,8 @@ def start(
 
     Args:
       simulated_devices: 0, or the number of CPU devices to simulate, over all processes.
-      num_processes: more than 1: joins the processes of a run with `jax.distributed`.
+      num_processes: more than 1: joins the processes of a run with `jax.distributed`. 0: from the launcher (Slurm, Open
+        MPI, Kubernetes), and 1 without one; so are the next two by default.
       process_id: the index of this process, from 0.
       coordinator_address: host:port of process 0.
     Raises:
@@ -139,7 +140,7 @@ def export(
     from jaxlc import runtime
     from jaxlc.config import RuntimeConfig
 
-    runtime.start(RuntimeConfig())
+    runtime.start(RuntimeConfig(num_processes=1))
     from jaxlc.exporting import to_huggingface
 
     return to_huggingface.export(workdir, out, step=step, dtype=dtype, max_shard_gb=max_shard_gb)

@@ -76,10 +76,13 @@ RANGES: dict[str, dict[str, _Range]] = {
     "memory": dict(layers_per_remat_group=_FROM_1, tile_tokens=_FROM_0, loss_chunk_tokens=_FROM_0),
     "runtime": dict(
         simulated_devices=_FROM_0,
-        num_processes=_FROM_1,
-        process_id=_FROM_0,
+        num_processes=_FROM_0,
+        process_id=_Range("at least 0, or -1", lambda x: x >= -1),
+        start_timeout_seconds=_FROM_1,
         heartbeat_seconds=_FROM_1,
         nvshmem_heap_bytes=_FROM_0,
+        memory_fraction=_Range("greater than 0 and at most 1", lambda x: 0 < x <= 1),
+        pinned_host_gib=_FROM_0,
         unified_memory_fraction=_Range("0 or greater than 1", lambda x: x == 0 or x > 1),
     ),
     "train": dict(
@@ -194,19 +197,19 @@ def _memory_problems(config: Config) -> Iterator[str]:
 
 def _runtime_problems(config: Config) -> Iterator[str]:
     runtime = config.runtime
-    if runtime.process_id >= runtime.num_processes:
+    if 0 < runtime.num_processes <= runtime.process_id:
         yield (
             f"config.runtime.process_id={runtime.process_id} is too large for num_processes={runtime.num_processes};"
             " processes are numbered from 0"
         )
-    if runtime.simulated_devices % runtime.num_processes:
+    if runtime.num_processes and runtime.simulated_devices % runtime.num_processes:
         yield (
             f"config.runtime.simulated_devices={runtime.simulated_devices} does not divide among"
             f" num_processes={runtime.num_processes}; use a multiple of {runtime.num_processes}"
         )
-    host, _, port = runtime.coordinator_address.rpartition(":")
-    if runtime.num_processes > 1 and not (host and port.isdigit()):
-        address = runtime.coordinator_address
+    address = runtime.coordinator_address
+    host, _, port = address.rpartition(":")
+    if address and not (host and port.isdigit()):
         yield f"invalid value {address!r} for config.runtime.coordinator_address: expected host:port"
     if runtime.transport == "peer" and runtime.num_processes > 1:
         yield (

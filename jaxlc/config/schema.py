@@ -239,9 +239,13 @@ class RuntimeConfig:
     """Processes, devices, transport between GPUs and compiler options."""
 
     simulated_devices: int = 0  # number of CPU devices to simulate, over all processes; 0: use the real devices
-    num_processes: int = 1  # number of processes of the run; more than 1 uses jax.distributed
-    process_id: int = 0  # index of this process, from 0 to num_processes - 1
-    coordinator_address: str = "127.0.0.1:9753"  # host:port of process 0, reachable from all processes
+    # number of processes of the run; more than 1 uses jax.distributed. 0: from the launcher (Slurm, Open MPI,
+    # Kubernetes, or JAX_NUM_PROCESSES; docs/clusters.md), and 1 without one.
+    num_processes: int = 0
+    process_id: int = -1  # index of this process, from 0 to num_processes - 1; -1: from the launcher
+    # host:port of process 0, reachable from all processes. Empty: from the launcher, and 127.0.0.1:9753 without one.
+    coordinator_address: str = ""
+    start_timeout_seconds: int = 300  # how long the processes wait for each other at the start
     heartbeat_seconds: int = 100  # a process that is silent for this time counts as failed, and the others exit
     topology: str = ""  # target GPUs of this config, as NAME:DOMAINSxGPUS, such as h100:8x8; "": none
     # how context-parallel sends and receives move between GPUs; docs/xla_flags.md. A named one that cannot be used is
@@ -256,6 +260,12 @@ class RuntimeConfig:
     # JAX_COMPILATION_CACHE_DIR if it is set; otherwise $XDG_CACHE_HOME/jaxlc/xla for runs of one process, and none for
     # several, which need a directory that all of them share. "": none.
     compilation_cache_dir: str = "auto"
+    # JAX's memory pool as a fraction of each GPU's memory. The rest is for NCCL, cuBLAS, the CUDA context and kernels.
+    # XLA_CLIENT_MEM_FRACTION in the environment takes precedence.
+    memory_fraction: float = 0.9
+    # size in GiB of the pool of pinned host memory of each GPU, allocated at once. 0: what the training state and the
+    # activations in host memory need. XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB in the environment takes precedence.
+    pinned_host_gib: float = 0.0
     unified_memory: bool = False  # GPU arrays may spill to host memory; for Grace Hopper and Grace Blackwell
     # JAX's memory pool as a multiple of GPU memory, with unified_memory. 0: so that the pools of all GPUs take 90% of
     # host memory in addition to GPU memory.

@@ -9,7 +9,7 @@ class UserError(ValueError):
     """
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """The message of an exception in one line, without the error number and path of an OSError."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())
 

@@ -44,7 +44,7 @@ def plan(
     from jaxlc import runtime
     from jaxlc.config import RuntimeConfig
 
-    runtime.start(RuntimeConfig())  # before anything imports jax
+    runtime.start(RuntimeConfig(num_processes=1))  # before anything imports jax
     from jaxlc.plan.advise import plan_with_advice
     from jaxlc.plan.compile import plan_step
     from jaxlc.simulate.roofline import from_file

@@ -90,7 +90,7 @@ def _start_on_cpu() -> None:
     """Starts JAX on the CPU, whether or not there are GPUs, and without XLA's log messages about them."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # errors are raised as exceptions
-    runtime.start(RuntimeConfig())
+    runtime.start(RuntimeConfig(num_processes=1))
 
 
 @contextlib.contextmanager

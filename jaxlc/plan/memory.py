@@ -25,7 +25,7 @@ from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.memory_dump import Dump, LiveTensor
 from jaxlc.hlo.parser import Computation
-from jaxlc.runtime import unified_memory
+from jaxlc.runtime import memory_pools, unified_memory
 from jaxlc.runtime.xla_flags import users_options
 from jaxlc.simulate.topology import Topology
 from jaxlc.train.state import DEVICE, HOST, bytes_per_device
@@ -35,10 +35,6 @@ from jaxlc.train.step import TrainStep
 # half a GiB, and the allocator loses some to fragmentation. Assumed; not measured on a GPU.
 USABLE_SHARE = 0.95
 USABLE_HOST_SHARE = unified_memory.HOST_SHARE  # the rest is for the system, Python and the pages of the corpus
-# JAX's pool as a fraction of the capacity, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set (JAX's documentation, "GPU
-# memory allocation"). A run that needs more has to set it; the plan page prints the value.
-DEFAULT_POOL_SHARE = 0.75
-
 DEFAULT_NVSHMEM_HEAP_BYTES = 2**30  # NVSHMEM's documentation, NVSHMEM_SYMMETRIC_SIZE
 
 # XLA's scheduler limits temporaries to 95% of (80% of the device's memory minus arguments), though more would fit. Near
@@ -80,6 +76,9 @@ class Memory:
     unified_host_bytes: int  # host memory that the pool may use too, with runtime.unified_memory
     is_unified_over_pcie: bool  # requested but not counted, because it is too slow
     largest: tuple[LiveTensor, ...]  # largest arrays in device memory at the peak
+    # The sizes of JAX's pools in a run; plans of older versions lack them.
+    memory_fraction: float = RuntimeConfig.memory_fraction
+    host_pool_bytes: int = 0  # pinned host memory per GPU; 0: unknown
 
     @property
     def symmetric_bytes(self) -> int:
@@ -106,7 +105,7 @@ class Memory:
 
     @property
     def pool_share(self) -> float:
-        """Largest possible XLA_PYTHON_CLIENT_MEM_FRACTION."""
+        """Largest possible runtime.memory_fraction: more leaves too little for the buffers outside of the pool."""
         free_bytes = self.usable_bytes - self.symmetric_bytes - self.nccl_bytes
         percent = 100 * free_bytes / self.device_capacity_bytes
         return max(0, math.floor(percent + 1e-9)) / 100  # 0.95 x 100 is 94.99999999999999
@@ -121,13 +120,23 @@ class Memory:
         return self.pool_bytes <= self.pool_share * self.device_capacity_bytes
 
     @property
+    def is_pool_resized(self) -> bool:
+        """Whether the run needs another runtime.memory_fraction, `pool_share`."""
+        is_too_small = self.pool_bytes > self.memory_fraction * self.device_capacity_bytes
+        return not self.unified_host_bytes and (is_too_small or self.memory_fraction > self.pool_share)
+
+    @property
+    def host_pool_fits(self) -> bool:
+        return not self.host_pool_bytes or self.host_bytes_per_device <= self.host_pool_bytes
+
+    @property
     def host_fits(self) -> bool:
         needed_bytes = self.host_bytes_per_node + self.staging_bytes_per_node
         return needed_bytes <= USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
 
     @property
     def fits(self) -> bool:
-        return self.device_fits and self.host_fits
+        return self.device_fits and self.host_fits and self.host_pool_fits
 
 
 def measure(
@@ -175,6 +184,9 @@ def measure(
         unified_host_bytes=unified_bytes or 0,
         is_unified_over_pcie=step.config.runtime.unified_memory and unified_bytes is None,
         largest=dump.largest(5),
+        memory_fraction=step.config.runtime.memory_fraction,
+        host_pool_bytes=memory_pools.host_pool_bytes(step.config.runtime, memory_pools.pinned_host_bytes(step.config))
+        or memory_pools.DEFAULT_HOST_GIB * 2**30,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from jaxlc.core.axes import mesh_text
 from jaxlc.hlo.op_names import label
-from jaxlc.plan.memory import DEFAULT_POOL_SHARE, USABLE_HOST_SHARE, USABLE_SHARE, Memory
+from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, Memory
 from jaxlc.plan.record import PlanRecord
 from jaxlc.simulate.timeline import Prediction
 
@@ -67,7 +67,8 @@ def _memory(memory: Memory) -> Iterator[str]:
     if memory.is_unified_over_pcie:
         yield "  runtime.unified_memory is ignored: over PCIe it would be too slow"
     if memory.host_bytes_per_device:
-        yield _row("pinned host memory", memory.host_bytes_per_device)
+        pool = f"in a pool of {gib(memory.host_pool_bytes)} (runtime.pinned_host_gib)" if memory.host_pool_bytes else ""
+        yield _row("pinned host memory", memory.host_bytes_per_device, pool)
         yield _row("  parameters", memory.host_parameters_bytes)
         yield _row("  optimizer state", memory.host_optimizer_bytes)
     usable_bytes = USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
@@ -152,13 +153,19 @@ def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
         if memory.spilled_bytes:
             spilled = f"{gib(memory.spilled_bytes)} GiB of that are in host memory"
             yield f"With unified memory, {spilled}; the estimated time does not include these accesses."
-        elif not memory.unified_host_bytes and memory.pool_bytes > DEFAULT_POOL_SHARE * memory.device_capacity_bytes:
-            share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={memory.pool_share:.2f}"
-            yield f"Set {share}: by default, JAX uses only {DEFAULT_POOL_SHARE:.0%} of a GPU's memory."
+        elif memory.is_pool_resized:
+            reason = "buffers outside of JAX's pool need the rest"
+            if memory.pool_bytes > memory.memory_fraction * memory.device_capacity_bytes:
+                reason = f"the step needs more than {memory.memory_fraction:g} of a GPU's memory in JAX's pool"
+            yield f"Set --config.runtime.memory_fraction={memory.pool_share:.2f}: {reason}."
         return
     if not memory.device_fits:
         over_bytes = memory.device_peak_bytes - memory.usable_bytes
         yield f"VERDICT: does not fit, {gib(over_bytes)} GiB too much on each GPU."
+    if not memory.host_pool_fits:
+        enough_gib = -(-memory.host_bytes_per_device // 2**30) + 1
+        yield f"VERDICT: does not fit, {gib(memory.host_bytes_per_device - memory.host_pool_bytes)} GiB too much in the"
+        yield f"pool of pinned host memory of each GPU: set --config.runtime.pinned_host_gib={enough_gib}."
     if not memory.host_fits:
         needed_bytes = memory.host_bytes_per_node + memory.staging_bytes_per_node
         over_bytes = needed_bytes - USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes

@@ -3,12 +3,14 @@
 import contextlib
 import os
 import shutil
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxlc._jax_internals import backends_are_initialized
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
-from jaxlc.runtime import compilation_cache, stderr, transport, unified_memory
+from jaxlc.runtime import compilation_cache, launcher, memory_pools, peers, stderr, transport, unified_memory
 
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -20,25 +22,32 @@ _COLLECTIVE_TIMEOUTS = (
 )
 
 
-def start(config: RuntimeConfig) -> None:
+def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0) -> None:
     """Starts JAX with the devices and processes of `config`. It may be called again with an equal config.
 
+    Args:
+      pinned_host_bytes: pinned host memory that a training step needs for each GPU, for runtime.pinned_host_gib=0.
     Raises:
-      UserError: JAX has already started with other settings, XLA_FLAGS contradicts the config, or the directory of the
-        compilation cache cannot be created.
+      UserError: JAX has already started with other settings, XLA_FLAGS contradicts the config, the directory of the
+        compilation cache cannot be created, or another process of the run is missing or contradicts this one.
     """
     import_jax()
     import jax
 
+    launch = launcher.find(os.environ)
+    config = launcher.resolve(config, launch)
     if not backends_are_initialized():
-        _set_environment(config, os.environ)
+        _set_environment(config, os.environ, launch=launch, pinned_host_bytes=pinned_host_bytes)
         if "JAX_PLATFORMS" in os.environ:  # jax reads it when it is imported, which may have been long ago
             jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
         if config.num_processes > 1 and not jax.distributed.is_initialized():
+            peers.connect(config, _print_error)
             jax.distributed.initialize(
                 config.coordinator_address,
                 num_processes=config.num_processes,
                 process_id=config.process_id,
+                cluster_detection_method="deactivate",  # see launcher.py
+                initialization_timeout=config.start_timeout_seconds,
                 heartbeat_timeout_seconds=config.heartbeat_seconds,
             )
     with _without_driver_notes():
@@ -54,25 +63,60 @@ def import_jax() -> None:
         import jax  # noqa: F401
 
 
-def _set_environment(config: RuntimeConfig, environment: dict[str, str]) -> None:
-    """Sets JAX_PLATFORMS, XLA_FLAGS, and the variables of NVSHMEM and XLA's allocator that the user has not set."""
+def _set_environment(
+    config: RuntimeConfig,
+    environment: dict[str, str],
+    *,
+    launch: launcher.Launch | None = None,
+    pinned_host_bytes: int = 0,
+) -> None:
+    """Sets JAX_PLATFORMS, XLA_FLAGS, CUDA_VISIBLE_DEVICES and the variables of NVSHMEM and of XLA's allocators.
+
+    Variables that the user has set are not changed. Process 0 prints the sizes of the allocators' pools.
+
+    Args:
+      config: with all values resolved.
+    """
     if config.simulated_devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["XLA_FLAGS"] = _simulation_flags(config, environment.get("XLA_FLAGS", ""))
     elif not _has_nvidia_driver():
         # The CUDA plugin may still be installed; without a driver it prints a traceback.
         environment.setdefault("JAX_PLATFORMS", "cpu")
+    lines = []
     if environment.get("JAX_PLATFORMS") != "cpu":
+        if launch is not None:
+            gpus = launcher.gpus_of_process(launch, environment, launcher.num_gpus_on_machine())
+            if gpus is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = gpus
         transport.prepare(config, environment)
-    if config.unified_memory:
-        is_cpu = environment.get("JAX_PLATFORMS") == "cpu"
-        message = "unified memory: no effect on CPU" if is_cpu else unified_memory.prepare(config, environment)
-        if config.process_id == 0:
-            print(message, flush=True)
+        users_variables = _variables_line(environment)
+        lines = [*memory_pools.prepare(config, environment, pinned_host_bytes), *users_variables]
+    elif config.unified_memory:
+        lines = ["unified memory: no effect on CPU"]
+    if config.process_id == 0:
+        for line in lines:
+            print(line, flush=True)
+
+
+def _variables_line(environment: Mapping[str, str]) -> list[str]:
+    """One line with the variables of NCCL, CUDA and XLA that are set, because they change speed and results."""
+    prefixes = ("NCCL_", "CUDA_", "NVSHMEM_", "XLA_", "TF_FORCE_")
+    pairs = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(prefixes)]
+    return [f"environment: {' '.join(pairs)}"] if pairs else []
+
+
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
     """XLA_FLAGS for this process's share of the simulated devices. The user's flags are last and take precedence."""
+    if config.simulated_devices % config.num_processes:
+        raise UserError(
+            f"config.runtime.simulated_devices={config.simulated_devices} does not divide among {config.num_processes}"
+            f" processes; use a multiple of {config.num_processes}"
+        )
     device_count = f"{_DEVICE_COUNT_FLAG}={config.simulated_devices // config.num_processes}"
     users_counts = [flag for flag in users_flags.split() if flag.startswith(_DEVICE_COUNT_FLAG)]
     if users_counts and users_counts[-1] != device_count:

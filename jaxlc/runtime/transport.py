@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
+from jaxlc.runtime.launcher import num_gpus_on_machine
 from jaxlc.runtime.plugin import Version, check_plugin, xla_version
 from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, NVSHMEM_OPTION, users_options
 
@@ -193,4 +194,4 @@ def _num_visible_gpus(environment: dict[str, str]) -> int:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    return num_gpus_on_machine()

@@ -24,9 +24,9 @@ HOST_SHARE = 0.9
 _FORCE = "TF_FORCE_UNIFIED_MEMORY"
 # The pool's size as a fraction of the GPU's memory. jaxlib 0.10.1 to 0.12.0.1 reads both names (xla_client.py), reports
 # the second as deprecated, and refuses both together.
-_FRACTION, _OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
-_POOLED = ("", "default", "bfc")  # other allocators ignore _FORCE
+FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+POOLED = ("", "default", "bfc")  # other allocators ignore the fraction and _FORCE
 
 
 class Machine(NamedTuple):
@@ -46,7 +46,7 @@ def prepare(config: RuntimeConfig, environment: MutableMapping[str, str]) -> str
     fraction = _users_fraction(config, environment)
     if fraction is None:
         fraction = config.unified_memory_fraction or fraction_for(machine)
-        environment[_FRACTION] = f"{fraction:g}"
+        environment[FRACTIONS[0]] = f"{fraction:g}"
     environment[_FORCE] = "1"
     message = f"unified memory: JAX's pool may take {fraction:g} times a GPU's memory"
     if machine.gpu_memory_bytes:
@@ -107,16 +107,16 @@ def _check_environment(environment: MutableMapping[str, str]) -> None:
         raise UserError(
             f"{_FORCE}={environment[_FORCE]} contradicts config.runtime.unified_memory=True; unset one of them"
         )
-    allocator = environment.get(_ALLOCATOR, "")
-    if allocator.lower() not in _POOLED:
+    allocator = environment.get(ALLOCATOR, "")
+    if allocator.lower() not in POOLED:
         raise UserError(
-            f"{_ALLOCATOR}={allocator} does not support unified memory; unset it for config.runtime.unified_memory"
+            f"{ALLOCATOR}={allocator} does not support unified memory; unset it for config.runtime.unified_memory"
         )
 
 
 def _users_fraction(config: RuntimeConfig, environment: MutableMapping[str, str]) -> float | None:
     """The fraction in the user's environment variables, if it agrees with the config; None if it is not set."""
-    name = next((name for name in (_FRACTION, _OLD_FRACTION) if environment.get(name)), None)
+    name = next((name for name in FRACTIONS if environment.get(name)), None)
     if name is None:
         return None
     configured = config.unified_memory_fraction

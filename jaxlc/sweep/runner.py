@@ -54,7 +54,7 @@ def estimate(
         raise UserError(f"invalid {workers!r} for --workers: expected a whole number, at least 1")
     _log(f"starting the GPU compiler for {name}")
     os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")  # inherited by the workers
-    runtime.start(RuntimeConfig())
+    runtime.start(RuntimeConfig(num_processes=1))
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from jaxlc.config import Config, RuntimeConfig
 from jaxlc.core.errors import UserError
+from jaxlc.runtime.memory_pools import pinned_host_bytes
 
 Row = dict[str, object]
 Work = Callable[[Config], Row]  # a module-level function, or a partial of one: it is pickled by name
@@ -35,7 +36,7 @@ def estimate(config: Config, topology: str, constants: str) -> Row:
     os.environ["JAX_PLATFORMS"] = "cpu"  # read by jax at import, here and in child processes
     from jaxlc import plan, runtime
 
-    runtime.start(RuntimeConfig())
+    runtime.start(RuntimeConfig(num_processes=1))
     from jaxlc.plan.memory import USABLE_HOST_SHARE
 
     result = plan.plan(config, topology, constants=constants)
@@ -73,7 +74,7 @@ def local_devices(config: Config) -> Row:
     """The kind and number of the devices of this machine."""
     from jaxlc import runtime
 
-    runtime.start(config.runtime)
+    runtime.start(config.runtime, pinned_host_bytes=pinned_host_bytes(config))
     import jax
 
     return dict(device=jax.devices()[0].device_kind, num_devices=jax.device_count())
@@ -83,7 +84,7 @@ def measure(config: Config) -> Row:
     """Times the training step on the devices of this machine. Raises JAX's error if they run out of memory."""
     from jaxlc import runtime
 
-    runtime.start(config.runtime)
+    runtime.start(config.runtime, pinned_host_bytes=pinned_host_bytes(config))
     from jaxlc.sweep.measure import measure_step
 
     figures = measure_step(config, _TIMED_STEPS)

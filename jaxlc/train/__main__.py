@@ -9,19 +9,26 @@ from pathlib import Path
 
 from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.runtime import peers
+from jaxlc.runtime.memory_pools import pinned_host_bytes
 
 
 def main(command: ParsedCommand) -> int:
     """Returns the exit status: 0; 143 after SIGTERM, 130 after Ctrl-C; 1 if a loss or gradient is not finite."""
+    peers.set_restart_hint(lambda: _latest_checkpoint(Path(command.workdir).expanduser()))
     try:
         return _run(command)
-    except KeyboardInterrupt:  # before the first step, after the last, or a second Ctrl-C
+    except KeyboardInterrupt as interrupt:  # before the first step, after the last, or a second Ctrl-C
         print(f"\ninterrupted; {_latest_checkpoint(Path(command.workdir).expanduser())}", file=sys.stderr)
+        peers.report_failure(interrupt)
         return 130
+    except Exception as error:
+        peers.report_failure(error)
+        raise
 
 
 def _run(command: ParsedCommand) -> int:
-    runtime.start(command.config.runtime)  # before anything imports jax
+    runtime.start(command.config.runtime, pinned_host_bytes=pinned_host_bytes(command.config))  # before jax is imported
     from jaxlc.train import loop
 
     try:
@@ -42,4 +49,4 @@ def _latest_checkpoint(workdir: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv, description=__doc__))
+    peers.exit_process(run_main(main, sys.argv, description=__doc__))

@@ -135,7 +135,14 @@ class Checkpoints:
             cleanup_tmp_directories=True,  # incomplete checkpoints of killed runs
             lightweight_initialize=True,  # does not read old checkpoints, which may be damaged
         )
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        # Without pinned staging: Orbax would copy every array to JAX's pool of pinned host memory first, which the step
+        # needs and which keeps its size. The files are those of `StandardSave`, which lacks this option.
+        handlers = dict(
+            state=ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False),
+            meta=ocp.JsonCheckpointHandler(),
+            checksums=ocp.JsonCheckpointHandler(),
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, in ascending order, without one that is still being written."""
@@ -153,7 +160,7 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
+            state=ocp.args.PyTreeSave(state),
             meta=ocp.args.JsonSave(meta | {_DIGEST: _digest(meta)}),
             checksums=ocp.args.JsonSave(checksums_of(state)),
         )

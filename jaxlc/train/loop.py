@@ -16,6 +16,7 @@ from jaxlc.config import Config, check_evaluation, check_num_devices, load, to_d
 from jaxlc.config.pretrained import copy_description
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
+from jaxlc.runtime.memory_pools import explained, pinned_host_bytes
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.train.batch import Batch
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
@@ -90,12 +91,12 @@ def run(
     """
     # Config and devices.
     config = load(config)
-    runtime.start(config.runtime)
+    runtime.start(config.runtime, pinned_host_bytes=pinned_host_bytes(config))
     check_num_devices(config, jax.device_count(), "the number of available devices is", config_path)
     if batches is None:
         check_evaluation(config)
     workdir, callbacks = prepare_workdir(workdir), Callbacks(callbacks)
-    with _make_progress(config, is_own_model=model is not None) as progress:
+    with explained(config.runtime), _make_progress(config, is_own_model=model is not None) as progress:
         # Training step: shapes and shardings. Nothing is allocated or compiled yet.
         step = build_step(config, make_mesh(config.mesh), model=model, loss=loss, optimizer=optimizer)
         description = step_lines(config, step)

@@ -83,7 +83,7 @@ def test_check_beta_of_1_raises(name):
             dict(gradient_accumulation_steps=2, global_batch_size=5),
             ["config.train.global_batch_size=5", "use 4 or 6"],
         ),
-        ("runtime", dict(process_id=1), ["process_id=1 is too large for num_processes=1"]),
+        ("runtime", dict(num_processes=1, process_id=1), ["process_id=1 is too large for num_processes=1"]),
         ("runtime", dict(simulated_devices=5, num_processes=2), ["simulated_devices=5", "a multiple of 2"]),
         ("runtime", dict(num_processes=2, coordinator_address="here"), ["'here'", "host:port"]),
         ("runtime", dict(num_processes=2, transport="peer"), ["'peer'", "num_processes=2", "'symmetric'"]),

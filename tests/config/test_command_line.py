@@ -192,7 +192,7 @@ def test_settings_help_has_every_key_default_and_text():
 
 def test_field_comments_above_and_behind_fields():
     comments = field_comments(SECTIONS["runtime"])
-    assert comments["process_id"] == "index of this process, from 0 to num_processes - 1"
+    assert comments["process_id"] == "index of this process, from 0 to num_processes - 1; -1: from the launcher"
     assert comments["xla_preset"] == "compiler options for GPUs; docs/xla_flags.md."  # above the field
 
 

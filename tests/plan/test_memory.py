@@ -70,6 +70,19 @@ def test_fits_fails_for_each_part_alone(part, size):
     assert not dataclasses.replace(MEMORY, **{part: size * GIB}).fits
 
 
+def test_fits_fails_if_the_pinned_host_pool_is_too_small():
+    """9 GiB per GPU; plans of older versions do not know the pool."""
+    assert dataclasses.replace(MEMORY, host_pool_bytes=9 * GIB).fits
+    assert not dataclasses.replace(MEMORY, host_pool_bytes=9 * GIB - 1).fits
+
+
+def test_pool_is_resized_if_the_step_or_the_buffers_need_it():
+    """The step needs 70 GiB of 100 in the pool, and the buffers outside leave it 90."""
+    assert not MEMORY.is_pool_resized
+    assert dataclasses.replace(MEMORY, memory_fraction=0.69).is_pool_resized
+    assert dataclasses.replace(MEMORY, nccl_bytes=2 * GIB).is_pool_resized
+
+
 def test_fits_with_unified_memory_counts_host_memory():
     large = dataclasses.replace(MEMORY, device_temp_bytes=100 * GIB)  # 135 in total, 5 of them outside of the pool
     assert not large.fits and large.spilled_bytes == 0

@@ -61,9 +61,24 @@ def test_page_explains_unified_memory(result):
     text = page(dataclasses.replace(result, memory=large), "")
     assert "+ 10.00 of host memory" in text and "VERDICT: fits" in text
     assert "of that are in host memory; the estimated time does not include these accesses" in text
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in text  # runtime.start sets it
+    assert "runtime.memory_fraction" not in text  # runtime.start sets the pool's size from the memory of the host
     over_pcie = dataclasses.replace(result.memory, is_unified_over_pcie=True)
     assert "runtime.unified_memory is ignored" in page(dataclasses.replace(result, memory=over_pcie), "")
+
+
+def test_page_names_the_settings_of_both_pools(result):
+    pool_bytes, memory = result.memory.pool_bytes, result.memory
+    assert "runtime.memory_fraction" not in page(result, "")
+    tight = dataclasses.replace(memory, device_capacity_bytes=int(pool_bytes / 0.92), nccl_bytes=0)
+    text = page(dataclasses.replace(result, memory=tight), "")
+    assert "Set --config.runtime.memory_fraction=0.95: the step needs more than 0.9 of a GPU's memory" in text
+    crowded = dataclasses.replace(memory, nccl_bytes=memory.device_capacity_bytes // 10)
+    text = page(dataclasses.replace(result, memory=crowded), "")
+    assert "Set --config.runtime.memory_fraction=0.85: buffers outside of JAX's pool need the rest" in text
+    pinned = dataclasses.replace(memory, host_bytes_per_device=70 * 2**30, host_pool_bytes=64 * 2**30)
+    text = page(dataclasses.replace(result, memory=pinned), "")
+    assert "70.00  in a pool of 64.00 (runtime.pinned_host_gib)" in text and "VERDICT: does not fit, 6.00 GiB" in text
+    assert "set --config.runtime.pinned_host_gib=71." in text
 
 
 def test_recomputed_share_of_full_remat_is_one_forward(result):

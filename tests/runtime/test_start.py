@@ -1,8 +1,11 @@
+import dataclasses
 import importlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from jaxlc import runtime
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
+from jaxlc.runtime import launcher
+from tests.launch import slurm
 
 pytestmark = pytest.mark.jax_version
 
@@ -18,16 +23,30 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment_for(config: RuntimeConfig, **environment: str) -> dict[str, str]:
-    start._set_environment(config, environment)
+    is_resolved = config.num_processes > 1
+    start._set_environment(
+        dataclasses.replace(config, process_id=0) if is_resolved else launcher.resolve(config, None), environment
+    )
     return environment
 
 
-def run_python(*codes: str, **variables: str) -> list[subprocess.CompletedProcess]:
-    """Runs programs at the same time, without the environment variables of the tests."""
+def run_python(*codes: str, variables: Sequence[Mapping[str, str]] = ({},)) -> list[subprocess.CompletedProcess]:
+    """Runs programs at the same time, without the environment variables of the tests.
+
+    Args:
+      variables: further variables of each program.
+    """
+    return run_commands(*([sys.executable, "-c", code] for code in codes), variables=variables)
+
+
+def run_commands(*commands: list[str], variables: Sequence[Mapping[str, str]]) -> list[subprocess.CompletedProcess]:
     test_variables = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR")
-    environment = {name: value for name, value in os.environ.items() if name not in test_variables} | variables
+    environment = {name: value for name, value in os.environ.items() if name not in test_variables}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    running = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, **pipes) for code in codes]
+    running = [
+        subprocess.Popen(command, cwd=ROOT, env=environment | own, **pipes)
+        for command, own in zip(commands, variables, strict=True)
+    ]
     try:
         outputs = [process.communicate(timeout=60) for process in running]
     finally:
@@ -94,12 +113,12 @@ def test_start_again_with_other_settings_is_refused():
     ):
         runtime.start(RuntimeConfig(simulated_devices=4))
     with pytest.raises(UserError, match="already started with 1 process, but config.runtime.num_processes is 2"):
-        runtime.start(RuntimeConfig(num_processes=2))
+        runtime.start(RuntimeConfig(num_processes=2, process_id=0))
 
 
 def test_start_simulated_devices_on_started_gpu_is_refused():
     with pytest.raises(UserError, match="8 gpu devices"):
-        start._check_started(RuntimeConfig(simulated_devices=8), "gpu", 8, 1)
+        start._check_started(RuntimeConfig(num_processes=1, simulated_devices=8), "gpu", 8, 1)
 
 
 _START_TWICE = """
@@ -126,31 +145,62 @@ def test_start_twice_prints_one_line():
     assert (process.returncode, process.stderr) == (0, "an error\n")
 
 
+def test_environment_on_gpus_reports_what_is_set(monkeypatch, capsys):
+    """Each process gets its part of the GPUs; process 0 prints the pools and the variables that change a run."""
+    monkeypatch.setattr(start, "_has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(start.launcher, "num_gpus_on_machine", lambda: 8)
+    environment = dict(NCCL_DEBUG="INFO", XLA_FLAGS="--a=1", HOME="/")
+    config = RuntimeConfig(num_processes=4, process_id=0, transport="nccl")
+    place = launcher.Launch("Slurm", 4, 0, "node0:9753", local_id=0, num_local=4)
+    start._set_environment(config, environment, launch=place)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1" and environment["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+    assert capsys.readouterr().out.splitlines() == [
+        "GPU memory pool: 0.9 of each GPU's memory (config.runtime.memory_fraction)",
+        "environment: CUDA_VISIBLE_DEVICES=0,1 NCCL_DEBUG=INFO XLA_FLAGS=--a=1",
+    ]
+    start._set_environment(dataclasses.replace(config, process_id=1), environment, launch=place._replace(local_id=1))
+    assert capsys.readouterr().out == ""
+
+
 _ONE_OF_TWO = """
 {first_line}
 from jaxlc import runtime
 from jaxlc.config import RuntimeConfig
 
-config = RuntimeConfig(
-    simulated_devices=4, num_processes=2, process_id={process_id}, coordinator_address="127.0.0.1:{port}"
-)
+config = RuntimeConfig(simulated_devices=4)
 runtime.start(config)
 runtime.start(config)
 import jax, jax.numpy as jnp
 mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
 integers = jax.make_array_from_callback((4,), sharding, lambda i: jnp.arange(4.0)[i])
-print(jax.process_index(), jax.default_backend(), jax.local_device_count(), float(jax.jit(jnp.sum)(integers)))
+gpus = jax.config.values["jax_cuda_visible_devices"]
+print(jax.process_index(), jax.default_backend(), jax.local_device_count(), float(jax.jit(jnp.sum)(integers)), gpus)
+{last_line}
 """
 
 
-def test_start_two_processes_share_devices():
-    """One of them imports JAX before jaxlc, as in a notebook."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    first_lines = ["", "import jax"]
-    codes = [_ONE_OF_TWO.format(first_line=line, process_id=i, port=port) for i, line in enumerate(first_lines)]
-    for i, process in enumerate(run_python(*codes)):
+def test_start_two_slurm_processes_share_devices():
+    """JAX must not select a GPU by SLURM_LOCALID. One process imports JAX before jaxlc, as in a notebook."""
+    job_id = slurm.free_job_id()
+    variables = [slurm.task_variables(i, num_tasks=2, job_id=job_id) for i in range(2)]
+    codes = [_ONE_OF_TWO.format(first_line=line, last_line="") for line in ("", "import jax")]
+    for i, process in enumerate(run_python(*codes, variables=variables)):
         assert process.returncode == 0, process.stderr
-        assert process.stdout.splitlines()[-1] == f"{i} cpu 2 6.0"
+        assert process.stdout.splitlines()[-1] == f"{i} cpu 2 6.0 all"
+
+
+_KILL_PROCESS_1 = "if jax.process_index() == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+
+
+def test_slurm_script_restarts_after_a_killed_process():
+    """launch/slurm/train.sbatch with an srun that starts two processes. One is killed: the other one ends with a line
+    that names it, and the script requeues the job."""
+    code = _ONE_OF_TWO.format(first_line="import os, signal, time", last_line=_KILL_PROCESS_1)
+    command = ["bash", "launch/slurm/train.sbatch", sys.executable, "-c", code]
+    (done,) = run_commands(command, variables=[slurm.job_variables(num_tasks=2)])
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    host = socket.gethostname()
+    assert errors == [f"error: process 1 of 2 on {host} ended unexpectedly; start all processes again"], done.stderr
+    assert done.returncode == 128 + signal.SIGKILL  # the largest status of a task; that of the other one is 75
+    assert "restarting job" in done.stdout and "scontrol requeue" in done.stdout

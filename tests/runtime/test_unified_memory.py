@@ -15,7 +15,7 @@ start = importlib.import_module("jaxlc.runtime.start")  # the package's `start` 
 GIB = 2**30
 GRACE = Machine(("NVIDIA GH200 480GB",), 100 * GIB, 400 * GIB)
 PCIE = Machine(("NVIDIA H100 80GB HBM3",) * 8, 80 * GIB, 2000 * GIB)
-ON = RuntimeConfig(unified_memory=True)
+ON = RuntimeConfig(num_processes=1, unified_memory=True)
 
 
 def prepared(machine: Machine, monkeypatch, config=ON, **environment: str) -> tuple[dict[str, str], str]:

@@ -1,0 +1,187 @@
+"""The two memory pools of JAX on a GPU: in the GPU's memory, and of pinned host memory.
+
+The GPU's pool takes 75% of the memory by JAX's default, and the host's pool at most 64 GiB per GPU by XLA's default. A
+step that needs more ends with RESOURCE_EXHAUSTED. `prepare` sets both sizes before JAX starts, and `explained` turns
+that error into one that names the pool and the setting.
+"""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+
+from jaxlc.config import Config, RuntimeConfig
+from jaxlc.core.errors import UserError
+from jaxlc.core.flops import num_params
+from jaxlc.runtime import unified_memory
+
+# XLA reads both when it opens the GPUs (xla/pjrt/gpu/gpu_helpers.cc, GetGpuHostAllocator). GB is 2^30 bytes. Without
+# preallocation the pool grows by regions of doubling size and never shrinks: one buffer of 282 GiB takes 512.
+_HOST_LIMIT, _HOST_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+DEFAULT_HOST_GIB = 64
+_MARGIN, _BATCHES_GIB = 1.05, 1  # of the estimated need: alignment; staging buffers of batches and metrics
+_GRADIENT_BYTES = _PARAMETER_BYTES = 4
+_MOMENTS_BYTES = 8
+_UNITS = {"": 1, "B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_NEED = re.compile(r"allocat\w* ([\d.]+) ?(bytes|[KMGT]iB|B)?")
+# Errors of libraries that allocate GPU memory without JAX's pool.
+_OUTSIDE = ("NCCL", "CUDA_ERROR_OUT_OF_MEMORY", "command buffer", "cuBLAS", "cuDNN")
+
+
+def prepare(config: RuntimeConfig, environment: MutableMapping[str, str], pinned_host_bytes: int) -> list[str]:
+    """Sets the sizes of both pools that the environment does not set; returns lines that report them.
+
+    Args:
+      config: with all values resolved.
+      pinned_host_bytes: what the training step needs per GPU, from `pinned_host_bytes`.
+    Raises:
+      UserError: the environment contradicts config.unified_memory.
+    """
+    if config.unified_memory:
+        lines = [unified_memory.prepare(config, environment)]
+    elif environment.get(unified_memory.ALLOCATOR, "").lower() in unified_memory.POOLED:
+        lines = [_prepare_gpu_pool(config, environment)]
+    else:
+        lines = []
+    pool_bytes = host_pool_bytes(config, pinned_host_bytes)
+    if environment.get(_HOST_LIMIT):
+        lines.append(f"pinned host memory pool: {environment[_HOST_LIMIT]} GiB per GPU ({_HOST_LIMIT})")
+    elif pool_bytes:
+        environment[_HOST_LIMIT] = str(pool_bytes // 2**30)
+        environment[_HOST_PREALLOCATE] = "true"
+        lines.append(_host_pool_line(pool_bytes))
+    return lines
+
+
+def host_pool_bytes(config: RuntimeConfig, pinned_host_bytes: int) -> int:
+    """The size of the pool of pinned host memory per GPU, whole GiB; 0: XLA's default, because nothing needs it."""
+    if config.pinned_host_gib:
+        return math.ceil(config.pinned_host_gib) * 2**30
+    if not pinned_host_bytes:
+        return 0
+    return math.ceil(_MARGIN * pinned_host_bytes / 2**30 + _BATCHES_GIB) * 2**30
+
+
+def pinned_host_bytes(config: Config) -> int:
+    """Pinned host memory per GPU that a training step needs, estimated; 0 if config.memory uses none.
+
+    The training state with memory.optimizer and memory.parameters "host", and temporary buffers: gradients and
+    offloaded activations within a step, or copies of the arrays on the GPU while a checkpoint is written. `jaxlc plan`
+    compares it with the compiled step.
+    """
+    memory, mesh = config.memory, config.mesh
+    if not memory.offload and "host" not in (memory.parameters, memory.optimizer):
+        return 0
+    per_parameter = dict(state=0, gradients=0, on_gpu=0)
+    per_parameter["state" if memory.parameters == "host" else "on_gpu"] += _PARAMETER_BYTES
+    per_parameter["state" if memory.optimizer == "host" else "on_gpu"] += _MOMENTS_BYTES
+    if memory.parameters == "host":  # the sum over microbatches, and those of the current one
+        num_sums = 2 if config.train.gradient_accumulation_steps > 1 else 1
+        per_parameter["gradients"] = num_sums * _GRADIENT_BYTES
+    num_local_params = math.ceil(num_params(config.model) / (mesh.fsdp * mesh.context * mesh.tensor))
+    state, gradients, on_gpu = (num_local_params * num_bytes for num_bytes in per_parameter.values())
+    return state + max(gradients + _offloaded_bytes(config), on_gpu)
+
+
+def _offloaded_bytes(config: Config) -> int:
+    """Bytes of offloaded activations of all layers, for one microbatch on one GPU."""
+    model, memory, mesh = config.model, config.memory, config.mesh
+    itemsize = 4 if config.precision.compute == "fp32" else 2
+    num_key_heads = max(model.num_kv_heads, mesh.tensor)  # fewer heads than ranks are repeated
+    values_per_token = dict(
+        residual=model.model_dim,
+        query=model.num_heads * model.head_dim,
+        key=num_key_heads * model.head_dim,
+        value=num_key_heads * model.head_dim,
+        attention_out=model.num_heads * model.head_dim,
+        attention_lse=model.num_heads * 4 // itemsize,  # float32
+        attention_projected=model.model_dim,
+        mlp_gate=model.ffn_dim,
+        mlp_up=model.ffn_dim,
+    )
+    group = memory.layers_per_remat_group
+    offloaded = [name for name in memory.offload if group == 1 or name == "residual"]  # see train/remat.py
+    num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
+    values = sum(values_per_token[name] for name in offloaded) * (model.num_layers // group)
+    return math.ceil(num_tokens * values * itemsize / mesh.num_devices)
+
+
+def _prepare_gpu_pool(config: RuntimeConfig, environment: MutableMapping[str, str]) -> str:
+    for name in unified_memory.FRACTIONS:
+        if environment.get(name):
+            return f"GPU memory pool: {environment[name]} of each GPU's memory ({name})"
+    environment[unified_memory.FRACTIONS[0]] = f"{config.memory_fraction:g}"
+    return f"GPU memory pool: {config.memory_fraction:g} of each GPU's memory (config.runtime.memory_fraction)"
+
+
+def _host_pool_line(pool_bytes: int) -> str:
+    line = (
+        f"pinned host memory pool: {pool_bytes // 2**30} GiB per GPU (config.runtime.pinned_host_gib), allocated at the"
+        " first use, which can take minutes"
+    )
+    machine = unified_memory.find_machine()
+    needed_bytes = len(machine.gpu_kinds) * pool_bytes
+    if needed_bytes > unified_memory.HOST_SHARE * machine.host_memory_bytes:
+        line += (
+            f"; warning: the {len(machine.gpu_kinds)} GPUs of this machine need {needed_bytes / 2**30:.0f} GiB in"
+            f" total, and it has {machine.host_memory_bytes / 2**30:.0f} GiB"
+        )
+    return line
+
+
+@contextlib.contextmanager
+def explained(config: RuntimeConfig) -> Iterator[None]:
+    """Turns RESOURCE_EXHAUSTED of either pool into a UserError that names the pool, its size, the need, the setting."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        device = jax.local_devices()[0]
+        stats = device.memory_stats() if device.platform == "gpu" else None
+        problem = out_of_memory(str(error), config, stats or {}, os.environ)
+        if problem is None:
+            raise
+        raise UserError(problem) from error
+
+
+def out_of_memory(
+    message: str, config: RuntimeConfig, stats: Mapping[str, int], environment: Mapping[str, str]
+) -> str | None:
+    """What to do about JAX's error `message`; None if it is not about memory.
+
+    Args:
+      stats: `jax.Device.memory_stats()` of a local GPU, or empty.
+    """
+    is_outside = any(name in message for name in _OUTSIDE) and "out of memory" in message.lower()
+    if "RESOURCE_EXHAUSTED" not in message and not is_outside:
+        return None
+    match = _NEED.search(message)
+    need_bytes = float(match[1]) * _UNITS[match[2] or ""] if match else 0
+    need = f"{_gib(need_bytes)} GiB" if need_bytes else "an array"
+    if _HOST_LIMIT in message or "host memory" in message.lower():
+        pool_gib = int(environment.get(_HOST_LIMIT) or DEFAULT_HOST_GIB)
+        enough_gib = math.ceil(pool_gib + need_bytes / 2**30)
+        return (
+            f"out of pinned host memory: no room for {need} in the pool of {pool_gib} GiB per GPU; use"
+            f" --config.runtime.pinned_host_gib={enough_gib} (`jaxlc plan` prints the need of a step), or offload less"
+        )
+    fraction = next((environment[name] for name in unified_memory.FRACTIONS if environment.get(name)), "")
+    if is_outside:
+        return (
+            f"out of GPU memory outside of JAX's pool, which takes {fraction or 'a part'} of each GPU's memory; lower"
+            f" --config.runtime.memory_fraction, now {config.memory_fraction:g}, for NCCL, cuBLAS, cuDNN, CUDA graphs"
+        )
+    size = f" of {_gib(stats['bytes_limit'])} GiB" if "bytes_limit" in stats else ""
+    in_use = f", of which {_gib(stats['bytes_in_use'])} GiB are in use" if "bytes_in_use" in stats else ""
+    share = f" ({fraction} of each GPU's memory)" if fraction else ""
+    return (
+        f"out of GPU memory: no room for {need} in JAX's pool{size}{share}{in_use}; raise"
+        " --config.runtime.memory_fraction, to 0.95 at most, or use less memory: `jaxlc plan --advise` searches for"
+        " settings that fit"
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.2f}"

@@ -1,0 +1,195 @@
+"""The other processes of a run: connects to them, and ends this process with one line when one of them has ended.
+
+Without it, a process that is killed is noticed by JAX after `heartbeat_seconds`, and the others end with a C++ stack
+trace. Here every process keeps a connection to process 0, which the operating system closes when a process ends.
+"""
+
+import atexit
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from jaxlc.config import RuntimeConfig
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.runtime.rendezvous import Connection, Member, Message, Say, gather, join
+
+# Exit status when another process ends without an error: EX_TEMPFAIL of sysexits.h. Launchers can restart the run.
+PEER_LOST_STATUS = 75
+# Process 0 ends last, because JAX aborts the others when its service ends. After a failure it waits longer, for an
+# error of its own, which is often the same one.
+_BROADCAST_SECONDS, _FAILURE_SECONDS = 0.5, 1.5
+_COLLECTIVE_SECONDS = 5.0  # by which the loss of a process may be noticed later than by a collective
+_KEEPALIVE_PROBES = 3
+
+
+class Link:
+    """Watches the connections to other processes in a thread."""
+
+    def __init__(
+        self,
+        me: Member,
+        connections: Sequence[Connection],
+        *,
+        heartbeat_seconds: float,
+        on_loss: Callable[[str, int], None],
+    ):
+        """
+        Args:
+          connections: of process 0: to all others; of others: to process 0.
+          heartbeat_seconds: a machine that has not answered for this time counts as failed.
+          on_loss: called in the thread, once, with a text such as "process 1 of 4 on node1 ended unexpectedly" and an
+            exit status: PEER_LOST_STATUS, or 1 if that process reported an error.
+        """
+        self._me, self._connections, self._on_loss = me, list(connections), on_loss
+        self._is_closed = threading.Event()
+        self.has_failed = False
+        for connection in connections:
+            _keep_alive(connection.socket, heartbeat_seconds)
+        self._thread = threading.Thread(target=self._watch, name="jaxlc-peers", daemon=True)
+        self._thread.start()
+
+    def close(self, failure: str | None = None) -> None:
+        """Says goodbye to the other processes, or why this one fails, after which they end too."""
+        self._is_closed.set()
+        self.has_failed = failure is not None
+        for connection in self._connections:
+            connection.send(**({"bye": True} if failure is None else {"failed": failure}))
+
+    def wait_for_loss(self, seconds: float) -> None:
+        """Waits for the thread to notice that another process has ended; returns after `seconds` if none has."""
+        self._thread.join(seconds)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for connection in self._connections:
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    messages = _receive(key.data)
+                    if messages is None or any(message.keys() & {"failed", "lost"} for message in messages):
+                        self._lose(key.data, messages or [])
+                        return
+                    if any("bye" in message for message in messages):
+                        selector.unregister(key.data.socket)
+
+    def _lose(self, connection: Connection, messages: list[Message]) -> None:
+        name = connection.member.name if connection.member else "another process"
+        status, seconds = PEER_LOST_STATUS, _BROADCAST_SECONDS
+        text = f"{name} ended unexpectedly"
+        for message in messages:
+            if "lost" in message:  # from process 0
+                text, status = message["lost"], message["status"]
+            elif "failed" in message:
+                text, status, seconds = f"{name} failed: {message['failed']}", 1, _FAILURE_SECONDS
+        if self._me.process_id == 0:
+            for other in self._connections:
+                if other is not connection:
+                    other.send(lost=text, status=status)
+            time.sleep(seconds)
+        if not self._is_closed.is_set():
+            self._on_loss(text, status)
+
+
+_link: Link | None = None
+_restart_hint: Callable[[], str] = lambda: "start all processes again"
+
+
+def connect(config: RuntimeConfig, say: Say) -> None:
+    """Waits until all processes of the run have connected to process 0, then watches them until this process ends.
+
+    Args:
+      config: with all values resolved; num_processes is more than 1.
+      say: prints a line about processes that are missing.
+    Raises:
+      UserError: see `rendezvous.gather` and `rendezvous.join`.
+    """
+    global _link
+    import jax
+
+    me = Member(config.process_id, config.num_processes, socket.gethostname(), jax.__version__)
+    connections = gather(config, me, say) if me.process_id == 0 else [join(config, me, say)]
+    _link = Link(me, connections, heartbeat_seconds=config.heartbeat_seconds, on_loss=_end)
+    atexit.register(_at_exit)  # before JAX's own handler, which waits for the other processes
+
+
+def set_restart_hint(hint: Callable[[], str]) -> None:
+    """Sets the function that returns the end of the message about a lost process: where a restart resumes."""
+    global _restart_hint
+    _restart_hint = hint
+
+
+def report_failure(error: BaseException) -> None:
+    """Reports to the other processes, if there are any, that this one fails; they print the error and end.
+
+    A collective that fails because another process has ended is no failure of this one: it ends with the message about
+    the other process.
+    """
+    if _link is None:
+        return
+    import jax
+
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        _link.wait_for_loss(_COLLECTIVE_SECONDS)
+    _link.close(failure=_text_of(error))
+
+
+def exit_process(status: int) -> NoReturn:
+    """Ends this process; after `report_failure` without JAX's exit handler, which waits for the other processes."""
+    if _link is not None and _link.has_failed:
+        _exit_now(status)
+    sys.exit(status)
+
+
+def _end(text: str, status: int) -> None:
+    try:
+        hint = _restart_hint()
+    except Exception as error:  # such as a file system that fails with the other machine
+        hint = f"start all processes again ({error})"
+    print(f"error: {text}; {hint}", file=sys.stderr, flush=True)
+    _exit_now(status)
+
+
+def _at_exit() -> None:
+    assert _link is not None
+    if getattr(sys, "last_value", None) is None:
+        _link.close()
+    else:  # an exception that nothing caught
+        _link.close(failure=_text_of(sys.last_value))
+        _exit_now(1)
+
+
+def _exit_now(status: int) -> NoReturn:
+    """Ends the process while other threads may be inside a collective."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def _text_of(error: BaseException) -> str:
+    text = reason_of(error) if str(error) else "interrupted"
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+def _receive(connection: Connection) -> list[Message] | None:
+    try:
+        return connection.receive()
+    except (OSError, ValueError):
+        return None
+
+
+def _keep_alive(connected: socket.socket, heartbeat_seconds: float) -> None:
+    """Lets the operating system probe an idle connection, so that a machine that is down is noticed."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    interval_seconds = max(1, int(heartbeat_seconds / (_KEEPALIVE_PROBES + 2)))
+    for name, value in (
+        ("TCP_KEEPIDLE", interval_seconds),
+        ("TCP_KEEPINTVL", interval_seconds),
+        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
+    ):
+        if hasattr(socket, name):  # macOS lacks the first
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

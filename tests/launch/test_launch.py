@@ -1,0 +1,76 @@
+"""The scripts and manifests of launch/; tests/runtime/test_start.py runs the Slurm script."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxlc.runtime import launcher
+from tests.launch.slurm import FAKE_SLURM
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+SCRIPTS = [LAUNCH / "slurm" / "train.sbatch", LAUNCH / "plain" / "train.sh", *sorted(FAKE_SLURM.iterdir())]
+
+
+def test_scripts_pass_shellcheck():
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    if not shellcheck.exists():
+        pytest.skip("needs shellcheck: pip install -e '.[dev]'")
+    done = subprocess.run([shellcheck, *SCRIPTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_plain_script_numbers_processes_and_returns_largest_status():
+    code = 'import os, sys; print(*(v for k, v in sorted(os.environ.items()) if k.startswith("JAX_")))'
+    code += '; sys.exit(int(os.environ["JAX_PROCESS_ID"]))'
+    command = ["bash", LAUNCH / "plain" / "train.sh", "2", "1", "node0", "2", sys.executable, "-S", "-c", code]
+    environment = dict(PATH="/usr/bin:/bin", PORT="9000")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    # address, local index, number of local processes, of all, index
+    assert sorted(done.stdout.splitlines()) == ["node0:9000 0 2 4 2", "node0:9000 1 2 4 3"]
+    assert done.returncode == 3
+
+
+def test_slurm_script_restarts_only_after_interruptions(tmp_path):
+    """The statuses of an error and of a success do not restart a job; nor does anything after the last restart."""
+    shutil.copy(FAKE_SLURM / "scontrol", tmp_path)
+    (tmp_path / "srun").write_text('#!/bin/bash\nexit "$STATUS"\n')
+    (tmp_path / "srun").chmod(0o755)
+
+    def run(status: int, **variables: str) -> str:
+        environment = dict(PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_ID="7", STATUS=str(status), **variables)
+        done = subprocess.run(
+            ["bash", LAUNCH / "slurm" / "train.sbatch", "x"], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == status
+        return done.stdout
+
+    assert all("scontrol requeue 7" in run(status) for status in (75, 137, 143))
+    assert not any("scontrol" in run(status) for status in (0, 1, 2))
+    assert "scontrol" not in run(75, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
+
+
+def test_manifests_agree_with_the_launcher(monkeypatch):
+    """Index, number of processes and address of process 0, as a pod with the host name of Kubernetes finds them."""
+    service, job = yaml.safe_load_all((LAUNCH / "k8s" / "job.yaml").read_text())
+    job_set = yaml.safe_load((LAUNCH / "k8s" / "jobset.yaml").read_text())
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    set_name = f"{job_set['metadata']['name']}-{replicated['name']}-0"
+    subdomain = job_set["spec"]["network"]["subdomain"]
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
+    for name, domain, spec in (
+        (job["metadata"]["name"], service["metadata"]["name"], job["spec"]),
+        (set_name, subdomain, replicated["template"]["spec"]),
+    ):
+        assert spec["completionMode"] == "Indexed" and spec["parallelism"] == spec["completions"] == 8
+        (container,) = spec["template"]["spec"]["containers"]
+        environment = {variable["name"]: variable["value"] for variable in container["env"]}
+        assert container["ports"] == [{"containerPort": launcher.DEFAULT_PORT}]
+        full_name = f"{name}-3.{domain}.default.svc.cluster.local"
+        monkeypatch.setattr(launcher.socket, "getfqdn", lambda full_name=full_name: full_name)
+        launch = launcher.find(environment | dict(JOB_COMPLETION_INDEX="3"))
+        assert launch[1:4] == (8, 3, f"{name}-0.{domain}.default.svc.cluster.local:{launcher.DEFAULT_PORT}")

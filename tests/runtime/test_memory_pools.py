@@ -1,0 +1,123 @@
+"""The sizes of JAX's memory pools on a GPU, set before JAX starts, and the errors of pools that are too small."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxlc.config import RuntimeConfig, defaults, load
+from jaxlc.core.errors import UserError
+from jaxlc.runtime import memory_pools, unified_memory
+from jaxlc.runtime.memory_pools import explained, out_of_memory, pinned_host_bytes, prepare
+from jaxlc.runtime.unified_memory import Machine
+
+GIB = 2**30
+ROOT = Path(__file__).parents[2]
+LIMIT, PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+
+
+def prepared(needed_bytes: int = 0, *, environment: dict | None = None, **runtime) -> tuple[dict[str, str], str]:
+    environment = dict(environment or {})
+    return environment, "\n".join(prepare(RuntimeConfig(**runtime), environment, needed_bytes))
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    monkeypatch.setattr(unified_memory, "find_machine", lambda: Machine(("H100",) * 8, 80 * GIB, 1000 * GIB))
+
+
+def test_prepare_sets_both_pools():
+    environment, text = prepared(90 * GIB)
+    assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.9", LIMIT: "96", PREALLOCATE: "true"}  # 5% and 1 GiB more
+    assert "GPU memory pool: 0.9 of each GPU's memory" in text
+    assert "pinned host memory pool: 96 GiB per GPU" in text and "warning" not in text
+    assert prepared(0, memory_fraction=0.5)[0] == {"XLA_CLIENT_MEM_FRACTION": "0.5"}
+    assert prepared(90 * GIB, pinned_host_gib=120.5)[0][LIMIT] == "121"
+
+
+def test_prepare_larger_than_host_memory_warns():
+    assert "the 8 GPUs of this machine need 904 GiB in total, and it has 1000 GiB" in prepared(106 * GIB)[1]
+
+
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_prepare_environment_takes_precedence(name):
+    given = {name: "0.8", LIMIT: "200"}
+    environment, text = prepared(90 * GIB, environment=given)
+    assert environment == given
+    assert text.splitlines() == [
+        f"GPU memory pool: 0.8 of each GPU's memory ({name})",
+        f"pinned host memory pool: 200 GiB per GPU ({LIMIT})",
+    ]
+    assert prepared(environment=dict(XLA_PYTHON_CLIENT_ALLOCATOR="platform"))[1] == ""
+
+
+def test_pinned_host_bytes_match_compiled_programs():
+    """docs/memory.jsonl has the host memory of compiled steps with many combinations of settings."""
+    checked = 0
+    for line in (ROOT / "docs" / "memory.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["host_bytes_per_node"] == 0 or row["model"] != "llama3.1-8b":
+            continue
+        config = defaults()
+        config.model.preset = row["model"]
+        config.mesh.update({axis: row[axis] for axis in ("data", "fsdp", "context", "tensor")})
+        flags = (flag.removeprefix("--config.").partition("=") for flag in row["overrides"].split())
+        for path, _, value in flags:
+            section, _, name = path.partition(".")
+            config[section][name] = int(value) if value.isdigit() else value
+        num_domains, gpus_per_domain = map(int, row["topology"].partition(":")[2].split("x"))
+        compiled_bytes = row["host_bytes_per_node"] / min(8, num_domains * gpus_per_domain)
+        loaded = load(config)
+        estimated_bytes = pinned_host_bytes(loaded)
+        assert estimated_bytes > 0.999 * compiled_bytes
+        if loaded.memory.optimizer == loaded.memory.parameters == "host":  # else copies for checkpoints may be larger
+            assert estimated_bytes < 1.03 * compiled_bytes
+        checked += 1
+    assert checked > 30
+
+
+def test_pinned_host_bytes_without_host_memory_are_0():
+    config = defaults()
+    assert pinned_host_bytes(load(config)) == 0
+    config.memory.update(remat="full", offload=("residual",))
+    offloaded = pinned_host_bytes(load(config))
+    config.train.update(global_batch_size=4, gradient_accumulation_steps=2)
+    assert 0 < offloaded < pinned_host_bytes(load(config))
+
+
+@pytest.mark.parametrize(
+    "message, stats, environment, words",
+    [
+        (
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.",
+            dict(bytes_limit=70 * GIB, bytes_in_use=60 * GIB),
+            dict(XLA_CLIENT_MEM_FRACTION="0.9"),
+            "no room for 16.00 GiB in JAX's pool of 70.00 GiB (0.9 of each GPU's memory), of which 60.00 GiB are in use"
+            "; raise --config.runtime.memory_fraction",
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Out of host memory trying to allocate 282.00GiB. Please set the environment variable"
+            f" {LIMIT} to allocate larger host memory than the default 64 GB.",
+            {},
+            {},
+            "no room for 282.00 GiB in the pool of 64 GiB per GPU; use --config.runtime.pinned_host_gib=346",
+        ),
+        (
+            "INTERNAL: Failed call to cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+            {},
+            dict(XLA_CLIENT_MEM_FRACTION="0.95"),
+            "outside of JAX's pool, which takes 0.95 of each GPU's memory; lower --config.runtime.memory_fraction",
+        ),
+    ],
+)
+def test_out_of_memory_names_pool_need_and_setting(message, stats, environment, words):
+    assert words in out_of_memory(message, RuntimeConfig(), stats, environment)
+
+
+def test_explained_leaves_other_errors():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID"), explained(RuntimeConfig()):
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
+    with pytest.raises(UserError, match="out of GPU memory: no room for 2.00 GiB"), explained(RuntimeConfig()):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.")
+    assert memory_pools.DEFAULT_HOST_GIB == 64
