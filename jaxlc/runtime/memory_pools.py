@@ -159,12 +159,12 @@ def out_of_memory(
         return None
     match = _NEED.search(message)
     need_bytes = float(match[1]) * _UNITS[match[2] or ""] if match else 0
-    need = f"{_gib(need_bytes)} GiB" if need_bytes else "an array"
+    problem = f"{_gib(need_bytes)} GiB more do not fit into" if need_bytes else "an array does not fit into"
     if _HOST_LIMIT in message or "host memory" in message.lower():
         pool_gib = int(environment.get(_HOST_LIMIT) or DEFAULT_HOST_GIB)
         enough_gib = math.ceil(pool_gib + need_bytes / 2**30)
         return (
-            f"out of pinned host memory: no room for {need} in the pool of {pool_gib} GiB per GPU; use"
+            f"out of pinned host memory: {problem} the pool of {pool_gib} GiB per GPU; use"
             f" --config.runtime.pinned_host_gib={enough_gib} (`jaxlc plan` prints the need of a step), or offload less"
         )
     fraction = next((environment[name] for name in unified_memory.FRACTIONS if environment.get(name)), "")
@@ -177,7 +177,7 @@ def out_of_memory(
     in_use = f", of which {_gib(stats['bytes_in_use'])} GiB are in use" if "bytes_in_use" in stats else ""
     share = f" ({fraction} of each GPU's memory)" if fraction else ""
     return (
-        f"out of GPU memory: no room for {need} in JAX's pool{size}{share}{in_use}; raise"
+        f"out of GPU memory: {problem} JAX's pool{size}{share}{in_use}; raise"
         " --config.runtime.memory_fraction, to 0.95 at most, or use less memory: `jaxlc plan --advise` searches for"
         " settings that fit"
     )

@@ -50,6 +50,7 @@ class Link:
         self.has_failed = False
         for connection in connections:
             _keep_alive(connection.socket, heartbeat_seconds)
+            os.register_at_fork(after_in_child=connection.close)  # a child would keep it open when this process ends
         self._thread = threading.Thread(target=self._watch, name="jaxlc-peers", daemon=True)
         self._thread.start()
 

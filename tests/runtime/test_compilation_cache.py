@@ -117,6 +117,12 @@ def test_configure_on_cpu_before_xla_0_12_is_for_the_step_only(unset, monkeypatc
     assert configured(platform="cpu") == str(unset)
 
 
+@pytest.mark.jax_version
+def test_cache_covers_autotuning():
+    """JAX then gives XLA a directory for the autotuning of single fusions, in the directory of the cache."""
+    assert "xla_gpu_per_fusion_autotune_cache_dir" in jax.config.jax_persistent_cache_enable_xla_caches
+
+
 def test_watch_tells_hits_from_misses(cache_dir):
     with compilation_cache.watch() as all_from_cache:
         assert not all_from_cache()

@@ -1,6 +1,8 @@
 """The sizes of JAX's memory pools on a GPU, set before JAX starts, and the errors of pools that are too small."""
 
+import importlib.util
 import json
+import mmap
 from pathlib import Path
 
 import jax
@@ -93,7 +95,7 @@ def test_pinned_host_bytes_without_host_memory_are_0():
             "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.",
             dict(bytes_limit=70 * GIB, bytes_in_use=60 * GIB),
             dict(XLA_CLIENT_MEM_FRACTION="0.9"),
-            "no room for 16.00 GiB in JAX's pool of 70.00 GiB (0.9 of each GPU's memory), of which 60.00 GiB are in use"
+            "16.00 GiB more do not fit into JAX's pool of 70.00 GiB (0.9 of each GPU's memory), of which 60.00 GiB are in use"
             "; raise --config.runtime.memory_fraction",
         ),
         (
@@ -101,7 +103,7 @@ def test_pinned_host_bytes_without_host_memory_are_0():
             f" {LIMIT} to allocate larger host memory than the default 64 GB.",
             {},
             {},
-            "no room for 282.00 GiB in the pool of 64 GiB per GPU; use --config.runtime.pinned_host_gib=346",
+            "282.00 GiB more do not fit into the pool of 64 GiB per GPU; use --config.runtime.pinned_host_gib=346",
         ),
         (
             "INTERNAL: Failed call to cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
@@ -115,9 +117,24 @@ def test_out_of_memory_names_pool_need_and_setting(message, stats, environment, 
     assert words in out_of_memory(message, RuntimeConfig(), stats, environment)
 
 
+@pytest.mark.jax_version
+@pytest.mark.gpu_compiler
+def test_variables_and_message_are_in_the_gpu_plugin():
+    """XLA documents none of them."""
+    plugin = next(path for cuda in (12, 13) if (path := _plugin_path(cuda)))
+    with plugin.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for text in (LIMIT, PREALLOCATE, "to allocate larger host memory than the default 64 GB"):
+            assert content.find(text.encode()) > 0, text
+
+
+def _plugin_path(cuda: int) -> Path | None:
+    spec = importlib.util.find_spec(f"jax_plugins.xla_cuda{cuda}")
+    return Path(spec.origin).with_name("xla_cuda_plugin.so") if spec and spec.origin else None
+
+
 def test_explained_leaves_other_errors():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID"), explained(RuntimeConfig()):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
-    with pytest.raises(UserError, match="out of GPU memory: no room for 2.00 GiB"), explained(RuntimeConfig()):
+    with pytest.raises(UserError, match="out of GPU memory: 2.00 GiB more do not fit"), explained(RuntimeConfig()):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.")
     assert memory_pools.DEFAULT_HOST_GIB == 64
