@@ -95,8 +95,8 @@ def test_pinned_host_bytes_without_host_memory_are_0():
             "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.",
             dict(bytes_limit=70 * GIB, bytes_in_use=60 * GIB),
             dict(XLA_CLIENT_MEM_FRACTION="0.9"),
-            "16.00 GiB more do not fit into JAX's pool of 70.00 GiB (0.9 of each GPU's memory), of which 60.00 GiB are in use"
-            "; raise --config.runtime.memory_fraction",
+            "16.00 GiB more do not fit into JAX's pool of 70.00 GiB (0.9 of each GPU's memory), of which 60.00 GiB"
+            " are in use; raise --config.runtime.memory_fraction",
         ),
         (
             "RESOURCE_EXHAUSTED: Out of host memory trying to allocate 282.00GiB. Please set the environment variable"
