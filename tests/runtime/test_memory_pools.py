@@ -82,6 +82,7 @@ def test_pinned_host_bytes_match_compiled_programs():
 def test_pinned_host_bytes_without_host_memory_are_0():
     config = defaults()
     assert pinned_host_bytes(load(config)) == 0
+    config.data.seq_len = 131_072  # more bytes than the copies for a checkpoint
     config.memory.update(remat="full", offload=("residual",))
     offloaded = pinned_host_bytes(load(config))
     config.train.update(global_batch_size=4, gradient_accumulation_steps=2)
