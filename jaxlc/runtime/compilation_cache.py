@@ -141,7 +141,7 @@ def _directory(config: RuntimeConfig) -> str | None:
     if setting == "auto":
         # Processes of a GPU run share the work of autotuning. If only some of them found the program in a cache of
         # their own, the others would wait for them.
-        return _default_directory() if config.num_processes == 1 else None
+        return _default_directory() if config.num_processes <= 1 else None
     if not setting:
         return None
     path = Path(setting).expanduser().absolute()
