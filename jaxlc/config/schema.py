@@ -274,7 +274,14 @@ class RuntimeConfig:
     deterministic: bool = False
     # compiler options for GPUs; docs/xla_flags.md.
     xla_preset: Literal[
-        "default", "overlap", "pipelined", "double_buffered", "uncombined", "permute_cliques", "no_graphs"
+        "default",
+        "overlap",
+        "pipelined",
+        "double_buffered",
+        "uncombined",
+        "permute_cliques",
+        "no_graphs",
+        "no_triton_gemm",
     ] = "overlap"
 
 

@@ -76,6 +76,8 @@ PRESETS: Mapping[str, Options] = MappingProxyType(
         "permute_cliques": _OVERLAP | {"xla_gpu_collective_permute_connected_components": True},
         # Launches kernels separately instead of as CUDA graphs: slower, but profiles and crashes name them.
         "no_graphs": _OVERLAP | {"xla_gpu_enable_command_buffer": ""},
+        # All matrix products use cuBLAS. Autotuning of Triton kernels, which can take minutes, is not needed.
+        "no_triton_gemm": _OVERLAP | {"xla_gpu_enable_triton_gemm": False},
     }
 )
 

@@ -138,8 +138,8 @@ def test_other_connections_are_ignored():
 
 
 def test_note_of_an_address_of_another_machine():
-    assert "192.0.2.1 is not an address of" in rendezvous._note("192.0.2.1:1", is_process_0=True)
-    assert rendezvous._note("192.0.2.1:1", is_process_0=False) == ""
+    assert "203.0.113.1 is not an address of" in rendezvous._note("203.0.113.1:1", is_process_0=True)
+    assert rendezvous._note("203.0.113.1:1", is_process_0=False) == ""
 
 
 @pytest.fixture
