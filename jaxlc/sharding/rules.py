@@ -140,7 +140,9 @@ class Sharder:
             return self.weight(stored, dims, dtype)
 
         def backward(_, gradient):
-            return (self._constrain(gradient, storage).astype(stored.dtype),)
+            # Without the barrier, XLA held a second copy of the float32 gradient where weights are in host memory.
+            gradient = jax.lax.optimization_barrier(self._constrain(gradient, storage))
+            return (gradient.astype(stored.dtype),)
 
         gathered.defvjp(lambda stored: (gathered(stored), None), backward)
         return gathered(stored)
