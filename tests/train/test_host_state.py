@@ -92,10 +92,10 @@ def test_streamed_gradient_sum_equals_plain_sum(both_ways):
     _close(*both_ways(lambda a, b: update.add(a, b, DIMS), _tree(0), _tree(1)))
 
 
-def _three_steps(**memory):
-    """(step, state, losses and norms) after three steps of two microbatches."""
+def _three_steps(model=(), **memory):
+    """(step, state, losses and norms) after three steps of two microbatches; `model`: settings of the model."""
     train = dict(gradient_accumulation_steps=2)
-    step = small_step(small_config(mesh=dict(context=2, tensor=2), train=train, memory=memory))
+    step = small_step(small_config(mesh=dict(context=2, tensor=2), train=train, memory=memory, model=dict(model)))
     state, batch, run = step.init(), make_batch(step, natural_rows()), step.compile()
     seen = []
     for _ in range(3):
@@ -121,6 +121,18 @@ def test_steps_with_state_in_host_memory_equal_device(on_device, memory):
     where = {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
     assert where == ({PINNED_HOST} if "parameters" in memory else {"device"})
     assert PINNED_HOST in {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state)}
+
+
+@needs_host_memory
+def test_steps_of_layer_kinds_in_host_memory_equal_device():
+    """Two groups of layers in the loop, and a last layer."""
+    model = dict(num_layers=5, layer_kinds=("sliding", "full"), window=20)
+    (_, state, seen), (_, expected, expected_seen) = (
+        _three_steps(model, **memory) for memory in (dict(**ON_HOST, layers_per_remat_group=2), {})
+    )
+    np.testing.assert_allclose(seen, expected_seen, rtol=FLOAT32_PARITY)
+    _close(state.params, expected.params, FLOAT32_PARITY)
+    _close(state.opt_state, expected.opt_state, FLOAT32_PARITY)
 
 
 @needs_host_memory
