@@ -100,10 +100,10 @@ DRY_RUN = Sizes(
     copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), remats=("attention",), num_kernels=1,
     memory_tokens=(64,), memory_fractions=("0.75",), profile_tokens=(64,), pinned_gib=(0.001,), host_stack=(4, 2**10),
     overlap_tokens=64, long_host_tokens=128, host_tile_tokens=64, large_host_tokens=128, equality_tokens=64,
-    loop_steps=300, log_every_steps=(10,),
+    loop_steps=150, log_every_steps=(10,),
     loop_overrides=(
         "--config.mesh.context=1", "--config.mesh.tensor=1", "--config.runtime.simulated_devices=1",
         "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0", "--config.data.seq_len=64",
-        "--config.model.num_layers=1", "--config.train.eval_sequences=1",
+        "--config.model.num_layers=1", "--config.train.eval_sequences=1", "--config.data.sources=docs/*.md",
     ),
 )  # fmt: skip
