@@ -33,6 +33,7 @@ def task_variables(process_id: int, *, num_tasks: int, job_id: int) -> dict[str,
         SLURM_STEP_ID="0",
         SLURM_STEP_NODELIST="localhost",
         SLURM_STEP_NUM_TASKS=str(num_tasks),
+        SLURM_NTASKS=str(num_tasks),  # JAX's detection needs it
         SLURM_STEP_TASKS_PER_NODE=str(num_tasks),
         SLURM_NODEID="0",
         SLURM_PROCID=str(process_id),
