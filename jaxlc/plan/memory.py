@@ -26,7 +26,7 @@ from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.memory_dump import Dump, LiveTensor
 from jaxlc.hlo.parser import Computation
 from jaxlc.runtime import memory_pools, unified_memory
-from jaxlc.runtime.xla_flags import users_options
+from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
 from jaxlc.simulate.topology import Topology
 from jaxlc.train.state import DEVICE, HOST, bytes_per_device
 from jaxlc.train.step import TrainStep
@@ -42,7 +42,7 @@ DEFAULT_NVSHMEM_HEAP_BYTES = 2**30  # NVSHMEM's documentation, NVSHMEM_SYMMETRIC
 # xla_gpu_memory_limit_slop_factor, which the presets of runtime/xla_flags.py raise). In the 8B step compiled for 8
 # H100s, 864 of 896 permutes were hidden at 655,360 tokens and 480 at 786,432; with a factor of 130, 864 again, for 0.7
 # GiB more.
-_SCHEDULED_SHARE, _SLOP_OPTION, _SLOP_PERCENT = 0.80, "xla_gpu_memory_limit_slop_factor", 95
+_SLOP_PERCENT = 95
 
 # NCCL on 8 H100s allocates a buffer of 10 MiB and one of 2 MiB per channel (32) and peer, 3.3 GB in total for an
 # all-to-all (github.com/NVIDIA/nccl/issues/1685). Ring algorithms and permutes have one peer. Each communicator has its
@@ -217,8 +217,8 @@ def unified_host_bytes(config: RuntimeConfig, gpus: Topology, needed_bytes_per_n
 
 
 def _scheduler_limit_bytes(step: TrainStep, capacity_bytes: int, arguments_bytes: int) -> int:
-    percent = int((step.compiler_options | users_options(os.environ)).get(_SLOP_OPTION, _SLOP_PERCENT))
-    return int(_SCHEDULED_SHARE * capacity_bytes - arguments_bytes) * percent // 100
+    percent = int((step.compiler_options | users_options(os.environ)).get(SLOP_OPTION, _SLOP_PERCENT))
+    return int(SCHEDULED_SHARE * capacity_bytes - arguments_bytes) * percent // 100
 
 
 def workspace_bytes(program: AnalyzedProgram) -> int:

@@ -112,8 +112,8 @@ def _ring(plan: PlanRecord) -> Iterator[str]:
     if ring.exposed:
         yield "  Other kernels may hide the rest; the estimated time below counts only what no kernel hides."
     if ring.exposed and plan.memory.is_at_schedulers_limit:
-        yield "  XLA gives up overlap when temporaries reach its scheduler's limit (docs/plan.md). To raise the limit:"
-        yield "  XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=160"
+        yield "  XLA gives up overlap when temporaries reach its scheduler's limit (docs/plan.md). To raise the limit,"
+        yield "  raise config.runtime.memory_fraction, or set XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=160."
 
 
 def _kernels(plan: PlanRecord) -> Iterator[str]:

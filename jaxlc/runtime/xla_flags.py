@@ -27,6 +27,10 @@ _TRANSPORTS: Mapping[str, Options] = MappingProxyType(
     }
 )
 
+SLOP_OPTION = "xla_gpu_memory_limit_slop_factor"
+SCHEDULED_SHARE = 0.80  # of the device's memory, which the scheduler's limit refers to
+_POOL_FILL = 0.98  # of JAX's pool that arguments and temporaries may take; the rest is lost to fragmentation
+
 _OVERLAP: Options = {
     # Schedules by estimated latencies: a collective starts early, and compute runs until it is done. Without it the
     # ring's sends do not overlap with attention.
@@ -36,7 +40,7 @@ _OVERLAP: Options = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     # The scheduler reduces overlap above its memory limit: this percentage of 80% of the GPU's memory minus the
     # arguments. With the default of 95, half of the ring's sends are exposed in steps that have ample memory.
-    "xla_gpu_memory_limit_slop_factor": 130,
+    SLOP_OPTION: 130,
 }
 _PIPELINED: Options = {
     # The loop over layers gathers the weights of the next layer and reduces the gradients of the previous one during
@@ -99,6 +103,7 @@ def compile_options(
     transport: str | None,
     uses_host_memory: bool = False,
     is_deterministic: bool = False,
+    max_slop_percent: int | None = None,
     environment: Mapping[str, str],
 ) -> Options:
     """Options for `lowered.compile`, without those in the user's XLA_FLAGS, which they would override.
@@ -109,6 +114,7 @@ def compile_options(
       transport: the transport that `jaxlc.runtime.transport` selects; None: XLA's default.
       uses_host_memory: whether the program has arrays in host memory.
       is_deterministic: config.runtime.deterministic.
+      max_slop_percent: the result of `slop_percent`; None: unknown.
     """
     if platform != "gpu":
         return {}
@@ -117,7 +123,21 @@ def compile_options(
         options |= _HOST_MEMORY
     if is_deterministic:
         options |= _DETERMINISTIC
+    if max_slop_percent is not None and SLOP_OPTION in options:
+        options[SLOP_OPTION] = min(int(options[SLOP_OPTION]), max_slop_percent)
     return {name: value for name, value in options.items() if name not in users_options(environment)}
+
+
+def slop_percent(pool_bytes: float, device_bytes: int, arguments_bytes: int) -> int | None:
+    """The largest value of SLOP_OPTION with which XLA schedules no more than JAX's pool holds; None: any value.
+
+    XLA's limit for temporaries is this percentage of (80% of the device's memory - arguments), for any size of the
+    pool (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit).
+    """
+    scheduled_bytes = SCHEDULED_SHARE * device_bytes - arguments_bytes
+    if scheduled_bytes <= 0:
+        return None
+    return max(1, int(100 * (_POOL_FILL * pool_bytes - arguments_bytes) / scheduled_bytes))
 
 
 def _for_version(options: Options, version: Version) -> Options:

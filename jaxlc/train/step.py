@@ -15,10 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc import attention
 from jaxlc.config import Config
+from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import compilation_cache, transport
-from jaxlc.runtime.xla_flags import compile_options
+from jaxlc.runtime.xla_flags import compile_options, slop_percent
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.table import ShardingTable, sharding_table
 from jaxlc.train import mixed_precision, update
@@ -27,7 +28,15 @@ from jaxlc.train.custom_model import NATURAL, CustomObjective, Model, check_meth
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.objective import Objective
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
-from jaxlc.train.state import TrainState, abstract_state, first_state, memory_spaces, to_memory_kind
+from jaxlc.train.state import (
+    DEVICE,
+    TrainState,
+    abstract_state,
+    bytes_per_device,
+    first_state,
+    memory_spaces,
+    to_memory_kind,
+)
 
 _HOST_MEMORY_SPACE = "S(5)"  # in the layouts of XLA's programs
 
@@ -184,8 +193,18 @@ class TrainStep:
             transport=self.transport and self.transport.name,
             uses_host_memory=bool(memory.offload) or "host" in (memory.parameters, memory.optimizer),
             is_deterministic=self.config.runtime.deterministic,
+            max_slop_percent=self._max_slop_percent,
             environment=os.environ,
         )
+
+    @property
+    def _max_slop_percent(self) -> int | None:
+        device, runtime = hardware.find(self.mesh.devices.flat[0].device_kind), self.config.runtime
+        if device is None or runtime.unified_memory:
+            return None
+        arguments_bytes = bytes_per_device(self.abstract_state, self.memory_spaces, DEVICE)
+        arguments_bytes += bytes_per_device(self.abstract_batch)
+        return slop_percent(runtime.memory_fraction * device.memory_bytes, device.memory_bytes, arguments_bytes)
 
     def init(self, params=None) -> TrainState:
         """The state of step 0; each device initializes its own shards.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.runtime.xla_flags import PRESETS, compile_options, users_options
+from jaxlc.runtime.xla_flags import PRESETS, compile_options, slop_percent, users_options
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 
 pytestmark = pytest.mark.jax_version
@@ -28,6 +28,21 @@ def test_compile_options_default_preset_overlaps_collectives():
         "xla_gpu_memory_limit_slop_factor": 130,
     }
     assert compile_options("gpu", preset="default", transport=None, environment={}) == {}
+
+
+@pytest.mark.parametrize(
+    ("pool_gib", "arguments_gib", "percent"),
+    [(60, 10, 90), (72, 10, 112), (72, 0, 110), (76, 40, 143), (60, 64, None), (8, 9, 1)],
+)
+def test_slop_percent_keeps_schedule_within_the_pool(pool_gib, arguments_gib, percent):
+    chosen = slop_percent(pool_gib * 2**30, 80 * 2**30, arguments_gib * 2**30)
+    assert chosen == percent
+    if percent not in (None, 1):
+        assert arguments_gib + chosen / 100 * (0.8 * 80 - arguments_gib) <= 0.98 * pool_gib
+    options = compile_options(
+        "gpu", preset="overlap", transport=None, max_slop_percent=chosen, environment={"XLA_FLAGS": ""}
+    )
+    assert options["xla_gpu_memory_limit_slop_factor"] == min(130, percent or 130)
 
 
 def test_compile_options_host_memory_copies_in_parallel():
