@@ -25,6 +25,7 @@ _FIRST_NOTICE_SECONDS = 10.0  # then twice as long each time
 _CONNECT_SECONDS = 5.0
 _WELCOME_SECONDS = 10.0
 _RETRY_SECONDS = 0.5
+_GRACE_SECONDS = 10.0  # after the timeout, for the error of process 0, which names the missing processes
 _PORT_IN_USE_SECONDS = 5.0  # how long an earlier run on the same port may take to end
 _MAX_LINE_BYTES = 65_536
 _ADVICE = "start all processes, or set a longer config.runtime.start_timeout_seconds"
@@ -267,7 +268,7 @@ def _wait_for_go(connection: Connection, clock: _Clock, target: str) -> bool:
         if messages is None:
             return False
         if connection.member is not None:
-            connection.socket.settimeout(clock.seconds_to_timeout)
+            connection.socket.settimeout(clock.seconds_to_timeout + _GRACE_SECONDS)
 
 
 def _listen(address: str) -> socket.socket:

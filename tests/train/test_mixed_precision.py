@@ -1,6 +1,5 @@
 """Training in float16 with dynamic loss scaling, and with FP8 matrix products."""
 
-import dataclasses
 import functools
 import re
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.config import PrecisionConfig
+from jaxlc.config import PrecisionConfig, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.train.checkpoint import Checkpoints
 from jaxlc.train.mixed_precision import is_retried
@@ -203,7 +202,7 @@ def test_resume_from_checkpoint_is_bitwise(precision, tmp_path):
     num_steps, saved = (8, 2) if precision is OVERFLOWS else (6, 2)
     step, run, states, _ = _trained(num_steps, mesh=(("context", 2),), **precision)
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract_state)
-    model = dataclasses.asdict(step.config.model)
+    model = to_dict(step.config)["model"]
     checkpoints = Checkpoints(tmp_path, keep=1, warn=print)
     checkpoints.save(saved, jax.device_put(states[saved], shardings), dict(step=saved, config=dict(model=model)))
     checkpoints.wait()
