@@ -3,10 +3,11 @@
 #
 #   launch/plain/train.sh NUM_MACHINES MACHINE_INDEX FIRST_HOST PROCESSES_PER_MACHINE COMMAND...
 #   launch/plain/train.sh 2 0 node0 8 jaxlc train --config=128k:h100 --workdir=/shared/runs/128k ...   # on node0
-#   launch/plain/train.sh 2 1 node0 8 jaxlc train --config=128k:h100 --workdir=/shared/runs/128k ...   # on the other one
+#   launch/plain/train.sh 2 1 node0 8 jaxlc train --config=128k:h100 --workdir=/shared/runs/128k ...   # on node1
 #
-# One process per GPU, or one per machine; the GPUs are divided evenly. FIRST_HOST is the name or address of machine 0
-# that all machines reach. PORT sets the port, 9753 by default. SIGTERM and Ctrl-C reach all processes of the machine.
+# Start one process per GPU, or one per machine: jaxlc divides the GPUs evenly. FIRST_HOST is the name or address of
+# machine 0 that all machines reach. The variable PORT sets the port, 9753 by default. SIGTERM and Ctrl-C are passed on
+# to all processes of the machine.
 
 set -uo pipefail
 
