@@ -23,15 +23,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["attend", "attention", "config", "export", "load", "make_mesh", "plan", "profile", "start", "sweep", "train"]
 
-_PACKAGES = (
-    "attention",
-    "config",
-    "plan",
-    "profile",
-    "runtime",
-    "sweep",
-    "train",
-)  # available after `import jaxlc` alone
+# Available after `import jaxlc` alone.
+_PACKAGES = ("attention", "config", "plan", "profile", "runtime", "sweep", "train")
 
 
 def start(

@@ -42,7 +42,7 @@ def main(version: str, *arguments: str) -> int:
     # Of each comparison: the relative errors of the logits and of the gradient that differs most.
     lines = [line.lstrip(".") for line in done.stdout.splitlines() if ": logits" in line or " passed" in line]
     log = ROOT / "benchmarks" / f"{today}-transformers-{version}.txt"
-    log.write_text("\n".join([f"{today}, {versions_of(python)}, CPU, float32 here", *lines]) + "\n")
+    log.write_text("\n".join([f"{today}, {versions_of(python)}, CPU, jaxlc in float32", *lines]) + "\n")
     return done.returncode
 
 

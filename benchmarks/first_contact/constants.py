@@ -1,4 +1,4 @@
-"""Measured rows to the constants that `jaxlc plan --constants` reads (jaxlc/simulate/roofline.py)."""
+"""Converts measured rows to the constants that `jaxlc plan --constants` reads (jaxlc/simulate/roofline.py)."""
 
 import statistics
 from collections.abc import Iterable

@@ -19,9 +19,8 @@ class Row:
     labels: dict[str, Any]  # what is measured
     measure: Callable[[], dict[str, Any]]
     seconds: float  # estimated for one H100, with compilation: upper limits, because they decide what is started
-    environment: Mapping[str, str] = field(
-        default_factory=dict
-    )  # variables of the process, in parts of single processes
+    # Variables of the process, in parts with one process per row.
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class RowFile:

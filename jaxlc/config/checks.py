@@ -113,10 +113,15 @@ def check(config: Config) -> None:
             if not allowed.holds(value):
                 raise UserError(f"invalid value {value} for config.{section}.{name}: expected {allowed.text}")
     for problems in (
-        _model_problems, layer_problems, _optimizer_problems, _data_problems, _memory_problems, _runtime_problems
-    ):  # fmt: skip
+        _model_problems,
+        layer_problems,
+        _optimizer_problems,
+        _data_problems,
+        _memory_problems,
+        _runtime_problems,
+        _profile_problems,
+    ):
         _raise_first(problems(config))
-    _raise_first(_profile_problems(config))
     # Checked before divisibility, whose advice keeps the number of devices.
     if config.runtime.simulated_devices:
         check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")

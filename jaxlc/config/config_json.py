@@ -1,4 +1,4 @@
-"""Between the config.json of a Hugging Face model and the settings of `ModelConfig`. Imports no jax.
+"""Converts between the config.json of a Hugging Face model and the settings of `ModelConfig`. Imports no jax.
 
 A field that changes the computation and is not known is an error. jaxlc/config/rope_json.py reads and writes RoPE.
 """

@@ -8,7 +8,7 @@ from jaxlc.config.values import invalid_value
 
 
 def layer_problems(config: Config) -> Iterator[str]:
-    """Values of model.layer_kinds and of settings that depend on it which contradict each other."""
+    """Problems of model.layer_kinds, and contradictions with the settings that depend on it."""
     model = config.model
     unknown = [kind for kind in model.layer_kinds if kind not in LAYER_KINDS]
     if unknown or not model.layer_kinds:
@@ -31,7 +31,7 @@ def layer_problems(config: Config) -> Iterator[str]:
 
 
 def _group_problems(config: Config) -> Iterator[str]:
-    """Groups of layers that memory settings require and that model.layer_kinds contradicts."""
+    """Memory settings that require groups of layers, and that model.layer_kinds contradicts."""
     memory, period = config.memory, len(config.model.layer_kinds)
     group, num_layers = memory.layers_per_remat_group, config.model.num_layers - config.model.num_last_layers
     setting = f"config.memory.layers_per_remat_group={group}"

@@ -1,4 +1,4 @@
-"""From an editable ConfigDict to checked and frozen dataclasses. Imports no jax."""
+"""Converts an editable ConfigDict to checked and frozen dataclasses. Imports no jax."""
 
 import dataclasses
 import difflib

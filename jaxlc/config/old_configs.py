@@ -1,4 +1,4 @@
-"""Configs that older versions stored in checkpoints, with today's names and values. Imports no jax."""
+"""Converts configs that older versions stored in checkpoints to the current names and values. Imports no jax."""
 
 import dataclasses
 from typing import Any
@@ -36,13 +36,12 @@ MODEL_DEFAULTS = {
 
 
 def upgraded(stored: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A stored config, which may be of an older version, as `jaxlc.config.to_dict` returns it today.
+    """A stored config, which may be of an older version, in the form that `jaxlc.config.to_dict` returns.
 
-    Settings of the same computation have the values that they need today. Settings other than those of the model may be
-    absent.
+    Settings get the values that give the same computation. Settings other than those of the model may be absent.
 
     Raises:
-      Unsupported: today's layers do not compute what the model computed.
+      Unsupported: the current layers do not compute what the model computed.
     """
     current: dict[str, dict[str, Any]] = {section: {} for section in stored}
     for section, values in stored.items():

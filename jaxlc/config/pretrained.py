@@ -1,4 +1,4 @@
-"""What `model.init_from` names: a Hugging Face directory, a model of the hub, or a run. Imports no jax."""
+"""Resolves `model.init_from`: a Hugging Face directory, a model of the hub, or a run. Imports no jax."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""RoPE fields of a Hugging Face config.json, and the RoPE settings of `ModelConfig`. Imports no jax.
+"""Converts between the RoPE of a Hugging Face config.json and the settings of `ModelConfig`. Imports no jax.
 
 Two forms are read and written: `rope_theta`, `rope_scaling` and Gemma 3's `rope_local_base_freq` of transformers 4, and
 `rope_parameters` of transformers 5, which has one entry for each layer type in families with `rope_by_layer_type`.
@@ -157,7 +157,7 @@ def _of_kinds(settings: dict[str, Any], where: str, family: Family, layer_kinds:
 
 
 def _one_rope(parameters: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The settings rope_... of one dict of parameters; `type` is the older name of `rope_type`."""
+    """The settings rope_... that one dict of parameters gives; `type` is the older name of `rope_type`."""
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
     if rope_type not in _TYPES:

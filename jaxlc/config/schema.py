@@ -80,9 +80,14 @@ class ModelConfig:
         """Number of layers after the last whole group of layer_kinds."""
         return self.num_layers % len(self.layer_kinds)
 
+    @property
+    def kinds_of_layers(self) -> tuple[str, ...]:
+        """The kind of each layer."""
+        return tuple(self.layer_kinds[layer % len(self.layer_kinds)] for layer in range(self.num_layers))
+
     def num_layers_of(self, kind: str) -> int:
         """Number of layers of this kind."""
-        return sum(self.layer_kinds[layer % len(self.layer_kinds)] == kind for layer in range(self.num_layers))
+        return self.kinds_of_layers.count(kind)
 
     def window_of(self, kind: str) -> int | None:
         """The window in tokens of layers of this kind; None: attention to all earlier tokens."""

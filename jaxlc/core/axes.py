@@ -27,11 +27,10 @@ MESH_AXES = (DATA, FSDP, CONTEXT, TENSOR)  # slowest to fastest varying: tensor 
 BATCH_AXES = (DATA, FSDP)  # axes that split the batch
 WEIGHT_AXES = (FSDP, CONTEXT)  # axes that shard parameters, which are equal on their ranks at use
 
+# Entries of a parameter tree whose arrays have a leading dimension of layers.
+LAYER_STACKS = ("layers", "last_layers")
+
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """Sizes of mesh axes as text: "context=8 x tensor=8"."""
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-
-
-# Entries of a parameter tree whose arrays have a leading dimension of layers.
-LAYER_STACKS = ("layers", "last_layers")

@@ -122,9 +122,8 @@ def _warnings(
     if num_duplicates:
         yield f"data.sources: duplicate files: {num_duplicates:,}; each file is used once per epoch"
     invalid = store.invalid_utf8
-    if invalid.num_documents and config.sources != (
-        PYTHON_STDLIB,
-    ):  # Python's library has test files in other encodings
+    has_own_text = config.sources != (PYTHON_STDLIB,)  # Python's library has test files in other encodings
+    if invalid.num_documents and has_own_text:
         yield (
             f"data.sources: documents that are not valid UTF-8: {invalid.num_documents:,} of {store.num_documents:,}"
             f" (invalid characters: {invalid.num_characters:,}, first in {invalid.first_document!r});"

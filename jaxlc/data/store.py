@@ -5,7 +5,7 @@ It consists of two files in the cache directory. KEY is a hash of the source fil
     KEY.tokens.npy   the tokens of every document, each document followed by its end-of-document token
     KEY.index.npz    document offsets, split hashes, counts of invalid UTF-8, and a fingerprint of the content
 
-Memory while it is made: two batches of text with their tokens, and 24 bytes per document.
+Making it takes memory for two batches of text with their tokens, and 24 bytes per document.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ from jaxlc.data.tokenizers import Tokenizer
 
 Log = Callable[[str], None]  # prints one line
 
-_BATCH_CHARACTERS = 4 << 20  # tokenized at one time, over all threads
+_BATCH_CHARACTERS = 4 << 20  # tokenized at once, over all threads
 _BYTES_PER_CHARACTER = 180  # of memory that the package tokenizers needs
 _LONG_PIECE = 4 * _BATCH_CHARACTERS  # a warning comes before a longer piece is tokenized
 

@@ -35,8 +35,7 @@ _LAYERS = "layers"  # name of the leading dimension of every parameter in LAYER_
 
 
 class RunLayer(Protocol):
-    """Runs a decoder layer of one kind; `layers.run_layer` and `layer_tiles.run_layer`, with their attention and RoPE
-    tables bound, are such."""
+    """Runs a decoder layer of one kind: `layers.run_layer` or `layer_tiles.run_layer` with bound attention and tables."""
 
     def __call__(
         self,

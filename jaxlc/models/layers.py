@@ -209,7 +209,8 @@ def run_layer(
     shard: Sharder,
     tables: RopeTables | None,
 ) -> tuple[jax.Array, Any]:
-    """Runs the layer `nnx.merge(layer_def, params)` on whole sequences; `decoder.RunLayer` once `attend` is bound.
+    """Runs the layer `nnx.merge(layer_def, params)` on whole sequences. It is a `decoder.RunLayer` once `attend` and
+    `tables` are bound.
 
     Args:
       attend: `(q_BTNH, k_BTKH, v_BTKH, *masks) -> out_BTNH`.

@@ -34,7 +34,7 @@ class RopeTables(NamedTuple):
 
 
 class Frequencies(NamedTuple):
-    """What a layer rotates by."""
+    """The rotation of a kind of layers."""
 
     radians_per_token: np.ndarray  # float64 [R/2]
     attention_factor: float  # multiplies cos and sin, so that attention logits have its square
@@ -79,7 +79,7 @@ def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | 
 
 
 def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [B, T, 1, H/2]; the 1 broadcasts over heads."""
+    """cos and sin, float32 [B, T, 1, R/2]; the 1 broadcasts over heads."""
     high_BT1, low_BT1 = positions_BT[:, :, None] // LOW_TOKENS, positions_BT[:, :, None] % LOW_TOKENS
     high_cos, high_sin = jnp.asarray(tables.high_cos)[high_BT1], jnp.asarray(tables.high_sin)[high_BT1]
     low_cos, low_sin = jnp.asarray(tables.low_cos)[low_BT1], jnp.asarray(tables.low_sin)[low_BT1]

@@ -230,7 +230,7 @@ def _notes(result: Comparison) -> str:
     ]
     if result.median_gap_seconds is not None:
         lines.append(
-            f"median gap between kernels: {1e6 * result.median_gap_seconds:,.1f} us (the plan has it in kernels)"
+            f"median gap between kernels: {1e6 * result.median_gap_seconds:,.1f} us (in the plan, a part of kernels)"
         )
     if result.unknown_seconds:
         lines.append(f"{1e3 * result.unknown_seconds:,.2f} ms are of events that the compiled step does not contain")

@@ -1,6 +1,6 @@
-"""What the launcher of a run says about this process: Slurm, Open MPI, Kubernetes, or variables set manually.
+"""Reads the variables of the launcher of a run: Slurm, Open MPI, Kubernetes, or variables set manually.
 
-`runtime.start` fills the settings that config.runtime leaves to the launcher from it. JAX's own detection is switched
+`runtime.start` takes the settings from them that config.runtime leaves to the launcher. JAX's own detection is switched
 off, because under Slurm it selects the GPU with the number SLURM_LOCALID also where a process has only one visible GPU
 (jax-ml/jax issues 16788, 23452 and 28194).
 """
@@ -16,7 +16,7 @@ from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 
 DEFAULT_PORT = 9753
-_SINGLE = RuntimeConfig(num_processes=1, process_id=0, coordinator_address=f"127.0.0.1:{DEFAULT_PORT}")
+_LOCAL_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 class Launch(NamedTuple):
@@ -57,17 +57,14 @@ def resolve(config: RuntimeConfig, launch: Launch | None) -> RuntimeConfig:
       UserError: a value is unknown, or config and launcher contradict each other.
     """
     if config.num_processes == 1 or (launch is None and config.num_processes == 0):
-        return dataclasses.replace(
-            config, num_processes=1, process_id=0, coordinator_address=_SINGLE.coordinator_address
-        )
+        return dataclasses.replace(config, num_processes=1, process_id=0, coordinator_address=_LOCAL_ADDRESS)
     if launch is None:
         if config.process_id < 0:
             raise UserError(
                 f"config.runtime.num_processes={config.num_processes}, but no launcher gives the index of this process;"
                 " pass --config.runtime.process_id=INDEX"
             )
-        address = config.coordinator_address or _SINGLE.coordinator_address
-        return dataclasses.replace(config, coordinator_address=address)
+        return dataclasses.replace(config, coordinator_address=config.coordinator_address or _LOCAL_ADDRESS)
     num_processes = config.num_processes or launch.num_processes
     if num_processes != launch.num_processes and config.process_id < 0:
         raise UserError(

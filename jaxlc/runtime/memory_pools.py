@@ -20,7 +20,8 @@ from jaxlc.runtime import unified_memory
 # preallocation the pool grows by regions of doubling size and never shrinks: one buffer of 282 GiB takes 512.
 _HOST_LIMIT, _HOST_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 DEFAULT_HOST_GIB = 64
-_MARGIN, _BATCHES_GIB = 1.05, 1  # of the estimated need: alignment; staging buffers of batches and metrics
+_MARGIN = 1.05  # factor of the estimated need, for alignment
+_BATCHES_GIB = 1  # for staging buffers of batches and metrics
 _GRADIENT_BYTES = _PARAMETER_BYTES = 4
 _MOMENTS_BYTES = 8
 _UNITS = {"": 1, "B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -66,9 +67,9 @@ def host_pool_bytes(config: RuntimeConfig, pinned_host_bytes: int) -> int:
 def pinned_host_bytes(config: Config) -> int:
     """Pinned host memory per GPU that a training step needs, estimated; 0 if config.memory uses none.
 
-    The training state with memory.optimizer and memory.parameters "host", and temporary buffers: gradients and
-    offloaded activations within a step, or copies of the arrays on the GPU while a checkpoint is written. `jaxlc plan`
-    compares it with the compiled step.
+    It is the sum of the training state with memory.optimizer and memory.parameters "host", and of temporary buffers:
+    gradients and offloaded activations within a step, or copies of the arrays on the GPU while a checkpoint is written.
+    `jaxlc plan` compares it with the compiled step.
     """
     memory, mesh = config.memory, config.mesh
     if not memory.offload and "host" not in (memory.parameters, memory.optimizer):
@@ -132,7 +133,7 @@ def _host_pool_line(pool_bytes: int) -> str:
 
 @contextlib.contextmanager
 def explained(config: RuntimeConfig) -> Iterator[None]:
-    """Turns RESOURCE_EXHAUSTED of either pool into a UserError that names the pool, its size, the need, the setting."""
+    """Turns RESOURCE_EXHAUSTED of either pool into a UserError with the pool, its size, the need and the setting."""
     import jax
 
     try:
@@ -149,7 +150,7 @@ def explained(config: RuntimeConfig) -> Iterator[None]:
 def out_of_memory(
     message: str, config: RuntimeConfig, stats: Mapping[str, int], environment: Mapping[str, str]
 ) -> str | None:
-    """What to do about JAX's error `message`; None if it is not about memory.
+    """An explanation of JAX's error `message`, with advice; None if it is not about memory.
 
     Args:
       stats: `jax.Device.memory_stats()` of a local GPU, or empty.

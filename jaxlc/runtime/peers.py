@@ -1,7 +1,7 @@
-"""The other processes of a run: connects to them, and ends this process with one line when one of them has ended.
+"""Watches the other processes of a run, and ends this process with one line on stderr when one of them has ended.
 
-Without it, a process that is killed is noticed by JAX after `heartbeat_seconds`, and the others end with a C++ stack
-trace. Here every process keeps a connection to process 0, which the operating system closes when a process ends.
+Without it, JAX detects a killed process after `heartbeat_seconds`, and the others end with a C++ stack trace. Here
+every process keeps a connection to process 0, which the operating system closes when a process ends.
 """
 
 import atexit
@@ -23,7 +23,7 @@ PEER_LOST_STATUS = 75
 # Process 0 ends last, because JAX aborts the others when its service ends. After a failure it waits longer, for an
 # error of its own, which is often the same one.
 _BROADCAST_SECONDS, _FAILURE_SECONDS = 0.5, 1.5
-_COLLECTIVE_SECONDS = 5.0  # by which the loss of a process may be noticed later than by a collective
+_COLLECTIVE_SECONDS = 5.0  # by which a link may report the loss of a process later than a collective fails
 _KEEPALIVE_PROBES = 3
 
 
@@ -55,7 +55,7 @@ class Link:
         self._thread.start()
 
     def close(self, failure: str | None = None) -> None:
-        """Says goodbye to the other processes, or why this one fails, after which they end too."""
+        """Announces the normal end of this process, or its failure, after which the other processes end too."""
         self._is_closed.set()
         self.has_failed = failure is not None
         for connection in self._connections:

@@ -1,4 +1,4 @@
-"""All processes of a run connect to process 0 before `jax.distributed` starts, which waits without a message.
+"""Connects all processes of a run to process 0 before `jax.distributed` starts, which waits without a message.
 
 Process 0 listens at the coordinator's address, the port that JAX uses afterwards, and every other process connects to
 it. Each side prints what it waits for, and errors such as two processes with the same index end all of them. The
@@ -32,7 +32,7 @@ _ADVICE = "start all processes, or set a longer config.runtime.start_timeout_sec
 
 
 class Member(NamedTuple):
-    """What a process says about itself."""
+    """A process of a run, as it introduces itself."""
 
     process_id: int
     num_processes: int
@@ -146,7 +146,7 @@ def gather(config: RuntimeConfig, me: Member, say: Say) -> list[Connection]:
 
 
 def _admit(connection: Connection, me: Member, arrived: dict[int, Connection]) -> bool:
-    """Reads from a connection and adds it to `arrived`; False: it has ended, or another program made it.
+    """Reads from a connection and adds it to `arrived`; False: it has ended, or belongs to another program.
 
     Raises:
       UserError: the process on the other side contradicts this one or another one.
@@ -256,7 +256,7 @@ def _wait_for_go(connection: Connection, clock: _Clock, target: str) -> bool:
         except TimeoutError:
             if connection.member is None:
                 raise ValueError("no answer to hello") from None
-            raise UserError(f"{target} waits for other processes since {clock.seconds:.0f} s; {_ADVICE}") from None
+            raise UserError(f"{target} has waited for other processes for {clock.seconds:.0f} s; {_ADVICE}") from None
         for message in messages or ():
             if "failed" in message:
                 raise UserError(message["failed"])
@@ -307,7 +307,7 @@ def _connection_problem(error: OSError) -> str:
 
 
 def _note(address: str, *, is_process_0: bool) -> str:
-    """What is suspicious about the coordinator's address on this machine, after a semicolon; "": nothing."""
+    """A possible problem with the coordinator's address on this machine, after a semicolon; "": none."""
     host, _, port = address.rpartition(":")
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

@@ -90,7 +90,7 @@ def _set_environment(
             if gpus is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = gpus
         transport.prepare(config, environment)
-        users_variables = _variables_line(environment)
+        users_variables = _variables_line(environment)  # before memory_pools adds variables
         lines = [*memory_pools.prepare(config, environment, pinned_host_bytes), *users_variables]
     elif config.unified_memory:
         lines = ["unified memory: no effect on CPU"]

@@ -25,7 +25,7 @@ from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, NVSHMEM_OPTION, users
 
 # The order in which "auto" tries transports between processes. A single process uses NCCL: it never leaves the node.
 # NVIDIA has published measurements of NVSHMEM in XLA ("Accelerating Long-Context Model Training in JAX and XLA"). There
-# are none of `symmetric` and `peer`, whose XLA code is from April 2026, so only their names select them.
+# are none of `symmetric` and `peer`, whose XLA code is from April 2026, so "auto" never selects them.
 _BY_SPEED = ("nvshmem", "nccl")
 # XLA's error with an older version: "Put requires NCCL >= 2.29.0".
 _FIRST_NCCL_WITH_PUT = (2, 29)

@@ -87,7 +87,7 @@ class Sharder:
     rules: ShardingRules = RULES
     weights_are_gathered: bool = False  # `weight` has already been applied to all weights
     weights_on_host: bool = False  # parameters and their gradients are stored in host memory
-    reduces_in_float32: bool = False  # sums of the gradients of layer weights over ranks
+    reduces_in_float32: bool = False  # gradients of layer weights are summed over ranks in float32
 
     def fetched(self, params):
         """Copies a tree of parameters to the device; their gradients are copied back to where they are stored."""
@@ -107,7 +107,7 @@ class Sharder:
         return self._constrain(cast, compute_spec(dims, stored.shape, self.mesh, self.rules))
 
     def layer_weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
-        """`weight` for a matrix product of a layer. If gradients are reduced in float32, its values in float32.
+        """As `weight`, for a matrix product of a layer; its values in float32 if gradients are reduced in float32.
 
         The gather still moves `dtype`. The gradient has the dtype of the array that the product reads, and the sum over
         ranks that of the gradient, so the product must get a float32 array (`models.matmuls`).

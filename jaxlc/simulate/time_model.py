@@ -100,9 +100,9 @@ def visible_fraction(call: AttentionKernelCall, config: Config) -> float:
     """The fraction of a call's pairs of query and key that its mask leaves, if each sequence is one document.
 
     A call with a window covers the queries of a chunk, or of the sequence, and their keys (`attention.halo`). A call
-    over a rank's own chunk of the sequence, or over all of it, is causal: half. Later ring steps pair half
-    chunks without a causal mask; if they are masked, the masks are for documents. In tiled layers, masked calls are
-    causal or, with config.attention.document_mask, cannot be distinguished; most of those are fully visible.
+    over a rank's own chunk of the sequence, or over all of it, is causal: half. Later ring steps pair half chunks
+    without a causal mask; if they are masked, the masks are for documents. In tiled layers, masked calls are causal or,
+    with config.attention.document_mask, cannot be distinguished; most of those are fully visible.
     """
     if not call.is_masked:
         return 1.0

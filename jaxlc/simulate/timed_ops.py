@@ -23,7 +23,7 @@ class Kernel(NamedTuple):
 class TimedTransfer(NamedTuple):
     start: Instruction
     link: str  # a key of LINKS
-    seconds: float  # without those that it waits for other transfers
+    seconds: float  # without the time that it waits for other transfers
 
 
 class TimedOp(NamedTuple):

@@ -1,4 +1,4 @@
-"""The number of tokens whose logits exist at the same time, if the memory that the training state leaves free sets it.
+"""Chooses how many tokens have their logits computed at once, by the memory that the training state leaves free.
 
 Each chunk adds its gradient to the float32 gradient of the output head [D, V], in device memory: 4.2 GB of traffic for
 an 8B model, about as long as the chunk's matrix products with 1,024 tokens. Larger chunks do that less often.

@@ -66,7 +66,7 @@ def _checkpoint(memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str,
 def _needs_barriers(period: int) -> bool:
     """Whether a recomputation has to wait for the gradients of its results (`prevent_cse`).
 
-    In a scan of one layer per iteration it does without. If an iteration has several layers, XLA could recompute all of
+    A scan with one layer per iteration does not need it. If an iteration has several layers, XLA could recompute all of
     them first. It could also merge recomputations with the forward pass, if the scan has one iteration and is inlined.
     """
     return period > 1

@@ -120,7 +120,7 @@ def _stream(function: Callable, dims, results, *operands):
         new_results = function(*jax.tree.map(fetch, (results, *operands)))
         return jax.tree.map(write, results, new_results)
 
-    # The loop counter is the index: see `jaxlc.models.offloaded_layers` for what XLA makes of any other.
+    # XLA compiles copies only if the index is the loop counter; see `jaxlc.models.offloaded_layers`.
     return lax.fori_loop(0, _num_layers(dims, operands), run_layer, results)
 
 

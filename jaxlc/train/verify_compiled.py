@@ -80,7 +80,7 @@ def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list
 
 
 def verify_evaluation(step: TrainStep, compiled: jax.stages.Compiled) -> None:
-    """Checks the compiled evaluation of `step` as `verify_compiled_step` checks the step.
+    """Checks the transport of the compiled evaluation of `step`; not on CPU, and not for a model of the user's own.
 
     Raises:
       UserError: it uses another transport, unless config.runtime.transport_mismatch is "warn".

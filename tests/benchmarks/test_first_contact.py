@@ -30,7 +30,7 @@ def first_contact(directory: Path, *arguments: str) -> list[dict]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("XLA_", "JAX_")) or "_CACHE_" in name  # that of the tests
+        if not name.startswith(("XLA_", "JAX_")) or "_CACHE_" in name  # keeps the compilation cache of the tests
     }
     environment |= dict(PYTHONPATH=str(directory), JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_backend_optimization_level=0")
     arguments = [f"--out={out}", *arguments]

@@ -1,4 +1,4 @@
-"""A lock that several processes share: one works, the others wait, and a dead holder is no obstacle."""
+"""A lock that several processes share: one works, the others wait, and the lock of a killed process is released."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What comparisons with `transformers` share: its process, and logits and gradients of the same model here.
+"""Shared by the comparisons with `transformers`: its process, and logits and gradients of the same model in jaxlc.
 
 The environment variable JAXLC_TRANSFORMERS_PYTHON names a Python that has the packages of tests/hf/requirements.txt;
 `make test-transformers` makes one.

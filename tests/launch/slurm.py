@@ -21,13 +21,13 @@ def free_job_id() -> int:
 
 
 def job_variables(*, num_tasks: int) -> dict[str, str]:
-    """Of a batch script; PATH has the fake srun and scontrol."""
+    """Variables of a batch script; PATH has the fake srun and scontrol."""
     path = f"{FAKE_SLURM}{os.pathsep}{os.environ['PATH']}"
     return dict(PATH=path, SLURM_JOB_ID=str(free_job_id()), SLURM_NTASKS=str(num_tasks), FAKE_NODE="localhost")
 
 
 def task_variables(process_id: int, *, num_tasks: int, job_id: int) -> dict[str, str]:
-    """Of a task that srun started; all tasks are on this machine."""
+    """Variables of a task that srun started; all tasks are on this machine."""
     return dict(
         SLURM_JOB_ID=str(job_id),
         SLURM_STEP_ID="0",

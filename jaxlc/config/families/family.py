@@ -1,4 +1,4 @@
-"""What describes a model family. Imports no jax."""
+"""The description of a model family. Imports no jax."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -45,12 +45,11 @@ def read_layer_types(config: Fields, default: Sequence[str] = ("full",)) -> list
 
 def write_layer_types(model: ModelConfig) -> dict[str, Any]:
     """The fields layer_types and sliding_window."""
-    kinds = [model.layer_kinds[i % len(model.layer_kinds)] for i in range(model.num_layers)]
-    return dict(layer_types=[_TYPE_OF[kind] for kind in kinds], sliding_window=model.window or None)
+    return dict(layer_types=[_TYPE_OF[kind] for kind in model.kinds_of_layers], sliding_window=model.window or None)
 
 
 def no_fields(model: ModelConfig) -> dict[str, Any]:
-    """Of families whose layers are all full."""
+    """The fields of families whose layers are all full: none."""
     del model
     return {}
 

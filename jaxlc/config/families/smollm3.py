@@ -14,7 +14,7 @@ def _read_kinds(config: Fields) -> list[str]:
 
 
 def _write_kinds(model: ModelConfig) -> dict[str, Any]:
-    kinds = [model.layer_kinds[i % len(model.layer_kinds)] for i in range(model.num_layers)]
+    kinds = model.kinds_of_layers
     return dict(no_rope_layers=[int(kind != "nope") for kind in kinds], layer_types=["full_attention"] * len(kinds))
 
 
