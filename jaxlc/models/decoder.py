@@ -35,7 +35,10 @@ _LAYERS = "layers"  # name of the leading dimension of every parameter in LAYER_
 
 
 class RunLayer(Protocol):
-    """Runs a decoder layer of one kind: `layers.run_layer` or `layer_tiles.run_layer` with bound attention and tables."""
+    """Runs a decoder layer of one kind.
+
+    `layers.run_layer` and `layer_tiles.run_layer` implement it, with their attention and RoPE tables bound.
+    """
 
     def __call__(
         self,

@@ -256,7 +256,7 @@ def _wait_for_go(connection: Connection, clock: _Clock, target: str) -> bool:
         except TimeoutError:
             if connection.member is None:
                 raise ValueError("no answer to hello") from None
-            raise UserError(f"{target} has waited for other processes for {clock.seconds:.0f} s; {_ADVICE}") from None
+            raise UserError(f"{target} still waits for other processes after {clock.seconds:.0f} s; {_ADVICE}") from None
         for message in messages or ():
             if "failed" in message:
                 raise UserError(message["failed"])

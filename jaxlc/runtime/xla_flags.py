@@ -40,6 +40,7 @@ _OVERLAP: Options = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     # The scheduler reduces overlap above its memory limit: this percentage of 80% of the GPU's memory minus the
     # arguments. With the default of 95, half of the ring's sends are exposed in steps that have ample memory.
+    # `compile_options` reduces it to what JAX's pool holds.
     SLOP_OPTION: 130,
 }
 _PIPELINED: Options = {
