@@ -16,7 +16,8 @@ from typing import NoReturn
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.runtime.rendezvous import Connection, Member, Message, Say, gather, join
+from jaxlc.runtime.connection import Connection, Member, Message
+from jaxlc.runtime.rendezvous import Say, gather, join
 
 # Exit status when another process ends without an error: EX_TEMPFAIL of sysexits.h. Launchers can restart the run.
 PEER_LOST_STATUS = 75

@@ -8,18 +8,16 @@ connections stay open: `jaxlc.runtime.peers` watches them.
 import contextlib
 import errno
 import ipaddress
-import json
 import selectors
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.runtime.connection import Connection, Member
 
 Say = Callable[[str], None]
-Message = dict[str, Any]  # one key, the kind: hello, welcome, go, failed, lost, bye
 
 _FIRST_NOTICE_SECONDS = 10.0  # then twice as long each time
 _CONNECT_SECONDS = 5.0
@@ -27,60 +25,7 @@ _WELCOME_SECONDS = 10.0
 _RETRY_SECONDS = 0.5
 _GRACE_SECONDS = 10.0  # after the timeout, for the error of process 0, which names the missing processes
 _PORT_IN_USE_SECONDS = 5.0  # how long an earlier run on the same port may take to end
-_MAX_LINE_BYTES = 65_536
 _ADVICE = "start all processes, or set a longer config.runtime.start_timeout_seconds"
-
-
-class Member(NamedTuple):
-    """A process of a run, as it introduces itself."""
-
-    process_id: int
-    num_processes: int
-    host: str
-    jax_version: str
-
-    @property
-    def name(self) -> str:
-        return f"process {self.process_id} of {self.num_processes} on {self.host}"
-
-
-class Connection:
-    """A TCP connection that carries lines of JSON."""
-
-    def __init__(self, connected: socket.socket):
-        connected.setblocking(True)
-        self.socket = connected
-        self.member: Member | None = None  # who is on the other side
-        self._buffer = b""
-
-    def send(self, **message: Any) -> None:
-        """Sends a message. A broken connection is noticed later, in `receive`."""
-        with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[Message] | None:
-        """The messages that have arrived; waits for data. None: the connection is closed.
-
-        Raises:
-          ValueError: the data are not ours.
-          TimeoutError: no data before the timeout of the socket.
-        """
-        try:
-            data = self.socket.recv(_MAX_LINE_BYTES)
-        except TimeoutError:
-            raise
-        except OSError:
-            return None
-        if not data:
-            return None
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if len(self._buffer) > _MAX_LINE_BYTES or not all(isinstance(message, dict) for message in messages):
-            raise ValueError("not a message of jaxlc")
-        return messages
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 class _Clock:
@@ -256,7 +201,7 @@ def _wait_for_go(connection: Connection, clock: _Clock, target: str) -> bool:
         except TimeoutError:
             if connection.member is None:
                 raise ValueError("no answer to hello") from None
-            raise UserError(f"{target} still waits for other processes after {clock.seconds:.0f} s; {_ADVICE}") from None
+            raise UserError(f"{target} still waits for processes after {clock.seconds:.0f} s; {_ADVICE}") from None
         for message in messages or ():
             if "failed" in message:
                 raise UserError(message["failed"])

@@ -10,7 +10,7 @@ import pytest
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import peers, rendezvous
-from jaxlc.runtime.rendezvous import Connection, Member
+from jaxlc.runtime.connection import Connection, Member
 from tests.helpers import wait_until
 
 
