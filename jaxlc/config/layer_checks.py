@@ -12,7 +12,7 @@ def layer_problems(config: Config) -> Iterator[str]:
     model = config.model
     unknown = [kind for kind in model.layer_kinds if kind not in LAYER_KINDS]
     if unknown or not model.layer_kinds:
-        expected = f"names of {', '.join(LAYER_KINDS)}, separated by commas"
+        expected = f"one or more of {', '.join(LAYER_KINDS)}, separated by commas"
         yield invalid_value("model.layer_kinds", unknown[0] if unknown else "", expected, LAYER_KINDS)
     has_sliding = "sliding" in model.layer_kinds
     if has_sliding and not model.window:

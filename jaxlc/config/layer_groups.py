@@ -24,8 +24,8 @@ def repeating_group(kinds: Sequence[str], where: str) -> tuple[str, ...]:
             return tuple(kinds[:length])
     length, layer = max(first_different.items(), key=lambda item: item[1] or 0)
     raise Unsupported(
-        f"unsupported: the layers of {where} are no repeating group: layer {layer} (from 0) is {kinds[layer or 0]}, and"
-        f" after a group of {length} layers it would be {kinds[(layer or 0) % length]}"
+        f"unsupported: the layers of {where} are not a repeating group: layer {layer} (from 0) is {kinds[layer or 0]},"
+        f" and after a group of {length} layers it would be {kinds[(layer or 0) % length]}"
     )
 
 

@@ -182,9 +182,12 @@ def test_from_dict_reads_configs_with_old_names():
     [
         (
             dict(layer_kinds="full,ful"),
-            "invalid value 'ful' for config.model.layer_kinds: expected names of",
+            "invalid value 'ful' for config.model.layer_kinds: expected one or more of",
         ),
-        (dict(layer_kinds=()), "invalid value '' for config.model.layer_kinds: expected names of full, sliding, nope"),
+        (
+            dict(layer_kinds=()),
+            "invalid value '' for config.model.layer_kinds: expected one or more of full, sliding, nope",
+        ),
         (dict(layer_kinds="sliding"), "which need a window: set config.model.window"),
         (dict(window=4), "config.model.window=4 has no effect"),
         (dict(layer_kinds="full,nope", num_layers=1), "use --config.model.num_layers=2 or more"),

@@ -12,8 +12,8 @@ from jaxlc.models.rope import rope_frequencies
 from tests.models.plain_rope import LLAMA, SCALINGS, scaled_model
 
 FLAT = FAMILIES["llama"]
-NESTED = dataclasses.replace(FLAT, rope_by_layer_type=True, defaults=dict(rope_theta=5e5))  # as Olmo 3
-LOCAL = dataclasses.replace(NESTED, defaults=dict(rope_theta=1e6, rope_local_base_freq=1e4))  # as Gemma 3
+NESTED = dataclasses.replace(FLAT, rope_by_layer_type=True, defaults=dict(rope_theta=5e5))  # as in Olmo 3
+LOCAL = dataclasses.replace(NESTED, defaults=dict(rope_theta=1e6, rope_local_base_freq=1e4))  # as in Gemma 3
 KINDS = ("sliding", "full")
 YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192)
 LINEAR = dict(rope_type="linear", factor=8.0)

@@ -220,7 +220,7 @@ def test_config_json_without_layer_types_has_those_of_the_family(name):
 def test_config_json_layers_that_do_not_repeat_raise_their_index(tmp_path):
     types = ["sliding_attention"] * 9 + ["full_attention"] * 9
     directory = write_model(tmp_path / "model", "gemma3", num_hidden_layers=18, layer_types=types)
-    with pytest.raises(Unsupported, match=r"no repeating group: layer 9 \(from 0\) is full"):
+    with pytest.raises(Unsupported, match=r"not a repeating group: layer 9 \(from 0\) is full"):
         config_of(directory)
 
 
