@@ -10,7 +10,7 @@ PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 .PHONY: help train plan notebooks test test-rest test-transformers test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
 
 help:  ## list the targets
-	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
 train: $(READY)  ## train configs/quickstart.py; add settings with ARGS="--config.train.steps=20"
 	$(VENV)/bin/python -m jaxlc.train --config=quickstart $(ARGS)
