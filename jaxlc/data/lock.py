@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _SECONDS_BETWEEN_ATTEMPTS = 0.2
+_STALE = (errno.ESTALE, errno.ENOENT)  # of NFS: another machine has deleted the file
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
 
 
@@ -41,14 +42,18 @@ def _acquired(path: Path, on_wait: Callable[[str], None]) -> BinaryIO:
     has_waited = False
     while True:
         file = open(path, "ab+")  # noqa: SIM115 the caller closes it, which releases the lock
-        while not _try_lock(file):
-            if not has_waited:
-                file.seek(0)
-                on_wait(file.read().decode(errors="replace") or "another process")
-                has_waited = True
-            time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
-        if _is_current(file, path):
-            return file
+        try:
+            while not _try_lock(file):
+                if not has_waited:
+                    file.seek(0)
+                    on_wait(file.read().decode(errors="replace") or "another process")
+                    has_waited = True
+                time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+            if _is_current(file, path):
+                return file
+        except OSError as error:
+            if error.errno not in _STALE:
+                raise
         file.close()
 
 
@@ -64,8 +69,9 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def _is_current(file: BinaryIO, path: Path) -> bool:
-    """Whether `path` still names `file`: another process may have deleted it just before it released its lock."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
+    """Whether `path` still names `file`: another process may have deleted it just before it released its lock.
+
+    Raises:
+      OSError: with an error number of _STALE, if it does not.
+    """
+    return os.path.samestat(os.fstat(file.fileno()), os.stat(path))

@@ -16,6 +16,7 @@ from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 
 DEFAULT_PORT = 9753
+_PLAIN = "JAX_PROCESS_ID"  # the launcher of launch/plain, which starts processes with equal CUDA_VISIBLE_DEVICES
 _LOCAL_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
@@ -44,8 +45,15 @@ def find(environment: Mapping[str, str]) -> Launch | None:
             raise UserError(f"the variables of the launcher cannot be read ({type(error).__name__}: {error})") from None
         if launch is not None:
             address = environment.get("JAX_COORDINATOR_ADDRESS")  # also read by JAX
-            return launch._replace(coordinator_address=address) if address else launch
+            return launch._replace(coordinator_address=_checked(address)) if address else launch
     return None
+
+
+def _checked(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        raise UserError(f"invalid value {address!r} for JAX_COORDINATOR_ADDRESS: expected HOST:PORT")
+    return address
 
 
 def resolve(config: RuntimeConfig, launch: Launch | None) -> RuntimeConfig:
@@ -89,16 +97,17 @@ def resolve(config: RuntimeConfig, launch: Launch | None) -> RuntimeConfig:
 def gpus_of_process(launch: Launch, environment: Mapping[str, str], num_gpus_on_machine: int) -> str | None:
     """CUDA_VISIBLE_DEVICES for a process that sees the GPUs of all processes on its machine; None: no change.
 
-    The GPUs are divided evenly in order, so that one process per GPU and processes with several GPUs both work. A
-    launcher that assigns GPUs, such as Slurm with --gpus-per-task, makes fewer GPUs visible than the machine has.
+    The GPUs are divided evenly in order, so that one process per GPU and processes with several GPUs both work. If a
+    launcher has assigned GPUs, such as Slurm with --gpus-per-task, the machine has enough of them for all processes.
 
     Raises:
       UserError: the GPUs cannot be divided evenly.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(index) for index in range(num_gpus_on_machine)]
-    num_gpus = int(environment.get("SLURM_GPUS_ON_NODE", num_gpus_on_machine))
-    if launch.num_local == 1 or len(gpus) < max(2, num_gpus):
+    gpus = [str(index) for index in range(num_gpus_on_machine)] if visible is None else visible.split(",")
+    num_gpus = int(environment.get("SLURM_GPUS_ON_NODE") or num_gpus_on_machine)
+    are_assigned = len(gpus) * launch.num_local <= num_gpus and launch.launcher != _PLAIN
+    if launch.num_local == 1 or len(gpus) < 2 or are_assigned:
         return None
     if len(gpus) % launch.num_local:
         raise UserError(
@@ -119,7 +128,7 @@ def _from_jax_variables(environment: Mapping[str, str]) -> Launch | None:
     if "JAX_PROCESS_ID" not in environment:
         return None
     return Launch(
-        "JAX_PROCESS_ID",
+        _PLAIN,
         int(environment["JAX_NUM_PROCESSES"]),
         int(environment["JAX_PROCESS_ID"]),
         "",

@@ -30,12 +30,15 @@ _NEED = re.compile(r"allocat\w* ([\d.]+) ?(bytes|[KMGT]iB|B)?")
 _OUTSIDE = ("NCCL", "CUDA_ERROR_OUT_OF_MEMORY", "command buffer", "cuBLAS", "cuDNN")
 
 
-def prepare(config: RuntimeConfig, environment: MutableMapping[str, str], pinned_host_bytes: int) -> list[str]:
+def prepare(
+    config: RuntimeConfig, environment: MutableMapping[str, str], pinned_host_bytes: int, num_local: int = 1
+) -> list[str]:
     """Sets the sizes of both pools that the environment does not set; returns lines that report them.
 
     Args:
       config: with all values resolved.
       pinned_host_bytes: what the training step needs per GPU, from `pinned_host_bytes`.
+      num_local: number of processes on this machine.
     Raises:
       UserError: the environment contradicts config.unified_memory.
     """
@@ -50,8 +53,8 @@ def prepare(config: RuntimeConfig, environment: MutableMapping[str, str], pinned
         lines.append(f"pinned host memory pool: {environment[_HOST_LIMIT]} GiB per GPU ({_HOST_LIMIT})")
     elif pool_bytes:
         environment[_HOST_LIMIT] = str(pool_bytes // 2**30)
-        environment[_HOST_PREALLOCATE] = "true"
-        lines.append(_host_pool_line(pool_bytes))
+        environment.setdefault(_HOST_PREALLOCATE, "true")
+        lines.append(_host_pool_line(pool_bytes, num_local))
     return lines
 
 
@@ -116,17 +119,20 @@ def _prepare_gpu_pool(config: RuntimeConfig, environment: MutableMapping[str, st
     return f"GPU memory pool: {config.memory_fraction:g} of each GPU's memory (config.runtime.memory_fraction)"
 
 
-def _host_pool_line(pool_bytes: int) -> str:
+def _host_pool_line(pool_bytes: int, num_local: int) -> str:
     line = (
         f"pinned host memory pool: {pool_bytes // 2**30} GiB per GPU (config.runtime.pinned_host_gib), allocated at the"
         " first use, which can take minutes"
     )
     machine = unified_memory.find_machine()
-    needed_bytes = len(machine.gpu_kinds) * pool_bytes
-    if needed_bytes > unified_memory.HOST_SHARE * machine.host_memory_bytes:
+    # XLA makes another pool of this size in each process, for staging buffers of copies to its GPUs
+    # (xla/pjrt/gpu/se_gpu_pjrt_client.cc, GetStreamExecutorGpuClient).
+    needed_bytes = (len(machine.gpu_kinds) + num_local) * pool_bytes
+    if machine.gpu_kinds and needed_bytes > unified_memory.HOST_SHARE * machine.host_memory_bytes:
         line += (
-            f"; warning: the {len(machine.gpu_kinds)} GPUs of this machine need {needed_bytes / 2**30:.0f} GiB in"
-            f" total, and it has {machine.host_memory_bytes / 2**30:.0f} GiB"
+            f"; warning: the pools of {len(machine.gpu_kinds)} GPUs and {num_local} processes (staging buffers) of this"
+            f" machine need {needed_bytes / 2**30:.0f} GiB in total, and it has"
+            f" {machine.host_memory_bytes / 2**30:.0f} GiB"
         )
     return line
 

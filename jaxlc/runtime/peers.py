@@ -5,6 +5,7 @@ every process keeps a connection to process 0, which the operating system closes
 """
 
 import atexit
+import contextlib
 import os
 import selectors
 import socket
@@ -152,7 +153,8 @@ def _end(text: str, status: int) -> None:
         hint = _restart_hint()
     except Exception as error:  # such as a file system that fails with the other machine
         hint = f"start all processes again ({error})"
-    print(f"error: {text}; {hint}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):
+        print(f"error: {text}; {hint}", file=sys.stderr, flush=True)
     _exit_now(status)
 
 
@@ -168,7 +170,8 @@ def _at_exit() -> None:
 def _exit_now(status: int) -> NoReturn:
     """Ends the process while other threads may be inside a collective."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError):  # such as a pipe whose reader has ended
+            stream.flush()
     os._exit(status)
 
 

@@ -91,7 +91,8 @@ def _set_environment(
                 environment["CUDA_VISIBLE_DEVICES"] = gpus
         transport.prepare(config, environment)
         users_variables = _variables_line(environment)  # before memory_pools adds variables
-        lines = [*memory_pools.prepare(config, environment, pinned_host_bytes), *users_variables]
+        num_local = launch.num_local if launch is not None and config.num_processes > 1 else 1
+        lines = [*memory_pools.prepare(config, environment, pinned_host_bytes, num_local), *users_variables]
     elif config.unified_memory:
         lines = ["unified memory: no effect on CPU"]
     if config.process_id == 0:

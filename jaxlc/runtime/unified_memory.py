@@ -6,6 +6,7 @@ allocates more than the GPU's memory only if it is set (xla/pjrt/gpu/gpu_helpers
 JAX 0.10.1 and 0.12.0 both read this name.
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -81,8 +82,9 @@ def find_machine() -> Machine:
     query = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
     lines = ()
     if shutil.which(query[0]):
-        result = subprocess.run(query, capture_output=True, text=True, timeout=60)
-        lines = result.stdout.splitlines() if result.returncode == 0 else ()
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # it hangs if a GPU has failed
+            result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+            lines = result.stdout.splitlines() if result.returncode == 0 else ()
     kinds, mebibytes = zip(*(line.rsplit(", ", 1) for line in lines)) if lines else ((), ())
     is_known = bool(mebibytes) and all(size.isdigit() for size in mebibytes)
     smallest = min(map(int, mebibytes)) * 2**20 if is_known else 0

@@ -169,8 +169,9 @@ def _train(run: _Run, start: _Position, run_step: jax.stages.Compiled) -> tuple[
             saves = is_last or stops or _is_due(step, config.checkpoint_every_steps)
             if evaluates or saves:
                 _report(run, pending, step, is_last=is_last, fetches=True)
-                if run.callbacks.stop_requested:
+                if run.callbacks.stop_requested and not is_last:
                     is_last = evaluates = saves = True
+                    _report(run, pending, step, is_last=True)
             if evaluates:
                 evaluation = _evaluate(run, position)
             if saves:  # after this step's metrics are written: see metrics.py
@@ -275,11 +276,11 @@ def _report(run: _Run, pending: PendingMetrics, step: int, *, is_last: bool, fet
       is_last: whether the newest step is the last one of the run, which is always logged.
     """
     logs = _is_due(step, run.config.train.log_every_steps) or (is_last and step == pending.newest_step)
-    if step <= pending.last_step or not (logs or fetches or pending.num_steps >= _MAX_STEPS_IN_FLIGHT):
-        return
-    _check_finite(run, pending.fetch(step))
-    if logs:
+    if step > pending.last_step and (logs or fetches or pending.num_steps >= _MAX_STEPS_IN_FLIGHT):
+        _check_finite(run, pending.fetch(step))
+    if logs and pending.logged_step < step <= pending.last_step:
         _log(run, step, pending)
+        pending.logged_step = step
         pending.restart_clock(step)
 
 

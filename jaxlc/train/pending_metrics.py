@@ -15,6 +15,7 @@ class PendingMetrics:
     Attributes:
       last: metrics of the newest fetched step, numpy; None before the first fetch.
       last_step: the newest fetched step.
+      logged_step: the newest step whose metrics the caller has logged.
     """
 
     def __init__(self, step: int):
@@ -23,7 +24,7 @@ class PendingMetrics:
           step: the step after which the clock starts.
         """
         self.last: StepMetrics | None = None
-        self.last_step = step
+        self.last_step = self.logged_step = step
         self._pending: list[tuple[int, StepMetrics]] = []
         self.restart_clock(step)
 

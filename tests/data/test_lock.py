@@ -1,5 +1,7 @@
 """A lock that several processes share: one works, the others wait, and the lock of a killed process is released."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -48,6 +50,20 @@ def test_locked_waits_for_other_threads_one_at_a_time(tmp_path: Path):
         thread.join()
     assert most == [1] and len(waits) >= 3 and f"process {os.getpid()} on " in waits[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_locked_opens_file_again_if_deleted_on_nfs(tmp_path: Path, monkeypatch):
+    """Another machine has deleted the file that this process has open and waits for."""
+    flock, errors = fcntl.flock, [errno.EWOULDBLOCK, errno.ESTALE]
+
+    def flock_on_nfs(file, operation):
+        if errors:
+            raise OSError(errors.pop(0), "of NFS")
+        flock(file, operation)
+
+    monkeypatch.setattr("jaxlc.data.lock.fcntl.flock", flock_on_nfs)
+    with locked(tmp_path / "lock", lambda holder: None):
+        assert errors == [] and (tmp_path / "lock").exists()
 
 
 def test_locked_ignores_file_of_killed_process(tmp_path: Path):

@@ -52,6 +52,8 @@ def test_find_open_mpi_precedes_slurm():
 def test_find_unreadable_variable_raises():
     with pytest.raises(UserError, match="variables of the launcher cannot be read .KeyError: 'JAX_NUM_PROCESSES'"):
         find(dict(JAX_PROCESS_ID="1"))
+    with pytest.raises(UserError, match="invalid value 'node0' for JAX_COORDINATOR_ADDRESS: expected HOST:PORT"):
+        find(OPEN_MPI | dict(JAX_COORDINATOR_ADDRESS="node0"))
 
 
 def test_resolve_settings_precede_the_launcher():
@@ -89,11 +91,21 @@ def test_resolve_contradiction_raises(launch, settings, words):
         (8, 3, dict(CUDA_VISIBLE_DEVICES="3"), None),  # assigned by the launcher
         (2, 1, dict(CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_GPUS_ON_NODE="8"), None),
         (2, 1, dict(CUDA_VISIBLE_DEVICES="4,5,6,7", SLURM_GPUS_ON_NODE="4"), "6,7"),  # a job on half of a node
+        (4, 3, dict(CUDA_VISIBLE_DEVICES="4,5,6,7"), "7"),  # selected by the user, for all processes
+        (9, 2, dict(CUDA_VISIBLE_DEVICES=",".join(f"MIG-{i}" for i in range(9))), "MIG-2"),
+        (8, 3, dict(CUDA_VISIBLE_DEVICES=""), None),  # no GPUs
     ],
 )
 def test_gpus_of_process_divide_the_machine(num_local, local_id, environment, expected):
     launch = LAUNCH._replace(num_local=num_local, local_id=local_id)
     assert gpus_of_process(launch, environment, num_gpus_on_machine=8) == expected
+
+
+def test_gpus_of_process_plain_divides_the_users_selection():
+    """launch/plain assigns no GPUs; Slurm may have assigned two to each of two processes on a machine with eight."""
+    launch, environment = LAUNCH._replace(num_local=2, local_id=1), dict(CUDA_VISIBLE_DEVICES="4,5")
+    assert gpus_of_process(launch, environment, num_gpus_on_machine=8) is None
+    assert gpus_of_process(launch._replace(launcher="JAX_PROCESS_ID"), environment, num_gpus_on_machine=8) == "5"
 
 
 def test_gpus_of_process_uneven_raises():

@@ -39,7 +39,10 @@ def test_prepare_sets_both_pools():
 
 
 def test_prepare_larger_than_host_memory_warns():
-    assert "the 8 GPUs of this machine need 904 GiB in total, and it has 1000 GiB" in prepared(106 * GIB)[1]
+    """XLA makes a pool for each GPU, and one for the staging buffers of each process."""
+    assert "8 GPUs and 1 processes (staging buffers) of this machine need 1017 GiB in total" in prepared(106 * GIB)[1]
+    assert "need 912 GiB in total, and it has 1000 GiB" in prepare(RuntimeConfig(), {}, 53 * GIB, 8)[1]
+    assert "warning" not in prepared(53 * GIB)[1]
 
 
 @pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])

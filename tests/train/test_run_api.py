@@ -291,11 +291,15 @@ def test_custom_batches_of_same_sequences_give_same_losses(config, result, tmp_p
         jaxlc.train.run(half, tmp_path / "w", batches=batches)
 
 
-def test_stop_training_saves_a_checkpoint_and_evaluates(config, tmp_path):
-    recorder = _Recorder(stop_after=3)
+@pytest.mark.parametrize("step, log_every_steps", [(3, 1), (2, 10)])
+def test_stop_training_logs_evaluates_and_saves(config, tmp_path, step, log_every_steps):
+    """The last step is logged also if the metrics that stopped the run were fetched for an evaluation."""
+    config = config.copy_and_resolve_references()
+    config.train.log_every_steps = log_every_steps
+    recorder = _Recorder(stop_after=step)
     stopped = jaxlc.train.run(config, tmp_path / "w", callbacks=[recorder])
-    assert stopped.step == 3 and stopped.exit_status == 0 and stopped.evaluation is not None
-    assert recorder.events[-4:] == [("log", 3), ("evaluation", 3), ("checkpoint", 3), ("end", 3)]
+    assert stopped.step == step and stopped.exit_status == 0 and stopped.evaluation is not None
+    assert recorder.events[-4:] == [("log", step), ("evaluation", step), ("checkpoint", step), ("end", step)]
 
 
 def test_run_with_object_without_events_as_callback_raises(config, tmp_path):
