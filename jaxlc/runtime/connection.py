@@ -53,7 +53,7 @@ class Connection:
         if not data:
             return None
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        messages = [json.loads(line) for line in lines]
+        messages = [json.loads(line.decode(errors="replace")) for line in lines]
         if len(self._buffer) > _MAX_LINE_BYTES or not all(isinstance(message, dict) for message in messages):
             raise ValueError("not a message of jaxlc")
         return messages

@@ -1,6 +1,7 @@
 """The start of a run of several processes, here of threads: what is missing or wrong is printed, and ends all."""
 
 import contextlib
+import json
 import socket
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -115,6 +116,15 @@ def test_contradicting_process_ends_all(changes, words):
     for process in (*processes, run.start(2, host="host2", **changes)):
         with pytest.raises(UserError, match=words):
             process.result()
+
+
+def test_connection_with_binary_data_raises():
+    """`join` reports another program, and not a host name that does not resolve, which is a UnicodeError."""
+    ours, other = socket.socketpair()
+    with ours, other:
+        other.sendall(b"\x80\x81\n")
+        with pytest.raises(json.JSONDecodeError):
+            Connection(ours).receive()
 
 
 def test_port_of_another_program_is_reported_on_both_sides():
