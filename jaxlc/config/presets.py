@@ -6,6 +6,7 @@ of each entry with the published one.
 
 from typing import Any
 
+from jaxlc.config.families import FAMILIES
 from jaxlc.config.schema import ModelConfig
 
 _LLAMA_3_1: dict[str, Any] = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)
@@ -80,9 +81,9 @@ _PRESETS = (
         head_dim=128,
         ffn_dim=12_288,
         tie_embeddings=False,
-        qk_norm="head",
         norm_epsilon=1e-6,
         rope_theta=1_000_000.0,
+        **FAMILIES["qwen3"].settings,
     ),
     ModelConfig(
         preset="mistral-7b",  # v0.3
@@ -107,12 +108,7 @@ _PRESETS = (
         head_dim=256,
         ffn_dim=15_360,
         tie_embeddings=True,
-        qk_norm="head",
-        norm_placement="pre_and_post",
-        zero_centered_norm=True,
         norm_epsilon=1e-6,
-        activation="gelu_tanh",
-        scale_embeddings=True,
         query_scale_dim=256,
         layer_kinds=_GEMMA3_GROUP,
         window=1024,
@@ -120,6 +116,7 @@ _PRESETS = (
         rope_theta=1_000_000.0,
         rope_scaling="linear",
         rope_scaling_factor=8.0,
+        **FAMILIES["gemma3_text"].settings,
     ),
     ModelConfig(
         preset="olmo3-32b",
@@ -131,8 +128,6 @@ _PRESETS = (
         head_dim=128,
         ffn_dim=27_648,
         tie_embeddings=False,
-        qk_norm="projection",
-        norm_placement="post",
         norm_epsilon=1e-6,
         layer_kinds=_OLMO3_GROUP,
         window=4096,
@@ -141,6 +136,7 @@ _PRESETS = (
         rope_scaling="yarn",
         rope_scaling_factor=8.0,
         rope_scaling_original_tokens=8192,
+        **FAMILIES["olmo3"].settings,
     ),
 )
 PRESETS: dict[str, ModelConfig] = {preset.preset: preset for preset in _PRESETS}

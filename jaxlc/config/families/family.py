@@ -1,6 +1,7 @@
 """The description of a model family. Imports no jax."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,6 @@ class Family:
 
     model_type: str
     architecture: str  # entry of "architectures"
-    tensors: tuple[Tensor, ...]
     layer_kinds: tuple[frozenset[str], ...] = (frozenset({"full"}),)  # the sets of kinds that models may have
     # The kind of each layer in config.json. An unknown type of layer is returned as it is.
     read_kinds: Callable[[Fields], Sequence[str]] = read_layer_types
@@ -83,6 +83,12 @@ class Family:
     other_prefixes: tuple[str, ...] = ()
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
 
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of a checkpoint, in the order of the computation of a layer."""
+        settings = {**COMMON_SETTINGS, **self.settings}
+        return _tensors(**{name: settings[name] for name in ("qk_norm", "norm_placement", "qkv_bias")})
+
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
         settings = {**COMMON_SETTINGS, **self.settings}
@@ -91,10 +97,8 @@ class Family:
         return has_settings and has_scale and frozenset(model.layer_kinds) in self.layer_kinds
 
 
-def decoder_tensors(
-    *, qk_norm: str = "none", norm_placement: str = "pre", qkv_bias: bool = False
-) -> tuple[Tensor, ...]:
-    """The names that Llama introduced and most families use, in the order of the layers' computation."""
+def _tensors(*, qk_norm: str, norm_placement: str, qkv_bias: bool) -> tuple[Tensor, ...]:
+    """The tensors of layers with these settings, by the names that Llama introduced and all families use."""
     prefix = "model.layers.{layer}."
 
     def linear(name: str, param: str, num_inputs: int = 1) -> Tensor:

@@ -3,7 +3,7 @@
 Of models with images, the language model is loaded.
 """
 
-from jaxlc.config.families.family import Family, Fields, decoder_tensors, read_layer_types, write_layer_types
+from jaxlc.config.families.family import Family, Fields, read_layer_types, write_layer_types
 
 
 def _read_kinds(config: Fields) -> list[str]:
@@ -15,7 +15,6 @@ def _read_kinds(config: Fields) -> list[str]:
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    tensors=decoder_tensors(qk_norm="head", norm_placement="pre_and_post"),
     layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
     read_kinds=_read_kinds,
     write_kinds=write_layer_types,

@@ -1,11 +1,10 @@
 """Llama 2 and 3, and models of the same architecture such as SmolLM2 (transformers: models/llama)."""
 
-from jaxlc.config.families.family import Family, decoder_tensors
+from jaxlc.config.families.family import Family
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    tensors=decoder_tensors(),
     # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size / num_attention_heads.
     defaults=dict(num_key_value_heads=None, head_dim=None),
     required_values=dict(

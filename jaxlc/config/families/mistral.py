@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxlc.config.families.family import Family, Fields, decoder_tensors
+from jaxlc.config.families.family import Family, Fields
 from jaxlc.config.schema import ModelConfig
 
 _DEFAULT_WINDOW = 4096
@@ -20,7 +20,6 @@ def _write_kinds(model: ModelConfig) -> dict[str, Any]:
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    tensors=decoder_tensors(),
     layer_kinds=(frozenset({"full"}), frozenset({"sliding"})),
     read_kinds=_read_kinds,
     write_kinds=_write_kinds,

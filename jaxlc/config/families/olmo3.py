@@ -2,12 +2,11 @@
 
 import functools
 
-from jaxlc.config.families.family import Family, decoder_tensors, read_layer_types, write_layer_types
+from jaxlc.config.families.family import Family, read_layer_types, write_layer_types
 
 OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    tensors=decoder_tensors(qk_norm="projection", norm_placement="post"),
     layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
     read_kinds=functools.partial(read_layer_types, default=("sliding", "sliding", "sliding", "full")),
     write_kinds=write_layer_types,

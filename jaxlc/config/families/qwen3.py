@@ -1,11 +1,10 @@
 """Qwen 3, dense models (transformers: models/qwen3)."""
 
-from jaxlc.config.families.family import Family, decoder_tensors
+from jaxlc.config.families.family import Family
 
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    tensors=decoder_tensors(qk_norm="head"),
     settings=dict(qk_norm="head"),
     defaults=dict(num_key_value_heads=32, head_dim=128),
     required_values=dict(attention_bias=(False,), use_sliding_window=(False,)),

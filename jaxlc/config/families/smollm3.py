@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxlc.config.families.family import Family, Fields, decoder_tensors
+from jaxlc.config.families.family import Family, Fields
 from jaxlc.config.schema import ModelConfig
 
 
@@ -21,7 +21,6 @@ def _write_kinds(model: ModelConfig) -> dict[str, Any]:
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    tensors=decoder_tensors(),
     layer_kinds=(frozenset({"full", "nope"}), frozenset({"full"})),
     read_kinds=_read_kinds,
     write_kinds=_write_kinds,
