@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from jaxlc.train.custom_model import Model
     from jaxlc.train.history import History
     from jaxlc.train.language_model import LanguageModel
-    from jaxlc.train.loop import TrainingStopped
     from jaxlc.train.loss import TokenLoss
     from jaxlc.train.run_result import Result
     from jaxlc.train.step import TrainStep, build_step
+    from jaxlc.train.step_reports import TrainingStopped
 
 # Public name -> its module, which is imported when the name is first used.
 _MODULES = {
@@ -33,7 +33,7 @@ _MODULES = {
     "RunInfo": "callbacks",
     "StopTraining": "callbacks",
     "TrainStep": "step",
-    "TrainingStopped": "loop",
+    "TrainingStopped": "step_reports",
     "build_step": "step",
 }
 __all__ = [

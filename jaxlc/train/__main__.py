@@ -30,11 +30,12 @@ def main(command: ParsedCommand) -> int:
 def _run(command: ParsedCommand) -> int:
     runtime.start(command.config.runtime, pinned_host_bytes=pinned_host_bytes(command.config))  # before jax is imported
     from jaxlc.train import loop
+    from jaxlc.train.step_reports import TrainingStopped
 
     try:
         config_path = ":".join(filter(None, [command.config_path, command.variant]))
         return loop.run(command.config, command.workdir, config_path=config_path).exit_status
-    except loop.TrainingStopped as stopped:
+    except TrainingStopped as stopped:
         print(f"error: {stopped}", file=sys.stderr)
         return 1
 

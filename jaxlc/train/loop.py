@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.final_report import write_report
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.metrics import METRICS_FILE, MetricsLog, open_metrics, read_rows
-from jaxlc.train.mixed_precision import is_retried
 from jaxlc.train.pending_metrics import PendingMetrics
 from jaxlc.train.preemption import PreemptionGuard
 from jaxlc.train.pretrained_params import load_pretrained
@@ -35,17 +33,10 @@ from jaxlc.train.run_data import Batches, RunData, open_data
 from jaxlc.train.run_result import Result
 from jaxlc.train.start_report import resume_lines, sharding_lines, step_lines
 from jaxlc.train.state import TrainState
-from jaxlc.train.step import StepMetrics, TrainStep, build_step
+from jaxlc.train.step import TrainStep, build_step
 from jaxlc.train.step_profiler import StepProfiler
+from jaxlc.train.step_reports import StepReports
 from jaxlc.train.verify_compiled import verify_compiled_step
-
-_STEP_METRICS = ("loss", "grad_norm", "learning_rate", "target_tokens")  # passed to `Callback.on_step`
-# Simulated CPU devices of JAX 0.10 and 0.11 hang with many steps in flight, so metrics are also fetched between logs.
-_MAX_STEPS_IN_FLIGHT = 8
-
-
-class TrainingStopped(RuntimeError):
-    """A loss or gradient was not finite; the message names the step and the last good checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +142,15 @@ def _train(run: _Run, start: _Position, run_step: jax.stages.Compiled) -> tuple[
     evaluation = None
     if start.step == 0 and config.eval_every_steps:
         evaluation = _evaluate(run, start)
-    pending = PendingMetrics(start.step)
+    reports = StepReports(
+        config=run.config,
+        workdir=run.workdir,
+        progress=run.progress,
+        metrics_log=run.metrics,
+        callbacks=run.callbacks,
+        checkpoints=run.checkpoints,
+        pending=PendingMetrics(start.step),
+    )
     with (
         PreemptionGuard() as guard,
         contextlib.closing(run.data.batches(run.step, next_sequence)) as stream,
@@ -161,23 +160,23 @@ def _train(run: _Run, start: _Position, run_step: jax.stages.Compiled) -> tuple[
             state, metrics = profiled_step(step, state, Batch(**arrays))
             next_sequence += config.global_batch_size
             position = _Position(state=state, step=step, next_sequence=next_sequence)
-            pending.add(step, metrics)
+            reports.pending.add(step, metrics)
             stops = guard.requested(step)
-            _report(run, pending, step if run.callbacks else step - 1, is_last=is_last)
+            reports.report(step if run.callbacks else step - 1, is_last=is_last)
             is_last = is_last or run.callbacks.stop_requested
             evaluates = is_last or _is_due(step, config.eval_every_steps)
             saves = is_last or stops or _is_due(step, config.checkpoint_every_steps)
             if evaluates or saves:
-                _report(run, pending, step, is_last=is_last, fetches=True)
+                reports.report(step, is_last=is_last, fetches=True)
                 if run.callbacks.stop_requested and not is_last:
                     is_last = evaluates = saves = True
-                    _report(run, pending, step, is_last=True)
+                    reports.report(step, is_last=True)
             if evaluates:
                 evaluation = _evaluate(run, position)
             if saves:  # after this step's metrics are written: see metrics.py
                 _save(run, position)
             if evaluates or saves:
-                pending.restart_clock(step)
+                reports.pending.restart_clock(step)
             if is_last or stops:
                 return position, evaluation, 0 if is_last else guard.exit_status
     raise UserError(
@@ -267,66 +266,6 @@ def _save(run: _Run, position: _Position) -> None:
     )
     run.checkpoints.save(position.step, position.state, meta)
     run.callbacks("on_checkpoint", position.step, run.workdir / CHECKPOINTS_DIRECTORY / str(position.step))
-
-
-def _report(run: _Run, pending: PendingMetrics, step: int, *, is_last: bool, fetches: bool = False) -> None:
-    """Fetches and checks the metrics up to `step`: if it is logged, if `fetches`, or with too many steps in flight.
-
-    Args:
-      is_last: whether the newest step is the last one of the run, which is always logged.
-    """
-    logs = _is_due(step, run.config.train.log_every_steps) or (is_last and step == pending.newest_step)
-    if step > pending.last_step and (logs or fetches or pending.num_steps >= _MAX_STEPS_IN_FLIGHT):
-        _check_finite(run, pending.fetch(step))
-    if logs and pending.logged_step < step <= pending.last_step:
-        _log(run, step, pending)
-        pending.logged_step = step
-        pending.restart_clock(step)
-
-
-def _log(run: _Run, step: int, pending: PendingMetrics) -> None:
-    """Writes one metrics row: the metrics of `step` and the mean time of the steps since the clock was started."""
-    metrics, seconds = pending.last, pending.seconds_per_step
-    row = dict(
-        step=step,
-        loss=float(metrics.loss),
-        tokens_per_second=run.config.tokens_per_step / seconds,
-        step_seconds=seconds,
-        grad_norm=float(metrics.grad_norm),
-    )
-    if not math.isnan(metrics.learning_rate):  # the user's own optimizer may not store it
-        row |= dict(learning_rate=float(metrics.learning_rate))
-    if metrics.loss_scale is not None:
-        row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))
-    run.metrics.write(**row)
-    run.progress.update(**row)
-    run.callbacks("on_log", row)
-
-
-def _check_finite(run: _Run, fetched: list[tuple[int, StepMetrics]]) -> None:
-    """Calls `on_step`, and reports steps whose loss or gradient is not finite, whose update the step has skipped.
-
-    Raises:
-      TrainingStopped: at such a step, unless loss scaling retries it or train.nonfinite is "skip".
-    """
-    for step, metrics in fetched:
-        run.callbacks("on_step", step, {name: float(getattr(metrics, name)) for name in _STEP_METRICS})
-        if metrics.is_finite:
-            continue
-        if is_retried(metrics.loss_scale, run.config.precision):
-            run.progress.log(f"step {step} overflows at loss scale {metrics.loss_scale:g}: its update is skipped")
-            continue
-        problem = f"step {step} has loss {metrics.loss} and gradient norm {metrics.grad_norm}"
-        if run.config.train.nonfinite == "skip":
-            run.progress.log(f"{problem}: its update is skipped")
-            continue
-        run.checkpoints.close()
-        last_good = max(run.checkpoints.steps(), default=None)
-        where = "there is no checkpoint yet" if last_good is None else f"the last good checkpoint is step {last_good}"
-        raise TrainingStopped(
-            f"{problem}, and its update was skipped; {where} in {run.workdir}; lower optimizer.learning_rate,"
-            " or continue past such steps with --config.train.nonfinite=skip"
-        )
 
 
 def _finish(run: _Run, end: _Position, evaluation: Evaluation | None, exit_status: int) -> Result:
