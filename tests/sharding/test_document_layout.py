@@ -1,0 +1,103 @@
+"""Per-document sharding: an exact partition, work as counted on a dense mask, and the balance of every sequence."""
+
+import numpy as np
+import pytest
+
+from jaxlc.core.errors import UserError
+from jaxlc.sharding.document_layout import MAX_RING_COST, by_ring_step, document_layout, ring_cost
+
+
+def dense_ring_work(lengths, num_tokens: int, context: int, order: np.ndarray) -> np.ndarray:
+    """[ring steps, ranks], counted on the dense mask of the natural order."""
+    segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, num_tokens - sum(lengths)))
+    mask_TS = np.tril(segments_T[:, None] == segments_T) & (segments_T[:, None] != 0)
+    blocks = mask_TS[np.ix_(order, order)].reshape(context, num_tokens // context, context, -1)
+    return by_ring_step(blocks.sum(axis=(1, 3)))
+
+
+def random_lengths(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
+    """Documents of one token up to the whole sequence, with padding in half of the cases."""
+    budget = num_tokens - int(rng.integers(0, 1 + num_tokens // 4) * rng.integers(0, 2))
+    longest, lengths = int(num_tokens ** rng.uniform(0.1, 1.0)), []
+    while budget:
+        lengths.append(min(int(rng.integers(1, longest + 1)), budget))
+        budget -= lengths[-1]
+    return np.array(lengths)
+
+
+@pytest.mark.parametrize("context", [1, 2, 3, 4, 8])
+def test_document_layout_partitions_and_counts_exactly(context):
+    rng = np.random.default_rng(context)
+    for _ in range(60):
+        num_tokens = context * int(rng.integers(2, 50))
+        lengths = random_lengths(rng, num_tokens)
+        layout = document_layout(lengths, num_tokens, context, block_tokens=4)
+        np.testing.assert_array_equal(np.sort(layout.order), np.arange(num_tokens))
+        np.testing.assert_array_equal(layout.ring_work, dense_ring_work(lengths, num_tokens, context, layout.order))
+        assert layout.ring_work.sum() == (lengths * (lengths + 1) // 2).sum()
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_document_tokens_are_contiguous_on_each_rank(context):
+    rng = np.random.default_rng(context)
+    for _ in range(40):
+        num_tokens = context * 64
+        lengths = random_lengths(rng, num_tokens)
+        layout = document_layout(lengths, num_tokens, context, block_tokens=4)
+        document_T = np.pad(
+            np.repeat(np.arange(len(lengths)), lengths), (0, num_tokens - sum(lengths)), constant_values=-1
+        )
+        ranks_of = [set() for _ in lengths]
+        for rank, order in enumerate(layout.order.reshape(context, -1)):
+            documents = document_T[order]
+            for document in set(documents.tolist()) - {-1}:
+                (at,) = np.nonzero(documents == document)
+                assert at[-1] - at[0] + 1 == len(at) and (np.diff(order[at]) > 0).all()
+                ranks_of[document].add(rank)
+        for order in layout.order.reshape(context, -1):
+            rest = document_T[order[layout.num_shared_tokens :]]
+            assert all(len(ranks_of[document]) == 1 for document in set(rest.tolist()) - {-1})
+
+
+def mix(rng: np.random.Generator, num_tokens: int, longest: int) -> np.ndarray:
+    """60% of the tokens in documents of at least 1/8 of the sequence, the rest in shorter ones; log-uniform."""
+    lengths = []
+    for share, low, high in ((0.6, num_tokens // 8, longest), (1.0, 256, num_tokens // 8)):
+        while (budget := int(share * num_tokens) - sum(lengths)) > 0:
+            lengths.append(min(int(np.exp(rng.uniform(np.log(low), np.log(high)))), budget))
+    return rng.permutation(lengths)
+
+
+def test_every_sequence_of_mix_is_balanced():
+    rng, num_tokens = np.random.default_rng(0), 524_288
+    for _ in range(20):
+        lengths = mix(rng, num_tokens, num_tokens)
+        layout = document_layout(lengths, num_tokens, 8)
+        assert layout.ring_cost <= MAX_RING_COST
+        again = document_layout(lengths, num_tokens, 8)
+        np.testing.assert_array_equal(layout.order, again.order)
+
+
+def test_one_document_has_equal_pieces():
+    layout = document_layout(np.array([64]), 64, 4, block_tokens=8)
+    np.testing.assert_array_equal(layout.order[:16], [*range(8), *range(56, 64)])  # zigzag order
+    assert layout.active_ring_steps == (0, 1, 2, 3) and layout.num_shared_tokens == 16
+    assert ring_cost(layout.ring_work) == layout.ring_cost < 1.1
+
+
+def test_short_documents_need_no_ring_step():
+    layout = document_layout(np.full(32, 8), 256, 4)
+    assert layout.active_ring_steps == (0,) and layout.num_shared_tokens == 0 and layout.ring_cost == 1
+    layout = document_layout(np.full(61, 13), 800, 4, block_tokens=16)
+    assert layout.active_ring_steps == (0, 1) and layout.num_shared_tokens < 26
+
+
+def test_all_padding_has_a_layout():
+    layout = document_layout(np.array([], np.int64), 16, 4)
+    np.testing.assert_array_equal(layout.order, np.arange(16))
+    assert layout.ring_cost == 1
+
+
+def test_indivisible_length_is_refused():
+    with pytest.raises(UserError, match="10 tokens does not split over 4 ranks; use a multiple of 4"):
+        document_layout(np.array([10]), 10, 4)
