@@ -4,6 +4,7 @@ The state of the data pipeline is one number, the index of the next sequence. Se
 (sources, tokenizer, seed, i), so a run resumes with the same sequences on any mesh and any number of processes.
 """
 
-from jaxlc.data.loader import Corpus, batches, open_corpus
+from jaxlc.data.corpus import Corpus, open_corpus
+from jaxlc.data.loader import batches
 
 __all__ = ["Corpus", "batches", "open_corpus"]
