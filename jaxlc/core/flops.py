@@ -15,8 +15,9 @@ forward and 8 N H in the backward. The number of pairs in a sequence of T tokens
 
 In sliding layers with a window of W < T tokens they are T W and T W - W (W - 1) / 2.
 
-Document packing is ignored. Packed sequences need fewer pairs than either count, so the rates of packed batches are
-overestimates. State "causal" or "full" with every figure.
+A packed sequence has fewer pairs: the sum of the causal counts of its documents (`document_pairs`). So the causal FLOPs
+of packed sequences, and the utilization that is computed from them, are overestimates. State "causal", "full" or
+"documents" with every figure.
 """
 
 from collections.abc import Sequence
@@ -59,10 +60,32 @@ def training_flops(
 ) -> float:
     """Model FLOPs of forward and backward of one optimizer step over `num_sequences` of `seq_len`, on all devices."""
     count = {"full": _all_pairs, "causal": causal_pairs}[attention]
+    pairs = sum(model.num_layers_of(kind) * count(seq_len, model.window_of(kind)) for kind in set(model.layer_kinds))
+    return num_sequences * step_flops(model, num_tokens=seq_len, num_pairs=pairs)
+
+
+def step_flops(model: DecoderShape, *, num_tokens: int, num_pairs: float) -> float:
+    """Model FLOPs of forward and backward.
+
+    Args:
+      num_pairs: pairs of a query and a key, summed over the layers.
+    """
+    return matmul_flops(model, num_tokens) + 12.0 * model.num_heads * model.head_dim * num_pairs
+
+
+def matmul_flops(model: DecoderShape, num_tokens: int) -> float:
+    """Model FLOPs of the products with weight matrices, forward and backward."""
+    return 6.0 * num_matmul_params(model) * num_tokens
+
+
+def document_pairs(model: DecoderShape, lengths: Sequence[int]) -> int:
+    """Pairs of a packed sequence with documents of these lengths in tokens, summed over the layers."""
     kinds = set(model.layer_kinds)
-    pairs = sum(model.num_layers_of(kind) * count(seq_len, model.window_of(kind)) for kind in kinds)
-    attention_flops = 12.0 * model.num_heads * model.head_dim * pairs
-    return num_sequences * (6.0 * num_matmul_params(model) * seq_len + attention_flops)
+    return sum(
+        model.num_layers_of(kind) * causal_pairs(int(length), model.window_of(kind))
+        for kind in kinds
+        for length in lengths
+    )
 
 
 def causal_pairs(seq_len: int, window: int | None = None) -> int:

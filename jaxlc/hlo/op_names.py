@@ -61,6 +61,12 @@ def has_window(op_name: str) -> bool:
     return any(SLIDING_WINDOW in components(path) for path in _paths(op_name))
 
 
+def innermost_scope(op_name: str) -> str:
+    """The last scope of an instruction, "" if it has none; a merged instruction has that of its first path."""
+    scopes = [part for part in components(_paths(op_name)[0]) if part in SCOPES]
+    return scopes[-1] if scopes else ""
+
+
 def pass_of(op_name: str) -> Pass:
     """The pass of an instruction, from JAX's own marks; see the head of this module."""
     if _RECOMPUTED in op_name:

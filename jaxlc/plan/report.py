@@ -140,6 +140,17 @@ def _time(predicted: Prediction) -> Iterator[str]:
     for name, seconds in (("by kind", predicted.seconds_by_kind), ("by resource", predicted.seconds_by_resource)):
         shares = (f"{key} {value / predicted.step_seconds:.1%}" for key, value in seconds.items())
         yield f"  {name:<20} {', '.join(shares)}"
+    yield _text_row(
+        "overhead", f"{predicted.overhead_share:.1%}", "outside attention kernels and model matrix products"
+    )
+    yield from _overhead_parts(predicted)
+
+
+def _overhead_parts(predicted: Prediction) -> list[str]:
+    """Parts of the overhead of at least 0.1% of the step."""
+    shares = {part: seconds / predicted.step_seconds for part, seconds in predicted.overhead_seconds.items()}
+    text = ", ".join(f"{part} {share:.1%}" for part, share in shares.items() if share >= 0.001)
+    return textwrap.wrap(text, _WIDTH, initial_indent=" " * 23, subsequent_indent=" " * 23)
 
 
 def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:

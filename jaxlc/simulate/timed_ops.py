@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
+from jaxlc.core.scopes import CORE_ATTENTION
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
+from jaxlc.hlo.op_names import innermost_scope
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.simulate.time_model import TimeModel
 
@@ -11,13 +13,15 @@ from jaxlc.simulate.time_model import TimeModel
 LINKS = {"NVLink": "NVLink", "network": "network", "to host": "host", "from host": "host"}
 # Lane of a transfer -> the queue in which transfers run one after the other.
 QUEUES = {"NVLink": "collectives", "network": "collectives", "to host": "to host", "from host": "from host"}
+PRODUCTS, OTHER_KERNELS = "matrix products", "other kernels"  # kinds of kernels, as "attention"
 
 
 class Kernel(NamedTuple):
-    kind: str  # "attention", "matrix products", "other kernels"
+    kind: str  # "attention", PRODUCTS or OTHER_KERNELS
     resource: str  # what bounds it: "compute" or "HBM"
     seconds: float
     flops: float  # of matrix products; of attention, without what its mask skips
+    scope: str  # of the model or the training step: "mlp"; "" if it is unknown
 
 
 class TimedTransfer(NamedTuple):
@@ -65,7 +69,8 @@ class TimedOps:
         call = self.program.attention_call_of.get(instruction)
         if call is not None:
             seconds = self._model.roofline.kernel_gap_seconds + self._model.attention_seconds(call)
-            return TimedOp(kernel=Kernel("attention", "compute", seconds, self._model.attention_flops(call)))
+            flops = self._model.attention_flops(call)
+            return TimedOp(kernel=Kernel("attention", "compute", seconds, flops, CORE_ATTENTION))
         if instruction.opcode == "while":
             return TimedOp(loop=instruction)
         if instruction.opcode in ("call", "conditional"):
@@ -98,6 +103,7 @@ class TimedOps:
         cost = kernel_cost(self.program, computation, instruction)
         if cost is None:
             return None
-        kind = "matrix products" if cost.flops else "other kernels"
+        kind = PRODUCTS if cost.flops else OTHER_KERNELS
         seconds, resource = self._model.kernel_seconds(cost)
-        return Kernel(kind, resource, self._model.roofline.kernel_gap_seconds + seconds, cost.flops)
+        seconds += self._model.roofline.kernel_gap_seconds
+        return Kernel(kind, resource, seconds, cost.flops, innermost_scope(instruction.op_name))

@@ -16,14 +16,15 @@ schedule of a step that does not fit the GPU's memory saves memory and overlaps 
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxlc.core.flops import matmul_flops
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.hlo.trip_counts import trip_count
 from jaxlc.simulate.time_model import TimeModel
-from jaxlc.simulate.timed_ops import LINKS, QUEUES, Kernel, TimedOp, TimedOps, TimedTransfer
+from jaxlc.simulate.timed_ops import LINKS, OTHER_KERNELS, PRODUCTS, QUEUES, Kernel, TimedOp, TimedOps, TimedTransfer
 
 KERNELS = "kernels"  # the lane of kernels; the other lanes are links
 _COMMUNICATION = ("NVLink", "network")
@@ -47,6 +48,15 @@ class Prediction:
     seconds_by_resource: dict[str, float]  # "compute", "HBM", and waiting for "NVLink", "network", "host"
     seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting"
     transfer_seconds_by_resource: dict[str, float]  # sums as above, by resource: "NVLink", "network", "host"
+    # Time outside of attention kernels and of the model's own matrix products: waiting for "NVLink", "network" and
+    # "host", "recomputed matrix products" (all FLOPs of products above the model's), and other kernels by their
+    # innermost scope, such as "mlp kernels". Largest first. Plans of older versions lack it.
+    overhead_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def overhead_share(self) -> float:
+        """`overhead_seconds` in total, as a fraction of the step."""
+        return sum(self.overhead_seconds.values()) / self.step_seconds
 
 
 class Event(NamedTuple):
@@ -87,7 +97,23 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
         seconds_by_resource=dict(by_resource.most_common()),
         seconds_by_kind=dict(by_kind.most_common()),
         transfer_seconds_by_resource=dict(simulator.transfer_seconds.most_common()),
+        overhead_seconds=dict(_overhead(simulator, model).most_common()),
     )
+
+
+def _overhead(simulator: "Simulator", model: TimeModel) -> Counter[str]:
+    """`Prediction.overhead_seconds`."""
+    overhead = Counter(
+        {resource: seconds for (kind, resource), seconds in simulator.seconds.items() if kind == "waiting"}
+    )
+    for scope, seconds in simulator.other_seconds.items():
+        overhead[f"{scope} kernels" if scope else "kernels without a scope"] += seconds
+    product_seconds = sum(seconds for (kind, _), seconds in simulator.seconds.items() if kind == PRODUCTS)
+    if product_seconds:
+        config = model.config
+        own_flops = matmul_flops(config.model, config.tokens_per_step) / model.gpus.num_gpus
+        overhead["recomputed matrix products"] = product_seconds * max(0, 1 - own_flops / simulator.product_flops)
+    return overhead
 
 
 def events(program: AnalyzedProgram, model: TimeModel, computation: Computation) -> list[Event]:
@@ -106,6 +132,8 @@ class Simulator:
         self.timed_ops = timed_ops
         self.now = 0.0
         self.flops = 0.0  # of attention and matrix products
+        self.product_flops = 0.0  # of matrix products
+        self.other_seconds: Counter[str] = Counter()  # of other kernels, by scope
         self.seconds: Counter[tuple[str, str]] = Counter()  # by kind and resource; they add up to `now`
         self.transfer_seconds: Counter[str] = Counter()  # by resource, each transfer alone on its link
         self.num_transfers: Counter[str] = Counter()  # by resource
@@ -137,6 +165,10 @@ class Simulator:
         self._record(KERNELS, kernel.kind, self.now, self.now + kernel.seconds)
         self.seconds[kernel.kind, kernel.resource] += kernel.seconds
         self.flops += kernel.flops
+        if kernel.kind == PRODUCTS:
+            self.product_flops += kernel.flops
+        elif kernel.kind == OTHER_KERNELS:
+            self.other_seconds[kernel.scope] += kernel.seconds
         self._advance(kernel.seconds)
 
     def _await(self, start: Instruction, link: str) -> None:
@@ -158,7 +190,8 @@ class Simulator:
     def _repeat(self, single_run: "Simulator", times: int) -> None:
         self.now += times * single_run.now
         self.flops += times * single_run.flops
-        for name in ("seconds", "transfer_seconds", "num_transfers", "num_exposed"):
+        self.product_flops += times * single_run.product_flops
+        for name in ("seconds", "other_seconds", "transfer_seconds", "num_transfers", "num_exposed"):
             totals = getattr(self, name)
             for key, value in getattr(single_run, name).items():
                 totals[key] += times * value

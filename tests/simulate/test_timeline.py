@@ -13,6 +13,7 @@ from jaxlc.hlo import analyze
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
 from jaxlc.plan import summary
 from jaxlc.simulate import roofline as roofline_module
+from jaxlc.simulate import timeline
 from jaxlc.simulate.layer_timeline import _merged, layer, layer_timeline
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel, visible_fraction
@@ -82,6 +83,23 @@ def test_kernel_time_is_maximum_of_compute_and_memory():
     assert estimate.seconds_by_kind == {"other kernels": approx(COPY), "matrix products": approx(DOT)}
     assert estimate.seconds_by_resource == {"HBM": approx(COPY), "compute": approx(DOT)}
     assert estimate.bound_by == "compute"
+
+
+def test_overhead_excludes_attention_and_own_matrix_products(monkeypatch):
+    """Half of the FLOPs of four products are the model's, the others are recomputed."""
+    num_gpus, own_products = 2, 2
+    monkeypatch.setattr(timeline, "matmul_flops", lambda *_: num_gpus * own_products * 2.0 * SQUARE**3)
+    named = copy("n") + ', metadata={op_name="jit(step)/while/body/attention/core_attention/ring_step/add"}'
+    lines = (permute_start(), copy(), named, permute_done(), *(dot(f"k{i}") for i in range(4)))
+    estimate = predicted(*lines, *ATTENTION, gpus="h100:2x1")
+    assert estimate.overhead_seconds == {
+        "network": approx(9 * HOP - 2 * COPY),
+        "recomputed matrix products": approx(2 * DOT),
+        "ring_step kernels": approx(COPY),
+        "kernels without a scope": approx(COPY),
+    }
+    attention = estimate.seconds_by_kind["attention"]
+    assert estimate.overhead_share == approx(1 - (attention + 2 * DOT) / estimate.step_seconds)
 
 
 def test_short_transfer_is_hidden_by_kernels():
