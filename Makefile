@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan notebooks test test-rest test-transformers test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
+.PHONY: help train plan notebooks test test-rest test-full test-transformers test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
 
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -22,21 +22,25 @@ notebooks: $(READY) $(VENV)/.ready-plan  ## run all notebooks and store their ou
 	$(VENV)/bin/python scripts/run_notebooks.py $(ARGS)
 
 test: $(READY) $(VENV)/.ready-plan  ## run the tests on one JAX version
-	$(VENV)/bin/python $(PYTEST) -m "not heavy" $(ARGS)
+	$(VENV)/bin/python $(PYTEST) -m "not heavy and not full" $(ARGS)
 
-test-all: test test-rest test-transformers  ## also run the heavy tests, the other JAX versions and transformers
+test-all: test test-rest test-full test-transformers  ## run everything, also what .ci/run samples
 
 test-rest: test-heavy test-jax0.12 smoke-jax0.11  ## run the heavy tests and the other JAX versions
 
 test-heavy: $(READY) $(VENV)/.ready-plan  ## run the tests that compile large programs for GPUs
-	$(VENV)/bin/python $(PYTEST) -m heavy $(ARGS)
+	$(VENV)/bin/python $(PYTEST) -m "heavy and not full" $(ARGS)
+
+test-full: $(READY) $(VENV)/.ready-plan  ## run the cases of which .ci/run has a sample, on two JAX versions
+	$(VENV)/bin/python $(PYTEST) -m full $(ARGS)
+	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "jax_version and full",-plan)
 
 test-transformers: $(READY) .venv-transformers/.ready  ## compare with transformers, in an environment of its own
 	JAXLC_TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers/bin/python \
 	  $(VENV)/bin/python $(PYTEST) --dist=loadfile tests/hf/test_transformers.py tests/hf/test_rope_scaling.py $(ARGS)
 
 test-jax0.12:  ## run the tests that depend on the JAX version on JAX 0.12 (needs Python 3.12 or newer)
-	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "jax_version and not heavy",-plan)
+	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "jax_version and not heavy and not full",-plan)
 
 smoke-jax0.11:  ## train a few steps on JAX 0.11.2, which GPU machines often have (needs Python 3.12 or newer)
 	@rm -rf .cache/smoke

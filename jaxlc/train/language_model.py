@@ -22,6 +22,7 @@ from jaxlc.train.loss_chunk import loss_chunk_tokens
 from jaxlc.train.step import TrainStep
 
 _MAX_LOGITS_BYTES = 8 * 2**30  # of one call, in host memory
+_MIN_PADDED_TOKENS = 256  # shorter sequences cost little more than their compilation
 
 Tokens = str | Sequence[int] | np.ndarray | jax.Array
 
@@ -56,9 +57,11 @@ class LanguageModel:
           UserError: a token is not in the vocabulary.
         """
         padded = self._padded(tokens)
-        hidden_BTD, head = self._features(padded)
+        hidden_BTD, head = self._functions(padded.batch.tokens.shape[1]).features(self.params, padded.batch)
         if head is None:
             raise Unsupported("hidden states are unsupported: apply() of this model returns logits only")
+        num_sequences, num_tokens = padded.shape
+        hidden_BTD = hidden_BTD[:num_sequences, padded.natural_order[:num_tokens]]
         return hidden_BTD[0] if padded.is_single else hidden_BTD
 
     def logits(self, tokens: Tokens, positions: int | Sequence[int] | slice | np.ndarray | None = None) -> np.ndarray:
@@ -83,12 +86,13 @@ class LanguageModel:
                 f"the logits of {num_sequences} x {len(chosen_n):,} tokens take {num_bytes / 2**30:,.0f} GiB: pass"
                 " positions=, such as slice(-256, None), or use token_losses"
             )
-        features_BTX, head_DV = self._features(padded)
+        functions = self._functions(padded.batch.tokens.shape[1])
+        features_BTX, head_DV = functions.features(self.params, padded.batch)
         chunk_tokens = loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT]
-        chunks = np.split(chosen_n, range(chunk_tokens, len(chosen_n), chunk_tokens))
+        chunks = np.split(padded.natural_order[chosen_n], range(chunk_tokens, len(chosen_n), chunk_tokens))
         logits_BnV = np.concatenate(
-            [np.asarray(self._logits(features_BTX[:, chunk_n], head_DV)) for chunk_n in chunks], axis=1
-        )
+            [np.asarray(self._logits(features_BTX, head_DV, chunk_n)) for chunk_n in chunks], axis=1
+        )[:num_sequences]
         logits_BnV = logits_BnV[:, 0] if np.ndim(chosen) == 0 else logits_BnV
         return logits_BnV[0] if padded.is_single else logits_BnV
 
@@ -115,18 +119,12 @@ class LanguageModel:
         methods = "logits, token_losses, loss, hidden_states"
         return f"LanguageModel({num_parameters:,} parameters on {mesh_text(self.mesh.shape)}; methods: {methods})"
 
-    def _features(self, padded: _Padded) -> tuple[jax.Array, jax.Array | None]:
-        """Features in natural order without padding, and the output head; see `Objective.features`."""
-        functions = self._functions(padded.batch.tokens.shape[1])
-        features_BTX, head = functions.features(self.params, padded.batch)
-        num_sequences, num_tokens = padded.shape
-        return features_BTX[:num_sequences, padded.natural_order[:num_tokens]], head
-
     @functools.cached_property
     def _logits(self):
         vocab_size, everywhere = self.config.model.vocab_size, NamedSharding(self.mesh, PartitionSpec())
 
-        def of_features(features_BnX, head_DV):
+        def of_features(features_BTX, head_DV, index_n):
+            features_BnX = features_BTX[:, index_n]
             if head_DV is None:
                 return features_BnX.astype(jnp.float32)
             logits_BnV = jnp.einsum("BnD,DV->BnV", features_BnX, head_DV, preferred_element_type=jnp.float32)
@@ -174,14 +172,14 @@ class _Functions(NamedTuple):
 
 
 def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:
-    """The length to which `num_tokens` are padded: at most a quarter more, and a multiple of what the mesh requires.
+    """The length to which `num_tokens` are padded: a multiple of what the mesh requires, at least 256 tokens.
 
-    There are four lengths per power of two, so that few lengths are compiled.
+    There are four lengths per power of two, at most a quarter more than needed, so that few lengths are compiled.
     """
     unit = math.lcm(2 * mesh.shape[CONTEXT], mesh.shape[CONTEXT] * mesh.shape[TENSOR])
     if num_tokens > mesh.shape[CONTEXT] * config.memory.tile_tokens:
         unit = math.lcm(unit, mesh.shape[CONTEXT] * max(1, config.memory.tile_tokens))
-    num_units = -(-num_tokens // unit)
+    num_units = -(-max(num_tokens, _MIN_PADDED_TOKENS) // unit)
     granularity = max(1, 2 ** (num_units.bit_length() - 3))
     return unit * -(-num_units // granularity) * granularity
 

@@ -160,7 +160,7 @@ def test_offsets_into_large_arrays_have_64_bits(num_tokens, bits):
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("gpu", "head_dim"),
-    [("h100", 128), *(pytest.param(*x, marks=pytest.mark.heavy) for x in (("h100", 96), ("a100", 128), ("b200", 64)))],
+    [("h100", 128), *(pytest.param(*x, marks=pytest.mark.full) for x in (("h100", 96), ("a100", 128), ("b200", 64)))],
 )
 def test_pallas_compiles_for_absent_gpus(gpu, head_dim):
     """Inside `shard_map`, as in the trainer: it gives Triton the target GPU."""

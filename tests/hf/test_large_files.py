@@ -78,7 +78,7 @@ def write_sparse_model(directory: Path) -> int:
     return total
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_read_share_of_70b_model_is_bounded(tmp_path):
     total = write_sparse_model(tmp_path / "model")
     assert total > 140e9

@@ -36,7 +36,7 @@ def not_hidden(step: CompiledStep) -> list[AttentionCollective]:
     return [permute for permute in step.program.attention_collectives if not step.is_hidden(permute)]
 
 
-rings = pytest.mark.parametrize("context", [8, pytest.param(64, marks=pytest.mark.heavy)])
+rings = pytest.mark.parametrize("context", [8, pytest.param(64, marks=pytest.mark.full)])
 
 
 @rings

@@ -111,7 +111,8 @@ def on_device():
 
 @needs_host_memory
 @pytest.mark.parametrize("memory", [
-    dict(optimizer="host"), ON_HOST, dict(**ON_HOST, layers_per_remat_group=2), dict(**ON_HOST, tile_tokens=24),
+    pytest.param(dict(optimizer="host"), marks=pytest.mark.full), pytest.param(ON_HOST, marks=pytest.mark.full),
+    dict(**ON_HOST, layers_per_remat_group=2), dict(**ON_HOST, tile_tokens=24),
 ], ids=str)  # fmt: skip
 def test_steps_with_state_in_host_memory_equal_device(on_device, memory):
     _, state, seen = _three_steps(**memory)
@@ -269,7 +270,10 @@ def _fetches_of_layers(program: Program) -> list[list[set[str]]]:
 
 @pytest.mark.gpu_compiler
 @pytest.mark.heavy
-@pytest.mark.parametrize("memory", [{}, dict(remat="attention"), dict(tile_tokens=512, layers_per_remat_group=2)])
+@pytest.mark.parametrize("memory", [
+    pytest.param({}, marks=pytest.mark.full), pytest.param(dict(remat="attention"), marks=pytest.mark.full),
+    dict(tile_tokens=512, layers_per_remat_group=2),
+])  # fmt: skip
 def test_weight_prefetch_overlaps_attention_of_previous_layer(memory):
     forward, backward, *of_the_update = _fetches_of_layers(parse(_compile(_gpu_step(**memory)).as_text()))
     assert len(forward) == len(backward) == WEIGHTS_OF_A_LAYER

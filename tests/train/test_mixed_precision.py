@@ -91,7 +91,9 @@ def test_bfloat16_ring_without_document_mask_runs_on_cpu():
     assert np.isfinite(loss)
 
 
-@pytest.mark.parametrize(("mesh", "memory"), [({}, {}), (MESH, {}), (dict(context=2), dict(tile_tokens=24))], ids=str)
+@pytest.mark.parametrize(("mesh", "memory"), [
+    pytest.param({}, {}, marks=pytest.mark.full), (MESH, {}), (dict(context=2), dict(tile_tokens=24)),
+], ids=str)  # fmt: skip
 @pytest.mark.heavy
 def test_fp8_gradients_are_close_to_float32(mesh, memory):
     got = _gradients(mesh, precision=dict(compute="fp8"), memory=memory)

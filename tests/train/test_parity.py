@@ -25,7 +25,7 @@ MESHES = [
     pytest.param(
         dict(context=context, tensor=tensor, fsdp=fsdp),
         id=f"context{context}-tensor{tensor}-fsdp{fsdp}",
-        marks=[pytest.mark.heavy] if fsdp > 1 and (context, tensor) != (2, 2) else [],
+        marks=[pytest.mark.full] if fsdp > 1 and (context, tensor) != (2, 2) else [],
     )
     for context, tensor, fsdp in itertools.product((1, 2, 3, 4, 6, 8), (1, 2), (1, 2))
     if context * tensor * fsdp <= 8
@@ -200,7 +200,11 @@ _COMBINATIONS = [  # every pair of a mesh, a strategy and two settings of memory
 
 @pytest.mark.parametrize(
     "axes, attention, memory",
-    [*_COMBINATIONS[:4], *(pytest.param(*case, marks=pytest.mark.heavy) for case in _COMBINATIONS[4:])],
+    [
+        *_COMBINATIONS[:4],
+        *(pytest.param(*case, marks=pytest.mark.full) for case in _COMBINATIONS[4:-1]),
+        pytest.param(*_COMBINATIONS[-1], marks=pytest.mark.heavy),
+    ],
     ids=str,
 )
 def test_memory_settings_equal_one_device(axes, attention, memory):
