@@ -1,7 +1,7 @@
 """Feeds sequences to the devices of all processes as sharded arrays."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -20,26 +20,31 @@ class Sequences(Protocol):
         """Returns sequence i, for any i >= 0, in natural order, arrays [S]. Called from several threads."""
 
 
+# The order of a sequence's tokens in the arrays of a batch: arrays [S] in natural order -> int [S], whose index t has
+# the token at place t. A pure function, since processes that share a sequence call it independently; also in threads.
+OrderOf = Callable[[Mapping[str, np.ndarray]], np.ndarray]
+
+
 def batches(
     sequences: Sequences,
     *,
     first_sequence: int,
     global_batch_size: int,
     gradient_accumulation_steps: int,
-    sequence_order: np.ndarray,
+    seq_len: int,
+    order_of: OrderOf,
     sharding: jax.sharding.NamedSharding,
     prefetch_steps: int,
 ) -> Iterator[dict[str, jax.Array]]:
-    """Yields endless batches of global arrays [A, B, S]: A microbatches of B sequences of S tokens each.
+    """Yields endless batches of global arrays [A, B, S]: A microbatches of B sequences of S=seq_len tokens each.
 
     Sequence b of microbatch a of step n is `sequences[first_sequence + n * global_batch_size + a * B + b]`; position t
-    of the layout holds its token `sequence_order[t]` (int [S]). `sharding` shards B and S, e.g. over (data, fsdp) and
-    context. A process builds only the sequences of which its devices hold a shard, in threads, `prefetch_steps` steps
-    ahead; another thread copies the next batch to the devices (0: all on demand). Closing or dropping the iterator ends
-    the threads.
+    of the layout holds its token `order_of(sequence)[t]`. `sharding` shards B and S, e.g. over fsdp and context.
+    A process builds only the sequences of which its devices hold a shard, in threads, `prefetch_steps` steps ahead;
+    another thread copies the next batch to the devices (0: all on demand). Dropping the iterator ends the threads.
     """
     assert global_batch_size % gradient_accumulation_steps == 0, (global_batch_size, gradient_accumulation_steps)
-    shape = (gradient_accumulation_steps, global_batch_size // gradient_accumulation_steps, len(sequence_order))
+    shape = (gradient_accumulation_steps, global_batch_size // gradient_accumulation_steps, seq_len)
     local_indices = sharding.addressable_devices_indices_map(shape).values()
     local_B = sorted({b for _, slice_B, _ in local_indices for b in range(*slice_B.indices(shape[1]))})
     spans_T = sorted({slice_T.indices(shape[2])[:2] for _, _, slice_T in local_indices})  # (begin, end), layout order
@@ -49,7 +54,7 @@ def batches(
         """The spans of the i-th sequence that this process builds, in layout order."""
         step, (a, b) = i // len(local_sequences), local_sequences[i % len(local_sequences)]
         sequence = sequences[first_sequence + step * global_batch_size + a * shape[1] + b]
-        return {name: [array[sequence_order[slice(*span)]] for span in spans_T] for name, array in sequence.items()}
+        return _spans_of(sequence, order_of(sequence), spans_T)
 
     def global_array(name: str, step: dict[tuple[int, int], dict[str, list[np.ndarray]]]) -> jax.Array:
         def shard(index: tuple[slice, slice, slice]) -> np.ndarray:
@@ -79,3 +84,10 @@ def batches(
             while True:
                 current, following = following.result(), thread.submit(place_next_batch)
                 yield current
+
+
+def _spans_of(
+    sequence: Mapping[str, np.ndarray], order_T: np.ndarray, spans_T: list[tuple[int, int]]
+) -> dict[str, list[np.ndarray]]:
+    """The spans (begin, end) of each array, in layout order."""
+    return {name: [array[order_T[begin:end]] for begin, end in spans_T] for name, array in sequence.items()}

@@ -81,16 +81,17 @@ def complete_batch(batch: Mapping, shape: tuple[int | None, int], vocab_size: in
     """The five arrays of a batch [B, S] in natural order; missing arrays are derived from the others.
 
     Args:
-      batch: "tokens" is required; "segment_ids" (default: each sequence is one document), "positions" (default: counted
-        within each document), "targets" (default: the next token of the same document), and "loss_weights" (default: 1,
-        but 0 on padding and at each document's last token).
+      batch: "tokens" is required; "segment_ids" (default: each sequence is one document; the tokens of a document are
+        contiguous, 0 is padding), "positions" (default: counted within each document, where they increase), "targets"
+        (default: the next token of the same document), and "loss_weights" (default: 1, but 0 on padding and at each
+        document's last token).
       shape: the expected B (None: any) and S.
       where: names the batch in errors.
     Returns:
       "tokens", "targets", "positions" and "segment_ids", int32 [B, S], and "loss_weights", float32 [B, S].
     Raises:
-      UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, or a token that is not in the
-        vocabulary.
+      UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, a token that is not in the
+        vocabulary, a document that is not contiguous, or positions that do not increase.
     """
     expected = f"[{'any number of sequences' if shape[0] is None else shape[0]}, {shape[1]}]"
     if not isinstance(batch, Mapping) or _REQUIRED not in batch or set(batch) - set(_DTYPES):
@@ -117,12 +118,38 @@ def complete_batch(batch: Mapping, shape: tuple[int | None, int], vocab_size: in
     continues = np.zeros(tokens.shape, bool)  # whether the next token belongs to the same document
     continues[:, :-1] = (segments[:, :-1] == segments[:, 1:]) & (segments[:, :-1] != 0)
     arrays.setdefault("positions", _positions(continues))
+    _check_documents(segments, arrays["positions"], continues, where)
     arrays.setdefault("targets", np.where(continues, np.roll(tokens, -1, axis=1), 0))
     arrays.setdefault("loss_weights", continues)
     return {name: arrays[name].astype(dtype) for name, dtype in _DTYPES.items()}
 
 
 _DTYPES = dict(tokens=np.int32, targets=np.int32, loss_weights=np.float32, positions=np.int32, segment_ids=np.int32)
+
+
+def _check_documents(segments: np.ndarray, positions: np.ndarray, continues: np.ndarray, where: str) -> None:
+    """Checks what attention and per-document sharding rely on; arrays [B, S], `continues` as in `_positions`.
+
+    Raises:
+      UserError: the tokens of a document are not contiguous, or their positions do not increase.
+    """
+    is_first = segments != 0
+    is_first[:, 1:] &= ~continues[:, :-1]
+    rows, columns = np.nonzero(is_first)
+    documents, counts = np.unique(np.stack([rows, segments[rows, columns]]), axis=1, return_counts=True)
+    if (counts > 1).any():
+        row, segment = documents[:, counts.argmax()].tolist()
+        raise UserError(
+            f"invalid {where}: the tokens with segment id {segment} of sequence {row} are not contiguous;"
+            " give each document a segment id of its own"
+        )
+    is_wrong = continues[:, :-1] & (np.diff(positions, axis=1) <= 0)
+    if is_wrong.any():
+        row, column = np.argwhere(is_wrong)[0].tolist()
+        raise UserError(
+            f"invalid {where}: positions {positions[row, column]}, {positions[row, column + 1]} of segment id"
+            f" {segments[row, column]} of sequence {row}: expected positions that increase within a document"
+        )
 
 
 def _positions(continues: np.ndarray) -> np.ndarray:

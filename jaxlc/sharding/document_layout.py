@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxlc.core.errors import UserError
+from jaxlc.sharding.layout import zigzag_order
 
 MAX_RING_COST = 1.03  # accepted without trying to cut more documents, or into finer pieces
 
@@ -84,6 +85,30 @@ def document_layout(
         if best_cost <= max_cost:
             break
     return best.layout()
+
+
+def document_order(segment_ids_T: np.ndarray, context: int, inner: int = 1) -> np.ndarray:
+    """The order of a packed sequence's tokens: index i of the layout holds token `order_T[i]` of the natural order.
+
+    A pure function, so processes that share a sequence compute the same order.
+
+    Args:
+      segment_ids_T: int [tokens]: the document of each token, the same number for neighboring tokens; 0 is padding.
+      context: number of ranks, or of groups of ranks.
+      inner: number of ranks of a group. Its tokens are split over them in zigzag order, as Ulysses expects
+        (attention/ulysses.py).
+    Returns:
+      int64 [tokens]
+    Raises:
+      UserError: the tokens do not split over the ranks.
+    """
+    documents_first = np.argsort(segment_ids_T == 0, kind="stable")  # padding may be anywhere
+    ids = segment_ids_T[documents_first][: np.count_nonzero(segment_ids_T)]
+    lengths = np.diff(np.flatnonzero(np.diff(ids, prepend=0)), append=len(ids))
+    order_T = documents_first[document_layout(lengths, len(segment_ids_T), context).order]
+    if inner > 1:
+        order_T = order_T.reshape(context, -1)[:, zigzag_order(len(order_T) // context, inner)].reshape(-1)
+    return order_T
 
 
 def ring_cost(ring_work: np.ndarray) -> float:

@@ -81,14 +81,13 @@ class FiniteSequences(Sequences, Protocol):
 class Evaluator:
     """Evaluates parameters on the first held-out sequences, the same in every evaluation."""
 
-    def __init__(self, step: TrainStep, heldout: FiniteSequences, num_sequences: int, order: np.ndarray):
+    def __init__(self, step: TrainStep, heldout: FiniteSequences, num_sequences: int):
         """
         Args:
           heldout: `heldout[i]` returns sequence i, in every process of the run.
           num_sequences: sequences to evaluate, at most those that `heldout` has.
-          order: index of the token at each place of the layout, int [S].
         """
-        self._step, self._heldout, self._order = step, heldout, order
+        self._step, self._heldout = step, heldout
         self.num_sequences = min(num_sequences, heldout.num_sequences)
         self.edges = position_edges(step.config.data.seq_len)
 
@@ -131,23 +130,23 @@ class Evaluator:
         Args:
           inputs: the held-out sequences, or a variant of them with other positions and segment ids.
         """
-        mesh = self._step.mesh
+        mesh, order_of = self._step.mesh, self._step.sequence_order.of
         batch_size = mesh.shape[DATA] * mesh.shape[FSDP]
         stream = batches(
             _Repeated(inputs, self.num_sequences),
             first_sequence=0,
             global_batch_size=batch_size,
             gradient_accumulation_steps=1,
-            sequence_order=self._order,
+            seq_len=self._step.config.data.seq_len,
+            order_of=order_of,
             sharding=NamedSharding(mesh, BATCH_SPEC),
             prefetch_steps=1,
         )
-        to_natural_order = natural_order(self._order)
         for begin, arrays in zip(range(0, self.num_sequences, batch_size), stream):
             losses = self._token_losses(params, jax.tree.map(lambda x: x[0], Batch(**arrays)))
-            sequences = [self._heldout[i] for i in range(begin, min(begin + batch_size, self.num_sequences))]
-            for sequence, losses_S in zip(sequences, np.asarray(losses)):  # the last batch may have more rows
-                yield sequence, losses_S[to_natural_order]
+            indices = range(begin, min(begin + batch_size, self.num_sequences))
+            for i, losses_S in zip(indices, np.asarray(losses)):  # the last batch may have more rows
+                yield self._heldout[i], losses_S[natural_order(order_of(inputs[i]))]
 
 
 class _Repeated:

@@ -149,9 +149,7 @@ class LanguageModel:
         num_sequences, num_tokens = ids_BT.shape
         padded_tokens = padded_length(num_tokens, self.config, self.mesh)
         padded_sequences = num_sequences + -num_sequences % math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-        order = dataclasses.replace(
-            self._step, config=_for_sequences_of(self.config, padded_tokens, self.mesh)
-        ).sequence_order
+        step = dataclasses.replace(self._step, config=_for_sequences_of(self.config, padded_tokens, self.mesh))
         widths = ((0, padded_sequences - num_sequences), (0, padded_tokens - num_tokens))
         arrays = complete_batch(
             {"tokens": np.pad(ids_BT, widths), "segment_ids": np.pad(np.ones(ids_BT.shape, np.int32), widths)},
@@ -159,6 +157,8 @@ class LanguageModel:
             self.config.model.vocab_size,
             "tokens",
         )
+        # All sequences have as many tokens as the first, except those that are only padding.
+        order = step.sequence_order.of({name: array[0] for name, array in arrays.items()})
         sharding = NamedSharding(self.mesh, PartitionSpec(*BATCH_SPEC[1:]))
         batch = Batch(**{name: _global_array(x[:, order], sharding) for name, x in arrays.items()})
         return _Padded(batch, natural_order(order), (num_sequences, num_tokens), is_single=ids.ndim == 1)

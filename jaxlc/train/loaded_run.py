@@ -148,5 +148,5 @@ def _evaluate(train_step: TrainStep, params, fingerprint: str = "") -> Evaluatio
         raise UserError("the run had its own batches, which are not stored: use model.token_losses on held-out tokens")
     config = train_step.config
     heldout = open_corpus(config.data).heldout
-    evaluator = Evaluator(train_step, heldout, config.train.eval_sequences, train_step.sequence_order)
+    evaluator = Evaluator(train_step, heldout, config.train.eval_sequences)
     return evaluator.with_context_gain(params, evaluator(params))

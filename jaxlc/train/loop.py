@@ -209,7 +209,7 @@ def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:
 def _make_evaluator(step: TrainStep, data: RunData) -> Evaluator | None:
     if data.heldout is None:
         return None
-    return Evaluator(step, data.heldout, step.config.train.eval_sequences, step.sequence_order)
+    return Evaluator(step, data.heldout, step.config.train.eval_sequences)
 
 
 def _first_position(

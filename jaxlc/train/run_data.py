@@ -53,7 +53,8 @@ class RunData:
             first_sequence=next_sequence,
             global_batch_size=train.global_batch_size,
             gradient_accumulation_steps=train.gradient_accumulation_steps,
-            sequence_order=step.sequence_order,
+            seq_len=step.config.data.seq_len,
+            order_of=step.sequence_order.of,
             sharding=NamedSharding(step.mesh, BATCH_SPEC),
             prefetch_steps=step.config.data.prefetch_steps,
         )

@@ -27,7 +27,7 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
         return [mesh, f"model      {type(step.model).__name__} of the caller", f"step       {batch}"]
     return [
         mesh,
-        f"attention  {config.attention.strategy}, tokens in zigzag order; kernel {step.kernel_choice}",
+        f"attention  {config.attention.strategy}, {step.sequence_order.description}; kernel {step.kernel_choice}",
         *_transport_lines(config, step),
         *memory_lines(config.memory, step.mesh),
         f"step       {batch}, {config.flops_per_step / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",

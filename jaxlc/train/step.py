@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -20,14 +19,14 @@ from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import compilation_cache, transport
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
-from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.table import ShardingTable, sharding_table
-from jaxlc.train import mixed_precision, update
+from jaxlc.train import mixed_precision, sequence_order, update
 from jaxlc.train.batch import Batch, abstract_batch, abstract_sequences
 from jaxlc.train.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.objective import Objective
 from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
+from jaxlc.train.sequence_order import SequenceOrder
 from jaxlc.train.state import (
     DEVICE,
     TrainState,
@@ -241,12 +240,12 @@ class TrainStep:
         return "; ".join(_by_kind({kind: f"{kernel.name} ({kernel.reason})" for kind, kernel in self.kernels.items()}))
 
     @cached_property
-    def sequence_order(self) -> np.ndarray:
-        """The order of tokens in the arrays of a batch, int64 [seq_len]: index i holds token `sequence_order[i]`."""
-        num_tokens = self.config.data.seq_len
+    def sequence_order(self) -> SequenceOrder:
+        """The order of tokens in the arrays of a batch."""
+        num_tokens, context = self.config.data.seq_len, self.mesh.shape[CONTEXT]
         if self.model is not None and self.objective.token_order == NATURAL:
-            return np.arange(num_tokens)
-        return zigzag_order(num_tokens, self.mesh.shape[CONTEXT])
+            return sequence_order.natural(num_tokens)
+        return sequence_order.zigzag(num_tokens, context)
 
     @property
     def _platform(self) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, MESH_AXES
 from jaxlc.core.errors import UserError
 from jaxlc.data import batches, open_corpus
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import document_order
 from tests.data.corpora import S, make_config
 
 NAMES = {"tokens", "targets", "loss_weights", "positions", "segment_ids"}
@@ -31,22 +31,28 @@ def make_mesh(*shape: int) -> Mesh:
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: np.prod(shape)])
 
 
+def order_of(sequence: dict[str, np.ndarray]) -> np.ndarray:
+    return document_order(sequence["segment_ids"], 4)
+
+
 def stream(sequences, mesh: Mesh, spec=SPEC, **changes):
     arguments = dict(
         first_sequence=0,
         global_batch_size=8,
         gradient_accumulation_steps=2,
-        sequence_order=zigzag_order(S, 4),
+        seq_len=S,
+        order_of=order_of,
         prefetch_steps=2,
     )
     return batches(sequences, sharding=NamedSharding(mesh, spec), **(arguments | changes))
 
 
 def expected_step(sequences, step: int, first_sequence: int = 0) -> dict[str, np.ndarray]:
-    """[2, 4, S] in zigzag order over 4, computed from the sequences alone."""
+    """[2, 4, S] in the order of per-document sharding over 4, computed from the sequences alone."""
     built = [sequences[first_sequence + 8 * step + k] for k in range(8)]
-    order = zigzag_order(S, 4)
-    return {name: np.stack([sequence[name][order] for sequence in built]).reshape(2, 4, S) for name in NAMES}
+    return {
+        name: np.stack([sequence[name][order_of(sequence)] for sequence in built]).reshape(2, 4, S) for name in NAMES
+    }
 
 
 def assert_step(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> None:

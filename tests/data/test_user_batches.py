@@ -25,8 +25,15 @@ def test_complete_batch_derives_the_missing_arrays():
         (dict(tokens=[[1, 2, 3]]), r"tokens has shape \[1, 3\], expected \[1, 2\]"),
         (dict(tokens=[[1.0, 2.0]]), r"tokens is float64\[1, 2\], expected int32"),
         (dict(tokens=[[1, 20]]), r"token 20, expected 0 to 19 \(config.model.vocab_size\)"),
+        (dict(tokens=[[1, 2]], positions=[[4, 4]]), "positions 4, 4 of segment id 1 of sequence 0: expected positions"),
     ],
 )
 def test_complete_batch_with_invalid_arrays_raises(batch, message):
     with pytest.raises(UserError, match=message):
         complete_batch(batch, (1, 2), 20, "batch 3")
+
+
+def test_complete_batch_with_interleaved_documents_raises():
+    segments = [[1, 1, 2, 0, 0, 3], [3, 0, 2, 2, 0, 3]]
+    with pytest.raises(UserError, match="segment id 3 of sequence 1 are not contiguous; give each document"):
+        complete_batch(dict(tokens=np.ones((2, 6), int), segment_ids=segments), (2, 6), 20, "batch 3")

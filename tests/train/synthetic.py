@@ -80,10 +80,10 @@ def natural_rows(
 
 def make_batch(step: TrainStep, rows: list[dict[str, np.ndarray]]) -> Batch:
     """`rows` as the batch of the step: [accumulation, rows, tokens] in the order of the step, on its devices."""
-    order = step.sequence_order
+    orders = [step.sequence_order.of(row) for row in rows]
 
     def stacked(name, like):
-        array = np.stack([row[name][order] for row in rows]).reshape(like.shape)
+        array = np.stack([row[name][order] for row, order in zip(rows, orders)]).reshape(like.shape)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
 
     return Batch(*(stacked(name, like) for name, like in step.abstract_batch._asdict().items()))

@@ -6,8 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.core.axes import CONTEXT
-from jaxlc.sharding.layout import zigzag_order
 from jaxlc.train.context_gain import Pieces
 from jaxlc.train.evaluation import Evaluator
 from tests.train.synthetic import natural_rows, put_params, small_config, small_step
@@ -47,18 +45,20 @@ class _Windows:
 def _fake_step(token_losses, num_tokens: int):
     """A step whose loss is a known function of the batch."""
     config = small_config(data=dict(seq_len=num_tokens), attention=dict(query_block_tokens=256, key_block_tokens=256))
+    step = small_step(config)
     return SimpleNamespace(
         model=None,
         transport=None,
         config=config,
-        mesh=small_step(config).mesh,
+        mesh=step.mesh,
+        sequence_order=step.sequence_order,
         compile_evaluation=lambda: jax.jit(lambda params, batch: token_losses(batch)),
     )
 
 
 def _evaluate(step, sequences):
     """(the evaluator, the evaluation with gain) with parameters that are not used."""
-    evaluator = Evaluator(step, sequences, 8, zigzag_order(step.config.data.seq_len, step.mesh.shape[CONTEXT]))
+    evaluator = Evaluator(step, sequences, 8)
     return evaluator, evaluator.with_context_gain(None, evaluator(None))
 
 
@@ -108,12 +108,12 @@ def test_context_gain_of_model_equals_loss_of_cut_documents(axes):
     alone = small_step(small_config(**config))
     params = jax.tree.map(lambda x: 5 * x, alone.init().params)  # attention far from uniform
     windows = [(0, 256, 768), (0, 512, 1024), (1, 456, 900)]  # their last 256, 256 and 188 tokens are scored
-    cut = Evaluator(alone, _Windows(sequences, windows), 3, np.arange(num_tokens))(params)
+    cut = Evaluator(alone, _Windows(sequences, windows), 3)(params)
     (start,) = np.flatnonzero(cut.edges == 256)
     limited = cut.documents.loss[:, start:].sum(1)
 
     step = small_step(small_config(mesh=axes, **config))
-    evaluator = Evaluator(step, sequences, 2, zigzag_order(num_tokens, step.mesh.shape[CONTEXT]))
+    evaluator = Evaluator(step, sequences, 2)
     params = put_params(step, params)
     evaluation = evaluator.with_context_gain(params, evaluator(params))
     full = evaluation.documents.loss[[0, 2], np.flatnonzero(evaluation.edges == 512)[0] :].sum(1)

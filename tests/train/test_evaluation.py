@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxlc.core.axes import CONTEXT
-from jaxlc.sharding.layout import zigzag_order
 from jaxlc.train.document_sums import position_edges
 from jaxlc.train.evaluation import Evaluator
 from tests.train.synthetic import (
-    TOKENS,
     documents_evaluation,
     make_batch,
     natural_rows,
@@ -39,7 +36,7 @@ def test_evaluator_returns_mean_loss_and_loss_by_position(axes):
     segments = np.asarray(batch.segment_ids)[0, :3]
 
     step = small_step(small_config(mesh=axes, train=dict(global_batch_size=4)))
-    evaluate = Evaluator(step, _Sequences(), 8, zigzag_order(TOKENS, step.mesh.shape[CONTEXT]))
+    evaluate = Evaluator(step, _Sequences(), 8)
     assert evaluate.num_sequences == 3
     evaluation = evaluate(put_params(step, params))
     np.testing.assert_allclose(evaluation.loss, (weights * losses).sum() / weights.sum(), rtol=1e-5)
