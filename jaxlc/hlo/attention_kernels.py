@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jaxlc.hlo.async_ops import COLLECTIVES
 from jaxlc.hlo.kernel_costs import matrix_product
-from jaxlc.hlo.op_names import Pass, has_window, is_in_attention, pass_of
+from jaxlc.hlo.op_names import Pass, has_window, is_in_attention, is_in_ring_step, pass_of
 from jaxlc.hlo.parser import Computation, Instruction, Program
 from jaxlc.hlo.trip_counts import trip_count
 
@@ -46,6 +46,7 @@ class AttentionKernelCall(NamedTuple):
     is_masked: bool  # the kernel may skip masked pairs
     sizes: Sizes | None  # None for blockwise loops, whose operands may have any layout
     has_window: bool = False  # it belongs to a layer with a sliding window
+    is_ring_step: bool = False  # its keys are the KV block of another rank
 
     @property
     def is_backward(self) -> bool:
@@ -116,7 +117,8 @@ def _custom_call(computation: Computation, call: Instruction, kernel: str, name:
     pass_name = pass_of(call.op_name)
     if pass_name == "backward" and name in _FORWARD_KERNELS:  # a layer in tiles recomputes its forward itself
         pass_name = "recomputation"
-    return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, has_window(call.op_name))
+    in_window, in_ring_step = has_window(call.op_name), is_in_ring_step(call.op_name)
+    return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, in_window, in_ring_step)
 
 
 def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | None:
@@ -128,8 +130,9 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | Non
     if flops == 0 or opcodes & set(COLLECTIVES):
         return None
     is_masked = "conditional" in opcodes  # which skips fully masked tiles
+    in_window, in_ring_step = has_window(loop.op_name), is_in_ring_step(loop.op_name)
     return AttentionKernelCall(
-        loop, "blockwise", pass_of(loop.op_name), flops, is_masked, sizes=None, has_window=has_window(loop.op_name)
+        loop, "blockwise", pass_of(loop.op_name), flops, is_masked, None, in_window, in_ring_step
     )
 
 

@@ -18,7 +18,7 @@ Where XLA merges instructions it merges their names too: "prefix/(path:path:path
 import re
 from typing import Literal
 
-from jaxlc.core.scopes import CORE_ATTENTION, SCOPES, SLIDING_WINDOW
+from jaxlc.core.scopes import CORE_ATTENTION, RING_STEP, SCOPES, SLIDING_WINDOW
 
 Pass = Literal["forward", "recomputation", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputation", "backward")
@@ -59,6 +59,11 @@ def is_in_attention(op_name: str) -> bool:
 def has_window(op_name: str) -> bool:
     """Whether an instruction belongs to attention with a sliding window, exchanges included."""
     return any(SLIDING_WINDOW in components(path) for path in _paths(op_name))
+
+
+def is_in_ring_step(op_name: str) -> bool:
+    """Whether an instruction belongs to attention over the KV block of another rank."""
+    return any(RING_STEP in components(path) for path in _paths(op_name))
 
 
 def innermost_scope(op_name: str) -> str:

@@ -23,6 +23,7 @@ def plan(
     advise: bool = False,
     constants: str = "",
     evaluation: bool = False,
+    document_lengths: str = "",
     starting=lambda description: None,
 ) -> "Plan":
     """Compiles the training step of `config` for GPUs such as "h100:8x8". No GPU is needed. Print the result.
@@ -35,6 +36,9 @@ def plan(
       advise: if the step does not fit, also compile it with other settings, until some fit.
       constants: JSON file of measured constants for the estimates; see `jaxlc.simulate.roofline`.
       evaluation: also compile the evaluation of held-out sequences, for its peak memory.
+      document_lengths: also estimate the step for packed sequences, since attention depends on their documents:
+        "corpus" (the first sequences of config.data), "mix" (random: 60% of the tokens in documents of an eighth of
+        the sequence or more), or the lengths of one sequence's documents in tokens, "65536,1024x64".
       starting: called with a description of each program before it is compiled.
     Returns:
       A `Plan`: print it, show it in a notebook, or `save` it as an HTML page.
@@ -52,7 +56,7 @@ def plan(
 
     host_bytes = None if host_memory_gib is None else int(host_memory_gib * 2**30)
     gpus = parse_topology(topology, devices_per_process=devices_per_process, host_memory_bytes_per_node=host_bytes)
-    options = dict(roofline=from_file(constants), evaluation=evaluation)
+    options = dict(roofline=from_file(constants), evaluation=evaluation, document_lengths=document_lengths)
     if advise:
         return plan_with_advice(config, gpus, starting, **options)
     return plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), **options)

@@ -26,6 +26,7 @@ _FLAGS = {
     "timeline": "output file for a plot of one layer's estimated timeline, such as timeline.png",
     "constants": "JSON file of measured efficiencies and latencies (default: those of jaxlc/core/hardware.py)",
     "evaluation": "also compile the evaluation of held-out sequences and print its peak memory",
+    "document-lengths": "estimate packed sequences too: corpus, mix, or lengths in tokens such as 65536,1024x64",
     "advise": "if the step does not fit, compile it with changed settings until some fit",
 }
 
@@ -61,6 +62,7 @@ def main(command: ParsedCommand) -> int:
             advise=flags["advise"] is not None,
             evaluation=flags["evaluation"] is not None,
             constants=flags["constants"] or "",
+            document_lengths=flags["document-lengths"] or "",
             starting=starting,
         )
     command_line = " ".join(["jaxlc plan", *sys.argv[1:]])

@@ -19,6 +19,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.hlo.memory_dump import Dump, read
 from jaxlc.plan import memory, summary
+from jaxlc.plan.packing_estimates import estimate_packing, read_documents
 from jaxlc.plan.result import Plan
 from jaxlc.simulate.layer_timeline import layer_timeline
 from jaxlc.simulate.roofline import Roofline
@@ -40,6 +41,7 @@ def plan_step(
     starting: Callable[[], None],
     roofline: Roofline = DEFAULT_ROOFLINE,
     evaluation: bool = False,
+    document_lengths: str = "",
 ) -> Plan:
     """Compiles the training step of `config` ahead of time for `gpus`, analyzes the program and summarizes it.
 
@@ -49,12 +51,14 @@ def plan_step(
       starting: called after all checks, when the compiler starts.
       evaluation: also compile the evaluation of held-out sequences, for its peak memory.
       roofline: for all estimated times: the step, and which ring steps attention hides.
+      document_lengths: also estimate the step for packed sequences; see `packing_estimates.read_documents`.
     Raises:
       UserError: invalid user input: a mesh of another size, an unsupported kernel or transport, a transport that the
         compiler did not use, arrays too large for the compiler.
     """
     config = on_gpus(config, gpus)
     step = build_step(config, make_mesh(gpus, config.mesh))
+    documents = read_documents(config, document_lengths) if document_lengths else None
     kernel_choice, transport = step.kernel_choice, step.transport  # unsupported choices are reported before compilation
     starting()
     start_seconds = time.perf_counter()
@@ -84,6 +88,7 @@ def plan_step(
         config={section: values for section, values in to_dict(config).items() if section in _RECORDED_SECTIONS},
         layer_timeline=layer_timeline(program, model),
         evaluation_peak_bytes=_evaluation_peak_bytes(step, step_memory) if evaluation else None,
+        packing=documents and estimate_packing(documents, step, program, model),
     )
 
 

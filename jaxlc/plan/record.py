@@ -11,6 +11,7 @@ from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.plan.memory import Memory
+from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates
 from jaxlc.plan.summary import CollectiveStats, Ring
 from jaxlc.simulate.layer_timeline import LayerEvent
 from jaxlc.simulate.timeline import Prediction
@@ -51,6 +52,7 @@ class PlanRecord:
     config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the sections that shape the step
     layer_timeline: tuple[LayerEvent, ...] = ()  # simulated, of one layer
     evaluation_peak_bytes: int | None = None  # on the device, with the training state; None: not compiled
+    packing: PackingEstimates | None = None  # for packed sequences; None: not requested
 
     @property
     def title(self) -> str:
@@ -92,10 +94,18 @@ class PlanRecord:
                 hints=tuple(values["hints"]),
                 advice=None if advice is None else tuple(_construct(Change, change) for change in advice),
                 layer_timeline=tuple(_construct(LayerEvent, event) for event in values.get("layer_timeline", ())),
+                packing=_packing(values.get("packing")),
             )
             return _construct(cls, {**values, **parts})
         except (KeyError, TypeError) as error:
             raise UserError(f"invalid plan: {name} cannot be read ({error}); write it again with --json") from error
+
+
+def _packing(values: Mapping[str, Any] | None) -> PackingEstimates | None:
+    if values is None:
+        return None
+    estimates = tuple(_construct(PackingEstimate, estimate) for estimate in values["estimates"])
+    return _construct(PackingEstimates, {**values, "estimates": estimates})
 
 
 def _read(path: Path) -> Mapping[str, Any]:

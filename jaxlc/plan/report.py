@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from jaxlc.core.axes import mesh_text
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, Memory
+from jaxlc.plan.packing_estimates import PackingEstimates
 from jaxlc.plan.record import PlanRecord
 from jaxlc.simulate.timeline import Prediction
 
@@ -26,6 +27,7 @@ def page(plan: PlanRecord, advise_command: str) -> str:
         _ring(plan),
         _kernels(plan),
         _time(plan.predicted),
+        *([_packing(plan.packing)] if plan.packing else []),
     )
     lines = [line for section in sections for line in (*section, "")]
     return "\n".join([*lines, *verdict(plan, advise_command)])
@@ -151,6 +153,19 @@ def _overhead_parts(predicted: Prediction) -> list[str]:
     shares = {part: seconds / predicted.step_seconds for part, seconds in predicted.overhead_seconds.items()}
     text = ", ".join(f"{part} {share:.1%}" for part, share in shares.items() if share >= 0.001)
     return textwrap.wrap(text, _WIDTH, initial_indent=" " * 23, subsequent_indent=" " * 23)
+
+
+def _packing(packing: PackingEstimates) -> Iterator[str]:
+    count = f"{packing.num_sequences} sequence{'s' if packing.num_sequences > 1 else ''}"
+    yield f"ESTIMATED TIME of packed sequences (document lengths: {packing.source}, {count}; {packing.order})"
+    yield "             documents  longest  pairs  ring cost  replicas  attention      step  tokens/s    MFU"
+    for row in packing.estimates:
+        times = f"{format_seconds(row.attention_seconds):>9} {format_seconds(row.step_seconds):>9}"
+        rates = f"{row.tokens_per_second_per_device:>9,.0f}  {row.mfu_documents:>5.1%}"
+        costs = f"{row.pairs_share:>6.1%} {row.ring_cost:>10.2f} {row.replica_cost:>9.2f}"
+        yield f"  {row.name:<10} {row.num_documents:>9,.5g} {row.longest_document:>8,} {costs} {times:>19} {rates}"
+    yield "  pairs: of one document of the same length. ring cost, replicas: the slowest rank or replica over the mean."
+    yield "  MFU: model FLOPs with the pairs of the documents, over the bf16 peak."
 
 
 def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Estimated time of single kernels and transfers of a training step: a `Roofline` on the GPUs of a `Topology`."""
 
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.kernel_costs import Cost
+from jaxlc.simulate.packed_work import AttentionWork, num_ring_steps, num_shards, one_document
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology
 
@@ -21,10 +23,11 @@ class TimeModel(NamedTuple):
     gpus: Topology
     config: Config
     roofline: Roofline = DEFAULT_ROOFLINE
+    work: AttentionWork | None = None  # of packed sequences; None: each sequence is one document
 
     def attention_flops(self, call: AttentionKernelCall) -> float:
         """FLOPs of one run of an attention kernel, without those that its mask skips."""
-        return call.full_flops * visible_fraction(call, self.config)
+        return call.full_flops * visible_fraction(call, self.config, self.work)
 
     def attention_seconds(self, call: AttentionKernelCall) -> float:
         return self.roofline.attention_seconds(
@@ -87,38 +90,51 @@ def _crossing_fraction(collective: Collective, gpus_per_domain: int) -> float:
     return 1 / inside
 
 
-def _visible_in_window(config: Config, num_ranks: int) -> float:
-    """`visible_fraction` of a call with a window, in a ring of `num_ranks`."""
+def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionWork | None = None) -> float:
+    """The fraction of a call's pairs of query and key that its mask leaves, on the slowest rank.
+
+    A call with a window covers the queries of a chunk, or of the sequence, and their keys (`attention.halo`). In tiled
+    layers, masked calls are causal or, with config.attention.document_mask, cannot be distinguished; most of those are
+    fully visible for one document.
+
+    Args:
+      work: of the sequences; None: each sequence is one document.
+    """
+    if not call.is_masked:
+        return 1.0
+    whole = one_document(config)
+    work = work or whole
+    if config.memory.tile_tokens:
+        steps = num_ring_steps(config)
+        return (1.0 if config.attention.document_mask else 0.5) * work.total(steps) / whole.total(steps)
+    if call.has_window:
+        return work.window_pairs / whole.window_pairs * _visible_in_window(config)
+    pairs = work.ring_step_pairs if call.is_ring_step else work.own_pairs
+    return min(1.0, pairs * _num_heads_of_call(config) / _all_pairs(call, config))
+
+
+def _visible_in_window(config: Config) -> float:
+    """`visible_fraction` of a call with a window, for one document."""
     num_tokens, window = config.data.seq_len, config.model.window
-    chunk_tokens = num_tokens // (2 * num_ranks)
+    chunk_tokens = num_tokens // (2 * num_shards(config))
     has_halo = config.attention.strategy != "ulysses"
     num_keys = min(chunk_tokens + window - 1, num_tokens) if has_halo else num_tokens
     return causal_pairs(num_tokens, window) / (num_tokens * num_keys)
 
 
-def visible_fraction(call: AttentionKernelCall, config: Config) -> float:
-    """The fraction of a call's pairs of query and key that its mask leaves, if each sequence is one document.
+def _num_heads_of_call(config: Config) -> float:
+    """Query heads of a device in a kernel call, times the sequences of a microbatch."""
+    train, mesh, attention = config.train, config.mesh, config.attention
+    sequences = train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
+    groups = {"ulysses": mesh.context, "hybrid": attention.ulysses_degree}.get(attention.strategy, 1)
+    return sequences * config.model.num_heads / (mesh.tensor * groups)
 
-    A call with a window covers the queries of a chunk, or of the sequence, and their keys (`attention.halo`). A call
-    over a rank's own chunk of the sequence, or over all of it, is causal: half. Later ring steps pair half chunks
-    without a causal mask; if they are masked, the masks are for documents. In tiled layers, masked calls are causal or,
-    with config.attention.document_mask, cannot be distinguished; most of those are fully visible.
+
+def _all_pairs(call: AttentionKernelCall, config: Config) -> float:
+    """Pairs of a query and a key that a call covers, masked ones included, summed over sequences and heads.
+
+    Those of a blockwise loop follow from its FLOPs: 2 or 5 matrix products per pair.
     """
-    if not call.is_masked:
-        return 1.0
-    if config.memory.tile_tokens:
-        return 1.0 if config.attention.document_mask else 0.5
-    attention, num_tokens = config.attention, config.data.seq_len
-    ring = config.mesh.context // (attention.ulysses_degree if attention.strategy == "hybrid" else 1)
-    local_tokens = num_tokens if attention.strategy == "ulysses" else num_tokens // ring
-    if call.has_window:
-        return _visible_in_window(config, ring)
     if call.sizes is not None:
-        return 0.5 if call.sizes.num_queries >= local_tokens else 1.0
-    # The sizes of a blockwise loop follow from its FLOPs: 2 or 5 matrix products per pair. A pair of half chunks has
-    # half as many query-key pairs as the local chunk.
-    train = config.train
-    batch = train.global_batch_size / (train.gradient_accumulation_steps * config.mesh.data * config.mesh.fsdp)
-    products = (5 if call.is_backward else 2) * batch * config.model.num_heads / config.mesh.tensor
-    local_flops = 2.0 * products * config.model.head_dim * local_tokens**2
-    return 0.5 if call.full_flops > 0.75 * local_flops else 1.0
+        return float(math.prod(call.sizes))
+    return call.full_flops / (2.0 * (5 if call.is_backward else 2) * config.model.head_dim)

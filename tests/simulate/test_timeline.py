@@ -70,8 +70,10 @@ def copy(name: str = "m") -> str:
 
 
 def predicted(*lines: str, more: str = "", gpus: str = "h100:1x2", roofline: Roofline = IDEAL) -> Prediction:
+    config = defaults()
+    config.model.num_heads, config.data.seq_len = 32, 4096  # those of ATTENTION
     analyzed = analyze(program(*INPUTS, *lines, END, more=more))
-    return predict(analyzed, TimeModel(topology(gpus), load(defaults()), roofline))
+    return predict(analyzed, TimeModel(topology(gpus), load(config), roofline))
 
 
 def approx(seconds: float):
@@ -240,18 +242,19 @@ def test_causal_call_over_local_chunk_counts_half():
         assert estimate.seconds_by_kind == {"attention": approx(share * full)}
 
 
-@pytest.mark.parametrize("strategy, num_queries, num_keys, share", [
-    ("ring", 1024, 1024, 0.5),  # a rank's local chunk
-    ("ring", 512, 512, 1.0),  # half chunks at a later ring step, with a document mask
-    ("all_gather", 1024, 4096, 0.5),
-    ("ulysses", 4096, 4096, 0.5),
+@pytest.mark.parametrize("strategy, sizes, is_ring_step, share", [
+    ("ring", Sizes(4, 1024, 1024), False, 0.5),  # a rank's local chunk
+    ("ring", Sizes(8, 512, 512), True, 1.0),  # a batch of two half chunks at a later ring step, with a document mask
+    ("ring", Sizes(4, 1024, 1024), True, 0.5),  # whole chunks at a later ring step
+    ("all_gather", Sizes(4, 1024, 4096), False, 0.5),
+    ("ulysses", Sizes(1, 4096, 4096), False, 0.5),
 ])  # fmt: skip
-def test_visible_fraction_by_strategy(strategy, num_queries, num_keys, share):
+def test_visible_fraction_by_strategy(strategy, sizes, is_ring_step, share):
     config = defaults()
     config.mesh.context = 4
     config.data.seq_len = 4096
     config.attention.strategy = strategy
-    call = AttentionKernelCall(None, "pallas", "forward", 1.0, True, Sizes(4, num_queries, num_keys))
+    call = AttentionKernelCall(None, "pallas", "forward", 1.0, True, sizes, is_ring_step=is_ring_step)
     assert visible_fraction(call, load(config)) == share
     assert visible_fraction(call._replace(is_masked=False), load(config)) == 1.0
 

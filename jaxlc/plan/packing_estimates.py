@@ -1,0 +1,174 @@
+"""Estimated times of a step for packed sequences with given documents: the best, a typical and the worst sequence."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxlc.config import Config
+from jaxlc.core.errors import UserError
+from jaxlc.core.flops import document_pairs, step_flops
+from jaxlc.data import open_corpus
+from jaxlc.hlo import AnalyzedProgram
+from jaxlc.simulate.packed_work import (
+    AttentionWork,
+    SequenceWork,
+    mean_of_microbatches,
+    num_ring_steps,
+    sequence_work,
+)
+from jaxlc.simulate.time_model import TimeModel
+from jaxlc.simulate.timeline import predict
+from jaxlc.train.step import TrainStep
+
+CORPUS, MIX = "corpus", "mix"
+_NUM_SEQUENCES = 64
+_MIX_LONG_SHARE = 0.6  # of the tokens of a sequence of the mix
+_MIX_MIN_TOKENS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingEstimate:
+    """A step in which all sequences are like one sequence, or the mean step. Everything is estimated."""
+
+    name: str  # "best", "typical", "worst" or "mean"; "each" if there is one sequence
+    num_documents: float  # of a sequence
+    longest_document: int  # tokens
+    padding_share: float  # of the tokens
+    pairs_share: float  # pairs of a query and a key, relative to one document of the same number of tokens
+    ring_cost: float  # sum over ring steps of the slowest rank's pairs, relative to the mean of the ranks
+    replica_cost: float  # pairs of the slowest replica of each microbatch, relative to the mean of the replicas
+    attention_seconds: float
+    step_seconds: float
+    tokens_per_second_per_device: float  # padding included
+    mfu_documents: float  # model FLOPs with the pairs of the documents, over the bf16 peak of all devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingEstimates:
+    """Estimates for sequences of one source; best, typical (median) and worst by attention work."""
+
+    source: str  # "corpus", "mix", or lengths of documents
+    order: str  # of the tokens
+    num_sequences: int
+    estimates: tuple[PackingEstimate, ...]
+
+
+class Documents(NamedTuple):
+    """Packed sequences, as the lengths of their documents in tokens."""
+
+    source: str
+    sequences: list[np.ndarray]
+
+
+def read_documents(config: Config, source: str) -> Documents:
+    """The documents of some sequences.
+
+    Args:
+      source: "corpus": the first sequences of a run; "mix": random ones with 60% of the tokens in documents of an
+        eighth of the sequence or more; or the lengths of the documents of one sequence, "65536,1024x64".
+    Raises:
+      UserError: none of these, the documents do not fit a sequence, or the corpus cannot be read.
+    """
+    if not config.attention.document_mask:
+        raise UserError(
+            "document lengths have no effect with config.attention.document_mask=False: a sequence is one document"
+        )
+    seq_len = config.data.seq_len
+    if source == MIX:
+        rng = np.random.default_rng(0)
+        return Documents(source, [mix_of_lengths(rng, seq_len) for _ in range(_NUM_SEQUENCES)])
+    if source == CORPUS:
+        train = open_corpus(config.data).train
+        return Documents(source, [_lengths(train[i]) for i in range(min(train.num_sequences, _NUM_SEQUENCES))])
+    lengths = _parse(source)
+    if sum(lengths) > seq_len:
+        raise UserError(
+            f"the document lengths {source} have {sum(lengths):,} tokens in total: expected at most"
+            f" config.data.seq_len={seq_len}"
+        )
+    return Documents(source, [np.array(lengths)])
+
+
+def mix_of_lengths(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
+    """Documents of one sequence without padding: 60% of the tokens are in documents of at least an eighth of the
+    sequence, the others in shorter ones from 256 tokens. Both kinds are log-uniform, in random order."""
+    lengths: list[int] = []
+    longest_short = max(num_tokens // 8, _MIX_MIN_TOKENS + 1)
+    for share, low, high in (
+        (_MIX_LONG_SHARE, longest_short, num_tokens),
+        (1.0, _MIX_MIN_TOKENS, longest_short),
+    ):
+        while (budget := int(share * num_tokens) - sum(lengths)) > 0:
+            lengths.append(min(int(np.exp(rng.uniform(np.log(low), np.log(high)))), budget))
+    return rng.permutation(lengths)
+
+
+def _parse(source: str) -> list[int]:
+    """ "65536,1024x64" as one length and 64 equal ones."""
+    parts = [re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", part.strip()) for part in source.split(",")]
+    if not all(parts):
+        raise UserError(
+            f"invalid document lengths {source!r}: expected {CORPUS}, {MIX}, or lengths in tokens such as 65536,1024x64"
+        )
+    return [int(part[1]) for part in parts for _ in range(int(part[2] or 1))]
+
+
+def _lengths(sequence: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The lengths of the documents of a sequence of a corpus; documents are contiguous, and padding has segment 0."""
+    segment_ids_T = sequence["segment_ids"]
+    begins = np.flatnonzero(np.diff(segment_ids_T, prepend=-1))
+    return np.diff(begins, append=len(segment_ids_T))[segment_ids_T[begins] > 0]
+
+
+def estimate_packing(
+    documents: Documents, step: TrainStep, program: AnalyzedProgram, model: TimeModel
+) -> PackingEstimates:
+    """Estimates of the compiled step for these sequences.
+
+    In the mean, each microbatch takes as long as the replica with the most work, since replicas wait for each other.
+    """
+    config, order = model.config, step.sequence_order
+    sequences = [sequence_work(config, order.of, lengths) for lengths in documents.sequences]
+    by_work = sorted(sequences, key=lambda sequence: sequence.work.total(num_ring_steps(config)))
+    chosen = {"best": by_work[0], "typical": by_work[len(by_work) // 2], "worst": by_work[-1]}
+    if len(by_work) == 1:
+        chosen = {"each": by_work[0]}
+    estimates = [_estimate(name, [sequence], sequence.work, program, model) for name, sequence in chosen.items()]
+    if len(by_work) > 1:
+        estimates.append(_estimate("mean", sequences, mean_of_microbatches(config, sequences), program, model))
+    return PackingEstimates(
+        source=documents.source,
+        order=order.description,
+        num_sequences=len(sequences),
+        estimates=tuple(estimates),
+    )
+
+
+def _estimate(
+    name: str, sequences: Sequence[SequenceWork], work: AttentionWork, program: AnalyzedProgram, model: TimeModel
+) -> PackingEstimate:
+    config, gpus, num_tokens = model.config, model.gpus, model.config.data.seq_len
+    predicted = predict(program, model._replace(work=work))
+    pairs = _mean(sequence.pairs for sequence in sequences)
+    flops = config.train.global_batch_size * step_flops(config.model, num_tokens=num_tokens, num_pairs=pairs)
+    steps = num_ring_steps(config)
+    return PackingEstimate(
+        name=name,
+        num_documents=_mean(len(sequence.lengths) for sequence in sequences),
+        longest_document=max(max(sequence.lengths, default=0) for sequence in sequences),
+        padding_share=1 - _mean(sum(sequence.lengths) for sequence in sequences) / num_tokens,
+        pairs_share=pairs / document_pairs(config.model, [num_tokens]),
+        ring_cost=_mean(sequence.ring_cost for sequence in sequences),
+        replica_cost=work.total(steps) / _mean(sequence.work.total(steps) for sequence in sequences),
+        attention_seconds=predicted.seconds_by_kind.get("attention", 0.0),
+        step_seconds=predicted.step_seconds,
+        tokens_per_second_per_device=predicted.tokens_per_second_per_device,
+        mfu_documents=flops / (predicted.step_seconds * gpus.num_gpus * gpus.device.bf16_flops_per_second),
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

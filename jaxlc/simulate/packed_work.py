@@ -1,0 +1,152 @@
+"""Work of attention over packed sequences: pairs of a query and a key that a run computes in each ring step.
+
+A ring step ends on all ranks at the same time, because each rank waits for its next KV block. So the time of a sequence
+follows from the rank with the most pairs in each step, and depends on the lengths of the documents and on the order of
+tokens that distributes them over the ranks (`jaxlc.train.sequence_order`). NumPy only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxlc.config import Config
+from jaxlc.core.flops import causal_pairs, document_pairs
+from jaxlc.data.loader import OrderOf
+from jaxlc.sharding.document_layout import by_ring_step, ring_cost
+
+
+class AttentionWork(NamedTuple):
+    """Pairs per head of one sequence on the slowest rank, of full layers and of those with a sliding window."""
+
+    own_pairs: float  # in ring step 0, or in the only kernel call of a strategy without ring steps
+    ring_step_pairs: float  # mean over the other ring steps, 0 without them
+    window_pairs: float
+
+    def total(self, num_ring_steps: int) -> float:
+        """Pairs of full layers in all ring steps."""
+        return self.own_pairs + (num_ring_steps - 1) * self.ring_step_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceWork:
+    """The documents of a packed sequence, and their work."""
+
+    lengths: tuple[int, ...]  # of the documents, in tokens
+    pairs: int  # of all ranks, summed over the layers
+    ring_cost: float  # sum over ring steps of the slowest rank's pairs, relative to the mean of the ranks
+    work: AttentionWork
+
+
+def num_shards(config: Config) -> int:
+    """The number of parts of a sequence whose queries are in different kernel calls: ranks, or groups of ranks."""
+    attention, context = config.attention, config.mesh.context
+    return {"ulysses": 1, "hybrid": context // attention.ulysses_degree}.get(attention.strategy, context)
+
+
+def num_ring_steps(config: Config) -> int:
+    """Ring steps of an attention layer, the rank's own block included; 1 for strategies without a ring."""
+    return 1 if config.attention.strategy == "all_gather" else num_shards(config)
+
+
+def one_document(config: Config) -> AttentionWork:
+    """The work of a sequence that is one document, which is equal on all ranks: half of all pairs."""
+    num_tokens, steps = config.data.seq_len, num_ring_steps(config)
+    local_tokens = num_tokens / num_shards(config)
+    half = local_tokens * num_tokens / (2 * steps)
+    window_pairs = causal_pairs(num_tokens, config.model.window) * local_tokens / num_tokens
+    return AttentionWork(half, half if steps > 1 else 0.0, window_pairs)
+
+
+def sequence_work(config: Config, order_of: OrderOf, lengths: Sequence[int]) -> SequenceWork:
+    """The work of a packed sequence.
+
+    Args:
+      order_of: the order of its tokens in a run, such as `TrainStep.sequence_order.of`.
+      lengths: int [documents], in the order of the sequence; the rest of config.data.seq_len is padding.
+    """
+    num_tokens = config.data.seq_len
+    segment_ids_T = np.zeros(num_tokens, np.int32)
+    segment_ids_T[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    order_T = order_of({"segment_ids": segment_ids_T})
+    shards = num_shards(config)
+    pieces = _pieces(segment_ids_T, order_T, shards)
+    work = by_ring_step(_pairs_by_rank(pieces, shards))
+    if config.attention.strategy == "all_gather":
+        work = work.sum(axis=0, keepdims=True)
+    slowest = work.max(axis=1).astype(float)
+    window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
+    return SequenceWork(
+        lengths=tuple(int(length) for length in lengths),
+        pairs=document_pairs(config.model, lengths),
+        ring_cost=ring_cost(work),
+        work=AttentionWork(slowest[0], slowest[1:].mean() if len(work) > 1 else 0.0, float(window_pairs.max())),
+    )
+
+
+def mean_of_microbatches(config: Config, sequences: Sequence[SequenceWork]) -> AttentionWork:
+    """The mean work per sequence if each microbatch takes as long as its slowest replica.
+
+    Replicas wait for each other where they gather weights and sum gradients, in every layer. Consecutive sequences form
+    microbatches, as in a run.
+    """
+    num_replicas = config.mesh.data * config.mesh.fsdp
+    per_replica = config.train.global_batch_size // (config.train.gradient_accumulation_steps * num_replicas)
+    works = np.array([sequence.work for sequence in sequences])
+    num_microbatches = -(-len(works) // (num_replicas * per_replica))
+    works = np.resize(works, (num_microbatches, num_replicas, per_replica, works.shape[1])).mean(axis=2)
+    steps = num_ring_steps(config)
+    slowest = [max((AttentionWork(*row) for row in rows), key=lambda work: work.total(steps)) for rows in works]
+    return AttentionWork(*np.mean(slowest, axis=0).tolist())
+
+
+class _Pieces(NamedTuple):
+    """Consecutive tokens of a document that are neighbors on one rank; int64 [pieces], in the order of the sequence."""
+
+    document: np.ndarray
+    offset: np.ndarray  # tokens of the document before the piece
+    num_tokens: np.ndarray
+    rank: np.ndarray
+
+
+def _pieces(segment_ids_T: np.ndarray, order_T: np.ndarray, num_ranks: int) -> _Pieces:
+    rank_T = np.arange(len(order_T)) // (len(order_T) // num_ranks)
+    document_T = segment_ids_T[order_T]
+    is_first = np.ones(len(order_T), bool)
+    is_first[1:] = (np.diff(order_T) != 1) | (np.diff(document_T) != 0) | (np.diff(rank_T) != 0)
+    begins = np.flatnonzero(is_first)
+    num_tokens = np.diff(begins, append=len(order_T))
+    order = np.argsort(order_T[begins])
+    begins, num_tokens = begins[order], num_tokens[order]
+    is_text = document_T[begins] > 0
+    begins, num_tokens = begins[is_text], num_tokens[is_text]
+    document, first_token = document_T[begins], order_T[begins]
+    is_new = np.diff(document, prepend=0) != 0
+    offset = first_token - np.maximum.accumulate(np.where(is_new, first_token, 0))
+    return _Pieces(document, offset, num_tokens, rank_T[begins])
+
+
+def _pairs_by_rank(pieces: _Pieces, num_ranks: int) -> np.ndarray:
+    """int64 [query ranks, key ranks]: pairs of a query and a key that it attends to."""
+    num_tokens, rank = pieces.num_tokens, pieces.rank
+    by_rank = np.zeros((len(rank) + 1, num_ranks), np.int64)  # tokens of all earlier pieces, by rank
+    by_rank[np.arange(1, len(rank) + 1), rank] = num_tokens
+    by_rank = by_rank.cumsum(axis=0)[:-1]
+    is_new = np.diff(pieces.document, prepend=0) != 0
+    first = np.maximum.accumulate(np.where(is_new, np.arange(len(rank)), 0))  # the first piece of each document
+    pairs = np.zeros((num_ranks, num_ranks), np.int64)
+    np.add.at(pairs, rank, num_tokens[:, None] * (by_rank - by_rank[first]))
+    np.add.at(pairs, (rank, rank), num_tokens * (num_tokens + 1) // 2)
+    return pairs
+
+
+def _window_pairs(pieces: _Pieces, num_ranks: int, window: int) -> np.ndarray:
+    """int64 [ranks]: pairs of each rank's queries with a sliding window in tokens."""
+
+    def pairs_before(offset):  # of the first queries of a document
+        reach = np.minimum(offset, window)
+        return offset * reach - reach * (reach - 1) // 2
+
+    pairs = pairs_before(pieces.offset + pieces.num_tokens) - pairs_before(pieces.offset)
+    return np.bincount(pieces.rank, pairs, num_ranks).astype(np.int64)

@@ -1,0 +1,104 @@
+"""Estimates of a compiled step for packed sequences of a random mix, of a corpus and of given lengths."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxlc import plan
+from jaxlc.config import load
+from jaxlc.core.errors import UserError
+from jaxlc.core.flops import document_pairs, step_flops
+from jaxlc.data import open_corpus
+from jaxlc.plan import Plan
+from jaxlc.plan.packing_estimates import mix_of_lengths, read_documents
+from jaxlc.plan.report import page
+from tests.plan.gpus import small_config
+
+
+def packed_config(seq_len: int = 4096):
+    config = small_config()
+    config.attention.document_mask = True
+    config.data.seq_len = seq_len
+    return config
+
+
+@pytest.fixture(scope="module")
+def result():
+    config = packed_config()
+    config.mesh.update(fsdp=2, tensor=1)
+    config.train.update(global_batch_size=4, gradient_accumulation_steps=2)
+    return plan.plan(config, "h100:1x4", document_lengths="mix")
+
+
+@pytest.mark.gpu_compiler
+def test_plan_orders_sequences_by_work(result, tmp_path):
+    best, typical, worst, mean = result.packing.estimates
+    assert [row.name for row in (best, typical, worst, mean)] == ["best", "typical", "worst", "mean"]
+    assert best.step_seconds < typical.step_seconds < worst.step_seconds <= result.predicted.step_seconds
+    assert best.attention_seconds < mean.attention_seconds < worst.attention_seconds
+    assert best.replica_cost == worst.replica_cost == 1 < mean.replica_cost < 2  # two replicas
+    assert all(0 < row.pairs_share < 1 <= row.ring_cost and row.padding_share == 0 for row in (best, mean, worst))
+    other_seconds = {round(row.step_seconds - row.attention_seconds, 9) for row in (best, typical, worst)}
+    predicted = result.predicted
+    assert max(other_seconds) == pytest.approx(predicted.step_seconds - predicted.seconds_by_kind["attention"], rel=0.2)
+
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(result.to_json()))
+    assert Plan.from_json(path) == result
+    text = page(result, "")
+    assert "document lengths: mix, 64 sequences" in text and max(map(len, text.splitlines())) <= 120
+    assert "packed sequences" not in page(dataclasses.replace(result, packing=None), "")
+
+
+@pytest.mark.gpu_compiler
+def test_mfu_of_packed_sequences_counts_pairs_of_documents(result):
+    model, sequences = load(packed_config()).model, read_documents(load(packed_config()), "mix").sequences
+    mean_pairs = np.mean([document_pairs(model, lengths) for lengths in sequences])
+    flops = 4 * step_flops(model, num_tokens=4096, num_pairs=mean_pairs)
+    mean = result.packing.estimates[-1]
+    assert mean.mfu_documents == pytest.approx(flops / (mean.step_seconds * 4 * 989.4e12))
+    assert mean.pairs_share == pytest.approx(mean_pairs / document_pairs(model, [4096]))
+
+
+def test_mix_has_60_percent_in_long_documents():
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        lengths = mix_of_lengths(rng, 524_288)
+        assert lengths.sum() == 524_288
+        assert lengths[lengths >= 65_536].sum() <= 0.6 * 524_288 <= lengths[lengths >= 256].sum()
+    assert mix_of_lengths(rng, 512).sum() == 512
+
+
+def test_read_documents_of_corpus_equals_segments(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(40):
+        (texts / f"{i}.txt").write_text("word " * (10 + 17 * i))
+    config = packed_config(seq_len=512)
+    config.data.update(sources=(str(texts),), cache_dir=str(tmp_path / "cache"))
+    config = load(config)
+    train = open_corpus(config.data).train
+    documents = read_documents(config, "corpus")
+    assert len(documents.sequences) == min(64, train.num_sequences)
+    for i, lengths in enumerate(documents.sequences):
+        segment_ids = train[i]["segment_ids"]
+        np.testing.assert_array_equal(lengths, np.bincount(segment_ids)[1:])
+
+
+@pytest.mark.parametrize("source, words", [
+    ("4096,1", "4,097 tokens in total: expected at most config.data.seq_len=4096"),
+    ("longest", "invalid document lengths 'longest': expected corpus, mix, or lengths in tokens such as 65536,1024x64"),
+    ("12,,3", "invalid document lengths"),
+    ("0", "invalid document lengths"),
+])  # fmt: skip
+def test_read_documents_with_invalid_lengths_raises(source, words):
+    with pytest.raises(UserError, match=words):
+        read_documents(load(packed_config()), source)
+    assert [x.tolist() for x in read_documents(load(packed_config()), "2048, 16x3").sequences] == [[2048, 16, 16, 16]]
+
+
+def test_read_documents_without_document_mask_raises():
+    with pytest.raises(UserError, match="document lengths have no effect with config.attention.document_mask=False"):
+        read_documents(load(small_config()), "mix")

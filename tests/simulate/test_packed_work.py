@@ -1,0 +1,109 @@
+"""Pairs of packed sequences by ring step, against counts on dense masks and against the layout's own count."""
+
+import numpy as np
+import pytest
+
+from jaxlc.config import defaults, load
+from jaxlc.core.flops import causal_pairs
+from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
+from jaxlc.sharding.document_layout import document_layout
+from jaxlc.sharding.layout import zigzag_order
+from jaxlc.simulate.packed_work import AttentionWork, mean_of_microbatches, one_document, sequence_work
+from jaxlc.simulate.time_model import visible_fraction
+from jaxlc.train.sequence_order import zigzag
+
+TOKENS, CONTEXT = 4096, 4
+LENGTHS = (1500, 1, 700, 90, 1205, 400)  # 200 tokens of padding
+ZIGZAG = zigzag(TOKENS, CONTEXT).of
+
+
+def by_document(sequence):
+    lengths = np.bincount(sequence["segment_ids"])[1:]
+    return document_layout(lengths, TOKENS, CONTEXT).order
+
+
+def config_with(tokens: int = TOKENS, context: int = CONTEXT, **sections):
+    config = defaults()
+    config.mesh.context, config.data.seq_len = context, tokens
+    for section, settings in sections.items():
+        config[section].update(settings)
+    return load(config)
+
+
+def dense_work(lengths, order_T, num_ranks, window=TOKENS) -> np.ndarray:
+    """[query ranks, key ranks]: visible pairs, counted on the mask in natural order."""
+    document_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
+    positions_T = np.arange(TOKENS)
+    mask_TS = (document_T[:, None] == document_T) & (document_T > 0) & (positions_T[:, None] >= positions_T)
+    mask_TS &= positions_T[:, None] - positions_T < window
+    return mask_TS[np.ix_(order_T, order_T)].reshape(num_ranks, -1, num_ranks, TOKENS // num_ranks).sum(axis=(1, 3))
+
+
+def by_step(work) -> np.ndarray:
+    ranks = len(work)
+    return np.array([[work[rank, (rank - step) % ranks] for rank in range(ranks)] for step in range(ranks)])
+
+
+def test_work_of_zigzag_order_equals_dense_count():
+    config = config_with()
+    result = sequence_work(config, ZIGZAG, LENGTHS)
+    steps = by_step(dense_work(LENGTHS, zigzag_order(TOKENS, CONTEXT), CONTEXT))
+    slowest = steps.max(axis=1)
+    assert result.work == (slowest[0], slowest[1:].mean(), steps.sum(axis=0).max())
+    assert result.ring_cost == pytest.approx(slowest.sum() * CONTEXT / steps.sum())
+    pairs = sum(causal_pairs(length) for length in LENGTHS)
+    assert result.pairs == config.model.num_layers * pairs and steps.sum() == pairs
+
+
+def test_work_of_document_order_equals_layout():
+    result = sequence_work(config_with(), by_document, LENGTHS)
+    layout = document_layout(np.array(LENGTHS), TOKENS, CONTEXT)
+    slowest = layout.ring_work.max(axis=1)
+    assert result.work[:2] == (slowest[0], slowest[1:].mean())
+    assert result.ring_cost == pytest.approx(layout.ring_cost) and result.ring_cost < 1.1
+
+
+@pytest.mark.parametrize("strategy, num_ranks, degree", [("hybrid", 2, 2), ("all_gather", 4, 1), ("ulysses", 1, 1)])
+def test_work_by_strategy_equals_dense_count(strategy, num_ranks, degree):
+    config = config_with(attention=dict(strategy=strategy, ulysses_degree=degree))
+    result = sequence_work(config, ZIGZAG, LENGTHS)
+    work = dense_work(LENGTHS, zigzag_order(TOKENS, CONTEXT), num_ranks)
+    steps = work.sum(axis=1)[None] if strategy == "all_gather" else by_step(work)
+    rest = steps.max(axis=1)[1:]
+    assert result.work[:2] == (steps[0].max(), rest.mean() if len(rest) else 0)
+
+
+def test_work_of_window_equals_dense_count():
+    config = config_with(model=dict(layer_kinds="sliding,full", window=100))
+    result = sequence_work(config, ZIGZAG, LENGTHS)
+    rank_pairs = dense_work(LENGTHS, zigzag_order(TOKENS, CONTEXT), CONTEXT, window=100).sum(axis=1)
+    assert result.work.window_pairs == rank_pairs.max()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_one_document_has_the_default_work(strategy):
+    """Half of all pairs, up to the diagonal; in a window, ranks with the first tokens have fewer."""
+    config = config_with(attention=dict(strategy=strategy), model=dict(layer_kinds="sliding,full", window=100))
+    for order_of in (ZIGZAG, by_document):
+        expected, actual = one_document(config), sequence_work(config, order_of, [TOKENS]).work
+        np.testing.assert_allclose(actual, expected, rtol=0.02)
+
+
+def test_visible_fraction_follows_the_work():
+    config = config_with()
+    work = AttentionWork(own_pairs=1024 * 256, ring_step_pairs=1024 * 128, window_pairs=0)
+    own = AttentionKernelCall(None, "pallas", "forward", 1.0, True, Sizes(4, 1024, 1024))
+    assert visible_fraction(own, config, work) == 0.25
+    assert visible_fraction(own._replace(is_ring_step=True), config, work) == 0.125
+    halves = own._replace(sizes=Sizes(8, 512, 512), is_ring_step=True)
+    assert visible_fraction(halves, config, work) == 0.25
+    assert visible_fraction(own._replace(is_masked=False), config, work) == 1.0
+
+
+def test_mean_of_microbatches_takes_the_slowest_replica():
+    config = config_with(mesh=dict(fsdp=2), train=dict(global_batch_size=8, gradient_accumulation_steps=2))
+    whole, short = (sequence_work(config, ZIGZAG, lengths) for lengths in ([TOKENS], [64] * 64))
+    sequences = [whole, short, short, short] + [short] * 4  # two replicas of two sequences, two microbatches
+    first = (np.array(whole.work) + short.work) / 2
+    expected = (first + short.work) / 2
+    np.testing.assert_allclose(mean_of_microbatches(config, sequences), expected)
