@@ -7,9 +7,10 @@ from typing import NamedTuple
 from jaxlc.config.frozen import Config
 from jaxlc.config.layer_checks import layer_problems
 from jaxlc.config.mesh_checks import check_num_devices, length_problems, mesh_overrides, split_problems, working_mesh
+from jaxlc.config.mixture import mixture_problems
 from jaxlc.config.precision_checks import precision_problems
 from jaxlc.config.rope_settings import rope_problems
-from jaxlc.config.schema import TENSOR_NAMES
+from jaxlc.config.schema import TENSOR_NAMES, DataConfig
 from jaxlc.config.tile_checks import tile_problems
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
@@ -172,6 +173,9 @@ def _data_problems(config: Config) -> Iterator[str]:
     for name, sources in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
         if "" in sources:
             yield f"config.data.{name} is {sources}, with an empty name in it; remove the empty name"
+    if config.data.mixture and config.data.sources != DataConfig().sources:
+        yield "config.data.sources and config.data.mixture are both set: add the sources to the mixture, as a source"
+    yield from mixture_problems(config.data)
 
 
 def _memory_problems(config: Config) -> Iterator[str]:

@@ -20,6 +20,8 @@ from jaxlc.config.files import read_config, shipped_configs
 from jaxlc.config.frozen import SECTIONS, Config, field_types
 from jaxlc.config.help import settings_help
 from jaxlc.config.loading import check_key, load
+from jaxlc.config.mixture import PATH as MIXTURE
+from jaxlc.config.mixture import is_source_path
 from jaxlc.config.values import describe_type, did_you_mean, invalid_value, parse_integer
 from jaxlc.core.errors import UserError
 
@@ -108,6 +110,13 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
     for arg in argv[1:]:
         if override := _OVERRIDE.match(arg):
             check_key(override["key"])
+            if override["key"] == MIXTURE:
+                raise UserError(f"config.{MIXTURE} is a group of sources: set --config.{MIXTURE}.NAME.paths=...")
+            if is_source_path(override["key"]):
+                if "=" not in arg:
+                    raise UserError(f"{arg}: write it as --name=value")
+                config.data.mixture.set_field(override["key"], arg.partition("=")[2])
+    argv = [arg for arg in argv if not ((override := _OVERRIDE.match(arg)) and is_source_path(override["key"]))]
     # The parsers of ml_collections read "a,b" as a Python expression, and refuse 1e3 as an integer.
     config_flags.register_flag_parser_for_type(tuple, _CommaSeparated())
     config_flags.register_flag_parser_for_type(int, _Integer())

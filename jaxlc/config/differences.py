@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxlc.config import mixture
 from jaxlc.core import html
 
 Values = Mapping[str, Mapping[str, Any]]  # section -> name -> value
@@ -18,10 +19,18 @@ def differences(values: Values, defaults: Values) -> Iterator[tuple[str, str, An
 
 
 def setting_text(value: Any) -> str:
-    """A value as it is written on the command line: lists with commas, an empty one as ()."""
+    """A value as it is written on the command line: lists with commas, an empty one as (). A mixture: the fields of its
+    sources that are not as default."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}({_source_text(fields)})" for name, fields in value.items()) or "()"
     if isinstance(value, (tuple, list)):
         return ",".join(map(str, value)) or "()"
     return repr(value) if value == "" else str(value)
+
+
+def _source_text(fields: Mapping[str, Any]) -> str:
+    texts = {name: setting_text(value) for name, value in fields.items()}
+    return " ".join(f"{name}={text}" for name, text in texts.items() if text != setting_text(mixture.DEFAULTS[name]))
 
 
 def as_text(title: str, values: Values, defaults: Values) -> str:

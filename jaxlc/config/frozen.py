@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlc.config import differences
+from jaxlc.config.mixture import mixture_dict
 from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
@@ -74,6 +75,7 @@ def field_types(section: str) -> dict[str, Any]:
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
     values = dataclasses.asdict(config)
+    values["data"]["mixture"] = mixture_dict(config.data.mixture)
     return {
         section: {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         for section, fields in values.items()
@@ -83,4 +85,5 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 def default_values(preset: str) -> dict[str, dict[str, Any]]:
     """The default of every setting, section by section; for the model, those of `preset`, a key of PRESETS."""
     sections = {name: dataclasses.asdict(cls()) for name, cls in SECTIONS.items() if cls is not ModelConfig}
+    sections["data"]["mixture"] = dict[str, Any]()
     return {"model": dataclasses.asdict(PRESETS[preset]) | {"preset": DEFAULT_PRESET}, **sections}

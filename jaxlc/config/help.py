@@ -6,9 +6,12 @@ import textwrap
 import tokenize
 import typing
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
+from jaxlc.config import mixture
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types
+from jaxlc.config.mixture import is_mixture
+from jaxlc.config.schema import SourceConfig
 from jaxlc.config.settings import defaults
 from jaxlc.config.values import describe_type
 
@@ -23,16 +26,33 @@ def settings_help(sections: Iterable[str] = tuple(SECTIONS)) -> str:
         lines.append(f"\n{section}: {' '.join((inspect.getdoc(SECTIONS[section]) or '').split())}")
         comments = field_comments(SECTIONS[section])
         for name, hint in field_types(section).items():
+            if is_mixture(section, name):
+                lines += _mixture_help(comments[name])
+                continue
             default = config[section][name]
             unset = (
                 "from the preset" if section == "model" else _as_argument(default_values(DEFAULT_PRESET)[section][name])
             )
             default = unset if default is None else _as_argument(default)
-            choices = f"; {describe_type(hint)}" if typing.get_origin(hint) is Literal else ""
-            text = textwrap.wrap(comments[name].rstrip(".") + choices, _WIDTH - _KEY_WIDTH)
-            lines.append(f"  {f'--config.{section}.{name}={default}':<{_KEY_WIDTH - 3}} {text[0]}")
-            lines += [" " * _KEY_WIDTH + line for line in text[1:]]
+            lines += _setting_help(f"{section}.{name}={default}", comments[name], hint)
     return "\n".join(lines)
+
+
+def _setting_help(setting: str, comment: str, hint: Any) -> list[str]:
+    """The lines of one setting, "SECTION.NAME=DEFAULT"."""
+    choices = f"; {describe_type(hint)}" if typing.get_origin(hint) is Literal else ""
+    text = textwrap.wrap(comment.rstrip(".") + choices, _WIDTH - _KEY_WIDTH)
+    return [f"  {f'--config.{setting}':<{_KEY_WIDTH - 3}} {text[0]}", *(" " * _KEY_WIDTH + line for line in text[1:])]
+
+
+def _mixture_help(comment: str) -> list[str]:
+    """The lines of data.mixture and of the fields of its sources."""
+    lines = _setting_help(f"{mixture.PATH}=", comment, str)
+    comments = field_comments(SourceConfig)
+    for name, hint in mixture.FIELDS.items():
+        setting = f"{mixture.PATH}.NAME.{name}={_as_argument(mixture.DEFAULTS[name])}"
+        lines += _setting_help(setting, comments[name], hint)
+    return lines
 
 
 def _as_argument(value: object) -> str:

@@ -8,6 +8,14 @@ from ml_collections import ConfigDict
 
 from jaxlc.config.checks import check
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, field_types, is_placeholder, to_dict
+from jaxlc.config.mixture import (
+    is_mixture,
+    is_source_path,
+    merged_mixture,
+    parse_mixture,
+    source_configs,
+    split_source_path,
+)
 from jaxlc.config.old_configs import REMOVED, RENAMED, upgraded
 from jaxlc.config.presets import PRESETS, RENAMED_PRESETS
 from jaxlc.config.pretrained import locate, with_overrides
@@ -49,7 +57,11 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
     values = to_dict(config)
     for path, value in settings.items():
         section, _, name = path.partition(".")
-        values[section][name] = value
+        if is_source_path(path):
+            source, field = split_source_path(path)
+            values[section]["mixture"] = merged_mixture(values[section]["mixture"], {source: {field: value}})
+        else:
+            values[section][name] = value
     return load(ConfigDict(values))
 
 
@@ -78,6 +90,9 @@ def check_key(path: str) -> None:
         raise SettingError(f"config.{path} was renamed: use config.{RENAMED[path]}")
     if path in REMOVED:
         raise SettingError(f"config.{path} was removed: {REMOVED[path]}")
+    if is_source_path(path):
+        split_source_path(path)
+        return
     section, _, name = path.partition(".")
     if section not in SECTIONS or (name and name not in field_types(section)):
         raise SettingError(f"unknown setting config.{path}: {_nearest_key(path)}")
@@ -103,7 +118,12 @@ def _checked_section(section: str, values: dict[str, Any]) -> dict[str, Any]:
     """`values` with their declared types, without placeholders."""
     hints = field_types(section)
     is_set = {name: value for name, value in values.items() if value is not None or not is_placeholder(section, name)}
-    return {name: typed(f"{section}.{name}", value, hints[name]) for name, value in is_set.items()}
+    return {
+        name: source_configs(parse_mixture(value))
+        if is_mixture(section, name)
+        else typed(f"{section}.{name}", value, hints[name])
+        for name, value in is_set.items()
+    }
 
 
 def _with_shape(model: dict[str, Any]) -> dict[str, Any]:

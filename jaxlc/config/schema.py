@@ -127,12 +127,44 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One source of data.mixture."""
+
+    name: str  # NAME in config.data.mixture.NAME
+    # files, directories or glob patterns, as data.sources.
+    paths: tuple[str, ...] = ()
+    # share of the tokens of a run, padding not counted. Shares are divided by their sum.
+    share: float = 1.0
+    # packed: documents and remainders of long ones are packed into sequences. full_length: only documents of at least
+    # data.seq_len tokens, cut into sequences of one document each; remainders are not used.
+    pool: Literal["packed", "full_length"] = "packed"
+    # pool packed: documents are cut into chunks of at most this number of tokens before they are packed, such as 65536
+    # in sequences of 524288. 0: data.seq_len.
+    chunk_tokens: int = 0
+    min_tokens: int = 0  # shorter documents are not used; lengths include the end-of-document token
+    max_tokens: int = 0  # longer documents are not used; 0: no limit
+    # limits in tokens between length classes, increasing, for length_weights.
+    length_limits: tuple[int, ...] = ()
+    # weight of the documents of each length class, one more than length_limits: 1,2.5 with length_limits=8192 repeats
+    # documents of at least 8192 tokens 2.5 times per epoch. 0: not used. Empty: 1.
+    length_weights: tuple[float, ...] = ()
+    # documents longer than a sequence. cut: into several chunks. truncate: only the first data.seq_len tokens are used.
+    # drop: not used. auto: cut, and drop for chats.
+    overlong: Literal["auto", "cut", "truncate", "drop"] = "auto"
+    # field of records that holds the document; dots name fields of fields, such as data.text.
+    text_field: str = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Text sources, tokenizer and packing into sequences."""
 
     # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz and .parquet
     # files; or "python-stdlib", the sources of Python's standard library.
     sources: tuple[str, ...] = ("python-stdlib",)
+    # named sources with shares of the tokens, instead of data.sources; docs/data.md. Set the fields of a source with
+    # config.data.mixture.NAME.FIELD; a new NAME adds a source.
+    mixture: tuple[SourceConfig, ...] = ()
     # "bytes" (257 ids), the path of a Hugging Face tokenizer.json or of a directory that contains one, or a hub id
     # ORGANIZATION/NAME. If it is not set: the tokenizer of model.init_from, or bytes without it.
     tokenizer: str = "bytes"

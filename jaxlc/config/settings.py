@@ -9,6 +9,7 @@ from ml_collections import ConfigDict, FieldReference, config_dict
 from jaxlc.config import differences
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types, is_placeholder
 from jaxlc.config.loading import check_key, check_preset
+from jaxlc.config.mixture import MixtureSettings, is_mixture, is_source_path, parse_mixture
 from jaxlc.config.values import typed
 
 
@@ -40,10 +41,16 @@ class Settings(ConfigDict):
         Raises:
           SettingError: an unknown setting, or an invalid value.
         """
-        for path in flattened_dict:
-            if path.startswith(strip_prefix):
-                check_key(path.removeprefix(strip_prefix).partition("[")[0])
-        super().update_from_flattened_dict(flattened_dict, strip_prefix)
+        others = {}
+        for key, value in flattened_dict.items():
+            path = key.removeprefix(strip_prefix)
+            if key.startswith(strip_prefix):
+                check_key(path.partition("[")[0])
+            if key.startswith(strip_prefix) and is_source_path(path):
+                self.data.mixture.set_field(path, value)
+            else:
+                others[key] = value
+        super().update_from_flattened_dict(others, strip_prefix)
 
     def __str__(self) -> str:
         return "\n".join(f"{name}:\n{section}" for name, section in self.items())
@@ -67,6 +74,11 @@ class Section(ConfigDict):
           SettingError: an unknown setting, a value of a wrong type, or a string that is not one of the choices.
         """
         check_key(f"{self._section}.{key}")
+        if is_mixture(self._section, key):
+            super().__setitem__(
+                key, value if isinstance(value, MixtureSettings) else MixtureSettings(parse_mixture(value))
+            )
+            return
         is_unset = value is None and is_placeholder(self._section, key)
         if not isinstance(value, FieldReference) and not is_unset:
             value = typed(f"{self._section}.{key}", value, field_types(self._section)[key])

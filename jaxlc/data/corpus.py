@@ -1,12 +1,18 @@
 """Opens the corpus of a config: tokenized, split into training and held-out documents, and packed into sequences."""
 
+import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxlc.config.schema import DataConfig
+import numpy as np
+
+from jaxlc.config.mixture import DEFAULTS
+from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
+from jaxlc.data.mixed import MixedSequences, PackedText
 from jaxlc.data.packing import PackedSequences
+from jaxlc.data.selection import packed_source
 from jaxlc.data.sources import COMPRESSED_SUFFIXES, PYTHON_STDLIB, SourceFile, list_files
 from jaxlc.data.split import Split, split_documents
 from jaxlc.data.store import Progress, TokenStore, open_store
@@ -15,15 +21,34 @@ from jaxlc.data.tokenizers import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
+class CorpusSource:
+    """One source of a corpus."""
+
+    name: str  # "" for data.sources
+    share: float  # of the training tokens, as set; all shares of a corpus together are 1
+    train: PackedSequences
+    heldout: PackedSequences | None  # None: held-out text is from data.eval_sources, or no document is selected
+
+
+@dataclass(frozen=True, kw_only=True)
 class Corpus:
     """A tokenized, split and packed corpus. Sizes are properties of `train` and `heldout`: `num_documents`, and per
     epoch `num_tokens` and `num_sequences`."""
 
     tokenizer: Tokenizer
-    train: PackedSequences
-    heldout: PackedSequences  # other documents or the tail of one, in the same order in every epoch
+    train: PackedText
+    heldout: PackedText  # other documents or the tail of one, in the same order in every epoch
+    sources: tuple[CorpusSource, ...]  # one without a name for data.sources
     fingerprint: str  # equal for two corpora if sequence i is the same for every i
     warnings: tuple[str, ...] = ()  # one line each, for the caller to print once per run
+
+    def num_tokens_of_first(self, num_sequences: int) -> dict[str, int]:
+        """Tokens of each source, by name, in the first training sequences, without padding."""
+        if isinstance(self.train, MixedSequences):
+            counts = self.train.num_tokens_of_first(num_sequences)
+        else:
+            counts = [self.sources[0].train.num_tokens_of_first(num_sequences)]
+        return {source.name: count for source, count in zip(self.sources, counts)}
 
 
 def open_corpus(
@@ -43,28 +68,167 @@ def open_corpus(
             " training ends with an evaluation on held-out text, so use a small value such as 0.01"
         )
     tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.end_token)
-    files, num_duplicates = list_files(config.sources)
     eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
-    train_files = _without(files, eval_files)
-    _check_max_tokens(train_files, config.seq_len)
     _check_max_tokens(eval_files, 1)
-    eval_store = open_store(eval_files, config, tokenizer, progress, log) if eval_files else None
-    store = open_store(train_files, config, tokenizer, progress, log)
-    split = split_documents(store, config.eval_fraction, eval_store)
+    opener = _StoreOpener(config, tokenizer, eval_files, progress, log)
+    return _open_mixture(opener) if config.mixture else _open_sources(opener)
+
+
+class _StoreOpener:
+    """Opens the token stores of sources and of data.eval_sources."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        eval_files: list[SourceFile],
+        progress: Progress | None,
+        log: Log | None,
+    ):
+        self.config, self.tokenizer, self._progress, self._log = config, tokenizer, progress, log
+        self._eval_files = eval_files
+        self.warnings: list[str] = []
+
+    def files(self, paths: Sequence[str], setting: str, min_tokens: int) -> list[SourceFile]:
+        """The files to train on.
+
+        Raises:
+          UserError: they do not exist, or cannot contain `min_tokens` tokens.
+        """
+        files, num_duplicates = list_files(paths, setting)
+        train_files = _without(files, self._eval_files, setting)
+        _check_max_tokens(train_files, min_tokens)
+        if len(files) > len(train_files):
+            self.warnings.append(
+                f"{setting}: files that are also in data.eval_sources: {len(files) - len(train_files):,}; they are not"
+                " trained on"
+            )
+        if num_duplicates:
+            self.warnings.append(f"{setting}: duplicate files: {num_duplicates:,}; each file is used once per epoch")
+        return train_files
+
+    def open(self, files: list[SourceFile], text_field: str) -> TokenStore:
+        return open_store(files, self.config, text_field, self.tokenizer, self._progress, self._log)
+
+    def open_eval_store(self) -> TokenStore | None:
+        return self.open(self._eval_files, self.config.text_field) if self._eval_files else None
+
+    def split(self, store: TokenStore, eval_store: TokenStore | None, setting: str, has_own_text: bool = True) -> Split:
+        split = split_documents(store, self.config.eval_fraction, eval_store, setting)
+        self.warnings += _text_warnings(store, split, setting, has_own_text)
+        return split
+
+
+def _open_sources(opener: _StoreOpener) -> Corpus:
+    """The corpus of data.sources."""
+    config, tokenizer = opener.config, opener.tokenizer
+    files = opener.files(config.sources, "data.sources", config.seq_len)
+    eval_store = opener.open_eval_store()
+    store = opener.open(files, config.text_field)
+    has_own_text = config.sources != (PYTHON_STDLIB,)  # Python's library has test files in other encodings
+    split = opener.split(store, eval_store, "data.sources", has_own_text)
     train = PackedSequences(split.store, split.train_ids, config.seq_len, config.seed)
     _check_num_tokens(train.num_tokens, config.seq_len, "")
+    heldout = PackedSequences(split.heldout_store, split.heldout_ids, config.seq_len, seed=None)
     heldout_identity = config.eval_fraction if eval_store is None else eval_store.fingerprint
     identity = (store.fingerprint, tokenizer.fingerprint, config.seq_len, heldout_identity, config.seed)
     return Corpus(
         tokenizer=tokenizer,
         train=train,
-        heldout=PackedSequences(split.heldout_store, split.heldout_ids, config.seq_len, seed=None),
-        fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest(),
-        warnings=tuple(_warnings(config, num_duplicates, len(files) - len(train_files), store, split)),
+        heldout=heldout,
+        sources=(CorpusSource(name="", share=1.0, train=train, heldout=None if eval_store else heldout),),
+        fingerprint=_hash(identity),
+        warnings=tuple(opener.warnings),
     )
 
 
-def _without(files: list[SourceFile], eval_files: list[SourceFile]) -> list[SourceFile]:
+def _open_mixture(opener: _StoreOpener) -> Corpus:
+    """The corpus of data.mixture."""
+    config, tokenizer = opener.config, opener.tokenizer
+    configs = [source for source in config.mixture if source.share > 0]
+    files = [opener.files(source.paths, _setting(source), 1) for source in configs]  # before anything is tokenized
+    eval_store = opener.open_eval_store()
+    stores = [opener.open(files, source.text_field) for files, source in zip(files, configs)]
+    total_share = sum(source.share for source in configs)
+    sources = [
+        _open_source(opener, source, store, eval_store, source.share / total_share)
+        for source, store in zip(configs, stores)
+    ]
+    if eval_store is None:
+        heldout = _mixed_heldout(sources)
+        heldout_identity = config.eval_fraction
+    else:
+        heldout = PackedSequences(eval_store, np.arange(eval_store.num_documents), config.seq_len, seed=None)
+        heldout_identity = eval_store.fingerprint
+    described = [(*_identity(source, total_share), store.fingerprint) for source, store in zip(configs, stores)]
+    identity = (described, tokenizer.fingerprint, config.seq_len, heldout_identity, config.seed)
+    return Corpus(
+        tokenizer=tokenizer,
+        train=MixedSequences([source.train for source in sources], [source.share for source in sources]),
+        heldout=heldout,
+        sources=tuple(sources),
+        fingerprint=_hash(identity),
+        warnings=tuple(opener.warnings),
+    )
+
+
+def _open_source(
+    opener: _StoreOpener, source: SourceConfig, store: TokenStore, eval_store: TokenStore | None, share: float
+) -> CorpusSource:
+    """Splits and packs one source of a mixture.
+
+    Raises:
+      UserError: it selects no document.
+    """
+    config = opener.config
+    split = opener.split(store, eval_store, _setting(source))
+    train = packed_source(split.store, split.train_ids, source, config.seq_len, config.seed)
+    heldout = None
+    if eval_store is None:
+        heldout = packed_source(split.heldout_store, split.heldout_ids, source, config.seq_len, None)
+        if heldout is None:
+            opener.warnings.append(f"{_setting(source)}: no held-out document has a length that this source uses")
+    if train is None:
+        longest = int(np.diff(store.offsets).max())
+        raise UserError(
+            f"config.{_setting(source)} selects none of its {store.num_documents:,} documents, the longest of"
+            f" {longest:,} tokens; change its min_tokens, max_tokens, pool, length_weights or overlong, or data.seq_len"
+        )
+    return CorpusSource(name=source.name, share=share, train=train, heldout=heldout)
+
+
+def _mixed_heldout(sources: Sequence[CorpusSource]) -> MixedSequences:
+    """The held-out text of all sources that have some, in the shares of the mixture.
+
+    Raises:
+      UserError: no source has held-out text.
+    """
+    parts = [(source.heldout, source.share) for source in sources if source.heldout is not None]
+    if not parts:
+        raise UserError(
+            "no source of config.data.mixture has held-out documents of a length that it uses: increase"
+            " config.data.eval_fraction, or set config.data.eval_sources"
+        )
+    return MixedSequences([heldout for heldout, _ in parts], [share for _, share in parts])
+
+
+def _identity(source: SourceConfig, total_share: float) -> tuple:
+    """The settings of a source on which its sequences depend. Fields with their defaults are not in it, so that new
+    fields do not change it."""
+    fields = dataclasses.asdict(source).items()
+    changed = sorted((name, value) for name, value in fields if name not in ("name", "paths", "share"))
+    return source.name, source.share / total_share, [item for item in changed if item[1] != DEFAULTS[item[0]]]
+
+
+def _setting(source: SourceConfig) -> str:
+    return f"data.mixture.{source.name}"
+
+
+def _hash(identity: tuple) -> str:
+    return hashlib.sha256(repr(identity).encode()).hexdigest()
+
+
+def _without(files: list[SourceFile], eval_files: list[SourceFile], setting: str) -> list[SourceFile]:
     """The files to train on.
 
     Raises:
@@ -73,7 +237,7 @@ def _without(files: list[SourceFile], eval_files: list[SourceFile]) -> list[Sour
     eval_paths = {file.path.resolve() for file in eval_files}
     train_files = [file for file in files if file.path.resolve() not in eval_paths]
     if not train_files:
-        raise UserError("all files of data.sources are in data.eval_sources: add files to train on to data.sources")
+        raise UserError(f"all files of {setting} are in data.eval_sources: add files to train on to {setting}")
     return train_files
 
 
@@ -99,23 +263,16 @@ def _check_num_tokens(num_tokens: int, min_tokens: int, at_most: str, setting: s
         )
 
 
-def _warnings(
-    config: DataConfig, num_duplicates: int, num_eval_files: int, store: TokenStore, split: Split
-) -> Iterator[str]:
-    if num_eval_files:
-        yield f"data.sources: files that are also in data.eval_sources: {num_eval_files:,}; they are not trained on"
-    if num_duplicates:
-        yield f"data.sources: duplicate files: {num_duplicates:,}; each file is used once per epoch"
+def _text_warnings(store: TokenStore, split: Split, setting: str, has_own_text: bool) -> Iterator[str]:
     invalid = store.invalid_utf8
-    has_own_text = config.sources != (PYTHON_STDLIB,)  # Python's library has test files in other encodings
     if invalid.num_documents and has_own_text:
         yield (
-            f"data.sources: documents that are not valid UTF-8: {invalid.num_documents:,} of {store.num_documents:,}"
+            f"{setting}: documents that are not valid UTF-8: {invalid.num_documents:,} of {store.num_documents:,}"
             f" (invalid characters: {invalid.num_characters:,}, first in {invalid.first_document!r});"
             " convert them to UTF-8"
         )
     if split.tail_tokens:
         yield (
-            f"data.sources: too few documents ({store.num_documents:,}) for a split by document: the last"
+            f"{setting}: too few documents ({store.num_documents:,}) for a split by document: the last"
             f" {split.tail_tokens:,} tokens of the longest document are held out"
         )

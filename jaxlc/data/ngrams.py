@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxlc.data.packing import PackedSequences
+from jaxlc.data.mixed import PackedText
 
 _MAX_TRAIN_TOKENS = 50_000_000
 _CHUNK_TOKENS = 4_000_000  # pairs sorted at one time
 
 
 def ngram_losses(
-    train: PackedSequences, heldout: PackedSequences, num_heldout_sequences: int, vocab_size: int
+    train: PackedText, heldout: PackedText, num_heldout_sequences: int, vocab_size: int
 ) -> tuple[float, float]:
     """Returns the mean losses (unigram, bigram) in nats over the weighted targets of the first held-out sequences.
 
@@ -44,19 +44,18 @@ def ngram_losses(
     return tuple(float(-np.average(np.log(p), weights=weights)) for p in (unigram, bigram))
 
 
-def _count_pairs(train: PackedSequences, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def _count_pairs(train: PackedText, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the distinct pairs (token * vocab_size + next token), int64, sorted, and how often each occurs."""
     counted = [np.unique(pairs, return_counts=True) for pairs in _train_pairs(train, vocab_size)]
     pairs, pair_of = np.unique(np.concatenate([pairs for pairs, _ in counted]), return_inverse=True)
     return pairs, np.bincount(pair_of, np.concatenate([counts for _, counts in counted]), len(pairs))
 
 
-def _train_pairs(train: PackedSequences, vocab_size: int) -> Iterator[np.ndarray]:
+def _train_pairs(train: PackedText, vocab_size: int) -> Iterator[np.ndarray]:
     """Yields all pairs within training documents, in chunks of entire documents."""
-    store, chunk, chunk_tokens, num_remaining = train.store, [], 0, _MAX_TRAIN_TOKENS
-    for document in train.document_ids:
-        begin, end = store.offsets[document], store.offsets[document + 1]
-        tokens = store.tokens[begin : min(end, begin + num_remaining)].astype(np.int64)
+    chunk, chunk_tokens, num_remaining = [], 0, _MAX_TRAIN_TOKENS
+    for document in train.documents():
+        tokens = document[:num_remaining].astype(np.int64)
         chunk.append(tokens[:-1] * vocab_size + tokens[1:])
         chunk_tokens += len(tokens)
         num_remaining -= len(tokens)

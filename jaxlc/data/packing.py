@@ -8,6 +8,7 @@ Improve Language Modeling", https://arxiv.org/abs/2404.10830).
 
 import functools
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -22,19 +23,44 @@ class PackedSequences:
     few sequences are a fair sample.
     """
 
-    def __init__(self, store: TokenStore, document_ids: np.ndarray, seq_len: int, seed: int | None):
-        """`document_ids` int64: the documents of `store` to pack, at least one."""
-        assert len(document_ids) and seq_len > 0, (len(document_ids), seq_len)
+    def __init__(
+        self,
+        store: TokenStore,
+        document_ids: np.ndarray,
+        seq_len: int,
+        seed: int | None,
+        *,
+        chunk_tokens: int = 0,
+        max_document_tokens: int = 0,
+        is_full_length: bool = False,
+    ):
+        """
+        Args:
+          document_ids: int64, the documents of `store` to pack, at least one; a document may occur several times.
+          chunk_tokens: documents are cut into chunks of at most this length; 0: `seq_len`.
+          max_document_tokens: only the first tokens of a longer document are used; 0: all.
+          is_full_length: chunks shorter than `seq_len` are not used.
+        """
+        assert len(document_ids) and 0 <= chunk_tokens <= seq_len, (len(document_ids), chunk_tokens, seq_len)
         self.store, self.document_ids, self.seq_len, self.seed = store, document_ids, seq_len, seed
-        begins, ends = _chunks(store.offsets[document_ids], store.offsets[document_ids + 1], seq_len)
+        self.num_documents = len(document_ids)
+        begins, document_ends = store.offsets[document_ids], store.offsets[document_ids + 1]
+        used_ends = np.minimum(document_ends, begins + max_document_tokens) if max_document_tokens else document_ends
+        begins, ends, chunk_documents = _chunks(begins, used_ends, chunk_tokens or seq_len)
+        is_document_end = ends == document_ends[chunk_documents]
+        if is_full_length:
+            is_used = ends - begins == seq_len
+            begins, ends, is_document_end = begins[is_used], ends[is_used], is_document_end[is_used]
+        assert len(begins), "no document is as long as a sequence"
         sequence_of_chunk = best_fit(ends - begins, seq_len)
         order = np.argsort(sequence_of_chunk, kind="stable")
-        self.num_documents = len(document_ids)
         self.num_tokens = int((ends - begins).sum())  # per epoch, without padding
         self.num_sequences = int(sequence_of_chunk[order[-1]]) + 1  # per epoch
         self._chunk_begins, self._chunk_ends = begins[order], ends[order]  # int64 [chunks], offsets into the store
+        self._is_document_end = is_document_end[order]  # bool [chunks]
         # int64 [sequences + 1]
         self._first_chunks = np.searchsorted(sequence_of_chunk[order], np.arange(self.num_sequences + 1))
+        self._counting = np.arange(seq_len, dtype=np.int32)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order, arrays [S]:
@@ -49,32 +75,43 @@ class PackedSequences:
         epoch, index = divmod(i, self.num_sequences)
         sequence = _sequence_order(self.num_sequences, self.seed, epoch)[index]
         chunks = slice(self._first_chunks[sequence], self._first_chunks[sequence + 1])
-        begins, ends = self._chunk_begins[chunks], self._chunk_ends[chunks]
-        lengths = ends - begins
-        packed_ends = np.cumsum(lengths)
-        num_tokens = packed_ends[-1]
-
-        def padded(values: np.ndarray, dtype) -> np.ndarray:
-            out = np.zeros(self.seq_len, dtype)
-            out[:num_tokens] = values
-            return out
-
+        begins, ends = self._chunk_begins[chunks].tolist(), self._chunk_ends[chunks].tolist()
         stored = self.store.tokens
-        tokens = padded(np.concatenate([stored[begin:end] for begin, end in zip(begins, ends, strict=True)]), np.int32)
-        targets = np.append(tokens[1:], np.int32(0))
-        offsets = self.store.offsets
-        is_document_end = offsets[np.searchsorted(offsets, ends)] == ends
-        next_tokens = stored[np.minimum(ends, len(stored) - 1)]
-        targets[packed_ends - 1] = np.where(is_document_end, 0, next_tokens)
-        loss_weights = padded(np.float32(1), np.float32)
-        loss_weights[packed_ends[is_document_end] - 1] = 0
+        tokens, targets, positions, segment_ids = np.empty((4, self.seq_len), np.int32)
+        loss_weights = np.ones(self.seq_len, np.float32)
+        at = 0
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True), start=1):
+            first, at = at, at + end - begin
+            tokens[first:at] = stored[begin:end]
+            targets[first : at - 1] = tokens[first + 1 : at]
+            positions[first:at] = self._counting[: end - begin]
+            segment_ids[first:at] = number
+            if self._is_document_end[chunks.start + number - 1]:
+                targets[at - 1] = loss_weights[at - 1] = 0
+            else:
+                targets[at - 1] = stored[end]
+        for array in (tokens, targets, loss_weights, positions, segment_ids):
+            array[at:] = 0
         return {
             "tokens": tokens,
             "targets": targets,
             "loss_weights": loss_weights,
-            "positions": padded(np.arange(num_tokens) - np.repeat(packed_ends - lengths, lengths), np.int32),
-            "segment_ids": padded(np.repeat(np.arange(1, len(lengths) + 1), lengths), np.int32),
+            "positions": positions,
+            "segment_ids": segment_ids,
         }
+
+    def documents(self) -> Iterator[np.ndarray]:
+        """Yields the stored tokens of each document."""
+        for document in self.document_ids:
+            yield self.store.tokens[self.store.offsets[document] : self.store.offsets[document + 1]]
+
+    def num_tokens_of_first(self, num_sequences: int) -> int:
+        """Tokens of the first sequences, without padding."""
+        num_epochs, num_more = divmod(num_sequences, self.num_sequences)
+        chunk_ends = np.concatenate([[0], np.cumsum(self._chunk_ends - self._chunk_begins)])
+        lengths = np.diff(chunk_ends[self._first_chunks])
+        order = _sequence_order(self.num_sequences, self.seed, num_epochs)
+        return num_epochs * self.num_tokens + int(lengths[order[:num_more]].sum())
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -109,15 +146,20 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bin_of_item
 
 
-def _chunks(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts spans int64 [documents] into chunks of at most `seq_len`; returns begins and ends int64 [chunks]."""
-    num_chunks = -(-(ends - begins) // seq_len)
-    chunk_in_document = np.arange(num_chunks.sum()) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
-    chunk_begins = np.repeat(begins, num_chunks) + chunk_in_document * seq_len
-    return chunk_begins, np.minimum(chunk_begins + seq_len, np.repeat(ends, num_chunks))
+def _chunks(begins: np.ndarray, ends: np.ndarray, chunk_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts spans int64 [documents] into chunks of at most `chunk_tokens`.
+
+    Returns:
+      Begin, end and index of the document of each chunk, int64 [chunks].
+    """
+    num_chunks = -(-(ends - begins) // chunk_tokens)
+    documents = np.repeat(np.arange(len(begins)), num_chunks)
+    chunk_in_document = np.arange(len(documents)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    chunk_begins = begins[documents] + chunk_in_document * chunk_tokens
+    return chunk_begins, np.minimum(chunk_begins + chunk_tokens, ends[documents]), documents
 
 
-@functools.lru_cache(maxsize=4)  # sequences are requested one by one; at an epoch's border two epochs are in use
+@functools.lru_cache(maxsize=64)  # one per source of a mixture, and two at an epoch's border
 def _sequence_order(num_sequences: int, seed: int | None, epoch: int) -> np.ndarray:
     # RandomState, not default_rng: its stream is frozen, so every NumPy version gives the same order (NEP 19).
     generator = np.random.RandomState([0] if seed is None else [seed % 2**32, epoch])

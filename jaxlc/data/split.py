@@ -18,13 +18,17 @@ class Split(NamedTuple):
     tail_tokens: int  # length of the held-out tail; 0 if entire documents are held out
 
 
-def split_documents(store: TokenStore, eval_fraction: float, eval_store: TokenStore | None = None) -> Split:
+def split_documents(
+    store: TokenStore, eval_fraction: float, eval_store: TokenStore | None = None, setting: str = "data.sources"
+) -> Split:
     """Holds out all documents of `eval_store`, or else those whose split hash is below `eval_fraction`, 0 to 1.
 
     The hash depends only on a document's name, so adding documents does not move others across the split. If it puts
     all documents on one side, as with a single large document, the last `eval_fraction` of the longest document is
     held out instead. It becomes a document of its own, so training never predicts its tokens.
 
+    Args:
+      setting: that names the corpus; in errors.
     Raises:
       UserError: the longest document is too short to hold out its tail.
     """
@@ -38,7 +42,7 @@ def split_documents(store: TokenStore, eval_fraction: float, eval_store: TokenSt
     tail_tokens = math.ceil(lengths[longest] * eval_fraction)
     if min(tail_tokens, lengths[longest] - tail_tokens) < 2:  # one token to predict, and one to predict it from
         raise UserError(
-            f"data.sources contain too little text to hold out data.eval_fraction={eval_fraction}: {len(lengths)}"
+            f"{setting}: too little text to hold out data.eval_fraction={eval_fraction}: {len(lengths)}"
             f" documents, the longest of {lengths[longest]} tokens; add documents or change data.eval_fraction"
         )
     store = replace(

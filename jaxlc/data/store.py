@@ -67,6 +67,7 @@ class TokenStore:
 def open_store(
     files: Sequence[SourceFile],
     config: DataConfig,
+    text_field: str,
     tokenizer: Tokenizer,
     progress: Progress | None = None,
     log: Log | None = None,
@@ -82,7 +83,7 @@ def open_store(
       UserError: files cannot be read or contain no text, or the cache directory cannot be written.
     """
     directory = Path(os.path.expanduser(config.cache_dir))
-    key = _cache_key(files, config.text_field, tokenizer)
+    key = _cache_key(files, text_field, tokenizer)
     tokens_path, index_path = directory / f"{key}.tokens.npy", directory / f"{key}.index.npz"
     log = log or (lambda line: None)
 
@@ -96,7 +97,7 @@ def open_store(
             with locked(directory / f"{key}.lock.tmp", on_wait):
                 if _read(tokens_path, index_path, tokenizer) is None:  # no other process has written it meanwhile
                     _delete_leftovers(directory, key)
-                    _write(tokens_path, index_path, files, config.text_field, tokenizer, progress, log)
+                    _write(tokens_path, index_path, files, text_field, tokenizer, progress, log)
         except OSError as error:
             raise UserError(
                 f"cannot write to data.cache_dir {config.cache_dir!r} ({error.strerror or error}); use a writable"

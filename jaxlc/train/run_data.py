@@ -13,6 +13,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data import Corpus, batches, open_corpus
 from jaxlc.data.loader import Sequences
 from jaxlc.data.ngrams import ngram_losses
+from jaxlc.data.shares import share_lines
 from jaxlc.data.tokenizers import Tokenizer, load_tokenizer
 from jaxlc.data.user_batches import EndOfBatches, ListedSequences, StreamedSequences
 from jaxlc.train.batch import BATCH_SPEC
@@ -104,7 +105,10 @@ def _of_corpus(config: Config, progress: Progress) -> RunData:
         train=corpus.train,
         heldout=corpus.heldout,
         fingerprint=corpus.fingerprint,
-        lines=corpus_lines(config, corpus),
+        lines=[
+            *corpus_lines(config, corpus),
+            *share_lines(corpus, config.train.steps * config.train.global_batch_size),
+        ],
         corpus=corpus,
     )
 

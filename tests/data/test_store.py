@@ -28,7 +28,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 
 def open_store(config: DataConfig, progress=None):
-    return store_module.open_store(list_files(config.sources).files, config, BYTES, progress)
+    return store_module.open_store(list_files(config.sources).files, config, "text", BYTES, progress)
 
 
 def files_in(config: DataConfig) -> list[str]:
@@ -135,7 +135,7 @@ def test_store_of_other_process_is_not_tokenized_again(config: DataConfig, monke
         yield
 
     monkeypatch.setattr(store_module, "locked", slow_lock)
-    assert_intact(store_module.open_store(list_files(config.sources).files, config, BYTES, log=lines.append))
+    assert_intact(store_module.open_store(list_files(config.sources).files, config, "text", BYTES, log=lines.append))
     assert lines == [
         f"waiting for process 7 on node1, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}"
     ]
@@ -188,7 +188,7 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
 def test_store_long_piece_is_announced_before_it_is_encoded(config: DataConfig, monkeypatch):
     monkeypatch.setattr(tokenized_pieces, "_LONG_PIECE", 9)
     lines = []
-    store_module.open_store(list_files(config.sources).files, config, BYTES, log=lines.append)
+    store_module.open_store(list_files(config.sources).files, config, "text", BYTES, log=lines.append)
     assert lines == [
         "warning: 0 million characters of 'c.txt' are tokenized at once, because it has no place to cut it, such as a"
         " letter before a newline or punctuation; this needs about 0 GiB of host memory"
