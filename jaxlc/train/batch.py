@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.config import Config
+from jaxlc.config import Config, ModelConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT
 from jaxlc.sharding.layout import token_at
 
@@ -33,6 +33,18 @@ def sequence_positions(shape: tuple[int, int], mesh: Mesh) -> jax.Array:
     num_tokens = shape[1]
     positions_T = token_at(jnp.arange(num_tokens, dtype=jnp.int32), num_tokens, mesh.shape[CONTEXT])
     return lax.with_sharding_constraint(jnp.broadcast_to(positions_T, shape), NamedSharding(mesh, _SEQUENCE_SPEC))
+
+
+def attention_pairs(batch: Batch, model: ModelConfig) -> jax.Array:
+    """Pairs of a query and a key that the document mask leaves in a batch, summed over the layers; float32."""
+    is_text = batch.segment_ids > 0
+    pairs = jnp.float32(0)
+    for kind in dict.fromkeys(model.layer_kinds):
+        num_keys = jnp.minimum(batch.positions + 1, model.window_of(kind) or batch.positions.shape[-1])
+        # First by sequence: a sum in float32 over all tokens would round away single addends.
+        by_sequence = jnp.where(is_text, num_keys, 0).sum(-1, dtype=jnp.float32)
+        pairs += model.num_layers_of(kind) * by_sequence.sum()
+    return pairs
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> Batch:

@@ -9,6 +9,7 @@ from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.history import History
 from jaxlc.train.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
+from jaxlc.train.progress import flops_text
 
 LOSS_PLOT, LOSS_BY_POSITION_PLOT = "loss.png", "loss_by_position.png"
 
@@ -33,6 +34,11 @@ def write_report(
     losses, eval_losses = history.column("loss")[1], earlier.column("eval_loss")[1]
     tokens_per_second = history.median("tokens_per_second")
     speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s (median)"
+    rate, utilization = history.median("flops_per_second_documents"), history.median("mfu_documents")
+    flops = []
+    if rate is not None:
+        of_peak = "" if utilization is None else f", {utilization:.1%} of the bf16 peak"
+        flops.append(f"model FLOP/s    {flops_text(rate)} (documents{of_peak}; median)")
     tensorboard = f", tensorboard --logdir {displayed(workdir / TENSORBOARD_DIRECTORY)}"
     if not extras.is_installed("tensorboardX"):
         tensorboard = f"; TensorBoard event files skipped: {extras.install_hint('tensorboardX')}"
@@ -49,6 +55,7 @@ def write_report(
         [
             "",
             f"trained         {step} steps, {step * config.tokens_per_step:,} tokens{speed}",
+            *flops,
             f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} nats per token",
             *heldout,
             *write_plots(workdir, rows, baselines, evaluation),

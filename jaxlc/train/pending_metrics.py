@@ -46,13 +46,21 @@ class PendingMetrics:
         fetched = [(step, jax.device_get(metrics)) for step, metrics in self._pending if step <= until]
         self._pending = self._pending[len(fetched) :]
         self.last_step, self.last = fetched[-1]
+        if self.last.attention_pairs is not None:
+            self._attention_pairs += sum(float(metrics.attention_pairs) for _, metrics in fetched)
         return fetched
 
     def restart_clock(self, step: int) -> None:
         """Starts the clock after `step`."""
         self._first_step, self._start_seconds = step, time.perf_counter()
+        self._attention_pairs = 0.0
 
     @property
     def seconds_per_step(self) -> float:
         """Mean time of the fetched steps since the clock was started."""
         return (time.perf_counter() - self._start_seconds) / (self.last_step - self._first_step)
+
+    @property
+    def attention_pairs_per_step(self) -> float:
+        """Mean of the same steps; 0 without a document mask."""
+        return self._attention_pairs / (self.last_step - self._first_step)

@@ -38,7 +38,8 @@ class Progress:
         self._console.quiet = not is_primary
         self._is_live = is_primary and self._console.is_terminal
         self._notebook = NotebookDisplay() if is_primary and self._console.is_jupyter else None
-        self._total_steps, self._flops_per_step, self._peak = total_steps, flops_per_step, peak_flops_per_second
+        self._total_steps, self._flops_per_step = total_steps, flops_per_step
+        self.peak_flops_per_second = peak_flops_per_second
         columns = SpinnerColumn(), BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn()
         self._bars = LiveBars(*columns, console=self._console, transient=True)
         self._steps_bar = None  # created at the first step
@@ -92,11 +93,20 @@ class Progress:
         finally:
             self._bars.remove_task(bar)
 
-    def update(self, *, step: int, loss: float, tokens_per_second: float, step_seconds: float, **_) -> None:
+    def update(
+        self,
+        *,
+        step: int,
+        loss: float,
+        tokens_per_second: float,
+        step_seconds: float,
+        flops_per_second_documents: float | None = None,
+        **_,
+    ) -> None:
         """Shows the progress after one or more steps. Accepts a whole metrics row and ignores its other values."""
         text = (
             f"step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
-            f"{self._utilization_text(step_seconds)}"
+            f"{self._utilization_text(step_seconds, flops_per_second_documents)}"
             f"  {_duration_text((self._total_steps - step) * step_seconds)} left"
         )
         if self._is_live:
@@ -112,15 +122,18 @@ class Progress:
             self._last_line_seconds = now_seconds
             self.log(text)
 
-    def _utilization_text(self, step_seconds: float) -> str:
+    def _utilization_text(self, step_seconds: float, document_rate: float | None) -> str:
         if self._flops_per_step is None:
             return ""
-        rate = self._flops_per_step / step_seconds
-        utilization = f", {rate / self._peak:.1%} of the bf16 peak" if self._peak else ""
-        return f"  {_flops_text(rate)} (model, causal{utilization})"
+        pairs, rate = "documents", document_rate
+        if rate is None:
+            pairs, rate = "causal", self._flops_per_step / step_seconds
+        peak = self.peak_flops_per_second
+        utilization = f", {rate / peak:.1%} of the bf16 peak" if peak else ""
+        return f"  {flops_text(rate)} (model, {pairs}{utilization})"
 
 
-def _flops_text(flops_per_second: float) -> str:
+def flops_text(flops_per_second: float) -> str:
     """Three significant digits and a unit: 5.43 GFLOP/s, 3.2 PFLOP/s."""
     units = (("P", 1e15), ("T", 1e12), ("G", 1e9))
     unit, size = next((pair for pair in units if flops_per_second >= pair[1]), units[-1])

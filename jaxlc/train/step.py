@@ -21,7 +21,7 @@ from jaxlc.runtime import compilation_cache, transport
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
 from jaxlc.sharding.table import ShardingTable, sharding_table
 from jaxlc.train import mixed_precision, sequence_order, update
-from jaxlc.train.batch import Batch, abstract_batch, abstract_sequences
+from jaxlc.train.batch import Batch, abstract_batch, abstract_sequences, attention_pairs
 from jaxlc.train.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.objective import Objective
@@ -50,6 +50,7 @@ class StepMetrics(NamedTuple):
     is_finite: jax.Array  # bool: of loss and gradients; if False, the update was skipped
     loss_scale: jax.Array | None  # with fp16 only: of this step
     skipped_steps: jax.Array | None  # with fp16 only, int32: updates skipped since step 0
+    attention_pairs: jax.Array | None  # with a document mask only: see `batch.attention_pairs`
 
 
 def build_step(
@@ -272,6 +273,8 @@ class TrainStep:
         return jnp.float32(optax.tree.get(opt_state, "learning_rate", jnp.nan))  # as optax.inject_hyperparams does
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        has_documents = self.config.attention.document_mask and self.model is None
+        pairs = attention_pairs(batch, self.config.model) if has_documents else None
         # No copy, only types: with absent devices the types of the arguments do not include the memory space.
         state = jax.tree.map(to_memory_kind, state, self.memory_spaces)
         # The division by the sum of weights of all ranks and microbatches: a single one may have no target tokens.
@@ -305,6 +308,7 @@ class TrainStep:
             is_finite=is_finite,
             loss_scale=loss_scale and loss_scale.scale,
             skipped_steps=loss_scale and loss_scale.skipped_steps + ~is_finite,
+            attention_pairs=pairs,
         )
         scaling = mixed_precision.after_step(state.scaling, histories, is_finite, self.config.precision)
         rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlc.config import Config
+from jaxlc.core.flops import step_flops
 from jaxlc.train.callbacks import Callbacks
 from jaxlc.train.checkpoint import Checkpoints
 from jaxlc.train.metrics import MetricsLog
@@ -62,6 +63,8 @@ class StepReports:
             step_seconds=seconds,
             grad_norm=float(metrics.grad_norm),
         )
+        if metrics.attention_pairs is not None:
+            row |= self._document_rates(seconds)
         if not math.isnan(metrics.learning_rate):  # the user's own optimizer may not store it
             row |= dict(learning_rate=float(metrics.learning_rate))
         if metrics.loss_scale is not None:
@@ -69,6 +72,13 @@ class StepReports:
         self.metrics_log.write(**row)
         self.progress.update(**row)
         self.callbacks("on_log", row)
+
+    def _document_rates(self, step_seconds: float) -> dict[str, float]:
+        """Model FLOP/s with the query-key pairs of the documents, and as a fraction of the peak if that is known."""
+        pairs, peak = self.pending.attention_pairs_per_step, self.progress.peak_flops_per_second
+        rate = step_flops(self.config.model, num_tokens=self.config.tokens_per_step, num_pairs=pairs) / step_seconds
+        rates = dict(flops_per_second_documents=rate)
+        return rates | dict(mfu_documents=rate / peak) if peak else rates
 
     def _check_finite(self, fetched: list[tuple[int, StepMetrics]]) -> None:
         """Calls `on_step`; reports steps whose loss or gradient is not finite, whose update the step has skipped."""

@@ -27,8 +27,12 @@ BASELINES = dict(unigram=2.1, bigram=1.8)
             ["trained         2 steps", "5.000 -> 4.000 nats", "4.500 -> 2.000, over", "10 tokens/s"],
         ),
         (
-            [ROW | dict(step=2), dict(step=2, eval_loss=2.0)],
-            ["training loss   5.000 nats", "held-out loss   2.000, over"],
+            [ROW | dict(step=2, flops_per_second_documents=4e9, mfu_documents=0.25), dict(step=2, eval_loss=2.0)],
+            [
+                "model FLOP/s    4 GFLOP/s (documents, 25.0% of the bf16 peak; median)",
+                "training loss   5.000 nats",
+                "held-out loss   2.000, over",
+            ],
         ),
         ([], ["training loss   unknown", "held-out loss   2.000"]),
         ([ROW | dict(loss=None), dict(step=1, eval_loss=None)], ["training loss   unknown", "held-out loss   2.000"]),

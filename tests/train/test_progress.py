@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from jaxlc.train.progress import Progress, _duration_text, _flops_text
+from jaxlc.train.progress import Progress, _duration_text, flops_text
 
 ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, learning_rate=1e-3)
 
@@ -26,6 +26,8 @@ def test_update_with_known_peak_prints_utilization(clock):
     progress, out = make_progress(peak=16e9)
     progress.update(step=10, **ROW)
     assert "4 GFLOP/s (model, causal, 25.0% of the bf16 peak)" in out.getvalue()
+    progress.update(step=130, **ROW, flops_per_second_documents=1e9)
+    assert "1 GFLOP/s (model, documents, 6.2% of the bf16 peak)" in out.getvalue()
 
 
 def test_update_without_terminal_prints_every_few_seconds(clock):
@@ -102,8 +104,8 @@ def test_progress_on_other_processes_prints_nothing(is_terminal):
     ("value", "text"),
     [(5.43e9, "5.43 GFLOP/s"), (2e6, "0.002 GFLOP/s"), (6.71e14, "671 TFLOP/s"), (3.2e16, "32 PFLOP/s")],
 )
-def test_flops_text(value, text):
-    assert _flops_text(value) == text
+def testflops_text(value, text):
+    assert flops_text(value) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3 * 3600 + 62, "3:01:02")])

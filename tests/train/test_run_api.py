@@ -10,6 +10,7 @@ import pytest
 import jaxlc
 from jaxlc.config import load, read_config
 from jaxlc.core.errors import UserError
+from jaxlc.core.flops import document_pairs, step_flops
 from jaxlc.data import open_corpus
 from jaxlc.profile.__main__ import main as profile_main
 from jaxlc.train.language_model import padded_length
@@ -90,6 +91,18 @@ def test_result_has_history_as_columns_and_paths(result):
     assert all(path.exists() for path in result.paths.values()) and "metrics" in result.paths
     assert repr(result).startswith("Result(step 4 of 4, held-out loss ") and "\n" not in repr(history)
     assert "held-out loss" in result._repr_html_() and "<table" in history._repr_html_()
+
+
+def test_rate_of_a_step_counts_pairs_of_its_documents(config, result):
+    config, history = load(config), result.history
+    train, batch_size = open_corpus(config.data).train, config.train.global_batch_size
+    flops = (history["flops_per_second_documents"] * history["step_seconds"])[np.isfinite(history["loss"])]
+    for step in range(STEPS):
+        sequences = [train[step * batch_size + i]["segment_ids"] for i in range(batch_size)]
+        pairs = sum(document_pairs(config.model, np.bincount(segment_ids)[1:]) for segment_ids in sequences)
+        expected = step_flops(config.model, num_tokens=config.tokens_per_step, num_pairs=pairs)
+        assert flops[step] == pytest.approx(expected, rel=1e-6)
+    assert min(flops) < config.flops_per_step
 
 
 def test_traced_steps_are_compared_by_class(result, tmp_path, capsys):
