@@ -169,7 +169,7 @@ def _jaxlc_attention(case: AttentionCase, mesh: Mesh) -> Callable:
     """`attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`."""
     config = AttentionConfig(strategy=case.strategy, kernel=case.kernel, ulysses_degree=case.ulysses_degree)
     attend = attention.make(config, mesh, window=case.window or None)
-    return lambda q, k, v: attend(q, k, v, None, None)[0]
+    return lambda q, k, v: attend(q, k, v)[0]
 
 
 def _ringattention(mesh: Mesh, seq_len: int) -> Callable:

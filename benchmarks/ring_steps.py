@@ -9,13 +9,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.attention.contract import AttentionSpec, Kernel
 from jaxlc.attention.ring import QueryResults, RingState
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import Ranks
 from jaxlc.sweep.timing import seconds_of_calls
-
-_NO_MASKS = Masks(None, None, None, None)
 
 
 def measure(kernel: Kernel, spec: AttentionSpec, q_BTNH, k_BTKH, v_BTKH, num_ranks: int, repeats: int) -> dict:
@@ -51,13 +49,13 @@ def run_rank(kernel: Kernel, spec: AttentionSpec, q_blocks, k_blocks, v_blocks, 
     ring = RingState(kernel, spec, Ranks("", num_ranks), rank, None)
     steps = [(s, k_blocks[(rank - s) % num_ranks], v_blocks[(rank - s) % num_ranks]) for s in range(1, num_ranks)]
     k, v = k_blocks[rank], v_blocks[rank]
-    out_lse = kernel.forward(q, k, v, _NO_MASKS, spec)
+    out_lse = kernel.forward(q, k, v, None, spec)
     for s, k_s, v_s in steps:
         _, out_lse = ring.forward_step(s, q, k_s, v_s, out_lse)
     out, lse = out_lse
     out = out.astype(q.dtype)
     rows = QueryResults(out, lse, out, jnp.zeros_like(lse))
-    dq, *dkv = kernel.backward(q, k, v, _NO_MASKS, spec, *rows)
+    dq, *dkv = kernel.backward(q, k, v, None, spec, *rows)
     gradients = [tuple(dkv)]
     for s, k_s, v_s in steps:
         _, dq, *dkv = ring.backward_step(s, q, k_s, v_s, rows, dq)
@@ -66,9 +64,9 @@ def run_rank(kernel: Kernel, spec: AttentionSpec, q_blocks, k_blocks, v_blocks, 
 
 
 def _one_call(kernel: Kernel, spec: AttentionSpec, q, k, v):
-    out, lse = kernel.forward(q, k, v, _NO_MASKS, spec)
+    out, lse = kernel.forward(q, k, v, None, spec)
     out = out.astype(q.dtype)
-    return out, lse, kernel.backward(q, k, v, _NO_MASKS, spec, out, lse, out, jnp.zeros_like(lse))
+    return out, lse, kernel.backward(q, k, v, None, spec, out, lse, out, jnp.zeros_like(lse))
 
 
 def _blocks(x_BT: jax.Array, num_ranks: int) -> list[jax.Array]:

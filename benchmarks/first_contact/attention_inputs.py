@@ -9,12 +9,11 @@ from jax import lax
 
 from benchmarks.first_contact.sizes import Heads
 from jaxlc.attention.choose import KERNELS
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, Masks
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core import hardware
 from jaxlc.core.hardware import Device
 from jaxlc.sweep.timing import seconds_of_calls
-
-NO_MASKS = Masks(None, None, None, None)
 
 
 def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, packed: bool = False) -> list[str]:
@@ -44,21 +43,22 @@ def random_inputs(heads: Heads, num_tokens: int, dtype: str) -> tuple[jax.Array,
     return tuple(jax.random.normal(k, (1, num_tokens, n, heads.head_dim), dtype) for k, n in zip(keys, counts))
 
 
-def masks_for(num_tokens: int, *, packed: bool) -> Masks:
+def ranges_for(num_tokens: int, spec: AttentionSpec, *, packed: bool) -> KeyRanges | None:
     """Packed: documents of half the sequence, a quarter and so on, and padding at the end."""
     if not packed:
-        return NO_MASKS
+        return None
     position = jnp.arange(num_tokens)
     segments = jnp.minimum(jnp.floor(jnp.log2(num_tokens / (num_tokens - position))), 5).astype(jnp.int32) + 1
     segments = jnp.where(position >= num_tokens - num_tokens // 32, 0, segments)
-    return Masks.self_attention(position.astype(jnp.int32)[None], segments[None])
+    tokens = TokenInfo(position.astype(jnp.int32)[None], segments[None])
+    return key_ranges(tokens, tokens, spec)
 
 
-def both_passes(kernel: Kernel, spec: AttentionSpec, masks: Masks, q, k, v, dout, dlse=None):
+def both_passes(kernel: Kernel, spec: AttentionSpec, ranges: KeyRanges | None, q, k, v, dout, dlse=None):
     """(out, lse, dq, dk, dv) of a kernel; a dlse of None is zero."""
-    out, lse = kernel.forward(q, k, v, masks, spec)
+    out, lse = kernel.forward(q, k, v, ranges, spec)
     dlse = jnp.zeros_like(lse) if dlse is None else dlse
-    return out, lse, *kernel.backward(q, k, v, masks, spec, out.astype(q.dtype), lse, dout, dlse)
+    return out, lse, *kernel.backward(q, k, v, ranges, spec, out.astype(q.dtype), lse, dout, dlse)
 
 
 def seconds_per_call(call: Callable, carry, *operands, num_calls: int, repeats: int) -> float:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.first_contact.attention_inputs import NO_MASKS, device_or_h100, random_inputs, supported_kernels
+from benchmarks.first_contact.attention_inputs import device_or_h100, random_inputs, supported_kernels
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
 from benchmarks.first_contact.step_rows import plan_in_process, step_config
@@ -79,7 +79,7 @@ def _copies(sizes: Sizes, direction: str, by_kernels: bool, with_attention: bool
     def attend(q, k, v):
         if not with_attention:
             return q
-        out = KERNELS[name].forward(q, k, v, NO_MASKS, AttentionSpec())[0]
+        out = KERNELS[name].forward(q, k, v, None, AttentionSpec())[0]
         return (q + 1e-3 * out.astype(q.dtype)).astype(q.dtype)
 
     copies = jax.jit(

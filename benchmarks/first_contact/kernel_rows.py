@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.first_contact.attention_inputs import both_passes, masks_for, random_inputs, supported_kernels
+from benchmarks.first_contact.attention_inputs import both_passes, random_inputs, ranges_for, supported_kernels
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Heads, Sizes
 from jaxlc.attention import reference
@@ -85,15 +85,15 @@ def _cases(sizes: Sizes) -> Iterator[_Case]:
 def _errors(sizes: Sizes, name: str, case: _Case) -> dict:
     """Errors of out, lse, dq, dk and dv, as norms relative to those of the float32 reference."""
     spec = AttentionSpec(causal=case.causal, window=case.window)
-    masks = masks_for(sizes.oracle_tokens, packed=case.packed)
+    ranges = ranges_for(sizes.oracle_tokens, spec, packed=case.packed)
     inputs = random_inputs(case.heads, sizes.oracle_tokens, case.dtype)
     dlse = None
     if case.has_dlse:
         dlse = jax.random.normal(jax.random.key(1), (1, case.heads.num_heads, sizes.oracle_tokens))
     with jax.default_matmul_precision("highest"):  # the default on GPUs is TF32
         float32 = (x.astype(jnp.float32) for x in inputs)
-        expected = jax.jit(functools.partial(both_passes, reference, spec, masks))(*float32, dlse)
-    actual = jax.jit(functools.partial(both_passes, KERNELS[name], spec, masks))(*inputs, dlse)
+        expected = jax.jit(functools.partial(both_passes, reference, spec, ranges))(*float32, dlse)
+    actual = jax.jit(functools.partial(both_passes, KERNELS[name], spec, ranges))(*inputs, dlse)
     errors = {part: _relative_error(a, b) for part, a, b in zip(("out", "lse", "dq", "dk", "dv"), actual, expected)}
     return errors | dict(passed=max(errors.values()) < MAX_ERROR)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.first_contact.attention_inputs import NO_MASKS, both_passes, random_inputs, supported_kernels
+from benchmarks.first_contact.attention_inputs import both_passes, random_inputs, supported_kernels
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Heads, Sizes
 from jaxlc.attention import cudnn
@@ -40,7 +40,7 @@ def _workspace(heads: Heads, num_tokens: int) -> dict:
         jax.ShapeDtypeStruct((1, num_tokens, count, heads.head_dim), jnp.bfloat16, sharding=sharding)
         for count in counts
     ]
-    both = functools.partial(both_passes, cudnn, AttentionSpec(), NO_MASKS)
+    both = functools.partial(both_passes, cudnn, AttentionSpec(), None)
     text = jax.jit(both).lower(*inputs).compile(compiler_options=options).as_text()
     measured = workspaces(text)
     shapes = [x.shape for x in inputs[:2]]
@@ -79,7 +79,7 @@ def _sampled_errors(sizes: Sizes, name: str, num_tokens: int, heads: Heads) -> d
     of the kernel, which are checked themselves.
     """
     q, k, v, dout = random_inputs(heads, num_tokens, sizes.dtype)
-    run = jax.jit(functools.partial(both_passes, KERNELS[name], AttentionSpec(), NO_MASKS))
+    run = jax.jit(functools.partial(both_passes, KERNELS[name], AttentionSpec(), None))
     out, lse, dq, dk, dv = run(q, k, v, dout)
     tokens = jnp.sort(jax.random.choice(jax.random.key(2), num_tokens, (sizes.num_sampled,), replace=False))
     tokens = tokens.at[-1].set(num_tokens - 1)

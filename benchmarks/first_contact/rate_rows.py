@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.first_contact.attention_inputs import (
-    NO_MASKS,
     device_or_h100,
     random_inputs,
     seconds_per_call,
@@ -65,12 +64,12 @@ def _candidates(sizes: Sizes, num_tokens: int, causal: bool) -> Iterator[_Candid
 
 def _ours(name: str, kernel, spec: AttentionSpec) -> _Candidate:
     def forward(q, k, v):
-        return kernel.forward(q, k, v, NO_MASKS, spec)[0]
+        return kernel.forward(q, k, v, None, spec)[0]
 
     def backward(q, k, v, dout, out, lse):
-        return kernel.backward(q, k, v, NO_MASKS, spec, out, lse, dout, jnp.zeros_like(lse))
+        return kernel.backward(q, k, v, None, spec, out, lse, dout, jnp.zeros_like(lse))
 
-    return _Candidate(name, forward, backward, lambda q, k, v: kernel.forward(q, k, v, NO_MASKS, spec))
+    return _Candidate(name, forward, backward, lambda q, k, v: kernel.forward(q, k, v, None, spec))
 
 
 def _jax_nn(causal: bool, q, k, v):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import ring_steps
-from benchmarks.first_contact.attention_inputs import NO_MASKS, random_inputs, supported_kernels
+from benchmarks.first_contact.attention_inputs import random_inputs, supported_kernels
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Heads, Sizes
 from jaxlc.attention.choose import KERNELS
@@ -60,7 +60,7 @@ def _query_tiles(sizes: Sizes, num_tokens: int, heads: Heads, kv_tokens: int) ->
         kv = lax.scan(lambda kv, x: (tiled.put(kv, *x), None), kv, (split(k), split(v), indices))[0]
         return lax.map(lambda x: tiled.forward(x[0], kv, x[1], None), (split(q), indices))
 
-    one_call = jax.jit(lambda q, k, v: KERNELS[name].forward(q, k, v, NO_MASKS, AttentionSpec()))
+    one_call = jax.jit(lambda q, k, v: KERNELS[name].forward(q, k, v, None, AttentionSpec()))
     tiles_seconds = min(seconds_of_calls(tiles, q, k, v, repeats=sizes.repeats))
     whole_seconds = min(seconds_of_calls(one_call, q, k, v, repeats=sizes.repeats))
     return dict(kernel=name, tiles_seconds=tiles_seconds, whole_seconds=whole_seconds,

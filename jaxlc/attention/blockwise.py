@@ -1,9 +1,9 @@
 """The portable kernel: attention block by block in plain XLA, O(T + S) memory, on any device.
 
 The softmax runs online over KV blocks (Milakov and Gimelshein 2018; FlashAttention, algorithm 1). The backward
-recomputes the attention weights of each block from the lse (FlashAttention-2, algorithm 2). Where the bounds of
-positions and segment ids show that a pair of blocks is fully masked, it is skipped. So causal attention costs half of
-full attention, and short packed documents cost little.
+recomputes the attention weights of each block from the lse (FlashAttention-2, algorithm 2). Where the key ranges of a
+block of queries show that a pair of blocks is fully masked, it is skipped. So causal attention costs half of full
+attention, and short packed documents cost little.
 
 Shape letters, besides those of core/axes.py: I query blocks, J KV blocks, R = G x T rows of a query block: the G query
 heads of one key/value head, one after the other. A loop runs over key/value heads, so that the data of one pair of
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, implicit_ranges
 from jaxlc.core.errors import Unsupported
 
 
@@ -26,8 +26,7 @@ class _Queries(NamedTuple):
     """All query blocks of one key/value head; inside a scan, one of them, without I."""
 
     q_IBRH: jax.Array
-    positions_IBR: jax.Array | None
-    segments_IBR: jax.Array | None
+    ranges_IB1R: "_Ranges | None"  # None: nothing is masked
 
 
 class _Keys(NamedTuple):
@@ -35,8 +34,16 @@ class _Keys(NamedTuple):
 
     k_JBSH: jax.Array
     v_JBSH: jax.Array
-    positions_JBS: jax.Array | None
-    segments_JBS: jax.Array | None
+    first_J: jax.Array  # index of the first key of the block, int32
+
+
+class _Ranges(NamedTuple):
+    """The key ranges of all rows R, and their bounds in each query block; inside a scan, those of one block."""
+
+    start_IB1R: jax.Array | None  # None: 0
+    end_IB1R: jax.Array
+    min_start_I: jax.Array  # of the rows that are not fully masked
+    max_end_I: jax.Array
 
 
 class _QueryStats(NamedTuple):
@@ -52,7 +59,7 @@ def unsupported(problem: AttentionProblem) -> None:
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, masks: Masks, spec: AttentionSpec
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract.Kernel.forward`.
 
@@ -62,7 +69,7 @@ def forward(
     """
     if spec.scale_for(q_BTNH.shape[-1]) <= 0:
         raise Unsupported(f"unsupported by attention kernel blockwise: scale {spec.scale} (supported: above 0)")
-    queries, keys = _block_operands(q_BTNH, k_BSKH, v_BSKH, masks, spec)
+    queries, keys = _block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
 
     def one_head(operands):
         return _forward_of_head(*_of_head(queries, keys, *operands), spec)
@@ -75,7 +82,7 @@ def backward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    masks: Masks,
+    ranges: KeyRanges | None,
     spec: AttentionSpec,
     out_BTNH: jax.Array,
     lse_BNT: jax.Array,
@@ -83,7 +90,7 @@ def backward(
     dlse_BNT: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `contract.Kernel.backward`."""
-    queries, keys = _block_operands(q_BTNH, k_BSKH, v_BSKH, masks, spec)
+    queries, keys = _block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
     block_tokens = _block_tokens(spec.query_block_tokens, q_BTNH.shape[1], spec)
     stats = _query_stats(k_BSKH.shape[2], block_tokens, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT)
 
@@ -98,7 +105,7 @@ def backward(
 def _of_head(queries: _Queries, keys: _Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[_Queries, _Keys]:
     """The operands of one head.
 
-    The barrier ties the masks, which are the same for every head, to the head's operands. Otherwise, differentiating
+    The barrier ties the ranges, which are the same for every head, to the head's operands. Otherwise, differentiating
     `jax.checkpoint` would hoist them out of the loop, and with them the dense masks of all blocks.
     """
     return lax.optimization_barrier((queries._replace(q_IBRH=q_IBRH), keys._replace(k_JBSH=k_JBSH, v_JBSH=v_JBSH)))
@@ -113,7 +120,7 @@ def _forward_of_head(queries: _Queries, keys: _Keys, spec: AttentionSpec) -> tup
             def attend(carry):
                 return _online_softmax(carry, q_block, kv_block, spec)
 
-            return _skip_if_fully_masked(q_block, kv_block, spec, attend, carry), None
+            return _skip_if_fully_masked(q_block, kv_block, attend, carry), None
 
         start = (
             jnp.full((batch, 1, rows), -jnp.inf, jnp.float32),
@@ -139,7 +146,7 @@ def _backward_of_head(queries: _Queries, keys: _Keys, stats: _QueryStats, spec: 
             def add(gradients):
                 return tuple(map(jnp.add, gradients, _block_gradients(q_block, kv_block, stats_block, spec)))
 
-            dq_BHR, *dkv = _skip_if_fully_masked(q_block, kv_block, spec, add, (dq_BHR, *dkv))
+            dq_BHR, *dkv = _skip_if_fully_masked(q_block, kv_block, add, (dq_BHR, *dkv))
             return tuple(dkv), dq_BHR
 
         start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (kv_block.k_JBSH, kv_block.v_JBSH))
@@ -159,7 +166,7 @@ def _online_softmax(carry, queries: _Queries, keys: _Keys, spec: AttentionSpec):
     max_B1R, total_B1R, out_BHR = carry
     scale = spec.scale_for(queries.q_IBRH.shape[-1])
     scores_BSR = _matmul("BSH,BRH->BSR", keys.k_JBSH, queries.q_IBRH)
-    scores_BSR = _mask(scores_BSR, queries, keys, spec, -jnp.inf)
+    scores_BSR = _mask(scores_BSR, queries, keys, -jnp.inf)
     new_max_B1R = jnp.maximum(max_B1R, scores_BSR.max(axis=1, keepdims=True))
     finite_max_B1R = jnp.where(jnp.isneginf(new_max_B1R), 0.0, new_max_B1R)  # -inf - -inf is NaN
     p_BSR = jnp.exp(scale * (scores_BSR - finite_max_B1R))
@@ -174,7 +181,7 @@ def _block_gradients(queries: _Queries, keys: _Keys, stats: _QueryStats, spec: A
     """The contribution of one pair of blocks to (dq_BHR, dk_BSH, dv_BSH), float32."""
     scale, dtype = spec.scale_for(keys.k_JBSH.shape[-1]), keys.v_JBSH.dtype
     scores_BSR = scale * _matmul("BSH,BRH->BSR", keys.k_JBSH, queries.q_IBRH)
-    p_BSR = _mask(jnp.exp(scores_BSR - stats.lse_IB1R), queries, keys, spec, 0.0)
+    p_BSR = _mask(jnp.exp(scores_BSR - stats.lse_IB1R), queries, keys, 0.0)
     p_BSR = lax.optimization_barrier(p_BSR)  # otherwise XLA on CPU computes the exponentials once per use: twice
     dp_BSR = _matmul("BSH,BRH->BSR", keys.v_JBSH, stats.dout_IBRH)
     ds_BSR = (scale * p_BSR * (dp_BSR - stats.delta_IB1R)).astype(dtype)
@@ -196,29 +203,25 @@ def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     )
 
 
-def _mask(x_BSR: jax.Array, queries: _Queries, keys: _Keys, spec: AttentionSpec, masked: float) -> jax.Array:
+def _mask(x_BSR: jax.Array, queries: _Queries, keys: _Keys, masked: float) -> jax.Array:
     """x with `masked` where the query does not attend to the key."""
-    masks = Masks(queries.positions_IBR, keys.positions_JBS, queries.segments_IBR, keys.segments_JBS)
-    mask_BRS = masks.dense_mask_BTS(spec)
-    return x_BSR if mask_BRS is None else jnp.where(mask_BRS.swapaxes(1, 2), x_BSR, masked)
+    ranges = queries.ranges_IB1R
+    if ranges is None:
+        return x_BSR
+    keys_S1 = keys.first_J + jnp.arange(x_BSR.shape[1], dtype=jnp.int32)[:, None]
+    mask_BSR = keys_S1 < ranges.end_IB1R
+    if ranges.start_IB1R is not None:
+        mask_BSR &= keys_S1 >= ranges.start_IB1R
+    return jnp.where(mask_BSR, x_BSR, masked)
 
 
-def _skip_if_fully_masked(queries: _Queries, keys: _Keys, spec: AttentionSpec, compute, carry):
-    """`compute(carry)`, or carry if the bounds of positions and segment ids show that the blocks are fully masked."""
-    may_attend_B = True
-    if queries.segments_IBR is not None:
-        (q_min, q_max), (k_min, k_max) = (_bounds(x) for x in (queries.segments_IBR, keys.segments_JBS))
-        may_attend_B = (q_min <= k_max) & (k_min <= q_max) & (q_max != 0)
-    if spec.causal:
-        (q_min, q_max), (k_min, k_max) = (_bounds(x) for x in (queries.positions_IBR, keys.positions_JBS))
-        may_attend_B &= q_max >= k_min
-        if spec.window is not None:
-            may_attend_B &= q_min - k_max < spec.window
-    return compute(carry) if may_attend_B is True else lax.cond(may_attend_B.any(), compute, lambda carry: carry, carry)
-
-
-def _bounds(x_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x_BT.min(axis=1), x_BT.max(axis=1)
+def _skip_if_fully_masked(queries: _Queries, keys: _Keys, compute, carry):
+    """`compute(carry)`, or carry if the bounds of the key ranges show that the blocks are fully masked."""
+    ranges, num_keys = queries.ranges_IB1R, keys.k_JBSH.shape[1]
+    if ranges is None:
+        return compute(carry)
+    may_attend = (ranges.min_start_I < keys.first_J + num_keys) & (keys.first_J < ranges.max_end_I)
+    return lax.cond(may_attend, compute, lambda carry: carry, carry)
 
 
 def _query_stats(num_kv_heads, block_tokens, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT) -> _QueryStats:
@@ -230,28 +233,43 @@ def _query_stats(num_kv_heads, block_tokens, out_BTNH, lse_BNT, dout_BTNH, dlse_
     return _QueryStats(_split_heads(dout_BTNH, num_kv_heads, block_tokens), lse.swapaxes(3, 4), delta.swapaxes(3, 4))
 
 
-def _block_operands(q_BTNH, k_BSKH, v_BSKH, masks: Masks, spec: AttentionSpec) -> tuple[_Queries, _Keys]:
-    """For all key/value heads: q, k and v have a leading K; masks do not, since all heads share them.
+def _block_operands(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec) -> tuple[_Queries, _Keys]:
+    """For all key/value heads: q, k and v have a leading K; ranges do not, since all heads share them.
 
-    T and S are padded to multiples of the block sizes. The padding has segment id 0, so it is masked.
+    T and S are padded to multiples of the block sizes. No range contains the padding, and the ranges of the padding are
+    empty.
     """
-    (batch, num_queries, _, _), (_, num_keys, num_kv_heads, _) = q_BTNH.shape, k_BSKH.shape
+    (_, num_queries, num_heads, _), (_, num_keys, num_kv_heads, _) = q_BTNH.shape, k_BSKH.shape
     q_block_tokens = _block_tokens(spec.query_block_tokens, num_queries, spec)
     kv_block_tokens = _block_tokens(spec.key_block_tokens, num_keys, spec)
-    q_segments, k_segments = masks.q_segments_BT, masks.k_segments_BS
-    if q_segments is None and (num_queries % q_block_tokens or num_keys % kv_block_tokens):
-        q_segments = jnp.ones((batch, num_queries), jnp.int32)
-        k_segments = jnp.ones((batch, num_keys), jnp.int32)
-    q_positions, k_positions = None, None
-    if spec.causal:
-        q_positions, k_positions, _, _ = masks.with_positions(q_BTNH, k_BSKH)
     q = _split_heads(q_BTNH, num_kv_heads, q_block_tokens)
     k, v = (_split_heads(x, num_kv_heads, kv_block_tokens) for x in (k_BSKH, v_BSKH))
-    # The masks have one entry per row R. Repeating a mask over T for the G heads makes XLA on CPU three times as slow.
-    groups = q_BTNH.shape[2] // num_kv_heads
-    q_masks = (_repeat(_split_blocks(x, q_block_tokens), groups) for x in (q_positions, q_segments))
-    k_masks = (_split_blocks(x, kv_block_tokens) for x in (k_positions, k_segments))
-    return _Queries(q, *q_masks), _Keys(k, v, *k_masks)
+    first_J = jnp.arange(0, num_keys, kv_block_tokens, dtype=jnp.int32)
+    start_BT, end_BT = _implicit_ranges(q_BTNH, num_keys, spec) if ranges is None else ranges
+    if end_BT is None and num_keys % kv_block_tokens:
+        end_BT = jnp.full((1, num_queries), num_keys, jnp.int32)
+    if end_BT is None:
+        return _Queries(q, None), _Keys(k, v, first_J)
+    return _Queries(q, _block_ranges(start_BT, end_BT, q_block_tokens, num_heads // num_kv_heads)), _Keys(k, v, first_J)
+
+
+def _implicit_ranges(q_BTNH: jax.Array, num_keys: int, spec: AttentionSpec):
+    """(start_1T, end_1T) of a call without ranges; see `contract.implicit_ranges`."""
+    bounds = implicit_ranges(spec, q_BTNH.shape[1], num_keys)
+    # Tied to the queries, see `api.make`: XLA and autodiff would hoist constants out of the loop over layers, and with
+    # them the dense masks of all blocks.
+    _, bounds = lax.optimization_barrier((q_BTNH, bounds))
+    return (None if x is None else x[None] for x in bounds)
+
+
+def _block_ranges(start_BT: jax.Array | None, end_BT: jax.Array, block_tokens: int, groups: int) -> _Ranges:
+    """The ranges of the rows of all query blocks. A row R is a query of one of the `groups` heads."""
+    end_IBT = _split_blocks(end_BT, block_tokens)
+    start_IBT = jnp.zeros_like(end_IBT) if start_BT is None else _split_blocks(start_BT, block_tokens)
+    min_start_I = jnp.where(start_IBT < end_IBT, start_IBT, jnp.iinfo(jnp.int32).max).min((1, 2))
+    # One entry per row R. Repeating a mask over T for the G heads makes XLA on CPU three times as slow.
+    start_IB1R, end_IB1R = (jnp.tile(x, groups)[:, :, None] for x in (start_IBT, end_IBT))
+    return _Ranges(None if start_BT is None else start_IB1R, end_IB1R, min_start_I, end_IBT.max((1, 2)))
 
 
 def _block_tokens(limit: int, num_tokens: int, spec: AttentionSpec) -> int:
@@ -259,18 +277,11 @@ def _block_tokens(limit: int, num_tokens: int, spec: AttentionSpec) -> int:
     return min(limit, -(-num_tokens // 2) if spec.causal else num_tokens)
 
 
-def _split_blocks(x_BT: jax.Array | None, block_tokens: int) -> jax.Array | None:
+def _split_blocks(x_BT: jax.Array, block_tokens: int) -> jax.Array:
     """[B, T, ...] -> [I, B, block, ...], padded with zeros to a multiple of the block size."""
-    if x_BT is None:
-        return None
     missing = -x_BT.shape[1] % block_tokens
     x_BT = jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2)) if missing else x_BT
     return x_BT.reshape(x_BT.shape[0], -1, block_tokens, *x_BT.shape[2:]).swapaxes(0, 1)
-
-
-def _repeat(x_IBT: jax.Array | None, groups: int) -> jax.Array | None:
-    """x_IBR: the same for every query head of a key/value head."""
-    return x_IBT if x_IBT is None else jnp.tile(x_IBT, groups)
 
 
 def _split_heads(x_BTNH: jax.Array, num_kv_heads: int, block_tokens: int) -> jax.Array:

@@ -1,7 +1,10 @@
 """The contract of attention kernels: arguments, results, masks.
 
-    forward:  (q_BTNH, k_BSKH, v_BSKH, masks, spec) -> (out_BTNH, lse_BNT)
-    backward: (q, k, v, masks, spec, out, lse, dout, dlse) -> (dq, dk, dv)
+    forward:  (q_BTNH, k_BSKH, v_BSKH, ranges, spec) -> (out_BTNH, lse_BNT)
+    backward: (q, k, v, ranges, spec, out, lse, dout, dlse) -> (dq, dk, dv)
+
+`ranges` is the mask: one contiguous range of keys per query. Causal masks, packed documents, sliding windows, and the
+blocks of these that strategies compute, all have this form. Kernels get neither positions nor segment ids.
 
 `lse` is the natural logarithm of the sum of exponentials of a query's scaled scores, float32. With it, results over
 two disjoint sets of keys merge exactly (`merge.py`), so the same two functions compose over KV blocks, ring steps and
@@ -17,13 +20,13 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """The static parameters of an attention call; hashable, so that it can be a static argument of `jit`."""
 
+    # Kernels use causal and window only where they get no ranges; see KeyRanges.
     causal: bool = True  # a query attends to keys of its segment at its own and earlier positions
     window: int | None = None  # a query attends to itself and the window - 1 tokens before it; only with causal
     scale: float | None = None  # multiplies q . k; None: 1/sqrt(H)
@@ -37,53 +40,35 @@ class AttentionSpec:
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
 
 
-class Masks(NamedTuple):
-    """The attention mask as positions and segment ids, O(T + S) memory. A dense mask exists per block only.
+class KeyRanges(NamedTuple):
+    """The attention mask: query t attends to the keys start_BT[t] <= s < end_BT[t], which are indices of k_BSKH.
 
-    A query attends to a key if their segment ids are equal and not 0 and, if the spec is causal, if
-    0 <= query position - key position < window. Segment id 0 is padding, which neither attends nor is attended to.
-    Only differences of positions within a segment matter, so positions may count from the start of the sequence or
-    restart with each document.
+    int32, O(T) memory; start and end are in 0 .. S. start == end == 0 for a fully masked row. A dense mask exists per
+    block only. A call without ranges has an implicit mask: if the spec is causal, tokens are in natural order, the last
+    query is aligned with the last key, and a query attends to the keys at its own and earlier indices, up to `window`
+    of them; otherwise to all keys. `key_ranges.py` computes ranges from positions and segment ids.
     """
 
-    # int32, since float32 has no exact integers above 2^24. None: implicit positions. Tokens are in natural order and
-    # the last query is aligned with the last key; some kernels support implicit positions only.
-    q_positions_BT: jax.Array | None
-    k_positions_BS: jax.Array | None
-    q_segments_BT: jax.Array | None  # int32. None: the whole sequence is one document, without padding
-    k_segments_BS: jax.Array | None
+    start_BT: jax.Array
+    end_BT: jax.Array
 
-    def dense_mask_BTS(self, spec: AttentionSpec) -> jax.Array | None:
-        """The dense mask, for one pair of blocks at a time and for the reference. None: nothing is masked."""
-        dense_mask_BTS = None
-        if self.q_segments_BT is not None:
-            q_segments_BT1 = self.q_segments_BT[:, :, None]
-            dense_mask_BTS = (q_segments_BT1 == self.k_segments_BS[:, None, :]) & (q_segments_BT1 != 0)
-        if spec.causal:
-            age_BTS = self.q_positions_BT[:, :, None] - self.k_positions_BS[:, None, :]
-            is_past_BTS = age_BTS >= 0 if spec.window is None else (age_BTS >= 0) & (age_BTS < spec.window)
-            dense_mask_BTS = is_past_BTS if dense_mask_BTS is None else dense_mask_BTS & is_past_BTS
-        return dense_mask_BTS
+    def dense_mask_BTS(self, num_keys: int) -> jax.Array:
+        keys_S = jnp.arange(num_keys)
+        return (self.start_BT[:, :, None] <= keys_S) & (keys_S < self.end_BT[:, :, None])
 
-    def with_positions(self, q_BTNH: jax.Array, k_BSKH: jax.Array) -> "Masks":
-        """The same masks with explicit positions, for kernels that need them."""
-        if self.q_positions_BT is not None:
-            return self
-        (batch, num_queries, _, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
-        first_query = num_keys - num_queries  # below 0 for queries that come before all keys
-        positions_T, positions_S = jnp.arange(first_query, num_keys), jnp.arange(num_keys)
-        # Tied to the queries, see `api.make`: XLA and autodiff would hoist constants out of the loop over layers, and
-        # with them the dense masks of all blocks.
-        _, positions_T, positions_S = lax.optimization_barrier((q_BTNH, positions_T, positions_S))
-        positions_BT, positions_BS = (
-            jnp.broadcast_to(x.astype(jnp.int32), (batch, len(x))) for x in (positions_T, positions_S)
-        )
-        return self._replace(q_positions_BT=positions_BT, k_positions_BS=positions_BS)
+    def within(self, first_key, num_keys: int) -> "KeyRanges":
+        """The ranges against the keys first_key .. first_key + num_keys - 1, counted from first_key."""
+        start_BT, end_BT = (jnp.clip(x - first_key, 0, num_keys) for x in self)
+        is_empty_BT = start_BT >= end_BT
+        return KeyRanges(*(jnp.where(is_empty_BT, 0, x) for x in (start_BT, end_BT)))
 
-    @classmethod
-    def self_attention(cls, positions_BT: jax.Array | None, segments_BT: jax.Array | None) -> "Masks":
-        """Masks of a sequence that attends to itself."""
-        return cls(positions_BT, positions_BT, segments_BT, segments_BT)
+
+def implicit_ranges(spec: AttentionSpec, num_queries: int, num_keys: int) -> tuple[jax.Array | None, jax.Array | None]:
+    """(start_T, end_T) of a call without ranges, int32. A start of None is 0, an end of None is num_keys."""
+    if not spec.causal:
+        return None, None
+    end_T = jnp.arange(num_keys - num_queries + 1, num_keys + 1, dtype=jnp.int32)  # 0 and below before all keys
+    return None if spec.window is None else jnp.maximum(end_T - spec.window, 0), jnp.maximum(end_T, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +81,7 @@ class AttentionProblem:
     head_dim: int  # of queries and keys
     value_dim: int
     window: int | None
-    implicit_positions: bool  # neither positions nor segment ids are passed; see Masks
+    implicit_positions: bool  # no ranges are passed; see KeyRanges
 
 
 class Kernel(Protocol):
@@ -109,7 +94,7 @@ class Kernel(Protocol):
         """
 
     def forward(
-        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, masks: Masks, spec: AttentionSpec
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (out_BTNH, lse_BNT), both float32."""
 
@@ -118,7 +103,7 @@ class Kernel(Protocol):
         q_BTNH: jax.Array,
         k_BSKH: jax.Array,
         v_BSKH: jax.Array,
-        masks: Masks,
+        ranges: KeyRanges | None,
         spec: AttentionSpec,
         out_BTNH: jax.Array,
         lse_BNT: jax.Array,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc._jax_internals import changed_cudnn_attention, cudnn_attention_backward, cudnn_attention_forward
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
 from jaxlc.core.errors import Unsupported
 
 _DTYPES = ("bfloat16", "float16")
@@ -49,14 +49,14 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, masks: Masks, spec: AttentionSpec
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract.Kernel.forward`.
 
     Raises:
-      Unsupported: explicit positions or segment ids, or a causal call with T != S.
+      Unsupported: key ranges, or a causal call with T != S.
     """
-    settings = _settings(q_BTNH, k_BSKH, masks, spec)
+    settings = _settings(q_BTNH, k_BSKH, ranges, spec)
     call = _fold_vmap_into_batch(functools.partial(cudnn_attention_forward, **settings))
     out_BTNH, lse_BNT = call(q_BTNH, k_BSKH, v_BSKH)
     return out_BTNH.astype(jnp.float32), lse_BNT
@@ -66,7 +66,7 @@ def backward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    masks: Masks,
+    ranges: KeyRanges | None,
     spec: AttentionSpec,
     out_BTNH: jax.Array,
     lse_BNT: jax.Array,
@@ -79,7 +79,7 @@ def backward(
     of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1, 0, ..., 0). It is rounded to the dtype
     of q, as dout is. Where the caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
     """
-    settings = _settings(q_BTNH, k_BSKH, masks, spec)
+    settings = _settings(q_BTNH, k_BSKH, ranges, spec)
     call = _fold_vmap_into_batch(functools.partial(cudnn_attention_backward, **settings))
 
     def gradients(v_BSKH, out_BTNH, dout_BTNH):
@@ -144,12 +144,10 @@ def _fold_vmap_into_batch(call: Callable) -> Callable:
     return foldable
 
 
-def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, masks: Masks, spec: AttentionSpec) -> dict:
+def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec) -> dict:
     """The static arguments of a call."""
-    if masks.q_segments_BT is not None or (spec.causal and masks.q_positions_BT is not None):
-        raise Unsupported(
-            "unsupported by attention kernel cudnn: explicit positions or segment ids (supported: implicit positions)"
-        )
+    if ranges is not None:
+        raise Unsupported("unsupported by attention kernel cudnn: key ranges (supported: implicit masks)")
     num_queries, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
     if spec.causal and num_queries != num_keys:
         raise Unsupported(

@@ -13,10 +13,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.strategy import QueryResults, ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
+
+
+def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges:
+    """The `ranges` of `attend`, once per training step: int32 [b, t], over the halo and the chunk of each query."""
+    segments = tokens.segments_BT
+    if segments is None:
+        # Where no rank sends anything, ppermute gives 0. So the halo of the first chunk is padding (segment id 0).
+        segments = jnp.ones_like(tokens.positions_BT)
+    info = jnp.stack([tokens.positions_BT, segments], axis=-1)
+    keys = _prepend_halo(info, _halo_tokens(segments.shape[1], spec, ranks), ranks)
+    queries = _split_chunks(info)
+    ranges = key_ranges(*(TokenInfo(x[..., 0], x[..., 1]) for x in (queries, keys)), spec)
+    return KeyRanges(*map(_join_chunks, ranges))
 
 
 def _forward(qkv: ShardedQKV, kernel, spec: AttentionSpec, ranks: Ranks):
@@ -31,7 +45,7 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpe
     # A token's gradient is the sum over its own chunk and every halo that contains it. The transpose of the exchange
     # sends these gradients back along the same line, in float32.
     kv_like = jax.ShapeDtypeStruct((*k.shape[:3], k.shape[3] + v.shape[3]), jnp.float32)
-    extend = functools.partial(_prepend_halo, halo_tokens=_halo_tokens(q, spec, ranks), ranks=ranks)
+    extend = functools.partial(_prepend_halo, halo_tokens=_halo_tokens(q.shape[1], spec, ranks), ranks=ranks)
     (dkv,) = jax.linear_transpose(extend, kv_like)(jnp.concatenate([dk, dv], axis=-1))
     return _join_chunks(dq), dkv[..., : k.shape[3]], dkv[..., k.shape[3] :]
 
@@ -41,22 +55,27 @@ attend = attention_vjp(_forward, _backward)
 
 
 def _chunk_operands(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks):
-    """(q, k, v, masks) of one kernel call: the two chunks are stacked along its batch, keys start with their halo."""
-    q, k, v, masks = qkv
-    extend = functools.partial(_prepend_halo, halo_tokens=_halo_tokens(q, spec, ranks), ranks=ranks)
-    kv = extend(jnp.concatenate([k, v], axis=-1))
-    positions, segments = _positions(q, masks, ranks), masks.q_segments_BT
-    if segments is None:
-        # Where no rank sends anything, ppermute gives 0. So the halo of the first chunk is padding (segment id 0).
-        segments = jnp.ones_like(positions)
-    k_positions, k_segments = jnp.moveaxis(extend(jnp.stack([positions, segments], axis=-1)), -1, 0)
-    chunk_masks = Masks(_split_chunks(positions), k_positions, _split_chunks(segments), k_segments)
-    return _split_chunks(q), kv[..., : k.shape[3]], kv[..., k.shape[3] :], chunk_masks
+    """(q, k, v, ranges) of one kernel call: the two chunks are stacked along its batch, keys start with their halo."""
+    q, k, v, ranges = qkv
+    halo_tokens = _halo_tokens(q.shape[1], spec, ranks)
+    kv = _prepend_halo(jnp.concatenate([k, v], axis=-1), halo_tokens, ranks)
+    if ranges is None:
+        # Tied to the queries, see `api.make`.
+        _, ranges = lax.optimization_barrier((q, _implicit_ranges(*q.shape[:2], halo_tokens, spec, ranks)))
+    return _split_chunks(q), kv[..., : k.shape[3]], kv[..., k.shape[3] :], KeyRanges(*map(_split_chunks, ranges))
 
 
-def _halo_tokens(q_btnH, spec: AttentionSpec, ranks: Ranks) -> int:
-    chunk_tokens = q_btnH.shape[1] // 2
-    return min(spec.window - 1, (2 * ranks.size - 1) * chunk_tokens)
+def _implicit_ranges(batch: int, num_tokens: int, halo_tokens: int, spec: AttentionSpec, ranks: Ranks) -> KeyRanges:
+    """The ranges of a sequence of one document; the first chunks have fewer tokens before them than a halo has."""
+    own_key = halo_tokens + jnp.tile(jnp.arange(num_tokens // 2, dtype=jnp.int32), 2)
+    positions_bt = ranks.positions(batch, num_tokens)
+    start_bt = own_key - jnp.minimum(positions_bt, spec.window - 1)
+    return KeyRanges(start_bt, jnp.broadcast_to(own_key + 1, positions_bt.shape))
+
+
+def _halo_tokens(num_tokens: int, spec: AttentionSpec, ranks: Ranks) -> int:
+    """The length of a halo; num_tokens: of a rank."""
+    return min(spec.window - 1, (2 * ranks.size - 1) * (num_tokens // 2))
 
 
 @jax.named_scope(scopes.WINDOW_HALO)
@@ -78,10 +97,6 @@ def _predecessors(pair, ranks: Ranks):
     from_left = lax.ppermute(lo, ranks.axis, [(rank, rank + 1) for rank in range(ranks.size - 1)])
     from_right = lax.ppermute(hi, ranks.axis, [(rank + 1, rank) for rank in range(ranks.size - 1)])
     return from_left, jnp.where(lax.axis_index(ranks.axis) == ranks.size - 1, lo, from_right)
-
-
-def _positions(q_btnH, masks: Masks, ranks: Ranks) -> jax.Array:
-    return masks.q_positions_BT if masks.q_positions_BT is not None else ranks.positions(*q_btnH.shape[:2])
 
 
 def _stack_batch(pair) -> jax.Array:

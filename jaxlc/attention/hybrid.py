@@ -13,11 +13,23 @@ chunks r and 2n - 1 - r. Over i = 0 .. inner - 1 these are two runs of neighbori
 import functools
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxlc.attention import ring, ulysses
-from jaxlc.attention.contract import AttentionSpec, Kernel
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategy import ShardedQKV
 from jaxlc.sharding.mesh import Ranks
+
+
+def prepare(tokens: TokenInfo, spec: AttentionSpec, outer: Ranks, inner: Ranks) -> KeyRanges | None:
+    """The `ranges` of `attend`, as `ring.prepare`; of all tokens of the group, in natural order."""
+    return ring.prepare(ulysses.gather_tokens(tokens, inner), spec, outer)
+
+
+def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], outer: Ranks, inner: Ranks) -> PartitionSpec:
+    """The PartitionSpec of both arrays of `prepare`."""
+    return ring.ranges_specs(spec, batch_axes, outer)
 
 
 def attend(

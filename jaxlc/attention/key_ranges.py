@@ -13,40 +13,59 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.sharding.mesh import Ranks
 
 
-class KeyRanges(NamedTuple):
-    """Query t attends to the keys start_BT[t] <= s < end_BT[t]; int32. start == end == 0 for a fully masked row."""
+class TokenInfo(NamedTuple):
+    """Positions and segment ids of tokens, int32.
 
-    start_BT: jax.Array
-    end_BT: jax.Array
+    Only differences of positions within a segment matter, so positions may count from the start of the sequence or
+    restart with each document. Segment id 0 is padding, which neither attends nor is attended to.
+    """
 
-    def dense_mask_BTS(self, num_keys: int) -> jax.Array:
-        keys_S = jnp.arange(num_keys)
-        return (self.start_BT[:, :, None] <= keys_S) & (keys_S < self.end_BT[:, :, None])
+    positions_BT: jax.Array | None  # None: only if no mask is causal
+    segments_BT: jax.Array | None  # None: one document, without padding
+
+    def map(self, function) -> "TokenInfo":
+        return TokenInfo(*(None if x is None else function(x) for x in self))
 
 
-def key_ranges(masks: Masks, spec: AttentionSpec, num_keys: int) -> KeyRanges:
-    """The ranges of `masks` with explicit positions (`Masks.with_positions`) if `spec` is causal.
+def key_ranges(queries: TokenInfo, keys: TokenInfo, spec: AttentionSpec) -> KeyRanges | None:
+    """The ranges of queries over keys. None: nothing is masked, since there are no segment ids and no causal mask.
+
+    A query attends to a key if their segment ids are equal and not 0 and, if the spec is causal, if
+    0 <= query position - key position < window.
 
     O((T + S) log S) time and O(T + S) memory. The caller ensures that documents are contiguous, see the docstring of
     the module; it is not checked.
     """
-    q_segments_BT, k_segments_BS = masks.q_segments_BT, masks.k_segments_BS
+    q_segments_BT, k_segments_BS = queries.segments_BT, keys.segments_BT
     if q_segments_BT is None:
         if not spec.causal:
-            raise ValueError("a mask without segment ids that is not causal masks nothing")
-        q_segments_BT, k_segments_BS = jnp.ones_like(masks.q_positions_BT), jnp.ones_like(masks.k_positions_BS)
+            return None
+        q_segments_BT, k_segments_BS = jnp.ones_like(queries.positions_BT), jnp.ones_like(keys.positions_BT)
     first_BT, end_BT = jax.vmap(_document_ranges)(q_segments_BT, k_segments_BS)
     if spec.causal:
-        bisect = jax.vmap(_first_key_from, in_axes=(0, 0, 0, 0))
-        document_end_BT = end_BT
-        end_BT = bisect(masks.k_positions_BS, masks.q_positions_BT + 1, first_BT, document_end_BT)
+        bisect, document_end_BT = jax.vmap(_first_key_from), end_BT
+        end_BT = bisect(keys.positions_BT, queries.positions_BT + 1, first_BT, document_end_BT)
         if spec.window is not None:
-            first_BT = bisect(masks.k_positions_BS, masks.q_positions_BT + 1 - spec.window, first_BT, document_end_BT)
+            first_BT = bisect(keys.positions_BT, queries.positions_BT + 1 - spec.window, first_BT, document_end_BT)
     is_empty_BT = first_BT >= end_BT
     return KeyRanges(*(jnp.where(is_empty_BT, 0, x).astype(jnp.int32) for x in (first_BT, end_BT)))
+
+
+def ring_key_ranges(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
+    """The ranges of this rank's tokens over the block of each ring step, int32 [ring steps, b, t].
+
+    In step i, the block has the tokens of rank - i. Call inside `shard_map`.
+    """
+    if ranks.size == 1:
+        ranges = key_ranges(tokens, tokens, spec)
+        return None if ranges is None else KeyRanges(*(x[None] for x in ranges))
+    all_tokens = tokens.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis))
+    sources = (lax.axis_index(ranks.axis) - jnp.arange(ranks.size)) % ranks.size
+    return jax.vmap(lambda source: key_ranges(tokens, all_tokens.map(lambda x: x[source]), spec))(sources)
 
 
 def _document_ranges(q_segments_T: jax.Array, k_segments_S: jax.Array) -> tuple[jax.Array, jax.Array]:

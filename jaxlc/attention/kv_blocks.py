@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.merge import merge
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
@@ -58,7 +58,7 @@ class GroupState(NamedTuple):
     num_tiles: int
     subchunks_per_step: int  # divides half a block
     tile: jax.Array | int
-    group_segments: jax.Array | None  # segment ids of every group's block: [groups, b, s]
+    ranges: KeyRanges | None  # of the group's queries over the block of each ring step: [ring steps, b, s]
 
     @property
     def num_tile_subchunks(self) -> int:
@@ -108,7 +108,7 @@ class GroupState(NamedTuple):
 
         def attend(step: KVBlockStep, block):
             k_bskH, v_bskH = self.slice_kv(block, step.first_kv_subchunk, step.num_kv_subchunks)
-            return self.kernel.forward(_at(q_PbtnH, step.query_subchunk), k_bskH, v_bskH, self._masks(step), step.spec)
+            return self.kernel.forward(_at(q_PbtnH, step.query_subchunk), k_bskH, v_bskH, self._ranges(step), step.spec)
 
         def merge_step(step: KVBlockStep, block, results):
             merged = merge(*(_at(x, step.query_subchunk) for x in results), *attend(step, block))
@@ -140,8 +140,8 @@ class GroupState(NamedTuple):
             """dq_btnH of this step, and dblock with this step's dk and dv added."""
             k_bskH, v_bskH = self.slice_kv(block, step.first_kv_subchunk, step.num_kv_subchunks)
             q, *results = (_at(x, step.query_subchunk) for x in queries)
-            masks, no_dlse = self._masks(step), jnp.zeros_like(_at(queries.lse_Pbnt, step.query_subchunk))
-            dq, dk, dv = self.kernel.backward(q, k_bskH, v_bskH, masks, step.spec, *results, no_dlse)
+            ranges, no_dlse = self._ranges(step), jnp.zeros_like(_at(queries.lse_Pbnt, step.query_subchunk))
+            dq, dk, dv = self.kernel.backward(q, k_bskH, v_bskH, ranges, step.spec, *results, no_dlse)
             total = self.slice_kv(dblock, step.first_kv_subchunk, step.num_kv_subchunks) + jnp.stack([dk, dv])
             return dq, self.update_kv(dblock, total, step.first_kv_subchunk)
 
@@ -228,17 +228,14 @@ class GroupState(NamedTuple):
 
         return lax.fori_loop(0, self.inner.size * steps_per_pair, loop_body, carry)
 
-    def _masks(self, step: KVBlockStep) -> Masks:
-        if self.group_segments is None:
-            return Masks(None, None, None, None)
-        group = lax.axis_index(self.outer.axis)
-        source = (group - step.ring_step) % self.outer.size
-        tokens = self.group_segments.shape[2] // self.num_block_subchunks
-        q_segments_bs, k_segments_bs = _at(self.group_segments, group), _at(self.group_segments, source)
+    def _ranges(self, step: KVBlockStep) -> KeyRanges | None:
+        if self.ranges is None:
+            return None
+        ranges_bs = KeyRanges(*(_at(x, step.ring_step) for x in self.ranges))
+        tokens = ranges_bs.start_BT.shape[1] // self.num_block_subchunks
         first_query = self.index_in_block(step.query_subchunk) * tokens
-        q_segments_bt = lax.dynamic_slice_in_dim(q_segments_bs, first_query, tokens, 1)
-        first_key, num_keys = step.first_kv_subchunk * tokens, step.num_kv_subchunks * tokens
-        return Masks(None, None, q_segments_bt, lax.dynamic_slice_in_dim(k_segments_bs, first_key, num_keys, 1))
+        ranges_bt = KeyRanges(*(lax.dynamic_slice_in_dim(x, first_query, tokens, 1) for x in ranges_bs))
+        return ranges_bt.within(step.first_kv_subchunk * tokens, step.num_kv_subchunks * tokens)
 
     @jax.named_scope(scopes.RING_SEND)
     def _send(self, x: jax.Array, after=None) -> jax.Array:
@@ -262,19 +259,6 @@ class GroupState(NamedTuple):
             return self.update_kv(block, self._send(self.slice_kv(block, index)), index)
 
         return lax.fori_loop(0, self.num_block_subchunks, send_subchunk, block)
-
-
-def gather_group_segments(segments_bt: jax.Array, outer: Ranks, inner: Ranks) -> jax.Array:
-    """Segment ids of every group's block in natural order, [groups, b, s], from each rank's in layout order.
-
-    They are 4 bytes per token, so they are gathered once instead of being exchanged and sent with the blocks.
-    """
-    segments = lax.all_gather(segments_bt, (outer.axis, inner.axis))
-    batch, rank_tokens = segments_bt.shape
-    chunks = segments.reshape(outer.size, inner.size, batch, 2, rank_tokens // 2)  # [groups, ranks, b, lo/hi, t / 2]
-    lo, hi = chunks[:, :, :, 0], chunks[:, ::-1, :, 1]  # chunks hi are in the reverse order of the ranks
-    in_order = jnp.concatenate([lo, hi], axis=1)
-    return in_order.swapaxes(1, 2).reshape(outer.size, batch, inner.size * rank_tokens)
 
 
 def _not_causal(spec: AttentionSpec) -> AttentionSpec:

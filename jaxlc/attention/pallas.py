@@ -1,4 +1,4 @@
-"""A GPU kernel for every mask: positions, documents, windows (`jaxlc.kernels`, Pallas on Triton).
+"""A GPU kernel for every mask: causal, windows, any key ranges (`jaxlc.kernels`, Pallas on Triton).
 
 Forward and backward skip fully masked blocks. On a CPU the kernel runs in Pallas' interpreter, for tests only.
 """
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
-from jaxlc.kernels.block_mask import BlockMask, SeqInfo
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.kernels.block_mask import BlockMask
 from jaxlc.kernels.flash_backward import QueryStats, flash_dkv, flash_dq
 from jaxlc.kernels.flash_forward import flash_forward
 from jaxlc.kernels.triton_blocks import LOG2_E, KernelParams
@@ -38,10 +38,10 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, masks: Masks, spec: AttentionSpec
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract.Kernel.forward`."""
-    return _call(flash_forward, spec, (q_BTNH, k_BSKH, v_BSKH, *_seq_infos(masks, spec)))
+    return _call(flash_forward, spec, (q_BTNH, k_BSKH, v_BSKH, ranges))
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -49,7 +49,7 @@ def backward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    masks: Masks,
+    ranges: KeyRanges | None,
     spec: AttentionSpec,
     out_BTNH: jax.Array,
     lse_BNT: jax.Array,
@@ -63,16 +63,8 @@ def backward(
         jnp.where(jnp.isneginf(lse_BNT), 0.0, LOG2_E * lse_BNT),
         delta_BTN.swapaxes(1, 2) - dlse_BNT,
     )
-    operands = (q_BTNH, k_BSKH, v_BSKH, *_seq_infos(masks, spec), stats)
+    operands = (q_BTNH, k_BSKH, v_BSKH, ranges, stats)
     return _call(flash_dq, spec, operands), *_call(flash_dkv, spec, operands)
-
-
-def _seq_infos(masks: Masks, spec: AttentionSpec) -> tuple[SeqInfo, SeqInfo]:
-    """Of the queries and of the keys."""
-    q_positions_BT, k_positions_BS = masks.q_positions_BT, masks.k_positions_BS
-    if not spec.causal:
-        q_positions_BT, k_positions_BS = None, None
-    return SeqInfo(q_positions_BT, masks.q_segments_BT), SeqInfo(k_positions_BS, masks.k_segments_BS)
 
 
 def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):

@@ -3,8 +3,9 @@
     tiled = make_tiled(config, mesh, tiles=n, num_kv_heads=K)
     kv = tiled.empty(batch, num_tokens, head_dim, dtype)    K and V of the whole sequence; opaque
     kv = tiled.put(kv, k_BtKH, v_BtKH, tile)                for each tile, before the first query
-    out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, segments_BT)
-    dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, segments_BT)
+    ranges = tiled.prepare(positions_BT, segments_BT)       once per training step
+    out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
+    dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
     dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                after the last query
 
 Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced. `tiles_of`
@@ -40,9 +41,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxlc.attention import hybrid
 from jaxlc.attention.api import choose, repeat_heads
-from jaxlc.attention.contract import AttentionSpec, Kernel
-from jaxlc.attention.kv_blocks import GroupState, TileQueries, gather_group_segments
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo
+from jaxlc.attention.kv_blocks import GroupState, TileQueries
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
@@ -146,6 +149,20 @@ class TiledAttention:
         zeros = jnp.zeros((2, batch, num_tokens, self.kv_heads_stored, head_dim), dtype)
         return lax.with_sharding_constraint(zeros, NamedSharding(self.split_mesh, self._blocks))
 
+    def prepare(self, positions_BT: jax.Array, segments_BT: jax.Array) -> KeyRanges | None:
+        """The mask of packed documents as key ranges, once per training step.
+
+        Args:
+          positions_BT, segments_BT: int32, of the whole sequence in layout order.
+        Returns:
+          The ranges of each group's tokens over the block of each ring step, [ring steps, B, S].
+        """
+
+        def local(positions_bt, segments_bt):
+            return hybrid.prepare(TokenInfo(positions_bt, segments_bt), self._spec, self.outer, self.inner)
+
+        return self._split(local, (self._tokens, self._tokens), self._ranges)(positions_BT, segments_BT)
+
     def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array:
         """kv with the keys and values of a tile written to it."""
 
@@ -176,28 +193,28 @@ class TiledAttention:
         dk_BtKH, dv_BtKH = self._split(local, (self._blocks, _REPLICATED), (self._heads, self._heads))(dkv, tile)
         return self._sum_repeated(dk_BtKH), self._sum_repeated(dv_BtKH)
 
-    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, segments_BT) -> tuple[jax.Array, jax.Array]:
+    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges) -> tuple[jax.Array, jax.Array]:
         """Attention of a tile's queries over all keys.
 
         Args:
           q_BtNH: queries of a tile.
           kv: after `put` of all tiles.
           tile: index of the tile, int32.
-          segments_BT: int32 segment ids of the whole sequence in layout order. None: one document.
+          ranges: of `prepare`. None: each sequence is one document.
         Returns:
           out_BtNH in q's dtype, lse_BNt float32.
         """
-        group_of = self._group_with_kernel(q_BtNH, segments_BT)
+        group_of = self._group_with_kernel(q_BtNH, ranges)
 
-        def local(q_btnH, kv_block, tile, segments_bt):
-            group = group_of(tile, segments_bt)
+        def local(q_btnH, kv_block, tile, ranges_bs):
+            group = group_of(tile, ranges_bs)
             out_PbtnH, lse_Pbnt = group.forward(group.to_subchunks(q_btnH), kv_block)
             lse_btn = group.from_subchunks(lse_Pbnt.swapaxes(2, 3))
             return group.from_subchunks(out_PbtnH.astype(q_btnH.dtype)), lse_btn.swapaxes(1, 2)
 
-        in_specs = (self._heads, self._blocks, _REPLICATED, self._tokens)
+        in_specs = (self._heads, self._blocks, _REPLICATED, self._ranges)
         split = self._split(local, in_specs, (self._heads, self._lse))
-        return split(q_BtNH, kv, tile, segments_BT)
+        return split(q_BtNH, kv, tile, ranges)
 
     def backward(
         self,
@@ -208,30 +225,30 @@ class TiledAttention:
         out_BtNH: jax.Array,
         lse_BNt: jax.Array,
         dout_BtNH: jax.Array,
-        segments_BT,
+        ranges,
     ) -> tuple[jax.Array, jax.Array]:
         """The gradients of `forward`'s out.
 
         Returns:
           dq_BtNH in q's dtype, and dkv with this tile's contribution added.
         """
-        group_of = self._group_with_kernel(q_BtNH, segments_BT)
+        group_of = self._group_with_kernel(q_BtNH, ranges)
 
-        def local(q_btnH, kv_block, dkv_block, tile, out_btnH, lse_bnt, dout_btnH, segments_bt):
-            group = group_of(tile, segments_bt)
+        def local(q_btnH, kv_block, dkv_block, tile, out_btnH, lse_bnt, dout_btnH, ranges_bs):
+            group = group_of(tile, ranges_bs)
             q, out, lse_Pbtn, dout = map(group.to_subchunks, (q_btnH, out_btnH, lse_bnt.swapaxes(1, 2), dout_btnH))
             queries = TileQueries(q, out, lse_Pbtn.swapaxes(2, 3), dout)
             dq_PbtnH, dkv_block = group.backward(queries, kv_block, dkv_block)
             return group.from_subchunks(dq_PbtnH.astype(q_btnH.dtype)), dkv_block
 
         heads, blocks = self._heads, self._blocks
-        in_specs = (heads, blocks, blocks, _REPLICATED, heads, self._lse, heads, self._tokens)
+        in_specs = (heads, blocks, blocks, _REPLICATED, heads, self._lse, heads, self._ranges)
         split = self._split(local, in_specs, (heads, blocks))
-        return split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, segments_BT)
+        return split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
 
-    def _group_with_kernel(self, q_BtNH: jax.Array, segments_BT) -> Callable:
-        """A function (tile, segments_bt) -> GroupState, to be called inside `shard_map`."""
-        head_dim, packed = q_BtNH.shape[-1], segments_BT is not None
+    def _group_with_kernel(self, q_BtNH: jax.Array, ranges) -> Callable:
+        """A function (tile, ranges_bs) -> GroupState, to be called inside `shard_map`."""
+        head_dim, packed = q_BtNH.shape[-1], ranges is not None
         kernel = choose(self.config, self.split_mesh, head_dim=head_dim, dtype=q_BtNH.dtype, packed=packed).kernel
         subchunk_tokens = q_BtNH.shape[1] // (2 * self.outer.size * self.inner.size)
         half_block_subchunks = self.inner.size * self.tiles
@@ -239,20 +256,16 @@ class TiledAttention:
         subchunks_per_step = max((n for n in divisors if n * subchunk_tokens <= self.kv_tokens_per_step), default=1)
         return functools.partial(self._group, kernel=kernel, subchunks_per_step=subchunks_per_step)
 
-    def _group(self, tile, segments_bt=None, kernel: Kernel | None = None, subchunks_per_step: int = 1) -> GroupState:
+    def _group(self, tile, ranges_bs=None, kernel: Kernel | None = None, subchunks_per_step: int = 1) -> GroupState:
         return GroupState(
             kernel=kernel,
-            spec=AttentionSpec(
-                scale=self.scale,
-                query_block_tokens=self.config.query_block_tokens,
-                key_block_tokens=self.config.key_block_tokens,
-            ),
+            spec=self._spec,
             outer=self.outer,
             inner=self.inner,
             num_tiles=self.tiles,
             subchunks_per_step=subchunks_per_step,
             tile=tile,
-            group_segments=None if segments_bt is None else gather_group_segments(segments_bt, self.outer, self.inner),
+            ranges=ranges_bs,
         )
 
     def _sum_repeated(self, x_BtKH: jax.Array) -> jax.Array:
@@ -261,12 +274,24 @@ class TiledAttention:
         return x_BtKH.reshape(batch, tile_tokens, self.num_kv_heads, repeats, head_dim).sum(axis=3)
 
     @property
+    def _spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            scale=self.scale,
+            query_block_tokens=self.config.query_block_tokens,
+            key_block_tokens=self.config.key_block_tokens,
+        )
+
+    @property
     def _context(self) -> tuple[str, str]:
         return self.outer.axis, self.inner.axis
 
     @property
     def _tokens(self) -> PartitionSpec:
         return PartitionSpec(BATCH_AXES, self._context)
+
+    @property
+    def _ranges(self) -> PartitionSpec:
+        return hybrid.ranges_specs(self._spec, BATCH_AXES, self.outer, self.inner)
 
     @property
     def _heads(self) -> PartitionSpec:

@@ -6,24 +6,24 @@ Tests compare every other kernel and every strategy with it.
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, implicit_ranges
 
 
 def unsupported(problem: AttentionProblem) -> None:
     """See `contract.Kernel.unsupported`. Every problem is supported on every platform."""
 
 
-def _dense_mask_BNTS(q_BTNH: jax.Array, k_BSKH: jax.Array, masks: Masks, spec: AttentionSpec) -> jax.Array:
+def _dense_mask_BNTS(q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec) -> jax.Array:
     (batch, num_queries, num_heads, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
-    dense_mask_BTS = masks.with_positions(q_BTNH, k_BSKH).dense_mask_BTS(spec)
-    shape_BNTS = batch, num_heads, num_queries, num_keys
-    return (
-        jnp.ones(shape_BNTS, bool) if dense_mask_BTS is None else jnp.broadcast_to(dense_mask_BTS[:, None], shape_BNTS)
-    )
+    if ranges is None:
+        start_T, end_T = implicit_ranges(spec, num_queries, num_keys)
+        bounds = 0 if start_T is None else start_T, num_keys if end_T is None else end_T
+        ranges = KeyRanges(*(jnp.broadcast_to(x, (batch, num_queries)) for x in bounds))
+    return jnp.broadcast_to(ranges.dense_mask_BTS(num_keys)[:, None], (batch, num_heads, num_queries, num_keys))
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, masks: Masks, spec: AttentionSpec
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(scale q k^T) v over the visible keys. Returns (out_BTNH, lse_BNT), both float32."""
     q_BTNH, k_BSKH, v_BSKH = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
@@ -32,7 +32,7 @@ def forward(
     scores_BNTS = spec.scale_for(q_BTNH.shape[-1]) * jnp.einsum(
         "BTNH,BSNH->BNTS", q_BTNH, k_BSNH, precision=jax.lax.Precision.HIGHEST
     )
-    mask_BNTS = _dense_mask_BNTS(q_BTNH, k_BSKH, masks, spec)
+    mask_BNTS = _dense_mask_BNTS(q_BTNH, k_BSKH, ranges, spec)
     # For fully masked rows the maximum and the sum are replaced, so that no gradient contains inf - inf.
     is_empty_BNT = ~mask_BNTS.any(axis=-1)
     masked_BNTS = jnp.where(mask_BNTS, scores_BNTS, -jnp.inf)
@@ -45,7 +45,7 @@ def forward(
     return out_BTNH, jnp.where(is_empty_BNT, -jnp.inf, max_BNT + jnp.log(total_BNT))
 
 
-def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT):
+def backward(q_BTNH, k_BSKH, v_BSKH, ranges, spec, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT):
     """See `contract.Kernel.backward`. Returns (dq_BTNH, dk_BSKH, dv_BSKH) of this KV block, all float32.
 
     With the global lse, p = exp(scores - lse) are the attention weights of this block's keys, and
@@ -59,7 +59,7 @@ def backward(q_BTNH, k_BSKH, v_BSKH, masks, spec, out_BTNH, lse_BNT, dout_BTNH, 
     num_groups = q_BTNH.shape[2] // num_kv_heads
     k_BSNH, v_BSNH = (jnp.repeat(x, num_groups, axis=2) for x in (k_BSKH, v_BSKH))
     scores_BNTS = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
-    mask_BNTS = _dense_mask_BNTS(q_BTNH, k_BSKH, masks, spec)
+    mask_BNTS = _dense_mask_BNTS(q_BTNH, k_BSKH, ranges, spec)
     p_BNTS = jnp.where(mask_BNTS, jnp.exp(scores_BNTS - lse_BNT[..., None]), 0.0)
     delta_BNT = jnp.einsum("BTNH,BTNH->BNT", dout_BTNH, out_BTNH) - dlse_BNT
     ds_BNTS = p_BNTS * (jnp.einsum("BTNH,BSNH->BNTS", dout_BTNH, v_BSNH) - delta_BNT[..., None])

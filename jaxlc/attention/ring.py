@@ -23,13 +23,26 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxlc.attention import halo
-from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
 from jaxlc.attention.strategy import QueryResults, ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
+
+
+def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
+    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or [b, t] of `halo.prepare`."""
+    return ring_key_ranges(tokens, spec, ranks) if spec.window is None else halo.prepare(tokens, spec, ranks)
+
+
+def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:
+    """The PartitionSpec of both arrays of `prepare`."""
+    tokens = PartitionSpec(batch_axes, ranks.axis)
+    return PartitionSpec(None, *tokens) if spec.window is None else tokens
 
 
 def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
@@ -49,10 +62,10 @@ def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -
 
 
 def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, masks = qkv
-    ring = RingState.create(kernel, spec, ranks, masks)
+    q, k, v, ranges = qkv
+    ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))  # overlaps with attention over the rank's own block
-    out_lse = kernel.forward(q, k, v, masks, spec)
+    out_lse = kernel.forward(q, k, v, ring.own_ranges, spec)
     block, out_lse = lax.optimization_barrier((block, out_lse))
 
     def loop_body(step, carry):
@@ -66,10 +79,10 @@ def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks)
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, masks = qkv
-    ring = RingState.create(kernel, spec, ranks, masks)
+    q, k, v, ranges = qkv
+    ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))
-    dq, dk, dv = kernel.backward(q, k, v, masks, spec, *results)
+    dq, dk, dv = kernel.backward(q, k, v, ring.own_ranges, spec, *results)
     block, dblock, dq = lax.optimization_barrier((block, _pack(dk, dv), dq))
 
     def loop_body(step, carry):
@@ -96,12 +109,17 @@ class RingState(NamedTuple):
     spec: AttentionSpec
     ranks: Ranks
     rank: jax.Array | int  # this rank's index on the axis
-    rank_segments: jax.Array | None  # segment ids of every rank: [ranks, b, t]
+    ranges: KeyRanges | None  # over the block of each ring step: [ring steps, b, t]
 
     @classmethod
-    def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, masks: Masks) -> "RingState":
+    def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, ranges: KeyRanges | None) -> "RingState":
         """The state of the calling rank; call inside `shard_map`."""
-        return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), _gather_segments(masks, ranks))
+        return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), ranges)
+
+    @property
+    def own_ranges(self) -> KeyRanges | None:
+        """Over the rank's own KV block."""
+        return None if self.ranges is None else KeyRanges(*(x[0] for x in self.ranges))
 
     @jax.named_scope(scopes.RING_SEND)
     def send(self, x: jax.Array) -> jax.Array:
@@ -121,12 +139,12 @@ class RingState(NamedTuple):
         Returns:
           in_flight, and the new (out_btnH, lse_bnt).
         """
-        source, masks, spec = self._block_masks(step)
+        source, ranges, spec = self._block_masks(step)
         if not self.spec.causal:
-            in_flight, results = _receive(in_flight, self.kernel.forward(q, k, v, masks, spec))
+            in_flight, results = _receive(in_flight, self.kernel.forward(q, k, v, ranges, spec))
             return in_flight, merge(*out_lse, *results)
         halves = _ZigzagPair.select(source < self.rank)
-        results = self.kernel.forward(*halves.operands(q, k, v), halves.masks(masks), spec)
+        results = self.kernel.forward(*halves.operands(q, k, v), halves.ranges(ranges), spec)
         in_flight, results = _receive(in_flight, results)
         out, lse = out_lse
         for half, *partial in zip(halves.of_queries, *(jnp.split(x, 2) for x in results)):
@@ -141,32 +159,29 @@ class RingState(NamedTuple):
         Returns:
           in_flight, dq with this block's contribution added, and this rank's contribution to the block's dk and dv.
         """
-        source, masks, spec = self._block_masks(step)
+        source, ranges, spec = self._block_masks(step)
         if not self.spec.causal:
-            gradients = self.kernel.backward(q, k, v, masks, spec, *results)
+            gradients = self.kernel.backward(q, k, v, ranges, spec, *results)
             in_flight, (dq_block, dk, dv) = _receive(in_flight, gradients)
             return in_flight, dq + dq_block, dk, dv
         halves = _ZigzagPair.select(source < self.rank)
-        operands, masks, results = halves.operands(q, k, v), halves.masks(masks), halves.results(results)
-        in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, self.kernel.backward(*operands, masks, spec, *results))
+        operands, ranges, results = halves.operands(q, k, v), halves.ranges(ranges), halves.results(results)
+        in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, self.kernel.backward(*operands, ranges, spec, *results))
         dq = _add_to_halves(dq, halves.of_queries, dq_pair)
         zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
         dk, dv = (_add_to_halves(zero, halves.of_keys, pair) for zero, pair in zip(zeros, dkv_pairs))
         return in_flight, dq, dk, dv
 
     def _block_masks(self, step):
-        """The block's source rank, its masks against this rank's queries, and the spec of the ring step.
+        """The block's source rank, the ranges of this rank's queries over it, and the spec of the ring step.
 
         The spec is not causal: a KV block of another rank is either visible as a whole or not at all, per half.
         """
         source = (self.rank - step) % self.ranks.size
         spec = AttentionSpec(**{**vars(self.spec), "causal": False})
-        if self.rank_segments is None:
-            return source, Masks(None, None, None, None), spec
-        q_segments, k_segments = (
-            lax.dynamic_index_in_dim(self.rank_segments, rank, keepdims=False) for rank in (self.rank, source)
-        )
-        return source, Masks(None, None, q_segments, k_segments), spec
+        if self.ranges is None:
+            return source, None, spec
+        return source, KeyRanges(*(lax.dynamic_index_in_dim(x, step, keepdims=False) for x in self.ranges)), spec
 
 
 def _receive(in_flight, results):
@@ -195,10 +210,15 @@ class _ZigzagPair(NamedTuple):
     def operands(self, q, k, v):
         return _pair(q, self.of_queries), _pair(k, self.of_keys), _pair(v, self.of_keys)
 
-    def masks(self, masks: Masks) -> Masks:
-        if masks.q_segments_BT is None:
-            return masks
-        return Masks(None, None, _pair(masks.q_segments_BT, self.of_queries), _pair(masks.k_segments_BS, self.of_keys))
+    def ranges(self, ranges: KeyRanges | None) -> KeyRanges | None:
+        if ranges is None:
+            return None
+        half_tokens = ranges.start_BT.shape[1] // 2
+        pairs = (
+            KeyRanges(*(_half(x, of_queries) for x in ranges)).within(of_keys * half_tokens, half_tokens)
+            for of_queries, of_keys in zip(self.of_queries, self.of_keys)
+        )
+        return KeyRanges(*(jnp.concatenate(pair) for pair in zip(*pairs)))
 
     def results(self, results: QueryResults) -> QueryResults:
         return QueryResults(
@@ -228,13 +248,6 @@ def _add_to_halves(x, halves, pair):
     for half, addend in zip(halves, jnp.split(pair, 2)):
         x = _update_half(x, half, _half(x, half) + addend)
     return x
-
-
-def _gather_segments(masks: Masks, ranks: Ranks) -> jax.Array | None:
-    """Segment ids of every rank: 4 bytes per token, gathered once instead of being sent with each KV block."""
-    if masks.q_segments_BT is None or ranks.size == 1:
-        return None
-    return lax.all_gather(masks.q_segments_BT, ranks.axis)
 
 
 def _pack(k: jax.Array, v: jax.Array) -> jax.Array:

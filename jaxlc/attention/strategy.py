@@ -1,18 +1,21 @@
 """The operands and the custom gradient of all strategies that split a sequence over devices.
 
-Every strategy is a function that runs inside `shard_map`, on this rank's shard of the sequence:
+Every strategy is two functions that run inside `shard_map`, on this rank's shard of the sequence:
 
+    prepare(tokens: TokenInfo, spec, *ranks) -> ranges            once per training step
     attend(qkv: ShardedQKV, kernel, spec, *ranks) -> (out_btnH in q's dtype, lse_bnt float32)
+
+`ranges` is the mask as key ranges, in the form that this strategy's kernel calls need.
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.attention.contract import AttentionSpec, Kernel
 from jaxlc.sharding.mesh import Ranks
 
 
@@ -22,7 +25,7 @@ class ShardedQKV(NamedTuple):
     q_btnH: jax.Array
     k_bskH: jax.Array
     v_bskH: jax.Array
-    masks: Masks  # of this shard's queries against this shard's keys
+    ranges: Any  # arrays that the strategy's `prepare` returns. None: an implicit mask
 
 
 class QueryResults(NamedTuple):

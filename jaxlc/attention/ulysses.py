@@ -11,13 +11,35 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, Masks
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.strategy import QueryResults, ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
+
+
+def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
+    """The `ranges` of `attend`, once per training step: int32 [b, T], of all tokens in natural order."""
+    tokens = gather_tokens(tokens, ranks)
+    return key_ranges(tokens, tokens, spec)
+
+
+def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:
+    """The PartitionSpec of both arrays of `prepare`."""
+    return PartitionSpec(batch_axes)
+
+
+def gather_tokens(tokens: TokenInfo, ranks: Ranks) -> TokenInfo:
+    """The tokens of all ranks in natural order: [b, t] -> [b, T]."""
+
+    def gather(x_bt):
+        return _to_natural(lax.all_gather(x_bt, ranks.axis, axis=1, tiled=True), ranks.size)
+
+    return tokens.map(gather)
 
 
 def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
@@ -44,6 +66,9 @@ attend_on_device = attention_vjp(_forward, _backward)
 def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
     """`attend_tokens(qkv)` on the tokens of all ranks, in natural order, and on this rank's share of the heads.
 
+    Args:
+      qkv: this rank's tokens; its ranges are of the tokens of all ranks.
+
     Returns:
       out_btnH and lse_bnt of this rank's tokens, in layout order.
     """
@@ -53,11 +78,10 @@ def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> tuple[ja
             f"unsupported: {num_heads} query and {num_kv_heads} key/value heads per rank do not split over {size}"
             " ulysses ranks; use a number of ranks that divides them, or strategy ring"
         )
-    q_btnH, k_bskH, v_bskH, masks = qkv
+    q_btnH, k_bskH, v_bskH, ranges = qkv
     k_bskH, v_bskH = (_repeat_heads(x, size) for x in (k_bskH, v_bskH))
     q_bTnH, k_bSkH, v_bSkH = (_heads_to_tokens(x, ranks) for x in (q_btnH, k_bskH, v_bskH))
-    all_masks = Masks(*(None if x is None else _to_natural(_gather(x, ranks), size) for x in masks))
-    out_bTnH, lse_bnT = attend_tokens(ShardedQKV(q_bTnH, k_bSkH, v_bSkH, all_masks))
+    out_bTnH, lse_bnT = attend_tokens(ShardedQKV(q_bTnH, k_bSkH, v_bSkH, ranges))
     lse_bTn1 = lse_bnT.swapaxes(1, 2)[..., None]
     out_btnH, lse_btn1 = (_tokens_to_heads(x, ranks) for x in (out_bTnH, lse_bTn1))
     return out_btnH, lse_btn1[..., 0].swapaxes(1, 2)
@@ -83,7 +107,3 @@ def _tokens_to_heads(x_bTnH: jax.Array, ranks: Ranks) -> jax.Array:
 
 def _to_natural(x_bT: jax.Array, num_ranks: int) -> jax.Array:
     return x_bT[:, natural_order(zigzag_order(x_bT.shape[1], num_ranks))]
-
-
-def _gather(x_bt: jax.Array, ranks: Ranks) -> jax.Array:
-    return lax.all_gather(x_bt, ranks.axis, axis=1, tiled=True)

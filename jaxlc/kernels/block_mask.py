@@ -5,10 +5,10 @@ blocks of the other side. XLA computes a short list of block ranges for it befor
 
     range = (start, full, end)    blocks [start, full) are partially masked, blocks [full, end) are fully visible
 
-A causal mask has two ranges: the blocks that are entirely in the past, and those on the diagonal. Documents that are
-not contiguous, as in zigzag order, have more. The rest after MAX_BLOCK_RANGES - 1 ranges becomes one range that is
-treated as partially masked, which is correct but slower. So the list has O(T + S) entries, and the loops of a kernel
-have simple bounds, which the compiler can pipeline.
+A causal mask has two ranges: the blocks that are entirely in the past, and those on the diagonal. A block of keys has
+more where the queries that attend to it are not contiguous. The rest after MAX_BLOCK_RANGES - 1 ranges becomes one
+range that is treated as partially masked, which is correct but slower. So the list has O(T + S) entries, and the loops
+of a kernel have simple bounds, which the compiler can pipeline.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,14 @@ from jax import lax
 
 from jaxlc.kernels.tuning import MAX_BLOCK_RANGES
 
+# (start_BT, end_BT), int32: query t attends to the keys start <= s < end; start == end == 0 for a fully masked row.
+# None: the implicit mask of a BlockMask. Inside a kernel, references to the ranges of one row.
+Ranges = tuple[jax.Array, jax.Array]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMask:
-    """The static part of a mask, and the block sizes of both sides."""
+    """The implicit mask, which applies where there are no ranges, and the block sizes of both sides."""
 
     causal: bool
     window: int | None  # a query attends to itself and the window - 1 positions before it; only with causal
@@ -37,63 +41,37 @@ class BlockMask:
         """The index of the first query among the keys: the last query is aligned with the last key."""
         return self.num_keys - self.num_queries
 
-    def dense_mask(self, q_positions, k_positions, q_segments, k_segments):
-        """The mask of one pair of blocks, bool; operands broadcast, segments may be None. None: fully visible."""
-        mask = None
-        if q_segments is not None:
-            mask = (q_segments == k_segments) & (q_segments != 0)
-        if self.causal:
-            age = q_positions - k_positions
-            is_past = age >= 0 if self.window is None else (age >= 0) & (age < self.window)
-            mask = is_past if mask is None else mask & is_past
-        return mask
+    def implicit_range(self, query):
+        """(start, end) of the implicit mask for the queries of these indices. A start of None is 0, an end of None is
+        num_keys."""
+        if not self.causal:
+            return None, None
+        end = query + self.first_query + 1
+        return None if self.window is None else end - self.window, end
 
 
-class SeqInfo(NamedTuple):
-    """Positions and segment ids of the queries or the keys, int32; inside a kernel, references to those of one row."""
-
-    positions_BT: jax.Array | None  # None: implicit positions; the last query is aligned with the last key
-    segments_BT: jax.Array | None  # None: one document. 0 is padding, which neither attends nor is attended to
-
-
-class _Bounds(NamedTuple):
-    """Bounds of positions and segment ids in each block, [B, number of blocks]."""
-
-    first_position: jax.Array
-    last_position: jax.Array
-    first_segment: jax.Array | None  # ignores padding
-    last_segment: jax.Array | None
-    has_padding: jax.Array | None
-
-
-def kv_block_ranges(queries: SeqInfo, keys: SeqInfo, mask: BlockMask) -> jax.Array:
+def kv_block_ranges(ranges: Ranges | None, mask: BlockMask) -> jax.Array:
     """The ranges of KV blocks for each query block: int32 [B or 1, query blocks, ranges, 3]."""
-    if _has_implicit_positions(queries, mask):
+    if ranges is None:
         back, ahead = (mask.window, 1) if mask.causal else (None, None)
         q_side = _Side(mask.first_query, mask.num_queries, mask.query_block)
         return _implicit_ranges(q_side, _Side(0, mask.num_keys, mask.kv_block), back, ahead)
-    q, k = _bounds_of_both(queries, keys, mask)
-    q, k = _map(lambda x: x[:, :, None], q), _map(lambda x: x[:, None, :], k)
-    return _ranges(*_visibility(q, k, mask), num_whole_blocks=mask.num_keys // mask.kv_block)
+    some, every = _visibility(ranges, mask)
+    return _block_ranges(some, every, num_whole_blocks=mask.num_keys // mask.kv_block)
 
 
-def query_block_ranges(queries: SeqInfo, keys: SeqInfo, mask: BlockMask) -> jax.Array:
+def query_block_ranges(ranges: Ranges | None, mask: BlockMask) -> jax.Array:
     """The ranges of query blocks for each KV block: int32 [B or 1, KV blocks, ranges, 3]."""
-    if _has_implicit_positions(queries, mask):
+    if ranges is None:
         back, ahead = (1, mask.window) if mask.causal else (None, None)
         q_side = _Side(mask.first_query, mask.num_queries, mask.query_block)
         return _implicit_ranges(_Side(0, mask.num_keys, mask.kv_block), q_side, back, ahead)
-    q, k = _bounds_of_both(queries, keys, mask)
-    q, k = _map(lambda x: x[:, None, :], q), _map(lambda x: x[:, :, None], k)
-    return _ranges(*_visibility(q, k, mask), num_whole_blocks=mask.num_queries // mask.query_block)
-
-
-def _has_implicit_positions(queries: SeqInfo, mask: BlockMask) -> bool:
-    return queries.segments_BT is None and (queries.positions_BT is None or not mask.causal)
+    some, every = (x.swapaxes(1, 2) for x in _visibility(ranges, mask))
+    return _block_ranges(some, every, num_whole_blocks=mask.num_queries // mask.query_block)
 
 
 class _Side(NamedTuple):
-    """The queries or the keys of a mask with implicit positions."""
+    """The queries or the keys of an implicit mask."""
 
     offset: int  # position of the first token
     num_tokens: int
@@ -121,45 +99,24 @@ def _implicit_ranges(own: _Side, other: _Side, back: int | None, ahead: int | No
     return jnp.stack([jnp.stack(bounds, axis=-1) for bounds in two_ranges], axis=-2)[None]
 
 
-def _bounds_of_both(queries: SeqInfo, keys: SeqInfo, mask: BlockMask) -> tuple[_Bounds, _Bounds]:
-    return (
-        _bounds(queries, mask.first_query, mask.num_queries, mask.query_block),
-        _bounds(keys, 0, mask.num_keys, mask.kv_block),
-    )
+def _visibility(ranges: Ranges, mask: BlockMask) -> tuple[jax.Array, jax.Array]:
+    """(some pair of tokens may be visible, all pairs are), bool [B, query blocks, KV blocks]."""
+    start_BT, end_BT = ranges
+    is_empty_BT = start_BT >= end_BT
 
+    def blocks(x_BT):  # the last block is padded with its last query
+        padded = jnp.pad(x_BT, ((0, 0), (0, -mask.num_queries % mask.query_block)), mode="edge")
+        return padded.reshape(x_BT.shape[0], -1, 1, mask.query_block)
 
-def _bounds(tokens: SeqInfo, offset: int, num_tokens: int, block: int) -> _Bounds:
-    def blocks(x_BT):  # the last block is padded with its last token
-        padded = jnp.pad(x_BT, ((0, 0), (0, -num_tokens % block)), mode="edge")
-        return padded.reshape(x_BT.shape[0], -1, block)
-
-    positions_BT = tokens.positions_BT
-    if positions_BT is None:
-        positions_BT = jnp.arange(offset, offset + num_tokens, dtype=jnp.int32)[None]
-    positions = blocks(positions_BT)
-    if tokens.segments_BT is None:
-        return _Bounds(positions.min(-1), positions.max(-1), None, None, None)
-    segments = blocks(tokens.segments_BT)
-    first_segment = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments).min(-1)
-    return _Bounds(positions.min(-1), positions.max(-1), first_segment, segments.max(-1), (segments == 0).any(-1))
-
-
-def _visibility(q: _Bounds, k: _Bounds, mask: BlockMask) -> tuple[jax.Array, jax.Array]:
-    """(any pair of tokens may be visible, all pairs are), each [B, own blocks, other blocks]."""
-    some, every = True, True
-    if mask.causal:
-        some, every = q.last_position >= k.first_position, q.first_position >= k.last_position
-        if mask.window is not None:
-            some &= q.first_position - k.last_position < mask.window
-            every &= q.last_position - k.first_position < mask.window
-    if q.last_segment is not None:
-        some &= jnp.maximum(q.first_segment, k.first_segment) <= jnp.minimum(q.last_segment, k.last_segment)
-        is_one_document = (q.first_segment == q.last_segment) & ~q.has_padding & ~k.has_padding
-        every &= is_one_document & (k.first_segment == q.first_segment) & (k.last_segment == q.first_segment)
+    first_key = jnp.arange(0, mask.num_keys, mask.kv_block, dtype=jnp.int32)
+    last_key = jnp.minimum(first_key + mask.kv_block, mask.num_keys) - 1
+    min_start = blocks(jnp.where(is_empty_BT, mask.num_keys, start_BT)).min(-1)
+    some = (min_start <= last_key) & (first_key < blocks(end_BT).max(-1))
+    every = (blocks(start_BT).max(-1) <= first_key) & (last_key < blocks(end_BT).min(-1))  # end 0 of an empty row
     return some, every
 
 
-def _ranges(some: jax.Array, every: jax.Array, num_whole_blocks: int) -> jax.Array:
+def _block_ranges(some: jax.Array, every: jax.Array, num_whole_blocks: int) -> jax.Array:
     """Block ranges from visibility: [B, own blocks, other blocks] bool -> int32 [B, own blocks, ranges, 3]."""
     num_blocks = some.shape[-1]
     block = jnp.arange(num_blocks, dtype=jnp.int32)
@@ -179,7 +136,3 @@ def _ranges(some: jax.Array, every: jax.Array, num_whole_blocks: int) -> jax.Arr
     end = jnp.where(some, block + 1, 0).max(axis=-1)
     rest = jnp.stack([jnp.minimum(first(some, at), end), end, end], axis=-1)
     return jnp.concatenate([jnp.moveaxis(ranges, 0, -2), rest[..., None, :]], axis=-2)
-
-
-def _map(f, bounds: _Bounds) -> _Bounds:
-    return _Bounds(*(None if x is None else f(x) for x in bounds))

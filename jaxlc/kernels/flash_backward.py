@@ -14,18 +14,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxlc.kernels.block_mask import BlockMask, SeqInfo, kv_block_ranges, query_block_ranges
+from jaxlc.kernels.block_mask import BlockMask, Ranges, kv_block_ranges, query_block_ranges
 from jaxlc.kernels.triton_blocks import (
     LOG2_E,
     KernelParams,
+    block_ranges_spec,
+    key_ranges_specs,
     load_1d,
     load_2d,
     load_mask,
-    loop_over_ranges,
+    loop_over_blocks,
     matmul,
     padded,
-    ranges_spec,
-    seq_specs,
     store_2d,
 )
 
@@ -42,8 +42,7 @@ def flash_dq(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    queries: SeqInfo,
-    keys: SeqInfo,
+    ranges: Ranges | None,
     stats: QueryStats,
     *,
     mask: BlockMask,
@@ -54,7 +53,7 @@ def flash_dq(
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
     _, num_keys, num_kv_heads, value_dim = v_BSKH.shape
     heads_per_kv = num_heads // num_kv_heads
-    ranges = kv_block_ranges(queries, keys, mask)
+    blocks = kv_block_ranges(ranges, mask)
 
     def own_rows(width):
         return pl.BlockSpec((None, mask.query_block, None, padded(width)), lambda i, n, b: (b, i, n, 0))
@@ -67,18 +66,18 @@ def flash_dq(
         functools.partial(_dq_kernel, mask=mask, scale=scale, head_dim=head_dim, value_dim=value_dim),
         grid=(pl.cdiv(num_queries, mask.query_block), num_heads, batch),
         in_specs=[
-            own_rows(head_dim), all_keys(head_dim), all_keys(value_dim), seq_specs(queries), seq_specs(keys),
-            QueryStats(own_rows(value_dim), own_1d, own_1d), ranges_spec(ranges),
+            own_rows(head_dim), all_keys(head_dim), all_keys(value_dim), key_ranges_specs(ranges),
+            QueryStats(own_rows(value_dim), own_1d, own_1d), block_ranges_spec(blocks),
         ],
         out_specs=own_rows(head_dim),
         out_shape=jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32),
         compiler_params=params.compiler_params(),
         interpret=params.interpret,
         name="flash_dq",
-    )(q_BTNH, k_BSKH, v_BSKH, queries, keys, stats, ranges)  # fmt: skip
+    )(q_BTNH, k_BSKH, v_BSKH, ranges, stats, blocks)  # fmt: skip
 
 
-def _dq_kernel(q_ref, k_ref, v_ref, queries, keys, stats, ranges_ref, dq_ref, *, mask, scale, head_dim, value_dim):
+def _dq_kernel(q_ref, k_ref, v_ref, ranges, stats, blocks_ref, dq_ref, *, mask, scale, head_dim, value_dim):
     first_T = pl.program_id(0) * mask.query_block
     q_TH = load_2d(q_ref, first_T, mask.num_queries, head_dim)
     dout_TH = load_2d(stats.dout_BTNH, first_T, mask.num_queries, value_dim)
@@ -93,12 +92,12 @@ def _dq_kernel(q_ref, k_ref, v_ref, queries, keys, stats, ranges_ref, dq_ref, *,
         k_SH = load_2d(k_ref.at[block], first_S, num_keys, head_dim)
         v_SH = load_2d(v_ref.at[block], first_S, num_keys, value_dim)
         p_TS = jnp.exp2(scale * LOG2_E * matmul(q_TH, k_SH, transpose_b=True) - lse2_T[:, None])
-        if masked and (mask_TS := load_mask(queries, keys, first_T, first_S, mask)) is not None:
+        if masked and (mask_TS := load_mask(ranges, first_T, first_S, mask)) is not None:
             p_TS = jnp.where(mask_TS, p_TS, 0.0)
         ds_TS = p_TS * (matmul(dout_TH, v_SH, transpose_b=True) - delta_T[:, None])
         return dq_TH + matmul(ds_TS.astype(k_SH.dtype), k_SH)
 
-    dq_TH = loop_over_ranges(ranges_ref, loop_body, jnp.zeros(q_TH.shape, jnp.float32))
+    dq_TH = loop_over_blocks(blocks_ref, loop_body, jnp.zeros(q_TH.shape, jnp.float32))
     store_2d(dq_ref, scale * dq_TH, first_T, mask.num_queries, head_dim)
 
 
@@ -106,8 +105,7 @@ def flash_dkv(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    queries: SeqInfo,
-    keys: SeqInfo,
+    ranges: Ranges | None,
     stats: QueryStats,
     *,
     mask: BlockMask,
@@ -118,7 +116,7 @@ def flash_dkv(
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
     _, num_keys, num_kv_heads, value_dim = v_BSKH.shape
     heads_per_kv = num_heads // num_kv_heads
-    ranges = query_block_ranges(queries, keys, mask)
+    blocks = query_block_ranges(ranges, mask)
 
     def own_rows(width):
         return pl.BlockSpec((None, mask.kv_block, None, padded(width)), lambda j, n, b: (b, j, n, 0))
@@ -131,20 +129,18 @@ def flash_dkv(
         functools.partial(_dkv_kernel, mask=mask, scale=scale, head_dim=head_dim, value_dim=value_dim),
         grid=(pl.cdiv(num_keys, mask.kv_block), num_kv_heads, batch),
         in_specs=[
-            all_queries(head_dim), own_rows(head_dim), own_rows(value_dim), seq_specs(queries), seq_specs(keys),
-            QueryStats(all_queries(value_dim), all_1d, all_1d), ranges_spec(ranges),
+            all_queries(head_dim), own_rows(head_dim), own_rows(value_dim), key_ranges_specs(ranges),
+            QueryStats(all_queries(value_dim), all_1d, all_1d), block_ranges_spec(blocks),
         ],
         out_specs=[own_rows(head_dim), own_rows(value_dim)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k_BSKH, v_BSKH)],
         compiler_params=params.compiler_params(),
         interpret=params.interpret,
         name="flash_dkv",
-    )(q_BTNH, k_BSKH, v_BSKH, queries, keys, stats, ranges)  # fmt: skip
+    )(q_BTNH, k_BSKH, v_BSKH, ranges, stats, blocks)  # fmt: skip
 
 
-def _dkv_kernel(
-    q_ref, k_ref, v_ref, queries, keys, stats, ranges_ref, dk_ref, dv_ref, *, mask, scale, head_dim, value_dim
-):
+def _dkv_kernel(q_ref, k_ref, v_ref, ranges, stats, blocks_ref, dk_ref, dv_ref, *, mask, scale, head_dim, value_dim):
     first_S = pl.program_id(0) * mask.kv_block
     k_SH = load_2d(k_ref, first_S, mask.num_keys, head_dim)
     v_SH = load_2d(v_ref, first_S, mask.num_keys, value_dim)
@@ -160,14 +156,14 @@ def _dkv_kernel(
         lse2_T, delta_T = (load_1d(x.at[head, block], first_T, num_queries) for x in (stats.lse2_BNT, stats.delta_BNT))
         # The transposed weights are the first operand of both matrix products below.
         p_ST = jnp.exp2(scale * LOG2_E * matmul(k_SH, q_TH, transpose_b=True) - lse2_T[None, :])
-        if masked and (mask_ST := load_mask(queries, keys, first_T, first_S, mask, keys_first=True)) is not None:
+        if masked and (mask_ST := load_mask(ranges, first_T, first_S, mask, keys_first=True)) is not None:
             p_ST = jnp.where(mask_ST, p_ST, 0.0)
         ds_ST = p_ST * (matmul(v_SH, dout_TH, transpose_b=True) - delta_T[None, :])
         dv_SH += matmul(p_ST.astype(v_SH.dtype), dout_TH)
         return dk_SH + matmul(ds_ST.astype(k_SH.dtype), q_TH), dv_SH
 
     def one_head(head, carry):
-        return loop_over_ranges(ranges_ref, functools.partial(loop_body, head=head), carry)
+        return loop_over_blocks(blocks_ref, functools.partial(loop_body, head=head), carry)
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k_SH, v_SH))
     dk_SH, dv_SH = lax.fori_loop(0, q_ref.shape[1], one_head, start)

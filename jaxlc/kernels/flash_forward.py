@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxlc.kernels.block_mask import BlockMask, SeqInfo, kv_block_ranges
+from jaxlc.kernels.block_mask import BlockMask, Ranges, kv_block_ranges
 from jaxlc.kernels.triton_blocks import (
     LN_2,
     LOG2_E,
     KernelParams,
+    block_ranges_spec,
+    key_ranges_specs,
     load_2d,
     load_mask,
-    loop_over_ranges,
+    loop_over_blocks,
     matmul,
     padded,
-    ranges_spec,
-    seq_specs,
     store_1d,
     store_2d,
 )
@@ -31,8 +31,7 @@ def flash_forward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    queries: SeqInfo,
-    keys: SeqInfo,
+    ranges: Ranges | None,
     *,
     mask: BlockMask,
     scale: float,
@@ -42,7 +41,7 @@ def flash_forward(
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
     _, num_keys, num_kv_heads, value_dim = v_BSKH.shape
     heads_per_kv = num_heads // num_kv_heads
-    ranges = kv_block_ranges(queries, keys, mask)
+    blocks = kv_block_ranges(ranges, mask)
 
     def own_rows(width):
         return pl.BlockSpec((None, mask.query_block, None, padded(width)), lambda i, n, b: (b, i, n, 0))
@@ -56,7 +55,7 @@ def flash_forward(
         grid=(pl.cdiv(num_queries, mask.query_block), num_heads, batch),
         in_specs=[
             own_rows(head_dim), all_keys(head_dim), all_keys(value_dim),
-            seq_specs(queries), seq_specs(keys), ranges_spec(ranges),
+            key_ranges_specs(ranges), block_ranges_spec(blocks),
         ],
         out_specs=[own_rows(value_dim), pl.BlockSpec((None, None, mask.query_block), lambda i, n, b: (b, n, i))],
         out_shape=[
@@ -66,10 +65,10 @@ def flash_forward(
         compiler_params=params.compiler_params(),
         interpret=params.interpret,
         name="flash_forward",
-    )(q_BTNH, k_BSKH, v_BSKH, queries, keys, ranges)  # fmt: skip
+    )(q_BTNH, k_BSKH, v_BSKH, ranges, blocks)  # fmt: skip
 
 
-def _kernel(q_ref, k_ref, v_ref, queries, keys, ranges_ref, out_ref, lse_ref, *, mask, scale, head_dim, value_dim):
+def _kernel(q_ref, k_ref, v_ref, ranges, blocks_ref, out_ref, lse_ref, *, mask, scale, head_dim, value_dim):
     first_T = pl.program_id(0) * mask.query_block
     q_TH = load_2d(q_ref, first_T, mask.num_queries, head_dim)
 
@@ -82,7 +81,7 @@ def _kernel(q_ref, k_ref, v_ref, queries, keys, ranges_ref, out_ref, lse_ref, *,
         )  # full blocks are complete
         k_SH = load_2d(k_ref.at[block], first_S, num_keys, head_dim)
         scores_TS = scale * LOG2_E * matmul(q_TH, k_SH, transpose_b=True)
-        if masked and (mask_TS := load_mask(queries, keys, first_T, first_S, mask)) is not None:
+        if masked and (mask_TS := load_mask(ranges, first_T, first_S, mask)) is not None:
             scores_TS = jnp.where(mask_TS, scores_TS, -jnp.inf)
         new_max_T = jnp.maximum(max_T, scores_TS.max(axis=1))
         finite_max_T = jnp.where(new_max_T == -jnp.inf, 0.0, new_max_T)  # -inf - -inf is NaN
@@ -97,7 +96,7 @@ def _kernel(q_ref, k_ref, v_ref, queries, keys, ranges_ref, out_ref, lse_ref, *,
         jnp.zeros(mask.query_block, jnp.float32),
         jnp.zeros((mask.query_block, v_ref.shape[1]), jnp.float32),
     )
-    max_T, total_T, out_TH = loop_over_ranges(ranges_ref, loop_body, start)
+    max_T, total_T, out_TH = loop_over_blocks(blocks_ref, loop_body, start)
     is_empty = total_T == 0.0
     total_T = jnp.where(is_empty, 1.0, total_T)
     lse_T = jnp.where(is_empty, -jnp.inf, LN_2 * (max_T + jnp.log2(total_T)))

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from jaxlc.kernels.block_mask import BlockMask, SeqInfo
+from jaxlc.kernels.block_mask import BlockMask, Ranges
 
 LOG2_E = math.log2(math.e)  # the hardware has exponentials to base 2 only
 LN_2 = math.log(2.0)
@@ -70,51 +70,41 @@ def _inside(shape: tuple[int, int], first, num_rows: int, width: int) -> jax.Arr
     return columns if rows is None else columns & rows[:, None]
 
 
-def load_mask(queries: SeqInfo, keys: SeqInfo, first_T, first_S, mask: BlockMask, keys_first: bool = False):
+def load_mask(ranges: Ranges | None, first_T, first_S, mask: BlockMask, keys_first: bool = False):
     """The dense mask of one pair of blocks.
 
     Args:
-      queries, keys: references to the positions and segment ids of a whole row.
+      ranges: references to the key ranges of a whole row. None: the implicit mask.
       first_T, first_S: index of the first query and of the first key of the blocks.
       keys_first: return the transpose.
     Returns:
       bool [query_block, kv_block]. None: fully visible.
     """
     q_axis, k_axis = (0, 1) if keys_first else (1, 0)
-    q = _load_seq_info(queries, first_T, mask.query_block, mask.num_queries, mask.first_query)
-    k = _load_seq_info(keys, first_S, mask.kv_block, mask.num_keys, 0)
-    (q_positions, q_segments), (k_positions, k_segments) = (
-        [None if x is None else jnp.expand_dims(x, axis) for x in tokens] for tokens, axis in ((q, q_axis), (k, k_axis))
-    )
-    dense_mask = mask.dense_mask(q_positions, k_positions, q_segments, k_segments)
+    keys = jnp.expand_dims(first_S + jnp.arange(mask.kv_block, dtype=jnp.int32), k_axis)
+    if ranges is None:
+        start, end = mask.implicit_range(first_T + jnp.arange(mask.query_block, dtype=jnp.int32))
+    else:  # queries past the end read as 0: an empty range
+        start, end = (load_1d(x.at[pl.ds(first_T, mask.query_block)], first_T, mask.num_queries) for x in ranges)
+    dense_mask = None if end is None else keys < jnp.expand_dims(end, q_axis)
+    if start is not None:
+        dense_mask &= keys >= jnp.expand_dims(start, q_axis)
     is_key = _inside_rows(mask.kv_block, first_S, mask.num_keys)
-    if is_key is None:
+    if dense_mask is not None or is_key is None:  # ranges contain no keys past the end
         return dense_mask
     shape = (mask.kv_block, mask.query_block) if keys_first else (mask.query_block, mask.kv_block)
-    is_key = jnp.broadcast_to(jnp.expand_dims(is_key, k_axis), shape)
-    return is_key if dense_mask is None else dense_mask & is_key
+    return jnp.broadcast_to(jnp.expand_dims(is_key, k_axis), shape)
 
 
-def _load_seq_info(tokens: SeqInfo, first, block: int, num_tokens: int, offset: int):
-    """(positions, segment ids or None) of a block, each int32 [block]."""
-
-    def load(ref):
-        return load_1d(ref.at[pl.ds(first, block)], first, num_tokens)
-
-    index = first + offset + jnp.arange(block, dtype=jnp.int32)
-    positions = index if tokens.positions_BT is None else load(tokens.positions_BT)
-    return positions, None if tokens.segments_BT is None else load(tokens.segments_BT)
-
-
-def loop_over_ranges(ranges_ref, loop_body, carry):
-    """`carry = loop_body(block, carry, masked)` over the blocks of all ranges (see block_mask.py)."""
+def loop_over_blocks(blocks_ref, loop_body, carry):
+    """`carry = loop_body(block, carry, masked)` over the blocks of all block ranges (see block_mask.py)."""
 
     def one_range(index, carry):
-        start, full, end = (ranges_ref[index, column] for column in range(3))
+        start, full, end = (blocks_ref[index, column] for column in range(3))
         carry = lax.fori_loop(start, full, functools.partial(loop_body, masked=True), carry)
         return lax.fori_loop(full, end, functools.partial(loop_body, masked=False), carry)
 
-    return lax.fori_loop(0, ranges_ref.shape[0], one_range, carry)
+    return lax.fori_loop(0, blocks_ref.shape[0], one_range, carry)
 
 
 def matmul(a: jax.Array, b: jax.Array, transpose_b: bool = False) -> jax.Array:
@@ -124,12 +114,12 @@ def matmul(a: jax.Array, b: jax.Array, transpose_b: bool = False) -> jax.Array:
     return lax.dot_general(a, b, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def seq_specs(tokens: SeqInfo) -> SeqInfo:
-    """Block specs of whole rows, for a grid (block, head, batch)."""
-    return SeqInfo(*(None if x is None else pl.BlockSpec((None, x.shape[1]), lambda i, n, b: (b, 0)) for x in tokens))
+def key_ranges_specs(ranges: Ranges | None):
+    """Block specs of the key ranges of a whole row, for a grid (block, head, batch)."""
+    return jax.tree.map(lambda x: pl.BlockSpec((None, x.shape[1]), lambda i, n, b: (b, 0)), ranges)
 
 
-def ranges_spec(ranges: jax.Array) -> pl.BlockSpec:
-    """The block spec of a program's ranges; with implicit positions, the whole batch shares them."""
-    is_shared = ranges.shape[0] == 1
-    return pl.BlockSpec((None, None, *ranges.shape[2:]), lambda i, n, b: (0 if is_shared else b, i, 0, 0))
+def block_ranges_spec(blocks: jax.Array) -> pl.BlockSpec:
+    """The block spec of a program's block ranges; with an implicit mask, the whole batch shares them."""
+    is_shared = blocks.shape[0] == 1
+    return pl.BlockSpec((None, None, *blocks.shape[2:]), lambda i, n, b: (0 if is_shared else b, i, 0, 0))

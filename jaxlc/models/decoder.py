@@ -46,7 +46,7 @@ class RunLayer(Protocol):
         params: nnx.State,
         x_BTD: jax.Array,
         positions_BT: jax.Array,
-        masks: tuple,
+        ranges: Any,
         prefetch: Prefetch | None = None,
         *,
         shard: Sharder,
@@ -85,13 +85,13 @@ class Decoder(nnx.Module):
         *,
         layer_kinds: Sequence[str],
         run_layer: Mapping[str, RunLayer],
-        masks: tuple,
+        ranges: Mapping[str, Any],
         shard: Sharder,
         remat: Remat,
         compute_dtype,
     ) -> jax.Array:
         """Returns the final hidden states x_BTD, before the final norm; see `apply`."""
-        shared = positions_BT, masks  # arrays that are equal for all layers
+        shared = positions_BT, ranges  # arrays that are equal for all layers
         x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
         if self.embedding_multiplier != 1:
             x_BTD *= jnp.asarray(self.embedding_multiplier, compute_dtype)
@@ -124,7 +124,8 @@ def _run_stack(
     period = min(len(layer_kinds), num_layers)
 
     def run_one(kind, x_BTD, params, shared, prefetch=None):
-        return run_layer[kind](layer_def, params, x_BTD, *shared, prefetch, shard=shard)
+        positions_BT, ranges = shared
+        return run_layer[kind](layer_def, params, x_BTD, positions_BT, ranges[kind], prefetch, shard=shard)
 
     of_kind = {kind: remat.of_layer(functools.partial(run_one, kind)) for kind in run_layer}
     runs = [of_kind[kind] for kind in layer_kinds[:period]]
@@ -214,7 +215,7 @@ def apply(
     positions_BT: jax.Array,
     *,
     run_layer: Mapping[str, RunLayer],
-    masks: tuple = (),
+    ranges: Mapping[str, Any],
     shard: Sharder,
     remat: Remat,
     compute_dtype,
@@ -228,7 +229,8 @@ def apply(
       tokens_BT, positions_BT: int32, both in the same sequence order, which may be any; T is a multiple of context x
         tensor. If `run_layer` runs tiles, they are [n, B, t], and so is the x that is returned.
       run_layer: runs one layer, attention included; by the kind of the layer.
-      masks: passed to `run_layer`: positions_BT and segment_ids_BT, int32, never tiled, or None for each.
+      ranges: by the kind of the layer: passed to its `run_layer`. The mask as key ranges, which attention prepares;
+        None: each sequence is one document.
       remat: rematerialization of layers and groups of layers.
       compute_dtype: dtype of matrix products and of the residual stream.
       fp8: which matrix products are in FP8; None: none.
@@ -247,7 +249,7 @@ def apply(
         positions_BT,
         layer_kinds=model.layer_kinds,
         run_layer=run_layer,
-        masks=masks,
+        ranges=ranges,
         shard=shard,
         remat=remat,
         compute_dtype=compute_dtype,

@@ -38,11 +38,9 @@ class TileAttention(Protocol):
 
     def take(self, kv: jax.Array, tile) -> tuple[jax.Array, jax.Array]: ...
 
-    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, segments_BT) -> tuple[jax.Array, jax.Array]: ...
+    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges) -> tuple[jax.Array, jax.Array]: ...
 
-    def backward(
-        self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, segments_BT
-    ) -> tuple[jax.Array, jax.Array]: ...
+    def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges) -> tuple[jax.Array, jax.Array]: ...
 
 
 def run_layer(
@@ -50,7 +48,7 @@ def run_layer(
     params: nnx.State,
     x_nBtD: jax.Array,
     positions_nBt: jax.Array,
-    masks: tuple,
+    ranges: Any,
     prefetch: Prefetch | None = None,
     *,
     attention: TileAttention,
@@ -64,13 +62,12 @@ def run_layer(
     attention_lse.
 
     Args:
-      masks: (positions_BT, segment_ids_BT) of the whole sequences; the positions are not used.
+      ranges: the mask as key ranges, of `attention.prepare`; None: each sequence is one document.
       saves_attention: whether the remat policy saves attention_out and attention_lse; otherwise the backward pass
         recomputes attention.
     Returns:
       x_nBtD, and the prefetched weights (None without `prefetch`).
     """
-    _, segments_BT = masks
     x_nBtD = checkpoint_name(x_nBtD, "residual")
     weights = jax.tree.map(
         lambda param: param if is_vector(param.dims) else param.replace(in_use(param, shard, x_nBtD.dtype)),
@@ -90,7 +87,7 @@ def run_layer(
         return layer.forward(*operands)[0]
 
     run.defvjp(layer.forward, layer.backward)
-    return run(weights, x_nBtD, positions_nBt, segments_BT, prefetch)
+    return run(weights, x_nBtD, positions_nBt, ranges, prefetch)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +100,7 @@ class _TiledLayer:
     attention: TileAttention
     saves_attention: bool
 
-    def forward(self, weights, x_nBtD, positions_nBt, segments_BT, prefetch):
+    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
         """Returns (y_nBtD, the prefetched weights), and the residuals of the backward pass."""
         attention = self.attention
         kv = self._keys_values(weights, x_nBtD, positions_nBt)
@@ -112,7 +109,7 @@ class _TiledLayer:
             tile, positions_Bt = operands
             x_BtD = _at(x_nBtD, tile)
             q_BtNH = self._queries(weights, x_BtD, positions_Bt)
-            results = attention.forward(q_BtNH, kv, tile, segments_BT)
+            results = attention.forward(q_BtNH, kv, tile, ranges)
             y_BtD = self._after_attention(weights, x_BtD, results[0])
             return _put(x_nBtD, y_BtD, tile), results if self.saves_attention else None
 
@@ -122,10 +119,10 @@ class _TiledLayer:
         (y_nBtD, saved), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
         if saved is not None:  # named inside the custom_vjp rule: see attention/ring.py
             saved = checkpoint_name(saved[0], "attention_out"), checkpoint_name(saved[1], "attention_lse")
-        return (y_nBtD, next_weights), (weights, x_nBtD, positions_nBt, segments_BT, saved, prefetch)
+        return (y_nBtD, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, prefetch)
 
     def backward(self, residuals, gradients):
-        weights, x_nBtD, positions_nBt, segments_BT, saved, prefetch = residuals
+        weights, x_nBtD, positions_nBt, ranges, saved, prefetch = residuals
         dy_nBtD, _ = gradients
         attention = self.attention
         # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
@@ -137,10 +134,10 @@ class _TiledLayer:
             dx_nBtD, dkv, dweights = carry
             tile, x_BtD, positions_Bt, saved = operands
             q_BtNH, queries_vjp = jax.vjp(lambda w, x: self._queries(w, x, positions_Bt), weights, x_BtD)
-            out_BtNH, lse_BNt = saved or attention.forward(q_BtNH, kv, tile, segments_BT)
+            out_BtNH, lse_BNt = saved or attention.forward(q_BtNH, kv, tile, ranges)
             _, rest_vjp = jax.vjp(self._after_attention, weights, x_BtD, out_BtNH)
             dweights_rest, dx_rest, dout_BtNH = rest_vjp(_at(dx_nBtD, tile))
-            dq_BtNH, dkv = attention.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, segments_BT)
+            dq_BtNH, dkv = attention.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
             dweights_queries, dx_queries = queries_vjp(dq_BtNH.astype(q_BtNH.dtype))
             dweights = _add(_add(dweights, dweights_rest), dweights_queries)
             return (_put(dx_nBtD, dx_rest + dx_queries, tile), dkv, dweights), None

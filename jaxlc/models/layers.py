@@ -202,7 +202,7 @@ def run_layer(
     params: nnx.State,
     x_BTD: jax.Array,
     positions_BT: jax.Array,
-    masks: tuple,
+    ranges: Any,
     prefetch: Prefetch | None = None,
     *,
     attend: Callable,
@@ -213,11 +213,11 @@ def run_layer(
     `tables` are bound.
 
     Args:
-      attend: `(q_BTNH, k_BTKH, v_BTKH, *masks) -> out_BTNH`.
+      attend: `(q_BTNH, k_BTKH, v_BTKH, ranges) -> out_BTNH`.
     """
 
     def attend_masked(*qkv):
-        return attend(*qkv, *masks)
+        return attend(*qkv, ranges)
 
     layer: DecoderLayer = nnx.merge(layer_def, params)
     return layer(x_BTD, positions_BT, prefetch, attend=attend_masked, shard=shard, tables=tables)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlc import attention
-from jaxlc.attention.query_tiles import layout_of, tiles_of
+from jaxlc.attention.api import ShardedAttention
+from jaxlc.attention.query_tiles import TiledAttention, layout_of, tiles_of
 from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.models import decoder, layer_tiles, layers
@@ -81,18 +82,19 @@ class Objective:
 
     def _hidden_and_head(self, params, batch: Batch, histories: dict | None = None):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""
+        attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
         if self.config.attention.document_mask:
-            positions, masks = batch.positions, (batch.positions, batch.segment_ids)
-        else:  # a sequence is one document: attention derives positions from indices
-            positions, masks = sequence_positions(batch.positions.shape, self.mesh), (None, None)
-
+            positions = batch.positions
+            ranges = {kind: split.prepare(positions, batch.segment_ids) for kind, split in attentions.items()}
+        else:  # a sequence is one document: its mask is implicit
+            positions, ranges = sequence_positions(batch.positions.shape, self.mesh), dict.fromkeys(attentions)
         return decoder.apply(
             params,
             self.config.model,
             self._in_tiles(batch.tokens),
             self._in_tiles(positions),
-            run_layer={kind: self._run_layer(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)},
-            masks=masks,
+            run_layer={kind: self._run_layer(kind, split) for kind, split in attentions.items()},
+            ranges=ranges,
             shard=self._sharder(params),
             remat=make_remat(self._memory, period=len(self.config.model.layer_kinds)),
             compute_dtype=self._compute_dtype,
@@ -129,19 +131,21 @@ class Objective:
         """The inverse of `_in_tiles`."""
         return layout_of(x, self.mesh.shape[CONTEXT]) if self._num_tiles else x
 
-    def _run_layer(self, kind: str) -> decoder.RunLayer:
-        """A decoder layer of this kind, with its attention and RoPE, on tiles if memory.tile_tokens is set."""
+    def _attention(self, kind: str) -> ShardedAttention | TiledAttention:
+        """The attention of layers of this kind; by tiles if memory.tile_tokens is set."""
         model, settings = self.config.model, self.config.attention
-        tables = rope_tables(model, kind, self.config.data.seq_len)
         if self._num_tiles:
-            tile_attention = attention.make_tiled(
-                settings, self.mesh, tiles=self._num_tiles, num_kv_heads=model.num_kv_heads
-            )
+            return attention.make_tiled(settings, self.mesh, tiles=self._num_tiles, num_kv_heads=model.num_kv_heads)
+        return attention.make(settings, self.mesh, window=model.window_of(kind))
+
+    def _run_layer(self, kind: str, attend: ShardedAttention | TiledAttention) -> decoder.RunLayer:
+        """A decoder layer of this kind, with its attention and RoPE bound."""
+        tables = rope_tables(self.config.model, kind, self.config.data.seq_len)
+        if isinstance(attend, TiledAttention):
             return functools.partial(
                 layer_tiles.run_layer,
-                attention=tile_attention,
+                attention=attend,
                 saves_attention=saves_attention(self._memory),
                 tables=tables,
             )
-        attend = attention.make(settings, self.mesh, window=model.window_of(kind))
         return functools.partial(layers.run_layer, attend=lambda *operands: attend(*operands)[0], tables=tables)

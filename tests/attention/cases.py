@@ -8,7 +8,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlc.attention import attend, reference
-from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import MeshConfig
 from jaxlc.sharding.mesh import make_mesh
 from tests.tolerances import max_relative_error
@@ -49,11 +50,12 @@ def sequence_positions(batch: int = BATCH) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(TOKENS, dtype=jnp.int32), (batch, TOKENS))
 
 
-def masks(packed: bool) -> Masks:
-    """Masks of the batch. Not packed: without segment ids, each sequence is one document."""
+def ranges(packed: bool, spec: AttentionSpec) -> KeyRanges | None:
+    """Key ranges of the batch. Not packed: without segment ids, each sequence is one document."""
+    tokens = TokenInfo(sequence_positions(), None)
     if packed:
-        return Masks.self_attention(jnp.asarray(positions()), jnp.asarray(segments()))
-    return Masks.self_attention(sequence_positions(), None)
+        tokens = TokenInfo(jnp.asarray(positions()), jnp.asarray(segments()))
+    return key_ranges(tokens, tokens, spec)
 
 
 def inputs(
@@ -76,9 +78,10 @@ def split_mesh(**axes: int) -> Mesh:
 def oracle(packed=True, causal=True, dtype=jnp.float32, window=None, **heads):
     """(out, gradients) of the reference in float32, for inputs rounded to `dtype`; heads as in `inputs`."""
     q, k, v, dout = (x.astype(jnp.float32) for x in inputs(dtype=dtype, **heads))
+    spec = AttentionSpec(causal=causal, window=window)
 
     def objective(q, k, v):
-        out, _ = reference.forward(q, k, v, masks(packed), AttentionSpec(causal=causal, window=window))
+        out, _ = reference.forward(q, k, v, ranges(packed, spec), spec)
         return (out * dout).sum(), out
 
     gradients, out = jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(q, k, v)

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention import attend, natural_order, reference, reorder, zigzag_order
-from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.mesh import Ranks
 from tests.attention.cases import inputs
@@ -47,8 +48,8 @@ def results_of(attend_fn):
 @functools.cache
 def oracle(packed: bool = False, window: int | None = None):
     positions = jnp.broadcast_to(jnp.arange(TOKENS), (2, TOKENS))
-    masks = Masks.self_attention(positions, jnp.asarray(SEGMENTS) if packed else None)
-    return results_of(lambda q, k, v: reference.forward(q, k, v, masks, AttentionSpec(window=window)))
+    tokens, spec = TokenInfo(positions, jnp.asarray(SEGMENTS) if packed else None), AttentionSpec(window=window)
+    return results_of(lambda q, k, v: reference.forward(q, k, v, key_ranges(tokens, tokens, spec), spec))
 
 
 def assert_matches(actual, expected) -> None:

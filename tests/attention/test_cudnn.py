@@ -19,7 +19,8 @@ from jax._src.cudnn import fused_attention_stablehlo as fmha
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.attention import attend, choose, cudnn, make, reference
-from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.hlo import parse
@@ -29,15 +30,17 @@ from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
 pytestmark = pytest.mark.jax_version
 
-NO_MASKS = Masks(None, None, None, None)
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
 
 def _top_left(query, key, scale, mask_type, sliding_window_length):
-    """(masks, spec) of the reference for these cuDNN settings: masks are aligned at the first query and key."""
-    positions = (jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2]) for x in (query, key))
+    """(ranges, spec) of the reference for these cuDNN settings: masks are aligned at the first query and key."""
+    queries, keys = (
+        TokenInfo(jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2]), None) for x in (query, key)
+    )
     causal = {fmha.MaskType.CAUSAL: True, fmha.MaskType.NO_MASK: False}[mask_type]
-    return Masks(*positions, None, None), AttentionSpec(causal=causal, window=sliding_window_length, scale=scale)
+    spec = AttentionSpec(causal=causal, window=sliding_window_length, scale=scale)
+    return key_ranges(queries, keys, spec), spec
 
 
 def _forward_jax_0_10(
@@ -56,9 +59,9 @@ def _backward_jax_0_10(
     scale, seed, dropout_rate, variadic_args, mask_type, layout, sliding_window_length,
 ):  # fmt: skip
     assert fwd_output.dtype == grad_output.dtype == query.dtype and activation.dtype == jnp.float32
-    masks, spec = _top_left(query, key, scale, mask_type, sliding_window_length)
+    ranges, spec = _top_left(query, key, scale, mask_type, sliding_window_length)
     results = fwd_output, activation, grad_output, jnp.zeros_like(activation)
-    return [x.astype(query.dtype) for x in reference.backward(query, key, value, masks, spec, *results)]
+    return [x.astype(query.dtype) for x in reference.backward(query, key, value, ranges, spec, *results)]
 
 
 def _forward_jax_0_12(*operands, score_mod_args, score_mod, **settings):
@@ -95,10 +98,10 @@ def test_cudnn_operands_give_reference_results(fake_cudnn, spec):
     """Grouped queries, a scale, and a gradient of the lse, which cuDNN does not have."""
     q, k, v, dout = inputs(batch=2)
     dlse = jax.random.normal(jax.random.key(9), (2, q.shape[2], q.shape[1]))
-    out, lse = reference.forward(q, k, v, NO_MASKS, spec)
-    gradients = reference.backward(q, k, v, NO_MASKS, spec, out, lse, dout, dlse)
-    actual = cudnn.forward(q, k, v, NO_MASKS, spec)
-    actual_gradients = cudnn.backward(q, k, v, NO_MASKS, spec, out, lse, dout, dlse)
+    out, lse = reference.forward(q, k, v, None, spec)
+    gradients = reference.backward(q, k, v, None, spec, out, lse, dout, dlse)
+    actual = cudnn.forward(q, k, v, None, spec)
+    actual_gradients = cudnn.backward(q, k, v, None, spec, out, lse, dout, dlse)
     assert all(x.dtype == jnp.float32 for x in (*actual, *actual_gradients))
     assert_rows_match(actual, (out, lse), FLOAT32_PARITY)
     assert_rows_match(actual_gradients, gradients, FLOAT32_PARITY)
@@ -113,8 +116,8 @@ def test_cudnn_under_vmap_matches_reference(fake_cudnn):
 
     def results_of(kernel):
         def of_set(q):
-            out, lse = kernel.forward(q, k, v, NO_MASKS, spec)
-            return out, lse, *kernel.backward(q, k, v, NO_MASKS, spec, out, lse, dout, dlse)
+            out, lse = kernel.forward(q, k, v, None, spec)
+            return out, lse, *kernel.backward(q, k, v, None, spec, out, lse, dout, dlse)
 
         return jax.vmap(of_set)(queries)
 
@@ -145,18 +148,18 @@ def test_strategy_with_cudnn_matches_reference(fake_cudnn, strategy):
     assert_rows_match(actual, oracle(packed=False, dtype=jnp.bfloat16, **heads), BFLOAT16_ATTENTION)
 
 
-def test_cudnn_with_explicit_positions_raises():
+def test_cudnn_with_key_ranges_raises():
     q, k, v, _ = inputs(batch=2)
-    tokens = jnp.ones(q.shape[:2], jnp.int32)
-    for masks in (Masks.self_attention(tokens, None), Masks.self_attention(None, tokens)):
-        with pytest.raises(NotImplementedError, match="positions or segment ids"):
-            cudnn.forward(q, k, v, masks, AttentionSpec())
+    zeros = jnp.zeros(q.shape[:2], jnp.int32)
+    for causal in (True, False):
+        with pytest.raises(NotImplementedError, match="key ranges"):
+            cudnn.forward(q, k, v, KeyRanges(zeros, zeros), AttentionSpec(causal=causal))
 
 
 def test_cudnn_with_causal_and_unequal_lengths_raises():
     q, k, v, _ = inputs(batch=2)
     with pytest.raises(NotImplementedError, match="causal attention of 30 queries over 96 keys"):
-        cudnn.forward(q[:, :30], k, v, NO_MASKS, AttentionSpec())
+        cudnn.forward(q[:, :30], k, v, None, AttentionSpec())
 
 
 def test_workspace_bytes_at_1m_keys():
@@ -197,10 +200,10 @@ def test_h100_call_is_one_kernel_plus_conversions():
     spec = AttentionSpec(window=32)
 
     def backward(q, k, v, out, lse, dout):
-        return cudnn.backward(q, k, v, NO_MASKS, spec, out, lse, dout, jnp.zeros_like(lse))
+        return cudnn.backward(q, k, v, None, spec, out, lse, dout, jnp.zeros_like(lse))
 
     programs = (
-        _compiled(lambda q, k, v: cudnn.forward(q, k, v, NO_MASKS, spec), q, k, k),
+        _compiled(lambda q, k, v: cudnn.forward(q, k, v, None, spec), q, k, k),
         _compiled(backward, q, k, k, q, lse, q),
     )
     for program, num_results in zip(programs, (1, 3), strict=True):
@@ -224,7 +227,7 @@ def ring_on_h100s():
     @functools.cache
     def compiled(uses_lse: bool):
         def layer(x, k, v):
-            out, lse = attend(x, k, v, None, None)
+            out, lse = attend(x, k, v)
             return out + lse.swapaxes(1, 2)[..., None].astype(out.dtype) if uses_lse else out
 
         def loss(q, k, v):
@@ -242,7 +245,7 @@ def test_hybrid_with_cudnn_lowers_with_second_mesh():
     mesh = make_mesh(topology("h100:1x8"), MeshConfig(context=8))
     attend = make(AttentionConfig(strategy="hybrid", kernel="cudnn", ulysses_degree=2), mesh)
     q = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(None, CONTEXT)))
-    lowered = jax.jit(lambda q: attend(q, q, q, None, None)).lower(q)
+    lowered = jax.jit(lambda q: attend(q, q, q)).lower(q)
     assert FORWARD in lowered.as_text()
 
 

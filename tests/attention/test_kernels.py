@@ -8,9 +8,10 @@ import pytest
 from benchmarks.support_table import cpu_kernels
 from jaxlc.attention import reference
 from jaxlc.attention.choose import KERNELS
-from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.merge import merge
-from tests.attention.cases import assert_rows_match, inputs, masks, sequence_positions
+from tests.attention.cases import assert_rows_match, inputs, ranges, sequence_positions
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
 pytestmark = pytest.mark.jax_version
@@ -18,11 +19,11 @@ pytestmark = pytest.mark.jax_version
 kernels = pytest.mark.parametrize("kernel", [KERNELS[name] for name in cpu_kernels()], ids=cpu_kernels())
 
 
-def _oracle(q, k, v, dout, dlse, masks, spec):
+def _oracle(q, k, v, dout, dlse, ranges, spec):
     """((out, lse), (dq, dk, dv)) by automatic differentiation of the reference."""
 
     def objective(q, k, v):
-        out, lse = reference.forward(q, k, v, masks, spec)
+        out, lse = reference.forward(q, k, v, ranges, spec)
         return (out * dout).sum() + (jnp.where(jnp.isneginf(lse), 0.0, lse) * dlse).sum(), (out, lse)
 
     gradients, results = jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(q, k, v)
@@ -34,13 +35,13 @@ def _assert_lse_match(actual, expected, tolerance):
     np.testing.assert_allclose(np.maximum(actual, -1e9), np.maximum(expected, -1e9), rtol=tolerance, atol=tolerance)
 
 
-def _check(kernel, q, k, v, dout, masks, spec, tolerance=FLOAT32_PARITY):
+def _check(kernel, q, k, v, dout, ranges, spec, tolerance=FLOAT32_PARITY):
     dlse = jax.random.normal(jax.random.key(9), (q.shape[0], q.shape[2], q.shape[1]))
-    (out, lse), gradients = _oracle(*(x.astype(jnp.float32) for x in (q, k, v, dout)), dlse, masks, spec)
-    actual_out, actual_lse = jax.jit(kernel.forward, static_argnums=4)(q, k, v, masks, spec)
+    (out, lse), gradients = _oracle(*(x.astype(jnp.float32) for x in (q, k, v, dout)), dlse, ranges, spec)
+    actual_out, actual_lse = jax.jit(kernel.forward, static_argnums=4)(q, k, v, ranges, spec)
     assert_rows_match(actual_out, out, tolerance)
     _assert_lse_match(actual_lse, lse, tolerance)
-    actual = jax.jit(kernel.backward, static_argnums=4)(q, k, v, masks, spec, out, lse, dout, dlse)
+    actual = jax.jit(kernel.backward, static_argnums=4)(q, k, v, ranges, spec, out, lse, dout, dlse)
     assert all(x.dtype == jnp.float32 for x in (actual_out, actual_lse, *actual))
     assert_rows_match(actual, gradients, tolerance)
 
@@ -51,7 +52,7 @@ def _check(kernel, q, k, v, dout, masks, spec, tolerance=FLOAT32_PARITY):
 @pytest.mark.parametrize("block", [(256, 256), (32, 32), (40, 20)], ids=["one_block", "blocks", "ragged_blocks"])
 def test_kernel_matches_reference(kernel, packed, causal, block):
     spec = AttentionSpec(causal=causal, query_block_tokens=block[0], key_block_tokens=block[1])
-    _check(kernel, *inputs(), masks(packed), spec)
+    _check(kernel, *inputs(), ranges(packed, spec), spec)
 
 
 @kernels
@@ -60,17 +61,20 @@ def test_kernel_with_fewer_queries_than_keys_matches_reference(kernel):
     _, k, v, _ = inputs(batch=2, num_tokens=70, seed=1)
     positions = jnp.broadcast_to(jnp.arange(70, dtype=jnp.int32), (2, 70))
     spec = AttentionSpec(query_block_tokens=16, key_block_tokens=32)
-    _check(kernel, q, k, v, dout, Masks(positions[:, 37:], positions, None, None), spec)
+    last = key_ranges(TokenInfo(positions[:, 37:], None), TokenInfo(positions, None), spec)
+    _check(kernel, q, k, v, dout, last, spec)
 
 
 @kernels
 def test_kernel_with_value_head_dim_and_scale_matches_reference(kernel):
-    _check(kernel, *inputs(value_dim=24), masks(packed=True), AttentionSpec(scale=0.3, key_block_tokens=32))
+    spec = AttentionSpec(scale=0.3, key_block_tokens=32)
+    _check(kernel, *inputs(value_dim=24), ranges(packed=True, spec=spec), spec)
 
 
 @kernels
 def test_kernel_with_positions_above_2_24_matches_reference(kernel):
-    _check(kernel, *inputs(batch=2), Masks.self_attention(2**24 + sequence_positions(2), None), AttentionSpec())
+    tokens = TokenInfo(2**24 + sequence_positions(2), None)
+    _check(kernel, *inputs(batch=2), key_ranges(tokens, tokens, AttentionSpec()), AttentionSpec())
 
 
 @kernels
@@ -78,12 +82,12 @@ def test_kernel_with_positions_above_2_24_matches_reference(kernel):
 def test_kernel_over_two_kv_blocks_merges_to_reference(kernel, causal):
     """The merged results equal those over all keys; so do the sums of gradients from the global out and lse."""
     q, k, v, dout = inputs()
-    spec, all_masks, dlse = AttentionSpec(causal=causal), masks(packed=True), jnp.zeros((q.shape[0], 4, 96))
-    (out, lse), gradients = _oracle(q, k, v, dout, dlse, all_masks, spec)
+    spec, dlse = AttentionSpec(causal=causal), jnp.zeros((q.shape[0], 4, 96))
+    all_ranges = ranges(packed=True, spec=spec)
+    (out, lse), gradients = _oracle(q, k, v, dout, dlse, all_ranges, spec)
 
     def block(s):
-        k_positions_BS, k_segments_BS = (x[:, s] for x in (all_masks.k_positions_BS, all_masks.k_segments_BS))
-        return all_masks._replace(k_positions_BS=k_positions_BS, k_segments_BS=k_segments_BS)
+        return all_ranges.within(s.start, s.stop - s.start)
 
     blocks = [slice(0, 30), slice(30, 96)]
     parts = [kernel.forward(q, k[:, s], v[:, s], block(s), spec) for s in blocks]
@@ -98,13 +102,14 @@ def test_kernel_over_two_kv_blocks_merges_to_reference(kernel, causal):
 @kernels
 def test_kernel_in_bfloat16_matches_float32_reference(kernel):
     spec = AttentionSpec(key_block_tokens=32)
-    _check(kernel, *inputs(dtype=jnp.bfloat16), masks(packed=False), spec, BFLOAT16_ATTENTION)
+    _check(kernel, *inputs(dtype=jnp.bfloat16), ranges(packed=False, spec=spec), spec, BFLOAT16_ATTENTION)
 
 
 @kernels
 def test_kernel_with_large_scores_is_finite(kernel):
     q, k, v, dout = inputs(batch=2)
-    row, spec = Masks.self_attention(sequence_positions(2), None), AttentionSpec(key_block_tokens=32)
+    row, spec = ranges(packed=False, spec=AttentionSpec()), AttentionSpec(key_block_tokens=32)
+    row = KeyRanges(*(x[:2] for x in row))
     out, lse = kernel.forward(40 * q, 40 * k, v, row, spec)
     gradients = kernel.backward(40 * q, 40 * k, v, row, spec, out, lse, dout, 0 * lse)
     assert all(np.isfinite(x).all() for x in (out, lse, *gradients))
@@ -113,7 +118,7 @@ def test_kernel_with_large_scores_is_finite(kernel):
 def test_reference_matches_finite_differences():
     """An independent definition in numpy and float64: causal, grouped queries."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in inputs(batch=1, num_tokens=6, head_dim=4))
-    row, spec = Masks.self_attention(sequence_positions(1)[:, :6], None), AttentionSpec()
+    spec = AttentionSpec()
 
     def attend(q):
         scores = spec.scale_for(4) * np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, axis=2))
@@ -125,6 +130,6 @@ def test_reference_matches_finite_differences():
     slope = sum(sign * (attend(q + sign * 1e-5 * direction)[0] * dout).sum() for sign in (1, -1)) / 2e-5
     out, lse = (jnp.float32(x) for x in attend(q))
     float32 = [jnp.float32(x) for x in (q, k, v)]
-    np.testing.assert_allclose(reference.forward(*float32, row, spec)[0], out, rtol=1e-5, atol=1e-6)
-    dq, _, _ = reference.backward(*float32, row, spec, out, lse, jnp.float32(dout), 0 * lse)
+    np.testing.assert_allclose(reference.forward(*float32, None, spec)[0], out, rtol=1e-5, atol=1e-6)
+    dq, _, _ = reference.backward(*float32, None, spec, out, lse, jnp.float32(dout), 0 * lse)
     assert abs((np.asarray(dq) * direction).sum() - slope) <= 1e-4 * abs(slope)

@@ -1,11 +1,11 @@
-"""Key ranges against the dense mask of the contract, for the pairs of blocks that the strategies compute."""
+"""Key ranges against dense masks of all pairs of tokens, for the pairs of blocks that the strategies compute."""
 
 import jax
 import numpy as np
 import pytest
 
-from jaxlc.attention.contract import AttentionSpec, Masks
-from jaxlc.attention.key_ranges import key_ranges
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, implicit_ranges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.sharding.document_layout import document_layout
 from jaxlc.sharding.layout import zigzag_order
 
@@ -16,8 +16,19 @@ SPECS = {
     "wide_window": AttentionSpec(window=100),
     "documents": AttentionSpec(causal=False),
 }
-ranges_of = jax.jit(key_ranges, static_argnums=(1, 2))
-dense_of = jax.jit(Masks.dense_mask_BTS, static_argnums=1)
+ranges_of = jax.jit(key_ranges, static_argnums=2)
+
+
+def dense_mask(q: TokenInfo, k: TokenInfo, spec: AttentionSpec) -> np.ndarray:
+    """[B, T, S] by the definition, in numpy."""
+    mask_BTS = np.ones((*(q.segments_BT if q.positions_BT is None else q.positions_BT).shape, 1), bool)
+    if q.segments_BT is not None:
+        segments_BT1 = q.segments_BT[:, :, None]
+        mask_BTS = (segments_BT1 == k.segments_BT[:, None, :]) & (segments_BT1 != 0)
+    if spec.causal:
+        age_BTS = q.positions_BT[:, :, None] - k.positions_BT[:, None, :]
+        mask_BTS = mask_BTS & (age_BTS >= 0) & (age_BTS < (spec.window or np.inf))
+    return mask_BTS
 
 
 def packed(seed: int, rank_order: str):
@@ -38,9 +49,9 @@ def packed(seed: int, rank_order: str):
 
 def check(q, k, spec):
     """q and k: (positions, segments) [pairs of blocks, tokens]."""
-    masks = Masks(q[0], k[0], q[1], k[1])
-    ranges = ranges_of(masks, spec, k[0].shape[1])
-    np.testing.assert_array_equal(ranges.dense_mask_BTS(k[0].shape[1]), dense_of(masks, spec))
+    q, k = TokenInfo(*q), TokenInfo(*k)
+    ranges = ranges_of(q, k, spec)
+    np.testing.assert_array_equal(ranges.dense_mask_BTS(k[0].shape[1]), dense_mask(q, k, spec))
     return jax.tree.map(np.asarray, ranges)
 
 
@@ -76,8 +87,30 @@ def test_key_ranges_without_segments_equal_dense_mask():
     order = zigzag_order(TOKENS, CONTEXT).reshape(CONTEXT, -1).astype(np.int32)
     index = np.indices((CONTEXT, CONTEXT)).reshape(2, -1)
     for spec in (SPECS["causal"], SPECS["window"]):
-        masks = Masks(order[index[0]], order[index[1]], None, None)
-        ranges = ranges_of(masks, spec, TOKENS // CONTEXT)
-        np.testing.assert_array_equal(ranges.dense_mask_BTS(TOKENS // CONTEXT), dense_of(masks, spec))
-    with pytest.raises(ValueError, match="masks nothing"):
-        key_ranges(Masks(None, None, None, None), SPECS["documents"], 4)
+        check((order[index[0]], None), (order[index[1]], None), spec)
+    tokens = TokenInfo(order, None)
+    assert key_ranges(tokens, tokens, SPECS["documents"]) is None  # nothing is masked
+
+
+@pytest.mark.parametrize("lengths", [(8, 8), (3, 8), (8, 3)], ids=str)
+def test_implicit_ranges_equal_ranges_of_last_queries(lengths):
+    q, k = (TokenInfo(np.arange(length)[None] - length, None) for length in lengths)
+    for spec in (SPECS["causal"], SPECS["window"], SPECS["documents"]):
+        start_T, end_T = (
+            default if x is None else x for x, default in zip(implicit_ranges(spec, *lengths), (0, lengths[1]))
+        )
+        bounds = (np.broadcast_to(x, (1, lengths[0])) for x in (start_T, end_T))
+        dense = KeyRanges(*bounds).dense_mask_BTS(lengths[1])
+        np.testing.assert_array_equal(dense, np.broadcast_to(dense_mask(q, k, spec), dense.shape))
+
+
+def test_ranges_within_part_of_keys_equal_part_of_dense_mask():
+    positions, segments = (x.reshape(1, -1) for x in packed(3, "natural"))
+    for spec in SPECS.values():
+        tokens = TokenInfo(positions, segments)
+        ranges = key_ranges(tokens, tokens, spec)
+        for first, num_keys in ((0, 5), (17, 100), (TOKENS - 40, 40)):
+            part = ranges.within(first, num_keys)
+            expected = ranges.dense_mask_BTS(TOKENS)[:, :, first : first + num_keys]
+            np.testing.assert_array_equal(part.dense_mask_BTS(num_keys), expected)
+            assert (np.asarray(part.start_BT)[~expected.any(axis=2)] == 0).all()

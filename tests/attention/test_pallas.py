@@ -11,27 +11,27 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton_dialect
 
 from jaxlc.attention import pallas, reference
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 from tests.attention.cases import assert_rows_match, inputs, sequence_positions
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
 pytestmark = pytest.mark.jax_version
 
-IMPLICIT = Masks(None, None, None, None)
 SPEC = AttentionSpec(query_block_tokens=16, key_block_tokens=16)
 
 
-def _check(q, k, v, dout, masks, spec, tolerance=FLOAT32_PARITY):
+def _check(q, k, v, dout, ranges, spec, tolerance=FLOAT32_PARITY):
     float32 = [x.astype(jnp.float32) for x in (q, k, v)]
-    out, lse = reference.forward(*float32, masks, spec)
-    actual_out, actual_lse = pallas.forward(q, k, v, masks, spec)
+    out, lse = reference.forward(*float32, ranges, spec)
+    actual_out, actual_lse = pallas.forward(q, k, v, ranges, spec)
     assert_rows_match(actual_out, out, tolerance)
     np.testing.assert_array_equal(np.isneginf(actual_lse), np.isneginf(lse))
     assert_rows_match(jnp.maximum(actual_lse, -1e3), jnp.maximum(lse, -1e3), tolerance)
     dlse = jnp.ones_like(lse)
-    actual = pallas.backward(q, k, v, masks, spec, out, lse, dout, dlse)
-    assert_rows_match(actual, reference.backward(*float32, masks, spec, out, lse, dout, dlse), tolerance)
+    actual = pallas.backward(q, k, v, ranges, spec, out, lse, dout, dlse)
+    assert_rows_match(actual, reference.backward(*float32, ranges, spec, out, lse, dout, dlse), tolerance)
 
 
 def _lengths(num_queries: int, num_keys: int, **other):
@@ -45,37 +45,39 @@ def _lengths(num_queries: int, num_keys: int, **other):
 def test_implicit_positions_with_partial_blocks_match_reference(lengths, window):
     """With more queries than keys, the first queries precede all keys and are fully masked."""
     spec = AttentionSpec(window=window, query_block_tokens=16, key_block_tokens=16)
-    _check(*_lengths(*lengths), IMPLICIT, spec)
+    _check(*_lengths(*lengths), None, spec)
 
 
 def test_full_attention_with_partial_blocks_matches_reference():
-    _check(*_lengths(23, 50), IMPLICIT, AttentionSpec(causal=False, key_block_tokens=16))
+    _check(*_lengths(23, 50), None, AttentionSpec(causal=False, key_block_tokens=16))
 
 
 def test_head_dims_not_power_of_2_in_float16_match_reference():
-    _check(*_lengths(23, 23, head_dim=12, value_dim=20, dtype=jnp.float16), IMPLICIT, SPEC, BFLOAT16_ATTENTION)
+    _check(*_lengths(23, 23, head_dim=12, value_dim=20, dtype=jnp.float16), None, SPEC, BFLOAT16_ATTENTION)
 
 
 def test_more_ranges_than_the_list_holds_match_reference():
-    segments = (jnp.arange(320, dtype=jnp.int32)[None] // 16) % 2 + 1
-    _check(*_lengths(320, 320), Masks(None, None, segments, segments), SPEC)
+    """In blocks of 16, queries attend alternately to the first and to the last keys."""
+    start_BT = (jnp.arange(320, dtype=jnp.int32)[None] // 16) % 2 * 160
+    _check(*_lengths(320, 320), KeyRanges(start_BT, start_BT + 160), SPEC)
 
 
 def test_backward_is_bitwise_reproducible():
     q, k, v, dout = _lengths(40, 40, dtype=jnp.bfloat16)
-    out, lse = pallas.forward(q, k, v, IMPLICIT, SPEC)
-    first, again = (pallas.backward(q, k, v, IMPLICIT, SPEC, out, lse, dout, lse) for _ in range(2))
+    out, lse = pallas.forward(q, k, v, None, SPEC)
+    first, again = (pallas.backward(q, k, v, None, SPEC, out, lse, dout, lse) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
 def test_fully_masked_blocks_are_skipped():
     """One of two documents, in blocks of its own, is all NaN: computing its blocks would give 0 x NaN = NaN."""
     segments = jnp.repeat(jnp.array([[1, 2]], jnp.int32), 32, axis=1)
-    masks = Masks.self_attention(sequence_positions(1)[:, :64], segments)
+    tokens = TokenInfo(sequence_positions(1)[:, :64], segments)
+    ranges = key_ranges(tokens, tokens, SPEC)
     for broken, healthy in ((slice(32, 64), slice(0, 32)), (slice(0, 32), slice(32, 64))):
         q, k, v, dout = (x.at[:, broken].set(jnp.nan) for x in inputs(batch=1, num_tokens=64))
-        out, lse = pallas.forward(q, k, v, masks, SPEC)
-        gradients = pallas.backward(q, k, v, masks, SPEC, out, lse, dout, 0 * lse)
+        out, lse = pallas.forward(q, k, v, ranges, SPEC)
+        gradients = pallas.backward(q, k, v, ranges, SPEC, out, lse, dout, 0 * lse)
         for x in (out, lse.swapaxes(1, 2), *gradients):
             assert np.isfinite(x[:, healthy]).all() and np.isnan(x[:, broken]).any()
 
@@ -83,8 +85,8 @@ def test_fully_masked_blocks_are_skipped():
 def test_blocks_after_the_diagonal_are_skipped():
     q, k, v, dout = inputs(batch=1, num_tokens=64)
     k, v = (x.at[:, 32:].set(jnp.nan) for x in (k, v))
-    out, lse = pallas.forward(q, k, v, IMPLICIT, SPEC)
-    dq, _, _ = pallas.backward(q, k, v, IMPLICIT, SPEC, out, lse, dout, 0 * lse)
+    out, lse = pallas.forward(q, k, v, None, SPEC)
+    dq, _, _ = pallas.backward(q, k, v, None, SPEC, out, lse, dout, 0 * lse)
     assert np.isfinite(out[:, :32]).all() and np.isfinite(dq[:, :32]).all() and np.isnan(out[:, 32:]).all()
 
 
@@ -110,13 +112,13 @@ def _abstract_operands(num_tokens: int, num_heads: int, num_kv_heads: int, head_
     tokens = jax.ShapeDtypeStruct((1, num_tokens), jnp.int32)
     q_BTNH, k_BSKH = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, k))
     lse_BNT = jax.ShapeDtypeStruct((1, num_heads, num_tokens), jnp.float32)
-    return q_BTNH, k_BSKH, Masks.self_attention(tokens, tokens), jax.ShapeDtypeStruct(q, jnp.float32), lse_BNT
+    return q_BTNH, k_BSKH, KeyRanges(tokens, tokens), jax.ShapeDtypeStruct(q, jnp.float32), lse_BNT
 
 
-def _both(q, k, masks, out, lse):
+def _both(q, k, ranges, out, lse):
     """Forward and backward as in a training step."""
-    gradients = pallas.backward(q, k, k, masks, AttentionSpec(), out, lse, q, lse)
-    return pallas.forward(q, k, k, masks, AttentionSpec()), gradients
+    gradients = pallas.backward(q, k, k, ranges, AttentionSpec(), out, lse, q, lse)
+    return pallas.forward(q, k, k, ranges, AttentionSpec()), gradients
 
 
 def _targeting_h100():

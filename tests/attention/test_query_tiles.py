@@ -21,7 +21,7 @@ from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.sharding.layout import natural_order, zigzag_order
-from tests.attention.cases import TOKENS, assert_rows_match, inputs, oracle, segments, split_mesh
+from tests.attention.cases import TOKENS, assert_rows_match, inputs, oracle, positions, segments, split_mesh
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
 
 
@@ -55,7 +55,9 @@ def run(case: Case, dtype=jnp.float32):
     """(out, (dq, dk, dv)) of `cases.inputs`, in natural order."""
     tiled, context, tiles = case.tiled(), case.axes.get(CONTEXT, 1), case.tiles
     order = zigzag_order(TOKENS, context)
-    segments_BT = jnp.asarray(segments()[:, order]) if case.packed else None
+    ranges = None
+    if case.packed:
+        ranges = jax.jit(tiled.prepare)(*(jnp.asarray(x[:, order]) for x in (positions(), segments())))
 
     @jax.jit
     def all_tiles(*operands):
@@ -66,8 +68,8 @@ def run(case: Case, dtype=jnp.float32):
 
         def loop_body(dkv, operands):
             q_BtNH, dout_BtNH, tile = operands
-            out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, segments_BT)
-            dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, segments_BT)
+            out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
+            dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
             return dkv, (out_BtNH, dq_BtNH)
 
         dkv = jnp.zeros(kv.shape, jnp.float32)
@@ -121,9 +123,9 @@ def test_tiles_of_pairs_mirrored_subchunks(context, tiles):
     order_T = zigzag_order(TOKENS, context)
     tiles_MBt = tiles_of(jnp.asarray(order_T)[None], context, tiles)
     np.testing.assert_array_equal(layout_of(tiles_MBt, context)[0], order_T)
-    positions = np.asarray(tiles_MBt).reshape(tiles, context, 2, -1)
-    assert (np.sort(positions[:, :, 1]) == TOKENS - 1 - np.sort(positions[:, :, 0])[..., ::-1]).all()
-    work = (positions + 1).sum(axis=(2, 3))  # keys that queries attend to
+    indices = np.asarray(tiles_MBt).reshape(tiles, context, 2, -1)
+    assert (np.sort(indices[:, :, 1]) == TOKENS - 1 - np.sort(indices[:, :, 0])[..., ::-1]).all()
+    work = (indices + 1).sum(axis=(2, 3))  # keys that queries attend to
     assert len(np.unique(work)) == 1
 
 
@@ -169,11 +171,11 @@ def _calls(jaxpr, times=1) -> Counter:
 def test_number_and_size_of_kernel_calls(case: Case, keys: int, monkeypatch: pytest.MonkeyPatch):
     """No kernel call exceeds the limit of keys, and together they compute exactly causal attention."""
 
-    def kernel_forward(q, k, v, masks, spec):
-        return reference.forward(q, k, v, masks, spec)
+    def kernel_forward(q, k, v, ranges, spec):
+        return reference.forward(q, k, v, ranges, spec)
 
-    def kernel_backward(q, k, v, masks, spec, *results):
-        return reference.backward(q, k, v, masks, spec, *results)
+    def kernel_backward(q, k, v, ranges, spec, *results):
+        return reference.backward(q, k, v, ranges, spec, *results)
 
     named = (jax.jit(function, static_argnums=4) for function in (kernel_forward, kernel_backward))
     kernel = SimpleNamespace(**dict(zip(("forward", "backward"), named)), unsupported=lambda problem: None)

@@ -45,7 +45,8 @@ def test_make_in_layout_order_matches_reference():
     order = zigzag_order(TOKENS, 2)
     attention = make(AttentionConfig(query_block_tokens=16, key_block_tokens=8), split_mesh(context=2))
     q, k, v, _ = (x[:, order] for x in inputs())
-    out, lse = jax.jit(attention)(q, k, v, jnp.asarray(positions()[:, order]), jnp.asarray(segments()[:, order]))
+    ranges = jax.jit(attention.prepare)(jnp.asarray(positions()[:, order]), jnp.asarray(segments()[:, order]))
+    out, lse = jax.jit(attention)(q, k, v, ranges)
     assert lse.dtype == jnp.float32 and lse.shape == (BATCH, 4, TOKENS)
     assert_rows_match(out, oracle()[0][:, order], FLOAT32_PARITY)
 
@@ -84,11 +85,11 @@ def test_remat_recomputes_forward_ring_only_if_full(remat, rings):
     context = 4
     attention = make(AttentionConfig(), split_mesh(context=context))
     q, k, v, dout = inputs()
-    positions = sequence_positions()[:, zigzag_order(TOKENS, context)]
+    ranges = attention.prepare(sequence_positions()[:, zigzag_order(TOKENS, context)], None)
 
     @make_remat(MemoryConfig(remat=remat)).of_layer
     def layer(q, k, v):
-        return attention(2.0 * q, k, v, positions, None)[0] * dout
+        return attention(2.0 * q, k, v, ranges)[0] * dout
 
     jaxpr = jax.make_jaxpr(jax.grad(lambda *x: layer(*x).sum(), (0, 1, 2)))(q, k, v).jaxpr
     # Permutes in the jaxpr. Forward: the first send and that of the loop body. Backward: the same two for K/V, two for
@@ -114,12 +115,12 @@ def test_scan_over_layers_saves_no_dense_mask(packed, remat):
     num_tokens = 4096
     attention = make(AttentionConfig(query_block_tokens=64, key_block_tokens=64), split_mesh(context=4))
     positions = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (1, num_tokens))
-    masks = (positions, positions) if packed else (None, None)
+    ranges = attention.prepare(positions, positions) if packed else None
 
     def loss(x):
         @make_remat(MemoryConfig(remat=remat)).of_layer
         def layer(x, _):
-            return x + attention(2 * x, 3 * x, 4 * x, *masks)[0], None
+            return x + attention(2 * x, 3 * x, 4 * x, ranges)[0], None
 
         return jax.lax.scan(layer, x, length=3)[0].sum()
 

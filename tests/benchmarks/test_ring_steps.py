@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from benchmarks import ring_steps
 from jaxlc.attention import blockwise, reference
-from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionSpec
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from tests.attention.cases import TOKENS, assert_rows_match, inputs
 from tests.tolerances import FLOAT32_PARITY
@@ -17,9 +17,9 @@ RANKS = 3
 
 def test_run_rank_all_ranks_match_reference():
     q, k, v, _ = inputs(batch=1)
-    spec, no_masks = AttentionSpec(), Masks(None, None, None, None)
-    out, lse = reference.forward(q, k, v, no_masks, spec)
-    expected = out, *reference.backward(q, k, v, no_masks, spec, out, lse, out, 0 * lse)
+    spec = AttentionSpec()
+    out, lse = reference.forward(q, k, v, None, spec)
+    expected = out, *reference.backward(q, k, v, None, spec, out, lse, out, 0 * lse)
 
     blocks = [ring_steps._blocks(x, RANKS) for x in (q, k, v)]
     outs, dqs, dkvs = [], [], [0.0] * RANKS

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.kernels.block_mask import BlockMask, SeqInfo, kv_block_ranges, query_block_ranges
+from jaxlc.kernels.block_mask import BlockMask, kv_block_ranges, query_block_ranges
 from jaxlc.kernels.tuning import MAX_BLOCK_RANGES
 
 QUERY_BLOCK, KV_BLOCK = 4, 8
@@ -38,19 +38,33 @@ def _num_uses(ranges: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarr
     return masked, full
 
 
-def _check(mask: BlockMask, queries: SeqInfo, keys: SeqInfo, exact: bool) -> None:
-    """Each pair of blocks that is not fully masked is used once, and without the mask only if it is fully visible."""
-    q, k = (
-        (np.arange(offset, offset + count) if tokens.positions_BT is None else tokens.positions_BT[0])
-        for tokens, offset, count in ((queries, mask.first_query, mask.num_queries), (keys, 0, mask.num_keys))
+def _dense(mask: BlockMask, ranges) -> np.ndarray:
+    start, end = (
+        mask.implicit_range(np.arange(mask.num_queries)) if ranges is None else (np.asarray(x[0]) for x in ranges)
     )
-    segments = [None, None]
-    if queries.segments_BT is not None:
-        segments = [np.asarray(queries.segments_BT[0])[:, None], np.asarray(keys.segments_BT[0])[None, :]]
-    mask_TS = mask.dense_mask(np.asarray(q)[:, None], np.asarray(k)[None, :], *segments)
-    mask_TS = np.ones((len(q), len(k)), bool) if mask_TS is None else mask_TS
+    keys = np.arange(mask.num_keys)
+    is_after = keys >= (0 if start is None else start[:, None])
+    return is_after & (keys < (mask.num_keys if end is None else end[:, None])) & np.ones((mask.num_queries, 1), bool)
+
+
+def _ranges(positions=None, segments=None, causal=True, window=None, num_tokens=50) -> tuple[jax.Array, jax.Array]:
+    """(start, end) [1, num_tokens] of contiguous documents, by comparing all pairs."""
+    positions = np.arange(num_tokens) if positions is None else positions
+    mask_TS = np.ones((num_tokens, num_tokens), bool)
+    if segments is not None:
+        mask_TS = (segments[:, None] == segments) & (segments[:, None] != 0)
+    age = positions[:, None] - positions
+    mask_TS &= ((age >= 0) & (age < (window or num_tokens))) | (not causal)
+    end = np.where(mask_TS, np.arange(num_tokens) + 1, 0).max(axis=1)
+    start = np.where(mask_TS.any(axis=1), mask_TS.argmax(axis=1), 0)
+    return tuple(jnp.asarray(x[None], jnp.int32) for x in (start, end))
+
+
+def _check(mask: BlockMask, ranges, exact: bool) -> None:
+    """Each pair of blocks that is not fully masked is used once, and without the mask only if it is fully visible."""
+    mask_TS = _dense(mask, ranges)
     some, every = _reduce_blocks(mask_TS, np.any), _reduce_blocks(mask_TS, np.all)
-    kv_ranges, query_ranges = (f(queries, keys, mask)[0] for f in (kv_block_ranges, query_block_ranges))
+    kv_ranges, query_ranges = (f(ranges, mask)[0] for f in (kv_block_ranges, query_block_ranges))
     for name, uses, is_whole in (
         ("keys", _num_uses(np.asarray(kv_ranges), some.shape[1]), mask.num_keys % KV_BLOCK == 0),
         ("queries", _num_uses(np.asarray(query_ranges), some.shape[0]), None),
@@ -68,11 +82,11 @@ def _check(mask: BlockMask, queries: SeqInfo, keys: SeqInfo, exact: bool) -> Non
 @pytest.mark.parametrize("num_queries", [50, 49, 20, 70])  # of 50 keys
 @pytest.mark.parametrize("window", [None, 1, 13, 1000])
 def test_implicit_positions_give_exact_ranges(num_queries, window):
-    _check(_mask(num_queries=num_queries, window=window), SeqInfo(None, None), SeqInfo(None, None), exact=True)
+    _check(_mask(num_queries=num_queries, window=window), None, exact=True)
 
 
 def test_full_attention_ranges_contain_all_blocks():
-    _check(_mask(causal=False), SeqInfo(None, None), SeqInfo(None, None), exact=True)
+    _check(_mask(causal=False), None, exact=True)
 
 
 @pytest.mark.parametrize("window", [None, 13])
@@ -80,39 +94,38 @@ def test_full_attention_ranges_contain_all_blocks():
 def test_documents_give_sufficient_ranges(window, causal):
     if not causal and window:
         return
-    segments = jnp.asarray(np.repeat([1, 2, 3, 0], [19, 2, 25, 4])[None], jnp.int32)
-    row = SeqInfo(None, segments)
-    _check(_mask(causal=causal, window=window), row, row, exact=False)
+    segments = np.repeat([1, 2, 3, 0], [19, 2, 25, 4])
+    _check(_mask(), _ranges(segments=segments, causal=causal, window=window), exact=False)
 
 
 @pytest.mark.parametrize("window", [None, 13])
 def test_zigzag_order_gives_exact_ranges(window):
-    """Positions in the zigzag order of 3 ranks: chunks 0 5 1 4 2 3, of 8 tokens."""
-    positions = jnp.asarray(np.arange(48).reshape(6, 8)[[0, 5, 1, 4, 2, 3]].reshape(1, 48), jnp.int32)
-    row = SeqInfo(positions, None)
-    _check(_mask(48, 48, window=window), row, row, exact=True)
+    """Queries in the zigzag order of 3 ranks: chunks 0 5 1 4 2 3, of 8 tokens; keys in natural order."""
+    queries = np.arange(48).reshape(6, 8)[[0, 5, 1, 4, 2, 3]].reshape(48)
+    _check(_mask(48, 48), [x[:, queries] for x in _ranges(window=window, num_tokens=48)], exact=True)
 
 
 def test_more_ranges_than_the_list_holds_use_no_block_twice():
-    """Documents alternate from block to block: the last range contains all remaining blocks, and none is used twice."""
-    segments = jnp.asarray(np.arange(320)[None] // KV_BLOCK % 2 + 1, jnp.int32)
-    mask, row = _mask(320, 320), SeqInfo(None, segments)
-    assert kv_block_ranges(row, row, mask).shape[2] == MAX_BLOCK_RANGES < 320 // KV_BLOCK // 2
-    _check(mask, row, row, exact=False)
+    """Blocks of queries attend alternately to the first and to the last keys: the last range contains all remaining
+    blocks, and none is used twice."""
+    start = jnp.asarray(np.arange(320)[None] // QUERY_BLOCK % 2 * 160, jnp.int32)
+    mask, ranges = _mask(320, 320), (start, start + 160)
+    assert query_block_ranges(ranges, mask).shape[2] == MAX_BLOCK_RANGES < 320 // QUERY_BLOCK // 2
+    _check(mask, ranges, exact=False)
 
 
 def test_blocks_with_padding_give_exact_ranges():
-    """One block is padding except for one token."""
-    segments = jnp.zeros((1, 50), jnp.int32).at[0, 30:33].set(7)
-    row = SeqInfo(None, segments)
-    _check(_mask(), row, row, exact=True)
-    all_padding = SeqInfo(None, 0 * segments)
-    ranges = kv_block_ranges(all_padding, all_padding, _mask())
-    assert (ranges[..., 0] == ranges[..., 2]).all()
+    """All blocks are padding except for three tokens."""
+    segments = np.zeros(50, int)
+    segments[30:33] = 7
+    _check(_mask(), _ranges(segments=segments), exact=True)
+    all_padding = kv_block_ranges(_ranges(segments=0 * segments), _mask())
+    assert (all_padding[..., 0] == all_padding[..., 2]).all()
 
 
-def test_random_masks_give_sufficient_ranges():
+def test_random_ranges_give_sufficient_ranges():
+    """Any range per query, also those that no order of documents has; a quarter of them is empty."""
     for seed in range(4):
-        keys = jax.random.split(jax.random.key(seed), 2)
-        row = SeqInfo(jax.random.randint(keys[0], (1, 50), 0, 60), jax.random.randint(keys[1], (1, 50), 0, 3))
-        _check(_mask(window=20), row, row, exact=False)
+        rng = np.random.default_rng(seed)
+        start, end = np.sort(rng.integers(0, 51, (2, 1, 50)), axis=0) * (rng.random((1, 50)) < 0.75)
+        _check(_mask(), (jnp.asarray(start, jnp.int32), jnp.asarray(end, jnp.int32)), exact=False)

@@ -47,7 +47,7 @@ def small_params(model):
     return jax.tree.map_with_path(draw, decoder.abstract_params(model, model.vocab_size))
 
 
-def dense_attend(q_BTNH, k_BTKH, v_BTKH, window=None):
+def dense_attend(q_BTNH, k_BTKH, v_BTKH, ranges=None, *, window=None):
     """Causal attention over the whole sequence or a window, with the full T x T matrix."""
     groups = q_BTNH.shape[2] // k_BTKH.shape[2]
     k_BTNH, v_BTNH = (jnp.repeat(x, groups, axis=2) for x in (k_BTKH, v_BTKH))
@@ -83,6 +83,7 @@ def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.
         tokens_BT,
         positions_BT,
         run_layer=run_layer_of(model),
+        ranges=dict.fromkeys(model.layer_kinds),
         shard=Sharder(small_mesh() if mesh is None else mesh),
         remat=Remat(of_layer=remat, of_group=lambda group: group, layers_per_group=1),
         compute_dtype=compute_dtype,

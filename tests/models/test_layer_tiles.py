@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxlc.attention import reference
-from jaxlc.attention.contract import AttentionSpec, Masks
+from jaxlc.attention.contract import AttentionSpec, KeyRanges
 from jaxlc.models import layer_tiles
 from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.rope import rope_tables
@@ -33,22 +33,22 @@ class _TileAttention:
     def take(self, kv, tile):
         return tuple(jax.lax.dynamic_slice_in_dim(kv, tile * self.tile_tokens, self.tile_tokens, axis=2))
 
-    def _masks(self, q_BtNH, kv, tile):
-        q_positions = jnp.broadcast_to(tile * self.tile_tokens + jnp.arange(q_BtNH.shape[1]), q_BtNH.shape[:2])
-        return Masks(q_positions, jnp.broadcast_to(jnp.arange(kv.shape[2]), kv.shape[1:3]), None, None)
+    def _key_ranges(self, q_BtNH, tile):
+        positions = jnp.broadcast_to(tile * self.tile_tokens + jnp.arange(q_BtNH.shape[1]), q_BtNH.shape[:2])
+        return KeyRanges(jnp.zeros_like(positions), positions + 1)
 
-    def forward(self, q_BtNH, kv, tile, segments_BT):
-        return reference.forward(q_BtNH, *kv, self._masks(q_BtNH, kv, tile), AttentionSpec())
+    def forward(self, q_BtNH, kv, tile, ranges):
+        return reference.forward(q_BtNH, *kv, self._key_ranges(q_BtNH, tile), AttentionSpec())
 
-    def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, segments_BT):
-        masks = self._masks(q_BtNH, kv, tile)
+    def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges):
+        key_ranges = self._key_ranges(q_BtNH, tile)
         rows = out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt)
-        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *kv, masks, AttentionSpec(), *rows)
+        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *kv, key_ranges, AttentionSpec(), *rows)
         return dq_BtNH, dkv + jnp.stack([dk_BSKH, dv_BSKH])
 
 
 def _attend(q_BTNH, k_BTKH, v_BTKH):
-    return reference.forward(q_BTNH, k_BTKH, v_BTKH, Masks(None, None, None, None), AttentionSpec())[0]
+    return reference.forward(q_BTNH, k_BTKH, v_BTKH, None, AttentionSpec())[0]
 
 
 GEMMA = dict(qk_norm="head", norm_placement="pre_and_post", zero_centered_norm=True, activation="gelu_tanh")
@@ -78,7 +78,7 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, varia
             params,
             to_tiles(x_BTD),
             to_tiles(positions_BT),
-            (None, None),
+            None,
             attention=_TileAttention(T // num_tiles, model.num_kv_heads),
             saves_attention=saves_attention,
             shard=shard,

@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 
 from benchmarks.attention_overlap import CompiledStep, compile_step, two_layers
-from jaxlc.attention import api
-from jaxlc.attention.contract import Masks
+from jaxlc.attention import api, ring
 from jaxlc.attention.merge import merge
 from jaxlc.attention.strategy import ShardedQKV
 from jaxlc.attention.ulysses import attend_on_device
@@ -79,11 +78,10 @@ def plain_ring(qkv, kernel, spec, ranks):
     """A straightforward ring: a permute and a kernel call in a Python loop. Without a mask, only for comparison."""
     spec = type(spec)(causal=False)
     q, k, v, _ = qkv
-    no_masks = Masks(None, None, None, None)
-    out, lse = attend_on_device(ShardedQKV(q, k, v, no_masks), kernel, spec)
+    out, lse = attend_on_device(ShardedQKV(q, k, v, None), kernel, spec)
     for _ in range(1, ranks.size):
         k, v = (lax.ppermute(x, ranks.axis, [(r, (r + 1) % ranks.size) for r in range(ranks.size)]) for x in (k, v))
-        out, lse = merge(out, lse, *attend_on_device(ShardedQKV(q, k, v, no_masks), kernel, spec))
+        out, lse = merge(out, lse, *attend_on_device(ShardedQKV(q, k, v, None), kernel, spec))
     return out.astype(q.dtype), lse.astype(jnp.float32)
 
 
@@ -93,7 +91,9 @@ def test_plain_ring_hides_nothing_and_holds_all_blocks(monkeypatch):
     # With a large vocabulary, the head's gradients would dominate the memory of both.
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=1024))
     ours = compile_step(config, gpus)
-    monkeypatch.setitem(api.STRATEGIES, "ring", api.Strategy(plain_ring, implicit_positions=True))
+    monkeypatch.setitem(
+        api.STRATEGIES, "ring", api.Strategy(plain_ring, ring.prepare, ring.ranges_specs, implicit_positions=True)
+    )
     step = compile_step(config, gpus)
     forward = [permute for permute in step.program.attention_collectives if permute.pass_name == "forward"]
     assert sum(permute.times for permute in forward) == LAYERS * 2 * 7  # K and V separately

@@ -142,7 +142,11 @@ def compiled_transports(name: str, devices_per_process: int) -> set[tuple[str, s
     attend = attention.make(AttentionConfig(kernel="blockwise"), mesh)
     x_BTNH, ids_BT = jax.ShapeDtypeStruct((1, 1024, 2, 32), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1024), jnp.int32)
     options = compile_options("gpu", preset="overlap", transport=name, environment={}) | WITHOUT_GPU
-    compiled = jax.jit(attend).lower(x_BTNH, x_BTNH, x_BTNH, ids_BT, ids_BT).compile(compiler_options=options)
+
+    def attend_packed(q_BTNH, k_BTKH, v_BTKH, positions_BT, segments_BT):
+        return attend(q_BTNH, k_BTKH, v_BTKH, attend.prepare(positions_BT, segments_BT))
+
+    compiled = jax.jit(attend_packed).lower(x_BTNH, x_BTNH, x_BTNH, ids_BT, ids_BT).compile(compiler_options=options)
     sends = [c for c in analyze(compiled.as_text()).collectives if c.kind == "collective-permute"]
     return {(send.backend, send.mode) for send in sends}
 
