@@ -19,6 +19,7 @@ from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.mesh_axes import (
     DEFAULT_AXES,
     AttentionAxes,
+    check_contiguous,
     check_shapes,
     check_split,
     is_manual,
@@ -296,7 +297,9 @@ def attend(
       kernel: "auto", or the name of a kernel, which then never falls back to another one.
       causal: whether a query attends to its own and earlier positions only.
       window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
-      segment_ids: [B, T] int32. Tokens attend within their own segment only; 0 is padding. None: one segment.
+      segment_ids: [B, T] int32. Tokens attend within their own segment only; 0 is padding. The tokens of a segment must
+        be contiguous in natural order. This is checked for concrete arrays; traced arrays, as under `jit`, are not
+        checked, and the results for other segments are undefined. None: one segment.
       ulysses_ranks: for "hybrid": number of neighboring ranks that exchange heads, a divisor of the context size.
       scale: multiplies q . k. None: 1/sqrt(H).
       context_axis, batch_axes, head_axis: names of the mesh axes that split T, B and N. None: "data" and "fsdp" for
@@ -307,7 +310,8 @@ def attend(
       out_BTNH in q's dtype. With return_lse: (out_BTNH, lse_BNT float32); of a fully masked query, (0, -inf).
     Raises:
       UserError: a shape does not split over the mesh, or a name is unknown.
-      Unsupported: the strategy or kernel does not support the problem; the message has the value and the limit.
+      Unsupported: the strategy or kernel does not support the problem; the message has the value and the limit. Or a
+        segment is not contiguous.
     """
     call = _checked_call(mesh, strategy, kernel, causal, window, ulysses_ranks, scale, token_order)
     check_shapes(q_BTNH, k_BSKH, v_BSKH, segment_ids)
@@ -316,6 +320,8 @@ def attend(
     else:
         axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
         check_split(q_BTNH, k_BSKH, mesh, axes)
+        if segment_ids is not None:
+            check_contiguous(segment_ids, mesh.shape[context_axis] if token_order == "zigzag" else 1)
         results = _attend_global(q_BTNH, k_BSKH, v_BSKH, segment_ids, call, axes)
     return results if return_lse else results[0]
 

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxlc.config.values import did_you_mean
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.sharding.layout import natural_order, zigzag_order
 
 
 class AttentionAxes(NamedTuple):
@@ -108,6 +110,26 @@ def check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segmen
         raise UserError(f"invalid shape {segments_BT.shape} for segment_ids: expected [B, T] = {(batch, num_tokens)}")
     if num_heads % num_kv_heads:
         raise UserError(f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads")
+
+
+def check_contiguous(segments_BT: jax.Array, context: int) -> None:
+    """Raises Unsupported if a segment of a concrete array is not contiguous. Values of traced arrays are unknown.
+
+    Args:
+      context: the tokens are in zigzag order over this number of ranks; 1 is natural order.
+    """
+    if isinstance(segments_BT, jax.core.Tracer) or not getattr(segments_BT, "is_fully_addressable", True):
+        return
+    ids_BT = np.asarray(segments_BT)
+    ids_BT = ids_BT[:, natural_order(zigzag_order(ids_BT.shape[1], context))]
+    for sequence, ids_T in enumerate(ids_BT):
+        first_of_runs = ids_T[np.flatnonzero(np.diff(ids_T, prepend=0))]
+        ids, num_runs = np.unique(first_of_runs[first_of_runs != 0], return_counts=True)
+        if (num_runs > 1).any():
+            raise Unsupported(
+                f"unsupported: segment {ids[num_runs > 1][0]} of sequence {sequence} is not contiguous (supported: segments"
+                " of contiguous tokens, in natural order); give each part an id of its own"
+            )
 
 
 def check_split(q_BTNH: jax.Array, k_BSKH: jax.Array, mesh: Mesh, axes: AttentionAxes) -> None:

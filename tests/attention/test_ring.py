@@ -7,7 +7,7 @@ import pytest
 
 from jaxlc.attention import attend, make, ring
 from jaxlc.config import AttentionConfig, MemoryConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.train.remat import make_remat
 from tests.attention.cases import (
@@ -163,6 +163,15 @@ def test_attend_with_invalid_segment_ids_shape_raises():
     q, k, v, _ = inputs()
     with pytest.raises(UserError, match=r"invalid shape \(6, 99\) for segment_ids: expected \[B, T\] = \(6, 96\)"):
         attend(q, k, v, mesh=split_mesh(context=2), segment_ids=jnp.ones((6, 99), jnp.int32))
+
+
+def test_attend_with_segments_not_contiguous_raises():
+    q, k, v, _ = inputs(batch=2)
+    segments = jnp.asarray(np.repeat([[1, 1, 2, 2], [1, 0, 2, 1]], TOKENS // 4, axis=1), jnp.int32)
+    order = zigzag_order(TOKENS, 2)
+    for ids, token_order in ((segments, "natural"), (segments[:, order], "zigzag")):
+        with pytest.raises(Unsupported, match="segment 1 of sequence 1 is not contiguous"):
+            attend(q, k, v, mesh=split_mesh(context=2), segment_ids=ids, token_order=token_order)
 
 
 def test_attend_with_explicit_mesh_axes_raises():
