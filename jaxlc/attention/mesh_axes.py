@@ -127,8 +127,8 @@ def check_contiguous(segments_BT: jax.Array, context: int) -> None:
         ids, num_runs = np.unique(first_of_runs[first_of_runs != 0], return_counts=True)
         if (num_runs > 1).any():
             raise Unsupported(
-                f"unsupported: segment {ids[num_runs > 1][0]} of sequence {sequence} is not contiguous (supported: segments"
-                " of contiguous tokens, in natural order); give each part an id of its own"
+                f"unsupported: segment {ids[num_runs > 1][0]} of sequence {sequence} is not contiguous (supported:"
+                " segments of contiguous tokens in natural order); give each part an id of its own"
             )
 
 
