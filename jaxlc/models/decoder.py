@@ -92,12 +92,17 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Returns the final hidden states x_BTD, before the final norm; see `apply`."""
         shared = positions_BT, ranges  # arrays that are equal for all layers
-        x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
-        if self.embedding_multiplier != 1:
-            x_BTD *= jnp.asarray(self.embedding_multiplier, compute_dtype)
+        x_BTD = self.embedded(tokens_BT, shard, compute_dtype)
         for layers in (self.layers, self.last_layers):
             if layers is not None:
                 x_BTD = _run_stack(layers, x_BTD, shared, layer_kinds, run_layer=run_layer, shard=shard, remat=remat)
+        return x_BTD
+
+    def embedded(self, tokens_BT: jax.Array, shard: Sharder, compute_dtype) -> jax.Array:
+        """The input of the first layer, x_BTD in compute_dtype, T sharded over context and tensor."""
+        x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
+        if self.embedding_multiplier != 1:
+            x_BTD *= jnp.asarray(self.embedding_multiplier, compute_dtype)
         return x_BTD
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
@@ -255,6 +260,12 @@ def apply(
         compute_dtype=compute_dtype,
     )
     return x_BTD, decoder.final_norm.factor, decoder.head_DV(shard, compute_dtype)
+
+
+def bind(params: dict, model: ModelConfig) -> Decoder:
+    """The decoder with these parameters, the tree that `init` returns, in any dtype. FP8 is off."""
+    graph_def, _ = _abstract_decoder(model, params["embedding"].shape[0])
+    return nnx.merge(graph_def, params)
 
 
 @functools.cache

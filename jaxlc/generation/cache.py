@@ -1,0 +1,100 @@
+"""The KV cache: keys and values of past tokens, sharded over the context and tensor axes.
+
+Layers that attend to all earlier tokens store token i on the context rank (i // block) % context, so that at every
+length the ranks have equal work up to one block. A rank stores its tokens in ascending order. So the keys that a query
+attends to are a prefix of each rank's keys. Sliding layers store the last `window` tokens only, on all context ranks.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlc.config import ModelConfig
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
+
+BLOCK_TOKENS = 64  # of consecutive tokens on one rank
+
+
+class KV(NamedTuple):
+    """Keys and values of some layers that have the same place in the period of layer kinds.
+
+    [layers, B, tokens, K, H]; K is repeated to the size of the tensor axis if that is larger. Layers that attend to all
+    earlier tokens shard the tokens over context. Sliding layers have the last `window` tokens, the newest one last.
+    """
+
+    k: jax.Array
+    v: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLayout:
+    """Where token i of a sequence is stored; functions of arrays of any shape."""
+
+    num_ranks: int  # of the context axis
+    max_tokens: int  # per sequence; a multiple of num_ranks * block_tokens
+    block_tokens: int = BLOCK_TOKENS
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.max_tokens // self.num_ranks
+
+    def num_stored(self, rank: jax.Array, num_tokens: jax.Array) -> jax.Array:
+        """How many of the first `num_tokens` tokens `rank` stores; also the index of its next token on that rank."""
+        rounds, rest = num_tokens // self._round_tokens, num_tokens % self._round_tokens
+        return rounds * self.block_tokens + jnp.clip(rest - rank * self.block_tokens, 0, self.block_tokens)
+
+    def is_stored_on(self, rank: jax.Array, token: jax.Array) -> jax.Array:
+        """Whether `rank` stores the token with this index."""
+        return token // self.block_tokens % self.num_ranks == rank
+
+    @property
+    def _round_tokens(self) -> int:
+        return self.num_ranks * self.block_tokens
+
+
+def layout_for(num_tokens: int, mesh: Mesh) -> CacheLayout:
+    """A layout for at least `num_tokens` tokens per sequence. There are four lengths per power of two, so that similar
+    lengths use the same compiled programs."""
+    ranks = mesh.shape[CONTEXT]
+    num_blocks = -(-num_tokens // (ranks * BLOCK_TOKENS))
+    granularity = max(1, 2 ** (num_blocks.bit_length() - 3))
+    num_blocks = -(-num_blocks // granularity) * granularity
+    return CacheLayout(num_ranks=ranks, max_tokens=num_blocks * ranks * BLOCK_TOKENS)
+
+
+def num_cached_heads(model: ModelConfig, mesh: Mesh) -> int:
+    """Key/value heads in the cache: those of the model, repeated if the tensor axis is larger."""
+    return max(model.num_kv_heads, mesh.shape[TENSOR])
+
+
+def kv_spec(kind: str) -> PartitionSpec:
+    """The sharding of the arrays of `KV`."""
+    return PartitionSpec(None, BATCH_AXES, None if kind == "sliding" else CONTEXT, TENSOR, None)
+
+
+def abstract_cache(
+    model: ModelConfig, mesh: Mesh, layout: CacheLayout, *, batch_size: int, dtype
+) -> dict[str, tuple[KV, ...]]:
+    """Shapes, dtypes and shardings of the cache: for each of LAYER_STACKS a `KV` for each place in the period."""
+    sizes = {LAYER_STACKS[0]: model.num_layers - model.num_last_layers, LAYER_STACKS[1]: model.num_last_layers}
+
+    def kv(kind: str, num_layers: int) -> KV:
+        tokens = model.window if kind == "sliding" else layout.max_tokens
+        shape = (num_layers, batch_size, tokens, num_cached_heads(model, mesh), model.head_dim)
+        array = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, kv_spec(kind)))
+        return KV(array, array)
+
+    period = len(model.layer_kinds)
+    return {
+        stack: tuple(kv(kind, -(-num_layers // period)) for kind in model.layer_kinds[:num_layers])
+        for stack, num_layers in sizes.items()
+        if num_layers
+    }
+
+
+def empty_cache(abstract: dict[str, tuple[KV, ...]]) -> dict[str, tuple[KV, ...]]:
+    """A cache without tokens: zeros with the shapes and shardings of `abstract_cache`."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)

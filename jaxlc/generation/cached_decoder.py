@@ -1,0 +1,111 @@
+"""The decoder on a chunk of new tokens, with the KV cache of the tokens before it.
+
+A prefill chunk and a decoding step are the same function; in the latter, each sequence has one new token.
+"""
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxlc.config import AttentionConfig, ModelConfig
+from jaxlc.core.axes import LAYER_STACKS
+from jaxlc.generation.cache import KV, CacheLayout
+from jaxlc.generation.cached_attention import CachedAttention, NewTokens
+from jaxlc.models import decoder
+from jaxlc.models.layers import DecoderLayer
+from jaxlc.models.norms import rms_norm
+from jaxlc.models.rope import RopeTables, rope_tables
+from jaxlc.sharding.rules import Sharder
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedDecoder:
+    """The function `(params, cache, tokens, new) -> (logits, cache)`, to be called under `jit`."""
+
+    model: ModelConfig
+    attention: AttentionConfig
+    mesh: Mesh
+    layout: CacheLayout
+    compute_dtype: jnp.dtype
+    rope_tokens: int  # length that dynamic_ntk and longrope depend on; at least layout.max_tokens
+
+    def __call__(
+        self, params: dict, cache: dict[str, tuple[KV, ...]], tokens_BC: jax.Array, new: NewTokens
+    ) -> tuple[jax.Array, dict[str, tuple[KV, ...]]]:
+        """Appends the new tokens to the cache.
+
+        Args:
+          params: the tree of `decoder.init`, in the compute dtype or float32.
+          cache: see `cache.abstract_cache`. Donate it, so that it is updated in place.
+          tokens_BC: int32, C a multiple of context x tensor; sequence b has new.num_new_B[b] tokens, then padding.
+        Returns:
+          Logits of the token after the last new one, float32 [B, V], of any value for a sequence without new tokens;
+          the cache with the new tokens.
+        """
+        shard = Sharder(self.mesh)
+        module = decoder.bind(params, self.model)
+        x_BCD = module.embedded(tokens_BC, shard, self.compute_dtype)
+        updated = {}
+        for name in LAYER_STACKS:
+            if name in cache:
+                x_BCD, updated[name] = self._run_stack(getattr(module, name), x_BCD, cache[name], new, shard)
+        is_last_BC1 = (jnp.arange(tokens_BC.shape[1]) == new.num_new_B[:, None] - 1)[..., None]
+        last_BD = jnp.where(is_last_BC1, x_BCD.astype(jnp.float32), 0.0).sum(axis=1).astype(self.compute_dtype)
+        normed_BD = rms_norm(last_BD, module.final_norm.factor.astype(jnp.float32), self.model.norm_epsilon)
+        head_DV = module.head_DV(shard, self.compute_dtype)
+        logits_BV = jnp.einsum("BD,DV->BV", normed_BD, head_DV, preferred_element_type=jnp.float32)
+        return logits_BV[:, : self.model.vocab_size], updated
+
+    def _run_stack(
+        self, layers: DecoderLayer, x_BCD: jax.Array, caches: tuple[KV, ...], new: NewTokens, shard: Sharder
+    ) -> tuple[jax.Array, tuple[KV, ...]]:
+        """Runs stacked layers, one period of kinds per iteration. The caches are in the carry of the loop, where XLA
+        updates them in place."""
+        layer_def, stacked = nnx.split(layers)
+        period = len(caches)
+        kinds = self.model.layer_kinds[:period]
+        stacked = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stacked)
+
+        def run_period(carry, inputs):
+            (x_BCD, caches), (params, index) = carry, inputs
+            updated = []
+            for place, (kind, cache) in enumerate(zip(kinds, caches, strict=True)):
+                layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), params))
+                x_BCD, cache = self._run_layer(layer, kind, x_BCD, cache, index, new, shard)
+                updated.append(cache)
+            return (x_BCD, tuple(updated)), None
+
+        num_periods = len(jax.tree.leaves(stacked)[0])
+        inputs = stacked, jnp.arange(num_periods, dtype=jnp.int32)
+        return lax.scan(run_period, (x_BCD, caches), inputs)[0]
+
+    def _run_layer(
+        self,
+        layer: DecoderLayer,
+        kind: str,
+        x_BCD: jax.Array,
+        cache: KV,
+        index: jax.Array,
+        new: NewTokens,
+        shard: Sharder,
+    ) -> tuple[jax.Array, KV]:
+        positions_BC, tables = new.positions_BC(x_BCD.shape[1]), self._tables[kind]
+        input_BCD = layer.attention_input(x_BCD, shard=shard)
+        q_BCNH = layer.attention.queries(input_BCD, positions_BC, shard=shard, tables=tables)
+        k_BCKH, v_BCKH = layer.attention.keys_values(input_BCD, positions_BC, shard=shard, tables=tables)
+        attend = CachedAttention(
+            config=self.attention, mesh=self.mesh, layout=self.layout, window=self.model.window_of(kind)
+        )
+        out_BCNH, cache = attend(q_BCNH, k_BCKH, v_BCKH, cache, index, new)
+        return layer.after_attention(x_BCD, out_BCNH, shard=shard), cache
+
+    @cached_property
+    def _tables(self) -> dict[str, RopeTables | None]:
+        """RoPE tables of each kind of layers. Padding may be beyond them and then has the last angles."""
+        return {kind: rope_tables(self.model, kind, self.rope_tokens) for kind in self.model.layer_kinds}

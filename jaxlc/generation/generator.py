@@ -1,0 +1,247 @@
+"""Text generation on the mesh of a model: prefill in chunks, then one token per sequence and step."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlc.config import Config
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.errors import UserError
+from jaxlc.data.tokenizers import Tokenizer
+from jaxlc.generation.cache import CacheLayout, abstract_cache, empty_cache, layout_for
+from jaxlc.generation.cached_attention import NewTokens
+from jaxlc.generation.cached_decoder import CachedDecoder
+from jaxlc.generation.sampling import Sampling, choose_tokens
+from jaxlc.generation.text_stream import TextStream
+from jaxlc.models import decoder
+from jaxlc.sharding.rules import is_vector, storage_spec
+
+_CHUNK_TOKENS = 2048  # of prefill, per context rank
+Stream = Callable[[int, str], None]  # index of the prompt, new text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """The continuation of one prompt."""
+
+    text: str  # without special tokens and the stop string
+    tokens: np.ndarray = field(repr=False)  # int32, the end-of-document token or the tokens of a stop string included
+    log_probs: np.ndarray = field(repr=False)  # float32, of the tokens, at temperature 1
+    num_prompt_tokens: int
+    finish_reason: str  # "stop": an end-of-document token or a stop string; "length": max_tokens
+
+
+class Generator:
+    """Generates text with the parameters of a model. Programs are compiled once per length, see `cache.layout_for`.
+
+    Every process of a run must make the same calls.
+    """
+
+    def __init__(
+        self, config: Config, mesh: Mesh, params: dict, tokenizer: Tokenizer, *, compute_dtype, cache_dtype=None
+    ):
+        """
+        Args:
+          params: the tree of `decoder.init`, sharded over the mesh; they are copied in the compute dtype.
+          cache_dtype: of keys and values. None: the compute dtype.
+        """
+        self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
+        self._compute_dtype = jnp.dtype(compute_dtype)
+        self._cache_dtype = self._compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
+        self._params = _cast(params, decoder.dims_of(config.model), mesh, self._compute_dtype)
+
+    def __call__(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        max_tokens: int,
+        sampling: Sampling = Sampling(),  # noqa: B008
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        chunk_tokens: int = 0,
+        stream: Stream | None = None,
+    ) -> list[Generation]:
+        """Continues all prompts as one batch.
+
+        Args:
+          prompts: token ids, int [tokens] each, at least one token; the lengths may differ.
+          max_tokens: at most so many new tokens per prompt.
+          stop: strings that end a continuation.
+          stop_ids: token ids that end a continuation.
+          chunk_tokens: tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
+          stream: called with new text as soon as it is known.
+        Raises:
+          UserError: a prompt has no tokens, or an id that is not in the vocabulary.
+        """
+        prompts = [self._checked(prompt) for prompt in prompts]
+        if max_tokens < 1:
+            raise UserError(f"invalid value {max_tokens} for max_tokens: expected 1 or more")
+        if not prompts:
+            return []
+        batch = _Batch(self, prompts, max_tokens, chunk_tokens)
+        logits_BV = batch.prefill()
+        outputs = [_Output(self.tokenizer, stop, stop_ids, max_tokens, len(prompt)) for prompt in prompts]
+        while True:
+            tokens_B, log_probs_B = batch.choose(logits_BV, sampling)
+            for index, output in enumerate(outputs):
+                output.add(int(tokens_B[index]), float(log_probs_B[index]))
+                if stream and (text := output.take()):
+                    stream(index, text)
+            if all(output.finish_reason for output in outputs):
+                return [output.result() for output in outputs]
+            logits_BV = batch.decode(tokens_B)
+
+    def _checked(self, prompt: np.ndarray) -> np.ndarray:
+        ids = np.asarray(prompt)
+        vocab_size = self.config.model.vocab_size
+        if ids.ndim != 1 or not ids.size:
+            raise UserError(f"invalid prompt with shape {list(ids.shape)}: expected at least one token")
+        if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size:
+            raise UserError(f"invalid token id in a prompt: expected integers from 0 to {vocab_size - 1}")
+        return ids.astype(np.int32)
+
+    @functools.cache  # noqa: B019
+    def step(self, layout: CacheLayout) -> jax.stages.Wrapped:
+        """The compiled `CachedDecoder` of this cache layout; the cache is updated in place."""
+        function = CachedDecoder(
+            model=self.config.model,
+            attention=self.config.attention,
+            mesh=self.mesh,
+            layout=layout,
+            compute_dtype=self._compute_dtype,
+            rope_tokens=max(layout.max_tokens, self.config.data.seq_len),
+        )
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
+        return jax.jit(function.__call__, donate_argnums=1, out_shardings=(everywhere, cache))
+
+    def abstract_cache(self, layout: CacheLayout, batch_size: int):
+        return abstract_cache(self.config.model, self.mesh, layout, batch_size=batch_size, dtype=self._cache_dtype)
+
+
+class _Batch:
+    """The state of one call: the cache, and how many tokens each sequence has. Sequences are added so that the batch
+    splits over the mesh; they repeat the last prompt's first token."""
+
+    def __init__(self, generator: Generator, prompts: list[np.ndarray], max_tokens: int, chunk_tokens: int):
+        mesh = generator.mesh
+        self._generator, self._mesh = generator, mesh
+        num_padding = -len(prompts) % math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+        self._prompts = [*prompts, *([prompts[-1][:1]] * num_padding)]
+        longest = max(map(len, prompts))
+        layout = layout_for(longest + max_tokens, mesh)
+        self._unit = mesh.shape[CONTEXT] * mesh.shape[TENSOR]
+        chunk_tokens = chunk_tokens or _CHUNK_TOKENS * mesh.shape[CONTEXT]
+        # A power of two, so that prompts of similar lengths use the same program.
+        self._chunk_tokens = self._unit * 2 ** max(0, math.ceil(math.log2(min(longest, chunk_tokens) / self._unit)))
+        self._step = generator.step(layout)
+        self._cache = empty_cache(generator.abstract_cache(layout, len(self._prompts)))
+        self._num_tokens_B = np.zeros(len(self._prompts), np.int32)  # in the cache
+
+    def prefill(self) -> jax.Array:
+        """Runs all prompts; returns the logits of the first new token, float32 [B, V]."""
+        logits_BV = None
+        lengths_B = np.array([len(prompt) for prompt in self._prompts], np.int32)
+        for first in range(0, int(lengths_B.max()), self._chunk_tokens):
+            new_B = np.clip(lengths_B - first, 0, self._chunk_tokens)
+            of_chunk_BV = self._run([prompt[first : first + self._chunk_tokens] for prompt in self._prompts], new_B)
+            ends_B1 = ((new_B > 0) & (lengths_B <= first + self._chunk_tokens))[:, None]
+            logits_BV = of_chunk_BV if logits_BV is None else jnp.where(ends_B1, of_chunk_BV, logits_BV)
+        return logits_BV
+
+    def decode(self, tokens_B: np.ndarray) -> jax.Array:
+        """Appends one token to each sequence; returns the logits of the next one, float32 [B, V]."""
+        return self._run(list(tokens_B[:, None]), np.ones(len(tokens_B), np.int32), self._unit)
+
+    def choose(self, logits_BV: jax.Array, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+        indices_B = np.stack([np.arange(len(self._prompts), dtype=np.int32), self._num_tokens_B])
+        return jax.device_get(
+            choose_tokens(
+                logits_BV,
+                sampling.seed,
+                indices_B,
+                np.float32(sampling.temperature or 1.0),
+                np.float32(sampling.top_p),
+                greedy=sampling.temperature == 0,
+            )
+        )
+
+    def _run(self, chunks: list[np.ndarray], new_B: np.ndarray, chunk_tokens: int = 0) -> jax.Array:
+        chunk_tokens = chunk_tokens or self._chunk_tokens
+        tokens_BC = np.stack([np.pad(chunk, (0, chunk_tokens - len(chunk))) for chunk in chunks]).astype(np.int32)
+        of_tokens, of_batch = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR)), PartitionSpec(BATCH_AXES)
+        arguments = (
+            self._global(tokens_BC, of_tokens),
+            NewTokens(self._global(self._num_tokens_B, of_batch), self._global(new_B.astype(np.int32), of_batch)),
+        )
+        logits_BV, self._cache = self._step(self._generator._params, self._cache, *arguments)
+        self._num_tokens_B = self._num_tokens_B + new_B.astype(np.int32)
+        return logits_BV
+
+    def _global(self, x: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, NamedSharding(self._mesh, spec), lambda index: x[index])
+
+
+class _Output:
+    """The new tokens of one prompt."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        stop_ids: Sequence[int],
+        max_tokens: int,
+        num_prompt_tokens: int,
+    ):
+        self._stream = TextStream(tokenizer.decode, stop)
+        self._stop_ids, self._max_tokens, self._num_prompt_tokens = set(stop_ids), max_tokens, num_prompt_tokens
+        self._tokens: list[int] = []
+        self._log_probs: list[float] = []
+        self.finish_reason = ""  # empty: not finished
+
+    def add(self, token: int, log_prob: float) -> None:
+        """Adds the next token; those after the end are ignored."""
+        if self.finish_reason:
+            return
+        self._tokens.append(token)
+        self._log_probs.append(log_prob)
+        if token not in self._stop_ids:
+            self._stream.add(token)
+        if token in self._stop_ids or self._stream.is_stopped:
+            self.finish_reason = "stop"
+        elif len(self._tokens) == self._max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason:
+            self._stream.finish()
+
+    def take(self) -> str:
+        return self._stream.take(is_last=bool(self.finish_reason))
+
+    def result(self) -> Generation:
+        return Generation(
+            text=self._stream.text,
+            tokens=np.array(self._tokens, np.int32),
+            log_probs=np.array(self._log_probs, np.float32),
+            num_prompt_tokens=self._num_prompt_tokens,
+            finish_reason=self.finish_reason,
+        )
+
+
+def _cast(params: dict, dims: dict, mesh: Mesh, dtype) -> dict:
+    """A copy of the parameters on the devices with the shardings of stored parameters. Matrices are in `dtype`; scales
+    of norms and biases remain in float32, in which they are used."""
+
+    def sharding(x, its_dims):
+        return NamedSharding(mesh, storage_spec(its_dims, x.shape, mesh))
+
+    def cast(x, its_dims):
+        return x if is_vector(its_dims) else x.astype(dtype)
+
+    shardings = jax.tree.map(sharding, params, dims)
+    return jax.jit(lambda tree: jax.tree.map(cast, tree, dims), out_shardings=shardings)(params)
