@@ -1,13 +1,14 @@
 """jaxlc: train language models on very long sequences in JAX.
 
 The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
-`profile` (`jaxlc.profile.compare`), `attention` and `config`, and the functions `attend`, `export`, `load`, `make_mesh`
-and `start`. Everything is imported on first use: `import jaxlc` does not import JAX, so that environment variables
-which JAX reads at start-up can still be set (`jaxlc.start`).
+`profile` (`jaxlc.profile.compare`), `attention` and `config`, and the functions `attend`, `export`, `generate`, `load`,
+`make_mesh` and `start`. Everything is imported on first use: `import jaxlc` does not import JAX, so that environment
+variables which JAX reads at start-up can still be set (`jaxlc.start`).
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,11 +18,25 @@ if TYPE_CHECKING:
 
     from jaxlc import attention, config, plan, profile, sweep, train
     from jaxlc.attention import attend
+    from jaxlc.generation.generator import Generation
     from jaxlc.train import Model, Result
     from jaxlc.train.loss import TokenLoss
 
 __version__ = "0.1.0"
-__all__ = ["attend", "attention", "config", "export", "load", "make_mesh", "plan", "profile", "start", "sweep", "train"]
+__all__ = [
+    "attend",
+    "attention",
+    "config",
+    "export",
+    "generate",
+    "load",
+    "make_mesh",
+    "plan",
+    "profile",
+    "start",
+    "sweep",
+    "train",
+]
 
 # Available after `import jaxlc` alone.
 _PACKAGES = ("attention", "config", "plan", "profile", "runtime", "sweep", "train")
@@ -110,6 +125,60 @@ def load(
     from jaxlc.train import loaded_run
 
     return loaded_run.load(workdir, step=step, mesh=mesh, model=model, loss=loss)
+
+
+def generate(
+    source: "str | Path | Result",
+    prompts: "str | Sequence[str | Sequence[int]]",
+    *,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    stop: str | Sequence[str] = (),
+    seed: int = 0,
+    step: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    chunk_tokens: int = 0,
+    stream: Callable[[int, str], None] | None = None,
+) -> "Generation | list[Generation]":
+    """Continues prompts of any length with a model, whose KV cache is split over the context and tensor axes.
+
+    All prompts are one batch; their lengths may differ. Every process of a run must make the same call. Later calls with
+    the same `Result` use the same compiled programs.
+
+    Args:
+      source: the workdir of a run, a Hugging Face directory, or the `Result` of `train.run` or `load`.
+      prompts: one text, or a list of texts or of token ids [tokens]. Text is encoded as in training, without special
+        tokens; a model that expects a token at the start of a text needs token ids.
+      max_tokens: largest number of new tokens of each prompt.
+      temperature: logits are divided by it. 0: the token with the largest logit.
+      top_p: sample from the smallest set of tokens with at least this probability.
+      stop: strings that end a continuation, besides the end-of-document token of the tokenizer and the tokens that
+        the generation_config.json of a pretrained model names.
+      seed: of random sampling. A prompt's tokens do not depend on the other prompts or on the mesh.
+      step, mesh: as in `load`; only with a path.
+      chunk_tokens: tokens of a prompt that are computed at once. 0: 2,048 per context rank.
+      stream: called with the index of a prompt and its new text as soon as the text is known.
+    Returns:
+      The `Generation` of the prompt (text, tokens, log_probs, finish_reason), or a list for a list of prompts.
+    Raises:
+      jaxlc.core.errors.UserError: the source cannot be read, a prompt is empty, or a value is out of range.
+      jaxlc.core.errors.Unsupported: a custom model.
+    """
+    result = load(source, step=step, mesh=mesh) if isinstance(source, (str, os.PathLike)) else source
+    from jaxlc.generation.generate_text import generate_text
+    from jaxlc.generation.sampling import Sampling
+
+    generations = generate_text(
+        result,
+        [prompts] if isinstance(prompts, str) else prompts,
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+        stop=stop,
+        chunk_tokens=chunk_tokens,
+        stream=stream,
+    )
+    return generations[0] if isinstance(prompts, str) else generations
 
 
 def export(

@@ -21,6 +21,7 @@ VERBS = {
     "plan": Verb("jaxlc.plan", "compile the training step ahead of time, without a GPU: memory, overlap, step time"),
     "sweep": Verb("jaxlc.sweep", "plan or measure many meshes and rank them"),
     "profile": Verb("jaxlc.profile", "compare a trace of training steps with the plan's estimate"),
+    "generate": Verb("jaxlc.generation", "continue a prompt with the model of a run or of a Hugging Face directory"),
     "export": Verb("jaxlc.exporting", "write the weights of a run as a Hugging Face directory"),
 }
 

@@ -24,7 +24,7 @@ LAYERS = dict(
     attention=3, data=3,
     models=4, hf=4,
     train=5,
-    simulate=6, exporting=6,
+    simulate=6, exporting=6, generation=6,
     plan=7,
     sweep=8, profile=8,
     cli=9,

@@ -71,7 +71,7 @@ class Generator:
 
         Args:
           prompts: token ids, int [tokens] each, at least one token; the lengths may differ.
-          max_tokens: at most so many new tokens per prompt.
+          max_tokens: the largest number of new tokens of each prompt.
           stop: strings that end a continuation.
           stop_ids: token ids that end a continuation.
           chunk_tokens: tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.

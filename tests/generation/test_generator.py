@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlc.core.errors import UserError
 from jaxlc.data.tokenizers import ByteTokenizer
 from jaxlc.generation.generator import Generator, _Batch
 from jaxlc.train.language_model import LanguageModel
@@ -60,3 +61,42 @@ def test_prefill_and_decode_equal_one_forward_pass(mesh, model, one_device):
     for row, (of_all, prompt, count) in enumerate(zip(expected, prompts, num_decoded)):
         got = np.stack([of_step[row] for of_step in logits[: count + 1]])
         np.testing.assert_allclose(got, of_all[len(prompt) - 1 :], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_generation_of_several_prompts_equals_single_ones(one_device):
+    """Also greedy tokens equal the argmax of a forward pass, and stop ids end a sequence."""
+    params, _ = one_device()
+    step = small_step(small_config(mesh=dict(context=2, fsdp=2)))
+    generator = generator_of(step, put_params(step, params))
+    prompts = prompts_of((33, 5, 70))
+    together = generator(prompts, max_tokens=12)
+    alone = generator(prompts[1:2], max_tokens=12)
+    np.testing.assert_array_equal(together[1].tokens, alone[0].tokens)
+    np.testing.assert_allclose(together[1].log_probs, alone[0].log_probs, atol=TOLERANCE)
+    assert [generation.finish_reason for generation in together] == ["length"] * 3
+
+    model = LanguageModel(step, put_params(step, params), ByteTokenizer())
+    whole = np.concatenate([prompts[0], together[0].tokens])
+    logits = model.logits(whole[:-1], slice(len(prompts[0]) - 1, None))
+    np.testing.assert_array_equal(logits.argmax(-1), together[0].tokens)
+
+    stop_id = int(together[0].tokens[3])
+    first = int(np.flatnonzero(together[0].tokens == stop_id)[0])
+    stopped = generator(prompts[:1], max_tokens=12, stop_ids=[stop_id])[0]
+    assert stopped.finish_reason == "stop" and len(stopped.tokens) == first + 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([np.zeros(0, np.int32)], "expected at least one token"),
+        ([np.array([61])], "expected integers from 0 to 60"),
+        ([np.array([0.5])], "expected integers"),
+        ([np.zeros((2, 3), np.int32)], "expected at least one token"),
+    ],
+)
+def test_invalid_prompt_raises(prompts, message, one_device):
+    step = small_step(small_config())
+    generator = generator_of(step, one_device()[0])
+    with pytest.raises(UserError, match=message):
+        generator(prompts, max_tokens=3)

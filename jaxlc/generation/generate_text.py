@@ -1,0 +1,80 @@
+"""Text generation with the model of a run or of a Hugging Face directory: `jaxlc.generate`."""
+
+import json
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.data.tokenizers import Tokenizer
+from jaxlc.generation.generator import Generation, Generator, Stream
+from jaxlc.generation.sampling import Sampling
+from jaxlc.train.language_model import LanguageModel
+from jaxlc.train.mixed_precision import compute_dtype
+from jaxlc.train.run_result import Result
+
+Prompt = str | Sequence[int] | np.ndarray
+_SETTINGS_FILE = "generation_config.json"
+# Generators keep compiled programs and a copy of the parameters.
+_generators: weakref.WeakKeyDictionary[LanguageModel, Generator] = weakref.WeakKeyDictionary()
+
+
+def generate_text(
+    result: Result,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[str] = (),
+    chunk_tokens: int = 0,
+    stream: Stream | None = None,
+) -> list[Generation]:
+    """Continues `prompts` with the model of `result`; see `jaxlc.generate`."""
+    if isinstance(prompts, np.ndarray) or any(isinstance(prompt, int) for prompt in prompts):
+        raise UserError("invalid prompts: expected a string, or a list of strings or of arrays of token ids")
+    return generator_of(result)(
+        [_encoded(prompt, result.tokenizer) for prompt in prompts],
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop=[stop] if isinstance(stop, str) else stop,
+        stop_ids=stop_ids(result),
+        chunk_tokens=chunk_tokens,
+        stream=stream,
+    )
+
+
+def generator_of(result: Result) -> Generator:
+    """The generator of the model of `result`; the same one in later calls.
+
+    Raises:
+      Unsupported: a custom model, whose attention has no KV cache.
+    """
+    model, step = result.model, result.train_step
+    if step.model is not None:
+        raise Unsupported("unsupported: generation with a custom model, whose attention has no KV cache")
+    if model not in _generators:
+        dtype = compute_dtype(step.config.precision.compute, step.mesh.devices.flat[0].platform)
+        _generators[model] = Generator(step.config, step.mesh, result.params, result.tokenizer, compute_dtype=dtype)
+    return _generators[model]
+
+
+def stop_ids(result: Result) -> list[int]:
+    """The end-of-document token, and the tokens that the generation_config.json of a pretrained model names."""
+    ids = {result.tokenizer.end_of_document_id}
+    for directory in (result.workdir, result.workdir / "pretrained"):
+        ids |= _eos_token_ids(directory / _SETTINGS_FILE)
+    return sorted(ids)
+
+
+def _eos_token_ids(path: Path) -> set[int]:
+    try:
+        named = json.loads(path.read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return set()  # the file is optional
+    return {number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)}
+
+
+def _encoded(prompt: Prompt, tokenizer: Tokenizer) -> np.ndarray:
+    return tokenizer.encode(prompt.encode()) if isinstance(prompt, str) else np.asarray(prompt)

@@ -1,0 +1,56 @@
+"""The choice of tokens: greedy, temperature, top-p, and independence of the batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlc.core.errors import UserError
+from jaxlc.generation.sampling import Sampling, choose_tokens
+
+LOGITS = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+
+
+def draws(count: int, temperature: float, top_p: float) -> np.ndarray:
+    """Frequencies of the four tokens."""
+    logits_BV = jnp.broadcast_to(LOGITS, (count, 4))
+    indices_B = np.stack([np.arange(count), np.zeros(count, int)])
+    tokens_B, _ = choose_tokens(logits_BV, 0, indices_B, temperature, top_p, greedy=False)
+    return np.bincount(np.asarray(tokens_B), minlength=4) / count
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "expected"),
+    [
+        (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]),
+        (0.5, 1.0, np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365),
+        (1.0, 0.75, [0.625, 0.375, 0, 0]),
+        (1.0, 0.5, [1, 0, 0, 0]),
+    ],
+)
+def test_frequencies_equal_probabilities(temperature, top_p, expected):
+    count = 4000
+    frequencies = draws(count, temperature, top_p)
+    deviations = np.sqrt(np.array(expected) * (1 - np.array(expected)) / count)
+    assert (np.abs(frequencies - expected) <= 4 * deviations).all(), frequencies
+
+
+def test_greedy_takes_the_largest_and_reports_its_log_probability():
+    tokens_B, log_probs_B = choose_tokens(LOGITS[None, ::-1], 0, np.zeros((2, 1), int), 1.0, 1.0, greedy=True)
+    assert tokens_B == [3] and np.allclose(log_probs_B, np.log(0.5))
+
+
+def test_token_of_a_sequence_does_not_depend_on_its_batch():
+    logits_BV = jax.random.normal(jax.random.key(0), (8, 50))
+    indices_B = np.stack([np.arange(8), np.arange(8) + 3])
+    together, _ = choose_tokens(logits_BV, 1, indices_B, 1.0, 0.9, greedy=False)
+    alone, _ = choose_tokens(logits_BV[5:6], 1, indices_B[:, 5:6], 1.0, 0.9, greedy=False)
+    assert together[5] == alone[0]
+
+
+@pytest.mark.parametrize(
+    "values", [dict(temperature=-1.0), dict(top_p=0.0), dict(top_p=1.5), dict(temperature=float("nan"))]
+)
+def test_value_out_of_range_raises(values):
+    with pytest.raises(UserError, match="invalid value"):
+        Sampling(**values)
