@@ -143,8 +143,8 @@ def generate(
 ) -> "Generation | list[Generation]":
     """Continues prompts of any length with a model, whose KV cache is split over the context and tensor axes.
 
-    All prompts are one batch; their lengths may differ. Every process of a run must make the same call. Later calls with
-    the same `Result` use the same compiled programs.
+    All prompts are one batch; their lengths may differ. Every process of a run must make the same call. Later calls
+    with the same `Result` use the same compiled programs.
 
     Args:
       source: the workdir of a run, a Hugging Face directory, or the `Result` of `train.run` or `load`.

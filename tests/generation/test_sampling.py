@@ -37,7 +37,7 @@ def test_frequencies_equal_probabilities(temperature, top_p, expected):
 
 def test_greedy_takes_the_largest_and_reports_its_log_probability():
     tokens_B, log_probs_B = choose_tokens(LOGITS[None, ::-1], 0, np.zeros((2, 1), int), 1.0, 1.0, greedy=True)
-    assert tokens_B == [3] and np.allclose(log_probs_B, np.log(0.5))
+    assert tokens_B.tolist() == [3] and np.allclose(log_probs_B, np.log(0.5))
 
 
 def test_token_of_a_sequence_does_not_depend_on_its_batch():

@@ -1,0 +1,58 @@
+"""jaxlc.generate and the command, on a run that was written by an earlier version."""
+
+import json
+import tarfile
+
+import numpy as np
+import pytest
+
+import jaxlc
+from jaxlc.core.errors import UserError
+from jaxlc.generation.__main__ import main
+from jaxlc.generation.generate_text import stop_ids
+from tests.train.test_old_checkpoint import FIXTURE
+
+PROMPT = "the first line of the text"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    with tarfile.open(FIXTURE) as archive:
+        archive.extractall(directory, filter="data")
+    return directory
+
+
+def test_generate_from_path_and_from_result_agree_and_stream(run):
+    result, streamed = jaxlc.load(run), []
+    generation = jaxlc.generate(result, PROMPT, max_tokens=9, stream=lambda index, text: streamed.append((index, text)))
+    assert generation.num_prompt_tokens == len(PROMPT) and generation.finish_reason in ("length", "stop")
+    assert "".join(text for _, text in streamed) == generation.text and {index for index, _ in streamed} <= {0}
+    ids = np.frombuffer(PROMPT.encode(), np.uint8)
+    (of_ids,) = jaxlc.generate(run, [ids], max_tokens=9, mesh=dict(context=4))
+    np.testing.assert_array_equal(of_ids.tokens, generation.tokens)
+
+
+def test_command_prints_the_text_and_one_line_about_errors(run, tmp_path, capsys):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    assert main(["generate", str(run), f"--prompt_file={tmp_path}/prompt.txt", "--max_tokens=3", "--seed=1"]) == 0
+    captured = capsys.readouterr()
+    assert f"prompt {len(PROMPT)} tokens, new 3 tokens, ended by length" in captured.err
+    assert main(["generate", str(tmp_path / "none"), "--prompt=a"]) == 2
+    assert main(["generate", str(run), "--prompt_file=/none"]) == 2
+    assert main(["generate", str(run), "--prompt=a", "--mesh=context=x"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
+
+
+def test_stop_ids_include_those_of_the_pretrained_model(run, tmp_path):
+    result = jaxlc.load(run)
+    assert stop_ids(result) == [256]
+    (run / "pretrained").mkdir()
+    (run / "pretrained" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert stop_ids(result) == [7, 9, 256]
+
+
+def test_prompts_that_are_one_array_raise(run):
+    with pytest.raises(UserError, match="a list of strings or of arrays"):
+        jaxlc.generate(run, np.arange(4))
