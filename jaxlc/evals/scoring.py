@@ -1,0 +1,43 @@
+"""Scores of predictions, by the rules of RULER (Hsieh et al. 2024, arXiv:2404.06654, and its published scorer)."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+@dataclass(frozen=True)
+class Score:
+    """The mean over examples, in percent."""
+
+    mean: float
+    standard_error: float  # of the mean; NaN for one example
+    num_examples: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1f} ± {self.standard_error:.1f} (n={self.num_examples})"
+
+
+def cleaned(prediction: str) -> str:
+    """The prediction without surrounding space; each control character is replaced by a line break."""
+    return _CONTROL.sub("\n", prediction.strip()).strip()
+
+
+def match_all(prediction: str, references: Sequence[str]) -> float:
+    """The fraction of references that the prediction contains, in any case; RULER's `string_match_all`."""
+    return sum(reference.lower() in prediction.lower() for reference in references) / len(references)
+
+
+def match_any(prediction: str, references: Sequence[str]) -> float:
+    """1 if the prediction contains a reference, in any case, else 0; RULER's `string_match_part`."""
+    return float(any(reference.lower() in prediction.lower() for reference in references))
+
+
+def score_of(values: Sequence[float]) -> Score:
+    """The mean of values in 0 .. 1."""
+    count = len(values)
+    mean = sum(values) / count
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else math.nan
+    return Score(100 * mean, 100 * math.sqrt(variance / count), count)
