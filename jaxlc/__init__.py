@@ -1,9 +1,9 @@
 """jaxlc: train language models on very long sequences in JAX.
 
 The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
-`profile` (`jaxlc.profile.compare`), `attention` and `config`, and the functions `attend`, `export`, `generate`, `load`,
-`make_mesh` and `start`. Everything is imported on first use: `import jaxlc` does not import JAX, so that environment
-variables which JAX reads at start-up can still be set (`jaxlc.start`).
+`profile` (`jaxlc.profile.compare`), `attention` and `config`, and the functions `attend`, `evaluate`, `export`,
+`generate`, `load`, `make_mesh` and `start`. Everything is imported on first use: `import jaxlc` does not import JAX, so
+that environment variables which JAX reads at start-up can still be set (`jaxlc.start`).
 """
 
 import importlib
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from jaxlc import attention, config, plan, profile, sweep, train
     from jaxlc.attention import attend
+    from jaxlc.evals.evaluate_run import ScoreRow
     from jaxlc.generation.generator import Generation
     from jaxlc.train import Model, Result
     from jaxlc.train.loss import TokenLoss
@@ -27,6 +28,7 @@ __all__ = [
     "attend",
     "attention",
     "config",
+    "evaluate",
     "export",
     "generate",
     "load",
@@ -179,6 +181,67 @@ def generate(
         stream=stream,
     )
     return generations[0] if isinstance(prompts, str) else generations
+
+
+def evaluate(
+    source: "str | Path | Result",
+    *,
+    lengths: Sequence[int],
+    tasks: Sequence[str] = ("needle",),
+    num_examples: int = 20,
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    num_needles: int = 1,
+    haystack: "Sequence[str | Path]" = (),
+    squad: "str | Path" = "",
+    hotpotqa: "str | Path" = "",
+    batch_size: int = 1,
+    seed: int = 42,
+    out: "str | Path | None" = None,
+    step: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    report: "Callable[[ScoreRow], None] | None" = None,
+) -> "list[ScoreRow]":
+    """Scores a model at chosen context lengths, by greedy generation on its mesh; docs/evaluation.md.
+
+    Predictions are stored as they are made, so that an interrupted evaluation resumes. Every process of a run must make
+    the same call.
+
+    Args:
+      source: the workdir of a run, a Hugging Face directory, or the `Result` of `train.run` or `load`.
+      lengths: in tokens of the tokenizer, prompt and new tokens together.
+      tasks: "needle", "ruler" (all its tasks), or names of RULER's tasks.
+      num_examples: of each task and length; with "needle" of each depth, too.
+      depths: of "needle", from 0 (start) to 1 (end of the text).
+      num_needles: of "needle": numbers in a text, of which one is asked for.
+      haystack: files with prose that fill the prompts. Empty: docstrings of Python's standard library.
+      squad, hotpotqa: the data sets of RULER's qa_1 and qa_2, without which they are not evaluated.
+      batch_size: examples that are generated together.
+      seed: of the examples.
+      out: directory of predictions and scores. None: `evals` in the workdir.
+      step, mesh: as in `load`; only with a path.
+      report: called with each score.
+    Raises:
+      jaxlc.core.errors.UserError: the source cannot be read, a value is out of range, a length is too small for a task,
+        or `out` has predictions of other settings.
+    """
+    from pathlib import Path
+
+    result = load(source, step=step, mesh=mesh) if isinstance(source, (str, os.PathLike)) else source
+    from jaxlc.evals.evaluate_run import EvalSettings, evaluate_run
+
+    settings = EvalSettings(
+        tasks=tuple(tasks),
+        lengths=tuple(lengths),
+        num_examples=num_examples,
+        depths=tuple(depths),
+        num_needles=num_needles,
+        haystack=tuple(map(str, haystack)),
+        squad=str(squad),
+        hotpotqa=str(hotpotqa),
+        batch_size=batch_size,
+        seed=seed,
+    )
+    return evaluate_run(result, settings, Path(out or result.workdir / "evals"), report or (lambda row: None))
 
 
 def export(

@@ -22,6 +22,7 @@ VERBS = {
     "sweep": Verb("jaxlc.sweep", "plan or measure many meshes and rank them"),
     "profile": Verb("jaxlc.profile", "compare a trace of training steps with the plan's estimate"),
     "generate": Verb("jaxlc.generation", "continue a prompt with the model of a run or of a Hugging Face directory"),
+    "eval": Verb("jaxlc.evals", "score a run or a Hugging Face directory at chosen context lengths: needle, RULER"),
     "export": Verb("jaxlc.exporting", "write the weights of a run as a Hugging Face directory"),
 }
 

@@ -25,7 +25,7 @@ LAYERS = dict(
     models=4, hf=4,
     train=5,
     simulate=6, exporting=6, generation=6,
-    plan=7,
+    plan=7, evals=7,
     sweep=8, profile=8,
     cli=9,
 )  # fmt: skip

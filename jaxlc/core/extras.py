@@ -11,6 +11,7 @@ EXTRAS = {
     "pyarrow": "data",
     "tensorboardX": "tensorboard",
     "tokenizers": "hf",
+    "wonderwords": "evals",
 }
 
 

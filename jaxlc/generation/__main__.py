@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             stop=flags.stop,
             seed=flags.seed,
             step=flags.step,
-            mesh=_sizes(flags.mesh),
+            mesh=mesh_sizes(flags.mesh),
             chunk_tokens=flags.chunk_tokens,
             stream=lambda _, new: print(new, end="", flush=True),
         )
@@ -63,7 +63,7 @@ def _read(path: str) -> str:
     return content.decode(errors="replace")
 
 
-def _sizes(mesh: str | None) -> dict[str, int] | None:
+def mesh_sizes(mesh: str | None) -> dict[str, int] | None:
     if mesh is None:
         return None
     sizes = {}

@@ -1,0 +1,58 @@
+"""Figures of scores. Needs matplotlib; import this module only where a figure is drawn."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, SKY, TEAL, VIOLET, new_figure, style_axes
+from jaxlc.evals.evaluate_run import NEEDLE, ScoreRow
+
+_COLORS = (BLUE, RED, TEAL, AMBER, VIOLET, SKY, GRAY)
+_TOKENS = FuncFormatter(lambda value, _: f"{value:,.0f}")
+
+
+def needle_figure(rows: Sequence[ScoreRow]) -> Figure:
+    """The needle scores as a map of depth against length."""
+    rows = [row for row in rows if row.task == NEEDLE]
+    lengths, depths = (sorted({getattr(row, name) for row in rows}) for name in ("length", "depth"))
+    scores = np.full((len(depths), len(lengths)), np.nan)
+    for row in rows:
+        scores[depths.index(row.depth), lengths.index(row.length)] = row.score
+    figure = new_figure(2.2 + 0.8 * len(lengths), 1.6 + 0.45 * len(depths), dpi=150)
+    axes = figure.subplots()
+    image = axes.imshow(scores, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    for (y, x), score in np.ndenumerate(scores):
+        if not np.isnan(score):
+            axes.text(x, y, f"{score:.0f}", ha="center", va="center", fontsize=9)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set(xlabel="length in tokens", ylabel="depth of the needle")
+    axes.set_title(f"Needle in a haystack, {rows[0].num_examples} examples each", loc="left", fontsize=10)
+    figure.colorbar(image, label="correct, %")
+    return figure
+
+
+def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
+    """Scores against length, the mean over tasks, with standard errors; one line for each checkpoint or model.
+
+    Args:
+      runs: label -> its rows.
+    """
+    figure = new_figure(7.0, 4.2, dpi=150)
+    axes = figure.subplots()
+    for color, (label, rows) in zip(_COLORS * len(runs), runs.items()):
+        lengths = sorted({row.length for row in rows})
+        of_length = [[row for row in rows if row.length == length] for length in lengths]
+        means = [np.mean([row.score for row in group]) for group in of_length]
+        errors = [np.sqrt(np.nansum([row.standard_error**2 for row in group])) / len(group) for group in of_length]
+        axes.errorbar(lengths, means, yerr=errors, fmt="o-", color=color, capsize=3, linewidth=1.2, label=label)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(_TOKENS)
+    tasks = sorted({row.task for rows in runs.values() for row in rows})
+    axes.set(xlabel="length in tokens", ylabel="score, %", ylim=(-3, 103))
+    axes.set_title("Score by length, mean of " + (tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks"), loc="left")
+    axes.legend(frameon=False)
+    style_axes(axes, grid="y")
+    return figure

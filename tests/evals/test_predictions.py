@@ -1,0 +1,104 @@
+"""Scores by RULER's rules, predictions that resume, and the command on a run."""
+
+import json
+import math
+import tarfile
+
+import pytest
+
+import jaxlc
+from jaxlc.core.errors import UserError
+from jaxlc.evals.__main__ import main
+from jaxlc.evals.evaluate_run import EvalSettings
+from jaxlc.evals.example import Example
+from jaxlc.evals.predictions import Case, run_case
+from jaxlc.evals.scoring import cleaned, match_all, match_any, score_of
+from tests.train.test_old_checkpoint import FIXTURE
+
+# (prediction, references), with the scores that NVIDIA's scorer gives: string_match_all and string_match_part of
+# scripts/eval/synthetic/constants.py at c3f5e3b, computed once on these lists.
+PREDICTIONS = [
+    (" The numbers are 1234567 and 7654321.\n", ["1234567", "7654321"]),
+    ("only ABC here", ["abc", "def", "ghi"]),
+    ("nothing", ["x1", "y2"]),
+    ("\x00\x07Paris\x01, France", ["paris", "The city of Paris"]),
+]
+NVIDIA_MATCH_ALL, NVIDIA_MATCH_PART = 45.83, 75.0
+
+
+def test_scores_equal_those_of_the_published_scorer():
+    texts = [cleaned(text) for text, _ in PREDICTIONS]
+    for match, expected in ((match_all, NVIDIA_MATCH_ALL), (match_any, NVIDIA_MATCH_PART)):
+        values = [match(text, references) for text, (_, references) in zip(texts, PREDICTIONS)]
+        assert round(score_of(values).mean, 2) == expected
+
+
+def test_standard_error_is_that_of_the_mean():
+    score = score_of([1, 0, 1, 1])
+    assert score.mean == 75 and math.isclose(score.standard_error, 100 * math.sqrt(0.25 / 4))
+    assert math.isnan(score_of([1]).standard_error)
+
+
+def _case(**changes) -> Case:
+    def make(index: int) -> Example:
+        return Example(prompt=f"question {index}", answer_prefix=" answer", references=(str(index),))
+
+    return Case(**dict(name="case", make=make, match=match_all, num_examples=5, new_tokens=3) | changes)
+
+
+def test_interrupted_evaluation_resumes_and_ignores_a_line_that_was_cut(tmp_path):
+    asked = []
+
+    def generate(prompts, new_tokens):
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        asked.extend(prompts)
+        return [prompt.split()[1] if "3" not in prompt else "wrong" for prompt in prompts]
+
+    with pytest.raises(KeyboardInterrupt):
+        run_case(_case(), generate, tmp_path, dict(step=1), batch_size=3)
+    path = tmp_path / "case.jsonl"
+    path.write_text(path.read_text() + '{"index": 3, "sco')
+    first, asked[:] = list(asked), []
+    score = run_case(_case(), generate, tmp_path, dict(step=1), batch_size=1)
+    assert first == [f"question {i} answer" for i in range(3)] and asked == [f"question {i} answer" for i in (3, 4)]
+    assert (score.mean, score.num_examples) == (80, 5)
+
+
+def test_predictions_of_another_checkpoint_raise(tmp_path):
+    run_case(_case(), lambda prompts, _: prompts, tmp_path, dict(step=1), batch_size=2)
+    with pytest.raises(UserError, match=r"other settings \(step 1 instead of 2\)"):
+        run_case(_case(), lambda prompts, _: prompts, tmp_path, dict(step=2), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(tasks=("needles",)), "unknown task 'needles'.*needle"),
+        (dict(lengths=()), "at least one task and one length"),
+        (dict(depths=(1.5,)), "invalid depths"),
+    ],
+)
+def test_invalid_settings_raise(values, message):
+    with pytest.raises(UserError, match=message):
+        EvalSettings(**dict(lengths=(1024,)) | values)
+
+
+def test_command_evaluates_a_run_and_writes_scores_predictions_and_a_figure(tmp_path, capsys):
+    with tarfile.open(FIXTURE) as archive:
+        archive.extractall(tmp_path / "run", filter="data")
+    arguments = ["--tasks=needle,niah_single_1", "--lengths=512", "--num_examples=2", "--depths=0,1", "--batch_size=2"]
+    assert main(["eval", str(tmp_path / "run"), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "2 examples" in line]) == 3
+    directory = tmp_path / "run" / "evals"
+    rows = [json.loads(line) for line in (directory / "step-6" / "scores.jsonl").read_text().splitlines()]
+    assert [(row["task"], row["depth"]) for row in rows] == [("needle", 0.0), ("needle", 1.0), ("niah_single_1", None)]
+    assert {row["haystack"] for row in rows} == {"python-docstrings"}
+    assert (directory / "needle.png").stat().st_size > 5000
+    assert main(["eval", str(tmp_path / "run"), "--lengths=5x"]) == 2
+    assert "invalid length '5x'" in capsys.readouterr().err
+    again = jaxlc.evaluate(
+        tmp_path / "run", tasks=["needle"], lengths=[512], num_examples=2, depths=[0.0, 1.0], batch_size=2
+    )
+    assert [row.score for row in again] == [row["score"] for row in rows[:2]]
