@@ -1,6 +1,8 @@
 """Needle in a haystack: a number at a chosen depth of a text of an exact length (Kamradt 2023; Mohtashami and Jaggi
 2023, arXiv:2305.16300, for the passkey)."""
 
+import bisect
+import itertools
 import random
 
 from jaxlc.evals.example import CountTokens, Example, largest_example
@@ -28,7 +30,7 @@ def example(
 
     Args:
       length: tokens of the prompt and of the new tokens together, which are not exceeded.
-      depth: 0 .. 1, of the needle that is asked for, at the nearest end of a sentence; other needles are anywhere.
+      depth: 0 .. 1, of the needle that is asked for, between two sentences of the text; other needles are anywhere.
       num_needles: numbers of different names; at most 12.
     Raises:
       UserError: the length is too small.
@@ -42,8 +44,9 @@ def example(
         depths = [depth, *(rng.random() for _ in names[1:])]
         sentences = sentences_of(" ".join(prose.first(size * _WORDS_PER_SIZE)))
         needles = sorted(zip(depths, names, values), reverse=True)
+        ends = list(itertools.accumulate(map(len, sentences)))
         for at, name, value in needles:
-            sentences.insert(round(at * len(sentences)), _NEEDLE.format(name=name, value=value))
+            sentences.insert(bisect.bisect(ends, at * ends[-1]), _NEEDLE.format(name=name, value=value))
         asked = {"name": names[0]}
         return Example(
             prompt=" ".join(sentences) + _QUESTION.format(**asked),

@@ -4,6 +4,7 @@ import json
 import math
 import tarfile
 
+import jax
 import pytest
 
 import jaxlc
@@ -46,7 +47,7 @@ def _case(**changes) -> Case:
     return Case(**dict(name="case", make=make, match=match_all, num_examples=5, new_tokens=3) | changes)
 
 
-def test_interrupted_evaluation_resumes_and_ignores_a_line_that_was_cut(tmp_path):
+def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
     asked = []
 
     def generate(prompts, new_tokens):
@@ -84,10 +85,11 @@ def test_invalid_settings_raise(values, message):
         EvalSettings(**dict(lengths=(1024,)) | values)
 
 
-def test_command_evaluates_a_run_and_writes_scores_predictions_and_a_figure(tmp_path, capsys):
+def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
+    jax.devices()  # the simulated devices of the tests, before the command starts JAX
     with tarfile.open(FIXTURE) as archive:
         archive.extractall(tmp_path / "run", filter="data")
-    arguments = ["--tasks=needle,niah_single_1", "--lengths=512", "--num_examples=2", "--depths=0,1", "--batch_size=2"]
+    arguments = ["--tasks=needle,niah_single_1", "--lengths=1024", "--num_examples=2", "--depths=0,1", "--batch_size=2"]
     assert main(["eval", str(tmp_path / "run"), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if "2 examples" in line]) == 3
@@ -99,6 +101,6 @@ def test_command_evaluates_a_run_and_writes_scores_predictions_and_a_figure(tmp_
     assert main(["eval", str(tmp_path / "run"), "--lengths=5x"]) == 2
     assert "invalid length '5x'" in capsys.readouterr().err
     again = jaxlc.evaluate(
-        tmp_path / "run", tasks=["needle"], lengths=[512], num_examples=2, depths=[0.0, 1.0], batch_size=2
+        tmp_path / "run", tasks=["needle"], lengths=[1024], num_examples=2, depths=[0.0, 1.0], batch_size=2
     )
     assert [row.score for row in again] == [row["score"] for row in rows[:2]]

@@ -52,7 +52,7 @@ def materials(tmp_path_factory):
         return dict(context=f"Fact {i}. " + "Text. " * 40, qas=[answer])
 
     def item(i: int) -> dict:
-        context = [[f"Title {i}", [f"Answer {i} is here. ", "More. " * 50]], ["Other", ["Text."]]]
+        context = [[f"Title {i}", [f"The answer is Answer {i}. ", "More. " * 50]], ["Other", ["Text."]]]
         return dict(question=f"What is {i}?", answer=f"Answer {i}", context=context)
 
     paragraphs = [paragraph(i) for i in range(30)]
@@ -72,7 +72,7 @@ def test_examples_fill_the_length_and_never_exceed_it(name, count_functions, mat
         for length in LENGTHS:
             example = ruler.example(name, 0, length, count, materials)
             num_tokens = count(example.text) + task.new_tokens
-            assert 0.85 * length <= num_tokens <= length, (tokenizer, length)
+            assert 0.8 * length <= num_tokens <= length, (tokenizer, length)
             assert example == ruler.example(name, 0, length, count, materials)
             assert example != ruler.example(name, 1, length, count, materials)
             for reference in example.references:

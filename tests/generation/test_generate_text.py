@@ -3,6 +3,7 @@
 import json
 import tarfile
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ PROMPT = "the first line of the text"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    jax.devices()  # the simulated devices of the tests, before a function starts JAX
     directory = tmp_path_factory.mktemp("run")
     with tarfile.open(FIXTURE) as archive:
         archive.extractall(directory, filter="data")
