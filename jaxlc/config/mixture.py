@@ -105,6 +105,8 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
         yield f"chunk_tokens={source.chunk_tokens} contradicts pool='full_length', whose chunks are full sequences"
     if source.overlong == "drop" and source.pool == "full_length":
         yield "overlong='drop' contradicts pool='full_length': no document would be left; use overlong='truncate'"
+    if source.token_field and source.chat_field:
+        yield f"token_field={source.token_field!r} and chat_field={source.chat_field!r} are both set: set one of them"
     if source.min_tokens < 0 or source.max_tokens < 0:
         yield f"min_tokens={source.min_tokens} and max_tokens={source.max_tokens}: expected at least 0"
     if source.max_tokens and source.max_tokens < source.min_tokens:

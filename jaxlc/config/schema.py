@@ -153,14 +153,23 @@ class SourceConfig:
     overlong: Literal["auto", "cut", "truncate", "drop"] = "auto"
     # field of records that holds the document; dots name fields of fields, such as data.text.
     text_field: str = "text"
+    # field of records that holds token IDs, such as input_ids, instead of text; "tokens" in .idx files of Megatron-LM.
+    token_field: str = ""
+    # field of records that holds a chat, such as messages: a list of messages with role and content, rendered with the
+    # chat template. Only the answers of the assistant are trained on.
+    chat_field: str = ""
+    # chats: weight of a token of an answer. token: 1. answer: the same sum for each answer, 1 on average.
+    answer_weights: Literal["token", "answer"] = "token"
+    # suffixes of more files that are one document each, such as .tex; "code" adds those of programs.
+    text_suffixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Text sources, tokenizer and packing into sequences."""
 
-    # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz and .parquet
-    # files; or "python-stdlib", the sources of Python's standard library.
+    # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz, .jsonl.zst,
+    # .parquet and .arrow files; or "python-stdlib", the sources of Python's standard library.
     sources: tuple[str, ...] = ("python-stdlib",)
     # named sources with shares of the tokens, instead of data.sources; docs/data.md. Set the fields of a source with
     # config.data.mixture.NAME.FIELD; a new NAME adds a source.
@@ -172,7 +181,12 @@ class DataConfig:
     # tokenizer, such as <|end_of_text|>, <|endoftext|> or </s>, or its eos_token.
     end_token: str = ""
     seq_len: int = 4096  # sequence length in tokens, over all context ranks; documents are packed into sequences
-    text_field: str = "text"  # field of .jsonl and .parquet records that holds the document
+    # field of records that holds the document; dots name fields of fields, such as data.text.
+    text_field: str = "text"
+    # number of records of a source, without a document that can be used, that are skipped with a warning.
+    max_bad_records: int = 0
+    # template of chats: a Jinja file, or "chatml". Empty: that of the tokenizer.
+    chat_template: str = ""
     # fraction of documents held out for evaluation, selected by a hash of their names. With too few documents, this
     # fraction of the longest one, at its end.
     eval_fraction: float = 0.05

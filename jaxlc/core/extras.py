@@ -7,6 +7,7 @@ from jaxlc.core.errors import UserError
 # Package -> the extra in pyproject.toml that installs it.
 EXTRAS = {
     "huggingface_hub": "hf",
+    "jinja2": "hf",
     "matplotlib": "plot",
     "pyarrow": "data",
     "tensorboardX": "tensorboard",

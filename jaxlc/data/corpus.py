@@ -10,10 +10,12 @@ import numpy as np
 from jaxlc.config.mixture import DEFAULTS
 from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
+from jaxlc.data.documents import Fields
 from jaxlc.data.mixed import MixedSequences, PackedText
 from jaxlc.data.packing import PackedSequences
-from jaxlc.data.selection import packed_source
-from jaxlc.data.sources import COMPRESSED_SUFFIXES, PYTHON_STDLIB, SourceFile, list_files
+from jaxlc.data.records import COMPRESSED_SUFFIXES
+from jaxlc.data.selection import overlong_rule, packed_source
+from jaxlc.data.sources import PYTHON_STDLIB, SourceFile, list_files
 from jaxlc.data.split import Split, split_documents
 from jaxlc.data.store import Progress, TokenStore, open_store
 from jaxlc.data.tokenized_pieces import Log
@@ -89,13 +91,15 @@ class _StoreOpener:
         self._eval_files = eval_files
         self.warnings: list[str] = []
 
-    def files(self, paths: Sequence[str], setting: str, min_tokens: int) -> list[SourceFile]:
+    def files(
+        self, paths: Sequence[str], setting: str, min_tokens: int, text_suffixes: Sequence[str] = ()
+    ) -> list[SourceFile]:
         """The files to train on.
 
         Raises:
           UserError: they do not exist, or cannot contain `min_tokens` tokens.
         """
-        files, num_duplicates = list_files(paths, setting)
+        files, num_duplicates = list_files(paths, setting, text_suffixes)
         train_files = _without(files, self._eval_files, setting)
         _check_max_tokens(train_files, min_tokens)
         if len(files) > len(train_files):
@@ -107,11 +111,16 @@ class _StoreOpener:
             self.warnings.append(f"{setting}: duplicate files: {num_duplicates:,}; each file is used once per epoch")
         return train_files
 
-    def open(self, files: list[SourceFile], text_field: str) -> TokenStore:
-        return open_store(files, self.config, text_field, self.tokenizer, self._progress, self._log)
+    def open(self, files: list[SourceFile], fields: Fields) -> TokenStore:
+        store = open_store(files, self.config, fields, self.tokenizer, self._progress, self._log)
+        if store.num_bad_records:
+            self.warnings.append(
+                f"{files[0].setting}: skipped records: {store.num_bad_records:,} (the first: {store.first_bad_record})"
+            )
+        return store
 
     def open_eval_store(self) -> TokenStore | None:
-        return self.open(self._eval_files, self.config.text_field) if self._eval_files else None
+        return self.open(self._eval_files, Fields(self.config.text_field)) if self._eval_files else None
 
     def split(self, store: TokenStore, eval_store: TokenStore | None, setting: str, has_own_text: bool = True) -> Split:
         split = split_documents(store, self.config.eval_fraction, eval_store, setting)
@@ -124,7 +133,7 @@ def _open_sources(opener: _StoreOpener) -> Corpus:
     config, tokenizer = opener.config, opener.tokenizer
     files = opener.files(config.sources, "data.sources", config.seq_len)
     eval_store = opener.open_eval_store()
-    store = opener.open(files, config.text_field)
+    store = opener.open(files, Fields(config.text_field))
     has_own_text = config.sources != (PYTHON_STDLIB,)  # Python's library has test files in other encodings
     split = opener.split(store, eval_store, "data.sources", has_own_text)
     train = PackedSequences(split.store, split.train_ids, config.seq_len, config.seed)
@@ -146,9 +155,11 @@ def _open_mixture(opener: _StoreOpener) -> Corpus:
     """The corpus of data.mixture."""
     config, tokenizer = opener.config, opener.tokenizer
     configs = [source for source in config.mixture if source.share > 0]
-    files = [opener.files(source.paths, _setting(source), 1) for source in configs]  # before anything is tokenized
+    # Before anything is tokenized.
+    files = [opener.files(source.paths, _setting(source), 1, source.text_suffixes) for source in configs]
     eval_store = opener.open_eval_store()
-    stores = [opener.open(files, source.text_field) for files, source in zip(files, configs)]
+    fields = [Fields(source.text_field, source.token_field, source.chat_field) for source in configs]
+    stores = [opener.open(*arguments) for arguments in zip(files, fields)]
     total_share = sum(source.share for source in configs)
     sources = [
         _open_source(opener, source, store, eval_store, source.share / total_share)
@@ -182,6 +193,13 @@ def _open_source(
     """
     config = opener.config
     split = opener.split(store, eval_store, _setting(source))
+    num_overlong = int((np.diff(store.offsets) > config.seq_len).sum())
+    if num_overlong and overlong_rule(source) != "cut":
+        rule = {"drop": "dropped", "truncate": "truncated"}[overlong_rule(source)]
+        opener.warnings.append(
+            f"{_setting(source)}: documents longer than data.seq_len={config.seq_len}: {num_overlong:,} of"
+            f" {store.num_documents:,}; they are {rule}"
+        )
     train = packed_source(split.store, split.train_ids, source, config.seq_len, config.seed)
     heldout = None
     if eval_store is None:

@@ -33,6 +33,7 @@ class PackedSequences:
         chunk_tokens: int = 0,
         max_document_tokens: int = 0,
         is_full_length: bool = False,
+        weighs_answers_equally: bool = False,
     ):
         """
         Args:
@@ -40,6 +41,8 @@ class PackedSequences:
           chunk_tokens: documents are cut into chunks of at most this length; 0: `seq_len`.
           max_document_tokens: only the first tokens of a longer document are used; 0: all.
           is_full_length: chunks shorter than `seq_len` are not used.
+          weighs_answers_equally: the loss weights of each answer of a chat have the same sum, instead of being 1; they
+            are 1 on average over the answers of the store.
         """
         assert len(document_ids) and 0 <= chunk_tokens <= seq_len, (len(document_ids), chunk_tokens, seq_len)
         self.store, self.document_ids, self.seq_len, self.seed = store, document_ids, seq_len, seed
@@ -61,13 +64,15 @@ class PackedSequences:
         # int64 [sequences + 1]
         self._first_chunks = np.searchsorted(sequence_of_chunk[order], np.arange(self.num_sequences + 1))
         self._counting = np.arange(seq_len, dtype=np.int32)
+        self._answer_weights = None if store.answers is None else _answer_weights(store.answers, weighs_answers_equally)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order, arrays [S]:
 
         tokens        int32    0 on padding
         targets       int32    the next token of the same document, also if the document continues in another sequence
-        loss_weights  float32  1, but 0 at each document's last token (which has no next token) and on padding
+        loss_weights  float32  1, but 0 at each document's last token, which has no next token, and on padding; in chats
+                               the weight of the answer that contains the target, or 0
         positions     int32    number of earlier tokens of the same document in this sequence; 0 on padding
         segment_ids   int32    1, 2, 3... by document; 0 on padding
         """
@@ -90,6 +95,8 @@ class PackedSequences:
                 targets[at - 1] = loss_weights[at - 1] = 0
             else:
                 targets[at - 1] = stored[end]
+            if self.store.answers is not None:
+                self._weigh_answers(loss_weights[first:at], begin, self._is_document_end[chunks.start + number - 1])
         for array in (tokens, targets, loss_weights, positions, segment_ids):
             array[at:] = 0
         return {
@@ -99,6 +106,19 @@ class PackedSequences:
             "positions": positions,
             "segment_ids": segment_ids,
         }
+
+    def _weigh_answers(self, weights: np.ndarray, begin: int, is_document_end: bool) -> None:
+        """Sets the weights [chunk] of a chunk of chats that begins at `begin` of the store, and whose targets are the
+        tokens after it."""
+        answers = self.store.answers
+        end = begin + len(weights) + (not is_document_end)  # of the targets
+        first = int(np.searchsorted(answers[:, 1], begin + 1, side="right"))
+        last = int(np.searchsorted(answers[:, 0], end, side="left"))
+        weights[:] = 0
+        for number in range(first, last):
+            answer_begin, answer_end = answers[number].tolist()
+            target = slice(max(answer_begin - begin - 1, 0), min(answer_end, end) - begin - 1)
+            weights[target] = self._answer_weights[number]
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yields the stored tokens of each document."""
@@ -112,6 +132,12 @@ class PackedSequences:
         lengths = np.diff(chunk_ends[self._first_chunks])
         order = _sequence_order(self.num_sequences, self.seed, num_epochs)
         return num_epochs * self.num_tokens + int(lengths[order[:num_more]].sum())
+
+
+def _answer_weights(answers: np.ndarray, weighs_answers_equally: bool) -> np.ndarray:
+    """The loss weight of the tokens of each answer, float32 [answers]."""
+    lengths = answers[:, 1] - answers[:, 0]
+    return (lengths.mean() / lengths if weighs_answers_equally else np.ones(len(answers))).astype(np.float32)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:

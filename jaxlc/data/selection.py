@@ -28,8 +28,9 @@ def packed_source(
         seq_len,
         None if seed is None else source_seed(seed, source.name),
         chunk_tokens=source.chunk_tokens,
-        max_document_tokens=seq_len if source.overlong == "truncate" else 0,
+        max_document_tokens=seq_len if overlong_rule(source) == "truncate" else 0,
         is_full_length=source.pool == "full_length",
+        weighs_answers_equally=source.answer_weights == "answer",
     )
 
 
@@ -45,7 +46,7 @@ def num_copies(
     is_used = lengths >= min_tokens
     if source.max_tokens:
         is_used &= lengths <= source.max_tokens
-    if source.overlong == "drop":
+    if overlong_rule(source) == "drop":
         is_used &= lengths <= seq_len
     copies = is_used.astype(np.int64)
     classes = np.searchsorted(np.array(source.length_limits, np.int64), lengths, side="right")
@@ -56,6 +57,13 @@ def num_copies(
         by_hash = np.argsort(store.split_hashes[document_ids[of_class]], kind="stable")
         copies[of_class[by_hash[:num_more]]] += 1
     return copies
+
+
+def overlong_rule(source: SourceConfig) -> str:
+    """What happens to documents longer than a sequence: cut, truncate or drop."""
+    if source.overlong == "auto":
+        return "drop" if source.chat_field else "cut"
+    return source.overlong
 
 
 def source_seed(seed: int, name: str) -> int:

@@ -3,7 +3,8 @@
 It consists of two files in the cache directory. KEY is a hash of the source files, the tokenizer and the settings:
 
     KEY.tokens.npy   the tokens of every document, each document followed by its end-of-document token
-    KEY.index.npz    document offsets, split hashes, counts of invalid UTF-8, and a fingerprint of the content
+    KEY.index.npz    document offsets, split hashes, answers of chats, counts of invalid UTF-8 and of bad records, and a
+                     fingerprint of the content
 
 Making it takes memory for two batches of text with their tokens, and 24 bytes per document.
 """
@@ -23,9 +24,11 @@ import numpy as np
 
 from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
+from jaxlc.data.chat import load_chat_template
+from jaxlc.data.documents import BadRecords, Fields
 from jaxlc.data.lock import locked
 from jaxlc.data.sources import SourceFile, split_hash
-from jaxlc.data.tokenized_pieces import Log, tokenized_pieces
+from jaxlc.data.tokenized_pieces import Log, Reader, tokenized_pieces
 from jaxlc.data.tokenizers import Tokenizer
 
 Progress = Callable[[int, int], None]  # (bytes of text tokenized, total bytes)
@@ -58,6 +61,10 @@ class TokenStore:
     split_hashes: np.ndarray  # float64 [documents] in [0, 1)
     fingerprint: str  # hash of document names and tokens: equal on machines that hold the same corpus
     invalid_utf8: InvalidUtf8 = field(default_factory=InvalidUtf8)
+    # int64 [answers, 2]: begin and end in `tokens` of the answers of chats, in order; None: text without answers
+    answers: np.ndarray | None = None
+    num_bad_records: int = 0  # skipped
+    first_bad_record: str = ""  # the error of the first one
 
     @property
     def num_documents(self) -> int:
@@ -67,7 +74,7 @@ class TokenStore:
 def open_store(
     files: Sequence[SourceFile],
     config: DataConfig,
-    text_field: str,
+    fields: Fields,
     tokenizer: Tokenizer,
     progress: Progress | None = None,
     log: Log | None = None,
@@ -83,7 +90,9 @@ def open_store(
       UserError: files cannot be read or contain no text, or the cache directory cannot be written.
     """
     directory = Path(os.path.expanduser(config.cache_dir))
-    key = _cache_key(files, text_field, tokenizer)
+    template = load_chat_template(config.chat_template, tokenizer.file) if fields.chat else None
+    reader = Reader(fields, BadRecords(config.max_bad_records), template)
+    key = _cache_key(files, reader, tokenizer)
     tokens_path, index_path = directory / f"{key}.tokens.npy", directory / f"{key}.index.npz"
     log = log or (lambda line: None)
 
@@ -97,7 +106,7 @@ def open_store(
             with locked(directory / f"{key}.lock.tmp", on_wait):
                 if _read(tokens_path, index_path, tokenizer) is None:  # no other process has written it meanwhile
                     _delete_leftovers(directory, key)
-                    _write(tokens_path, index_path, files, text_field, tokenizer, progress, log)
+                    _write(tokens_path, index_path, files, reader, tokenizer, progress, log)
         except OSError as error:
             raise UserError(
                 f"cannot write to data.cache_dir {config.cache_dir!r} ({error.strerror or error}); use a writable"
@@ -105,12 +114,20 @@ def open_store(
             ) from error
         store = _read(tokens_path, index_path, tokenizer)
         assert store is not None, f"{tokens_path} was just written"
+    if store.num_bad_records > config.max_bad_records:  # it was written with a higher limit
+        raise UserError(
+            f"{store.first_bad_record}; {store.num_bad_records:,} records cannot be used, more than"
+            f" data.max_bad_records={config.max_bad_records}"
+        )
     return store
 
 
-def _cache_key(files: Sequence[SourceFile], text_field: str, tokenizer: Tokenizer) -> str:
+def _cache_key(files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer) -> str:
     described = [(file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files]
-    return hashlib.sha256(repr((_FORMAT, tokenizer.fingerprint, text_field, described)).encode()).hexdigest()[:24]
+    fields = reader.fields
+    # As in older versions for text.
+    read = fields.text if fields == Fields(text=fields.text) else (*fields[1:], reader.chat_template_identity)
+    return hashlib.sha256(repr((_FORMAT, tokenizer.fingerprint, read, described)).encode()).hexdigest()[:24]
 
 
 def _read(tokens_path: Path, index_path: Path, tokenizer: Tokenizer) -> TokenStore | None:
@@ -120,6 +137,9 @@ def _read(tokens_path: Path, index_path: Path, tokenizer: Tokenizer) -> TokenSto
             offsets, split_hashes, fingerprint = index["offsets"], index["split_hashes"], str(index["fingerprint"])
             num_documents, num_characters = index["invalid_utf8_counts"].tolist()
             invalid_utf8 = InvalidUtf8(num_documents, num_characters, str(index["first_invalid_utf8"]))
+            answers = index.get("answers")
+            num_bad_records = int(index["num_bad_records"]) if "num_bad_records" in index else 0
+            first_bad_record = str(index["first_bad_record"]) if num_bad_records else ""
         tokens = np.load(tokens_path, mmap_mode="r")
     except Exception:  # NumPy raises many types for damaged files: OSError, ValueError, BadZipFile, TokenError...
         return None
@@ -135,6 +155,9 @@ def _read(tokens_path: Path, index_path: Path, tokenizer: Tokenizer) -> TokenSto
         split_hashes=split_hashes,
         fingerprint=fingerprint,
         invalid_utf8=invalid_utf8,
+        answers=answers,
+        num_bad_records=num_bad_records,
+        first_bad_record=first_bad_record,
     )
 
 
@@ -150,18 +173,20 @@ def _write(
     tokens_path: Path,
     index_path: Path,
     files: Sequence[SourceFile],
-    text_field: str,
+    reader: Reader,
     tokenizer: Tokenizer,
     progress: Progress | None,
     log: Log,
 ) -> None:
     total_bytes, ended_bytes, piece_bytes = sum(file.size_bytes for file in files), 0, 0
-    split_hashes, invalid = array("d"), InvalidUtf8()
+    split_hashes, invalid, answers = array("d"), InvalidUtf8(), array("q")
     with _replacing(tokens_path) as out:
         tokens = _TokenWriter(out, np.min_scalar_type(tokenizer.vocab_size - 1))
-        for piece, ids in tokenized_pieces(files, text_field, tokenizer, log):
+        for piece, ids, spans in tokenized_pieces(files, reader, tokenizer, log):
+            if spans is not None:
+                answers.frombytes((spans + tokens.num_tokens).tobytes())
             tokens.add(ids)
-            piece_bytes += len(piece.text)
+            piece_bytes += piece.size
             if piece.is_last:
                 tokens.end_document(piece.document, tokenizer.end_of_document_id)
                 split_hashes.append(split_hash(piece.document))
@@ -180,6 +205,9 @@ def _write(
             fingerprint=tokens.content_hash.hexdigest(),
             invalid_utf8_counts=np.array([invalid.num_documents, invalid.num_characters]),
             first_invalid_utf8=invalid.first_document.encode(errors="replace").decode(),
+            num_bad_records=reader.bad_records.num_records,
+            first_bad_record=reader.bad_records.first.encode(errors="replace").decode(),
+            **({"answers": np.array(answers).reshape(-1, 2)} if reader.fields.chat else {}),
         )
     if progress is not None:
         progress(total_bytes, total_bytes)
@@ -191,6 +219,7 @@ class _TokenWriter:
     def __init__(self, out: BinaryIO, dtype: np.dtype):
         self.lengths = array("q")  # tokens of each document
         self.content_hash = hashlib.sha256()
+        self.num_tokens = 0  # of all documents
         self._out, self._dtype = out, dtype
         self._document_bytes = 0  # of the current document
         self._kept: list[bytes] = []  # its tokens, to be hashed; empty for a long document, which is read again
@@ -200,6 +229,7 @@ class _TokenWriter:
         """Adds tokens to the current document."""
         stored = ids.astype(self._dtype).tobytes()
         self._out.write(stored)
+        self.num_tokens += len(ids)
         is_kept = self._document_bytes == sum(map(len, self._kept))
         self._document_bytes += len(stored)
         self._kept = [*self._kept, stored] if is_kept and self._document_bytes <= _MAX_KEPT_BYTES else []

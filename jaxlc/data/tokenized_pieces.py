@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.data.sources import SourceFile, read_documents
+from jaxlc.data.chat import ChatTemplate, RenderedChat, encode_chats
+from jaxlc.data.documents import BadRecords, Document, Fields, read_documents
+from jaxlc.data.records import BadRecord
+from jaxlc.data.sources import SourceFile
 from jaxlc.data.tokenizers import Tokenizer
 
 Log = Callable[[str], None]  # prints one line
@@ -31,44 +35,121 @@ class DocumentCounts:
 
 
 class Piece(NamedTuple):
-    """A part of a document that is tokenized on its own."""
+    """A part of a document that is tokenized on its own: text, token IDs, or a chat."""
 
-    text: bytes | str
+    content: bytes | str | np.ndarray | RenderedChat
     document: str  # name
     counts: DocumentCounts  # complete at the last piece
     is_last: bool
 
+    @property
+    def size(self) -> int:
+        """Characters, bytes or tokens."""
+        return len(self.content.text if isinstance(self.content, RenderedChat) else self.content)
+
+
+class TokenizedPiece(NamedTuple):
+    piece: Piece
+    ids: np.ndarray  # int [tokens]
+    answers: np.ndarray | None = None  # int64 [answers, 2], begin and end in `ids`; None: not a chat
+
+
+@dataclass
+class Reader:
+    """How the documents of a store are read."""
+
+    fields: Fields
+    bad_records: BadRecords
+    chat_template: ChatTemplate | None = None  # if fields.chat is set
+
+    @property
+    def chat_template_identity(self) -> tuple:
+        """What the text of chats depends on."""
+        return () if self.chat_template is None else self.chat_template.identity
+
 
 def tokenized_pieces(
-    files: Sequence[SourceFile], text_field: str, tokenizer: Tokenizer, log: Log
-) -> Iterator[tuple[Piece, np.ndarray]]:
+    files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer, log: Log
+) -> Iterator[TokenizedPiece]:
     """Yields the pieces of all documents with their token IDs, in order.
 
     Each batch of pieces is tokenized by all cores, while the caller uses the batch before it.
     """
     with ThreadPoolExecutor(max_workers=1) as executor:
         pending = None
-        for batch in _batches(_pieces(files, text_field, tokenizer, log)):
-            following = batch, executor.submit(tokenizer.encode_pieces, [piece.text for piece in batch])
+        for batch in _batches(_pieces(files, reader, tokenizer, log)):
+            following = executor.submit(_tokenized, batch, tokenizer)
             if pending is not None:
-                yield from zip(pending[0], pending[1].result(), strict=True)
+                yield from pending.result()
             pending = following
         if pending is not None:
-            yield from zip(pending[0], pending[1].result(), strict=True)
+            yield from pending.result()
 
 
-def _pieces(files: Sequence[SourceFile], text_field: str, tokenizer: Tokenizer, log: Log) -> Iterator[Piece]:
+def _tokenized(batch: list[Piece], tokenizer: Tokenizer) -> list[TokenizedPiece]:
+    chats = [piece.content for piece in batch if isinstance(piece.content, RenderedChat)]
+    texts = [piece.content for piece in batch if isinstance(piece.content, (bytes, str))]
+    of_chats = iter(encode_chats(chats, tokenizer) if chats else ())
+    of_texts = iter(tokenizer.encode_pieces(texts) if texts else ())
+    tokenized = []
+    for piece in batch:
+        if isinstance(piece.content, RenderedChat):
+            tokenized.append(TokenizedPiece(piece, *next(of_chats)))
+        elif isinstance(piece.content, np.ndarray):
+            tokenized.append(TokenizedPiece(piece, piece.content))
+        else:
+            tokenized.append(TokenizedPiece(piece, next(of_texts)))
+    return tokenized
+
+
+def _pieces(files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer, log: Log) -> Iterator[Piece]:
     for file in files:
-        for document in read_documents(file, text_field):
-            counts = DocumentCounts(document.blocks)
-            texts = tokenizer.pieces(counts)
-            text = next(texts)
-            while text is not None:
-                following = next(texts, None)
-                if len(text) > _LONG_PIECE:
-                    log(_long_piece_warning(document.name, len(text), tokenizer))
-                yield Piece(text, document.name, counts, is_last=following is None)
-                text = following
+        for document in read_documents(file, reader.fields, reader.bad_records):
+            if document.ids is not None:
+                yield from _id_pieces(document, reader, tokenizer)
+            elif document.chat is not None:
+                yield from _chat_pieces(document, reader)
+            else:
+                yield from _text_pieces(document, tokenizer, log)
+
+
+def _text_pieces(document: Document, tokenizer: Tokenizer, log: Log) -> Iterator[Piece]:
+    counts = DocumentCounts(document.blocks)
+    texts = tokenizer.pieces(counts)
+    text = next(texts)
+    while text is not None:
+        following = next(texts, None)
+        if len(text) > _LONG_PIECE:
+            log(_long_piece_warning(document.name, len(text), tokenizer))
+        yield Piece(text, document.name, counts, is_last=following is None)
+        text = following
+
+
+def _id_pieces(document: Document, reader: Reader, tokenizer: Tokenizer) -> Iterator[Piece]:
+    """The token IDs of a document without its end-of-document token, which the store appends."""
+    ids = document.ids
+    assert ids is not None
+    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        reader.bad_records.add(
+            BadRecord(f"{document.where}: token {wrong}, expected 0 to {tokenizer.vocab_size - 1} of data.tokenizer")
+        )
+        return
+    counts = DocumentCounts(())
+    counts.num_bytes = ids.nbytes
+    yield Piece(ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids, document.name, counts, is_last=True)
+
+
+def _chat_pieces(document: Document, reader: Reader) -> Iterator[Piece]:
+    assert document.chat is not None and reader.chat_template is not None
+    try:
+        rendered = reader.chat_template.render(document.chat.messages, document.chat.tools, document.where)
+    except BadRecord as error:
+        reader.bad_records.add(error)
+        return
+    counts = DocumentCounts(())
+    counts.num_bytes = len(rendered.text)
+    yield Piece(rendered, document.name, counts, is_last=True)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -76,7 +157,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     num_characters = 0
     for piece in pieces:
         batch.append(piece)
-        num_characters += len(piece.text)
+        num_characters += piece.size
         if num_characters >= _BATCH_CHARACTERS:
             yield batch
             batch, num_characters = [], 0

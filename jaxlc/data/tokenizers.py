@@ -1,6 +1,7 @@
 """Tokenizers: plain bytes, or any Hugging Face `tokenizer.json`."""
 
 import difflib
+import functools
 import hashlib
 import json
 import os
@@ -37,6 +38,7 @@ class Tokenizer(Protocol):
     fingerprint: str  # equal for two tokenizers if the same documents give the same IDs
     vocab_size: int  # every ID is smaller
     end_of_document_id: int
+    file: Path | None  # its tokenizer.json; None: it has no file
     # Why long text is not cut into pieces, for a warning; empty if it is cut.
     no_pieces_reason: str
 
@@ -49,6 +51,13 @@ class Tokenizer(Protocol):
 
     def encode_pieces(self, pieces: Sequence[bytes | str]) -> list[np.ndarray]:
         """Converts pieces to int32 IDs [tokens] each, in parallel."""
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Converts texts with special tokens, such as rendered chats.
+
+        Returns:
+          For each text, int32 IDs [tokens], and the begin and end of each token in its characters, int [tokens, 2].
+        """
 
     def decode(self, ids: np.ndarray) -> str:
         """Converts IDs [tokens] to text: without special tokens, invalid UTF-8 replaced with U+FFFD."""
@@ -81,6 +90,7 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_document_id = 256
     no_pieces_reason = ""
+    file = None
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8).astype(np.int32)
@@ -91,9 +101,19 @@ class ByteTokenizer:
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         return [self.encode(piece) for piece in pieces]
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(self.encode(text.encode(errors="replace")), _byte_offsets(text)) for text in texts]
+
     def decode(self, ids: np.ndarray) -> str:
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+
+def _byte_offsets(text: str) -> np.ndarray:
+    """The begin and end in characters of the character of each byte, int [bytes, 2]."""
+    num_bytes = [len(character.encode(errors="replace")) for character in text]
+    begins = np.repeat(np.arange(len(text)), num_bytes)
+    return np.stack([begins, begins + 1], axis=1)
 
 
 class HuggingFaceTokenizer:
@@ -103,7 +123,7 @@ class HuggingFaceTokenizer:
         extras.require("tokenizers", f"data.tokenizer {name!r}")
         import tokenizers
 
-        path = tokenizer_file(name)
+        self.file = path = tokenizer_file(name)
         content = _read(path, name)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -113,6 +133,7 @@ class HuggingFaceTokenizer:
             ) from error
         self._tokenizer.no_truncation()  # many files contain the length limit of their model
         self._tokenizer.no_padding()
+        self._content = content.decode()
         self._tokenizer.encode_special_tokens = True  # the text "</s>" in a document is not a special token
         self.name = name
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
@@ -141,6 +162,20 @@ class HuggingFaceTokenizer:
                 f"data.tokenizer {self.name!r} cannot encode the corpus ({reason_of(error)}); use a different tokenizer"
             ) from None
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encodings = self._with_special_tokens.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64)) for encoding in encodings]
+
+    @functools.cached_property
+    def _with_special_tokens(self):
+        """Encodes the text of special tokens as these tokens."""
+        import tokenizers
+
+        tokenizer = tokenizers.Tokenizer.from_str(self._content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     def decode(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)

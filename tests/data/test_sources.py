@@ -11,13 +11,16 @@ import pyarrow.parquet
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.data import sources
-from jaxlc.data.sources import list_files, read_documents, split_hash
+from jaxlc.data import documents as documents_module
+from jaxlc.data.documents import BadRecords, Fields, read_documents
+from jaxlc.data.sources import list_files, split_hash
 
 
 def documents_of(*sources: str, text_field: str = "text") -> dict[str, bytes]:
     files, _ = list_files([str(source) for source in sources])
-    read = [(d.name, b"".join(d.blocks)) for file in files for d in read_documents(file, text_field)]
+    read = [
+        (d.name, b"".join(d.blocks)) for file in files for d in read_documents(file, Fields(text_field), BadRecords())
+    ]
     assert len({name for name, _ in read}) == len(read)
     return dict(read)
 
@@ -55,10 +58,14 @@ def test_read_documents_blocks_decode_one_by_one(tmp_path: Path, monkeypatch):
     rng = random.Random(0)
     parts = [*map(str.encode, "aé中𝄞"), b"\xff", b"\x80", b"\xc3", b"\xe4\xb8", b"\xf0\x9d\x84", "\ufffd".encode()]
     for block_bytes in (1, 2, 3, 5, 64):
-        monkeypatch.setattr(sources, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(documents_module, "_BLOCK_BYTES", block_bytes)
         text = b"".join(rng.choices(parts, k=400))
         (tmp_path / "a.txt").write_bytes(text)
-        blocks = [block for d in read_documents(list_files([str(tmp_path)]).files[0], "text") for block in d.blocks]
+        blocks = [
+            block
+            for d in read_documents(list_files([str(tmp_path)]).files[0], Fields(), BadRecords())
+            for block in d.blocks
+        ]
         assert b"".join(blocks) == text and len(blocks) > 5 and all(blocks)
         assert "".join(block.decode(errors="replace") for block in blocks) == text.decode(errors="replace")
 

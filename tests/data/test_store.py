@@ -8,8 +8,9 @@ import pytest
 
 from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data import sources, tokenized_pieces
+from jaxlc.data import documents, tokenized_pieces
 from jaxlc.data import store as store_module
+from jaxlc.data.documents import Fields
 from jaxlc.data.lock import locked
 from jaxlc.data.sources import list_files
 from jaxlc.data.store import InvalidUtf8
@@ -28,7 +29,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 
 def open_store(config: DataConfig, progress=None):
-    return store_module.open_store(list_files(config.sources).files, config, "text", BYTES, progress)
+    return store_module.open_store(list_files(config.sources).files, config, Fields(), BYTES, progress)
 
 
 def files_in(config: DataConfig) -> list[str]:
@@ -135,7 +136,7 @@ def test_store_of_other_process_is_not_tokenized_again(config: DataConfig, monke
         yield
 
     monkeypatch.setattr(store_module, "locked", slow_lock)
-    assert_intact(store_module.open_store(list_files(config.sources).files, config, "text", BYTES, log=lines.append))
+    assert_intact(store_module.open_store(list_files(config.sources).files, config, Fields(), BYTES, log=lines.append))
     assert lines == [
         f"waiting for process 7 on node1, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}"
     ]
@@ -165,7 +166,7 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
     expected = open_store(config)
     for name, module, value in (
         ("_MAX_KEPT_BYTES", store_module, 100),
-        ("_BLOCK_BYTES", sources, 64),
+        ("_BLOCK_BYTES", documents, 64),
         ("_BATCH_CHARACTERS", tokenized_pieces, 200),
     ):
         monkeypatch.setattr(module, name, value)
@@ -188,7 +189,7 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
 def test_store_long_piece_is_announced_before_it_is_encoded(config: DataConfig, monkeypatch):
     monkeypatch.setattr(tokenized_pieces, "_LONG_PIECE", 9)
     lines = []
-    store_module.open_store(list_files(config.sources).files, config, "text", BYTES, log=lines.append)
+    store_module.open_store(list_files(config.sources).files, config, Fields(), BYTES, log=lines.append)
     assert lines == [
         "warning: 0 million characters of 'c.txt' are tokenized at once, because it has no place to cut it, such as a"
         " letter before a newline or punctuation; this needs about 0 GiB of host memory"

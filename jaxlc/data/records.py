@@ -1,0 +1,222 @@
+"""Records of files that hold several documents each: JSON lines, Parquet, Arrow, and Megatron's indexed datasets.
+
+.jsonl .jsonl.gz .jsonl.zst    one record per line
+.parquet                       one record per row
+.arrow                         one record per row: a directory that the package `datasets` saved
+.idx with .bin                 one record per document of an indexed dataset of Megatron-LM, with the field `tokens`
+"""
+
+import gzip
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from jaxlc.core import extras
+from jaxlc.core.errors import UserError, reason_of
+
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+MEGATRON_SUFFIX = ".idx"
+RECORD_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow", MEGATRON_SUFFIX)
+COMPRESSED_SUFFIXES = (".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", MEGATRON_SUFFIX)  # the size says nothing
+_RECORDS_AT_ONCE = 256
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # code in the .idx file -> dtype
+
+
+class BadRecord(UserError):
+    """A record without a document that can be used; `data.max_bad_records` of them are skipped."""
+
+
+class Record(NamedTuple):
+    where: str  # FILE:NUMBER, for errors
+    number: int  # from 1
+    values: dict[str, Any] | BadRecord  # by field
+
+
+def read_records(path: Path, field: str, setting: str) -> Iterator[Record]:
+    """Yields the records of a file in order; of columns, only those that `field` needs are read, and `tools`.
+
+    Args:
+      field: dotted name of the field that holds the document.
+      setting: that lists the file; named in errors.
+    Raises:
+      UserError: the file cannot be read, or has no such column.
+    """
+    if path.name.endswith(JSON_SUFFIXES):
+        yield from _json_records(path, setting)
+    elif path.name.endswith(MEGATRON_SUFFIX):
+        yield from _megatron_records(path)
+    else:
+        yield from _column_records(path, field, setting)
+
+
+def field_of(record: Record, field: str) -> Any:
+    """The value of a field: of this name, or else, if the name has dots, of a field of a field.
+
+    Raises:
+      BadRecord: the record is bad or has no such field.
+    """
+    if isinstance(record.values, BadRecord):
+        raise record.values
+    if field in record.values:
+        return record.values[field]
+    value: Any = record.values
+    for name in field.split("."):
+        if not isinstance(value, dict) or name not in value:
+            fields = list(value) if isinstance(value, dict) else type(value).__name__
+            raise BadRecord(
+                f"{record.where}: no field {field!r} (the fields are {fields}); set data.text_field to the field that"
+                " holds the document"
+            )
+        value = value[name]
+    return value
+
+
+def _json_records(path: Path, setting: str) -> Iterator[Record]:
+    with _opened(path, setting) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield Record(f"{path}:{number}", number, _json_object(line, f"{path}:{number}"))
+
+
+def _json_object(line: bytes, where: str) -> dict[str, Any] | BadRecord:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
+        return BadRecord(f"{where}: invalid JSON ({reason_of(error)}); fix or remove this line")
+    if not isinstance(values, dict):
+        return BadRecord(f"{where}: expected a JSON object, not a {type(values).__name__}; fix or remove this line")
+    return values
+
+
+@contextmanager
+def _opened(path: Path, setting: str) -> Iterator[BinaryIO]:
+    """Opens a file of lines, decompressed."""
+    if path.name.endswith(".gz"):
+        with gzip.open(path, "rb") as lines:
+            yield lines
+    elif path.name.endswith(".zst"):
+        extras.require("pyarrow", f"the compressed file {str(path)!r}")
+        import pyarrow
+
+        with open(path, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as lines:
+            yield _Lines(lines)
+    else:
+        with open(path, "rb") as lines:
+            yield lines
+
+
+class _Lines:
+    """The lines of a stream of pyarrow, which has no lines of its own."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        rest = b""
+        while block := self._stream.read(1 << 20):
+            *lines, rest = (rest + block).split(b"\n") if b"\n" in block else (rest + block,)
+            yield from lines
+        if rest:
+            yield rest
+
+
+def _column_records(path: Path, field: str, setting: str) -> Iterator[Record]:
+    """The rows of a Parquet or Arrow file."""
+    kind = "Parquet" if path.name.endswith(".parquet") else "Arrow"
+    extras.require("pyarrow", f"the {kind} file {str(path)!r}")
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in _batches(path, field):
+            for row in range(batch.num_rows):
+                number += 1
+                values = {name: _value(batch.column(name)[row]) for name in batch.schema.names}
+                yield Record(f"{path}:{number}", number, values)
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"cannot read {str(path)!r} as {kind} ({reason_of(error)}); fix it or remove it from {setting}"
+        ) from error
+
+
+def _value(scalar: Any) -> Any:
+    """A value of a column as a Python object, and a list of integers as an array."""
+    import pyarrow
+
+    is_list = pyarrow.types.is_list(scalar.type) or pyarrow.types.is_large_list(scalar.type)
+    if is_list and pyarrow.types.is_integer(scalar.type.value_type) and scalar.is_valid:
+        return scalar.values.to_numpy(zero_copy_only=False)
+    return scalar.as_py()
+
+
+def _batches(path: Path, field: str) -> Iterator[Any]:
+    """Batches of rows with the needed columns."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if path.name.endswith(".parquet"):
+        with pyarrow.parquet.ParquetFile(path) as table:
+            columns = _needed_columns(path, field, table.schema_arrow.names)
+            yield from table.iter_batches(batch_size=_RECORDS_AT_ONCE, columns=columns)
+        return
+    with pyarrow.memory_map(str(path)) as mapped:
+        reader = _arrow_reader(mapped)
+        columns = _needed_columns(path, field, reader.schema.names)
+        for batch in reader:
+            for begin in range(0, batch.num_rows, _RECORDS_AT_ONCE):
+                yield batch.select(columns).slice(begin, _RECORDS_AT_ONCE)
+
+
+def _arrow_reader(mapped: Any) -> Any:
+    """The batches of a file in Arrow's streaming format, which `datasets` writes, or in its file format."""
+    import pyarrow.ipc
+
+    magic = mapped.read(6)
+    mapped.seek(0)
+    if magic != b"ARROW1":
+        return pyarrow.ipc.open_stream(mapped)
+    return pyarrow.ipc.open_file(mapped).read_all().to_reader()
+
+
+def _needed_columns(path: Path, field: str, columns: list[str]) -> list[str]:
+    column = field if field in columns else field.partition(".")[0]
+    if column not in columns:
+        raise UserError(
+            f"{path}: no field {field!r} (the fields are {columns}); set data.text_field to the field that holds the"
+            " document"
+        )
+    return [column, "tools"] if "tools" in columns and column != "tools" else [column]
+
+
+def _megatron_records(path: Path) -> Iterator[Record]:
+    """The documents of an indexed dataset of Megatron-LM, as arrays in the field `tokens`.
+
+    The .idx file has a magic number, the version (u8), the code of the dtype (u1), the numbers of sequences and of
+    document borders (u8 each), the length of each sequence (i4), its offset in bytes in the .bin file (i8), and the
+    index of the first sequence of each document (i8), with one more at the end.
+
+    Raises:
+      UserError: the .idx file is not of this format.
+    """
+    with open(path, "rb") as index:
+        header = index.read(34)
+    version, code = int.from_bytes(header[9:17], "little"), header[17] if len(header) == 34 else 0
+    if header[:9] != _MEGATRON_MAGIC or version != 1 or code not in _MEGATRON_TYPES:
+        raise UserError(
+            f"{str(path)!r} is not an index of Megatron-LM of version 1 with integer tokens; convert it to Parquet"
+            " or JSON lines"
+        )
+    num_sequences, num_borders = (int.from_bytes(header[at : at + 8], "little") for at in (18, 26))
+    lengths = np.memmap(path, "<i4", "r", 34, (num_sequences,))
+    offsets = np.memmap(path, "<i8", "r", 34 + 4 * num_sequences, (num_sequences,))
+    borders = np.memmap(path, "<i8", "r", 34 + 12 * num_sequences, (num_borders,))
+    tokens = np.memmap(path.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<"), "r")
+    for number, (first, end) in enumerate(zip(borders[:-1], borders[1:]), start=1):
+        begins = offsets[first:end] // tokens.itemsize
+        parts = [tokens[begin : begin + length] for begin, length in zip(begins, lengths[first:end])]
+        yield Record(f"{path}:{number}", number, {"tokens": np.concatenate(parts) if parts else tokens[:0]})

@@ -1,0 +1,149 @@
+"""Formats of records, token IDs, and bad records."""
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxlc.config.schema import DataConfig, SourceConfig
+from jaxlc.core.errors import UserError
+from jaxlc.data import open_corpus
+from jaxlc.data.documents import BadRecords, Fields, read_documents
+from jaxlc.data.sources import list_files
+
+TEXTS = ["first text", "née", "x" * 3000]
+
+
+def texts_of(path: Path, field: str = "text") -> dict[str, str]:
+    files = list_files([str(path)]).files
+    documents = (d for file in files for d in read_documents(file, Fields(field), BadRecords()))
+    return {d.name: b"".join(d.blocks).decode() for d in documents}
+
+
+def write_arrow(path: Path, columns: dict, is_file: bool) -> None:
+    table = pyarrow.table(columns)
+    make = pyarrow.ipc.new_file if is_file else pyarrow.ipc.new_stream
+    with pyarrow.OSFile(str(path), "wb") as out, make(out, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_megatron(path: Path, documents: list[list[list[int]]]) -> None:
+    """Documents of sequences of tokens, in the format of an indexed dataset."""
+    sequences = [sequence for document in documents for sequence in document]
+    lengths = [len(sequence) for sequence in sequences]
+    path.with_suffix(".bin").write_bytes(np.concatenate(sequences).astype("<u2").tobytes())
+    borders = np.cumsum([0, *map(len, documents)])
+    path.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, 8, len(sequences), len(borders))
+        + np.array(lengths, "<i4").tobytes()
+        + (np.cumsum([0, *lengths[:-1]]) * 2).astype("<i8").tobytes()
+        + borders.astype("<i8").tobytes()
+    )
+
+
+def test_records_of_every_format_are_equal(tmp_path: Path):
+    lines = "".join(json.dumps({"data": {"text": text}, "id": 1}) + "\n" for text in TEXTS).encode()
+    halves = lines[:40], lines[40:]  # two frames, as `cat a.zst b.zst` gives
+    compressed = pyarrow.Codec("zstd")
+    frames = b"".join(compressed.compress(half, asbytes=True) for half in halves)
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.zst").write_bytes(frames)
+    nested = {"data": [{"text": text, "more": 1} for text in TEXTS], "id": [1, 2, 3]}
+    pyarrow.parquet.write_table(pyarrow.table(nested), tmp_path / "c.parquet")
+    saved = tmp_path / "saved" / "train"  # as `datasets` saves a DatasetDict
+    saved.mkdir(parents=True)
+    write_arrow(saved / "data-00000-of-00001.arrow", nested, is_file=False)
+    write_arrow(saved / "cache-12ab.arrow", nested, is_file=False)
+    write_arrow(tmp_path / "d.arrow", nested, is_file=True)
+    (saved / "state.json").write_text("{}")
+    names = ["a.jsonl", "b.jsonl.zst", "c.parquet", "d.arrow", "saved/train/data-00000-of-00001.arrow"]
+    assert texts_of(tmp_path, "data.text") == {f"{n}:{i + 1}": TEXTS[i] for n in names for i in range(3)}
+
+
+def test_records_field_with_dots_in_its_name_is_read(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"a.b": "plain", "a": {"b": "nested"}}\n')
+    assert texts_of(tmp_path, "a.b") == {"a.jsonl:1": "plain"}
+    with pytest.raises(UserError, match=r"no field 'a.c' \(the fields are \['b'\]\)"):
+        texts_of(tmp_path, "a.c")
+
+
+def test_sources_text_suffixes_add_files(tmp_path: Path):
+    for name in ("a.py", "b.c", "c.weird", "d.rs"):
+        (tmp_path / name).write_text("x")
+    names = [[f.name for f in list_files([str(tmp_path)], text_suffixes=s).files] for s in ((), ("code", ".weird"))]
+    assert names == [["a.py"], ["a.py", "b.c", "c.weird", "d.rs"]]
+
+
+def mixture_of(directory: Path, path: Path, **fields) -> DataConfig:
+    source = SourceConfig(name="x", paths=(str(path),), **fields)
+    return DataConfig(mixture=(source,), seq_len=8, cache_dir=str(directory / "cache"), eval_fraction=0.3)
+
+
+IDS = [list(range(5 * i, 5 * i + 9)) for i in range(20)]
+END = 256
+
+
+def test_token_ids_of_every_format_are_stored(tmp_path: Path):
+    """Documents that end with the end-of-document token do not get a second one."""
+    with_ends = [[*ids, END] if i % 2 else ids for i, ids in enumerate(IDS)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in with_ends))
+    pyarrow.parquet.write_table(pyarrow.table({"input_ids": with_ends, "text": ["x"] * 20}), tmp_path / "b.parquet")
+    write_arrow(tmp_path / "c.arrow", {"input_ids": with_ends}, is_file=False)
+    write_megatron(tmp_path / "d", [[ids[:4], ids[4:]] for ids in with_ends])
+    expected = [token for ids in IDS for token in (*ids, END)]
+    for name, field in (
+        ("a.jsonl", "input_ids"),
+        ("b.parquet", "input_ids"),
+        ("c.arrow", "input_ids"),
+        ("d.idx", "tokens"),
+    ):
+        store = open_corpus(mixture_of(tmp_path, tmp_path / name, token_field=field)).sources[0].train.store
+        assert store.tokens.tolist() == expected, name
+        assert np.diff(store.offsets).tolist() == [10] * 20
+
+
+@pytest.mark.parametrize(
+    "line, fields, message",
+    [
+        ('{"input_ids": [1, 257]}', dict(token_field="input_ids"), r"a.jsonl:3: token 257, expected 0 to 256"),
+        ('{"input_ids": ["a"]}', dict(token_field="input_ids"), r"a.jsonl:3: the field 'input_ids' is a list"),
+        ('{"messages": "hi"}', dict(chat_field="messages"), r"a.jsonl:3: .* is a str, expected a list of messages"),
+        ("{broken", {}, "a.jsonl:3: invalid JSON"),
+        ('{"text": null}', {}, "a.jsonl:3: the field 'text' is null"),
+    ],
+)
+def test_bad_records_are_skipped_up_to_the_limit(tmp_path: Path, line: str, fields: dict, message: str):
+    pytest.importorskip("jinja2")
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    good = json.dumps({"input_ids": [1, 2, 3], "messages": chat, "text": "good"})
+    (tmp_path / "a.jsonl").write_text("\n".join([good, good, line, good, line, good]))
+    config = dataclasses.replace(
+        mixture_of(tmp_path, tmp_path / "a.jsonl", **fields), chat_template="chatml", seq_len=99
+    )
+    with pytest.raises(UserError, match=message + ".*; or skip such records with data.max_bad_records"):
+        open_corpus(config)
+    with pytest.raises(UserError, match="2 records cannot be used, more than data.max_bad_records=1"):
+        open_corpus(dataclasses.replace(config, max_bad_records=1))
+    corpus = open_corpus(dataclasses.replace(config, max_bad_records=2))
+    assert corpus.sources[0].train.store.num_documents == 4
+    assert any("data.mixture.x: skipped records: 2 (the first: " in warning for warning in corpus.warnings)
+    with pytest.raises(UserError, match=message + ".*more than data.max_bad_records=0"):
+        open_corpus(config)  # the store is cached
+
+
+def test_megatron_index_of_other_version_is_refused(tmp_path: Path):
+    write_megatron(tmp_path / "a", [[[1, 2]]])
+    (tmp_path / "a.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(40))
+    with pytest.raises(UserError, match="a.idx' is not an index of Megatron-LM"):
+        open_corpus(mixture_of(tmp_path, tmp_path / "a.idx", token_field="tokens"))
+    with pytest.raises(UserError, match="set token_field='tokens'"):
+        open_corpus(mixture_of(tmp_path, tmp_path / "a.idx"))
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(UserError, match="is text without fields"):
+        open_corpus(mixture_of(tmp_path, tmp_path / "b.txt", token_field="input_ids"))
