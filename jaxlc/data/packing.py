@@ -81,22 +81,21 @@ class PackedSequences:
         sequence = _sequence_order(self.num_sequences, self.seed, epoch)[index]
         chunks = slice(self._first_chunks[sequence], self._first_chunks[sequence + 1])
         begins, ends = self._chunk_begins[chunks].tolist(), self._chunk_ends[chunks].tolist()
-        stored = self.store.tokens
         tokens, targets, positions, segment_ids = np.empty((4, self.seq_len), np.int32)
         loss_weights = np.ones(self.seq_len, np.float32)
         at = 0
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True), start=1):
             first, at = at, at + end - begin
-            tokens[first:at] = stored[begin:end]
-            targets[first : at - 1] = tokens[first + 1 : at]
+            is_document_end = bool(self._is_document_end[chunks.start + number - 1])
+            stored = self.store.read(begin, end if is_document_end else end + 1)
+            tokens[first:at] = stored[: end - begin]
+            targets[first : first + len(stored) - 1] = stored[1:]
             positions[first:at] = self._counting[: end - begin]
             segment_ids[first:at] = number
-            if self._is_document_end[chunks.start + number - 1]:
+            if is_document_end:
                 targets[at - 1] = loss_weights[at - 1] = 0
-            else:
-                targets[at - 1] = stored[end]
             if self.store.answers is not None:
-                self._weigh_answers(loss_weights[first:at], begin, self._is_document_end[chunks.start + number - 1])
+                self._weigh_answers(loss_weights[first:at], begin, is_document_end)
         for array in (tokens, targets, loss_weights, positions, segment_ids):
             array[at:] = 0
         return {

@@ -9,6 +9,7 @@ It consists of two files in the cache directory. KEY is a hash of the source fil
 Making it takes memory for two batches of text with their tokens, and 24 bytes per document.
 """
 
+import functools
 import hashlib
 import os
 import tempfile
@@ -69,6 +70,20 @@ class TokenStore:
     @property
     def num_documents(self) -> int:
         return len(self.split_hashes)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """`tokens[begin:end]`, read from the file: page faults of the mapping cost several times more in a large file,
+        and its pages count as memory of the process."""
+        if self._file is None:
+            return self.tokens[begin:end]
+        itemsize, offset = self.tokens.itemsize, self.tokens.offset
+        data = os.pread(self._file.fileno(), (end - begin) * itemsize, offset + begin * itemsize)
+        return np.frombuffer(data, self.tokens.dtype)
+
+    @functools.cached_property
+    def _file(self) -> BinaryIO | None:
+        """The file that `tokens` maps; None: they are an array in memory."""
+        return open(self.tokens.filename, "rb") if isinstance(self.tokens, np.memmap) else None
 
 
 def open_store(

@@ -108,7 +108,7 @@ def test_parse_workdir_and_extra_flags(tmp_path):
             "'rng' for config.attention.strategy: expected one of 'ring'",
         ),
         ([QUICKSTART, "--config.attention.strategy=ulyses"], "'hybrid' (did you mean ulysses?)"),
-        ([QUICKSTART, "--config.data.weights=1"], "expected one of config.data.cache_dir, config.data.end_token"),
+        ([QUICKSTART, "--config.data.weights=1"], "expected one of config.data.cache_dir, config.data.chat_template"),
         ([QUICKSTART, "--config.train.rows_per_step=2"], "was renamed: use config.train.global_batch_size"),
         ([QUICKSTART, "--config.model.preset=llama3-8b"], "was renamed: use --config.model.preset=llama3.1-8b"),
         ([QUICKSTART, "--config.train.steps"], "Missing value for flag --config.train.steps; write it as --name=value"),
