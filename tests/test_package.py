@@ -64,7 +64,7 @@ def run(installed: Path, directory: Path, *command: str) -> str:
 
 def test_wheel_contains_package_configs_and_licence_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for name in ("jaxlc/py.typed", "jaxlc/cli.py", *(f"jaxlc/configs/{path.name}" for path in configs())):
+    for name in ("jaxlc/py.typed", "jaxlc/cli.py", *(f"jaxlc/configs/{path}" for path in configs())):
         assert name in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"jaxlc"}
@@ -74,9 +74,9 @@ def test_wheel_contains_package_configs_and_licence_only(wheel):
 
 
 def configs() -> list[Path]:
-    paths = sorted((ROOT / "configs").glob("*.py"))
+    paths = sorted((ROOT / "configs").rglob("*.py"))
     assert paths
-    return paths
+    return [path.relative_to(ROOT / "configs") for path in paths]
 
 
 def test_wheel_core_requirements_exclude_optional_packages(wheel):
@@ -93,7 +93,8 @@ def test_wheel_core_requirements_exclude_optional_packages(wheel):
 def test_pyproject_lists_every_package_of_the_tree():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     directories = {path.parent.relative_to(ROOT) for path in (ROOT / "jaxlc").rglob("*.py")}
-    assert set(listed) == {".".join(directory.parts) for directory in directories} | {"jaxlc.configs"}
+    configs = {"jaxlc.configs", "jaxlc.configs.recipes"}
+    assert set(listed) == {".".join(directory.parts) for directory in directories} | configs
 
 
 def test_installed_quickstart_trains_in_an_empty_directory(installed, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from jaxlc.config import load
+from jaxlc.config import load_stages
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxlc"
@@ -31,7 +31,7 @@ LAYERS = dict(
 )  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
-CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -175,4 +175,4 @@ def test_config_builds(path):
     spec.loader.exec_module(module)
     config = module.get_config("")
     assert isinstance(config, ConfigDict)
-    load(config)
+    load_stages(config)

@@ -22,6 +22,7 @@ from jaxlc.config.schema import (
     TrainConfig,
 )
 from jaxlc.config.settings import defaults
+from jaxlc.config.stages import Stage, load_stages
 
 __all__ = [
     "PRESETS",
@@ -34,6 +35,7 @@ __all__ = [
     "OptimizerConfig",
     "PrecisionConfig",
     "RuntimeConfig",
+    "Stage",
     "TrainConfig",
     "check_evaluation",
     "check_num_devices",
@@ -41,6 +43,7 @@ __all__ = [
     "defaults",
     "from_dict",
     "load",
+    "load_stages",
     "read_config",
     "shipped_configs",
     "shrink_for_cpu",

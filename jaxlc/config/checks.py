@@ -60,7 +60,10 @@ RANGES: dict[str, dict[str, _Range]] = {
         learning_rate=_FROM_0,
         warmup_steps=_FROM_0,
         decay_steps=_FROM_0,
+        initial_learning_rate_ratio=_FRACTION_OR_1,
         final_learning_rate_ratio=_FRACTION_OR_1,
+        schedule_steps=_FROM_0,
+        schedule_start=_FROM_0,
         beta1=_FRACTION,
         beta2=_FRACTION,
         epsilon=_POSITIVE,
@@ -157,14 +160,16 @@ def _model_problems(config: Config) -> Iterator[str]:
 
 
 def _optimizer_problems(config: Config) -> Iterator[str]:
-    optimizer, steps = config.optimizer, config.train.steps
+    optimizer = config.optimizer
+    setting = "optimizer.schedule_steps" if optimizer.schedule_steps else "train.steps"
+    steps = optimizer.schedule_steps or config.train.steps
     if optimizer.schedule == "wsd":
         if optimizer.decay_steps == 0:
             yield "config.optimizer.schedule='wsd' needs config.optimizer.decay_steps; a tenth of train.steps is usual"
         if optimizer.warmup_steps + optimizer.decay_steps > steps:
             yield (
                 f"config.optimizer.warmup_steps={optimizer.warmup_steps} and decay_steps={optimizer.decay_steps} do not"
-                f" fit into config.train.steps={steps}; shorten them or train for"
+                f" fit into config.{setting}={steps}; shorten them or train for"
                 f" {optimizer.warmup_steps + optimizer.decay_steps} steps or more"
             )
 

@@ -17,15 +17,17 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import tuple_parser
 
 from jaxlc.config.files import read_config, shipped_configs
-from jaxlc.config.frozen import SECTIONS, Config, field_types
-from jaxlc.config.help import settings_help
-from jaxlc.config.loading import check_key, load
+from jaxlc.config.frozen import Config, field_types
+from jaxlc.config.help import HELP_SECTIONS, settings_help
+from jaxlc.config.loading import check_key
 from jaxlc.config.mixture import PATH as MIXTURE
 from jaxlc.config.mixture import is_source_path
+from jaxlc.config.stages import Stage, load_stages, with_stage_setting
 from jaxlc.config.values import describe_type, did_you_mean, invalid_value, parse_integer
 from jaxlc.core.errors import UserError
 
 _OVERRIDE = re.compile(r"--?(no)?config\.(?P<key>[^=]*)")
+_STAGE_OVERRIDE = re.compile(r"--?config\.stages\.(?P<path>[^=]*)=(?P<value>.*)", re.DOTALL)
 _STANDARD_FLAGS = {
     "config": "name of a shipped config or path of a .py file, with an optional variant: 256k, 256k:h100, my.py",
     "workdir": "directory for checkpoints, metrics and plots; default: runs/NAME[-variant]",
@@ -34,11 +36,23 @@ _STANDARD_FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedCommand:
-    config: Config
+    stages: tuple[Stage, ...]  # one without a name for a config without stages
     config_path: str  # as given: a shipped name or a path, without the variant
     variant: str  # "": none
     workdir: str
     extra: dict[str, str | None]  # flags of the command; None: not given
+
+    @property
+    def config(self) -> Config:
+        """The config of the only stage.
+
+        Raises:
+          UserError: there are several stages.
+        """
+        if len(self.stages) > 1:
+            names = ", ".join(stage.name for stage in self.stages)
+            raise UserError(f"the config has the stages {names}: choose one with --stage=NAME")
+        return self.stages[0].config
 
 
 def run_main(
@@ -51,7 +65,7 @@ def run_main(
     """Parses `argv`, runs `main`, and returns the exit status: 2 after a UserError, printed as one line on stderr."""
     try:
         if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
-            print(help_text(description, extra_flags, [arg for arg in argv[1:] if arg in SECTIONS]))
+            print(help_text(description, extra_flags, [arg for arg in argv[1:] if arg in HELP_SECTIONS]))
             return 0
         return main(parse(argv, extra_flags=extra_flags))
     except UserError as error:
@@ -66,7 +80,7 @@ def parse(argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None) 
     """Reads a command line, program name first.
 
     Args:
-      extra_flags: name -> help of the flags of this command, all strings.
+      extra_flags: name -> help of the flags of this command, all strings. `stage` selects one stage of the config.
     Raises:
       UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or fails.
     """
@@ -84,14 +98,25 @@ def parse(argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None) 
         )
     config_path, _, variant = known["config"].value.partition(":")
     config = _override(read_config(known["config"].value), rest, known=list(known))
+    extra = {name: known[name].value for name in extra_flags or {}}
     stem = "-".join(filter(None, [Path(config_path).stem, variant.replace("/", "-")]))
     return ParsedCommand(
-        config=load(config),
+        stages=_selected(load_stages(config), extra.pop("stage", None)),
         config_path=config_path,
         variant=variant,
         workdir=known["workdir"].value or f"runs/{stem}",
-        extra={name: known[name].value for name in extra_flags or {}},
+        extra=extra,
     )
+
+
+def _selected(stages: tuple[Stage, ...], name: str | None) -> tuple[Stage, ...]:
+    """The stage with this name, or all stages."""
+    selected = tuple(stage for stage in stages if name in (None, stage.name))
+    if not selected:
+        names = [stage.name for stage in stages if stage.name]
+        advice = did_you_mean([], names) if names else "the config has no stages"
+        raise UserError(f"unknown --stage={name}: {advice}")
+    return selected
 
 
 def help_text(description: str, extra_flags: Mapping[str, str] | None = None, sections: Sequence[str] = ()) -> str:
@@ -101,12 +126,13 @@ def help_text(description: str, extra_flags: Mapping[str, str] | None = None, se
       sections: sections of the config to list; default: all.
     """
     usage = [f"  --{name:<20} {text}" for name, text in {**_STANDARD_FLAGS, **(extra_flags or {})}.items()]
-    settings = f"Settings and their defaults (one section: --help SECTION, of {', '.join(SECTIONS)}):"
-    return "\n".join([description.strip(), "", *usage, "", settings, settings_help(sections or SECTIONS)])
+    settings = f"Settings and their defaults (one section: --help SECTION, of {', '.join(HELP_SECTIONS)}):"
+    return "\n".join([description.strip(), "", *usage, "", settings, settings_help(sections or HELP_SECTIONS)])
 
 
 def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> ConfigDict:
     """Applies `--config.a.b=value` arguments."""
+    argv = [arg for arg in argv if not _overrides_stage(config, arg)]
     for arg in argv[1:]:
         if override := _OVERRIDE.match(arg):
             check_key(override["key"])
@@ -116,6 +142,9 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
                 if "=" not in arg:
                     raise UserError(f"{arg}: write it as --name=value")
                 config.data.mixture.set_field(override["key"], arg.partition("=")[2])
+            if override["key"] == "train.steps" and (stages := config.get("stages")):
+                names = ", ".join(f"--config.stages.{stage.name}.steps" for stage in stages)
+                raise UserError(f"config.train.steps has no effect in a config with stages: use {names}")
     argv = [arg for arg in argv if not ((override := _OVERRIDE.match(arg)) and is_source_path(override["key"]))]
     # The parsers of ml_collections read "a,b" as a Python expression, and refuse 1e3 as an integer.
     config_flags.register_flag_parser_for_type(tuple, _CommaSeparated())
@@ -135,6 +164,15 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
     if positional:
         raise UserError(f"{positional[0]!r} is not a flag; write settings as --config.section.key=value")
     return config
+
+
+def _overrides_stage(config: ConfigDict, arg: str) -> bool:
+    """Applies `--config.stages.NAME.KEY=VALUE`; returns whether `arg` is one."""
+    override = _STAGE_OVERRIDE.match(arg)
+    if override is None:
+        return False
+    config.stages = with_stage_setting(config.get("stages") or (), override["path"], override["value"])
+    return True
 
 
 class _CommaSeparated(tuple_parser.TupleParser):

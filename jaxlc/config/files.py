@@ -21,7 +21,7 @@ _DIRECTORIES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 def shipped_configs() -> dict[str, Path]:
     """Name -> file of the configs that come with jaxlc: {"quickstart": .../configs/quickstart.py, ...}."""
     directory = next((directory for directory in _DIRECTORIES if directory.is_dir()), None)
-    return {path.stem: path for path in sorted(directory.glob("*.py"))} if directory else {}
+    return {path.stem: path for path in sorted(directory.rglob("*.py"))} if directory else {}
 
 
 def read_config(name: str) -> ConfigDict:

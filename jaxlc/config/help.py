@@ -5,7 +5,7 @@ import io
 import textwrap
 import tokenize
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from jaxlc.config import mixture
@@ -13,29 +13,40 @@ from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_
 from jaxlc.config.mixture import is_mixture
 from jaxlc.config.schema import SourceConfig
 from jaxlc.config.settings import defaults
+from jaxlc.config.stages import OWN_FIELDS, StageConfig
 from jaxlc.config.values import describe_type
 
 _KEY_WIDTH, _WIDTH = 54, 160
+HELP_SECTIONS = (*SECTIONS, "stages")
 
 
-def settings_help(sections: Iterable[str] = tuple(SECTIONS)) -> str:
+def settings_help(sections: Iterable[str] = HELP_SECTIONS) -> str:
     """The settings of `sections`: key, default, description and, where they are few, the allowed values."""
-    config = defaults()
     lines: list[str] = []
     for section in sections:
-        lines.append(f"\n{section}: {' '.join((inspect.getdoc(SECTIONS[section]) or '').split())}")
-        comments = field_comments(SECTIONS[section])
-        for name, hint in field_types(section).items():
+        cls = StageConfig if section == "stages" else SECTIONS[section]
+        lines.append(f"\n{section}: {' '.join((inspect.getdoc(cls) or '').split())}")
+        comments = field_comments(cls)
+        for key, name, hint, default in _settings(section):
             if is_mixture(section, name):
                 lines += _mixture_help(comments[name])
-                continue
-            default = config[section][name]
-            unset = (
-                "from the preset" if section == "model" else _as_argument(default_values(DEFAULT_PRESET)[section][name])
-            )
-            default = unset if default is None else _as_argument(default)
-            lines += _setting_help(f"{section}.{name}={default}", comments[name], hint)
+            else:
+                lines += _setting_help(f"{key}={default}", comments[name], hint)
     return "\n".join(lines)
+
+
+def _settings(section: str) -> Iterator[tuple[str, str, Any, str]]:
+    """Yields (key, name, type, default) of each setting of a section, or of a stage."""
+    if section == "stages":
+        stage = StageConfig(name="")
+        fields = {name: hint for name, hint in OWN_FIELDS.items() if name != "name"}
+        yield from ((f"stages.NAME.{name}", name, hint, vars(stage)[name]) for name, hint in fields.items())
+        return
+    config = defaults()[section]
+    for name, hint in field_types(section).items():
+        default = None if is_mixture(section, name) else config[name]
+        unset = "from the preset" if section == "model" else _as_argument(default_values(DEFAULT_PRESET)[section][name])
+        yield f"{section}.{name}", name, hint, unset if default is None else _as_argument(default)
 
 
 def _setting_help(setting: str, comment: str, hint: Any) -> list[str]:

@@ -33,7 +33,10 @@ def load(config: ConfigDict | Config) -> Config:
     """
     if not isinstance(config, ConfigDict | Config):
         raise UserError(f"invalid config {config!r}: expected what jaxlc.config.read_config or defaults returns")
-    values = to_dict(config) if isinstance(config, Config) else config.to_dict()
+    values: dict[str, Any] = to_dict(config) if isinstance(config, Config) else config.to_dict()
+    if stages := values.pop("stages", ()):
+        names = ", ".join(stage.name for stage in stages)
+        raise UserError(f"the config has the stages {names}: use jaxlc.config.load_stages, and the config of one stage")
     for section, section_values in values.items():
         if section not in SECTIONS or not isinstance(section_values, dict):
             check_key(section)
@@ -94,6 +97,8 @@ def check_key(path: str) -> None:
         split_source_path(path)
         return
     section, _, name = path.partition(".")
+    if section == "stages":
+        raise SettingError("config.stages is a list: set a value of one stage with --config.stages.NAME.KEY=VALUE")
     if section not in SECTIONS or (name and name not in field_types(section)):
         raise SettingError(f"unknown setting config.{path}: {_nearest_key(path)}")
     if not name:

@@ -15,7 +15,18 @@ _LLAMA_3: dict[str, Any] = dict(vocab_size=128_256, head_dim=128, norm_epsilon=1
 _LLAMA_3_2_1B: dict[str, Any] = {**_LLAMA_3, **_LLAMA_3_2, "head_dim": 64}
 
 _GEMMA3_GROUP = (*["sliding"] * 5, "full")
-_OLMO3_GROUP = (*["sliding"] * 3, "full")
+_OLMO3: dict[str, Any] = dict(
+    tie_embeddings=False,
+    norm_epsilon=1e-6,
+    layer_kinds=(*["sliding"] * 3, "full"),
+    window=4096,
+    sliding_rope_theta=500_000.0,
+    rope_theta=500_000.0,
+    rope_scaling="yarn",
+    rope_scaling_factor=8.0,
+    rope_scaling_original_tokens=8192,
+    **FAMILIES["olmo3"].settings,
+)
 
 _PRESETS = (
     ModelConfig(
@@ -119,6 +130,17 @@ _PRESETS = (
         **FAMILIES["gemma3_text"].settings,
     ),
     ModelConfig(
+        preset="olmo3-7b",
+        vocab_size=100_278,
+        num_layers=32,
+        model_dim=4096,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        ffn_dim=11_008,
+        **_OLMO3,
+    ),
+    ModelConfig(
         preset="olmo3-32b",
         vocab_size=100_278,
         num_layers=64,
@@ -127,16 +149,7 @@ _PRESETS = (
         num_kv_heads=8,
         head_dim=128,
         ffn_dim=27_648,
-        tie_embeddings=False,
-        norm_epsilon=1e-6,
-        layer_kinds=_OLMO3_GROUP,
-        window=4096,
-        sliding_rope_theta=500_000.0,
-        rope_theta=500_000.0,
-        rope_scaling="yarn",
-        rope_scaling_factor=8.0,
-        rope_scaling_original_tokens=8192,
-        **FAMILIES["olmo3"].settings,
+        **_OLMO3,
     ),
 )
 PRESETS: dict[str, ModelConfig] = {preset.preset: preset for preset in _PRESETS}

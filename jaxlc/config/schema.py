@@ -200,19 +200,26 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with decoupled weight decay on matrices only, after clipping of the global gradient norm."""
+    """AdamW with decoupled weight decay, after clipping of the global gradient norm."""
 
     learning_rate: float = 3e-4  # peak learning rate
     # learning rate after the linear warm-up. cosine: cosine decay. wsd: constant, then linear decay in the last
-    # decay_steps. constant: no decay.
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = 10  # steps of the linear warm-up from 0
+    # decay_steps. constant: no decay. linear: linear decay.
+    schedule: Literal["cosine", "wsd", "constant", "linear"] = "cosine"
+    warmup_steps: int = 10  # steps of the linear warm-up from initial_learning_rate_ratio
     decay_steps: int = 0  # schedule wsd: steps of the final linear decay
-    final_learning_rate_ratio: float = 0.1  # cosine and wsd: final learning rate as a fraction of the peak
+    # learning rate before the warm-up as a fraction of the peak, such as 0.1 to warm up again from the final learning
+    # rate of a cosine schedule.
+    initial_learning_rate_ratio: float = 0.0
+    final_learning_rate_ratio: float = 0.1  # cosine, linear and wsd: final learning rate as a fraction of the peak
+    schedule_steps: int = 0  # steps of the schedule, warm-up included; 0: train.steps. Stages set it.
+    schedule_start: int = 0  # number of updates of the optimizer before the schedule starts. Stages set it.
     beta1: float = 0.9  # decay rate of the first moment
     beta2: float = 0.95  # decay rate of the second moment
     epsilon: float = 1e-8  # added to the denominator of Adam
     weight_decay: float = 0.1  # decoupled weight decay, multiplied by the learning rate; 0: none
+    decay_embeddings: bool = True  # weight decay of the token embedding; the output head is a matrix like others
+    decay_norms: bool = False  # weight decay of norm scales and biases
     max_grad_norm: float = 1.0  # gradients are scaled down to this global L2 norm; 0: no clipping
 
 

@@ -10,6 +10,7 @@ from jaxlc.config import differences
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types, is_placeholder
 from jaxlc.config.loading import check_key, check_preset
 from jaxlc.config.mixture import MixtureSettings, is_mixture, is_source_path, parse_mixture
+from jaxlc.config.stages import parse_stages
 from jaxlc.config.values import typed
 
 
@@ -19,9 +20,14 @@ class Settings(ConfigDict):
     def __setitem__(self, key: str, value: Any) -> None:
         """Sets a section, as when a ConfigDict is copied. A dict becomes the defaults, updated with its values.
 
+        `stages` is not a section but a list; see `jaxlc.config.stages`.
+
         Raises:
-          SettingError: an unknown section, or a value that is not a section.
+          SettingError: an unknown section, or a value that is not a section; as `parse_stages`.
         """
+        if key == "stages":
+            super().__setitem__(key, parse_stages(value))
+            return
         if key not in SECTIONS or not isinstance(value, (Mapping, ConfigDict)):
             check_key(key)
         if not isinstance(value, _SECTION_CLASSES[key]):
@@ -31,6 +37,8 @@ class Settings(ConfigDict):
         super().__setitem__(key, value)
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute == "stages" and attribute not in self.keys():
+            return ()
         if attribute not in self.keys() and not attribute.startswith("_"):
             check_key(attribute)
         return super().__getattr__(attribute)
@@ -145,6 +153,7 @@ def _set_and_default_values(settings: Settings) -> tuple[differences.Values, dif
     is_set = {
         section: {name: value for name, value in fields.items() if value is not None}
         for section, fields in values.items()
+        if section in SECTIONS
     }
     return is_set, default_values(preset)
 

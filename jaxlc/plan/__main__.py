@@ -1,13 +1,15 @@
 """usage: jaxlc plan --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--config.SECTION.KEY=VALUE ...] [--advise]
 
 Compiles the training step ahead of time, without a GPU, and prints its memory, collectives, kernels and estimated time.
+For a config with stages it compiles the step of every stage and prints one table; --stage=NAME plans one of them.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from jaxlc import plan, runtime
@@ -17,6 +19,8 @@ from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 
 _FLAGS = {
+    "stage": "name of one stage to plan in detail, for a config with stages",
+    "price-per-gpu-hour": "price of one GPU for one hour, in any currency; prints the cost of the run",
     "topology": "target GPUs, NVLink domains x GPUs per domain: h100:8x8 (default: config.runtime.topology)",
     "transport": "short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer",
     "devices-per-process": "GPUs per process (default: 1)",
@@ -33,12 +37,57 @@ _FLAGS = {
 
 def main(command: ParsedCommand) -> int:
     """Runs the command. The exit status is 0 whether the step fits or not; the page and the JSON have the verdict."""
-    flags = command.extra
-    config = command.config
+    flags, stages = command.extra, command.stages
     if flags["transport"] is not None:
-        config = with_settings(config, transport_settings(flags["transport"]))
-    name = flags["topology"] or config.runtime.topology
-    if not name:
+        settings = transport_settings(flags["transport"])
+        stages = [dataclasses.replace(stage, config=with_settings(stage.config, settings)) for stage in stages]
+    name = flags["topology"] or stages[0].config.runtime.topology
+    _check_flags(flags, name, len(stages))
+    _start_on_cpu()
+    from jaxlc.plan import report
+    from jaxlc.plan.stage_table import StagePlan, StagesPlan
+
+    price = _positive(flags, "price-per-gpu-hour")
+    with _progress() as starting:
+        plans = [
+            plan.plan(
+                stage.config,
+                name,
+                devices_per_process=int(flags["devices-per-process"] or 1),
+                host_memory_gib=_positive(flags, "host-memory-gib"),
+                advise=flags["advise"] is not None,
+                evaluation=flags["evaluation"] is not None,
+                constants=flags["constants"] or "",
+                document_lengths=flags["document-lengths"] or "",
+                starting=starting,
+            )
+            for stage in stages
+        ]
+    result = StagesPlan(
+        stages=tuple(
+            StagePlan(name=stage.name, num_steps=stage.num_steps, plan=stage_plan)
+            for stage, stage_plan in zip(stages, plans)
+        ),
+        price_per_gpu_hour=price,
+    )
+    command_line = " ".join(["jaxlc plan", *sys.argv[1:]])
+    if len(stages) == 1:
+        print(report.page(plans[0], advise_command=f"{command_line} --advise"))
+    if len(stages) > 1 or price is not None:
+        print(result.table(command_line))
+    if flags["json"]:
+        values = result.to_json() if len(stages) > 1 else plans[0].to_json()
+        Path(flags["json"]).write_text(json.dumps(values, indent=1) + "\n")
+    if flags["html"]:
+        plans[0].save(flags["html"])
+    if flags["timeline"]:
+        plans[0].timeline_figure().savefig(flags["timeline"])
+    return 0
+
+
+def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int) -> None:
+    """Raises UserError for a missing topology, an invalid number, or an output file that cannot be written."""
+    if not topology:
         raise UserError("no topology: pass target GPUs, such as --topology=h100:8x8")
     per_process = flags["devices-per-process"] or "1"
     if not per_process.isdigit():
@@ -50,42 +99,22 @@ def main(command: ParsedCommand) -> int:
     for flag in ("html", "timeline"):
         if flags[flag]:
             extras.require("matplotlib", f"--{flag}")
-    _start_on_cpu()
-    from jaxlc.plan import report
-
-    with _progress() as starting:
-        result = plan.plan(
-            config,
-            name,
-            devices_per_process=int(per_process),
-            host_memory_gib=_host_memory_gib(flags["host-memory-gib"]),
-            advise=flags["advise"] is not None,
-            evaluation=flags["evaluation"] is not None,
-            constants=flags["constants"] or "",
-            document_lengths=flags["document-lengths"] or "",
-            starting=starting,
-        )
-    command_line = " ".join(["jaxlc plan", *sys.argv[1:]])
-    print(report.page(result, advise_command=f"{command_line} --advise"))
-    if flags["json"]:
-        Path(flags["json"]).write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    if flags["html"]:
-        result.save(flags["html"])
-    if flags["timeline"]:
-        result.timeline_figure().savefig(flags["timeline"])
-    return 0
+            if num_stages > 1:
+                raise UserError(f"unsupported: --{flag} for {num_stages} stages; choose one with --stage=NAME")
 
 
-def _host_memory_gib(text: str | None) -> float | None:
+def _positive(flags: Mapping[str, str | None], name: str) -> float | None:
+    """The positive number of a flag; None if it is not given."""
+    text = flags[name]
     if text is None:
         return None
     try:
-        gib = float(text)
+        number = float(text)
     except ValueError:
-        gib = 0.0
-    if not 0 < gib < float("inf"):
-        raise UserError(f"invalid --host-memory-gib={text}: expected a positive number")
-    return gib
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise UserError(f"invalid --{name}={text}: expected a positive number")
+    return number
 
 
 def _start_on_cpu() -> None:

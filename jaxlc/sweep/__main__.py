@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxlc.config.command_line import ParsedCommand, run_main
 
 _FLAGS = {
+    "stage": "name of the stage to compile, for a config with stages",
     "topology": "target GPUs, such as gb200:1x64; default: config.runtime.topology",
     "axes": "mesh axes to vary; default: context,tensor,fsdp",
     "strategies": "attention strategies to compare, such as ring,hybrid; default: the config's",

@@ -28,13 +28,15 @@ def main(command: ParsedCommand) -> int:
 
 
 def _run(command: ParsedCommand) -> int:
-    runtime.start(command.config.runtime, pinned_host_bytes=pinned_host_bytes(command.config))  # before jax is imported
+    stages = command.stages
+    pinned_bytes = max(pinned_host_bytes(stage.config) for stage in stages)
+    runtime.start(stages[0].config.runtime, pinned_host_bytes=pinned_bytes)  # before jax is imported
     from jaxlc.train import loop
     from jaxlc.train.step_reports import TrainingStopped
 
     try:
         config_path = ":".join(filter(None, [command.config_path, command.variant]))
-        return loop.run(command.config, command.workdir, config_path=config_path).exit_status
+        return loop.run(stages, command.workdir, config_path=config_path).exit_status
     except TrainingStopped as stopped:
         print(f"error: {stopped}", file=sys.stderr)
         return 1

@@ -14,8 +14,9 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -120,18 +121,31 @@ def _unreadable(directory: Path, step: int, problem: str) -> UserError:
     )
 
 
+class RestoreTarget(NamedTuple):
+    """What a checkpoint is restored to."""
+
+    abstract_state: Any  # pytree of jax.ShapeDtypeStruct with the target shardings, on any mesh
+    # Required value of `meta["config"]["model"]`; `preset` and `init_from` are only names and may differ.
+    model: dict
+
+
 class Checkpoints:
     """The checkpoints of one run; the latest `keep` are kept. Every process must call every method."""
 
-    def __init__(self, directory: str | Path, *, keep: int, warn: Callable[[str], None]):
+    def __init__(
+        self, directory: str | Path, *, keep: int, warn: Callable[[str], None], keep_steps: Sequence[int] = ()
+    ):
         """
         Args:
+          keep_steps: steps whose checkpoints are kept as well.
           warn: called with one line for each damaged checkpoint that `restore_latest` skips.
         """
         assert keep >= 1
         self._directory, self._warn = Path(directory).absolute(), warn
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
+                [ocp.checkpoint_managers.LatestN(keep), ocp.checkpoint_managers.CustomSteps(list(keep_steps))]
+            ),
             cleanup_tmp_directories=True,  # incomplete checkpoints of killed runs
             lightweight_initialize=True,  # does not read old checkpoints, which may be damaged
         )
@@ -176,21 +190,23 @@ class Checkpoints:
         self._manager.close()  # waits first
 
     def restore_latest(self, abstract_state, *, model: dict):
+        """`restore_latest_of` with one target, of which these are the fields."""
+        return self.restore_latest_of(lambda _: RestoreTarget(abstract_state, model))
+
+    def restore_latest_of(self, target_of: Callable[[int], RestoreTarget]):
         """Returns (state, meta) of the latest valid checkpoint, or None if there are no checkpoints.
 
         Later checkpoints that are damaged are renamed to STEP.unreadable, so that their steps can be saved again.
 
         Args:
-          abstract_state: pytree of jax.ShapeDtypeStruct with the target shardings, on any mesh.
-          model: required value of `meta["config"]["model"]`; `preset` and `init_from` are only
-            names and may differ.
+          target_of: returns the target of the checkpoint of a step.
 
         Raises:
           UserError: the checkpoint has a different model, or there are checkpoints and none can be read.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
-            restored, problem = self._restore(step, abstract_state, model)
+            restored, problem = self._restore(step, *target_of(step))
             if problem is None:
                 self._set_aside(damaged, step)
                 return restored

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from jaxlc.config import Config
 from jaxlc.core import extras
 from jaxlc.core.paths import displayed
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
@@ -16,8 +15,8 @@ LOSS_PLOT, LOSS_BY_POSITION_PLOT = "loss.png", "loss_by_position.png"
 
 def write_report(
     workdir: Path,
-    config: Config,
     step: int,
+    num_tokens: int,
     evaluation: Evaluation | None,
     baselines: dict[str, float],
 ) -> str:
@@ -26,6 +25,7 @@ def write_report(
     Without matplotlib no plots are written, and without tensorboardX there are no event files; the summary says so.
 
     Args:
+      num_tokens: of these steps, over all devices, padding included.
       evaluation: of the parameters after `step` optimizer steps; None if there are no held-out sequences.
       baselines: name -> loss of n-gram models on the same sequences, in nats.
     """
@@ -54,7 +54,7 @@ def write_report(
     return "\n".join(
         [
             "",
-            f"trained         {step} steps, {step * config.tokens_per_step:,} tokens{speed}",
+            f"trained         {step} steps, {num_tokens:,} tokens{speed}",
             *flops,
             f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} nats per token",
             *heldout,

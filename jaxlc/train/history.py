@@ -11,7 +11,7 @@ _SHOWN_ROWS = 5  # at the start and at the end of a table
 
 
 class History(dict[str, np.ndarray]):
-    """The rows of metrics.jsonl as columns: a dictionary of float64 arrays of equal length, "step" int64.
+    """The rows of metrics.jsonl as columns: a dictionary of float64 arrays of equal length, "step" int64, "stage" str.
 
     Missing and non-finite values are NaN. `pandas.DataFrame(history)` gives a data frame.
     """
@@ -59,13 +59,17 @@ def _first_use(rows: Sequence[Row]):
     return order.__getitem__
 
 
-def _column(values: list[float | None], name: str) -> np.ndarray:
+def _column(values: list, name: str) -> np.ndarray:
     if name == "step":
         return np.array(values, np.int64)
+    if name == "stage":
+        return np.array(values, np.str_)
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
 def _cell(value) -> str:
+    if isinstance(value, str):
+        return value
     if np.isnan(value):
         return ""
     return f"{value:,}" if isinstance(value, np.integer) else f"{value:,.4g}"

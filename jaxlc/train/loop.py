@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,7 @@ import optax
 from ml_collections import ConfigDict
 
 from jaxlc import runtime
-from jaxlc.config import Config, check_evaluation, check_num_devices, load, to_dict
-from jaxlc.config.pretrained import copy_description
+from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages, to_dict
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.memory_pools import explained, pinned_host_bytes
@@ -21,18 +21,25 @@ from jaxlc.train.batch import Batch
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, prepare_workdir
 from jaxlc.train.custom_model import Model
-from jaxlc.train.evaluation import Evaluation, Evaluator
+from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.final_report import write_report
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.metrics import METRICS_FILE, MetricsLog, open_metrics, read_rows
 from jaxlc.train.pending_metrics import PendingMetrics
 from jaxlc.train.preemption import PreemptionGuard
-from jaxlc.train.pretrained_params import load_pretrained
+from jaxlc.train.prepared_stages import (
+    Position,
+    PreparedStage,
+    check_same_state,
+    first_position,
+    num_tokens_until,
+    stage_after,
+    start_lines,
+)
 from jaxlc.train.progress import Progress
-from jaxlc.train.run_data import Batches, RunData, open_data
+from jaxlc.train.run_data import Batches, open_data
 from jaxlc.train.run_result import Result
-from jaxlc.train.start_report import resume_lines, sharding_lines, step_lines
-from jaxlc.train.state import TrainState
+from jaxlc.train.start_report import step_lines
 from jaxlc.train.step import TrainStep, build_step
 from jaxlc.train.step_profiler import StepProfiler
 from jaxlc.train.step_reports import StepReports
@@ -43,28 +50,20 @@ from jaxlc.train.verify_compiled import verify_compiled_step
 class _Run:
     """What set-up returns and the loop uses; none of it changes from step to step."""
 
-    config: Config
+    stage: PreparedStage
     workdir: Path
     progress: Progress
-    step: TrainStep
-    data: RunData
-    evaluator: Evaluator | None  # None: there are no held-out sequences
     checkpoints: Checkpoints
     metrics: MetricsLog
     callbacks: Callbacks
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Position:
-    """Where training is: what a checkpoint holds."""
-
-    state: TrainState
-    step: int  # optimizer steps done
-    next_sequence: int  # index of the first training sequence that no step has used
+    @property
+    def config(self) -> Config:
+        return self.stage.stage.config
 
 
 def run(
-    config: ConfigDict | Config,
+    config: ConfigDict | Config | tuple[Stage, ...],
     workdir: str | Path,
     *,
     config_path: str = "",
@@ -78,64 +77,91 @@ def run(
     """Trains `config` in `workdir`; see `jaxlc.train.run`.
 
     Args:
+      config: settings, or the stages that `load_stages` returned.
       config_path: where the config comes from, NAME[:VARIANT]; used in error messages.
     """
-    # Config and devices.
-    config = load(config)
-    runtime.start(config.runtime, pinned_host_bytes=pinned_host_bytes(config))
-    check_num_devices(config, jax.device_count(), "the number of available devices is", config_path)
-    if batches is None:
-        check_evaluation(config)
+    # Config and devices: every stage is checked before the first one starts.
+    stages = load_stages(config)
+    first = stages[0].config
+    runtime.start(first.runtime, pinned_host_bytes=max(pinned_host_bytes(stage.config) for stage in stages))
+    for stage in stages:
+        check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)
+        if batches is None:
+            check_evaluation(stage.config)
+    if len(stages) > 1 and batches is not None:
+        raise UserError(
+            "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"
+        )
     workdir, callbacks = prepare_workdir(workdir), Callbacks(callbacks)
-    with explained(config.runtime), _make_progress(config, is_own_model=model is not None) as progress:
-        # Training step: shapes and shardings. Nothing is allocated or compiled yet.
-        step = build_step(config, make_mesh(config.mesh), model=model, loss=loss, optimizer=optimizer)
-        description = step_lines(config, step)
+    with explained(first.runtime), _make_progress(first, is_own_model=model is not None) as progress:
+        # Training steps, with shapes and shardings. Nothing is allocated or compiled yet.
+        build = functools.partial(build_step, model=model, loss=loss, optimizer=optimizer)
+        steps = [build(stage.config, make_mesh(stage.config.mesh)) for stage in stages]
+        check_same_state(stages, steps)
+        lines = [step_lines(stage.config, step) for stage, step in zip(stages, steps)]
 
         # Data. Errors in it come before anything is printed.
-        data = open_data(config, progress, batches, eval_batches)
-        progress.log("\n".join([*description, *data.lines, "", *sharding_lines(step)]))
+        data = [open_data(stage, progress, batches, eval_batches) for stage in stages]
+        prepared = [PreparedStage(*parts) for parts in zip(stages, steps, data)]
+        progress.log("\n".join(start_lines(prepared, lines)))
 
-        # Compilation, before the state takes memory: XLA's autotuner runs on the devices, and an error comes early.
-        directory, keep = workdir / CHECKPOINTS_DIRECTORY, config.train.keep_checkpoints
-        checkpoints = Checkpoints(directory, keep=keep, warn=progress.log)
-        is_done = max(checkpoints.steps(), default=0) >= config.train.steps
-        run_step = None if is_done else _compile(step, progress)
-
-        # State: restored from the latest valid checkpoint, or initialized.
-        start = _first_position(config, workdir, step, data, checkpoints, progress)
-        run = _Run(
-            config=config,
-            workdir=workdir,
-            progress=progress,
-            step=step,
-            data=data,
-            evaluator=_make_evaluator(step, data),
-            checkpoints=checkpoints,
-            metrics=open_metrics(workdir, resume_step=start.step or None, is_primary=jax.process_index() == 0),
-            callbacks=callbacks,
+        directory = workdir / CHECKPOINTS_DIRECTORY
+        stage_ends = [stage.end_step for stage in stages[:-1]]
+        checkpoints = Checkpoints(
+            directory, keep=first.train.keep_checkpoints, keep_steps=stage_ends, warn=progress.log
         )
-
-        # Training, and the report after the last step.
-        result = _train_and_finish(run, start, run_step)
+        result = _run_stages(prepared, workdir, progress, checkpoints, callbacks)
         if result.exit_status:
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
     callbacks("on_end", result)
     return result
 
 
-def _train_and_finish(run: _Run, start: _Position, run_step: jax.stages.Compiled | None) -> Result:
-    """The steps after `start` and the report; `run_step` may be None if there is a checkpoint of the last step."""
-    end, evaluation, exit_status = start, None, 0
-    if start.step < run.config.train.steps:
-        end, evaluation, exit_status = _train(run, start, run_step or _compile(run.step, run.progress))
-    return _finish(run, end, evaluation, exit_status)
+def _run_stages(
+    stages: Sequence[PreparedStage], workdir: Path, progress: Progress, checkpoints: Checkpoints, callbacks: Callbacks
+) -> Result:
+    """Trains the stages that are not done, each from the checkpoint of the stage before, and writes the report."""
+    metrics = None
+    while True:
+        # Compilation, before the state takes memory: XLA's autotuner runs on the devices, and an error comes early.
+        latest_step = max(checkpoints.steps(), default=0)
+        stage = compiled_stage = stage_after(stages, latest_step)
+        run_step = _compile(stage.step, progress) if latest_step < stage.stage.end_step else None
+
+        # State: restored from the latest valid checkpoint, or initialized.
+        start, stage = first_position(stages, workdir, checkpoints, progress)
+        if stage is not compiled_stage:  # the checkpoints of its later steps are damaged
+            run_step = None
+        if metrics is None:
+            is_primary = jax.process_index() == 0
+            metrics = open_metrics(workdir, resume_step=start.step or None, is_primary=is_primary)
+        run = _Run(
+            stage=stage,
+            workdir=workdir,
+            progress=progress,
+            checkpoints=checkpoints,
+            metrics=metrics.of_stage(stage.stage.name),
+            callbacks=callbacks,
+        )
+
+        # Training, and the report after the last step.
+        end, evaluation, exit_status = start, None, 0
+        if start.step < stage.stage.end_step:
+            end, evaluation, exit_status = _train(run, start, run_step or _compile(stage.step, progress))
+        is_end_of_stage = end.step == stage.stage.end_step and not exit_status and not callbacks.stop_requested
+        if not is_end_of_stage or stage is stages[-1]:
+            return _finish(run, stages, end, evaluation, exit_status)
+        checkpoints.wait()
+        del start, end  # frees the memory of the state
 
 
-def _train(run: _Run, start: _Position, run_step: jax.stages.Compiled) -> tuple[_Position, Evaluation | None, int]:
+def _train(run: _Run, start: Position, run_step: jax.stages.Compiled) -> tuple[Position, Evaluation | None, int]:
     """Runs the steps after `start`; returns where training ended, the last evaluation, and the exit status."""
     config, state, next_sequence = run.config.train, start.state, start.next_sequence
-    run.callbacks("on_start", RunInfo(run.config, run.step.mesh, run.workdir, start.step))
+    stage, num_steps = run.stage, config.steps - start.step
+    flops_per_step = None if stage.step.model is not None else run.config.flops_per_step
+    run.progress.start_stage(stage.stage.name, config.steps, flops_per_step)
+    run.callbacks("on_start", RunInfo(run.config, stage.step.mesh, run.workdir, start.step))
 
     # The loop over steps. Metrics are fetched after the next step is dispatched, so that the devices always have work.
     # Callbacks get them before, so that StopTraining ends the run at the step that raised it.
@@ -153,13 +179,13 @@ def _train(run: _Run, start: _Position, run_step: jax.stages.Compiled) -> tuple[
     )
     with (
         PreemptionGuard() as guard,
-        contextlib.closing(run.data.batches(run.step, next_sequence)) as stream,
+        contextlib.closing(stage.data.batches(stage.step, next_sequence, num_steps)) as stream,
         StepProfiler(run.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):
         for step, (arrays, is_last) in enumerate(stream, start.step + 1):
             state, metrics = profiled_step(step, state, Batch(**arrays))
             next_sequence += config.global_batch_size
-            position = _Position(state=state, step=step, next_sequence=next_sequence)
+            position = Position(state=state, step=step, next_sequence=next_sequence)
             reports.pending.add(step, metrics)
             stops = guard.requested(step)
             reports.report(step if run.callbacks else step - 1, is_last=is_last)
@@ -174,7 +200,7 @@ def _train(run: _Run, start: _Position, run_step: jax.stages.Compiled) -> tuple[
             if evaluates:
                 evaluation = _evaluate(run, position)
             if saves:  # after this step's metrics are written: see metrics.py
-                _save(run, position)
+                _save(run, position, evaluation if evaluates else None)
             if evaluates or saves:
                 reports.pending.restart_clock(step)
             if is_last or stops:
@@ -206,33 +232,6 @@ def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:
     return compiled
 
 
-def _make_evaluator(step: TrainStep, data: RunData) -> Evaluator | None:
-    if data.heldout is None:
-        return None
-    return Evaluator(step, data.heldout, step.config.train.eval_sequences)
-
-
-def _first_position(
-    config: Config, workdir: Path, step: TrainStep, data: RunData, checkpoints: Checkpoints, progress: Progress
-) -> _Position:
-    """The position of the latest valid checkpoint, or of step 0, with the weights of model.init_from if it is set."""
-    restored = checkpoints.restore_latest(step.abstract_state, model=to_dict(config)["model"])
-    if restored is None:
-        params = None
-        if config.model.init_from:
-            with progress.progress_bar(f"reading {config.model.init_from}") as update:
-                params, line = load_pretrained(step, update)
-            progress.log(line)
-            if jax.process_index() == 0:
-                copy_description(config.model.init_from, workdir)
-        return _Position(state=step.init(params), step=0, next_sequence=0)
-    state, meta = restored
-    position = _Position(state=state, step=int(state.step), next_sequence=meta["next_row"])
-    for line in resume_lines(config, workdir, data.fingerprint, position.step, meta):
-        progress.log(line)
-    return position
-
-
 # Parts of the loop.
 
 
@@ -240,45 +239,53 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _evaluate(run: _Run, position: _Position) -> Evaluation | None:
-    if run.evaluator is None:
+def _evaluate(run: _Run, position: Position) -> Evaluation | None:
+    if run.stage.evaluator is None:
         return None
     with run.progress.spinner("evaluating"):
-        evaluation = run.evaluator(position.state.params)
+        evaluation = run.stage.evaluator(position.state.params)
     run.metrics.write(step=position.step, eval_loss=evaluation.loss)
     run.callbacks("on_evaluation", position.step, evaluation)
     return evaluation
 
 
-def _evaluate_again(run: _Run, position: _Position) -> Evaluation:
+def _evaluate_again(run: _Run, position: Position) -> Evaluation:
     """`Result.evaluate`: after the run, when metrics.jsonl is closed."""
-    if run.evaluator is None:
+    evaluator = run.stage.evaluator
+    if evaluator is None:
         raise UserError("the run has no held-out sequences: pass eval_batches to jaxlc.train.run")
-    return run.evaluator.with_context_gain(position.state.params, run.evaluator(position.state.params))
+    return evaluator.with_context_gain(position.state.params, evaluator(position.state.params))
 
 
-def _save(run: _Run, position: _Position) -> None:
+def _save(run: _Run, position: Position, evaluation: Evaluation | None) -> None:
+    stage = run.stage.stage
     meta = dict(
         step=position.step,
         next_row=position.next_sequence,  # the stored name is part of the checkpoint format
-        corpus=run.data.fingerprint,
+        corpus=run.stage.data.fingerprint,
         config=to_dict(run.config),
+        stage=dict(name=stage.name, first_step=stage.first_step),
+        eval_loss=evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None,
     )
     run.checkpoints.save(position.step, position.state, meta)
     run.callbacks("on_checkpoint", position.step, run.workdir / CHECKPOINTS_DIRECTORY / str(position.step))
 
 
-def _finish(run: _Run, end: _Position, evaluation: Evaluation | None, exit_status: int) -> Result:
+def _finish(
+    run: _Run, stages: Sequence[PreparedStage], end: Position, evaluation: Evaluation | None, exit_status: int
+) -> Result:
     """Writes the plots and prints the summary, unless a signal stopped the run; waits for the checkpoints."""
     baselines: dict[str, float] = {}
+    evaluator, data = run.stage.evaluator, run.stage.data
     if exit_status == 0:
-        if run.evaluator is not None:
-            evaluation = evaluation or run.evaluator(end.state.params)  # no step of this run did
+        if evaluator is not None:
+            evaluation = evaluation or evaluator(end.state.params)  # no step of this run did
             with run.progress.spinner("evaluating with limited context"):
-                evaluation = run.evaluator.with_context_gain(end.state.params, evaluation)
+                evaluation = evaluator.with_context_gain(end.state.params, evaluation)
         if jax.process_index() == 0:
-            baselines = run.data.baselines(run.config)
-            run.progress.log(write_report(run.workdir, run.config, end.step, evaluation, baselines))
+            baselines = data.baselines(run.config)
+            num_tokens = num_tokens_until(stages, end.step)
+            run.progress.log(write_report(run.workdir, end.step, num_tokens, evaluation, baselines))
     run.checkpoints.close()
     run.metrics.close()
     metrics = run.workdir / METRICS_FILE
@@ -286,10 +293,10 @@ def _finish(run: _Run, end: _Position, evaluation: Evaluation | None, exit_statu
         step=end.step,
         exit_status=exit_status,
         params=end.state.params,
-        tokenizer=run.data.tokenizer,
+        tokenizer=data.tokenizer,
         workdir=run.workdir,
         rows=read_rows(metrics) if metrics.exists() else [],
-        train_step=run.step,
+        train_step=run.stage.step,
         evaluate=functools.partial(_evaluate_again, run, end),
         evaluation=evaluation if exit_status == 0 else None,
         baselines=baselines,

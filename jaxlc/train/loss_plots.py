@@ -32,6 +32,7 @@ def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
     axes = figure.subplots()
     history = History(rows)
     axes.plot(*history.column("loss"), color=BLUE, linewidth=1.2, label="training")
+    _draw_stages(axes, history)
     steps, losses = history.column("eval_loss")
     if len(losses):
         label = f"held out, {losses[-1]:.2f} at the end"
@@ -54,6 +55,28 @@ def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
     axes.legend(frameon=False)
     style_axes(axes, grid="y")
     return figure
+
+
+def _draw_stages(axes: Axes, history: History) -> None:
+    """Lines at the borders of stages, and the names of the stages at the top."""
+    if "stage" not in history or not history.num_rows:
+        return
+    names, steps = history["stage"], history["step"]
+    starts = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1)]
+    for index in starts:
+        border = steps[index - 1] + 0.5 if index else steps[0]
+        if index:
+            axes.axvline(border, color=GRAY, linewidth=0.9, zorder=1)
+        axes.annotate(
+            str(names[index]),
+            (border, 1.0),
+            (3, -3),  # points
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            va="top",
+            fontsize=9,
+            color=GRAY,
+        )
 
 
 def loss_by_position_figure(evaluation: Evaluation) -> Figure:

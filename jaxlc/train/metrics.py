@@ -9,7 +9,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
@@ -17,7 +17,8 @@ from jaxlc.core.errors import UserError
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
 
-Row = dict[str, float | None]  # "step" and the values measured at it; None: the value was not finite
+# "step", "stage" (a string, only if the run has stages) and the values measured at it; None: the value was not finite.
+Row = dict[str, Any]
 
 
 def open_metrics(workdir: str | Path, *, resume_step: int | None, is_primary: bool) -> "MetricsLog":
@@ -46,14 +47,20 @@ def open_metrics(workdir: str | Path, *, resume_step: int | None, is_primary: bo
 class MetricsLog:
     """Appends metrics rows; made by `open_metrics`."""
 
-    def __init__(self, file: TextIO | None, tensorboard: "_TensorBoard | None"):
-        self._file, self._tensorboard = file, tensorboard
+    def __init__(self, file: TextIO | None, tensorboard: "_TensorBoard | None", stage: str = ""):
+        self._file, self._tensorboard, self._stage = file, tensorboard, stage
+
+    def of_stage(self, name: str) -> "MetricsLog":
+        """The same log, whose rows name a stage; "": none."""
+        return MetricsLog(self._file, self._tensorboard, name)
 
     def write(self, *, step: int, **values: float) -> None:
         """Appends a row. Values that are not finite become null, since JSON has no NaN or infinity."""
         if self._file is None:
             return
-        row = dict(step=step) | {name: value if math.isfinite(value) else None for name, value in values.items()}
+        stage = dict(stage=self._stage) if self._stage else {}
+        measured = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        row = dict(step=step) | stage | measured
         self._file.write(_line(row))
         self._file.flush()
         if self._tensorboard is not None:

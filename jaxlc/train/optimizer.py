@@ -9,24 +9,36 @@ from jaxlc.sharding.rules import is_vector
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns step -> learning rate: a linear warm-up, then
+    """Returns number of earlier updates -> learning rate: from schedule_start on a linear warm-up, then
 
     cosine    a cosine decay to final_learning_rate_ratio x peak at the last step (Loshchilov and Hutter 2017);
+    linear    a linear decay to the same;
     wsd       the peak, then a linear decay over the last decay_steps (MiniCPM, Hu et al. 2024, section 4);
     constant  the peak.
+
+    Args:
+      steps: the length of the schedule, if config.schedule_steps is 0.
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_learning_rate_ratio
-    after_warmup = max(1, steps - config.warmup_steps)
+    after_warmup = max(1, (config.schedule_steps or steps) - config.warmup_steps)
     if config.schedule == "cosine":
         main = optax.cosine_decay_schedule(peak, after_warmup, alpha=config.final_learning_rate_ratio)
+    elif config.schedule == "linear":
+        main = optax.linear_schedule(peak, final, after_warmup)
     elif config.schedule == "wsd":
         decay = optax.linear_schedule(peak, final, config.decay_steps)
         main = optax.join_schedules([optax.constant_schedule(peak), decay], [after_warmup - config.decay_steps])
     else:
         main = optax.constant_schedule(peak)
-    # Step 0 has the learning rate peak / warmup_steps, not 0.
-    warmup = optax.linear_schedule(peak / max(1, config.warmup_steps), peak, max(1, config.warmup_steps - 1))
-    return optax.join_schedules([warmup, main], [config.warmup_steps])
+    # Without an initial learning rate, step 0 has peak / warmup_steps, not 0.
+    initial = config.initial_learning_rate_ratio * peak
+    first = initial + (peak - initial) / max(1, config.warmup_steps)
+    warmup = optax.linear_schedule(first, peak, max(1, config.warmup_steps - 1))
+    schedule = optax.join_schedules([warmup, main], [config.warmup_steps])
+    if not config.schedule_start:
+        return schedule
+    # At least 0: with fp16, skipped steps of earlier stages do not count as updates.
+    return lambda num_updates: schedule(jnp.maximum(num_updates - config.schedule_start, 0))
 
 
 def updates_made(opt_state: optax.OptState) -> jax.Array:
@@ -41,16 +53,21 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> o
     gradients and moments of that part.
 
     Args:
-      dims: dimension names of the parameters, or of a part of them; norm scales and biases have no weight decay.
+      dims: dimension names of the parameters, or of a part of them. They select the parameters with weight decay:
+        matrices, and by setting embeddings, norm scales and biases.
     """
-    is_matrix = jax.tree.map(lambda names: not is_vector(names), dims, is_leaf=lambda x: isinstance(x, tuple))
+
+    def decays(names: tuple[str, ...]) -> bool:
+        return config.decay_norms if is_vector(names) else config.decay_embeddings or names[0] != "vocab"
+
+    has_decay = jax.tree.map(decays, dims, is_leaf=lambda x: isinstance(x, tuple))
     adamw = optax.adamw(
         schedule,
         b1=config.beta1,
         b2=config.beta2,
         eps=config.epsilon,
         weight_decay=config.weight_decay,
-        mask=is_matrix,
+        mask=has_decay,
     )
     if not config.max_grad_norm:
         return optax.with_extra_args_support(adamw)

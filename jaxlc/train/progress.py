@@ -44,6 +44,15 @@ class Progress:
         self._bars = LiveBars(*columns, console=self._console, transient=True)
         self._steps_bar = None  # created at the first step
         self._last_line_seconds = float("-inf")
+        self._stage = ""
+
+    def start_stage(self, name: str, total_steps: int, flops_per_step: float | None) -> None:
+        """Shows the steps of a stage from now on; `name` is "" in a run without stages."""
+        self._stage = f"{name}: " if name else ""
+        self._total_steps, self._flops_per_step = total_steps, flops_per_step
+        self._last_line_seconds = float("-inf")
+        if self._steps_bar is not None:
+            self._bars.update(self._steps_bar, total=total_steps)
 
     def __enter__(self) -> "Progress":
         if self._is_live:
@@ -105,7 +114,7 @@ class Progress:
     ) -> None:
         """Shows the progress after one or more steps. Accepts a whole metrics row and ignores its other values."""
         text = (
-            f"step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            f"{self._stage}step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
             f"{self._utilization_text(step_seconds, flops_per_second_documents)}"
             f"  {_duration_text((self._total_steps - step) * step_seconds)} left"
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax
 from jax.sharding import NamedSharding
 
-from jaxlc.config import Config
+from jaxlc.config import Config, Stage
 from jaxlc.core.errors import UserError
 from jaxlc.data import Corpus, batches, open_corpus
 from jaxlc.data.loader import Sequences
@@ -46,8 +46,10 @@ class RunData:
         unigram, bigram = ngram_losses(self.corpus.train, self.corpus.heldout, num_sequences, config.model.vocab_size)
         return {"unigram": unigram, "bigram": bigram}
 
-    def batches(self, step: TrainStep, next_sequence: int) -> Iterator[tuple[dict[str, jax.Array], bool]]:
-        """Yields the arrays of each optimizer step from `next_sequence` on, and whether it is the last one."""
+    def batches(
+        self, step: TrainStep, next_sequence: int, num_steps: int
+    ) -> Iterator[tuple[dict[str, jax.Array], bool]]:
+        """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it is the last one."""
         train = step.config.train
         stream = batches(
             self.train,
@@ -59,7 +61,6 @@ class RunData:
             sharding=NamedSharding(step.mesh, BATCH_SPEC),
             prefetch_steps=step.config.data.prefetch_steps,
         )
-        num_steps = train.steps - next_sequence // train.global_batch_size
         with contextlib.closing(stream):
             if self.corpus is not None:  # endless
                 yield from ((arrays, count == num_steps) for count, arrays in enumerate(stream, start=1))
@@ -82,19 +83,21 @@ def _marking_last(stream: Iterator) -> Iterator:
 
 
 def open_data(
-    config: Config, progress: Progress, own_batches: Batches | None = None, eval_batches: Batches | None = None
+    stage: Stage, progress: Progress, own_batches: Batches | None = None, eval_batches: Batches | None = None
 ) -> RunData:
-    """Opens the corpus of `config`, or wraps user-provided batches; see `jaxlc.train.run`.
+    """Opens the corpus of a stage, or wraps user-provided batches; see `jaxlc.train.run`.
 
     Raises:
       UserError: the data cannot be read, or does not match the config.
     """
     if own_batches is None and eval_batches is not None:
         raise UserError("eval_batches without batches: pass both, or neither to train on the corpus of config.data")
-    return _of_corpus(config, progress) if own_batches is None else _of_batches(config, own_batches, eval_batches)
+    if own_batches is not None:
+        return _of_batches(stage.config, own_batches, eval_batches)
+    return _of_corpus(stage.config, progress, stage.num_steps)
 
 
-def _of_corpus(config: Config, progress: Progress) -> RunData:
+def _of_corpus(config: Config, progress: Progress, num_steps: int) -> RunData:
     tokenizer = load_matching_tokenizer(config)
     with progress.progress_bar("reading the corpus") as update:
         corpus = open_corpus(config.data, progress=update, log=progress.log, tokenizer=tokenizer)
@@ -106,8 +109,8 @@ def _of_corpus(config: Config, progress: Progress) -> RunData:
         heldout=corpus.heldout,
         fingerprint=corpus.fingerprint,
         lines=[
-            *corpus_lines(config, corpus),
-            *share_lines(corpus, config.train.steps * config.train.global_batch_size),
+            *corpus_lines(config, corpus, num_steps),
+            *share_lines(corpus, num_steps * config.train.global_batch_size),
         ],
         corpus=corpus,
     )

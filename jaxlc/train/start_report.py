@@ -42,15 +42,15 @@ def _transport_lines(config: Config, step: TrainStep) -> list[str]:
     return []
 
 
-def corpus_lines(config: Config, corpus: Corpus) -> list[str]:
-    """The size of the corpus, of an epoch, and the number of epochs that the run makes."""
+def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
+    """The size of the corpus, of an epoch, and the number of epochs in `num_steps` steps."""
     train, heldout, batch_size = corpus.train, corpus.heldout, config.train.global_batch_size
     steps_per_epoch = train.num_sequences / batch_size
     return [
         f"data       {_count(train.num_documents, 'document')}, {_count(train.num_tokens, 'token')};"
         f" held out: {_count(heldout.num_documents, 'document')}, {_count(heldout.num_tokens, 'token')}",
         f"epoch      {_count(train.num_sequences, 'sequence')}, {_decimal(steps_per_epoch)} steps; this run:"
-        f" {_count(config.train.steps, 'step')}, {_decimal(config.train.steps / steps_per_epoch)} epochs",
+        f" {_count(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch)} epochs",
     ]
 
 
@@ -59,16 +59,18 @@ def sharding_lines(step: TrainStep) -> list[str]:
     return [str(step.sharding_table)]
 
 
-def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, meta: dict) -> list[str]:
+def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, meta: dict, stage: str = "") -> list[str]:
     """What a run that resumes from the checkpoint of `step` prints; `meta` is stored in that checkpoint.
 
     Args:
       fingerprint: of the data of this run.
+      stage: the name of the stage of this step, "" in a run without stages.
     """
     steps = config.train.steps
     if step >= steps:
+        more = f"a larger --config.stages.{stage}.steps" if stage else f"--config.train.steps={2 * step}"
         line = (
-            f"{workdir} is already trained to step {step}: continue with --config.train.steps={2 * step},"
+            f"{workdir} is already trained to step {step}: continue with {more},"
             " or use a different --workdir to start over"
         )
     else:
@@ -76,11 +78,15 @@ def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, met
             f"resuming from step {step} (latest valid checkpoint) of {workdir}; use a different --workdir to start over"
         )
     lines = [line]
-    old_steps = meta["config"]["train"]["steps"]
-    if step < steps != old_steps and config.optimizer.schedule != "constant":
+    setting, schedule_steps = "train.steps", config.optimizer.schedule_steps
+    old_steps, ends = meta["config"]["train"]["steps"], f"ends at step {steps}"
+    if schedule_steps:
+        setting, steps, ends = "optimizer.schedule_steps", schedule_steps, f"has {schedule_steps} steps"
+        old_steps = meta["config"]["optimizer"].get(setting.partition(".")[2]) or old_steps
+    if step < config.train.steps and steps != old_steps and config.optimizer.schedule != "constant":
         lines.append(
-            f"train.steps changed from {old_steps} to {steps}: the {config.optimizer.schedule} learning-rate schedule"
-            f" now ends at step {steps}, so the learning rate differs from that of the earlier run"
+            f"{setting} changed from {old_steps} to {steps}: the {config.optimizer.schedule} learning-rate schedule"
+            f" now {ends}, so the learning rate differs from that of the earlier run"
         )
     if meta["corpus"] != fingerprint:
         lines.append(

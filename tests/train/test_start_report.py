@@ -30,7 +30,7 @@ def test_step_lines_name_mesh_kernel_and_batch():
 
 @pytest.mark.parametrize("steps, epochs", [(5, "5 steps, 0.5 epochs"), (1, "1 step, 0.1 epochs"), (10_000, "1,000")])
 def test_corpus_lines_count_documents_tokens_and_epochs(steps, epochs):
-    data, epoch = corpus_lines(small_config(train=dict(steps=steps)), CORPUS)
+    data, epoch = corpus_lines(small_config(), CORPUS, steps)
     assert "1 document, 1,200 tokens; held out: 3 documents, 150 tokens" in data
     assert "40 sequences, 10 steps; this run: " in epoch and epochs in epoch
 

@@ -1,0 +1,129 @@
+"""The plan of a run with stages: memory, speed, hours, GPU-hours and cost of every stage in one table."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlc.plan.report import gib, verdict
+from jaxlc.plan.result import Plan
+
+_HEADS = ("stage", "steps", "length", "tokens", "GiB/GPU", "host GiB", "tokens/s/GPU", "step", "hours", "GPU-hours")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """The compiled step of a stage, and its number of steps."""
+
+    name: str  # "": a config without stages
+    num_steps: int
+    plan: Plan
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the stage over all GPUs, padding included."""
+        return self.num_steps * self.plan.tokens_per_step
+
+    @property
+    def hours(self) -> float:
+        """Estimated time of the steps, without evaluations, checkpoints and compilation."""
+        return self.num_steps * self.plan.predicted.step_seconds / 3600
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.hours * self.plan.num_devices
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StagesPlan:
+    """The plans of all stages of a run; print it."""
+
+    stages: tuple[StagePlan, ...]
+    price_per_gpu_hour: float | None = None  # None: no cost is printed
+
+    def cost(self, gpu_hours: float) -> float | None:
+        """In the currency of the price."""
+        return None if self.price_per_gpu_hour is None else gpu_hours * self.price_per_gpu_hour
+
+    def __str__(self) -> str:
+        return self.table("jaxlc plan")
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def table(self, command_line: str) -> str:
+        """The stages as rows, with totals, and the verdict of each.
+
+        Args:
+          command_line: the command that printed it, for advice.
+        """
+        first = self.stages[0].plan
+        lines = [
+            f"{first.topology}: {first.num_devices} GPUs; memory is AOT-compiled, time is estimated (analytical, not"
+            " validated on hardware)",
+            *_aligned(self._rows()),
+            "",
+            "Hours are those of training steps, without evaluations, checkpoints and compilation. Published runs of",
+            "other trainers reached 0.4 to 1.1 times such estimated speeds (docs/calibration.md).",
+            "",
+        ]
+        for stage in self.stages:
+            command = f"{command_line} --stage={stage.name} --advise"
+            lines += [f"{stage.name}: {line}" if stage.name else line for line in verdict(stage.plan, command)]
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[Sequence[str]]:
+        yield (*_HEADS, *(() if self.price_per_gpu_hour is None else ("cost",)))
+        for stage in self.stages:
+            memory, predicted = stage.plan.memory, stage.plan.predicted
+            yield (
+                stage.name or "all",
+                f"{stage.num_steps:,}",
+                f"{stage.plan.sequence_tokens:,}",
+                _billions(stage.num_tokens),
+                gib(memory.device_peak_bytes),
+                gib(memory.host_bytes_per_node),
+                f"{predicted.tokens_per_second_per_device:,.0f}",
+                f"{predicted.step_seconds:,.1f} s",
+                *self._totals(stage.hours, stage.gpu_hours),
+            )
+        if len(self.stages) > 1:
+            num_steps, num_tokens = (sum(getattr(x, name) for x in self.stages) for name in ("num_steps", "num_tokens"))
+            hours, gpu_hours = (sum(getattr(x, name) for x in self.stages) for name in ("hours", "gpu_hours"))
+            blank = [""] * (len(_HEADS) - 6)
+            yield "total", f"{num_steps:,}", "", _billions(num_tokens), *blank, *self._totals(hours, gpu_hours)
+
+    def _totals(self, hours: float, gpu_hours: float) -> list[str]:
+        cost = self.cost(gpu_hours)
+        return [f"{hours:,.1f}", f"{gpu_hours:,.0f}", *([] if cost is None else [f"{cost:,.0f}"])]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types: a list "stages" with the plan of each stage, as `Plan.to_json`."""
+        return {
+            "price_per_gpu_hour": self.price_per_gpu_hour,
+            "stages": [
+                dict(
+                    name=stage.name,
+                    num_steps=stage.num_steps,
+                    num_tokens=stage.num_tokens,
+                    hours=stage.hours,
+                    gpu_hours=stage.gpu_hours,
+                    cost=self.cost(stage.gpu_hours),
+                    plan=stage.plan.to_json(),
+                )
+                for stage in self.stages
+            ],
+        }
+
+
+def _billions(num_tokens: int) -> str:
+    return f"{num_tokens / 1e9:,.3g}B" if num_tokens >= 1e8 else f"{num_tokens / 1e6:,.3g}M"
+
+
+def _aligned(rows: Iterator[Sequence[str]]) -> list[str]:
+    """Columns with their widths; the first one is left-aligned, the others right-aligned."""
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
+        for row in table
+    ]

@@ -1,0 +1,201 @@
+"""The stages of a run, prepared: each with its training step and data, and where it starts.
+
+A stage starts from the checkpoint of the last step of the stage before, also within one process. So a run that is
+killed at a border does the same as one that is not, and the arrays get the shardings of the new stage's mesh.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import jax
+
+from jaxlc.config import Stage, to_dict
+from jaxlc.config.pretrained import copy_description
+from jaxlc.core.errors import UserError
+from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, RestoreTarget
+from jaxlc.train.evaluation import Evaluator
+from jaxlc.train.pretrained_params import load_pretrained
+from jaxlc.train.progress import Progress
+from jaxlc.train.run_data import RunData
+from jaxlc.train.start_report import resume_lines, sharding_lines
+from jaxlc.train.state import TrainState
+from jaxlc.train.step import TrainStep
+from jaxlc.train.step_reports import TrainingStopped
+
+
+@dataclass(frozen=True)
+class PreparedStage:
+    """A stage with its training step and its data. Nothing is allocated or compiled yet."""
+
+    stage: Stage
+    step: TrainStep
+    data: RunData
+
+    @cached_property
+    def evaluator(self) -> Evaluator | None:
+        """None: there are no held-out sequences."""
+        if self.data.heldout is None:
+            return None
+        return Evaluator(self.step, self.data.heldout, self.stage.config.train.eval_sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where training is: what a checkpoint holds."""
+
+    state: TrainState
+    step: int  # optimizer steps done
+    next_sequence: int  # index of the first training sequence of the stage that no step has used
+
+
+def stage_after(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
+    """The stage that trains after `step`; the last one if all steps are done."""
+    return next((prepared for prepared in stages if step < prepared.stage.end_step), stages[-1])
+
+
+def _stage_until(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
+    """The stage of `step`, which wrote its checkpoint; the first one for step 0."""
+    return next((prepared for prepared in stages if step <= prepared.stage.end_step), stages[-1])
+
+
+def _restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:
+    """What the checkpoint of `step` contains, and the shardings with which training continues."""
+    written_by = _stage_until(stages, step).stage
+    return RestoreTarget(stage_after(stages, step).step.abstract_state, to_dict(written_by.config)["model"])
+
+
+def _is_border(prepared: PreparedStage, step: int) -> bool:
+    """Whether `step` is the last one of the stage before."""
+    return 0 < step == prepared.stage.first_step
+
+
+def check_same_state(stages: Sequence[Stage], steps: Sequence[TrainStep]) -> None:
+    """Checks that the training states of all stages have the same arrays.
+
+    Raises:
+      UserError: they do not.
+    """
+    expected = jax.tree.structure(steps[0].abstract_state)
+    for stage, step in zip(stages, steps):
+        if jax.tree.structure(step.abstract_state) != expected:
+            raise UserError(
+                f"stage {stage.name} has a different training state than stage {stages[0].name}: its optimizer settings"
+                " decide which arrays the state has; use equal ones"
+            )
+
+
+def _check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> None:
+    """Checks that the checkpoint of `step` was written by the stage that has this step now.
+
+    Args:
+      meta: of the checkpoint.
+    Raises:
+      UserError: the stages have changed.
+    """
+    now, stored = _stage_until(stages, step).stage, meta.get("stage", dict(name="", first_step=0))
+    if (now.name, now.first_step) != (stored["name"], stored["first_step"]):
+        before, after = (
+            f"stage {name}, which starts after step {first}" if name else "a run without stages"
+            for name, first in ((stored["name"], stored["first_step"]), (now.name, now.first_step))
+        )
+        raise UserError(
+            f"the checkpoint of step {step} belongs to {before}, and in this config to {after}: keep the names and"
+            " lengths of the stages that are done, or use a different --workdir"
+        )
+
+
+def _check_gate(stages: Sequence[PreparedStage], prepared: PreparedStage, meta: dict, checkpoints: Path) -> None:
+    """Checks the gate of the stage before `prepared`.
+
+    Args:
+      meta: of the checkpoint at the end of the stage before.
+    Raises:
+      TrainingStopped: its held-out loss is above the limit; the message names the checkpoint.
+    """
+    before, step = _stage_until(stages, prepared.stage.first_step).stage, prepared.stage.first_step
+    limit, loss = before.max_eval_loss, meta["eval_loss"]
+    if not limit or (loss is not None and loss <= limit):
+        return
+    enough = limit if loss is None else math.ceil(100 * loss) / 100
+    raise TrainingStopped(
+        f"stage {before.name} ended with held-out loss {'unknown' if loss is None else format(loss, '.4f')}, and its"
+        f" limit is max_eval_loss={limit:g}: stage {prepared.stage.name} was not started; the checkpoint is"
+        f" {checkpoints / str(step)}; train stage {before.name} longer, or continue with"
+        f" --config.stages.{before.name}.max_eval_loss={enough:g}"
+    )
+
+
+def _first_state_of_stage(prepared: PreparedStage, state: TrainState) -> TrainState:
+    """The state at the start of a stage, from that at the end of the stage before."""
+    if prepared.stage.optimizer_state == "carry":
+        return state
+    for moments in jax.tree.leaves(state.opt_state):
+        moments.delete()  # before the new ones are allocated
+    return prepared.step.init(state.params)._replace(step=state.step, rng=state.rng, scaling=state.scaling)
+
+
+def first_position(
+    stages: Sequence[PreparedStage], workdir: Path, checkpoints: Checkpoints, progress: Progress
+) -> tuple[Position, PreparedStage]:
+    """The position of the latest valid checkpoint, or of step 0, with the weights of model.init_from if it is set.
+
+    Also returns the stage that trains from there.
+
+    Raises:
+      TrainingStopped: the gate of the stage before is closed.
+    """
+    restored = checkpoints.restore_latest_of(functools.partial(_restore_target, stages))
+    if restored is None:
+        return Position(state=_initial_state(stages[0], workdir, progress), step=0, next_sequence=0), stages[0]
+    state, meta = restored
+    step = int(state.step)
+    _check_position(stages, step, meta)
+    stage = stage_after(stages, step)
+    config, name = stage.stage.config, stage.stage.name
+    if _is_border(stage, step):
+        _check_gate(stages, stage, meta, workdir / CHECKPOINTS_DIRECTORY)
+        progress.log(f"stage {name} starts from the checkpoint of step {step}")
+        return Position(state=_first_state_of_stage(stage, state), step=step, next_sequence=0), stage
+    for line in resume_lines(config, workdir, stage.data.fingerprint, step, meta, name):
+        progress.log(line)
+    return Position(state=state, step=step, next_sequence=meta["next_row"]), stage
+
+
+def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> TrainState:
+    """The state of step 0."""
+    params, init_from = None, stage.stage.config.model.init_from
+    if init_from:
+        with progress.progress_bar(f"reading {init_from}") as update:
+            params, line = load_pretrained(stage.step, update)
+        progress.log(line)
+        if jax.process_index() == 0:
+            copy_description(init_from, workdir)
+    return stage.step.init(params)
+
+
+def num_tokens_until(stages: Sequence[PreparedStage], step: int) -> int:
+    """Tokens of the first `step` optimizer steps, over all devices, padding included."""
+    return sum(
+        max(0, min(step, stage.stage.end_step) - stage.stage.first_step) * stage.stage.config.tokens_per_step
+        for stage in stages
+    )
+
+
+def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines that a run prints before training: each stage with its step and data, then the shardings.
+
+    Args:
+      step_lines: of each stage; see `start_report.step_lines`.
+    """
+    lines: list[str] = []
+    for prepared, lines_of_step in zip(stages, step_lines):
+        stage = prepared.stage
+        if stage.name:
+            reset = ", optimizer state reset" if stage.optimizer_state == "reset" else ""
+            lines.append(f"STAGE {stage.name}: steps {stage.first_step + 1:,} to {stage.end_step:,}{reset}")
+        lines += [*lines_of_step, *prepared.data.lines, ""]
+    return [*lines, *sharding_lines(stages[0].step)]

@@ -1,0 +1,178 @@
+"""Kills a training run at random times and compares it with a run that is not disturbed: metrics and weights, bitwise.
+
+    python scripts/kill_drill.py --config=extend_512k:mini --kills=20 --out=runs/kill_drill
+
+Kills are SIGKILLs between steps, inside a save, and at the borders of stages. Further arguments, such as
+--config.train.z_loss=0.0, are passed to `jaxlc train`. Prints a log; the exit status is 1 if the runs differ.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxlc.config import Stage
+from jaxlc.config.command_line import parse
+
+_POLL_SECONDS = 0.001
+_TIMEOUT_SECONDS = 600
+_TIMINGS = ("tokens_per_second", "step_seconds")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A SIGKILL of the run."""
+
+    step: int
+    place: str  # "step": after this step; "save": inside the first save from this step on; "border": as stages start
+
+
+def plan_kills(stages: Sequence[Stage], num_kills: int, seed: int) -> list[Kill]:
+    """Kills in the order of their steps: about a quarter inside saves, a quarter at borders, and the rest at steps."""
+    rng = random.Random(seed)
+    borders, last_step = [stage.end_step for stage in stages[:-1]], stages[-1].end_step
+    places = [("save", "border" if borders else "step", "step", "step")[i % 4] for i in range(num_kills)]
+    kills = [
+        Kill(rng.choice(borders) if place == "border" else rng.randint(1, last_step - 1), place) for place in places
+    ]
+    return sorted(kills, key=lambda kill: (kill.step, kill.place))
+
+
+def drill(arguments: Sequence[str], out: Path, *, num_kills: int, seed: int, log: Callable[[str], None]) -> bool:
+    """Runs both runs and compares them; returns whether they are equal.
+
+    Args:
+      arguments: of `jaxlc train`, without --workdir.
+      out: directory for both work directories, which must not contain earlier runs.
+      log: called with each line of the log.
+    """
+    stages = parse(["jaxlc train", *arguments]).stages
+    names = ", ".join(f"{stage.name or 'all'} to step {stage.end_step}" for stage in stages)
+    log(f"{datetime.date.today()}: {num_kills} kills, seed {seed}; Python {platform.python_version()}")
+    log(f"jaxlc train {' '.join(arguments)}; stages: {names}")
+    undisturbed, killed = out / "undisturbed", out / "killed"
+    run = _start(arguments, undisturbed, out / "undisturbed.log")
+    if run.wait(_TIMEOUT_SECONDS):
+        raise RuntimeError(f"the undisturbed run failed: {(out / 'undisturbed.log').read_text()[-2000:]}")
+    rng = random.Random(seed + 1)
+    for number, kill in enumerate(plan_kills(stages, num_kills, seed), start=1):
+        log(f"kill {number:>2}: {_kill_once(kill, arguments, killed, out / f'killed{number}.log', rng)}")
+    run = _start(arguments, killed, out / "killed.log")
+    if run.wait(_TIMEOUT_SECONDS):
+        raise RuntimeError(f"the last run failed: {(out / 'killed.log').read_text()[-2000:]}")
+    problems = differences(undisturbed, killed, stages[-1].end_step)
+    rows = len(_rows(undisturbed))
+    log("\n".join(problems) or f"equal: {rows} rows of metrics.jsonl, and all arrays of the last checkpoint, bitwise")
+    return not problems
+
+
+def differences(expected: Path, actual: Path, step: int) -> list[str]:
+    """The differences of two work directories: metrics without timings, and arrays of the checkpoint of `step`."""
+    import numpy as np
+
+    problems = []
+    rows, other_rows = _rows(expected), _rows(actual)
+    if rows != other_rows:
+        wrong = [pair for pair in zip(rows, other_rows) if pair[0] != pair[1]]
+        problems.append(f"metrics differ: {len(rows)} and {len(other_rows)} rows, first difference {wrong[:1]}")
+    arrays, other_arrays = (checkpoint_arrays(workdir / "checkpoints" / str(step)) for workdir in (expected, actual))
+    if arrays.keys() != other_arrays.keys():
+        problems.append("the checkpoints have different arrays")
+    else:
+        for name, array in arrays.items():
+            if np.asarray(array).tobytes() != np.asarray(other_arrays[name]).tobytes():
+                problems.append(f"array {name} differs")
+    return problems
+
+
+def _kill_once(kill: Kill, arguments: Sequence[str], workdir: Path, log_path: Path, rng: random.Random) -> str:
+    """Starts the run, kills it, and returns a description of the kill."""
+    checkpoints = workdir / "checkpoints"
+    old_saves = set(_unfinished_saves(checkpoints))
+    process = _start(arguments, workdir, log_path)
+    start_seconds = time.monotonic()
+
+    def is_due() -> bool:
+        if kill.place == "save":
+            return any(save not in old_saves and _step_of(save) >= kill.step for save in _unfinished_saves(checkpoints))
+        if kill.place == "border":
+            return f"starts from the checkpoint of step {kill.step}\n" in log_path.read_text()
+        return _last_step(workdir) >= kill.step
+
+    while not is_due():
+        if process.poll() is not None:
+            raise RuntimeError(f"the run ended before {kill}: {log_path.read_text()[-2000:]}")
+        if time.monotonic() > start_seconds + _TIMEOUT_SECONDS:
+            process.kill()
+            raise RuntimeError(f"{kill} did not happen in {_TIMEOUT_SECONDS} s")
+        time.sleep(_POLL_SECONDS)
+    if kill.place != "save":
+        time.sleep(rng.uniform(0.0, 0.05))
+    process.kill()
+    process.wait()
+    place = {"save": "inside a save from step", "border": "at the border of step", "step": "after step"}[kill.place]
+    unfinished = [path.name.partition(".")[0] for path in _unfinished_saves(checkpoints) if path not in old_saves]
+    left = f", unfinished save of step {', '.join(unfinished)}" if unfinished else ""
+    return f"{place} {kill.step}, last row of step {_last_step(workdir)}{left}"
+
+
+def _start(arguments: Sequence[str], workdir: Path, log_path: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "jaxlc.train", *arguments, f"--workdir={workdir}"]
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("w") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+def _unfinished_saves(checkpoints: Path) -> list[Path]:
+    return list(checkpoints.glob("*tmp*")) if checkpoints.is_dir() else []
+
+
+def _step_of(save: Path) -> int:
+    return int(save.name.partition(".")[0])
+
+
+def _last_step(workdir: Path) -> int:
+    """The step of the last complete row; 0 before the first."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def _rows(workdir: Path) -> list[dict]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in _TIMINGS} for line in lines]
+
+
+def checkpoint_arrays(checkpoint: Path) -> dict:
+    """The arrays of a checkpoint by name, numpy."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    handler = ocp.PyTreeCheckpointHandler()
+    tree = handler.metadata(checkpoint / "state").tree
+    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    state = handler.restore(checkpoint / "state", args=ocp.args.PyTreeRestore(restore_args=restore_args))
+    return {jax.tree_util.keystr(path): array for path, array in jax.tree.leaves_with_path(state)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="number of kills (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of their steps and places (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("runs/kill_drill"), help="directory of both runs")
+    flags, arguments = parser.parse_known_args()
+    log = functools.partial(print, flush=True)
+    return 0 if drill(arguments, flags.out, num_kills=flags.kills, seed=flags.seed, log=log) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
