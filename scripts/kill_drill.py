@@ -46,28 +46,35 @@ def plan_kills(stages: Sequence[Stage], num_kills: int, seed: int) -> list[Kill]
     return sorted(kills, key=lambda kill: (kill.step, kill.place))
 
 
-def drill(arguments: Sequence[str], out: Path, *, num_kills: int, seed: int, log: Callable[[str], None]) -> bool:
+def drill(
+    arguments: Sequence[str],
+    out: Path,
+    *,
+    num_kills: int,
+    seed: int,
+    log: Callable[[str], None],
+    undisturbed: Path | None = None,
+) -> bool:
     """Runs both runs and compares them; returns whether they are equal.
 
     Args:
       arguments: of `jaxlc train`, without --workdir.
-      out: directory for both work directories, which must not contain earlier runs.
+      out: directory for the work directories, which must not contain earlier runs.
       log: called with each line of the log.
+      undisturbed: work directory of a finished run. None: it is run here.
     """
     stages = parse(["jaxlc train", *arguments]).stages
     names = ", ".join(f"{stage.name or 'all'} to step {stage.end_step}" for stage in stages)
     log(f"{datetime.date.today()}: {num_kills} kills, seed {seed}; Python {platform.python_version()}")
     log(f"jaxlc train {' '.join(arguments)}; stages: {names}")
-    undisturbed, killed = out / "undisturbed", out / "killed"
-    run = _start(arguments, undisturbed, out / "undisturbed.log")
-    if run.wait(_TIMEOUT_SECONDS):
-        raise RuntimeError(f"the undisturbed run failed: {(out / 'undisturbed.log').read_text()[-2000:]}")
+    killed = out / "killed"
+    if undisturbed is None:
+        undisturbed = out / "undisturbed"
+        _finish(arguments, undisturbed, out / "undisturbed.log")
     rng = random.Random(seed + 1)
     for number, kill in enumerate(plan_kills(stages, num_kills, seed), start=1):
         log(f"kill {number:>2}: {_kill_once(kill, arguments, killed, out / f'killed{number}.log', rng)}")
-    run = _start(arguments, killed, out / "killed.log")
-    if run.wait(_TIMEOUT_SECONDS):
-        raise RuntimeError(f"the last run failed: {(out / 'killed.log').read_text()[-2000:]}")
+    _finish(arguments, killed, out / "killed.log")
     problems = differences(undisturbed, killed, stages[-1].end_step)
     rows = len(_rows(undisturbed))
     log("\n".join(problems) or f"equal: {rows} rows of metrics.jsonl, and all arrays of the last checkpoint, bitwise")
@@ -122,6 +129,12 @@ def _kill_once(kill: Kill, arguments: Sequence[str], workdir: Path, log_path: Pa
     unfinished = [path.name.partition(".")[0] for path in _unfinished_saves(checkpoints) if path not in old_saves]
     left = f", unfinished save of step {', '.join(unfinished)}" if unfinished else ""
     return f"{place} {kill.step}, last row of step {_last_step(workdir)}{left}"
+
+
+def _finish(arguments: Sequence[str], workdir: Path, log_path: Path) -> None:
+    """Runs to the end."""
+    if _start(arguments, workdir, log_path).wait(_TIMEOUT_SECONDS):
+        raise RuntimeError(f"the run failed: {log_path.read_text()[-2000:]}")
 
 
 def _start(arguments: Sequence[str], workdir: Path, log_path: Path) -> subprocess.Popen:

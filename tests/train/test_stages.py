@@ -113,10 +113,11 @@ def test_checkpoint_of_other_stages_raises(config_path, undisturbed, tmp_path):
         loop.run(config, shutil.copytree(undisturbed, tmp_path / "copy"))
 
 
-def test_killed_run_equals_the_undisturbed_run(config_path, tmp_path):
+def test_killed_run_equals_the_undisturbed_run(config_path, undisturbed, tmp_path):
     """Four kills: after a step, inside a save, and at the border. The comparison detects a changed row and array."""
     lines = []
-    equal = kill_drill.drill([f"--config={config_path}"], tmp_path, num_kills=4, seed=3, log=lines.append)
+    arguments = [f"--config={config_path}"]
+    equal = kill_drill.drill(arguments, tmp_path, num_kills=4, seed=3, log=lines.append, undisturbed=undisturbed)
     assert equal and len(lines) == 7, lines
     places = {kill.place for kill in kill_drill.plan_kills(load_stages(read_config(str(config_path))), 4, 3)}
     assert places == {"step", "save", "border"}
@@ -127,7 +128,7 @@ def test_killed_run_equals_the_undisturbed_run(config_path, tmp_path):
     checkpoints = tmp_path / "killed" / "checkpoints"
     shutil.rmtree(checkpoints / "7")
     shutil.copytree(checkpoints / "6", checkpoints / "7")
-    metrics_problem, *array_problems = kill_drill.differences(tmp_path / "undisturbed", tmp_path / "killed", 7)
+    metrics_problem, *array_problems = kill_drill.differences(undisturbed, tmp_path / "killed", 7)
     assert "metrics differ" in metrics_problem and any("embedding" in problem for problem in array_problems)
 
 

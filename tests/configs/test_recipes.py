@@ -1,0 +1,63 @@
+"""The configs of configs/recipes: their devices, their published figures, and their mini variants."""
+
+import re
+
+import pytest
+
+from jaxlc.config import load_stages, read_config
+from jaxlc.config.files import shipped_configs
+from jaxlc.train import loop
+from tests.train import runs
+
+RECIPES = sorted(name for name, path in shipped_configs().items() if path.parent.name == "recipes")
+VARIANTS = {"olmo3_64k": ("", "32b")}  # others: ""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_stages_match_their_topology(name):
+    for variant in VARIANTS.get(name, ("",)):
+        for stage in load_stages(read_config(f"{name}:{variant}")):
+            gpus, domains, size = re.fullmatch(r"(\w+):(\d+)x(\d+)", stage.config.runtime.topology).groups()
+            assert stage.config.mesh.num_devices == int(domains) * int(size) and gpus == "h100"
+            assert stage.config.train.eval_sequences % (stage.config.mesh.data * stage.config.mesh.fsdp) == 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_mini_keeps_the_stages(name):
+    stages, mini = load_stages(read_config(name)), load_stages(read_config(f"{name}:mini"))
+    assert [stage.name for stage in stages] == [stage.name for stage in mini]
+    for stage, small in zip(stages, mini):
+        assert stage.config.attention == small.config.attention and stage.config.memory == small.config.memory
+        assert stage.config.model.rope_scaling == small.config.model.rope_scaling
+        assert stage.config.model.layer_kinds == small.config.model.layer_kinds
+        assert stage.config.optimizer.schedule == small.config.optimizer.schedule
+        assert (stage.optimizer_state, small.config.runtime.simulated_devices) == (small.optimizer_state, 8)
+
+
+def test_recipe_figures_are_those_of_the_sources():
+    """Gao et al. 2024 (arXiv:2410.02660): 20B tokens in steps of 4M and 8M, and 1B. The report of Olmo 3: 50B, 100B."""
+    prolong = load_stages(read_config("extend_512k"))
+    assert [(stage.num_steps, stage.config.tokens_per_step) for stage in prolong] == [
+        (5000, 2**22), (2500, 2**23), (250, 2**22)
+    ]  # fmt: skip
+    assert [stage.config.optimizer.learning_rate for stage in prolong] == [1e-5, 5e-6, 2e-5]
+    assert [stage.config.model.rope_theta for stage in prolong] == [8e6, 1.28e8, 1.28e8]
+    assert [stage.optimizer_state for stage in prolong] == ["carry", "carry", "reset"]
+    (ultralong,) = load_stages(read_config("extend_1m"))
+    assert 1e9 <= ultralong.num_tokens < 1.01e9 and not ultralong.config.attention.document_mask
+    for variant, tokens in (("", 50e9), ("32b", 100e9)):
+        (olmo,) = load_stages(read_config(f"olmo3_64k:{variant}"))
+        assert abs(olmo.num_tokens / tokens - 1) < 0.001 and not olmo.config.optimizer.decay_embeddings
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_mini_trains(name, tmp_path):
+    """Two steps of each stage."""
+    corpus = runs.write_config(tmp_path).with_name("corpus")
+    config = read_config(f"{name}:mini")
+    config.data.update(sources=(str(corpus),), cache_dir=str(tmp_path / "cache"), eval_fraction=0.3)
+    config.train.steps = 2
+    config.stages = [stage.changed(steps=2) for stage in config.stages]
+    result = loop.run(config, tmp_path / "run")
+    assert result.evaluation.loss > 0 and result.step == 2 * max(1, len(config.stages))
