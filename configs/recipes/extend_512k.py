@@ -11,8 +11,6 @@ Lengths, steps, batch sizes, learning rates, RoPE bases and shares of the data a
     jaxlc train --config=extend_512k --config.model.init_from=meta-llama/Meta-Llama-3-8B-Instruct
 """
 
-from typing import Any
-
 from ml_collections import ConfigDict
 
 from jaxlc.config import check_variant, defaults, shrink_for_cpu
@@ -68,16 +66,16 @@ def get_config(variant: str = "") -> ConfigDict:
     return config
 
 
-def _sources() -> dict[str, dict[str, Any]]:
+def _sources() -> dict[str, dict]:
     sources = {name: dict(paths=f"prolong/{name}") for name in (*_SHARES_64K, "ultrachat")}
     for name in ("code", "books"):
         sources[f"{name}_512k"] = dict(paths=f"prolong/{name}", pool="full_length")
     return sources
 
 
-def _shares(shares: dict[str, float], chunk_tokens: int = 0) -> dict[str, dict[str, Any]]:
+def _shares(shares: dict[str, float], chunk_tokens: int = 0) -> dict[str, dict]:
     """The mixture of a stage; code and books are cut into chunks."""
-    mixture: dict[str, dict[str, Any]] = {name: dict(share=share) for name, share in shares.items()}
+    mixture: dict[str, dict] = {name: dict(share=share) for name, share in shares.items()}
     for name in {"code", "books"} & shares.keys():
         mixture[name]["chunk_tokens"] = chunk_tokens
     return mixture
