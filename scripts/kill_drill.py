@@ -24,7 +24,7 @@ from jaxlc.config.command_line import parse
 
 _POLL_SECONDS = 0.001
 _TIMEOUT_SECONDS = 600
-_TIMINGS = ("tokens_per_second", "step_seconds")
+_TIMINGS = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "mfu_documents")
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def test_killed_run_equals_the_undisturbed_run(config_path, undisturbed, tmp_pat
     assert "metrics differ" in metrics_problem and any("embedding" in problem for problem in array_problems)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_two_processes_cross_the_border_with_equal_losses(config_path, undisturbed, tmp_path):
     for run in runs.start_pair(config_path, tmp_path):
         runs.finish(run)
