@@ -1,6 +1,6 @@
 """Measures the data path on a store on disk: tokens/s of one core, and memory, with a mixture of text and chats.
 
-    python -m benchmarks.data_path [--gigabytes=20] [--seq_len=131072] [--seconds=10] [--directory=DIR]
+    python -m benchmarks.data_path --gigabytes=20 --seq_len=131072 --seconds=10
 
 It writes stores of random document lengths, most of it as holes of sparse files, so that 20 GB take little space; a
 hole is read like data, as pages of zeros. It prints JSON lines: the first sequences are read in one thread, then whole

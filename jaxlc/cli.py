@@ -20,6 +20,7 @@ VERBS = {
     "train": Verb("jaxlc.train", "train a model; resumes from the latest valid checkpoint in --workdir"),
     "plan": Verb("jaxlc.plan", "compile the training step ahead of time, without a GPU: memory, overlap, step time"),
     "sweep": Verb("jaxlc.sweep", "plan or measure many meshes and rank them"),
+    "data": Verb("jaxlc.data", "`jaxlc data report`: documents and tokens of each source, shares and epochs of a run"),
     "profile": Verb("jaxlc.profile", "compare a trace of training steps with the plan's estimate"),
     "generate": Verb("jaxlc.generation", "continue a prompt with the model of a run or of a Hugging Face directory"),
     "eval": Verb("jaxlc.evals", "score a run or a Hugging Face directory at chosen context lengths: needle, RULER"),

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 
 from jaxlc.config import Config, Stage
 from jaxlc.core.errors import UserError
-from jaxlc.data import Corpus, batches, open_corpus
-from jaxlc.data.loader import Sequences
+from jaxlc.data import Corpus, open_corpus
+from jaxlc.data.loader import Sequences, batches
 from jaxlc.data.ngrams import ngram_losses
 from jaxlc.data.shares import share_lines
 from jaxlc.data.tokenizers import Tokenizer, load_tokenizer

@@ -1,0 +1,53 @@
+"""usage: jaxlc data report --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
+
+Prints the documents and tokens of each source by length, and the shares and epochs of the run, and writes a picture of
+them to WORKDIR/data.png. Sources that are not tokenized yet are tokenized, as a run would do. JAX does not start.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.values import did_you_mean
+from jaxlc.core import extras
+from jaxlc.core.paths import displayed
+
+PLOT_FILE = "data.png"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, program name first; returns the exit status."""
+    actions = [argument for argument in argv[1:] if not argument.startswith("-")]
+    if actions != ["report"] and not any(argument in ("--help", "-help", "-h") for argument in argv):
+        print(f"error: unknown command {' '.join(actions)!r}: {did_you_mean([], ['report'])}", file=sys.stderr)
+        return 2
+    return run_main(_report, [argument for argument in argv if argument != "report"], description=__doc__)
+
+
+def _report(command: ParsedCommand) -> int:
+    from jaxlc.data.corpus import open_corpus
+    from jaxlc.data.data_report import report_text, source_lengths, stage_shares
+
+    sources, stages = {}, []
+    for name, config in (("", command.config),):
+        corpus = open_corpus(config.data, log=lambda line: print(line, file=sys.stderr))
+        for warning in corpus.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        sources |= {source.name: source for source in source_lengths(corpus)}
+        stages.append(stage_shares(name, corpus, config.train.steps * config.train.global_batch_size))
+    print(report_text(list(sources.values()), stages))
+    if extras.is_installed("matplotlib"):
+        from jaxlc.data.data_report_plot import report_figure
+
+        path = Path(command.workdir) / PLOT_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report_figure(list(sources.values()), stages).savefig(path)
+        print(f"\nplot  {displayed(path)}")
+    else:
+        print(f"\nplot skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
