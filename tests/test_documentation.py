@@ -169,8 +169,9 @@ def check_arguments(arguments: list[str]) -> None:
     verb, *flags = arguments
     # The model is read when the flags are parsed, and need not exist on this machine.
     flags = [flag for flag in flags if not flag.startswith("--config.model.init_from=")]
+    flags = [flag for flag in flags if (verb, flag) != ("data", "report")]
     own = [flag for flag in flags if not re.match(r"--(no)?config[.=]", flag)]
-    takes_paths = verb in ("data", "eval", "export", "generate", "profile")
+    takes_paths = verb in ("eval", "export", "generate", "profile")
     own = [flag for flag in own if not takes_paths or flag.startswith("-")]
     unknown = [flag for flag in own if flag.partition("=")[0] not in flags_of(verb)]
     if unknown:

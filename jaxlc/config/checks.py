@@ -54,7 +54,12 @@ RANGES: dict[str, dict[str, _Range]] = {
     "mesh": dict.fromkeys(MESH_AXES, _FROM_1),
     "attention": dict(ulysses_degree=_FROM_1, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
     "data": dict(
-        seq_len=_FROM_1, eval_fraction=_OPEN_FRACTION, max_bad_records=_FROM_0, seed=_FROM_0, prefetch_steps=_FROM_0
+        seq_len=_FROM_1,
+        eval_fraction=_OPEN_FRACTION,
+        max_bad_records=_FROM_0,
+        tokenizing_processes=_FROM_0,
+        seed=_FROM_0,
+        prefetch_steps=_FROM_0,
     ),
     "optimizer": dict(
         learning_rate=_FROM_0,

@@ -195,6 +195,8 @@ class DataConfig:
     eval_sources: tuple[str, ...] = ()
     seed: int = 0  # random seed of the order of sequences
     cache_dir: str = "~/.cache/jaxlc"  # directory where tokenized corpora are stored
+    # number of processes that tokenize a corpus of more than 64 MB; 0: one per CPU core.
+    tokenizing_processes: int = 0
     prefetch_steps: int = 2  # number of batches prepared in advance; 0: none
 
 

@@ -116,7 +116,7 @@ def _record_documents(file: SourceFile, fields: Fields, bad_records: BadRecords)
         raise UserError(
             f"{file.setting}: {str(file.path)!r} contains token IDs: set token_field='tokens' of its source"
         )
-    for record in read_records(file.path, fields.document, file.setting):
+    for record in read_records(file.path, fields.document, file.setting, file.lines):
         try:
             document = _document(file, record, fields)
         except BadRecord as error:

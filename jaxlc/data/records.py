@@ -37,17 +37,18 @@ class Record(NamedTuple):
     values: dict[str, Any] | BadRecord  # by field
 
 
-def read_records(path: Path, field: str, setting: str) -> Iterator[Record]:
+def read_records(path: Path, field: str, setting: str, lines: tuple[int, int, int] | None = None) -> Iterator[Record]:
     """Yields the records of a file in order; of columns, only those that `field` needs are read, and `tools`.
 
     Args:
       field: dotted name of the field that holds the document.
       setting: that lists the file; named in errors.
+      lines: as `SourceFile.lines`.
     Raises:
       UserError: the file cannot be read, or has no such column.
     """
     if path.name.endswith(JSON_SUFFIXES):
-        yield from _json_records(path, setting)
+        yield from _json_records(path, setting, lines)
     elif path.name.endswith(MEGATRON_SUFFIX):
         yield from _megatron_records(path)
     else:
@@ -76,9 +77,15 @@ def field_of(record: Record, field: str) -> Any:
     return value
 
 
-def _json_records(path: Path, setting: str) -> Iterator[Record]:
+def _json_records(path: Path, setting: str, span: tuple[int, int, int] | None) -> Iterator[Record]:
     with _opened(path, setting) as lines:
-        for number, line in enumerate(lines, start=1):
+        begin, end, first = span or (0, None, 1)
+        if span:
+            lines.seek(begin)
+        for number, line in enumerate(lines, start=first):
+            if end is not None and begin >= end:
+                return
+            begin += len(line)
             if line.strip():
                 yield Record(f"{path}:{number}", number, _json_object(line, f"{path}:{number}"))
 

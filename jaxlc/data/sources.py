@@ -38,6 +38,8 @@ class SourceFile:
     size_bytes: int
     modified_ns: int
     setting: str = "data.sources"  # that lists it; named in errors
+    # Only some lines of a .jsonl file: begin and end in bytes, and the number of the first line. None: the entire file.
+    lines: tuple[int, int, int] | None = None
 
 
 class FileList(NamedTuple):

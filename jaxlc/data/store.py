@@ -1,10 +1,11 @@
 """The token store: a corpus that is tokenized once and then memory-mapped.
 
-It consists of two files in the cache directory. KEY is a hash of the source files, the tokenizer and the settings:
+It consists of these files in the cache directory. KEY is a hash of the source files, the tokenizer and the settings:
 
-    KEY.tokens.npy   the tokens of every document, each document followed by its end-of-document token
-    KEY.index.npz    document offsets, split hashes, answers of chats, counts of invalid UTF-8 and of bad records, and a
-                     fingerprint of the content
+    KEY.tokens.npy      the tokens of every document, each document followed by its end-of-document token
+    KEY.index.npz       document offsets, split hashes, answers of chats, counts of invalid UTF-8 and of bad records,
+                        and a fingerprint of the content
+    KEY.manifest.json   the parts of a large corpus that several processes have tokenized; see `data.parts`
 
 Making it takes memory for two batches of text with their tokens, and 24 bytes per document.
 """
@@ -12,6 +13,7 @@ Making it takes memory for two batches of text with their tokens, and 24 bytes p
 import functools
 import hashlib
 import os
+import shutil
 import tempfile
 import time
 from array import array
@@ -25,11 +27,12 @@ import numpy as np
 
 from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
+from jaxlc.data import parallel_tokenizing
 from jaxlc.data.chat import load_chat_template
 from jaxlc.data.documents import BadRecords, Fields
 from jaxlc.data.lock import locked
 from jaxlc.data.sources import SourceFile, split_hash
-from jaxlc.data.tokenized_pieces import Log, Reader, tokenized_pieces
+from jaxlc.data.tokenized_pieces import Log, Reader, TokenizedPiece, tokenized_pieces
 from jaxlc.data.tokenizers import Tokenizer
 
 Progress = Callable[[int, int], None]  # (bytes of text tokenized, total bytes)
@@ -121,7 +124,13 @@ def open_store(
             with locked(directory / f"{key}.lock.tmp", on_wait):
                 if _read(tokens_path, index_path, tokenizer) is None:  # no other process has written it meanwhile
                     _delete_leftovers(directory, key)
-                    _write(tokens_path, index_path, files, reader, tokenizer, progress, log)
+                    parts = directory / f"{key}.parts"
+                    if sum(file.size_bytes for file in files) < parallel_tokenizing.MIN_BYTES:
+                        stream = tokenized_pieces(files, reader, tokenizer, log)
+                    else:
+                        stream = parallel_tokenizing.parallel_pieces(parts, files, reader, config, tokenizer, log)
+                    _write(tokens_path, index_path, files, stream, reader, tokenizer, progress)
+                    _keep_manifest(parts, directory / f"{key}.manifest.json")
         except OSError as error:
             raise UserError(
                 f"cannot write to data.cache_dir {config.cache_dir!r} ({error.strerror or error}); use a writable"
@@ -188,16 +197,16 @@ def _write(
     tokens_path: Path,
     index_path: Path,
     files: Sequence[SourceFile],
+    stream: Iterator[TokenizedPiece],
     reader: Reader,
     tokenizer: Tokenizer,
     progress: Progress | None,
-    log: Log,
 ) -> None:
     total_bytes, ended_bytes, piece_bytes = sum(file.size_bytes for file in files), 0, 0
     split_hashes, invalid, answers = array("d"), InvalidUtf8(), array("q")
     with _replacing(tokens_path) as out:
         tokens = _TokenWriter(out, np.min_scalar_type(tokenizer.vocab_size - 1))
-        for piece, ids, spans in tokenized_pieces(files, reader, tokenizer, log):
+        for piece, ids, spans in stream:
             if spans is not None:
                 answers.frombytes((spans + tokens.num_tokens).tobytes())
             tokens.add(ids)
@@ -226,6 +235,13 @@ def _write(
         )
     if progress is not None:
         progress(total_bytes, total_bytes)
+
+
+def _keep_manifest(parts: Path, path: Path) -> None:
+    """Deletes the files of the parts, except for the manifest, if there are any."""
+    if parts.is_dir():
+        os.replace(parts / "manifest.json", path)
+        shutil.rmtree(parts)
 
 
 class _TokenWriter:

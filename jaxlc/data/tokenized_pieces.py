@@ -20,6 +20,13 @@ _BYTES_PER_CHARACTER = 180  # of memory that the package tokenizers needs
 _LONG_PIECE = 4 * _BATCH_CHARACTERS  # a warning comes before a longer piece is tokenized
 
 
+class Counts(NamedTuple):
+    """Of a document."""
+
+    num_bytes: int
+    num_invalid: int = 0  # characters that are not valid UTF-8
+
+
 class DocumentCounts:
     """The blocks of a document, counted while they are read."""
 
@@ -39,7 +46,7 @@ class Piece(NamedTuple):
 
     content: bytes | str | np.ndarray | RenderedChat
     document: str  # name
-    counts: DocumentCounts  # complete at the last piece
+    counts: DocumentCounts | Counts  # complete at the last piece
     is_last: bool
 
     @property
@@ -135,8 +142,7 @@ def _id_pieces(document: Document, reader: Reader, tokenizer: Tokenizer) -> Iter
             BadRecord(f"{document.where}: token {wrong}, expected 0 to {tokenizer.vocab_size - 1} of data.tokenizer")
         )
         return
-    counts = DocumentCounts(())
-    counts.num_bytes = ids.nbytes
+    counts = Counts(ids.nbytes)
     yield Piece(ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids, document.name, counts, is_last=True)
 
 
@@ -147,9 +153,7 @@ def _chat_pieces(document: Document, reader: Reader) -> Iterator[Piece]:
     except BadRecord as error:
         reader.bad_records.add(error)
         return
-    counts = DocumentCounts(())
-    counts.num_bytes = len(rendered.text)
-    yield Piece(rendered, document.name, counts, is_last=True)
+    yield Piece(rendered, document.name, Counts(len(rendered.text)), is_last=True)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
