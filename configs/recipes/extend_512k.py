@@ -55,7 +55,7 @@ def get_config(variant: str = "") -> ConfigDict:
             name="sft",
             steps=250,  # 1 billion tokens
             optimizer_state="reset",
-            data=dict(seq_len=65_536, mixture=_shares(dict(ultrachat=1.0))),
+            data=dict(seq_len=65_536, mixture=_shares(dict(ultrachat=1.0)), chat_template="llama3"),
             model=dict(rope_theta=1.28e8),
             optimizer=dict(learning_rate=2e-5, warmup_steps=13),
             train=dict(global_batch_size=64, gradient_accumulation_steps=8),
@@ -67,7 +67,8 @@ def get_config(variant: str = "") -> ConfigDict:
 
 
 def _sources() -> dict[str, dict]:
-    sources = {name: dict(paths=f"prolong/{name}") for name in (*_SHARES_64K, "ultrachat")}
+    sources = {name: dict(paths=f"prolong/{name}") for name in _SHARES_64K}
+    sources["ultrachat"] = dict(paths="prolong/ultrachat", chat_field="messages")
     for name in ("code", "books"):
         sources[f"{name}_512k"] = dict(paths=f"prolong/{name}", pool="full_length")
     return sources

@@ -185,7 +185,7 @@ class DataConfig:
     text_field: str = "text"
     # number of records of a source, without a document that can be used, that are skipped with a warning.
     max_bad_records: int = 0
-    # template of chats: a Jinja file, or "chatml". Empty: that of the tokenizer.
+    # template of chats: a Jinja file, "chatml", or "llama3". Empty: that of the tokenizer.
     chat_template: str = ""
     # fraction of documents held out for evaluation, selected by a hash of their names. With too few documents, this
     # fraction of the longest one, at its end.

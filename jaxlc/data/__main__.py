@@ -29,13 +29,15 @@ def _report(command: ParsedCommand) -> int:
     from jaxlc.data.corpus import open_corpus
     from jaxlc.data.data_report import report_text, source_lengths, stage_shares
 
-    sources, stages = {}, []
-    for name, config in (("", command.config),):
+    sources, stages, warnings = {}, [], {}
+    for stage in command.stages:
+        config = stage.config
         corpus = open_corpus(config.data, log=lambda line: print(line, file=sys.stderr))
-        for warning in corpus.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+        warnings |= dict.fromkeys(corpus.warnings)
         sources |= {source.name: source for source in source_lengths(corpus)}
-        stages.append(stage_shares(name, corpus, config.train.steps * config.train.global_batch_size))
+        stages.append(stage_shares(stage.name, corpus, stage.num_steps * config.train.global_batch_size))
+    for warning in warnings:  # each once, in order
+        print(f"warning: {warning}", file=sys.stderr)
     print(report_text(list(sources.values()), stages))
     if extras.is_installed("matplotlib"):
         from jaxlc.data.data_report_plot import report_figure

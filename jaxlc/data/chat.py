@@ -30,13 +30,22 @@ if TYPE_CHECKING:
 ASSISTANT = "assistant"
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark answers in rendered text
 _END_OF_TURN = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])$")  # such as <|im_end|>, </s>, [/INST]
-# The template of data.chat_template="chatml": text only, without tools.
-CHATML = (
+# The templates that data.chat_template can name: text only, without tools.
+_CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+_LLAMA3 = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|eot_id|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+TEMPLATES = {"chatml": _CHATML, "llama3": _LLAMA3}
 
 
 class RenderedChat(NamedTuple):
@@ -148,22 +157,23 @@ def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplat
     """The template of data.chat_template, or else of the tokenizer.
 
     Args:
-      setting: data.chat_template: a path, "chatml", or "".
+      setting: data.chat_template: a path, a key of TEMPLATES, or "".
       tokenizer_file: the tokenizer.json, next to which tokenizer_config.json and chat_template.jinja are; None: bytes.
     Raises:
       UserError: there is no template, or it cannot be read.
     """
     values = _tokenizer_config(tokenizer_file)
     special_tokens = _special_tokens(values)
-    if setting == "chatml":
-        return ChatTemplate(CHATML, special_tokens, "the template 'chatml'")
+    if setting in TEMPLATES:
+        return ChatTemplate(TEMPLATES[setting], special_tokens, f"the template {setting!r}")
     path = Path(setting).expanduser() if setting else tokenizer_file and tokenizer_file.parent / "chat_template.jinja"
     if path and (setting or path.is_file()):
         try:
             return ChatTemplate(path.read_text(), special_tokens, str(path))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"cannot read data.chat_template {str(path)!r} ({reason_of(error)}); use a Jinja file, or 'chatml'"
+                f"cannot read data.chat_template {str(path)!r} ({reason_of(error)}); use a Jinja file, or"
+                f" {' or '.join(TEMPLATES)}"
             ) from error
     template = values.get("chat_template")
     if isinstance(template, list):  # several, by name
@@ -171,7 +181,7 @@ def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplat
     if not isinstance(template, str):
         raise UserError(
             "data.tokenizer has no chat template, which a source of chats needs: set --config.data.chat_template to a"
-            " Jinja file, or to 'chatml'"
+            f" Jinja file, or to {' or '.join(TEMPLATES)}"
         )
     return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")
 

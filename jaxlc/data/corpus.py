@@ -192,7 +192,7 @@ def _open_source(
       UserError: it selects no document.
     """
     config = opener.config
-    split = opener.split(store, eval_store, _setting(source))
+    split = opener.split(store, eval_store, _setting(source), has_own_text=source.paths != (PYTHON_STDLIB,))
     num_overlong = int((np.diff(store.offsets) > config.seq_len).sum())
     if num_overlong and overlong_rule(source) != "cut":
         rule = {"drop": "dropped", "truncate": "truncated"}[overlong_rule(source)]

@@ -41,7 +41,16 @@ def report_figure(sources: Sequence[SourceLengths], stages: Sequence[StageShares
         axes.set_xlabel(label)
     epochs.margins(x=0.15)
     if len(stages) > 1:
-        shares.legend(fontsize=8, frameon=False, title="stage", title_fontsize=8)
+        figure.legend(
+            handles=shares.get_legend_handles_labels()[0],
+            loc="outside lower right",
+            ncols=len(stages),
+            fontsize=8,
+            frameon=False,
+            title="stage",
+            title_fontsize=8,
+            alignment="left",
+        )
     lengths.set_yticks(rows, names)
     lengths.invert_yaxis()
     plot_style.set_title(figure, "Tokens of each source by document length; shares and epochs of the run")

@@ -19,6 +19,7 @@ def write_report(
     num_tokens: int,
     evaluation: Evaluation | None,
     baselines: dict[str, float],
+    waiting_share: float | None = None,
 ) -> str:
     """Writes the plots to `workdir` and returns the summary, plain text.
 
@@ -28,6 +29,7 @@ def write_report(
       num_tokens: of these steps, over all devices, padding included.
       evaluation: of the parameters after `step` optimizer steps; None if there are no held-out sequences.
       baselines: name -> loss of n-gram models on the same sequences, in nats.
+      waiting_share: share of the time of the steps that was spent waiting on data; None if it is not known.
     """
     rows = read_rows(workdir / METRICS_FILE)
     history, earlier = History(rows), History([row for row in rows if row["step"] < step])  # without `evaluation`
@@ -56,6 +58,7 @@ def write_report(
             "",
             f"trained         {step} steps, {num_tokens:,} tokens{speed}",
             *flops,
+            *([] if waiting_share is None else [f"waiting         {waiting_share:.2%} of the time, for data"]),
             f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} nats per token",
             *heldout,
             *write_plots(workdir, rows, baselines, evaluation),

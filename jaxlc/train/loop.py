@@ -285,7 +285,7 @@ def _finish(
         if jax.process_index() == 0:
             baselines = data.baselines(run.config)
             num_tokens = num_tokens_until(stages, end.step)
-            run.progress.log(write_report(run.workdir, end.step, num_tokens, evaluation, baselines))
+            run.progress.log(write_report(run.workdir, end.step, num_tokens, evaluation, baselines, data.waiting.share))
     run.checkpoints.close()
     run.metrics.close()
     metrics = run.workdir / METRICS_FILE

@@ -16,6 +16,7 @@ from jaxlc.data.ngrams import ngram_losses
 from jaxlc.data.shares import share_lines
 from jaxlc.data.tokenizers import Tokenizer, load_tokenizer
 from jaxlc.data.user_batches import EndOfBatches, ListedSequences, StreamedSequences
+from jaxlc.data.waiting import WaitingTime
 from jaxlc.train.batch import BATCH_SPEC
 from jaxlc.train.evaluation import FiniteSequences
 from jaxlc.train.progress import Progress
@@ -37,6 +38,7 @@ class RunData:
     fingerprint: str  # equal for two runs if all sequences are equal
     lines: list[str]  # description, printed at the start of the run
     corpus: Corpus | None = field(default=None, repr=False)  # None: user-provided batches
+    waiting: WaitingTime = field(default_factory=WaitingTime, repr=False)  # of the loop over `batches`
 
     def baselines(self, config: Config) -> dict[str, float]:
         """Held-out losses of n-gram models, in nats; empty without a corpus."""
@@ -63,9 +65,10 @@ class RunData:
         )
         with contextlib.closing(stream):
             if self.corpus is not None:  # endless
-                yield from ((arrays, count == num_steps) for count, arrays in enumerate(stream, start=1))
+                timed = self.waiting.timed(stream)
+                yield from ((arrays, count == num_steps) for count, arrays in enumerate(timed, start=1))
             else:
-                yield from _marking_last(itertools.islice(_until_end(stream), num_steps))
+                yield from self.waiting.timed(_marking_last(itertools.islice(_until_end(stream), num_steps)))
 
 
 def _until_end(stream: Iterator) -> Iterator:

@@ -13,7 +13,7 @@ from jaxlc.data import open_corpus
 from jaxlc.data.chat import ChatTemplate, encode_chats, load_chat_template
 from jaxlc.data.records import BadRecord
 from jaxlc.data.tokenizers import load_tokenizer
-from tests.data.chat_styles import CHATML, CHATS, TOOL_CHAT, VARIABLES, cases, without_markers, write_tokenizer
+from tests.data.chat_styles import CHATML, CHATS, HEADERS, TOOL_CHAT, VARIABLES, cases, without_markers, write_tokenizer
 
 CASES = cases()
 
@@ -80,6 +80,8 @@ def test_chat_template_is_found_next_to_the_tokenizer(tmp_path: Path):
     (directory / "chat_template.jinja").write_text(CHATML.replace("<|im_start|>", "<s>"))
     assert load_chat_template("", file).render(CHATS[0]["messages"], None, "x").text.startswith("<s>user\n")
     assert load_chat_template("chatml", None).render(CHATS[0]["messages"], None, "x").text == expected.text
+    llama3 = load_chat_template("llama3", file).render(CHATS[0]["messages"], None, "x")
+    assert llama3 == render(HEADERS, CHATS[0])
     with pytest.raises(UserError, match="data.tokenizer has no chat template.*data.chat_template"):
         load_chat_template("", None)
     with pytest.raises(UserError, match="cannot read data.chat_template"):
