@@ -83,21 +83,22 @@ def _shares(shares: dict[str, float], chunk_tokens: int = 0) -> dict[str, dict]:
 
 
 def _shrink(config: ConfigDict) -> None:
-    """Sequences of 256 and 2,048 tokens of Python code, 28 steps in all."""
+    """Sequences of 256 and 2,048 tokens of Python code, 512 of synthetic chats; 28 steps in all."""
     shrink_for_cpu(config)
     config.mesh.update(fsdp=2, context=4)
     config.train.update(eval_sequences=2, eval_every_steps=0, checkpoint_every_steps=4)
     config.data.mixture = {name: fields | dict(paths="python-stdlib") for name, fields in _sources().items()}
+    config.data.mixture.ultrachat.paths = __file__.removesuffix("extend_512k.py") + "mini_chats.jsonl"
     mixtures = {
         "64k": _shares(dict(code=1.0)),
         "512k": _shares(dict(code_512k=0.5, code=0.5), chunk_tokens=256),
-        "sft": _shares(dict(code=1.0)),
+        "sft": _shares(dict(ultrachat=1.0)),
     }
-    sizes = {"64k": (12, 256, 8), "512k": (10, 2048, 2), "sft": (6, 256, 8)}  # steps, seq_len, global batch size
+    sizes = {"64k": (12, 256, 8), "512k": (10, 2048, 2), "sft": (6, 512, 4)}  # steps, seq_len, global batch size
     stages = []
     for stage in config.stages:
         num_steps, seq_len, batch_size = sizes[stage.name]
-        data = dict(seq_len=seq_len, mixture=mixtures[stage.name])
+        data = dict(seq_len=seq_len, mixture=mixtures[stage.name], chat_template="chatml")
         optimizer = dict(learning_rate=3e-3, warmup_steps=2)
         train = dict(global_batch_size=batch_size, gradient_accumulation_steps=1)
         stages.append(stage.changed(steps=num_steps, data=data, optimizer=optimizer, train=train))
