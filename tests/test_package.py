@@ -74,7 +74,8 @@ def test_wheel_contains_package_configs_and_licence_only(wheel):
 
 
 def configs() -> list[Path]:
-    paths = sorted((ROOT / "configs").rglob("*.py"))
+    """The config files and their data, relative to configs/."""
+    paths = sorted(path for suffix in ("py", "jsonl") for path in (ROOT / "configs").rglob(f"*.{suffix}"))
     assert paths
     return [path.relative_to(ROOT / "configs") for path in paths]
 

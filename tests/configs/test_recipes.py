@@ -7,7 +7,6 @@ import pytest
 from jaxlc.config import load_stages, read_config
 from jaxlc.config.files import shipped_configs
 from jaxlc.train import loop
-from tests.train import runs
 
 RECIPES = sorted(name for name, path in shipped_configs().items() if path.parent.name == "recipes")
 VARIANTS = {"olmo3_64k": ("", "32b")}  # others: ""
@@ -28,7 +27,8 @@ def test_recipe_mini_keeps_the_stages(name):
     assert [stage.name for stage in stages] == [stage.name for stage in mini]
     for stage, small in zip(stages, mini):
         assert stage.config.attention == small.config.attention and stage.config.memory == small.config.memory
-        assert stage.config.model.rope_scaling == small.config.model.rope_scaling
+        scaling = stage.config.model.rope_scaling
+        assert scaling in (small.config.model.rope_scaling, "llama3")  # llama3 is that of the preset
         assert stage.config.model.layer_kinds == small.config.model.layer_kinds
         assert stage.config.optimizer.schedule == small.config.optimizer.schedule
         assert (stage.optimizer_state, small.config.runtime.simulated_devices) == (small.optimizer_state, 8)
@@ -43,6 +43,16 @@ def test_recipe_figures_are_those_of_the_sources():
     assert [stage.config.optimizer.learning_rate for stage in prolong] == [1e-5, 5e-6, 2e-5]
     assert [stage.config.model.rope_theta for stage in prolong] == [8e6, 1.28e8, 1.28e8]
     assert [stage.optimizer_state for stage in prolong] == ["carry", "carry", "reset"]
+    (sft,) = load_stages(read_config("sft_128k"))
+    assert (sft.num_steps, sft.config.tokens_per_step, sft.config.optimizer.learning_rate) == (250, 2**22, 2e-5)
+    for stage in (prolong[2], sft):
+        assert [source.chat_field for source in stage.config.data.mixture] == ["messages"]
+    for stage, full in zip(prolong[:2], (set(), {"books_512k", "code_512k"})):
+        shares = {source.name: source.share for source in stage.config.data.mixture}
+        assert (
+            abs(sum(shares.values()) - 1) < 1e-9 and abs(sum(shares[name] for name in full) - 0.2 * bool(full)) < 1e-9
+        )
+        assert {source.name for source in stage.config.data.mixture if source.pool == "full_length"} == full
     (ultralong,) = load_stages(read_config("extend_1m"))
     assert 1e9 <= ultralong.num_tokens < 1.01e9 and not ultralong.config.attention.document_mask
     for variant, tokens in (("", 50e9), ("32b", 100e9)):
@@ -54,9 +64,8 @@ def test_recipe_figures_are_those_of_the_sources():
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_mini_trains(name, tmp_path):
     """Two steps of each stage."""
-    corpus = runs.write_config(tmp_path).with_name("corpus")
     config = read_config(f"{name}:mini")
-    config.data.update(sources=(str(corpus),), cache_dir=str(tmp_path / "cache"), eval_fraction=0.3)
+    config.data.update(cache_dir=str(tmp_path / "cache"), eval_fraction=0.1)
     config.train.steps = 2
     config.stages = [stage.changed(steps=2) for stage in config.stages]
     result = loop.run(config, tmp_path / "run")
