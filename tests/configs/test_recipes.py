@@ -47,12 +47,10 @@ def test_recipe_figures_are_those_of_the_sources():
     assert (sft.num_steps, sft.config.tokens_per_step, sft.config.optimizer.learning_rate) == (250, 2**22, 2e-5)
     for stage in (prolong[2], sft):
         assert [source.chat_field for source in stage.config.data.mixture] == ["messages"]
-    for stage, full in zip(prolong[:2], (set(), {"books_512k", "code_512k"})):
-        shares = {source.name: source.share for source in stage.config.data.mixture}
-        assert (
-            abs(sum(shares.values()) - 1) < 1e-9 and abs(sum(shares[name] for name in full) - 0.2 * bool(full)) < 1e-9
-        )
-        assert {source.name for source in stage.config.data.mixture if source.pool == "full_length"} == full
+    for stage, full in zip(prolong[:2], (dict(), dict(books_512k=0.05, code_512k=0.15))):
+        assert abs(sum(source.share for source in stage.config.data.mixture) - 1) < 1e-9
+        full_length = (source for source in stage.config.data.mixture if source.pool == "full_length")
+        assert {source.name: source.share for source in full_length} == full
     (ultralong,) = load_stages(read_config("extend_1m"))
     assert 1e9 <= ultralong.num_tokens < 1.01e9 and not ultralong.config.attention.document_mask
     for variant, tokens in (("", 50e9), ("32b", 100e9)):
