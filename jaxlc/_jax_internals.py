@@ -22,6 +22,7 @@ _CUDNN_OPERANDS = (
     "page_table_v",
 )  # fmt: skip
 _NO_SCORE_MODIFIER: dict[str, Any] = {"score_mod_args": (), "score_mod": None}
+_NO_SCORE_MODIFIER_OF_PRIMITIVES: dict[str, Any] = {"score_mod_name": None, "score_mod_jaxpr": None}
 
 
 def backends_are_initialized() -> bool:
@@ -104,6 +105,67 @@ def cudnn_attention_backward(
     return _call_cudnn(fmha._dot_product_attention_bwd_impl, *operands, **settings)
 
 
+def cudnn_packed_forward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    q_lengths_BM: jax.Array,
+    kv_lengths_BM: jax.Array,
+    q_offsets: jax.Array,
+    kv_offsets: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """One call of cuDNN's fused attention over B x M documents: (out_BTNH in q's dtype, lse [B x M, N, T] float32).
+
+    Document i has the first T rows at most from element q_offsets[i] of q on, and the first S rows at most from element
+    kv_offsets[i] of k and v on. Rows of out and lse that belong to no document are undefined. The primitives are called
+    directly: JAX's wrapper computes offsets itself, for grouped queries wrongly in 0.10.1, and in int32.
+
+    Args:
+      q_lengths_BM, kv_lengths_BM: int32 [B, M], M > 1: number of queries and of keys of each document, at most T and S.
+      q_offsets, kv_offsets: int32 [B, M + 1], in elements. cuDNN reads the first B x M + 1 of them, in row-major order.
+      causal: query j of a document attends to its first j + 1 keys. False: to all of its keys.
+
+    Private: as `cudnn_attention_forward`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    fmha = _cudnn_fused_attention()
+    packed = (q_lengths_BM, kv_lengths_BM, q_offsets, kv_offsets)
+    operands = _packed_cudnn_operands(q_BTNH, k_BSKH, v_BSKH, packed)
+    settings = _packed_cudnn_settings(scale, causal)
+    return tuple(fmha._dot_product_attention_fwd_p.bind(*operands, **settings, is_training=True))
+
+
+def cudnn_packed_backward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    q_lengths_BM: jax.Array,
+    kv_lengths_BM: jax.Array,
+    q_offsets: jax.Array,
+    kv_offsets: jax.Array,
+    out_BTNH: jax.Array,
+    lse: jax.Array,
+    dout_BTNH: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One call of cuDNN's backward over B x M documents: (dq, dk, dv) in q's dtype, without the gradient of the lse.
+
+    Args:
+      lse: [B x M, N, T] float32, of each document. The other arguments and undefined rows as in `cudnn_packed_forward`.
+
+    Private: as `cudnn_attention_forward`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    fmha = _cudnn_fused_attention()
+    packed = (q_lengths_BM, kv_lengths_BM, q_offsets, kv_offsets)
+    operands = _packed_cudnn_operands(q_BTNH, k_BSKH, v_BSKH, packed)
+    settings = _packed_cudnn_settings(scale, causal)
+    return tuple(fmha._dot_product_attention_bwd_p.bind(*operands, lse, out_BTNH, dout_BTNH, **settings))
+
+
 @functools.cache
 def changed_cudnn_attention() -> str | None:
     """How the private API of cuDNN's attention differs from the one that is used here; None if it does not.
@@ -125,6 +187,23 @@ def changed_cudnn_attention() -> str | None:
         changed = parameters ^ (settings | names)
         if changed:
             return f"{prefix}: {implementation.__name__} has other parameters ({', '.join(sorted(changed))})"
+    return _changed_cudnn_primitives(fmha, settings, prefix)
+
+
+def _changed_cudnn_primitives(fmha, settings: set[str], prefix: str) -> str | None:
+    """`changed_cudnn_attention` of the two primitives, whose parameters are those of their abstract evaluation."""
+    extra = {"fwd": {"is_training"}, "bwd": {"activation", "fwd_output", "grad_output"}}
+    for name, names in extra.items():
+        try:
+            abstract = getattr(fmha, f"_dot_product_attention_{name}_abstract")
+            getattr(fmha, f"_dot_product_attention_{name}_p")
+        except AttributeError as error:
+            return f"{prefix}: {error}"
+        parameters = inspect.signature(abstract).parameters.values()
+        required = {x.name for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)}
+        changed = required ^ (settings | names)
+        if changed:
+            return f"{prefix}: {abstract.__name__} has other parameters ({', '.join(sorted(changed))})"
     return None
 
 
@@ -157,6 +236,22 @@ def _cudnn_settings(scale: float, causal: bool, window: int | None) -> dict[str,
         seed=0,
         variadic_args=(False, False),  # neither a bias nor its gradient
     )
+
+
+def _packed_cudnn_operands(q_BTNH, k_BSKH, v_BSKH, packed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The operands of both primitives in their order: no bias before `packed`, no page tables after it."""
+    unused = _unused_cudnn_operands(q_BTNH)[0]
+    return (q_BTNH, k_BSKH, v_BSKH, unused, *packed, unused, unused)
+
+
+def _packed_cudnn_settings(scale: float, causal: bool) -> dict[str, Any]:
+    """The parameters of both primitives in this JAX version."""
+    fmha = _cudnn_fused_attention()
+    mask_type = fmha.MaskType.PADDING_CAUSAL if causal else fmha.MaskType.PADDING
+    settings = {**_cudnn_settings(scale, causal, None), "mask_type": mask_type}
+    if "score_mod" in inspect.signature(fmha._dot_product_attention_fwd_impl).parameters:
+        settings |= _NO_SCORE_MODIFIER_OF_PRIMITIVES
+    return settings
 
 
 def _unused_cudnn_operands(q_BTNH: jax.Array) -> tuple[jax.Array, ...]:

@@ -61,7 +61,28 @@ def test_cudnn_attention_signatures_are_as_expected():
     assert forward == operands | settings | {"is_training"}
     backward = _cudnn_parameters(fmha._dot_product_attention_bwd_impl)
     assert backward == operands | settings | {"activation", "fwd_output", "grad_output"}
-    assert {"CAUSAL", "NO_MASK"} <= set(fmha.MaskType.__members__) and "BTNH" in fmha.AttentionLayout.__members__
+    masks = {"CAUSAL", "NO_MASK", "PADDING", "PADDING_CAUSAL"}
+    assert masks <= set(fmha.MaskType.__members__) and "BTNH" in fmha.AttentionLayout.__members__
+
+
+def test_cudnn_packed_calls_bind_primitives_without_wrapper():
+    """JAX's wrapper changes offsets; here the operands are those of the primitive, in its order."""
+    q, k = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    packed = [jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (2, 2, 3, 3)]
+    lse = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32)
+    settings = dict(scale=1.0, causal=True)
+
+    def forward(q, k, *packed):
+        return _jax_internals.cudnn_packed_forward(q, k, k, *packed, **settings)
+
+    def backward(q, k, lse, *packed):
+        return _jax_internals.cudnn_packed_backward(q, k, k, *packed, q, lse, q, **settings)
+
+    for function, operands in ((forward, (q, k, *packed)), (backward, (q, k, lse, *packed))):
+        jaxpr = jax.make_jaxpr(function)(*operands).jaxpr
+        (call,) = (eqn for eqn in jaxpr.eqns if "dot_product_attention" in eqn.primitive.name)
+        assert list(call.invars[4:8]) == list(jaxpr.invars[-4:])
+        assert call.params["mask_type"] == fmha.MaskType.PADDING_CAUSAL
 
 
 def test_changed_cudnn_attention_names_other_parameters(monkeypatch):
@@ -70,6 +91,10 @@ def test_changed_cudnn_attention_names_other_parameters(monkeypatch):
     def changed(query, key, value, added): ...
 
     monkeypatch.setattr(fmha, "_dot_product_attention_bwd_impl", changed)
+    _jax_internals.changed_cudnn_attention.cache_clear()
+    assert "changed has other parameters (activation, added, bias" in _jax_internals.changed_cudnn_attention()
+    monkeypatch.undo()
+    monkeypatch.setattr(fmha, "_dot_product_attention_bwd_abstract", changed)
     _jax_internals.changed_cudnn_attention.cache_clear()
     assert "changed has other parameters (activation, added, bias" in _jax_internals.changed_cudnn_attention()
     monkeypatch.delattr(fmha, "_dot_product_attention_fwd_impl")

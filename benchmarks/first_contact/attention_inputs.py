@@ -30,6 +30,7 @@ def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, pa
         value_dim=heads.head_dim,
         window=window,
         implicit_positions=not packed,
+        document_ranges=packed and window is None,
     )
     skipped = {"reference", "pallas"} if device.platform == "cpu" and not packed else {"reference"}
     return [name for name, kernel in KERNELS.items() if name not in skipped and kernel.unsupported(problem) is None]
@@ -44,14 +45,17 @@ def random_inputs(heads: Heads, num_tokens: int, dtype: str) -> tuple[jax.Array,
 
 
 def ranges_for(num_tokens: int, spec: AttentionSpec, *, packed: bool) -> KeyRanges | None:
-    """Packed: documents of half the sequence, a quarter and so on, and padding at the end."""
+    """Packed: documents of half the sequence, a quarter and so on, and padding at the end.
+
+    Without a causal mask, as in a ring step: keys have the documents in reverse order, at other offsets than queries.
+    """
     if not packed:
         return None
     position = jnp.arange(num_tokens)
     segments = jnp.minimum(jnp.floor(jnp.log2(num_tokens / (num_tokens - position))), 5).astype(jnp.int32) + 1
     segments = jnp.where(position >= num_tokens - num_tokens // 32, 0, segments)
     tokens = TokenInfo(position.astype(jnp.int32)[None], segments[None])
-    return key_ranges(tokens, tokens, spec)
+    return key_ranges(tokens, tokens if spec.causal else TokenInfo(None, segments[None, ::-1]), spec)
 
 
 def both_passes(kernel: Kernel, spec: AttentionSpec, ranges: KeyRanges | None, q, k, v, dout, dlse=None):

@@ -73,6 +73,7 @@ def _cases(sizes: Sizes) -> Iterator[_Case]:
     yield case("causal")
     yield case("full", causal=False)
     yield case("causal, packed documents", packed=True)
+    yield case("ring step, packed documents", causal=False, packed=True)
     yield case("window of implicit positions", window=sizes.oracle_window)
     yield case("window, packed documents", window=sizes.oracle_window, packed=True)
     yield case("causal, gradient of the lse", has_dlse=True)

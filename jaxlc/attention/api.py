@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxlc.attention import all_gather, hybrid, ring, ulysses
 from jaxlc.attention.choose import KernelSelection, choose_kernel
@@ -69,6 +69,7 @@ def choose(
     packed: bool,
     window: int | None = None,
     value_dim: int | None = None,
+    num_elements: int = 0,
 ) -> KernelSelection:
     """The kernel that `make(config, mesh, window=window)` calls for such arrays, and the reason.
 
@@ -79,6 +80,7 @@ def choose(
       packed: whether the call has key ranges.
       window: of `make`.
       value_dim: head dim of values. None: equal to head_dim.
+      num_elements: of a device's shard of q. 0: unknown.
     Raises:
       UserError, Unsupported: as `choose_kernel`.
     """
@@ -93,6 +95,8 @@ def choose(
         value_dim=value_dim or head_dim,
         window=window,
         implicit_positions=implicit_positions and not packed,
+        document_ranges=packed and strategy.implicit_positions and window is None,
+        num_elements=num_elements,
     )
     return choose_kernel(config.kernel, problem)
 
@@ -172,9 +176,11 @@ class ShardedAttention:
         Args:
           ranges: of `prepare`. None: each sequence is one document.
         """
+        _, heads, lse = self.axes.specs(tuple(split.axis for split in self.ranks))
         kernel = choose(
             self.config, self.mesh, head_dim=q_BTNH.shape[-1], value_dim=v_BSKH.shape[-1], dtype=q_BTNH.dtype,
             packed=ranges is not None, window=self.spec.window,
+            num_elements=math.prod(NamedSharding(self.split_mesh, heads).shard_shape(q_BTNH.shape)),
         ).kernel  # fmt: skip
         local = functools.partial(
             _attend_shard,
@@ -186,7 +192,6 @@ class ShardedAttention:
         )
         num_head_ranks = self.axes.num_head_ranks(self.mesh)
         k_BSKH, v_BSKH = (repeat_heads(x, num_head_ranks) for x in (k_BSKH, v_BSKH))
-        _, heads, lse = self.axes.specs(tuple(split.axis for split in self.ranks))
         ranges_specs = None
         if ranges is not None:
             ranges_specs = STRATEGIES[self.config.strategy].ranges_specs(self.spec, self.axes.batch, *self.ranks)
@@ -372,7 +377,7 @@ def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, call: _Call, context_axis
         )
     kernel = choose(
         call.config, call.mesh, head_dim=q_btnH.shape[-1], value_dim=v_bskH.shape[-1], dtype=q_btnH.dtype,
-        packed=segments_bt is not None, window=call.window,
+        packed=segments_bt is not None, window=call.window, num_elements=q_btnH.size,
     ).kernel  # fmt: skip
     settings = dict(
         config=call.config,

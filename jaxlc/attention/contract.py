@@ -26,7 +26,7 @@ import jax.numpy as jnp
 class AttentionSpec:
     """The static parameters of an attention call; hashable, so that it can be a static argument of `jit`."""
 
-    # Kernels use causal and window only where they get no ranges; see KeyRanges.
+    # With ranges, a kernel need not read causal and window; see KeyRanges.
     causal: bool = True  # a query attends to keys of its segment at its own and earlier positions
     window: int | None = None  # a query attends to itself and the window - 1 tokens before it; only with causal
     scale: float | None = None  # multiplies q . k; None: 1/sqrt(H)
@@ -47,6 +47,9 @@ class KeyRanges(NamedTuple):
     block only. A call without ranges has an implicit mask: if the spec is causal, tokens are in natural order, the last
     query is aligned with the last key, and a query attends to the keys at its own and earlier indices, up to `window`
     of them; otherwise to all keys. `key_ranges.py` computes ranges from positions and segment ids.
+
+    The spec of a call with ranges says which form they have: with `causal`, the last key of a query is the one at its
+    own index, otherwise all queries of a document have the same range.
     """
 
     start_BT: jax.Array
@@ -82,6 +85,8 @@ class AttentionProblem:
     value_dim: int
     window: int | None
     implicit_positions: bool  # no ranges are passed; see KeyRanges
+    document_ranges: bool = False  # the ranges are those of packed documents over a rank's own tokens or a ring step
+    num_elements: int = 0  # of q or k, the larger, in one call; 0: unknown
 
 
 class Kernel(Protocol):

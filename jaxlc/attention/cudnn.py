@@ -1,8 +1,8 @@
-"""cuDNN's fused attention: the fastest kernel on NVIDIA GPUs, for sequences of one document.
+"""cuDNN's fused attention: the fastest kernel on NVIDIA GPUs.
 
-cuDNN supports implicit positions only. Its masks are aligned at the first query and the first key ("top left": cuDNN
-frontend, graph_properties.h, `set_causal_mask`), so a causal call needs as many keys as queries. Then no query is fully
-masked, and no lse is -inf.
+Without key ranges, cuDNN's masks are aligned at the first query and the first key ("top left": cuDNN frontend,
+graph_properties.h, `set_causal_mask`), so a causal call needs as many keys as queries. Then no query is fully masked,
+and no lse is -inf. With key ranges of packed documents, `cudnn_packed` passes the place and length of each document.
 
 Rounding: cuDNN returns out, dq, dk and dv in the dtype of q; they are converted to float32 here. So in a ring each
 partial result is rounded once, and all sums over ring steps are float32. The weights of a merge sum to 1, so the error
@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc._jax_internals import changed_cudnn_attention, cudnn_attention_backward, cudnn_attention_forward
+from jaxlc.attention import cudnn_packed
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.packed_operands import MAX_ELEMENTS
 from jaxlc.core.errors import Unsupported
 
 _DTYPES = ("bfloat16", "float16")
@@ -43,8 +45,20 @@ def unsupported(problem: AttentionProblem) -> str | None:
         return f"head dim {problem.head_dim} (supported: multiples of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM})"
     if problem.value_dim != problem.head_dim:
         return f"head dim {problem.value_dim} of values (supported: head dim of queries, {problem.head_dim})"
-    if not problem.implicit_positions:
-        return "explicit positions: documents, all_gather, or a window in a ring (supported: implicit positions)"
+    return None if problem.implicit_positions else _packed_unsupported(problem, int(major))
+
+
+def _packed_unsupported(problem: AttentionProblem, major: int) -> str | None:
+    """Why packed calls do not support `problem`."""
+    if not problem.document_ranges:
+        return "key ranges of all_gather or of a sliding window (supported: those of packed documents without a window)"
+    if major < 9:
+        return f"packed documents on compute capability {problem.compute_capability} (supported: 9.0 and later)"
+    if problem.num_elements >= MAX_ELEMENTS:
+        return (
+            f"packed documents with {problem.num_elements} elements of queries or keys per device"
+            " (supported: fewer than 2^31, since offsets are int32)"
+        )
     return None
 
 
@@ -53,12 +67,17 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract.Kernel.forward`.
 
+    Args:
+      ranges: those of packed documents. With a causal spec, a query at index t of k has the range [first, t + 1), where
+        first is the index of its document's first query; otherwise all queries of a document have the same range.
     Raises:
-      Unsupported: key ranges, or a causal call with T != S.
+      Unsupported: a causal call without ranges and with T != S, or with ranges a window, or 2^31 elements of q or k.
     """
-    settings = _settings(q_BTNH, k_BSKH, ranges, spec)
-    call = _fold_vmap_into_batch(functools.partial(cudnn_attention_forward, **settings))
-    out_BTNH, lse_BNT = call(q_BTNH, k_BSKH, v_BSKH)
+    if ranges is None:
+        call, operands = functools.partial(cudnn_attention_forward, **_settings(q_BTNH, k_BSKH, spec)), ()
+    else:
+        call, operands = functools.partial(cudnn_packed.forward, **_packed_settings(q_BTNH, spec)), tuple(ranges)
+    out_BTNH, lse_BNT = _fold_vmap_into_batch(call)(q_BTNH, k_BSKH, v_BSKH, *operands)
     return out_BTNH.astype(jnp.float32), lse_BNT
 
 
@@ -79,12 +98,15 @@ def backward(
     of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1, 0, ..., 0). It is rounded to the dtype
     of q, as dout is. Where the caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
     """
-    settings = _settings(q_BTNH, k_BSKH, ranges, spec)
-    call = _fold_vmap_into_batch(functools.partial(cudnn_attention_backward, **settings))
+    if ranges is None:
+        call, operands = functools.partial(cudnn_attention_backward, **_settings(q_BTNH, k_BSKH, spec)), ()
+    else:
+        call, operands = functools.partial(cudnn_packed.backward, **_packed_settings(q_BTNH, spec)), tuple(ranges)
+    call = _fold_vmap_into_batch(call)
 
     def gradients(v_BSKH, out_BTNH, dout_BTNH):
         out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
-        results = call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH)
+        results = call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, *operands)
         return tuple(x.astype(jnp.float32) for x in results)
 
     dq_BTNH, dk_BSKH, dv_BSKH = gradients(v_BSKH, out_BTNH, dout_BTNH)
@@ -103,7 +125,9 @@ def backward(
     return dq_BTNH, dk_BSKH, dv_BSKH
 
 
-def workspace_bytes(q_shape: tuple[int, ...], k_shape: tuple[int, ...], backward: bool) -> int:
+def workspace_bytes(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], backward: bool, documents_per_row: int = 1
+) -> int:
     """An upper bound of the workspace of one call, in bytes. Programs compiled without a GPU report 0 for it.
 
     The backward sums dq in float32 [B, N, T, H] and stores dout . out, float32 [B, N, T] (cuDNN frontend 1.x,
@@ -111,8 +135,12 @@ def workspace_bytes(q_shape: tuple[int, ...], k_shape: tuple[int, ...], backward
     for every query head, in a dtype of 2 bytes (`dK_fullhead`, `dV_fullhead`), unless the engine that cuDNN selects on
     the GPU sums them itself. The forward needs no workspace that grows with T.
 
+    A packed call stores all of these for each document with the padded lengths T and S: XLA does not pass the number of
+    tokens (`max_total_seq_len_q`), with which cuDNN frontend would pack its workspace.
+
     Args:
       q_shape, k_shape: [B, T, N, H] and [B, S, K, H] of one device.
+      documents_per_row: of a packed call.
     """
     if not backward:
         return 0
@@ -121,7 +149,7 @@ def workspace_bytes(q_shape: tuple[int, ...], k_shape: tuple[int, ...], backward
     workspace = 4 * math.prod(q_shape) + 4 * math.prod(q_shape[:-1])
     if num_heads != num_kv_heads:
         workspace += 2 * 2 * batch * num_keys * num_heads * head_dim
-    return workspace
+    return documents_per_row * workspace
 
 
 def _fold_vmap_into_batch(call: Callable) -> Callable:
@@ -144,10 +172,8 @@ def _fold_vmap_into_batch(call: Callable) -> Callable:
     return foldable
 
 
-def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec) -> dict:
-    """The static arguments of a call."""
-    if ranges is not None:
-        raise Unsupported("unsupported by attention kernel cudnn: key ranges (supported: implicit masks)")
+def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec) -> dict:
+    """The static arguments of a call without ranges."""
     num_queries, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
     if spec.causal and num_queries != num_keys:
         raise Unsupported(
@@ -156,3 +182,13 @@ def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, sp
         )
     # cuDNN counts a window as AttentionSpec does: the query itself and the window - 1 tokens before it.
     return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal, window=spec.window)
+
+
+def _packed_settings(q_BTNH: jax.Array, spec: AttentionSpec) -> dict:
+    """The static arguments of a call with ranges."""
+    if spec.window is not None:
+        raise Unsupported(
+            f"unsupported by attention kernel cudnn: window of {spec.window} tokens with packed documents (supported:"
+            " no window)"
+        )
+    return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal)

@@ -33,10 +33,12 @@ class Efficiency(NamedTuple):
 # Fractions of an H100's 989.4 TFLOP/s, bf16, head dim 128, no causal mask, long sequences: FlashAttention-3
 # (arXiv:2407.08608), figures 5 and 6, forward 16K: cuDNN 595, Triton 395, plain PyTorch 139 (8K); backward: cuDNN 516,
 # FlashAttention-2 322, plain PyTorch 181 (8K) TFLOP/s. For our Pallas kernel the figures of Triton are used, and of
-# FlashAttention-2 in the backward; for plain XLA those of plain PyTorch. Assumed equal on the other GPUs.
+# FlashAttention-2 in the backward; for plain XLA those of plain PyTorch. Assumed equal on the other GPUs. Nobody has
+# measured cuDNN with packed documents (lengths and offsets as operands): assumed, below its rates without.
 ATTENTION_SHARE_OF_PEAK = MappingProxyType(
     {
         "cudnn": Efficiency(0.60, 0.52),
+        "cudnn_packed": Efficiency(0.58, 0.50),
         "pallas": Efficiency(0.40, 0.33),
         "blockwise": Efficiency(0.14, 0.18),
     }

@@ -18,6 +18,7 @@ ALL_GATHER_KV = "all_gather_kv"  # all-gather of K and V; in the backward pass a
 ALL_TO_ALL = "all_to_all_heads"  # Ulysses: exchange of heads for tokens, and back
 SLIDING_WINDOW = "sliding_window"  # attention with a window, exchanges included
 WINDOW_HALO = "window_halo"  # sliding windows: exchange of the tokens before each chunk
+MORE_DOCUMENTS = "more_documents"  # loop over calls of packed attention; runs if one call cannot take all documents
 REORDER = "zigzag_reorder"  # of arrays in natural order: exchange of chunks to zigzag order, and back
 
 # Training step.

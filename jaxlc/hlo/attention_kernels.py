@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
 class AttentionKernelCall(NamedTuple):
     instruction: Instruction
-    kernel: str  # "cudnn", "pallas" or "blockwise"
+    kernel: str  # "cudnn", "cudnn_packed" (with lengths and offsets of documents), "pallas" or "blockwise"
     pass_name: Pass
     full_flops: float  # of one run, over all pairs of a query and a key
     is_masked: bool  # the kernel may skip masked pairs
@@ -96,14 +96,20 @@ def attention_kernel(
         return None
     target = instruction.attributes["custom_call_target"].strip('"')
     if target in _PRODUCTS:
-        mask = instruction.backend_config["cudnn_fmha_backend_config"]["mask_type"]
-        return _custom_call(computation, instruction, "cudnn", target, is_masked=mask != "NO_MASK")
+        settings = instruction.backend_config["cudnn_fmha_backend_config"]
+        kernel = "cudnn_packed" if documents_per_row(instruction) > 1 else "cudnn"
+        return _custom_call(computation, instruction, kernel, target, is_masked=settings["mask_type"] != "NO_MASK")
     for name in instruction.op_name.split("/"):
         if name in _PRODUCTS:
             operands = [operand.arrays[0] for operand in computation.operands(instruction)]
             has_tokens = any(array.dtype == "s32" and len(array.dims) == 2 for array in operands)  # [B, T]
             return _custom_call(computation, instruction, "pallas", name, is_masked=has_tokens)
     return None
+
+
+def documents_per_row(call: Instruction) -> int:
+    """Documents per row of the batch of a cuDNN call; 1 for a call without offsets."""
+    return int(call.backend_config["cudnn_fmha_backend_config"].get("max_seg_per_batch", 1))
 
 
 def _custom_call(computation: Computation, call: Instruction, kernel: str, name: str, is_masked: bool):

@@ -18,7 +18,7 @@ Where XLA merges instructions it merges their names too: "prefix/(path:path:path
 import re
 from typing import Literal
 
-from jaxlc.core.scopes import CORE_ATTENTION, RING_STEP, SCOPES, SLIDING_WINDOW
+from jaxlc.core.scopes import CORE_ATTENTION, MORE_DOCUMENTS, RING_STEP, SCOPES, SLIDING_WINDOW
 
 Pass = Literal["forward", "recomputation", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputation", "backward")
@@ -70,6 +70,11 @@ def innermost_scope(op_name: str) -> str:
     """The last scope of an instruction, "" if it has none; a merged instruction has that of its first path."""
     scopes = [part for part in components(_paths(op_name)[0]) if part in SCOPES]
     return scopes[-1] if scopes else ""
+
+
+def is_data_dependent(op_name: str) -> bool:
+    """Whether the number of executions depends on the documents of a packed sequence."""
+    return any(MORE_DOCUMENTS in components(path) for path in _paths(op_name))
 
 
 def pass_of(op_name: str) -> Pass:

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 
+from jaxlc.hlo.op_names import is_data_dependent
 from jaxlc.hlo.parser import Instruction, Program
 
 
@@ -24,9 +25,14 @@ def count_executions(program: Program) -> Counter[str]:
 def trip_count(program: Program, loop: Instruction) -> int:
     """Trip count of a `while`: the compiler's annotation, or the constant to which its condition compares.
 
+    0 for the loop over further packed documents, whose trip count depends on the data: with one document it does not
+    run. Estimates for packed sequences count the work of all documents in the call before the loop.
+
     Raises:
-      ValueError: neither is there.
+      ValueError: none of these.
     """
+    if is_data_dependent(loop.op_name):
+        return 0
     known = loop.backend_config.get("known_trip_count")
     if known:
         return int(known["n"])

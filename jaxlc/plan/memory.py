@@ -21,7 +21,7 @@ from jaxlc.attention import cudnn
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.hlo import AnalyzedProgram
-from jaxlc.hlo.attention_kernels import AttentionKernelCall
+from jaxlc.hlo.attention_kernels import AttentionKernelCall, documents_per_row
 from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.memory_dump import Dump, LiveTensor
 from jaxlc.hlo.parser import Computation
@@ -232,9 +232,9 @@ def workspace_bytes(program: AnalyzedProgram) -> int:
     """
     sizes = [0]
     for call, computation in _attention_calls(program):
-        if call.kernel == "cudnn" and not _has_workspace(call):
+        if call.kernel in ("cudnn", "cudnn_packed") and not _has_workspace(call):
             q, k = (operand.arrays[0].dims for operand in computation.operands(call.instruction)[:2])
-            sizes.append(cudnn.workspace_bytes(q, k, call.is_backward))
+            sizes.append(cudnn.workspace_bytes(q, k, call.is_backward, documents_per_row(call.instruction)))
     return max(sizes)
 
 

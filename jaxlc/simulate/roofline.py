@@ -36,7 +36,7 @@ class Roofline:
     kernel_gap_seconds: float = hardware.KERNEL_GAP_SECONDS
 
     def attention_seconds(self, device: Device, kernel: str, *, is_backward: bool, flops: float) -> float:
-        """Seconds of attention kernels that compute `flops`; `kernel` is "cudnn", "pallas" or "blockwise"."""
+        """Seconds of attention kernels that compute `flops`; `kernel` is a key of `attention_share`."""
         efficiency = self.attention_share[kernel]
         return flops / (device.bf16_flops_per_second * (efficiency.backward if is_backward else efficiency.forward))
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc import attention
 from jaxlc.config import Config
 from jaxlc.core import hardware
-from jaxlc.core.axes import CONTEXT
+from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import compilation_cache, transport
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
@@ -226,9 +226,18 @@ class TrainStep:
         dtype = mixed_precision.compute_dtype(self.config.precision.compute, self._platform)
         packed = self.config.attention.document_mask
         choose = functools.partial(
-            attention.choose, self.config.attention, self.mesh, head_dim=model.head_dim, dtype=dtype, packed=packed
-        )
+            attention.choose, self.config.attention, self.mesh, head_dim=model.head_dim, dtype=dtype, packed=packed,
+            num_elements=self._num_query_elements,
+        )  # fmt: skip
         return {kind: choose(window=model.window_of(kind)) for kind in dict.fromkeys(model.layer_kinds)}
+
+    @property
+    def _num_query_elements(self) -> int:
+        """Elements of a device's queries in one layer; of a tile's, if layers are computed in tiles."""
+        config, mesh = self.config, self.mesh.shape
+        batch = config.train.global_batch_size // (config.train.gradient_accumulation_steps * mesh[DATA] * mesh[FSDP])
+        tokens = config.memory.tile_tokens or config.data.seq_len // mesh[CONTEXT]
+        return batch * tokens * config.model.num_heads // mesh[TENSOR] * config.model.head_dim
 
     @property
     def kernel_names(self) -> str:

@@ -17,6 +17,7 @@ def _problem(device=H100, **changes) -> AttentionProblem:
     return AttentionProblem(**{**base, **device, **changes})
 
 
+PACKED = dict(implicit_positions=False, document_ranges=True)
 UNSUPPORTED_BY_CUDNN = {
     "cpu": (_problem(CPU), "platform cpu (supported: gpu)"),
     "V100": (_problem(V100), "compute capability 7.0 (supported: 8.0 and later)"),
@@ -25,9 +26,18 @@ UNSUPPORTED_BY_CUDNN = {
     "head dim 256": (_problem(head_dim=256, value_dim=256), "head dim 256 (supported: multiples of 8 up to 128)"),
     "head dim 100": (_problem(head_dim=100, value_dim=100), "head dim 100 (supported: multiples of 8 up to 128)"),
     "value dim": (_problem(value_dim=64), "head dim 64 of values (supported: head dim of queries, 128)"),
-    "packed": (
+    "all_gather": (
         _problem(implicit_positions=False),
-        "explicit positions: documents, all_gather, or a window in a ring (supported: implicit positions)",
+        "key ranges of all_gather or of a sliding window (supported: those of packed documents without a window)",
+    ),
+    "packed on A100": (
+        _problem(A100, **PACKED),
+        "packed documents on compute capability 8.0 (supported: 9.0 and later)",
+    ),
+    "packed with 2^31 elements": (
+        _problem(num_elements=2**31, **PACKED),
+        "packed documents with 2147483648 elements of queries or keys per device"
+        " (supported: fewer than 2^31, since offsets are int32)",
     ),
 }
 unsupported_by_cudnn = pytest.mark.parametrize(
@@ -37,8 +47,15 @@ unsupported_by_cudnn = pytest.mark.parametrize(
 
 @pytest.mark.parametrize(
     "problem",
-    [_problem(), _problem(A100), _problem(dtype="float16"), _problem(head_dim=64, value_dim=64), _problem(window=100)],
-    ids=["H100", "A100", "float16", "head dim 64", "window"],
+    [
+        _problem(),
+        _problem(A100),
+        _problem(dtype="float16"),
+        _problem(head_dim=64, value_dim=64),
+        _problem(window=100),
+        _problem(num_elements=2**31 - 1, **PACKED),
+    ],
+    ids=["H100", "A100", "float16", "head dim 64", "window", "packed"],
 )
 def test_auto_with_supported_problem_is_cudnn(problem):
     assert choose_kernel("auto", problem) == ("cudnn", "fastest supported kernel on gpu")

@@ -1,4 +1,4 @@
-"""The cuDNN kernel without a GPU.
+"""The cuDNN kernel without a GPU; test_cudnn_packed.py tests packed documents.
 
 Tested: the operands and settings of cuDNN's calls. A fake replaces the private functions of JAX that call cuDNN and
 computes attention with the reference, so the results match only if the operands are correct. Also tested: the programs
@@ -19,7 +19,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fmha
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.attention import attend, choose, cudnn, make, reference
-from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
@@ -146,14 +146,6 @@ def test_strategy_with_cudnn_matches_reference(fake_cudnn, strategy):
     settings = dict(strategy=strategy, kernel="cudnn", heads=heads)
     actual = sharded(split_mesh(context=4), packed=False, dtype=jnp.bfloat16, **settings)
     assert_rows_match(actual, oracle(packed=False, dtype=jnp.bfloat16, **heads), BFLOAT16_ATTENTION)
-
-
-def test_cudnn_with_key_ranges_raises():
-    q, k, v, _ = inputs(batch=2)
-    zeros = jnp.zeros(q.shape[:2], jnp.int32)
-    for causal in (True, False):
-        with pytest.raises(NotImplementedError, match="key ranges"):
-            cudnn.forward(q, k, v, KeyRanges(zeros, zeros), AttentionSpec(causal=causal))
 
 
 def test_cudnn_with_causal_and_unequal_lengths_raises():

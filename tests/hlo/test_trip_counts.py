@@ -40,3 +40,11 @@ def test_execution_counts_of_unknown_loop_raise():
     text = program("%x = f32[] constant(1)", "ROOT %w.1 = f32[] while(%x), condition=%c, body=%outer", more=NESTED)
     with pytest.raises(ValueError, match="unknown trip count of loop %w.1"):
         _ = analyze(text).execution_counts
+
+
+def test_execution_count_of_loop_over_further_documents_is_zero():
+    """Its condition compares two values that depend on the data."""
+    metadata = 'metadata={op_name="jit(_step)/core_attention/more_documents/while"}'
+    loop = f"ROOT %w.1 = f32[] while(%x), condition=%c, body=%outer, {metadata}"
+    counts = analyze(program("%x = f32[] constant(1)", loop, more=NESTED)).execution_counts
+    assert (counts["outer"], counts["inner"]) == (0, 0)

@@ -278,7 +278,8 @@ def test_hints_name_document_mask_only_if_it_excludes_cudnn(result):
     config = small_config()
     config.attention.document_mask = True
     masked = load(config)
-    step = build_step(masked, make_mesh(topology("h100:1x4"), masked.mesh))
+    assert hints(build_step(masked, make_mesh(topology("h100:1x4"), masked.mesh))) == ()  # cuDNN has packed documents
+    step = build_step(masked, make_mesh(topology("a100:1x4"), masked.mesh))
     (hint,) = hints(step)
     assert hint.startswith("--config.attention.document_mask=False allows the cuDNN attention kernel")
     assert "hint: --config.attention.document_mask=False" in page(dataclasses.replace(result, hints=(hint,)), "")
@@ -300,7 +301,10 @@ def test_plan_with_mesh_of_another_size_names_one_that_fits(mesh, words):
 
 @pytest.mark.parametrize("settings, words", [
     (dict(runtime=dict(transport="peer")), "peer copies need all GPUs in one process"),
-    (dict(attention=dict(kernel="cudnn", document_mask=True)), "unsupported by attention kernel cudnn"),
+    (
+        dict(attention=dict(kernel="cudnn", document_mask=True, strategy="all_gather")),
+        "unsupported by attention kernel cudnn",
+    ),
     (dict(data=dict(seq_len=2**40)), "compilation failed with config.data.seq_len=1099511627776"),
 ], ids=["transport", "kernel", "size"])  # fmt: skip
 def test_plan_of_unsupported_settings_raises_one_line(settings, words):

@@ -1,0 +1,270 @@
+"""cuDNN's packed calls without a GPU: a stand-in computes what their operands say (cudnn_stand_in.py).
+
+Not tested: the results that cuDNN itself computes on a GPU, and whether it accepts different offsets of queries and
+keys. scripts/gpu_first_contact.py compares those with the reference.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxlc import _jax_internals
+from jaxlc.attention import attend, choose, cudnn, cudnn_packed, make, packed_operands
+from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
+from jaxlc.config import AttentionConfig, MeshConfig
+from jaxlc.core.axes import CONTEXT
+from jaxlc.hlo import parse
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
+from tests.attention import cudnn_stand_in
+from tests.attention.cases import TOKENS, assert_rows_match, inputs, segments, split_mesh
+from tests.tolerances import FLOAT32_PARITY
+
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch):
+    """The stand-in in place of cuDNN, and buckets for up to 96, 24 and 6 tokens."""
+    cudnn_stand_in.install(monkeypatch)
+    monkeypatch.setattr(packed_operands, "MIN_BUCKET_TOKENS", 4)
+    monkeypatch.setattr(cudnn, "unsupported", lambda problem: None)
+    jax.clear_caches()  # programs with cuDNN's calls
+    yield
+    jax.clear_caches()
+
+
+def random_segments(num_sequences: int, num_tokens: int) -> np.ndarray:
+    """[num_sequences, num_tokens]: documents of random lengths, many of them short, and padding between them."""
+    generator = np.random.default_rng(0)
+    lengths = np.minimum(generator.geometric(1 / 8, (num_sequences, num_tokens)), generator.integers(1, 60))
+    ids = np.stack([np.repeat(np.arange(1, num_tokens + 1), row)[:num_tokens] for row in lengths])
+    return np.where(ids % 5 == 0, 0, ids).astype(np.int32)
+
+
+def own_ranges(segments_BT) -> KeyRanges:
+    """The ranges of causal attention of a sequence in natural order."""
+    positions = jnp.broadcast_to(jnp.arange(segments_BT.shape[1]), segments_BT.shape)
+    tokens = TokenInfo(positions, jnp.asarray(segments_BT))
+    return key_ranges(tokens, tokens, AttentionSpec())
+
+
+def float64_oracle(q, k, v, segments_BT, dout, dlse):
+    """(out, lse, dq, dk, dv) of causal attention within segments, by NumPy in float64."""
+    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in (q, k, v, dout, dlse))
+    groups, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
+    in_document = (segments_BT[:, :, None] == segments_BT[:, None, :]) & (segments_BT[:, :, None] != 0)
+    mask = (in_document & np.tri(segments_BT.shape[1], dtype=bool))[:, None]
+    scores = np.where(mask, scale * np.einsum("BTNH,BSNH->BNTS", q, k), -np.inf)
+    largest = np.where(mask.any(-1, keepdims=True), scores.max(-1, keepdims=True), 0)
+    weights = np.exp(scores - largest)
+    with np.errstate(divide="ignore"):
+        lse = largest[..., 0] + np.log(weights.sum(-1))
+    p = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    out = np.einsum("BNTS,BSNH->BTNH", p, v)
+    dlse = np.where(np.isneginf(lse), 0, dlse)
+    delta = np.einsum("BTNH,BTNH->BNT", dout, out) - dlse
+    ds = scale * p * (np.einsum("BTNH,BSNH->BNTS", dout, v) - delta[..., None])
+    dk, dv = np.einsum("BNTS,BTNH->BSNH", ds, q), np.einsum("BNTS,BTNH->BSNH", p, dout)
+    dk, dv = (x.reshape(*x.shape[:2], -1, groups, x.shape[3]).sum(3) for x in (dk, dv))
+    return out, lse, np.einsum("BNTS,BSNH->BTNH", ds, k), dk, dv
+
+
+@functools.cache
+def expected():
+    """The oracle's results for the cases and three random packings."""
+    segments_BT = np.concatenate([segments(), random_segments(3, TOKENS)])
+    q, k, v, dout = inputs(batch=len(segments_BT))
+    dlse = jax.random.normal(jax.random.key(9), (len(segments_BT), q.shape[2], TOKENS))
+    return (q, k, v), segments_BT, (dout, dlse), float64_oracle(q, k, v, segments_BT, dout, dlse)
+
+
+def _assert_matches(actual, expected, tolerance=FLOAT32_PARITY):
+    lse, expected_lse = actual[1], expected[1]
+    assert (np.isneginf(lse) == np.isneginf(expected_lse)).all()
+    finite = (np.where(np.isneginf(x), 0, x) for x in (lse, expected_lse))
+    assert_rows_match((actual[0], *actual[2:]), (expected[0], *expected[2:]), tolerance)
+    assert_rows_match(*finite, tolerance)
+
+
+def _results(attend, qkv, cotangents):
+    results, vjp = jax.vjp(attend, *qkv)
+    return *results, *vjp(cotangents)
+
+
+STRATEGIES = {
+    "one rank": dict(context=1, strategy="ring"),
+    "ring of 2": dict(context=2, strategy="ring"),
+    "ring of 4": dict(context=4, strategy="ring"),
+    "ring of 3": dict(context=3, strategy="ring"),
+    "ring of 8": dict(context=8, strategy="ring"),
+    "ulysses": dict(context=2, strategy="ulysses"),
+    "hybrid": dict(context=4, strategy="hybrid", ulysses_ranks=2),
+}
+_FULL = ("ring of 2", "ring of 3", "ring of 4", "ring of 8", "ulysses")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(x, id=name, marks=pytest.mark.full if name in _FULL else ()) for name, x in STRATEGIES.items()],
+)
+def test_packed_strategy_matches_float64_oracle(stand_in, settings):
+    """Documents of one token, over all ranks, on one; padding; ring steps without work. Also the lse's gradient."""
+    qkv, segments_BT, cotangents, oracle = expected()
+    mesh = split_mesh(context=settings["context"])
+    settings = {name: value for name, value in settings.items() if name != "context"}
+    attend_packed = functools.partial(
+        attend, mesh=mesh, kernel="cudnn", segment_ids=jnp.asarray(segments_BT), return_lse=True, **settings
+    )
+    actual = jax.jit(functools.partial(_results, attend_packed))(qkv, cotangents)
+    _assert_matches(actual, oracle)
+
+
+def _kernel_results(segments_BT, q, k, v, dout, dlse):
+    """Forward and backward of one causal kernel call."""
+    ranges = own_ranges(segments_BT)
+    out, lse = cudnn.forward(q, k, v, ranges, AttentionSpec())
+    return out, lse, *cudnn.backward(q, k, v, ranges, AttentionSpec(), out, lse, dout, dlse)
+
+
+# Changes of PackedOperands, for N = 4, K = 2 and head dim 16: a row of q has 64 elements, a row of k 32.
+MUTATIONS = {
+    "none": {},
+    "q offsets one row later": dict(q_offsets=lambda x: x + 64),
+    "kv offsets one row later": dict(kv_offsets=lambda x: x + 32),
+    "kv offsets with the stride of q": dict(kv_offsets=lambda x: 2 * x),
+    "one query less": dict(q_lengths_RM=lambda x: jnp.maximum(x - 1, 0)),
+    "one key less": dict(kv_lengths_RM=lambda x: jnp.maximum(x - 1, 0)),
+    "one key more": dict(kv_lengths_RM=lambda x: x + 1),
+    "keys of another document": dict(kv_offsets=lambda x: x[:, ::-1]),
+}
+
+
+def test_packed_call_with_wrong_operand_differs(stand_in, monkeypatch):
+    """The comparison with the oracle detects a wrong offset, stride or length."""
+    lengths = (5, 1, -2, 9, 7)
+    segments_BT = np.concatenate([np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)])[None]
+    q, k, v, dout = inputs(batch=1, num_tokens=24)
+    dlse = jnp.ones((1, q.shape[2], 24))
+    oracle = float64_oracle(q, k, v, segments_BT, dout, dlse)
+    correct = packed_operands.packed_operands
+    monkeypatch.setattr(cudnn, "_fold_vmap_into_batch", lambda call: call)  # it cannot close over `mutation`
+
+    @jax.jit  # one program for all mutations
+    def results(mutation):
+        def mutated(*args):
+            operands = correct(*args)
+            versions = [
+                operands._replace(**{name: change(getattr(operands, name)) for name, change in changes.items()})
+                for changes in MUTATIONS.values()
+            ]
+            return jax.tree.map(lambda *values: jnp.stack(values)[mutation], *versions)
+
+        monkeypatch.setattr(cudnn_packed, "packed_operands", mutated)
+        return _kernel_results(segments_BT, q, k, v, dout, dlse)
+
+    for mutation, name in enumerate(MUTATIONS):
+        actual = [np.asarray(x) for x in results(mutation)]
+        if name == "none":
+            _assert_matches(actual, oracle)
+        else:
+            with pytest.raises(AssertionError):
+                _assert_matches(actual, oracle)
+
+
+def test_packed_call_under_vmap_matches_oracle(stand_in):
+    segments_BT = np.repeat([[3, 0, 1], [1, 2, 4]], [9, 5, 10], axis=1)
+    q, k, v, dout = inputs(batch=2, num_tokens=24)
+    dlse = jnp.zeros((2, q.shape[2], 24))
+    results = jax.vmap(lambda q: _kernel_results(segments_BT, q, k, v, dout, dlse))
+    actual = jax.jit(results)(jnp.stack([q, -q]))
+    for index, queries in enumerate((q, -q)):
+        oracle = float64_oracle(queries, k, v, segments_BT, dout, dlse)
+        _assert_matches([np.asarray(x[index]) for x in actual], oracle)
+
+
+def test_packed_call_with_2_31_elements_raises():
+    shape = jax.ShapeDtypeStruct((1, 2**19, 32, 128), jnp.bfloat16)
+    ranges = jax.ShapeDtypeStruct((1, 2**19), jnp.int32)
+    with pytest.raises(NotImplementedError, match="2147483648 elements .*fewer than 2\\^31"):
+        jax.eval_shape(lambda q, x: cudnn.forward(q, q, q, (x, x), AttentionSpec()), shape, ranges)
+
+
+def test_packed_call_with_window_raises():
+    q, k, v, _ = inputs(batch=1)
+    with pytest.raises(NotImplementedError, match="window of 7 tokens with packed documents"):
+        cudnn.forward(q, k, v, own_ranges(segments()[:1]), AttentionSpec(window=7))
+
+
+def test_workspace_bytes_of_packed_call_counts_documents():
+    """As without documents, for each of two documents per row."""
+    shapes = (1, 8192, 32, 128), (1, 8192, 8, 128)
+    single = cudnn.workspace_bytes(*shapes, backward=True)
+    assert single == 2**27 + 2**20 + 2**27
+    assert cudnn.workspace_bytes(*shapes, backward=True, documents_per_row=2) == 2 * single
+    assert cudnn.workspace_bytes(*shapes, backward=False, documents_per_row=2) == 0
+
+
+def _h100(context: int = 1):
+    return make_mesh(topology(f"h100:1x{context}"), MeshConfig(context=context))
+
+
+@pytest.mark.jax_version
+@pytest.mark.gpu_compiler
+def test_packed_operands_in_lowered_program_are_unchanged():
+    """JAX's own wrapper multiplies kv offsets by the stride of q in 0.10.1. N = 4, K = 2, head dim 64."""
+    operands = [jnp.asarray(x, jnp.int32) for x in ([[3, 4]], [[3, 2]], [[0, 768, 2048]], [[640, 128, 1024]])]
+    sharding = NamedSharding(_h100(), PartitionSpec())
+    q, k = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
+    lse = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32, sharding=sharding)
+    settings = dict(scale=1.0, causal=False)
+
+    def backward(q, k, lse):
+        return _jax_internals.cudnn_packed_backward(q, k, k, *operands, q, lse, q, **settings)
+
+    forward = jax.jit(lambda q, k: _jax_internals.cudnn_packed_forward(q, k, k, *operands, **settings))
+    assert [x.shape for x in forward.eval_shape(q, k)] == [(1, 8, 4, 64), (2, 4, 8)]
+    texts = forward.lower(q, k).as_text(), jax.jit(backward).lower(q, k, lse).as_text()
+    for text, num_before in zip(texts, (3, 6), strict=True):
+        constants = dict(re.findall(r"(%\w+) = stablehlo.constant dense<(.*)> : tensor<.*xi32>", text))
+        (call,) = re.findall(r"custom_call @__cudnn\$fmhaSoftmax\w*\((.*?)\)", text)
+        names = call.split(", ")[num_before:]
+        assert [constants[name] for name in names] == [str(x.tolist()) for x in operands]
+
+
+def _calls(program) -> set[tuple]:
+    """(backward, mask, documents per row) of the cuDNN calls."""
+    calls = set()
+    for computation in program:
+        for call in computation:
+            target = call.attributes.get("custom_call_target", "").strip('"')
+            if target in (FORWARD, BACKWARD):
+                settings = call.backend_config["cudnn_fmha_backend_config"]
+                calls.add((target == BACKWARD, settings["mask_type"], settings["max_seg_per_batch"]))
+    return calls
+
+
+@pytest.mark.jax_version
+@pytest.mark.gpu_compiler
+def test_packed_ring_on_h100s_has_expected_cudnn_calls():
+    """Ring step 0 is causal, the others are rectangles. Two documents per row."""
+    mesh, config = _h100(8), AttentionConfig(strategy="ring", kernel="auto")
+    assert choose(config, mesh, head_dim=64, dtype=jnp.bfloat16, packed=True).name == "cudnn"
+    attend_ring = make(config, mesh)
+    sharding = NamedSharding(mesh, PartitionSpec(None, CONTEXT))
+    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
+    tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32, sharding=sharding)
+
+    def loss(q, k, v, positions, segment_ids):
+        out, _ = attend_ring(q, k, v, attend_ring.prepare(positions, segment_ids))
+        return out.astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, tokens, tokens)
+    program = parse(lowered.compile(compiler_options=dict(WITHOUT_GPU)).as_text())
+    assert _calls(program) == {(backward, f"PADDING{x}", 2) for backward in (False, True) for x in ("", "_CAUSAL")}
