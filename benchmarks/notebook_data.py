@@ -22,12 +22,12 @@ from benchmarks.memory_cases import Case
 from jaxlc.core.errors import UserError
 
 PARTS = ("plans", "sweep", "memory")
-# The base, and changes of one setting. One document per sequence, so that cuDNN attention is used.
-_BASE = "jaxlc plan --config=256k:h100 --transport=nccl --config.attention.document_mask=False"
+# The base, with tensor parallelism in each node, and changes of one setting. One document per sequence.
+_CONFIG = "jaxlc plan --config=256k:h100 --transport=nccl --config.attention.document_mask=False"
+_BASE = f"{_CONFIG} --config.mesh.fsdp=1 --config.mesh.tensor=8 --config.train.gradient_accumulation_steps=16"
 PLANS = {
     "256k_base": _BASE,
-    "256k_mesh": f"{_BASE} --config.mesh.fsdp=8 --config.mesh.tensor=1 --config.train.gradient_accumulation_steps=2"
-    " --config.train.eval_sequences=8",
+    "256k_mesh": _CONFIG,  # the mesh of the config
     "256k_nvshmem": _BASE.replace("--transport=nccl", "--transport=nvshmem"),
     "256k_remat_full": f"{_BASE} --config.memory.remat=full",
     "256k_document_mask": _BASE.replace("document_mask=False", "document_mask=True"),

@@ -27,6 +27,9 @@ def get_config(variant: str = "") -> ConfigDict:
     config.train.update(steps=1000, global_batch_size=4, gradient_accumulation_steps=4)  # 4,194,304 tokens a step
     config.train.update(eval_sequences=4, eval_every_steps=100, checkpoint_every_steps=100)
 
+    if variant in ("", "h100"):
+        config.mesh.update(fsdp=2, tensor=4)
+        config.train.update(gradient_accumulation_steps=2)
     if variant == "h100":  # 8 nodes of 8
         config.runtime.topology = "h100:8x8"
     elif variant == "70b":

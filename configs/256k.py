@@ -31,8 +31,10 @@ def get_config(variant: str = "") -> ConfigDict:
         config.mesh.update(fsdp=16, context=4, tensor=1)
         config.train.update(gradient_accumulation_steps=1, eval_sequences=16)
         config.runtime.nvshmem_heap_bytes = 2 * 2**30  # the K and V sends of the ring take 1.5 GiB of it
-    elif variant == "h100":  # 8 nodes of 8
+    elif variant == "h100":  # 8 nodes of 8: each node is a ring
         config.runtime.topology = "h100:8x8"
+        config.mesh.update(fsdp=8, tensor=1)
+        config.train.update(gradient_accumulation_steps=2, eval_sequences=8)
     elif variant == "70b":
         config.model.preset = "llama3.1-70b"
         config.memory.remat = "full"
