@@ -79,6 +79,7 @@ class Memory:
     # The sizes of JAX's pools in a run; plans of older versions lack them.
     memory_fraction: float = RuntimeConfig.memory_fraction
     host_pool_bytes: int = 0  # pinned host memory per GPU; 0: unknown
+    host_pools_per_node_bytes: int = 0  # that a run allocates: of all GPUs and processes of a node; 0: none
 
     @property
     def symmetric_bytes(self) -> int:
@@ -135,6 +136,12 @@ class Memory:
         return needed_bytes <= USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
 
     @property
+    def host_pools_fit(self) -> bool:
+        """Whether a node has the memory for all pools of pinned host memory. It does not count in `fits`, because the
+        pools of the processes are for staging buffers, and their number can be reduced."""
+        return self.host_pools_per_node_bytes <= USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
+
+    @property
     def fits(self) -> bool:
         return self.device_fits and self.host_fits and self.host_pool_fits
 
@@ -162,6 +169,9 @@ def measure(
     state, spaces = step.abstract_state, step.memory_spaces
     staging_bytes_per_node = bytes_per_device(state) * gpus_per_node
     unified_bytes = unified_host_bytes(step.config.runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
+    pool_bytes = memory_pools.host_pool_bytes(step.config.runtime, memory_pools.pinned_host_bytes(step.config))
+    # XLA makes another pool of this size in each process, for staging buffers (runtime/memory_pools.py).
+    num_pools = gpus_per_node + gpus_per_node // gpus.devices_per_process
     uses_nvshmem = any(collective.backend == "NVSHMEM" for collective in program.collectives)
     return Memory(
         device_capacity_bytes=gpus.device.memory_bytes,
@@ -185,8 +195,8 @@ def measure(
         is_unified_over_pcie=step.config.runtime.unified_memory and unified_bytes is None,
         largest=dump.largest(5),
         memory_fraction=step.config.runtime.memory_fraction,
-        host_pool_bytes=memory_pools.host_pool_bytes(step.config.runtime, memory_pools.pinned_host_bytes(step.config))
-        or memory_pools.DEFAULT_HOST_GIB * 2**30,
+        host_pool_bytes=pool_bytes or memory_pools.DEFAULT_HOST_GIB * 2**30,
+        host_pools_per_node_bytes=num_pools * pool_bytes,
     )
 
 

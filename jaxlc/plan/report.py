@@ -76,6 +76,10 @@ def _memory(memory: Memory) -> Iterator[str]:
     usable_bytes = USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
     usable = f"usable for both: {gib(usable_bytes)} of {gib(memory.host_capacity_per_node_bytes)} (--host-memory-gib)"
     yield _row("node: pinned host memory", memory.host_bytes_per_node, usable)
+    if memory.host_pools_per_node_bytes:
+        num_pools = memory.host_pools_per_node_bytes // memory.host_pool_bytes
+        pools = f"{num_pools} of {gib(memory.host_pool_bytes)}, one per GPU and one per process"
+        yield _row("node: pinned memory pools", memory.host_pools_per_node_bytes, pools)
     yield _row("node: checkpoint staging", memory.staging_bytes_per_node, "while a checkpoint is written")
     yield "largest arrays in device memory at the peak"
     for tensor in memory.largest:
@@ -171,6 +175,10 @@ def _packing(packing: PackingEstimates) -> Iterator[str]:
 def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
     """Whether the step fits, and what to do. Arguments as in `page`."""
     memory = plan.memory
+    if not memory.host_pools_fit:
+        needed, available = gib(memory.host_pools_per_node_bytes), gib(memory.host_capacity_per_node_bytes)
+        yield f"WARNING: the pools of pinned host memory of a node need {needed} GiB, and it has {available}: start"
+        yield "fewer processes per node (--devices-per-process), or set a smaller --config.runtime.pinned_host_gib."
     if 0 < memory.nvshmem_heap_bytes < memory.symmetric_used_bytes:
         heap_bytes = -(-memory.symmetric_used_bytes * 9 // 8 // 2**30) * 2**30  # one eighth for fragmentation
         yield f"The NVSHMEM heap is too small: set --config.runtime.nvshmem_heap_bytes={heap_bytes}."
