@@ -11,8 +11,9 @@ A loop is simulated round by round as long as a transfer that began before it is
 one is simulated and multiplied by their number. Of a conditional, the longest branch counts.
 
 Not modelled: collectives that take multiprocessors and memory bandwidth from kernels, clocks that drop under load,
-waiting for slower ranks, input, and host overhead. Masks are taken to be causal over one document per sequence. The
-schedule of a step that does not fit the GPU's memory saves memory and overlaps less; its estimate is pessimistic.
+input, and host overhead. Masks are taken to be causal over one document per sequence, or leave the pairs of
+`TimeModel.work`, which counts the slowest rank of each ring step. The schedule of a step that does not fit the GPU's
+memory saves memory and overlaps less; its estimate is pessimistic.
 """
 
 from collections import Counter
