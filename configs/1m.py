@@ -37,5 +37,6 @@ def get_config(variant: str = "") -> ConfigDict:
         config.memory.remat = "full"
     elif variant == "mini":
         shrink_for_cpu(config)
-        config.mesh.update(context=4, tensor=2)
+        config.mesh.update(fsdp=2, context=2, tensor=2)
+        config.train.global_batch_size = 4  # one sequence per replica and accumulation step
     return config

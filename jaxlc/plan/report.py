@@ -161,7 +161,8 @@ def _overhead_parts(predicted: Prediction) -> list[str]:
 
 def _packing(packing: PackingEstimates) -> Iterator[str]:
     count = f"{packing.num_sequences} sequence{'s' if packing.num_sequences > 1 else ''}"
-    yield f"ESTIMATED TIME of packed sequences (document lengths: {packing.source}, {count}; {packing.order})"
+    source = f"document lengths: {packing.source}, {count}"
+    yield from _wrapped(f"ESTIMATED TIME of packed sequences ({source}; {packing.order})")
     yield "             documents  longest  pairs  ring cost  replicas  attention      step  tokens/s    MFU"
     for row in packing.estimates:
         times = f"{format_seconds(row.attention_seconds):>9} {format_seconds(row.step_seconds):>9}"

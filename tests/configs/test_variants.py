@@ -84,7 +84,7 @@ def test_check_num_devices_names_commands_that_work():
             load(get_config("256k", "h100")), 1, "the number of available devices is", "configs/256k.py:h100"
         )
     for words in [
-        "context=8 x tensor=8 needs 64 devices but the number of available devices is 1",
+        "fsdp=8 x context=8 x tensor=1 needs 64 devices but the number of available devices is 1",
         "made for h100:8x8",
         "`jaxlc plan --config=configs/256k.py:h100 --topology=h100:8x8`",
         "`jaxlc train --config=configs/256k.py:mini`",
