@@ -69,6 +69,8 @@ def forward(
     """
     if spec.scale_for(q_BTNH.shape[-1]) <= 0:
         raise Unsupported(f"unsupported by attention kernel blockwise: scale {spec.scale} (supported: above 0)")
+    if ranges is not None and len(q_BTNH) > 1:
+        return _map_sequences(lambda *operands: forward(*operands, spec), q_BTNH, k_BSKH, v_BSKH, ranges)
     queries, keys = _block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
 
     def one_head(operands):
@@ -90,6 +92,12 @@ def backward(
     dlse_BNT: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `contract.Kernel.backward`."""
+    if ranges is not None and len(q_BTNH) > 1:
+
+        def one_sequence(q, k, v, ranges, *results):
+            return backward(q, k, v, ranges, spec, *results)
+
+        return _map_sequences(one_sequence, q_BTNH, k_BSKH, v_BSKH, ranges, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT)
     queries, keys = _block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
     block_tokens = _block_tokens(spec.query_block_tokens, q_BTNH.shape[1], spec)
     stats = _query_stats(k_BSKH.shape[2], block_tokens, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT)
@@ -100,6 +108,16 @@ def backward(
 
     dq, dk, dv = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH, stats))
     return _join_blocks(dq, q_BTNH), _join_blocks(dk.swapaxes(3, 4), k_BSKH), _join_blocks(dv.swapaxes(3, 4), v_BSKH)
+
+
+def _map_sequences(function, *operands):
+    """`function` of each sequence alone, as a batch of one: packed sequences can skip different blocks."""
+
+    def one_sequence(operands):
+        results = function(*jax.tree.map(lambda x: x[None], operands))
+        return jax.tree.map(lambda x: x[0], results)
+
+    return lax.map(one_sequence, operands)
 
 
 def _of_head(queries: _Queries, keys: _Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[_Queries, _Keys]:

@@ -8,6 +8,11 @@ Then causal masking needs no control flow, and every rank does the same work in 
              (q_hi, k_lo) always, and (q_lo, k_lo) if the block is from an earlier rank, otherwise (q_hi, k_hi). The
              halves are selected with dynamic slices, and one kernel call computes both products, as a batch of two.
 
+A packed sequence may be in the order of per-document sharding (sharding/document_layout.py), in which the pieces of a
+rank have other lengths for each document. So with ranges of keys, one kernel call computes the whole block, and the
+kernel skips the blocks that no range reaches: a ring step whose block shares no document with the queries costs no
+matrix products.
+
 The backward goes around the ring a second time with the global out and lse; dK/dV are sent along with the KV block
 that they belong to. All running sums are float32. The order of operations makes the sends overlap with attention:
 
@@ -49,7 +54,7 @@ def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -
     """Attention of this rank's queries over the whole sequence; call inside `shard_map`.
 
     Args:
-      qkv: this rank's shard, in zigzag order.
+      qkv: this rank's shard: in zigzag order without ranges; with ranges, in any order for which `key_ranges` holds.
       kernel: the kernel for one KV block.
       spec: with a window, only the tokens that it reaches are sent and computed (halo.py).
       ranks: the mesh axis that splits the sequence, of any size from 1.
@@ -121,6 +126,11 @@ class RingState(NamedTuple):
         """Over the rank's own KV block."""
         return None if self.ranges is None else KeyRanges(*(x[0] for x in self.ranges))
 
+    @property
+    def computes_whole_blocks(self) -> bool:
+        """Whether a ring step computes the product of whole blocks instead of half-blocks in zigzag order."""
+        return self.ranges is not None or not self.spec.causal
+
     @jax.named_scope(scopes.RING_SEND)
     def send(self, x: jax.Array) -> jax.Array:
         """Sends x to the next rank; returns the x of the previous one."""
@@ -139,12 +149,12 @@ class RingState(NamedTuple):
         Returns:
           in_flight, and the new (out_btnH, lse_bnt).
         """
-        source, ranges, spec = self._block_masks(step)
-        if not self.spec.causal:
+        ranges, spec = self._block_masks(step)
+        if self.computes_whole_blocks:
             in_flight, results = _receive(in_flight, self.kernel.forward(q, k, v, ranges, spec))
             return in_flight, merge(*out_lse, *results)
-        halves = _ZigzagPair.select(source < self.rank)
-        results = self.kernel.forward(*halves.operands(q, k, v), halves.ranges(ranges), spec)
+        halves = self._select_halves(step)
+        results = self.kernel.forward(*halves.operands(q, k, v), ranges, spec)
         in_flight, results = _receive(in_flight, results)
         out, lse = out_lse
         for half, *partial in zip(halves.of_queries, *(jnp.split(x, 2) for x in results)):
@@ -159,13 +169,13 @@ class RingState(NamedTuple):
         Returns:
           in_flight, dq with this block's contribution added, and this rank's contribution to the block's dk and dv.
         """
-        source, ranges, spec = self._block_masks(step)
-        if not self.spec.causal:
+        ranges, spec = self._block_masks(step)
+        if self.computes_whole_blocks:
             gradients = self.kernel.backward(q, k, v, ranges, spec, *results)
             in_flight, (dq_block, dk, dv) = _receive(in_flight, gradients)
             return in_flight, dq + dq_block, dk, dv
-        halves = _ZigzagPair.select(source < self.rank)
-        operands, ranges, results = halves.operands(q, k, v), halves.ranges(ranges), halves.results(results)
+        halves = self._select_halves(step)
+        operands, results = halves.operands(q, k, v), halves.results(results)
         in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, self.kernel.backward(*operands, ranges, spec, *results))
         dq = _add_to_halves(dq, halves.of_queries, dq_pair)
         zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
@@ -173,15 +183,18 @@ class RingState(NamedTuple):
         return in_flight, dq, dk, dv
 
     def _block_masks(self, step):
-        """The block's source rank, the ranges of this rank's queries over it, and the spec of the ring step.
+        """The ranges of this rank's queries over the block of a ring step, and the spec of the step.
 
-        The spec is not causal: a KV block of another rank is either visible as a whole or not at all, per half.
+        The spec is not causal: a query attends to all keys of a half-block or to none, or the ranges are the mask.
         """
-        source = (self.rank - step) % self.ranks.size
         spec = AttentionSpec(**{**vars(self.spec), "causal": False})
         if self.ranges is None:
-            return source, None, spec
-        return source, KeyRanges(*(lax.dynamic_index_in_dim(x, step, keepdims=False) for x in self.ranges)), spec
+            return None, spec
+        return KeyRanges(*(lax.dynamic_index_in_dim(x, step, keepdims=False) for x in self.ranges)), spec
+
+    def _select_halves(self, step) -> "_ZigzagPair":
+        source = (self.rank - step) % self.ranks.size
+        return _ZigzagPair.select(source < self.rank)
 
 
 def _receive(in_flight, results):
@@ -209,16 +222,6 @@ class _ZigzagPair(NamedTuple):
 
     def operands(self, q, k, v):
         return _pair(q, self.of_queries), _pair(k, self.of_keys), _pair(v, self.of_keys)
-
-    def ranges(self, ranges: KeyRanges | None) -> KeyRanges | None:
-        if ranges is None:
-            return None
-        half_tokens = ranges.start_BT.shape[1] // 2
-        pairs = (
-            KeyRanges(*(_half(x, of_queries) for x in ranges)).within(of_keys * half_tokens, half_tokens)
-            for of_queries, of_keys in zip(self.of_queries, self.of_keys)
-        )
-        return KeyRanges(*(jnp.concatenate(pair) for pair in zip(*pairs)))
 
     def results(self, results: QueryResults) -> QueryResults:
         return QueryResults(

@@ -119,6 +119,9 @@ class AttentionConfig:
     ulysses_degree: int = 1  # strategy hybrid: number of adjacent ranks in a Ulysses group; divides mesh.context
     # True: a query attends to keys of its own document only. False: to all earlier tokens of the packed sequence.
     document_mask: bool = True
+    # with document_mask. True: each long document is split over the context ranks by itself, and short documents are
+    # assigned whole, so that all ranks have equal work. False: the packed sequence is split in zigzag order.
+    document_sharding: bool = True
     # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
     # support the case is an error.
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference"] = "auto"

@@ -253,7 +253,9 @@ class TrainStep:
     def sequence_order(self) -> SequenceOrder:
         """The order of tokens in the arrays of a batch."""
         num_tokens, context = self.config.data.seq_len, self.mesh.shape[CONTEXT]
-        if self.model is not None and self.objective.token_order == NATURAL:
+        if self.model is None:
+            return sequence_order.choose(self.config, context)
+        if self.objective.token_order == NATURAL:
             return sequence_order.natural(num_tokens)
         return sequence_order.zigzag(num_tokens, context)
 

@@ -5,7 +5,7 @@ import importlib
 import pytest
 from absl import flags
 
-PROGRAMS = ("attention_overlap", "attention_speed", "memory_ladder", "notebook_data")
+PROGRAMS = ("attention_overlap", "attention_speed", "document_balance", "memory_ladder", "notebook_data")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from benchmarks.document_balance import packed, stdlib_lengths, zigzag_ring_work
 from jaxlc.core.errors import UserError
-from jaxlc.sharding.document_layout import MAX_RING_COST, by_ring_step, document_layout, ring_cost
+from jaxlc.sharding.document_layout import MAX_RING_COST, by_ring_step, document_layout, document_order, ring_cost
+from jaxlc.sharding.layout import zigzag_order
 
 
 def dense_ring_work(lengths, num_tokens: int, context: int, order: np.ndarray) -> np.ndarray:
@@ -76,6 +78,32 @@ def test_every_sequence_of_mix_is_balanced():
         assert layout.ring_cost <= MAX_RING_COST
         again = document_layout(lengths, num_tokens, 8)
         np.testing.assert_array_equal(layout.order, again.order)
+
+
+def test_every_sequence_of_standard_library_is_balanced():
+    sequences = packed(stdlib_lengths(), 524_288, 12)
+    assert all(document_layout(lengths, 524_288, 8).ring_cost <= MAX_RING_COST for lengths in sequences)
+    assert max(ring_cost(zigzag_ring_work(lengths, 524_288, 8)) for lengths in sequences) > 1.5
+
+
+def test_zigzag_ring_work_equals_dense_mask():
+    rng = np.random.default_rng(0)
+    for context in (2, 3, 4):
+        num_tokens = context * 24
+        lengths = random_lengths(rng, num_tokens)
+        expected = dense_ring_work(lengths, num_tokens, context, zigzag_order(num_tokens, context))
+        np.testing.assert_array_equal(zigzag_ring_work(lengths, num_tokens, context), expected)
+
+
+def test_document_order_of_padding_between_documents():
+    """Padding is placed last; the documents have the order of the same sequence without padding between them."""
+    segments_T = np.array([0, 0, 5, 5, 5, 5, 0, 2, 2, 2, 0, 9, 0, 0, 0, 0])
+    order_T = document_order(segments_T, 4)
+    np.testing.assert_array_equal(np.sort(order_T), np.arange(16))
+    compact = np.array([2, 3, 4, 5, 7, 8, 9, 11, 0, 1, 6, 10, 12, 13, 14, 15])
+    np.testing.assert_array_equal(order_T, compact[document_layout(np.array([4, 3, 1]), 16, 4).order])
+    np.testing.assert_array_equal(order_T, document_order(np.where(segments_T == 9, 1, segments_T), 4))
+    np.testing.assert_array_equal(np.sort(document_order(np.zeros(16, int), 4)), np.arange(16))
 
 
 def test_one_document_has_equal_pieces():
