@@ -84,10 +84,7 @@ def test_checkpoint_at_the_end_of_a_stage_is_kept(undisturbed):
 
 
 def test_gate_stops_before_the_next_stage(config_path, undisturbed, tmp_path):
-    """Also when the run is started again, which changes nothing; a larger limit continues bitwise equal.
-
-    On another mesh, the run continues across the border with equal losses.
-    """
+    """Also when the run is started again, which changes nothing; a larger limit continues bitwise equal."""
     workdir = tmp_path / "run"
     for _ in range(2):
         with pytest.raises(TrainingStopped) as stopped:
@@ -96,12 +93,19 @@ def test_gate_stops_before_the_next_stage(config_path, undisturbed, tmp_path):
         assert "limit is max_eval_loss=0.1: stage long was not started" in message
         assert str(workdir / "checkpoints" / "4") in message and "--config.stages.short.max_eval_loss=" in message
         assert runs.rows(workdir) == [row for row in runs.rows(undisturbed) if row["stage"] == "short"]
-    other_mesh = shutil.copytree(workdir, tmp_path / "other")
     _run(config_path, workdir)
     assert kill_drill.differences(undisturbed, workdir, 7) == []
-    _run(config_path, other_mesh, fsdp=2, context=4, tensor=1)
-    losses, others = ([row["loss"] for row in runs.rows(run) if "loss" in row] for run in (undisturbed, other_mesh))
-    assert losses != others
+
+
+@pytest.mark.full
+def test_run_resumed_on_another_mesh_crosses_the_border(config_path, undisturbed, tmp_path):
+    """The losses are equal within the rounding of sums in another order."""
+    workdir = shutil.copytree(undisturbed, tmp_path / "copy")
+    for step in ("6", "7"):
+        shutil.rmtree(workdir / "checkpoints" / step)
+    _run(config_path, workdir, fsdp=2, context=4, tensor=1)
+    losses, others = ([row["loss"] for row in runs.rows(run) if "loss" in row] for run in (undisturbed, workdir))
+    assert losses != others and losses[:4] == others[:4]
     np.testing.assert_allclose(others, losses, rtol=1e-5)
 
 
