@@ -22,16 +22,17 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.preset = "llama3.1-8b"
     config.model.update(rope_scaling="yarn", rope_scaling_factor=128.0, rope_scaling_original_tokens=8192)
     config.model.update(rope_scaling_beta_slow=1.0, rope_scaling_beta_fast=4.0)  # alpha and beta of the paper
-    config.mesh.update(context=8, tensor=8)  # 8 nodes of 8
+    config.mesh.update(fsdp=2, context=8, tensor=4)  # 8 nodes of 8
     config.runtime.topology = "h100:8x8"
     config.attention.document_mask = False  # documents are separated by the end token only
     config.data.seq_len = 1_048_576
     config.optimizer.update(learning_rate=3e-5, schedule="cosine", warmup_steps=10, weight_decay=0.1)
-    config.train.update(steps=120, global_batch_size=8, gradient_accumulation_steps=8)  # 1 billion tokens
+    config.train.update(steps=120, global_batch_size=8, gradient_accumulation_steps=4)  # 1 billion tokens
     config.train.update(eval_sequences=8, eval_every_steps=40, checkpoint_every_steps=20)
 
     if variant == "mini":
         shrink_for_cpu(config)
-        config.mesh.update(context=4, tensor=2)
-        config.train.update(steps=6, eval_every_steps=0, eval_sequences=2, checkpoint_every_steps=3)
+        config.mesh.update(fsdp=2, context=2, tensor=2)
+        config.train.update(steps=6, global_batch_size=4, eval_sequences=2)
+        config.train.update(eval_every_steps=0, checkpoint_every_steps=3)
     return config
