@@ -20,6 +20,7 @@ from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.hlo import parse
+from jaxlc.sharding.document_layout import document_layout
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention import cudnn_stand_in
 from tests.attention.cases import TOKENS, assert_rows_match, inputs, segments, split_mesh
@@ -131,6 +132,37 @@ def _kernel_results(segments_BT, q, k, v, dout, dlse):
     ranges = own_ranges(segments_BT)
     out, lse = cudnn.forward(q, k, v, ranges, AttentionSpec())
     return out, lse, *cudnn.backward(q, k, v, ranges, AttentionSpec(), out, lse, dout, dlse)
+
+
+@pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context):
+    """Per-document sharding: pieces of a document on all ranks, whole and cut documents, other orders on ranks."""
+    packings = [(96,), (40, 3, 29, 24), (1,) * 96, (61,), (5, 1, 50, 2, 2, 20, 9)]
+    segments_BT = np.zeros((len(packings), TOKENS), np.int32)
+    order_BT = np.zeros((len(packings), TOKENS), np.int32)
+    for row, lengths in enumerate(packings):
+        segments_BT[row, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        order_BT[row] = document_layout(np.array(lengths), TOKENS, context, block_tokens=4).order
+    q, k, v, dout = inputs(batch=len(packings))
+    dlse = jax.random.normal(jax.random.key(9), (len(packings), q.shape[2], TOKENS))
+
+    attend_ring = make(AttentionConfig(strategy="ring", kernel="cudnn"), split_mesh(context=context))
+    segments_in_order = jnp.asarray(np.take_along_axis(segments_BT, order_BT, axis=1))
+
+    def attend_packed(q, k, v):
+        return attend_ring(q, k, v, attend_ring.prepare(jnp.asarray(order_BT), segments_in_order))
+
+    operands = [_reordered(x, order_BT) for x in (q, k, v)]
+    cotangents = _reordered(dout, order_BT), _reordered(dlse, order_BT, axis=2)
+    actual = jax.jit(functools.partial(_results, attend_packed))(operands, cotangents)
+    inverse_BT = np.argsort(order_BT, axis=1)
+    actual = [_reordered(x, inverse_BT, axis=2 if x.ndim == 3 else 1) for x in actual]
+    _assert_matches(actual, float64_oracle(q, k, v, segments_BT, dout, dlse))
+
+
+def _reordered(x, order_BT, axis: int = 1):
+    """x with the tokens of each sequence in this order."""
+    return jnp.stack([jnp.take(row, order, axis=axis - 1) for row, order in zip(x, order_BT, strict=True)])
 
 
 # Changes of PackedOperands, for N = 4, K = 2 and head dim 16: a row of q has 64 elements, a row of k 32.
