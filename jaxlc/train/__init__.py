@@ -84,7 +84,8 @@ def run(
       callbacks: objects with the methods of `jaxlc.train.Callback`.
     Raises:
       UserError: invalid user input (config, paths, environment), in almost all cases before anything is compiled.
-      TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip".
+      TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip"; or a stage ends with a
+        held-out loss above its max_eval_loss.
     """
     from jaxlc import runtime
 

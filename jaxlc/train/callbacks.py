@@ -22,7 +22,7 @@ class Callback:
     """
 
     def on_start(self, run: "RunInfo") -> None:
-        """Called before the first step of this run, after the step is compiled."""
+        """Called before the first step of this run and of each later stage, after its step is compiled."""
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         """Called for each optimizer step, in order, with its loss, grad_norm, learning_rate and target_tokens.
@@ -49,7 +49,7 @@ class RunInfo:
     """The argument of `Callback.on_start`.
 
     Attributes:
-      config: the `Config` of the run.
+      config: the `Config` of the run, or of the stage that starts.
       mesh: its `jax.sharding.Mesh`.
       workdir: directory of metrics, plots and checkpoints.
       first_step: number of optimizer steps done before this run; 0 unless it resumes.

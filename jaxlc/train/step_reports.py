@@ -20,7 +20,8 @@ _MAX_STEPS_IN_FLIGHT = 8
 
 
 class TrainingStopped(RuntimeError):
-    """A loss or gradient was not finite; the message names the step and the last good checkpoint."""
+    """A loss or gradient was not finite, or the held-out loss of a stage is above its limit. The message names the
+    checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
