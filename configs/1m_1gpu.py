@@ -1,4 +1,4 @@
-r"""Llama 3.1 8B with sequences of 1,048,576 tokens on a single H100 with 80 GB. Variants: mini.
+r"""Llama 3.1 8B with sequences of 1,048,576 tokens on a single H100 with 80 GB. Variants: lora, mini.
 
     jaxlc train --config=1m_1gpu:mini                     # the same features in miniature, on 1 simulated CPU device
     jaxlc plan --config=1m_1gpu --topology=h100:1x1         # ahead-of-time compilation, without a GPU
@@ -7,13 +7,16 @@ The settings under `memory` make it fit; docs/memory.md gives what each of them 
 train, on a machine with 520 GiB of host memory:
 
     jaxlc train --config=1m_1gpu --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
+
+`lora` trains adapters of rank 32 (docs/lora.md), with the frozen weights in bf16 on the GPU, and needs 300 GiB of host
+memory, for the saved activations.
 """
 
 from ml_collections import ConfigDict
 
 from jaxlc.config import check_variant, defaults, shrink_for_cpu
 
-VARIANTS = ("mini",)
+VARIANTS = ("lora", "mini")
 
 
 def get_config(variant: str = "") -> ConfigDict:
@@ -27,6 +30,12 @@ def get_config(variant: str = "") -> ConfigDict:
     config.memory.update(optimizer="host", parameters="host")
     config.optimizer.warmup_steps = 10
     config.train.update(steps=100, global_batch_size=1, eval_sequences=1, checkpoint_every_steps=10)
+
+    if variant == "lora":
+        config.lora.rank = 32
+        config.memory.update(optimizer="device", parameters="device")
+        config.optimizer.learning_rate = 2e-4
+        config.train.checkpoint_frozen = False
 
     if variant == "mini":
         shrink_for_cpu(config, simulated_devices=1)

@@ -245,12 +245,19 @@ def evaluate(
 
 
 def export(
-    workdir: "str | Path", out: "str | Path", *, step: int | None = None, dtype: str = "bf16", max_shard_gb: float = 5.0
+    workdir: "str | Path",
+    out: "str | Path",
+    *,
+    step: int | None = None,
+    dtype: str = "bf16",
+    max_shard_gb: float = 5.0,
+    adapters: bool = False,
 ) -> "Path":
     """Writes the weights of a run as a directory that Hugging Face `transformers` opens, and returns its path.
 
     The directory has safetensors files, config.json, generation_config.json, and the tokenizer files of the model that
-    the run started from. Parameters are restored and written one at a time. Call it in one process only.
+    the run started from. Parameters are restored and written one at a time. Call it in one process only. Adapters of
+    LoRA are merged into the weights, unless `adapters` is true.
 
     Args:
       workdir: the directory that the run was given.
@@ -258,6 +265,7 @@ def export(
       step: the checkpoint to export. None: the latest one.
       dtype: of the weights, "bf16" or "fp32".
       max_shard_gb: size limit of a safetensors file in GB.
+      adapters: write the adapters of LoRA alone, in float32, and the other trained parameters, in the form of `peft`.
     Raises:
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or `out` cannot be written.
       jaxlc.core.errors.Unsupported: the model has no equivalent in transformers.
@@ -268,7 +276,7 @@ def export(
     runtime.start(RuntimeConfig(num_processes=1))
     from jaxlc.exporting import to_huggingface
 
-    return to_huggingface.export(workdir, out, step=step, dtype=dtype, max_shard_gb=max_shard_gb)
+    return to_huggingface.export(workdir, out, step=step, dtype=dtype, max_shard_gb=max_shard_gb, adapters=adapters)
 
 
 def __getattr__(name: str) -> Any:

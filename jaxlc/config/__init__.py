@@ -13,6 +13,7 @@ from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
     DataConfig,
+    LoraConfig,
     MemoryConfig,
     MeshConfig,
     ModelConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "AttentionConfig",
     "Config",
     "DataConfig",
+    "LoraConfig",
     "MemoryConfig",
     "MeshConfig",
     "ModelConfig",

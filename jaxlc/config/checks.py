@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jaxlc.config.frozen import Config
 from jaxlc.config.layer_checks import layer_problems
+from jaxlc.config.lora_checks import lora_problems
 from jaxlc.config.mesh_checks import check_num_devices, length_problems, mesh_overrides, split_problems, working_mesh
 from jaxlc.config.mixture import mixture_problems
 from jaxlc.config.precision_checks import precision_problems
@@ -84,6 +85,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         loss_scale_min=_POSITIVE,
         loss_scale_max=_POSITIVE,
     ),
+    "lora": dict(rank=_FROM_0, alpha=_POSITIVE),
     "memory": dict(layers_per_remat_group=_FROM_1, tile_tokens=_FROM_0, loss_chunk_tokens=_FROM_0),
     "runtime": dict(
         simulated_devices=_FROM_0,
@@ -144,6 +146,7 @@ def check(config: Config) -> None:
     _raise_first(length_problems(config))
     _raise_first(tile_problems(config))
     _raise_first(precision_problems(config))
+    _raise_first(lora_problems(config))
 
 
 def _raise_first(problems: Iterator[str]) -> None:

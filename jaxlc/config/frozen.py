@@ -11,6 +11,7 @@ from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
     DataConfig,
+    LoraConfig,
     MemoryConfig,
     MeshConfig,
     ModelConfig,
@@ -20,6 +21,7 @@ from jaxlc.config.schema import (
     RuntimeConfig,
     TrainConfig,
 )
+from jaxlc.config.trained_params import num_adapter_params, num_frozen_params
 from jaxlc.core.flops import training_flops
 
 DEFAULT_PRESET = "tiny"
@@ -30,6 +32,7 @@ class Config:
     """All settings of a run. `print` and notebooks show the differences from the defaults."""
 
     model: ModelConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -47,10 +50,16 @@ class Config:
 
     @property
     def flops_per_step(self) -> float:
-        """Model FLOPs of one optimizer step over all devices, with causal attention."""
-        return training_flops(
+        """Model FLOPs of one optimizer step over all devices, with causal attention.
+
+        Frozen weights have no gradients, which saves 2 of 6 FLOPs per entry and token; adapters have all 6.
+        """
+        of_model = training_flops(
             self.model, num_sequences=self.train.global_batch_size, seq_len=self.data.seq_len, attention="causal"
         )
+        num_frozen = num_frozen_params(self.model, self.lora, self.train, matmuls_only=True)
+        per_token = 6.0 * num_adapter_params(self.model, self.lora) - 2.0 * num_frozen
+        return of_model + self.tokens_per_step * per_token
 
     def __repr__(self) -> str:
         return differences.as_text("Config", to_dict(self), default_values(self.model.preset))
@@ -76,10 +85,16 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
     values = dataclasses.asdict(config)
     values["data"]["mixture"] = mixture_dict(config.data.mixture)
-    return {
-        section: {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-        for section, fields in values.items()
-    }
+    return {section: {name: _as_json(value) for name, value in fields.items()} for section, fields in values.items()}
+
+
+def default_setting(section: str, name: str) -> Any:
+    """The default of a setting of lora, train or precision, as `to_dict` returns it."""
+    return _as_json(getattr(SECTIONS[section](), name))
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def default_values(preset: str) -> dict[str, dict[str, Any]]:

@@ -234,7 +234,8 @@ MATMUL_NAMES = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Data types of computation. Parameters, optimizer moments and sums of gradients over microbatches are float32.
+    """Data types of computation. Trained parameters, optimizer moments and sums of gradients over microbatches are
+    float32.
 
     fp8 computes in bf16 except for the products in fp8_matmuls, which multiply e4m3 by e4m3 in the forward and e5m2 by
     e4m3 in the backward. fp16 multiplies the loss by a dynamic scale and skips updates that overflow.
@@ -244,6 +245,9 @@ class PrecisionConfig:
     # data type in which the gradients of layer weights are summed over ranks. compute: that of `compute`, or bf16 with
     # fp8; half the bytes of fp32. Those of the embedding and of the output head are always summed in float32.
     reduce: Literal["compute", "fp32"] = "compute"
+    # data type in which frozen matrices are stored, without a float32 copy; they are those that train.trainable,
+    # train.frozen and lora.rank select.
+    frozen: Literal["bf16", "fp32"] = "bf16"
     # fp8: matrix products computed in 8 bits, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down;
     # the others use bf16.
     fp8_matmuls: tuple[str, ...] = MATMUL_NAMES
@@ -258,6 +262,22 @@ class PrecisionConfig:
     loss_scale_backoff_factor: float = 0.5  # fp16: factor after an overflow
     loss_scale_min: float = 1.0  # fp16: smallest scale; train.nonfinite handles an overflow at this scale
     loss_scale_max: float = 2.0**24  # fp16: largest scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """LoRA (Hu et al. 2021): trained low-rank adapters of frozen projections; docs/lora.md."""
+
+    rank: int = 0  # rank of the adapters; 0: no adapters
+    alpha: float = 32.0  # the output of an adapter is multiplied by alpha / rank
+    rslora: bool = False  # multiply it by alpha / sqrt(rank) instead (rsLoRA), which suits high ranks
+    # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down.
+    projections: tuple[str, ...] = MATMUL_NAMES
+
+    @property
+    def scale(self) -> float:
+        """The factor of the output of an adapter."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 # Tensors of a layer that memory.save and memory.offload may name, in the order in which they are computed.
@@ -357,6 +377,11 @@ class TrainConfig:
     # number of microbatches that a step processes one after the other; divides the batch size per replica.
     gradient_accumulation_steps: int = 1
     seed: int = 0  # random seed of the initial parameters
+    # parameters to train, named as in the table of shardings that a run prints; * stands for any characters: *norm* is
+    # all norms. The other parameters are frozen: they have no gradients and no optimizer state. Adapters of LoRA are
+    # always trained. Empty: all parameters; with lora.rank, only the adapters.
+    trainable: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()  # parameters to freeze although train.trainable selects them; patterns as there
     z_loss: float = 0.0  # coefficient of mean(log(Z)^2), Z the softmax normalizer (PaLM, section 5); 0: none
     # what happens at a NaN or infinite loss or gradient. stop: the run ends. skip: the update is skipped.
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -364,6 +389,9 @@ class TrainConfig:
     eval_sequences: int = 4  # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp
     checkpoint_every_steps: int = 0  # steps between checkpoints; 0: at the end only
     keep_checkpoints: int = 2  # number of latest checkpoints to keep
+    # store frozen parameters in checkpoints. False: small checkpoints, which need the base model: model.init_from, or
+    # without it the initial values of train.seed. Their fingerprint is checked.
+    checkpoint_frozen: bool = True
     log_every_steps: int = 1  # steps between fetching metrics and writing a row of metrics.jsonl
 
 

@@ -9,6 +9,7 @@ EMBEDDING = "embedding"  # token embedding lookup
 ATTENTION = "attention"  # attention block of a layer: norm, projections, RoPE, core attention, output projection
 CORE_ATTENTION = "core_attention"  # what runs inside attention's shard_map: kernels and exchanges over the context axis
 MLP = "mlp"  # MLP block of a layer: norm and SwiGLU
+LORA = "lora"  # inside ATTENTION and MLP: an adapter, with the sum of its output and that of the frozen projection
 GATHER_WEIGHTS = "gather_weights"  # cast of a stored weight, and its all-gather over the axes that shard it
 
 # Exchanges over the context axis, inside CORE_ATTENTION.

@@ -20,11 +20,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="checkpoint to export; default: the latest")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights; default: bf16")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size limit of a file in GB; default: 5")
+    parser.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write the adapters of LoRA alone, for peft, in float32; default: merge them into the weights",
+    )
     flags = parser.parse_args(argv[1:])
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         target = jaxlc.export(
-            flags.workdir, flags.out, step=flags.step, dtype=flags.dtype, max_shard_gb=flags.max_shard_gb
+            flags.workdir,
+            flags.out,
+            step=flags.step,
+            dtype=flags.dtype,
+            max_shard_gb=flags.max_shard_gb,
+            adapters=flags.adapters,
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

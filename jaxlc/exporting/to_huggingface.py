@@ -5,26 +5,33 @@ import operator
 import shutil
 from pathlib import Path
 
-import jax
-import numpy as np
-from jax.sharding import SingleDeviceSharding
-
 from jaxlc.config import Config, from_dict
 from jaxlc.config.config_json import config_json_of, family_of
+from jaxlc.config.families import Family
 from jaxlc.config.pretrained import CONFIG_FILE, TEXT_FILES, TOKENIZER_FILE, Pretrained, original_of
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.data.tokenizers import tokenizer_file
+from jaxlc.exporting.adapters import read_adapter, write_adapters
+from jaxlc.exporting.stored_params import StoredParams
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
 from jaxlc.models import decoder
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_meta, restore_params
+from jaxlc.train.base_model import BASE
+from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_meta
 
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
-_GROUP_BYTES = 2**30  # of parameters that are restored together
 
 
-def export(workdir: str | Path, out: str | Path, *, step: int | None, dtype: str, max_shard_gb: float) -> Path:
+def export(
+    workdir: str | Path,
+    out: str | Path,
+    *,
+    step: int | None,
+    dtype: str,
+    max_shard_gb: float,
+    adapters: bool = False,
+) -> Path:
     """Writes a checkpoint; see `jaxlc.export`."""
     workdir = Path(workdir).expanduser().absolute()
     directory = workdir / CHECKPOINTS_DIRECTORY
@@ -33,10 +40,13 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None, dtype: str
         raise UserError(f"invalid dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if not max_shard_gb > 0:
         raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
-    config = from_dict(read_meta(directory, step)["config"])
+    meta = read_meta(directory, step)
+    config = from_dict(meta["config"])
     source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.config_json()
     content = config_json_of(config.model, base, seq_len=config.data.seq_len, dtype=DTYPES[dtype][1])
+    params = StoredParams(workdir, step, config, is_complete=BASE not in meta)
+    family = family_of(base, config.model)
     target = Path(out).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: remove it, or export to a different directory")
@@ -44,9 +54,12 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None, dtype: str
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write_weights(config, base, directory, step, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9))
-        (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
-        _write_other_files(config, source, partial)
+        if adapters:
+            write_adapters(config, family, params, partial)
+        else:
+            _write_weights(config, family, params, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9))
+            (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+            _write_other_files(config, source, partial)
         if target.is_dir():
             target.rmdir()
         partial.rename(target)
@@ -65,44 +78,20 @@ def _checked_step(directory: Path, step: int | None) -> int:
 
 
 def _write_weights(
-    config: Config, base: dict | None, directory: Path, step: int, target: Path, dtype: str, max_shard_bytes: int
+    config: Config, family: Family, params: StoredParams, target: Path, dtype: str, max_shard_bytes: int
 ) -> None:
-    """Restores one stacked parameter, or a few small ones, at a time to host memory, and writes their tensors."""
-    model, family = config.model, family_of(base, config.model)
+    """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their tensors."""
+    model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
-    on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     with TensorWriter(target, _shapes(layouts), dtype=dtype, max_shard_bytes=max_shard_bytes) as files:
-        for paths in _groups(abstract):
-            tree: dict = {}
-            for path in paths:
-                shape = jax.ShapeDtypeStruct(abstract[path].shape, abstract[path].dtype, sharding=on_host)
-                _insert(tree, path.split("/"), shape)
-            restored = restore_params(directory, step, tree, vocab_size=model.vocab_size, only_these=True)
-            for path, param in paths_of(restored):
-                layout, array = layouts[path], np.asarray(param)
+        for paths in params.groups(abstract):
+            for path, array in params.read(paths).items():
+                layout, adapter = layouts[path], read_adapter(config, params, path)
                 of_layers = [array] if layout.layers is None else array
-                for name, of_layer in zip(layout.names, of_layers, strict=True):
-                    files.write(name, layout.to_stored(of_layer))
-
-
-def _groups(abstract: dict[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
-    """Paths of parameters that are restored together: at most _GROUP_BYTES, or one larger parameter."""
-    groups, filled_bytes = [], _GROUP_BYTES
-    for path, param in abstract.items():
-        num_bytes = param.size * param.dtype.itemsize
-        filled_bytes += num_bytes
-        if filled_bytes > _GROUP_BYTES:
-            groups.append([])
-            filled_bytes = num_bytes
-        groups[-1].append(path)
-    return groups
-
-
-def _insert(tree: dict, keys: list[str], leaf: jax.ShapeDtypeStruct) -> None:
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[keys[-1]] = leaf
+                for layer, (name, weight) in enumerate(zip(layout.names, of_layers, strict=True)):
+                    merged = weight if adapter is None else adapter.merged(weight, layer)
+                    files.write(name, layout.to_stored(merged))
 
 
 def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:

@@ -16,7 +16,13 @@ class TensorWriter:
     """A context manager that writes the tensors of a model to files of limited size, and their index."""
 
     def __init__(
-        self, directory: Path, shapes: Iterable[tuple[str, tuple[int, ...]]], *, dtype: str, max_shard_bytes: int
+        self,
+        directory: Path,
+        shapes: Iterable[tuple[str, tuple[int, ...]]],
+        *,
+        dtype: str,
+        max_shard_bytes: int,
+        single_file: str = SINGLE_FILE,
     ):
         """
         Args:
@@ -24,6 +30,7 @@ class TensorWriter:
           shapes: name and shape of all tensors, in their order in the files.
           dtype: of the files, a key of DTYPES; arrays are converted.
           max_shard_bytes: largest number of bytes of tensors in a file; a larger tensor has a file of its own.
+          single_file: name of the file if there is only one.
         """
         self._dtype = DTYPES[dtype]
         self._place: dict[str, tuple[IO[bytes], int, tuple[int, ...]]] = {}
@@ -31,7 +38,7 @@ class TensorWriter:
         shards = _split([*shapes], self._dtype.itemsize, max_shard_bytes)
         file_of: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
-            file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            file = single_file if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
             file_of |= {name: file for name, _ in shard}
             self._create(directory / file, shard, dtype)
         if len(shards) > 1:

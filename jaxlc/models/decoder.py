@@ -20,18 +20,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlc.config import ModelConfig
+from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.models import offloaded_layers
 from jaxlc.models.embedding import lookup
+from jaxlc.models.freezing import join, paths_in_layer
 from jaxlc.models.layers import DecoderLayer, matrix
+from jaxlc.models.lora import LORA
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.models.norms import RMSNorm
-from jaxlc.models.offloaded_layers import Prefetch
+from jaxlc.models.offloaded_layers import LayerParams, Prefetch
 from jaxlc.sharding.rules import Sharder
 
 _LAYERS = "layers"  # name of the leading dimension of every parameter in LAYER_STACKS
+_LORA_STREAM = 2**31 - 1  # larger than any number of parameters of a layer, by which their keys are derived
+
+IsFrozen = Callable[[tuple[str, ...], Any], bool]  # (path within a layer, parameter), an nnx filter
 
 
 class RunLayer(Protocol):
@@ -43,7 +48,7 @@ class RunLayer(Protocol):
     def __call__(
         self,
         layer_def: nnx.GraphDef,
-        params: nnx.State,
+        params: LayerParams,
         x_BTD: jax.Array,
         positions_BT: jax.Array,
         ranges: Any,
@@ -65,12 +70,19 @@ class Remat(Protocol):
 class Decoder(nnx.Module):
     """Embedding, L layers stored as one or two stacked layers, final norm, and an output head unless it is tied."""
 
-    def __init__(self, model: ModelConfig, vocab_size_padded: int, rngs: nnx.Rngs, fp8: Fp8 | None = None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        vocab_size_padded: int,
+        rngs: nnx.Rngs,
+        fp8: Fp8 | None = None,
+        lora: LoraConfig | None = None,
+    ):
         D, V = model.model_dim, model.vocab_size
         padding = vocab_size_padded - V
         self.embedding = _pad_vocab(matrix(rngs, fan_in=D, vocab=V, model=D), padding)
         self.head = None if model.tie_embeddings else _pad_vocab(matrix(rngs, fan_in=D, model=D, vocab=V), padding)
-        stacked = nnx.vmap(lambda key: DecoderLayer(model, nnx.Rngs(key), fp8))
+        stacked = nnx.vmap(lambda key: DecoderLayer(model, _layer_rngs(key), fp8, lora))
         keys = jax.random.split(rngs.params(), model.num_layers)
         num_in_periods = model.num_layers - model.num_last_layers
         self.layers = stacked(keys[:num_in_periods])
@@ -89,13 +101,15 @@ class Decoder(nnx.Module):
         shard: Sharder,
         remat: Remat,
         compute_dtype,
+        is_frozen: IsFrozen,
     ) -> jax.Array:
         """Returns the final hidden states x_BTD, before the final norm; see `apply`."""
         shared = positions_BT, ranges  # arrays that are equal for all layers
         x_BTD = self.embedded(tokens_BT, shard, compute_dtype)
         for layers in (self.layers, self.last_layers):
             if layers is not None:
-                x_BTD = _run_stack(layers, x_BTD, shared, layer_kinds, run_layer=run_layer, shard=shard, remat=remat)
+                options = dict(run_layer=run_layer, shard=shard, remat=remat, is_frozen=is_frozen)
+                x_BTD = _run_stack(layers, x_BTD, shared, layer_kinds, **options)
         return x_BTD
 
     def embedded(self, tokens_BT: jax.Array, shard: Sharder, compute_dtype) -> jax.Array:
@@ -122,14 +136,17 @@ def _run_stack(
     run_layer: Mapping[str, RunLayer],
     shard: Sharder,
     remat: Remat,
+    is_frozen: IsFrozen,
 ) -> jax.Array:
     """Runs the layers of one of LAYER_STACKS; the first one has the kind layer_kinds[0]. See `apply`."""
-    layer_def, stacked = nnx.split(layers)
+    layer_def, frozen, trainable = nnx.split(layers, is_frozen, ...)
+    stacked = LayerParams(trainable, frozen)
     num_layers = len(jax.tree.leaves(stacked)[0])
     period = min(len(layer_kinds), num_layers)
 
     def run_one(kind, x_BTD, params, shared, prefetch=None):
         positions_BT, ranges = shared
+        params = LayerParams(params.trainable, jax.lax.stop_gradient(params.frozen))  # for `offloaded_layers`
         return run_layer[kind](layer_def, params, x_BTD, positions_BT, ranges[kind], prefetch, shard=shard)
 
     of_kind = {kind: remat.of_layer(functools.partial(run_one, kind)) for kind in run_layer}
@@ -162,13 +179,14 @@ def _in_backward_order(run: Callable) -> Callable:
     """
 
     @jax.custom_vjp
-    def wait(x_BTD, params):
-        return x_BTD, params
+    def wait(x_BTD, trainable):
+        return x_BTD, trainable
 
     wait.defvjp(lambda *both: (both, None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
 
     def run_ordered(x_BTD, params, *operands):
-        return run(*wait(x_BTD, params), *operands)
+        x_BTD, trainable = wait(x_BTD, params.trainable)
+        return run(x_BTD, params.with_trainable(trainable), *operands)
 
     return run_ordered
 
@@ -186,17 +204,22 @@ def _group_of(runs: Sequence[Callable]) -> Callable:
     return run_group
 
 
-def init(model: ModelConfig, vocab_size_padded: int, key: jax.Array) -> dict:
+def init(model: ModelConfig, vocab_size_padded: int, key: jax.Array, lora: LoraConfig | None = None) -> dict:
     """Initial parameters, float32; call it under `jit` with out_shardings.
 
-    The values depend only on `key`, not on the mesh or on the vocabulary padding, which is 0.
+    The values depend only on `key`, not on the mesh or on the vocabulary padding, which is 0. Those of the model do not
+    depend on `lora`, which adds adapters.
     """
-    return nnx.to_pure_dict(nnx.state(Decoder(model, vocab_size_padded, nnx.Rngs(key))))
+    return nnx.to_pure_dict(nnx.state(Decoder(model, vocab_size_padded, nnx.Rngs(key), lora=lora)))
 
 
-def abstract_params(model: ModelConfig, vocab_size_padded: int) -> dict:
+def _layer_rngs(key: jax.Array) -> nnx.Rngs:
+    return nnx.Rngs(key, **{LORA: jax.random.fold_in(key, _LORA_STREAM)})
+
+
+def abstract_params(model: ModelConfig, vocab_size_padded: int, lora: LoraConfig | None = None) -> dict:
     """Shapes and dtypes of the result of `init`; nothing is computed."""
-    return jax.eval_shape(lambda: init(model, vocab_size_padded, jax.random.key(0)))
+    return jax.eval_shape(lambda: init(model, vocab_size_padded, jax.random.key(0), lora))
 
 
 def first_histories(model: ModelConfig, fp8: Fp8) -> dict:
@@ -205,9 +228,9 @@ def first_histories(model: ModelConfig, fp8: Fp8) -> dict:
     return nnx.to_pure_dict(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.filter_state(state, History)))
 
 
-def dims_of(model: ModelConfig) -> dict:
+def dims_of(model: ModelConfig, lora: LoraConfig | None = None) -> dict:
     """The parameter tree with a tuple of dimension names per leaf, e.g. ("layers", "model", "heads", "head_dim")."""
-    _, state = _abstract_decoder(model, model.vocab_size)
+    _, state = _abstract_decoder(model, model.vocab_size, lora=lora)
     declared = {path: param.dims for path, param in nnx.to_flat_state(state)}
     stacked = {path: (_LAYERS, *dims) if path[0] in LAYER_STACKS else dims for path, dims in declared.items()}
     return nnx.traversals.unflatten_mapping(stacked)
@@ -226,11 +249,13 @@ def apply(
     compute_dtype,
     fp8: Fp8 | None = None,
     histories: dict | None = None,
+    frozen: dict | None = None,
+    lora: LoraConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the decoder, under `jit`.
 
     Args:
-      params: the tree that `init` returns.
+      params: the tree that `init` returns, without the parameters in `frozen`.
       tokens_BT, positions_BT: int32, both in the same sequence order, which may be any; T is a multiple of context x
         tensor. If `run_layer` runs tiles, they are [n, B, t], and so is the x that is returned.
       run_layer: runs one layer, attention included; by the kind of the layer.
@@ -241,13 +266,17 @@ def apply(
       fp8: which matrix products are in FP8; None: none.
       histories: amax histories of delayed scaling, the tree that `first_histories` returns; their gradients are their
         next values.
+      frozen: parameters that are not differentiated.
+      lora: the adapters that `params` contains.
     Returns:
       x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; factor_D of the final norm,
       float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor.
     """
+    params = join(params, frozen or {})
     params = {name: part if name in LAYER_STACKS else shard.fetched(part) for name, part in params.items()}
     vocab_size_padded = params["embedding"].shape[0]
-    graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8)
+    graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8, lora)
+    frozen_in_layer = paths_in_layer(frozen or {})
     decoder = nnx.merge(graph_def, params, histories or {}, _bf16_flags(model, state, fp8))
     x_BTD = decoder(
         tokens_BT,
@@ -258,6 +287,7 @@ def apply(
         shard=shard,
         remat=remat,
         compute_dtype=compute_dtype,
+        is_frozen=lambda path, _: path in frozen_in_layer,
     )
     return x_BTD, decoder.final_norm.factor, decoder.head_DV(shard, compute_dtype)
 
@@ -269,9 +299,11 @@ def bind(params: dict, model: ModelConfig) -> Decoder:
 
 
 @functools.cache
-def _abstract_decoder(model: ModelConfig, vocab_size_padded: int, fp8: Fp8 | None = None):
+def _abstract_decoder(
+    model: ModelConfig, vocab_size_padded: int, fp8: Fp8 | None = None, lora: LoraConfig | None = None
+):
     """(graph definition, abstract state) of the decoder; nothing is computed."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, nnx.Rngs(0), fp8)))
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, nnx.Rngs(0), fp8, lora)))
 
 
 def _bf16_flags(model: ModelConfig, state, fp8: Fp8 | None) -> dict:

@@ -22,8 +22,9 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.models.layers import DecoderLayer, in_use
-from jaxlc.models.offloaded_layers import Prefetch, overlap_with_prefetch, schedule_after
+from jaxlc.models.layers import DecoderLayer
+from jaxlc.models.matmuls import in_use
+from jaxlc.models.offloaded_layers import LayerParams, Prefetch, overlap_with_prefetch, schedule_after
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder, is_vector
 
@@ -45,7 +46,7 @@ class TileAttention(Protocol):
 
 def run_layer(
     layer_def: nnx.GraphDef,
-    params: nnx.State,
+    params: LayerParams,
     x_nBtD: jax.Array,
     positions_nBt: jax.Array,
     ranges: Any,
@@ -56,7 +57,7 @@ def run_layer(
     shard: Sharder,
     tables: RopeTables | None,
 ) -> tuple[jax.Array, Any]:
-    """Runs the layer `nnx.merge(layer_def, params)` on tiles; equal to `layers.run_layer` on the whole sequences.
+    """Runs the layer `nnx.merge(layer_def, *params)` on tiles; equal to `layers.run_layer` on the whole sequences.
 
     Weights are cast and gathered once, for all tiles. Remat policies apply to the names residual, attention_out and
     attention_lse.
@@ -124,7 +125,7 @@ class _TiledLayer:
     def backward(self, residuals, gradients):
         weights, x_nBtD, positions_nBt, ranges, saved, prefetch = residuals
         dy_nBtD, _ = gradients
-        attention = self.attention
+        attention, trainable, all_of = self.attention, weights.trainable, weights.with_trainable
         # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
         # the same time.
         x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
@@ -133,9 +134,9 @@ class _TiledLayer:
         def backward_of_tile(carry, operands):
             dx_nBtD, dkv, dweights = carry
             tile, x_BtD, positions_Bt, saved = operands
-            q_BtNH, queries_vjp = jax.vjp(lambda w, x: self._queries(w, x, positions_Bt), weights, x_BtD)
+            q_BtNH, queries_vjp = jax.vjp(lambda w, x: self._queries(all_of(w), x, positions_Bt), trainable, x_BtD)
             out_BtNH, lse_BNt = saved or attention.forward(q_BtNH, kv, tile, ranges)
-            _, rest_vjp = jax.vjp(self._after_attention, weights, x_BtD, out_BtNH)
+            _, rest_vjp = jax.vjp(lambda w, *x: self._after_attention(all_of(w), *x), trainable, x_BtD, out_BtNH)
             dweights_rest, dx_rest, dout_BtNH = rest_vjp(_at(dx_nBtD, tile))
             dq_BtNH, dkv = attention.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
             dweights_queries, dx_queries = queries_vjp(dq_BtNH.astype(q_BtNH.dtype))
@@ -145,13 +146,15 @@ class _TiledLayer:
         def backward_of_keys_values(carry, operands):
             dx_nBtD, dweights = carry
             tile, x_BtD, positions_Bt = operands
-            k_v, keys_values_vjp = jax.vjp(lambda w, x: self._keys_values_of_tile(w, x, positions_Bt), weights, x_BtD)
+            k_v, keys_values_vjp = jax.vjp(
+                lambda w, x: self._keys_values_of_tile(all_of(w), x, positions_Bt), trainable, x_BtD
+            )
             dk_dv = jax.tree.map(lambda d, like: d.astype(like.dtype), attention.take(dkv, tile), k_v)
             dweights_tile, dx_BtD = keys_values_vjp(dk_dv)
             return (_put(dx_nBtD, _at(dx_nBtD, tile) + dx_BtD, tile), _add(dweights, dweights_tile)), None
 
         tiles = _tiles(x_nBtD)
-        dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+        dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
         carry = dy_nBtD, jnp.zeros(kv.shape, jnp.float32) + zero, dweights
         carry, _ = lax.scan(backward_of_tile, carry, (tiles, x_nBtD, positions_nBt, saved))
         if prefetch is not None:
@@ -160,7 +163,8 @@ class _TiledLayer:
         dx_nBtD, dkv, dweights = carry
         carry, _ = lax.scan(backward_of_keys_values, (dx_nBtD, dweights), (tiles, x_nBtD, positions_nBt))
         dx_nBtD, dweights = carry
-        return jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, weights), dx_nBtD, None, None, prefetch
+        dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
+        return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
 
     def _keys_values(self, weights, x_nBtD, positions_nBt) -> jax.Array:
         """K and V of all tokens, in the layout of the tile attention."""
@@ -178,7 +182,7 @@ class _TiledLayer:
         return lax.scan(put, empty + zero, (_tiles(x_nBtD), x_nBtD, positions_nBt))[0]
 
     def _layer(self, weights) -> DecoderLayer:
-        return nnx.merge(self.layer_def, weights)
+        return nnx.merge(self.layer_def, *weights)
 
     def _keys_values_of_tile(self, weights, x_BtD, positions_Bt):
         layer = self._layer(weights)

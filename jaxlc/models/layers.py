@@ -3,7 +3,7 @@
 The layer of Llama (Touvron et al. 2023, arXiv:2302.13971), with the variations of other families that `ModelConfig`
 describes. A parameter is declared once, by `matrix`, `bias_vector` or in RMSNorm: its shape, the names of its
 dimensions, its initial value. The abstract tree, shardings, byte counts and the sharding table are derived. Parameters
-are float32; a layer computes in the dtype of its input.
+are float32, or bf16 if they are frozen; a layer computes in the dtype of its input.
 """
 
 import functools
@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.config import ModelConfig
+from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
-from jaxlc.models.matmuls import Fp8, Matmuls
+from jaxlc.models.lora import make_adapters
+from jaxlc.models.matmuls import Fp8, Matmuls, in_use
 from jaxlc.models.norms import RMSNorm
-from jaxlc.models.offloaded_layers import Prefetch, overlap_with_prefetch
+from jaxlc.models.offloaded_layers import LayerParams, Prefetch, overlap_with_prefetch
 from jaxlc.models.rope import RopeTables, apply_rope
 from jaxlc.sharding.rules import Sharder
 
@@ -49,10 +50,26 @@ def residual_depth_scale(model: ModelConfig) -> float:
     return (2 * model.num_layers) ** -0.5
 
 
-class Attention(nnx.Module):
+class _Block(nnx.Module):
+    """The projections of a block, which may be in FP8, and their adapters, if it has any."""
+
+    def __init__(
+        self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None, lora: LoraConfig | None, projections: tuple[str, ...]
+    ):
+        self.matmul = Matmuls(fp8, *projections)
+        self.lora = make_adapters(model, lora, projections, rngs)
+
+    def project(self, name: str, subscripts: str, x: jax.Array, weight: nnx.Param, *, shard: Sharder) -> jax.Array:
+        """einsum(subscripts, x, weight), plus the output of the adapter."""
+        out = self.matmul(name, subscripts, x, in_use(weight, shard, x.dtype))
+        return out if self.lora is None else self.lora.add(name, subscripts, out, x, shard=shard)
+
+
+class Attention(_Block):
     """Grouped-query attention (Ainslie et al. 2023): N query heads share K key/value heads."""
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None):
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+        super().__init__(model, rngs, fp8, lora, ("query", "key", "value", "attention_projected"))
         D, N, K, H = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
         self.wq = matrix(rngs, fan_in=D, model=D, heads=N, head_dim=H)
         self.wk = matrix(rngs, fan_in=D, model=D, kv_heads=K, head_dim=H)
@@ -65,14 +82,13 @@ class Attention(nnx.Module):
         self.k_norm = _qk_norm(model, kv_heads=K)
         # Attention divides its logits by sqrt(head_dim).
         self.query_multiplier = (H / model.query_scale_dim) ** 0.5 if model.query_scale_dim else 1.0
-        self.matmul = Matmuls(fp8, "query", "key", "value", "attention_projected")
 
     @jax.named_scope(scopes.ATTENTION)
     def queries(
         self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables | None
     ) -> jax.Array:
         """Returns q_BTNH, with RoPE. `x_BTD` is the input of the block, gathered over tensor."""
-        q_BTNH = shard.heads(self.matmul("query", "BTD,DNH->BTNH", x_BTD, in_use(self.wq, shard, x_BTD.dtype)))
+        q_BTNH = shard.heads(self.project("query", "BTD,DNH->BTNH", x_BTD, self.wq, shard=shard))
         q_BTNH = add_bias(q_BTNH, self.bq)
         if self.q_norm is not None:
             q_BTNH = self.q_norm(q_BTNH)
@@ -85,8 +101,8 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables | None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (k_BTKH, v_BTKH), K with RoPE. `x_BTD` is the input of the block, gathered over tensor."""
-        k_BTKH = shard.heads(self.matmul("key", "BTD,DKH->BTKH", x_BTD, in_use(self.wk, shard, x_BTD.dtype)))
-        v_BTKH = shard.heads(self.matmul("value", "BTD,DKH->BTKH", x_BTD, in_use(self.wv, shard, x_BTD.dtype)))
+        k_BTKH = shard.heads(self.project("key", "BTD,DKH->BTKH", x_BTD, self.wk, shard=shard))
+        v_BTKH = shard.heads(self.project("value", "BTD,DKH->BTKH", x_BTD, self.wv, shard=shard))
         k_BTKH, v_BTKH = add_bias(k_BTKH, self.bk), add_bias(v_BTKH, self.bv)
         if self.k_norm is not None:
             k_BTKH = self.k_norm(k_BTKH)
@@ -96,7 +112,7 @@ class Attention(nnx.Module):
     def projected(self, out_BTNH: jax.Array, *, shard: Sharder) -> jax.Array:
         """The output projection: out_BTD."""
         out_BTNH = shard.heads(out_BTNH)
-        out_BTD = self.matmul("attention_projected", "BTNH,NHD->BTD", out_BTNH, in_use(self.wo, shard, out_BTNH.dtype))
+        out_BTD = self.project("attention_projected", "BTNH,NHD->BTD", out_BTNH, self.wo, shard=shard)
         return checkpoint_name(shard.residual(out_BTD), "attention_projected")
 
 
@@ -111,25 +127,25 @@ def _qk_norm(model: ModelConfig, **heads: int) -> RMSNorm | None:
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
-class MLP(nnx.Module):
+class MLP(_Block):
     """A gated block (Shazeer 2020, arXiv:2002.05202): activation(x w_gate) * (x w_up), times w_down."""
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None):
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+        super().__init__(model, rngs, fp8, lora, ("mlp_gate", "mlp_up", "mlp_down"))
         D, F = model.model_dim, model.ffn_dim
         self.w_gate = matrix(rngs, fan_in=D, model=D, ffn=F)
         self.w_up = matrix(rngs, fan_in=D, model=D, ffn=F)
         self.w_down = matrix(rngs, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D)
         self.activation = model.activation
-        self.matmul = Matmuls(fp8, "mlp_gate", "mlp_up", "mlp_down")
 
     @jax.named_scope(scopes.MLP)
     def __call__(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """`x_BTD` is the input of the block, gathered over tensor."""
-        gate_BTF = shard.ffn(self.matmul("mlp_gate", "BTD,DF->BTF", x_BTD, in_use(self.w_gate, shard, x_BTD.dtype)))
-        up_BTF = shard.ffn(self.matmul("mlp_up", "BTD,DF->BTF", x_BTD, in_use(self.w_up, shard, x_BTD.dtype)))
+        gate_BTF = shard.ffn(self.project("mlp_gate", "BTD,DF->BTF", x_BTD, self.w_gate, shard=shard))
+        up_BTF = shard.ffn(self.project("mlp_up", "BTD,DF->BTF", x_BTD, self.w_up, shard=shard))
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
         hidden_BTF = _ACTIVATIONS[self.activation](gate_BTF) * up_BTF
-        down_BTD = self.matmul("mlp_down", "BTF,FD->BTD", hidden_BTF, in_use(self.w_down, shard, x_BTD.dtype))
+        down_BTD = self.project("mlp_down", "BTF,FD->BTD", hidden_BTF, self.w_down, shard=shard)
         return shard.residual(down_BTD)
 
 
@@ -139,17 +155,17 @@ class DecoderLayer(nnx.Module):
     Each has a norm of its input, of its output, or of both: `ModelConfig.norm_placement`.
     """
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None):
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
         def norm(*placements: str) -> RMSNorm | None:
             if model.norm_placement not in placements:
                 return None
             return RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=model.model_dim)
 
         self.attention_norm = norm("pre", "pre_and_post")
-        self.attention = Attention(model, rngs, fp8)
+        self.attention = Attention(model, rngs, fp8, lora)
         self.attention_post_norm = norm("post", "pre_and_post")
         self.mlp_norm = norm("pre", "pre_and_post")
-        self.mlp = MLP(model, rngs, fp8)
+        self.mlp = MLP(model, rngs, fp8, lora)
         self.mlp_post_norm = norm("post", "pre_and_post")
 
     def __call__(
@@ -199,7 +215,7 @@ def _normed(x_BTD: jax.Array, norm: RMSNorm | None) -> jax.Array:
 
 def run_layer(
     layer_def: nnx.GraphDef,
-    params: nnx.State,
+    params: LayerParams,
     x_BTD: jax.Array,
     positions_BT: jax.Array,
     ranges: Any,
@@ -209,7 +225,7 @@ def run_layer(
     shard: Sharder,
     tables: RopeTables | None,
 ) -> tuple[jax.Array, Any]:
-    """Runs the layer `nnx.merge(layer_def, params)` on whole sequences. It is a `decoder.RunLayer` once `attend` and
+    """Runs the layer `nnx.merge(layer_def, *params)` on whole sequences. It is a `decoder.RunLayer` once `attend` and
     `tables` are bound.
 
     Args:
@@ -219,16 +235,10 @@ def run_layer(
     def attend_masked(*qkv):
         return attend(*qkv, ranges)
 
-    layer: DecoderLayer = nnx.merge(layer_def, params)
+    layer: DecoderLayer = nnx.merge(layer_def, *params)
     return layer(x_BTD, positions_BT, prefetch, attend=attend_masked, shard=shard, tables=tables)
 
 
 def add_bias(x_BTNH: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """x + bias, added in float32, so that the gradient of the bias is summed in float32; in the dtype of x."""
     return x_BTNH if bias is None else (x_BTNH.astype(jnp.float32) + bias[...]).astype(x_BTNH.dtype)
-
-
-@jax.named_scope(scopes.GATHER_WEIGHTS)
-def in_use(param: nnx.Param, shard: Sharder, dtype) -> jax.Array:
-    """A declared weight, cast to `dtype` and gathered, as a matrix product reads it."""
-    return shard.layer_weight(param[...], param.dims, dtype)

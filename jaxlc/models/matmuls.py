@@ -21,6 +21,9 @@ from flax import nnx
 from flax.linen.fp8_ops import compute_scale, get_fp8_max, quantize
 from jax import lax
 
+from jaxlc.core import scopes
+from jaxlc.sharding.rules import Sharder
+
 _E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _X, _W, _DOUT = range(3)  # indices into a history
 
@@ -59,11 +62,22 @@ class Matmuls(nnx.Module):
         """einsum(subscripts, x, w) in the dtype of x; it contracts the last dimensions of x with the first of w."""
         assert name in self.names, name
         if name not in self.fp8_names:
-            return jnp.einsum(subscripts, x, w) if w.dtype == x.dtype else float32_gradient_product(subscripts, x, w)
+            return product(subscripts, x, w)
         history = None if self.history is None else self.history[self.names.index(name)]
         if self.is_bf16 is None:
             return fp8_product(x, w, history, _num_contracted(subscripts))
         return fp8_or_bf16_product(x, w, history, self.is_bf16[...], _num_contracted(subscripts))
+
+
+@jax.named_scope(scopes.GATHER_WEIGHTS)
+def in_use(param: nnx.Param, shard: Sharder, dtype) -> jax.Array:
+    """A declared weight, cast to `dtype` and gathered, as a matrix product reads it."""
+    return shard.layer_weight(param[...], param.dims, dtype)
+
+
+def product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """einsum(subscripts, x, w) in the dtype of x. If w is float32 and x is not, the gradient of w is not rounded."""
+    return jnp.einsum(subscripts, x, w) if w.dtype == x.dtype else float32_gradient_product(subscripts, x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -29,6 +29,17 @@ from jaxlc._jax_internals import replace_argument_residuals
 from jaxlc.core import scopes
 
 
+class LayerParams(NamedTuple):
+    """The parameters of a layer, of a remat group, or of all layers."""
+
+    trainable: Any
+    frozen: Any  # not differentiated; empty if all parameters are trained
+
+    def with_trainable(self, trainable) -> "LayerParams":
+        """These frozen parameters with other trainable ones."""
+        return LayerParams(trainable, self.frozen)
+
+
 class Prefetch(NamedTuple):
     """Weights of the layers that follow, copied to the device while a layer runs."""
 
@@ -69,14 +80,14 @@ _schedule_after_backward.defvjp(
 )
 
 
-def run_layers(run: Callable, x_BTD: jax.Array, stacked, shared, fetch: Callable) -> jax.Array:
+def run_layers(run: Callable, x_BTD: jax.Array, stacked: LayerParams, shared, fetch: Callable) -> jax.Array:
     """Runs all layers; returns the output of the last one.
 
     Args:
       run: `(x_BTD, weights, shared, prefetch) -> (x_BTD, prefetch.in_forward)`, one layer or one remat group, which
-        calls `overlap_with_prefetch` around its attention. It applies `jax.checkpoint` itself, and closes over no
-        arrays of the sequence length: they would be stored once per layer.
-      stacked: pytree of weights with a leading dimension of layers, or of remat groups. Gradients are stored in the
+        calls `overlap_with_prefetch` around its attention. It applies `jax.checkpoint` itself, stops the gradient of
+        weights.frozen within, and closes over no arrays of the sequence length: they would be stored once per layer.
+      stacked: pytrees of weights with a leading dimension of layers, or of remat groups. Gradients are stored in the
         same memory as the weights.
       shared: pytree of arrays that are equal for all layers and not differentiated. None may be a constant of the
         traced program, since constants become its arguments.
@@ -118,11 +129,11 @@ def run_layers(run: Callable, x_BTD: jax.Array, stacked, shared, fetch: Callable
             prefetch = Prefetch(weights, fetch_layer(stacked, layer - 1))
             replace_argument_residuals(backward, 1, [weights, shared, prefetch])
             dx_BTD, dweights, _, (_, next_weights) = backward(dx_BTD)
-            return (layer - 1, dx_BTD, next_weights), jax.tree.map(_to_memory_of, stacked, dweights)
+            return (layer - 1, dx_BTD, next_weights), jax.tree.map(_to_memory_of, stacked.trainable, dweights.trainable)
 
         first_carry = jnp.int32(last), dy_BTD, fetch_layer(stacked, last)
         (_, dx_BTD, _), dstacked = lax.scan(run_layer, first_carry, backwards, reverse=True)
-        return dx_BTD, dstacked, None
+        return dx_BTD, LayerParams(dstacked, None), None
 
     through_layers.defvjp(forward, backward)
     return through_layers(x_BTD, stacked, shared)

@@ -5,7 +5,7 @@ the communication libraries, and a part that must stay free (`USABLE_SHARE`). Ar
 buffers are the compiler's own figures. Workspaces and NCCL's buffers are upper bounds, because the compiler does not
 know them without a GPU.
 
-Host memory holds the step's pinned arrays and, while a checkpoint is written, a copy of the whole training state:
+Host memory holds the step's pinned arrays and, while a checkpoint is written, a copy of the training state in it:
 Orbax copies arrays that are on the device, and `train/checkpoint.py` needs as much for arrays that are on the host.
 """
 
@@ -28,6 +28,7 @@ from jaxlc.hlo.parser import Computation
 from jaxlc.runtime import memory_pools, unified_memory
 from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
 from jaxlc.simulate.topology import Topology
+from jaxlc.train.base_model import checkpoint_part
 from jaxlc.train.state import DEVICE, HOST, bytes_per_device
 from jaxlc.train.step import TrainStep
 
@@ -167,7 +168,7 @@ def measure(
     gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
     host_bytes_per_node = host_bytes * gpus_per_node
     state, spaces = step.abstract_state, step.memory_spaces
-    staging_bytes_per_node = bytes_per_device(state) * gpus_per_node
+    staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
     unified_bytes = unified_host_bytes(step.config.runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
     pool_bytes = memory_pools.host_pool_bytes(step.config.runtime, memory_pools.pinned_host_bytes(step.config))
     # XLA makes another pool of this size in each process, for staging buffers (runtime/memory_pools.py).

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from jaxlc.config import Config, RuntimeConfig
+from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_params
 from jaxlc.runtime import unified_memory
@@ -83,8 +84,15 @@ def pinned_host_bytes(config: Config) -> int:
     if memory.parameters == "host":  # the sum over microbatches, and those of the current one
         num_sums = 2 if config.train.gradient_accumulation_steps > 1 else 1
         per_parameter["gradients"] = num_sums * _GRADIENT_BYTES
-    num_local_params = math.ceil(num_params(config.model) / (mesh.fsdp * mesh.context * mesh.tensor))
-    state, gradients, on_gpu = (num_local_params * num_bytes for num_bytes in per_parameter.values())
+    num_shards = mesh.fsdp * mesh.context * mesh.tensor
+    num_frozen = num_frozen_params(config.model, config.lora, config.train)
+    num_trained = num_params(config.model) - num_frozen + num_adapter_params(config.model, config.lora)
+    state, gradients, on_gpu = (math.ceil(num_trained / num_shards) * num_bytes for num_bytes in per_parameter.values())
+    frozen_bytes = math.ceil(num_frozen / num_shards) * FROZEN_BYTES[config.precision.frozen]
+    if memory.parameters == "host":
+        state += frozen_bytes
+    elif config.train.checkpoint_frozen:
+        on_gpu += frozen_bytes
     return state + max(gradients + _offloaded_bytes(config), on_gpu)
 
 

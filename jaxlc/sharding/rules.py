@@ -27,6 +27,8 @@ class ShardingRules:
     ffn: Axes = (TENSOR,)  # F of w_gate and w_up [D, F] and w_down [F, D]
     vocab: Axes = (TENSOR,)  # V of embedding [V, D] and head [D, V]
     head_dim: Axes = ()  # H: attention needs the entire head dimension
+    rank: Axes = ()  # R of the matrix of an adapter that has a dimension D
+    sharded_rank: Axes = WEIGHT_AXES  # R of the other matrix
     layers: Axes = ()  # L: every rank runs every layer
     norm: Axes = ()  # D or H of a norm's scale: a few kilobytes
     bias: Axes = ()  # H of a bias
@@ -94,7 +96,7 @@ class Sharder:
         return jax.device_put(params, jax.memory.Space.Device) if self.weights_on_host else params
 
     def weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
-        """Casts a stored float32 parameter to `dtype` and then gathers it for compute: the all-gather moves `dtype`.
+        """Casts a stored parameter to `dtype` and then gathers it for compute: the all-gather moves `dtype`.
 
         The first constraint has no effect in the forward pass. In the backward pass it shards the gradient immediately,
         so that the sum over ranks becomes a reduce-scatter. The barrier keeps the cast before the gather: without it,

@@ -24,9 +24,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from jaxlc.config.frozen import default_setting
 from jaxlc.config.old_configs import MODEL_DEFAULTS, upgraded
 from jaxlc.core.errors import UserError
-from jaxlc.train.checksums import checksums_of, shapes_of
+from jaxlc.train.checksums import checksums_of, named_leaves, shapes_of
 from jaxlc.train.metrics import METRICS_FILE
 from jaxlc.train.state import is_on_host
 
@@ -113,6 +114,12 @@ def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: i
     return restored["params"]
 
 
+def stored_dtypes(checkpoint: Path) -> dict[str, np.dtype]:
+    """Name -> dtype of the arrays of a checkpoint directory; names as "params/embedding"."""
+    tree = ocp.StandardCheckpointHandler().metadata(epath.Path(checkpoint) / "state").tree
+    return {name: np.dtype(array.dtype) for name, array in named_leaves(tree)}
+
+
 def _unreadable(directory: Path, step: int, problem: str) -> UserError:
     others = [other for other in committed_steps(directory) if other != step]
     return UserError(
@@ -127,6 +134,8 @@ class RestoreTarget(NamedTuple):
     abstract_state: Any  # pytree of jax.ShapeDtypeStruct with the target shardings, on any mesh
     # Required value of `meta["config"]["model"]`; `preset` and `init_from` are only names and may differ.
     model: dict
+    trained: dict = {}  # required values of the settings that select the trained parameters, by their paths
+    without_frozen: Any = None  # as abstract_state, for checkpoints without frozen parameters, whose meta has "base"
 
 
 class Checkpoints:
@@ -202,7 +211,8 @@ class Checkpoints:
           target_of: returns the target of the checkpoint of a step.
 
         Raises:
-          UserError: the checkpoint has a different model, or there are checkpoints and none can be read.
+          UserError: the checkpoint has a different model or other trained parameters, or there are checkpoints and
+            none can be read.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -219,7 +229,7 @@ class Checkpoints:
             " remove that directory to start from step 0, or use a different --workdir"
         )
 
-    def _restore(self, step: int, abstract_state, model: dict):
+    def _restore(self, step: int, abstract_state, model: dict, trained: dict, without_frozen):
         """Returns ((state, meta), None), or (None, the problem of the checkpoint); the same on every process.
 
         It uses Orbax's handler, not its manager: the manager's restore has a barrier, at which the other processes
@@ -230,6 +240,9 @@ class Checkpoints:
         if problem:
             return None, problem
         _check_same_model(directory, upgraded(meta["config"])["model"], MODEL_DEFAULTS | model)
+        _check_same_trained(directory, meta["config"], trained)
+        if "base" in meta:
+            abstract_state = without_frozen
         described, problem = _on_every_process(lambda: _read_checksums_and_shapes(directory))
         if problem:
             return None, problem
@@ -326,6 +339,17 @@ def _check_same_model(directory: Path, stored: dict, current: dict) -> None:
             raise UserError(
                 f"checkpoint {directory} has a different model: model.{name} is {stored.get(name)} there"
                 f" and {current.get(name)} in this config; use a different --workdir"
+            )
+
+
+def _check_same_trained(directory: Path, stored: dict, trained: dict) -> None:
+    for path, value in trained.items():
+        section, _, name = path.partition(".")
+        before = stored.get(section, {}).get(name, default_setting(section, name))
+        if before != value:
+            raise UserError(
+                f"checkpoint {directory} has config.{path}={before}, and this config has {value}; use a different"
+                " --workdir"
             )
 
 

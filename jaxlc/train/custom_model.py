@@ -62,6 +62,11 @@ class CustomObjective:
         return jax.tree.map(_default_dims, jax.eval_shape(self.init_params, jax.random.key(0)))
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """All parameters are trained; see `check_supported`."""
+        return frozenset()
+
+    @property
     def token_order(self) -> str:
         """The order of tokens in the arrays of a batch."""
         order = getattr(self.model, "token_order", NATURAL)
@@ -162,6 +167,11 @@ def check_supported(config: Config, *, has_model: bool, has_loss: bool, has_opti
         raise Unsupported(
             f"config.memory.{on_host[0]}='host' is unsupported with a custom {custom}: the layer-wise update in host"
             " memory needs the decoder of config.model and AdamW; use 'device'"
+        )
+    if has_model and (config.lora.rank or config.train.trainable or config.train.frozen):
+        raise Unsupported(
+            "config.lora.rank, config.train.trainable and config.train.frozen are unsupported with a custom model: they"
+            " select parameters of the decoder of config.model; freeze parameters with an optax optimizer of your own"
         )
     if has_model and config.precision.compute == "fp8":
         raise Unsupported(

@@ -19,7 +19,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.tokenizers import load_tokenizer
 from jaxlc.sharding.mesh import all_sizes, make_mesh
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_meta, restore_params
+from jaxlc.train.base_model import restore_all_params
+from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_meta
 from jaxlc.train.custom_model import Model
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.loss import TokenLoss
@@ -53,7 +54,7 @@ def load(
     config = _on_mesh(from_dict(meta["config"]), mesh)
     devices = _start(config)
     train_step = build_step(config, make_mesh(config.mesh, devices), model=model, loss=loss)
-    params = restore_params(directory, step, train_step.abstract_state.params, vocab_size=config.model.vocab_size)
+    params = restore_all_params(train_step, directory, step, meta)
     metrics = workdir / METRICS_FILE
     rows = read_rows(metrics) if metrics.exists() else []
     return Result(

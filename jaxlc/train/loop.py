@@ -17,6 +17,7 @@ from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.memory_pools import explained, pinned_host_bytes
 from jaxlc.sharding.mesh import make_mesh
+from jaxlc.train.base_model import base_meta, checkpoint_part
 from jaxlc.train.batch import Batch
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, prepare_workdir
@@ -266,8 +267,9 @@ def _save(run: _Run, position: Position, evaluation: Evaluation | None) -> None:
         config=to_dict(run.config),
         stage=dict(name=stage.name, first_step=stage.first_step),
         eval_loss=evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None,
+        **base_meta(run.stage.step, position.state.params),
     )
-    run.checkpoints.save(position.step, position.state, meta)
+    run.checkpoints.save(position.step, checkpoint_part(run.stage.step, position.state), meta)
     run.callbacks("on_checkpoint", position.step, run.workdir / CHECKPOINTS_DIRECTORY / str(position.step))
 
 

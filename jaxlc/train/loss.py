@@ -73,7 +73,7 @@ class _ChunkCarry(NamedTuple):
 
     losses_t: jax.Array  # float32
     x_tD: jax.Array  # with gradients: the processed chunks hold dx_tD
-    dscale_D: jax.Array | None  # float32, as dhead_Dv; None without gradients
+    dscale_D: jax.Array | None  # float32, as dhead_Dv; None if it is not differentiated
     dhead_Dv: jax.Array | None  # of this rank's tokens
 
 
@@ -82,7 +82,7 @@ def token_losses(
 ) -> jax.Array:
     """Loss of each token, float32 of the targets' shape; not differentiable."""
     weights_BT = jnp.ones(targets_BT.shape, jnp.float32)
-    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, with_gradient=False)[1]
+    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, None)[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -104,11 +104,21 @@ def loss_sums(
       targets_BT: int32.
       weights_BT: float32, 0 at tokens without a target.
     """
-    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, with_gradient=False)[0]
+    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, None)[0]
+
+
+class _Differentiated(NamedTuple):
+    """Which parameters have a gradient besides x: not those that are frozen."""
+
+    scale: bool
+    head: bool
 
 
 def _forward_rule(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec):
-    sums, _, *gradients = _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, with_gradient=True)
+    """The arguments but the last are `CustomVJPPrimal`s, which know whether they are differentiated."""
+    differentiated = _Differentiated(scale=scale_D is not None and scale_D.perturbed, head=head_DV.perturbed)
+    primals = (None if x is None else x.value for x in (x_BTD, scale_D, head_DV, targets_BT, weights_BT))
+    sums, _, *gradients = _over_ranks(*primals, spec, differentiated)
     return sums, gradients
 
 
@@ -118,15 +128,18 @@ def _backward_rule(_spec, gradients, cotangents: LossSums):
     return *scaled, None, None
 
 
-loss_sums.defvjp(_forward_rule, _backward_rule)
+loss_sums.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec, with_gradient: bool):
-    local = functools.partial(_local, spec=spec, with_gradient=with_gradient)
+def _over_ranks(
+    x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec, differentiated: _Differentiated | None
+):
+    """(sums, token losses, and unless `differentiated` is None dx_BTD, dscale_D, dhead_DV, None if it is frozen)."""
+    local = functools.partial(_local, spec=spec, differentiated=differentiated)
     tokens = (*(None,) * (targets_BT.ndim - 2), *_TOKENS)
     tokens, hidden, everywhere = PartitionSpec(*tokens), PartitionSpec(*tokens, None), PartitionSpec()
     out_specs = (LossSums(everywhere, everywhere), tokens)
-    if with_gradient:
+    if differentiated is not None:
         out_specs = (*out_specs, hidden, everywhere, storage_spec(_HEAD_DIMS, head_DV.shape, spec.mesh))
     in_specs = (hidden, everywhere, _HEAD, tokens, tokens)
     mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -134,38 +147,44 @@ def _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec,
 
 
 @jax.named_scope(scopes.LOSS)
-def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, with_gradient: bool):
-    """On one rank: (sums over all ranks, token losses, and if with_gradient dx_btD, dscale_D, dhead_Dv)."""
+def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, differentiated: _Differentiated | None):
+    """`_over_ranks` on one rank; the sums are those over all ranks."""
     x_tD, targets_t, weights_t = x_btD.reshape(-1, x_btD.shape[-1]), targets_bt.reshape(-1), weights_bt.reshape(-1)
-    gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (scale_D, head_Dv))
-    carry = _ChunkCarry(jnp.zeros(x_tD.shape[:1], jnp.float32), x_tD, *(gradients if with_gradient else (None, None)))
+    with_scale, with_head = differentiated or (False, False)
+    gradients = (
+        jnp.zeros(x.shape, jnp.float32) if with_gradient else None
+        for x, with_gradient in ((scale_D, with_scale), (head_Dv, with_head))
+    )
+    carry = _ChunkCarry(jnp.zeros(x_tD.shape[:1], jnp.float32), x_tD, *gradients)
 
     def process_chunk(carry: _ChunkCarry, start, size: int):
         x_cD, targets_c, weights_c = (
             lax.dynamic_slice_in_dim(x, start, size) for x in (carry.x_tD, targets_t, weights_t)
         )
         normed_cD, norm_vjp = jax.vjp(functools.partial(_norm, spec=spec), x_cD, scale_D)
-        sums, losses_c, *gradients = _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec, with_gradient)
+        sums, losses_c, *gradients = _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec, differentiated)
         carry = carry._replace(losses_t=lax.dynamic_update_slice_in_dim(carry.losses_t, losses_c, start, 0))
-        if not with_gradient:
+        if differentiated is None:
             return carry, sums
         dnormed_cD, dhead_Dv = gradients
         dx_cD, dscale_D = norm_vjp(dnormed_cD)
         return carry._replace(
             x_tD=lax.dynamic_update_slice_in_dim(carry.x_tD, dx_cD, start, 0),
-            dscale_D=jax.tree.map(jnp.add, carry.dscale_D, dscale_D),
-            dhead_Dv=carry.dhead_Dv + dhead_Dv,
+            dscale_D=carry.dscale_D + dscale_D if with_scale else None,
+            dhead_Dv=carry.dhead_Dv + dhead_Dv if with_head else None,
         ), sums
 
     chunk_tokens = max(1, spec.chunk_tokens // spec.mesh.shape[TENSOR])  # before the gather over tensor
     carry, sums = over_chunks(process_chunk, carry, len(x_tD), chunk_tokens)
     sums = jax.tree.map(lambda per_chunk: lax.psum(per_chunk.sum(), _SUM_AXES), sums)
     losses_bt = carry.losses_t.reshape(targets_bt.shape)
-    if not with_gradient:
+    if differentiated is None:
         return sums, losses_bt
     dscale_D = lax.psum(carry.dscale_D, (*_SUM_AXES, TENSOR))  # each tensor rank norms its own tokens
-    with jax.named_scope(scopes.HEAD_GRADIENT):
-        dhead_dv = _sum_to_storage(carry.dhead_Dv, spec.mesh).astype(head_Dv.dtype)
+    dhead_dv = None
+    if with_head:
+        with jax.named_scope(scopes.HEAD_GRADIENT):
+            dhead_dv = _sum_to_storage(carry.dhead_Dv, spec.mesh).astype(head_Dv.dtype)
     return sums, losses_bt, carry.x_tD.reshape(x_btD.shape), dscale_D, dhead_dv
 
 
@@ -178,9 +197,9 @@ def _sum_to_storage(dhead_Dv: jax.Array, mesh: Mesh) -> jax.Array:
     return lax.psum(dhead_Dv, tuple(axis for axis in _SUM_AXES if axis not in axes))
 
 
-def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, with_gradient: bool):
-    """Of a chunk of this rank's tokens: (sums over the chunks of all tensor ranks, losses_c and, if with_gradient,
-    dnormed_cD of this rank's tokens, dhead_Dv)."""
+def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differentiated: _Differentiated | None):
+    """Of a chunk of this rank's tokens: (sums over the chunks of all tensor ranks, losses_c and, unless
+    `differentiated` is None, dnormed_cD of this rank's tokens, dhead_Dv, None if it is frozen)."""
     num_own = len(targets_c)
     # One gather for the forward and the gradient of the chunk. From here on c counts the tokens of all tensor ranks.
     normed_cD, targets_c, weights_c = (
@@ -190,13 +209,15 @@ def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, with_gra
     of_logits = _cross_entropy if spec.token_loss is None else _own_loss
     sums, losses_c, dlogits = of_logits(logits_cv, targets_c, weights_c, spec)
     own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
-    if not with_gradient:
+    if differentiated is None:
         return sums, own_losses_c
     dlogits_cv = dlogits().astype(normed_cD.dtype)
     dnormed_cD = jnp.einsum("cv,Dv->cD", dlogits_cv, head_Dv, preferred_element_type=jnp.float32)
     dnormed_cD = lax.psum_scatter(dnormed_cD, TENSOR, scatter_dimension=0, tiled=True).astype(normed_cD.dtype)
-    with jax.named_scope(scopes.HEAD_GRADIENT):
-        dhead_Dv = jnp.einsum("cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32)
+    dhead_Dv = None
+    if differentiated.head:
+        with jax.named_scope(scopes.HEAD_GRADIENT):
+            dhead_Dv = jnp.einsum("cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32)
     return sums, own_losses_c, dnormed_cD, dhead_Dv
 
 

@@ -7,6 +7,7 @@ an 8B model, about as long as the chunk's matrix products with 1,024 tokens. Lar
 from jax.sharding import Mesh
 
 from jaxlc.config import Config
+from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
 from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT, FSDP, TENSOR
 from jaxlc.core.flops import num_params
@@ -26,9 +27,14 @@ def loss_chunk_tokens(config: Config, mesh: Mesh) -> int:
     device = hardware.find(mesh.devices.flat[0].device_kind)
     if device is None:
         return _SMALLEST
-    bytes_per_param = 8 * (config.memory.parameters == "device") + 8 * (config.memory.optimizer == "device")
+    parameters_on_device = config.memory.parameters == "device"
+    num_frozen = num_frozen_params(config.model, config.lora, config.train)
+    state_bytes = (8 * parameters_on_device + 8 * (config.memory.optimizer == "device")) * (
+        num_params(config.model) - num_frozen + num_adapter_params(config.model, config.lora)
+    )
+    state_bytes += parameters_on_device * FROZEN_BYTES[config.precision.frozen] * num_frozen
     num_shards = mesh.shape[FSDP] * mesh.shape[CONTEXT] * mesh.shape[TENSOR]
-    free_bytes = device.memory_bytes - bytes_per_param * num_params(config.model) / num_shards
+    free_bytes = device.memory_bytes - state_bytes / num_shards
     bytes_per_token = 4 * config.model.vocab_size / mesh.shape[TENSOR]
     fitting = [tokens for tokens in _LARGER if tokens * bytes_per_token <= _SHARE_OF_FREE_MEMORY * free_bytes]
     return max(fitting, default=_SMALLEST)

@@ -17,13 +17,14 @@ from jaxlc.attention.api import ShardedAttention
 from jaxlc.attention.query_tiles import TiledAttention, layout_of, tiles_of
 from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
-from jaxlc.models import decoder, layer_tiles, layers
+from jaxlc.models import decoder, freezing, layer_tiles, layers
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import rope_tables
-from jaxlc.sharding.rules import Sharder
+from jaxlc.sharding.rules import Sharder, is_vector
 from jaxlc.train import mixed_precision
 from jaxlc.train.accumulation import accumulate
 from jaxlc.train.batch import Batch, sequence_positions
+from jaxlc.train.frozen_names import frozen_names
 from jaxlc.train.loss import LossSpec, TokenLoss, loss_sums, token_losses
 from jaxlc.train.remat import make_remat, saves_attention
 from jaxlc.train.state import is_on_host, lacks_host_memory, padded_vocab_size
@@ -40,28 +41,42 @@ class Objective:
     @cached_property
     def dims(self):
         """The parameter tree with a tuple of dimension names per leaf."""
-        return decoder.dims_of(self.config.model)
+        return decoder.dims_of(self.config.model, self.config.lora)
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The names of the parameters that are not trained."""
+        return frozen_names(self.config, freezing.names_of(self.dims))
 
     def init_params(self, key: jax.Array) -> dict:
-        """The parameters of step 0, float32; equal on every mesh up to vocabulary padding."""
+        """The parameters of step 0, equal on every mesh up to vocabulary padding: float32, but frozen matrices have the
+        dtype of config.precision.frozen."""
         model = self.config.model
-        return decoder.init(model, padded_vocab_size(model.vocab_size, self.mesh.shape[TENSOR]), key)
+        vocab_size_padded = padded_vocab_size(model.vocab_size, self.mesh.shape[TENSOR])
+        params = decoder.init(model, vocab_size_padded, key, self.config.lora)
+        trainable, frozen = freezing.split(params, self.frozen)
+        _, frozen_dims = freezing.split(self.dims, self.frozen)
+        dtype = jnp.bfloat16 if self.config.precision.frozen == "bf16" else jnp.float32
+        frozen = jax.tree.map(lambda x, dims: x if is_vector(dims) else x.astype(dtype), frozen, frozen_dims)
+        return freezing.join(trainable, frozen) if self.frozen else params
 
     def loss_and_grads(self, params, batch: Batch, histories: dict | None = None):
         """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens]; see `accumulate`.
 
         Returns:
-          The sum of weight x cross entropy in nats (or of `token_loss`), float32; its gradients, with z-loss; the next
-          histories.
+          The sum of weight x cross entropy in nats (or of `token_loss`), float32; its gradients with respect to the
+          trainable part of `params`, with z-loss; the next histories.
         """
+        trainable, frozen = freezing.split(params, self.frozen)
+        trainable_dims, _ = freezing.split(self.dims, self.frozen)
 
-        def objective(params, histories, part: Batch):
-            hidden_and_head = self._hidden_and_head(params, part, histories)
+        def objective(trainable, histories, part: Batch):
+            hidden_and_head = self._hidden_and_head(trainable, part, histories, frozen)
             targets, weights = self._in_tiles(part.targets), self._in_tiles(part.loss_weights)
             sums = loss_sums(*hidden_and_head, targets, weights, self._loss_spec)
             return sums.objective, sums.cross_entropy
 
-        return accumulate(objective, params, batch, self.dims, histories)
+        return accumulate(objective, trainable, batch, trainable_dims, histories)
 
     def token_losses(self, params, batch: Batch) -> jax.Array:
         """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable."""
@@ -80,7 +95,7 @@ class Objective:
     def _loss_spec(self) -> LossSpec:
         return LossSpec.of_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
 
-    def _hidden_and_head(self, params, batch: Batch, histories: dict | None = None):
+    def _hidden_and_head(self, params, batch: Batch, histories: dict | None = None, frozen: dict | None = None):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""
         attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
         if self.config.attention.document_mask:
@@ -100,6 +115,8 @@ class Objective:
             compute_dtype=self._compute_dtype,
             fp8=mixed_precision.make_fp8(self.config.precision, histories),
             histories=histories,
+            frozen=frozen,
+            lora=self.config.lora,
         )
 
     def _sharder(self, params) -> Sharder:

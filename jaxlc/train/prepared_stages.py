@@ -16,8 +16,10 @@ import jax
 from jaxlc.config import Stage, to_dict
 from jaxlc.config.pretrained import copy_description
 from jaxlc.core.errors import UserError
+from jaxlc.train.base_model import BASE, with_base, without_frozen
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, RestoreTarget
 from jaxlc.train.evaluation import Evaluator
+from jaxlc.train.frozen_names import trained_settings
 from jaxlc.train.pretrained_params import load_pretrained
 from jaxlc.train.progress import Progress
 from jaxlc.train.run_data import RunData
@@ -64,8 +66,13 @@ def _stage_until(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
 
 def _restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:
     """What the checkpoint of `step` contains, and the shardings with which training continues."""
-    written_by = _stage_until(stages, step).stage
-    return RestoreTarget(stage_after(stages, step).step.abstract_state, to_dict(written_by.config)["model"])
+    written_by, continued_by = _stage_until(stages, step).stage.config, stage_after(stages, step).step
+    return RestoreTarget(
+        continued_by.abstract_state,
+        to_dict(written_by)["model"],
+        trained_settings(written_by),
+        without_frozen(continued_by, continued_by.abstract_state),
+    )
 
 
 def _is_border(prepared: PreparedStage, step: int) -> bool:
@@ -155,6 +162,9 @@ def first_position(
     step = int(state.step)
     _check_position(stages, step, meta)
     stage = stage_after(stages, step)
+    if BASE in meta:
+        checkpoint = workdir / CHECKPOINTS_DIRECTORY / str(step)
+        state = state._replace(params=with_base(stage.step, state.params, meta[BASE], checkpoint))
     config, name = stage.stage.config, stage.stage.name
     if _is_border(stage, step):
         _check_gate(stages, stage, meta, workdir / CHECKPOINTS_DIRECTORY)

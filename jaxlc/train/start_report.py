@@ -7,6 +7,7 @@ import jax
 from jaxlc.config import Config
 from jaxlc.core.axes import mesh_text
 from jaxlc.data import Corpus
+from jaxlc.models import freezing
 from jaxlc.train.state import memory_lines
 from jaxlc.train.step import TrainStep
 
@@ -30,7 +31,22 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
         f"attention  {config.attention.strategy}, {step.sequence_order.description}; kernel {step.kernel_choice}",
         *_transport_lines(config, step),
         *memory_lines(config.memory, step.mesh),
+        *_frozen_lines(config, step),
         f"step       {batch}, {config.flops_per_step / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
+    ]
+
+
+def _frozen_lines(config: Config, step: TrainStep) -> list[str]:
+    if not step.frozen:
+        return []
+    params = step.abstract_state.params
+    num_trained, num_params = (
+        sum(x.size for x in jax.tree.leaves(tree)) for tree in (freezing.split(params, step.frozen)[0], params)
+    )
+    adapters = f", adapters of rank {config.lora.rank} included" if config.lora.rank else ""
+    return [
+        f"trained    {num_trained:,} of {num_params:,} parameters{adapters}; frozen matrices are"
+        f" {config.precision.frozen}"
     ]
 
 

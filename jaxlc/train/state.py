@@ -1,7 +1,7 @@
 """The training state: the argument and result of a step, and the content of a checkpoint."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config, MemoryConfig
+from jaxlc.models import freezing
 from jaxlc.sharding import rules
 from jaxlc.train.mixed_precision import Scaling, first_scaling
 
@@ -18,13 +19,13 @@ PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in comp
 _INIT_GROUP_BYTES = 2**30  # per device, of arrays that are initialized together
 
 
-InitParams = Callable[[jax.Array], Any]  # from a PRNG key to the parameters of step 0, a pytree of float32 arrays
+InitParams = Callable[[jax.Array], Any]  # from a PRNG key to the parameters of step 0, a pytree of arrays
 
 
 class TrainState(NamedTuple):
     step: jax.Array  # int32: optimizer steps done
-    params: dict  # float32 master weights
-    opt_state: optax.OptState
+    params: dict  # float32 master weights; frozen matrices may be bf16
+    opt_state: optax.OptState  # of the trainable parameters
     rng: jax.Array  # PRNG key data, uint32; a new key each step, for random operations of the model
     scaling: Scaling = Scaling()  # state of fp16 loss scaling and of fp8 delayed scaling
 
@@ -34,12 +35,19 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def make_state(config: Config, init_params: InitParams, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state of step 0: a pure function of config.train.seed, equal on every mesh up to vocabulary padding."""
+def make_state(
+    config: Config, init_params: InitParams, optimizer: optax.GradientTransformation, frozen: Set[str] = frozenset()
+) -> TrainState:
+    """The state of step 0: a pure function of config.train.seed, equal on every mesh up to vocabulary padding.
+
+    Args:
+      frozen: names of the parameters that are not trained; see `models.freezing`.
+    """
     init_key, rng = jax.random.split(jax.random.key(config.train.seed))
     params = init_params(init_key)
     scaling = first_scaling(config.precision, config.model)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(rng), scaling)
+    opt_state = optimizer.init(freezing.split(params, frozen)[0])
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, jax.random.key_data(rng), scaling)
 
 
 def first_state(
@@ -48,12 +56,14 @@ def first_state(
     optimizer: optax.GradientTransformation,
     abstract: TrainState,
     params: Any = None,
+    frozen: Set[str] = frozenset(),
 ) -> TrainState:
     """`make_state` on the devices of `abstract`. If some arrays are stored in host memory, arrays are initialized in
     groups, since each is computed on the device first.
 
     Args:
       params: the parameters of step 0, with the shardings of `abstract`. None: those of `init_params`.
+      frozen: as in `make_state`.
     """
     if params is not None:
         abstract = abstract._replace(params=None)
@@ -64,10 +74,10 @@ def first_state(
     def make(group) -> list[jax.Array]:
         def of_group(params):
             if params is None:
-                state = make_state(config, init_params, optimizer)
+                state = make_state(config, init_params, optimizer, frozen)
             else:
                 on_device = jax.tree.map(lambda x: to_memory_kind(x, DEVICE), params)
-                state = make_state(config, lambda _: on_device, optimizer)._replace(params=None)
+                state = make_state(config, lambda _: on_device, optimizer, frozen)._replace(params=None)
             state = jax.tree.leaves(state)
             return [state[index] for index in group]
 
@@ -161,7 +171,12 @@ def memory_lines(config: MemoryConfig, mesh: Mesh) -> list[str]:
 
 
 def abstract_state(
-    config: Config, mesh: Mesh, init_params: InitParams, optimizer: optax.GradientTransformation, dims
+    config: Config,
+    mesh: Mesh,
+    init_params: InitParams,
+    optimizer: optax.GradientTransformation,
+    dims,
+    frozen: Set[str] = frozenset(),
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
@@ -169,7 +184,8 @@ def abstract_state(
     that `memory_spaces` puts in host memory have shardings with that memory kind, except on absent devices (AOT
     compilation), whose shardings drop it.
     """
-    shapes = jax.eval_shape(lambda: make_state(config, init_params, optimizer))
+    shapes = jax.eval_shape(lambda: make_state(config, init_params, optimizer, frozen))
+    trainable_dims, _ = freezing.split(dims, frozen)
     replicated_sharding = NamedSharding(mesh, PartitionSpec())
 
     def stored(shape, names):
@@ -192,7 +208,7 @@ def abstract_state(
         step=replicated(shapes.step),
         params=jax.tree.map(stored, shapes.params, dims),
         opt_state=optax.tree_map_params(
-            optimizer, stored, shapes.opt_state, dims, transform_non_params=replicated, is_leaf=is_masked
+            optimizer, stored, shapes.opt_state, trainable_dims, transform_non_params=replicated, is_leaf=is_masked
         ),
         rng=replicated(shapes.rng),
         scaling=jax.tree.map(replicated, shapes.scaling),

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from jaxlc.config import Config
 from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.core.errors import UserError
+from jaxlc.models import freezing
 from jaxlc.runtime import compilation_cache, transport
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
 from jaxlc.sharding.table import ShardingTable, sharding_table
@@ -33,6 +34,7 @@ from jaxlc.train.state import (
     abstract_state,
     bytes_per_device,
     first_state,
+    make_state,
     memory_spaces,
     to_memory_kind,
 )
@@ -99,9 +101,16 @@ class TrainStep:
         """The parameter tree with a tuple of dimension names per leaf."""
         return self.objective.dims
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The names of the parameters that are not trained, as in `models.freezing`."""
+        return self.objective.frozen
+
     @cached_property
     def abstract_state(self) -> TrainState:
-        return abstract_state(self.config, self.mesh, self.objective.init_params, self._optimizer, self.dims)
+        return abstract_state(
+            self.config, self.mesh, self.objective.init_params, self._optimizer, self.dims, self.frozen
+        )
 
     @property
     def sharding_table(self) -> ShardingTable:
@@ -212,7 +221,19 @@ class TrainStep:
         Args:
           params: pretrained parameters with the shardings of `abstract_state`. None: random ones.
         """
-        return first_state(self.config, self.objective.init_params, self._optimizer, self.abstract_state, params)
+        return first_state(
+            self.config, self.objective.init_params, self._optimizer, self.abstract_state, params, self.frozen
+        )
+
+    def init_params(self, names: Set[str]) -> dict:
+        """The parameters of step 0 with these names, as in `models.freezing`; the others are not computed."""
+
+        def select(tree) -> dict:
+            return freezing.split(tree, names)[1]
+
+        shardings = jax.tree.map(lambda x: x.sharding, select(self.abstract_state.params))
+        state = functools.partial(make_state, self.config, self.objective.init_params, self._optimizer, self.frozen)
+        return jax.jit(lambda: select(state().params), out_shardings=shardings)()
 
     @cached_property
     def transport(self) -> transport.TransportSelection | None:
@@ -269,10 +290,14 @@ class TrainStep:
 
     @cached_property
     def _optimizer(self) -> optax.GradientTransformation:
-        return self._make_optimizer(self.dims)
+        return self._make_optimizer(self._trainable_dims)
+
+    @property
+    def _trainable_dims(self):
+        return freezing.split(self.dims, self.frozen)[0]
 
     def _make_optimizer(self, dims) -> optax.GradientTransformationExtraArgs:
-        """The optimizer of the parameters with these `dims`, which are all parameters or a part of them."""
+        """The optimizer of the parameters with these `dims`, which are all trainable ones or a part of them."""
         if self.own_optimizer is not None:
             return optax.with_extra_args_support(self.own_optimizer)
         return make_optimizer(self.config.optimizer, self._schedule, dims)
@@ -299,13 +324,14 @@ class TrainStep:
             state.params, batch, state.scaling.histories
         )
         loss = cross_entropy * to_mean
-        grad_norm = update.gradient_norm(gradients, self.dims, to_mean)
+        grad_norm = update.gradient_norm(gradients, self._trainable_dims, to_mean)
         # A step that is not finite does not change the parameters, so the loop can skip it, or stop with a valid state.
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        params, opt_state = update.update(
+        trainable, frozen = freezing.split(state.params, self.frozen)
+        trainable, opt_state = update.update(
             self._make_optimizer,
-            self.dims,
-            update.ParamsAndOptState(state.params, state.opt_state),
+            self._trainable_dims,
+            update.ParamsAndOptState(trainable, state.opt_state),
             gradients,
             scale=to_mean,
             grad_norm=grad_norm,
@@ -323,6 +349,7 @@ class TrainStep:
         )
         scaling = mixed_precision.after_step(state.scaling, histories, is_finite, self.config.precision)
         rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
+        params = freezing.join(trainable, frozen) if self.frozen else trainable
         return TrainState(state.step + 1, params, opt_state, rng, scaling), metrics
 
 

@@ -53,6 +53,19 @@ def gradients(directory: str, tokens: list, first_position: int = 0, float64: bo
     return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **arrays)
 
 
+def peft_gradients(directory: str, adapters: str, tokens: list) -> dict[str, np.ndarray]:
+    """As `gradients`, in float64, of a model with the adapters in another directory; of the trained parameters only."""
+    import peft
+
+    model = peft.PeftModel.from_pretrained(open_model(directory), adapters, is_trainable=True).train()
+    with in_float64(model):
+        logits, loss = logits_and_loss(model, np.array(tokens))
+        loss.backward()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in trained.items()}
+    return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **arrays)
+
+
 @contextlib.contextmanager
 def in_float64(model):
     """Converts the model, and lets the names of float32 mean float64: RoPE and norms use float32 in every model."""
@@ -99,7 +112,7 @@ def generate(directory: str, prompt: list, num_tokens: int) -> dict[str, np.ndar
 def main(jobs_path: str) -> None:
     torch.set_num_threads(1)
     jobs = json.loads(pathlib.Path(jobs_path).read_text())
-    functions = {"gradients": gradients, "train": train, "generate": generate}
+    functions = {"gradients": gradients, "peft_gradients": peft_gradients, "train": train, "generate": generate}
     for job in jobs:
         arguments = {name: value for name, value in job.items() if name not in ("job", "out")}
         np.savez(job["out"], version=transformers.__version__, **functions[job["job"]](**arguments))

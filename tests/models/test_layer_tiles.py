@@ -10,6 +10,7 @@ from jaxlc.attention import reference
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
 from jaxlc.models import layer_tiles
 from jaxlc.models.layers import DecoderLayer
+from jaxlc.models.offloaded_layers import LayerParams
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder
 from tests.models.small import small_mesh, small_model
@@ -75,7 +76,7 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, varia
     def in_tiles(params, x_BTD):
         y_nBtD, _ = layer_tiles.run_layer(
             layer_def,
-            params,
+            LayerParams(params, nnx.State({})),
             to_tiles(x_BTD),
             to_tiles(positions_BT),
             None,

@@ -7,6 +7,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.models import offloaded_layers
+from jaxlc.models.offloaded_layers import LayerParams
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 pytestmark = pytest.mark.jax_version
@@ -16,18 +17,21 @@ _KEEP = jax.checkpoint_policies.save_only_these_names
 POLICIES = {"nothing": _KEEP(), "hidden": _KEEP("hidden")}
 
 
-def _run(x_BD, weights, shared, prefetch=None):
+def _run(x_BD, params, shared, prefetch=None):
+    weights = {**params.trainable, **jax.lax.stop_gradient(params.frozen)}
     work = lambda x_BD: jnp.tanh(x_BD @ weights["up"] + shared["bias_BF"])  # noqa: E731
     hidden_BF, fetched = offloaded_layers.overlap_with_prefetch(work, (x_BD,), prefetch)
     hidden_BF = checkpoint_name(hidden_BF, "hidden")
     return x_BD * shared["scale_B1"] + hidden_BF @ weights["down"], fetched
 
 
-def _inputs():
+def _inputs(trainable=("up", "down")):
+    """(x, trainable weights, frozen weights)."""
     rng = np.random.default_rng(0)
     shapes = dict(x=(B, D), up=(L, D, F), down=(L, F, D))
     x, up, down = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes.values())
-    return x, dict(up=up, down=down)
+    weights = dict(up=up, down=down)
+    return x, {name: weights.pop(name) for name in trainable}, weights
 
 
 def _losses(policy):
@@ -35,26 +39,35 @@ def _losses(policy):
     scale_B1 = jnp.arange(1.0, B + 1)[:, None]
     shared = dict(scale_B1=scale_B1, bias_BF=jnp.ones((B, F)))
 
-    def plain(x_BD, stacked):
-        return (jax.lax.scan(lambda x_BD, weights: run(x_BD, weights, shared), x_BD, stacked)[0] ** 2).sum()
+    def plain(x_BD, trainable, frozen):
+        stacked = LayerParams(trainable, frozen)
+        return (jax.lax.scan(lambda x_BD, params: run(x_BD, params, shared), x_BD, stacked)[0] ** 2).sum()
 
-    def prefetched(x_BD, stacked):
+    def prefetched(x_BD, trainable, frozen):
+        stacked = LayerParams(trainable, frozen)
         return (offloaded_layers.run_layers(run, x_BD, stacked, shared, fetch=lambda w: w) ** 2).sum()
 
     return plain, prefetched
 
 
+@pytest.mark.parametrize("trainable", [("up", "down"), ("up",)])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_run_layers_equals_scan(policy):
-    plain, prefetched = (jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*_inputs()) for loss in _losses(policy))
+def test_run_layers_equals_scan(policy, trainable):
+    inputs = _inputs(trainable)
+    plain, prefetched = (jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*inputs) for loss in _losses(policy))
     errors = jax.tree.map(max_relative_error, prefetched, plain)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
 
-@pytest.mark.parametrize("policy, kept", [("nothing", [(L, B, D)]), ("hidden", [(L, B, D), (L, B, F)])])
-def test_run_layers_saves_policy_residuals_but_no_weights(policy, kept):
+@pytest.mark.parametrize("policy, trainable, kept", [
+    ("nothing", ("up", "down"), [(L, B, D)]),
+    ("hidden", ("up", "down"), [(L, B, D), (L, B, F)]),
+    ("hidden", ("up",), [(L, B, D)]),  # only the gradient of "down" reads the hidden values
+])  # fmt: skip
+def test_run_layers_saves_policy_residuals_but_no_weights(policy, trainable, kept):
     _, prefetched = _losses(POLICIES[policy])
-    residuals = jax.tree.leaves(jax.eval_shape(lambda *inputs: jax.vjp(prefetched, *inputs)[1], *_inputs()))
+    vjp = lambda x_BD, weights, frozen: jax.vjp(lambda *x: prefetched(*x, frozen), x_BD, weights)[1]  # noqa: E731
+    residuals = jax.tree.leaves(jax.eval_shape(vjp, *_inputs(trainable)))
     of_all_layers = [array.shape for array in residuals if array.shape[:1] == (L,)]
     stacked = [(L, D, F), (L, F, D)]  # the stored weights, not copies of each layer
     assert sorted(of_all_layers) == sorted(kept + stacked)

@@ -1,0 +1,112 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): x w + scale (x a) b, with trained a and b and a frozen w.
+The scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv:2312.03732).
+
+    projection            a                   b
+    query                 [D, R]              [R, N, H]
+    key, value            [D, R]              [R, K, H]
+    attention_projected   [N, H, R]           [R, D]
+    mlp_gate, mlp_up      [D, R]              [R, F]
+    mlp_down              [F, R]              [R, D]
+
+Names: layers/attention/lora/query/a. Storage follows `sharding.rules`: the dimension D of a matrix is sharded over
+fsdp and context; in a matrix without it, R is.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.core import scopes
+from jaxlc.models.matmuls import in_use, product
+from jaxlc.sharding.rules import Sharder
+
+LORA = "lora"  # entry of the adapters of a block in the parameter tree, and name of their stream of random numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """A projection of a layer that can have an adapter."""
+
+    param: str  # path of its weight within a layer, such as "attention/wq"
+    inputs: tuple[str, ...]  # names of its dimensions
+    outputs: tuple[str, ...]
+
+
+PROJECTIONS: Mapping[str, Projection] = {
+    "query": Projection(param="attention/wq", inputs=("model",), outputs=("heads", "head_dim")),
+    "key": Projection(param="attention/wk", inputs=("model",), outputs=("kv_heads", "head_dim")),
+    "value": Projection(param="attention/wv", inputs=("model",), outputs=("kv_heads", "head_dim")),
+    "attention_projected": Projection(param="attention/wo", inputs=("heads", "head_dim"), outputs=("model",)),
+    "mlp_gate": Projection(param="mlp/w_gate", inputs=("model",), outputs=("ffn",)),
+    "mlp_up": Projection(param="mlp/w_up", inputs=("model",), outputs=("ffn",)),
+    "mlp_down": Projection(param="mlp/w_down", inputs=("ffn",), outputs=("model",)),
+}
+
+
+class Adapter(nnx.Module):
+    """The adapter of one projection. Initially b is 0, and a uniform between +-1/sqrt(inputs), as in peft."""
+
+    def __init__(self, model: ModelConfig, lora: LoraConfig, projection: Projection, rngs: nnx.Rngs):
+        sizes = dict(
+            model=model.model_dim,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            ffn=model.ffn_dim,
+        )
+        inputs, outputs = ({name: sizes[name] for name in names} for names in (projection.inputs, projection.outputs))
+        rank_of_a, rank_of_b = ({_rank_name(names): lora.rank} for names in (projection.inputs, projection.outputs))
+        shape = *inputs.values(), lora.rank
+        bound = math.prod(inputs.values()) ** -0.5
+        a = jax.random.uniform(rngs.lora(), shape, minval=-bound, maxval=bound)
+        self.a = nnx.Param(a, dims=(*inputs, *rank_of_a))
+        self.b = nnx.Param(jnp.zeros((lora.rank, *outputs.values())), dims=(*rank_of_b, *outputs))
+        self.scale = lora.scale
+
+    def __call__(self, subscripts: str, x: jax.Array, *, shard: Sharder) -> jax.Array:
+        """scale (x a) b, in the dtype of x; `subscripts` are those of the product of the projection."""
+        operands, _, of_out = subscripts.partition("->")
+        of_x, _, of_w = operands.partition(",")
+        of_tokens = of_x[:2]
+        x_BTR = product(f"{of_x},{of_x[2:]}R->{of_tokens}R", x, in_use(self.a, shard, x.dtype))
+        if "model" in self.b.dims:  # the sum over tensor, scattered along the sequence as the output
+            x_BTR = shard.residual(x_BTR)
+        x_BTR = (self.scale * x_BTR.astype(jnp.float32)).astype(x.dtype)
+        return product(f"{of_tokens}R,R{of_w[len(of_x) - 2 :]}->{of_out}", x_BTR, in_use(self.b, shard, x.dtype))
+
+
+def _rank_name(names: Sequence[str]) -> str:
+    """The name of R of a matrix whose other dimensions have these names."""
+    return "rank" if "model" in names else "sharded_rank"
+
+
+class Adapters(nnx.Module):
+    """The adapters of a block, by the names of the projections."""
+
+    def __init__(self, model: ModelConfig, lora: LoraConfig, names: Sequence[str], rngs: nnx.Rngs):
+        self.names = tuple(names)
+        for name in names:
+            setattr(self, name, Adapter(model, lora, PROJECTIONS[name], rngs))
+
+    @jax.named_scope(scopes.LORA)
+    def add(self, name: str, subscripts: str, out: jax.Array, x: jax.Array, *, shard: Sharder) -> jax.Array:
+        """`out`, the product of a projection, plus the output of its adapter if it has one."""
+        return out + getattr(self, name)(subscripts, x, shard=shard) if name in self.names else out
+
+
+def make_adapters(
+    model: ModelConfig, lora: LoraConfig | None, projections: Sequence[str], rngs: nnx.Rngs
+) -> Adapters | None:
+    """The adapters of a block with these projections; None if it has none."""
+    names = [name for name in projections if name in lora.projections] if lora is not None and lora.rank else []
+    return Adapters(model, lora, names, rngs) if names else None
+
+
+def is_adapter(path: str) -> bool:
+    """Whether the parameter with this path, such as layers/attention/lora/query/a, is a matrix of an adapter."""
+    return LORA in path.split("/")

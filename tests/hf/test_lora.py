@@ -1,0 +1,138 @@
+"""LoRA on a Hugging Face model: small checkpoints, resuming, loading and export; gradients against `peft`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxlc
+from jaxlc.core.errors import UserError
+from jaxlc.models.lora import PROJECTIONS
+from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
+from tests.hf.models import write_model
+from tests.hf.test_export import batches, config_of, tensors_in
+
+STEPS, RANK, ALPHA = 4, 4, 6.0
+SCALE = ALPHA / RANK**0.5
+TRAINED = {"embedding": "model.embed_tokens", "final_norm/scale": "model.norm"}
+MODULES = {
+    **{name: f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")},
+    "attention_projected": "self_attn.o_proj",
+    **{f"mlp_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+
+
+def lora_config(model: Path, **settings):
+    config = config_of(model, mesh__data=2, **settings)
+    config.lora = dict(rank=RANK, alpha=ALPHA, rslora=True)
+    config.precision.frozen = "fp32"
+    config.optimizer = dict(learning_rate=0.03, schedule="constant", warmup_steps=0)
+    config.train.update(checkpoint_frozen=False, trainable=tuple(TRAINED), checkpoint_every_steps=2)
+    return config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "llama", "llama", dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+    """(workdir, result) of a run that was interrupted after two of four steps."""
+    workdir = tmp_path_factory.mktemp("lora") / "run"
+    jaxlc.train.run(lora_config(model, train__steps=2), workdir, batches=batches(STEPS))
+    return workdir, jaxlc.train.run(lora_config(model, train__steps=STEPS), workdir, batches=batches(STEPS))
+
+
+def assert_same(a, b) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_small_checkpoint_resumes_bitwise_and_loads(run, model, tmp_path):
+    workdir, result = run
+    undisturbed = jaxlc.train.run(lora_config(model, train__steps=STEPS), tmp_path / "run", batches=batches(STEPS))
+    assert_same(result.params, undisturbed.params)
+    checkpoint = workdir / "checkpoints" / str(STEPS)
+    stored = json.loads((checkpoint / "checksums" / "metadata").read_text())
+    blocks = {name: of.param.split("/")[0] for name, of in PROJECTIONS.items()}
+    adapters = {f"layers/{block}/lora/{name}/{x}" for name, block in blocks.items() for x in "ab"}
+    assert {name for name in stored if name.startswith("params/")} == {f"params/{x}" for x in adapters | {*TRAINED}}
+    assert_same(jaxlc.load(workdir, mesh=dict(context=2)).params, _without_padding(result.params))
+
+
+def _without_padding(params):
+    """61 ids are padded to 62 in the run, and not on the mesh of `jaxlc.load`."""
+    return params | {"embedding": params["embedding"][:61], "head": params["head"][:, :61]}
+
+
+def test_resume_with_another_base_or_adapter_raises(run, model, tmp_path):
+    workdir = shutil.copytree(run[0], tmp_path / "run")
+    other = write_model(tmp_path / "other", "llama", dtype=np.float32)
+    file = sorted(other.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:-1] + b"\x3c")
+    for config, message in (
+        (lora_config(other, train__steps=5), "the frozen parameters of .* are not those of config.model.init_from="),
+        (lora_config(model, train__steps=5) | {"lora": {"alpha": 7.0}}, "config.lora.alpha=6.0, and this config has 7"),
+    ):
+        with pytest.raises(UserError, match=message):
+            jaxlc.train.run(config, workdir, batches=batches(5))
+
+
+def test_lora_run_as_init_from_raises(run, tmp_path):
+    with pytest.raises(UserError, match="has adapters or lacks the frozen parameters: export the run"):
+        jaxlc.train.run(config_of(run[0], mesh__data=2), tmp_path / "run", batches=batches(1))
+
+
+def test_full_run_as_base_is_converted_to_bf16(model, tmp_path):
+    jaxlc.train.run(config_of(model, mesh__data=2), tmp_path / "full", batches=batches(1))
+    config = lora_config(tmp_path / "full")
+    config.precision.frozen = "bf16"
+    result = jaxlc.train.run(config, tmp_path / "lora", batches=batches(1))
+    full = jaxlc.load(tmp_path / "full").params
+    assert_same(result.params["layers"]["mlp"]["w_up"], full["layers"]["mlp"]["w_up"].astype("bfloat16"))
+
+
+def test_export_merges_adapters_into_weights(run, model, tmp_path):
+    workdir, result = run
+    exported, base = tensors_in(jaxlc.export(workdir, tmp_path / "out", dtype="fp32")), tensors_in(model)
+    assert exported.keys() == base.keys()
+    for projection, module in MODULES.items():
+        block = result.params["layers"][PROJECTIONS[projection].param.split("/")[0]]["lora"][projection]
+        for layer, (a, b) in enumerate(zip(*(np.asarray(block[x]) for x in "ab"))):
+            name = f"model.layers.{layer}.{module}.weight"
+            expected = base[name] + SCALE * (a.reshape(-1, RANK) @ b.reshape(RANK, -1)).T
+            np.testing.assert_allclose(exported[name], expected, atol=1e-6)
+            assert np.abs(exported[name] - base[name]).max() > 1e-3
+    np.testing.assert_array_equal(exported["lm_head.weight"], base["lm_head.weight"])
+    assert np.abs(exported["model.embed_tokens.weight"] - base["model.embed_tokens.weight"]).max() > 1e-3
+
+
+@needs_transformers
+def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
+    workdir, result = run
+    adapters = jaxlc.export(workdir, tmp_path / "adapters", adapters=True)
+    merged = jaxlc.export(workdir, tmp_path / "merged", dtype="fp32")
+    tokens = tokens_of(16)
+    jobs = {
+        "peft": dict(job="peft_gradients", directory=str(model), adapters=str(adapters), tokens=tokens.tolist()),
+        "merged": dict(job="gradients", directory=str(merged), tokens=tokens.tolist()),
+    }
+    expected = run_jobs(tmp_path, jobs)
+    logits, gradients = evaluate(result.train_step, result.params, tokens, 0)
+    assert relative_error(logits, expected["peft"]["logits"]) <= 1e-5
+    assert relative_error(logits, expected["merged"]["logits"]) <= 1e-5
+    ours = {}
+    for projection, module in MODULES.items():
+        block = gradients["layers"][PROJECTIONS[projection].param.split("/")[0]]["lora"][projection]
+        for layer, (a, b) in enumerate(zip(block["a"], block["b"])):
+            prefix = f"model.layers.{layer}.{module}.lora"
+            ours |= {f"{prefix}_A.default": a.reshape(-1, RANK).T, f"{prefix}_B.default": b.reshape(RANK, -1).T}
+    ours["model.embed_tokens.modules_to_save.default"] = gradients["embedding"][:61]
+    ours["model.norm.modules_to_save.default"] = gradients["final_norm"]["scale"]
+    theirs = {name: x for name, x in expected["peft"].items() if name.startswith("gradient/")}
+    assert {f"gradient/base_model.model.{name}.weight" for name in ours} == theirs.keys()
+    for name, gradient in ours.items():
+        assert relative_error(gradient, theirs[f"gradient/base_model.model.{name}.weight"]) <= 1e-5, name
