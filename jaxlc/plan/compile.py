@@ -31,7 +31,7 @@ from jaxlc.train.state import HOST, PINNED_HOST
 from jaxlc.train.step import TrainStep, build_step
 
 # Of the config, in the plan and its JSON: the sections that shape the step, without paths of files.
-_RECORDED_SECTIONS = ("model", "mesh", "attention", "memory", "precision", "train")
+_RECORDED_SECTIONS = ("model", "lora", "mesh", "attention", "memory", "precision", "train")
 _KIND, _ALIAS = "mhlo.memory_kind", "tf.aliasing_output"  # attributes of the lowered program's arguments and results
 
 

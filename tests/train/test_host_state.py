@@ -92,10 +92,10 @@ def test_streamed_gradient_sum_equals_plain_sum(both_ways):
     _close(*both_ways(lambda a, b: update.add(a, b, DIMS), _tree(0), _tree(1)))
 
 
-def _three_steps(model=(), **memory):
-    """(step, state, losses and norms) after three steps of two microbatches; `model`: settings of the model."""
-    train = dict(gradient_accumulation_steps=2)
-    step = small_step(small_config(mesh=dict(context=2, tensor=2), train=train, memory=memory, model=dict(model)))
+def _three_steps(model=(), lora=(), **memory):
+    """(step, state, losses and norms) after three steps of two microbatches; `model`, `lora`: settings."""
+    sections = dict(model=dict(model), lora=dict(lora), train=dict(gradient_accumulation_steps=2))
+    step = small_step(small_config(mesh=dict(context=2, tensor=2), memory=memory, **sections))
     state, batch, run = step.init(), make_batch(step, natural_rows()), step.compile()
     seen = []
     for _ in range(3):
@@ -134,6 +134,18 @@ def test_steps_of_layer_kinds_in_host_memory_equal_device():
     np.testing.assert_allclose(seen, expected_seen, rtol=FLOAT32_PARITY)
     _close(state.params, expected.params, FLOAT32_PARITY)
     _close(state.opt_state, expected.opt_state, FLOAT32_PARITY)
+
+
+@needs_host_memory
+@pytest.mark.parametrize("tile_tokens", [0, 24])
+def test_steps_of_lora_in_host_memory_equal_device(tile_tokens: int):
+    """The frozen weights are fetched layer by layer, and have no gradients to copy back."""
+    (_, state, seen), (_, expected, expected_seen) = (
+        _three_steps(lora=dict(rank=4), tile_tokens=tile_tokens, **memory) for memory in (ON_HOST, {})
+    )
+    np.testing.assert_allclose(seen, expected_seen, rtol=FLOAT32_PARITY)
+    _close(state.params, expected.params, FLOAT32_PARITY)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {PINNED_HOST}
 
 
 @needs_host_memory
