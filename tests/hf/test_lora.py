@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 import jaxlc
+from jaxlc.config import load
 from jaxlc.core.errors import UserError
 from jaxlc.models.lora import PROJECTIONS
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.train.pretrained_params import load_pretrained
+from jaxlc.train.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
 from tests.hf.models import write_model
-from tests.hf.test_export import batches, config_of, tensors_in
+from tests.hf.test_export import batches, config_of, save_step_0, tensors_in
 
 STEPS, RANK, ALPHA = 4, 4, 6.0
 SCALE = ALPHA / RANK**0.5
@@ -73,26 +77,33 @@ def test_resume_with_another_base_or_adapter_raises(run, model, tmp_path):
     other = write_model(tmp_path / "other", "llama", dtype=np.float32)
     file = sorted(other.glob("*.safetensors"))[-1]
     file.write_bytes(file.read_bytes()[:-1] + b"\x3c")
-    for config, message in (
-        (lora_config(other, train__steps=5), "the frozen parameters of .* are not those of config.model.init_from="),
-        (lora_config(model, train__steps=5) | {"lora": {"alpha": 7.0}}, "config.lora.alpha=6.0, and this config has 7"),
-    ):
-        with pytest.raises(UserError, match=message):
-            jaxlc.train.run(config, workdir, batches=batches(5))
+    config = lora_config(other, train__steps=STEPS)
+    with pytest.raises(UserError, match="the frozen parameters of .* are not those of config.model.init_from="):
+        jaxlc.train.run(config, workdir, batches=batches(STEPS))
+    config = lora_config(model, train__steps=STEPS)
+    config.lora.alpha = 7.0
+    with pytest.raises(UserError, match="config.lora.alpha=6.0, and this config has 7.0"):
+        jaxlc.train.run(config, workdir, batches=batches(STEPS))
 
 
-def test_lora_run_as_init_from_raises(run, tmp_path):
+def pretrained_params(config):
+    config = load(config)
+    return load_pretrained(build_step(config, make_mesh(config.mesh)))[0]
+
+
+def test_lora_run_as_init_from_raises(run):
     with pytest.raises(UserError, match="has adapters or lacks the frozen parameters: export the run"):
-        jaxlc.train.run(config_of(run[0], mesh__data=2), tmp_path / "run", batches=batches(1))
+        pretrained_params(config_of(run[0], mesh__data=2))
 
 
 def test_full_run_as_base_is_converted_to_bf16(model, tmp_path):
-    jaxlc.train.run(config_of(model, mesh__data=2), tmp_path / "full", batches=batches(1))
+    save_step_0(config_of(model), tmp_path / "full")
     config = lora_config(tmp_path / "full")
     config.precision.frozen = "bf16"
-    result = jaxlc.train.run(config, tmp_path / "lora", batches=batches(1))
-    full = jaxlc.load(tmp_path / "full").params
-    assert_same(result.params["layers"]["mlp"]["w_up"], full["layers"]["mlp"]["w_up"].astype("bfloat16"))
+    params, full = pretrained_params(config), pretrained_params(config_of(model, mesh__data=2))
+    assert_same(params["layers"]["mlp"]["w_up"], full["layers"]["mlp"]["w_up"].astype("bfloat16"))
+    assert_same(params["embedding"], full["embedding"])  # trained, so float32
+    assert np.any(params["layers"]["mlp"]["lora"]["mlp_up"]["a"])
 
 
 def test_export_merges_adapters_into_weights(run, model, tmp_path):
