@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxlc.config import Config
 from jaxlc.hf.load import paths_of
-from jaxlc.models import decoder
+from jaxlc.models import decoder, freezing
 from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, restore_params, stored_dtypes
 from jaxlc.train.loaded_run import load
 
@@ -55,7 +55,7 @@ class StoredParams:
         for path in paths:
             dtype = self._dtypes[f"params/{path}"]
             shape = jax.ShapeDtypeStruct(self.abstract[path].shape, dtype, sharding=self._on_host)
-            _insert(tree, path.split("/"), shape)
+            freezing.insert(tree, path.split("/"), shape)
         vocab_size = self._config.model.vocab_size
         restored = restore_params(self._directory, self._step, tree, vocab_size=vocab_size, only_these=True)
         return {path: np.asarray(param) for path, param in paths_of(restored)}
@@ -76,9 +76,3 @@ class StoredParams:
     def _loaded(self) -> dict[str, np.ndarray]:
         params = load(self._workdir, step=self._step, mesh={}).params
         return {path: np.asarray(param) for path, param in paths_of(params)}
-
-
-def _insert(tree: dict, keys: list[str], leaf: jax.ShapeDtypeStruct) -> None:
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[keys[-1]] = leaf

@@ -1,6 +1,6 @@
 """The parameter tree in two parts, trainable and frozen. Both are nested dictionaries with the same names."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from jaxlc.core.axes import LAYER_STACKS
@@ -38,11 +38,15 @@ def _select(tree: Any, frozen: Set[str], is_frozen: bool) -> dict:
     selected: dict = {}
     for path, leaf in _leaves(tree):
         if (_name(path) in frozen) == is_frozen:
-            part = selected
-            for key in path[:-1]:
-                part = part.setdefault(key, {})
-            part[path[-1]] = leaf
+            insert(selected, path, leaf)
     return selected
+
+
+def insert(tree: dict, path: Sequence[str], leaf: Any) -> None:
+    """Sets the leaf at `path` of nested dictionaries."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

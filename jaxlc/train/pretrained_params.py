@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -13,7 +12,7 @@ from jaxlc.hf.load import load_params
 from jaxlc.models import freezing
 from jaxlc.models.lora import is_adapter
 from jaxlc.train.checkpoint import restore_params, stored_dtypes
-from jaxlc.train.state import DEVICE, to_memory_kind
+from jaxlc.train.state import DEVICE, groups_of, to_memory_kind
 from jaxlc.train.step import TrainStep
 
 
@@ -53,7 +52,7 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
 
 
 def _of_run(pretrained: Pretrained, abstract, vocab_size: int) -> tuple[dict, str]:
-    """The parameters in a checkpoint, converted one by one if they are stored in another dtype.
+    """The parameters in a checkpoint, converted if they are stored in another dtype.
 
     Raises:
       UserError: the checkpoint does not contain the parameters of the whole model.
@@ -64,30 +63,35 @@ def _of_run(pretrained: Pretrained, abstract, vocab_size: int) -> tuple[dict, st
             f"{path} has adapters or lacks the frozen parameters: export the run with `jaxlc export`, which gives a"
             " whole model, and use the result as config.model.init_from"
         )
-    directory, step, dtypes = path.parent, int(path.name), stored_dtypes(path)
-    leaves = jax.tree.leaves_with_path(abstract)
-    if all(dtypes[_name_of(leaf_path)] == like.dtype for leaf_path, like in leaves):
-        params = restore_params(directory, step, abstract, vocab_size=vocab_size)
-    else:
-        restored = [
-            _restore_as(directory, step, leaf_path, like, dtypes[_name_of(leaf_path)], vocab_size)
-            for leaf_path, like in leaves
-        ]
-        params = jax.tree.unflatten(jax.tree.structure(abstract), restored)
+    params = _restored_as(path, abstract, vocab_size)
     return params, f"weights    of the checkpoint {path}"
 
 
-def _name_of(path: tuple[Any, ...]) -> str:
-    return "/".join(("params", *(key.key for key in path)))
+def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
+    """The parameters of a checkpoint. They are restored in the dtypes in which they are stored, whose checksums the
+    checkpoint has, and converted to those of `abstract`, some at a time."""
+    dtypes = stored_dtypes(checkpoint)
+    paths, targets = zip(*jax.tree.leaves_with_path(abstract))
+    names = ["/".join(("params", *(key.key for key in path))) for path in paths]
+    stored = [
+        jax.ShapeDtypeStruct(target.shape, dtypes.get(name, target.dtype), sharding=target.sharding)
+        for name, target in zip(names, targets)
+    ]
+    if stored == list(targets):
+        return restore_params(checkpoint.parent, int(checkpoint.name), abstract, vocab_size=vocab_size)
+    converted: list[jax.Array] = []
+    for group in groups_of(stored):
+        tree: dict = {}
+        for index in group:
+            freezing.insert(tree, [key.key for key in paths[index]], stored[index])
+        params = restore_params(checkpoint.parent, int(checkpoint.name), tree, vocab_size=vocab_size, only_these=True)
+        converted += _converted(jax.tree.leaves(params), [targets[index] for index in group])
+    return jax.tree.unflatten(jax.tree.structure(abstract), converted)
 
 
-def _restore_as(
-    directory: Path, step: int, path: tuple[Any, ...], like: jax.ShapeDtypeStruct, stored_dtype: Any, vocab_size: int
-) -> jax.Array:
-    """One parameter, restored in the dtype in which it is stored, and converted to that of `like`."""
-    tree: Any = jax.ShapeDtypeStruct(like.shape, stored_dtype, sharding=like.sharding)
-    for key in reversed(path):
-        tree = {key.key: tree}
-    (param,) = jax.tree.leaves(restore_params(directory, step, tree, vocab_size=vocab_size, only_these=True))
-    convert = jax.jit(lambda x: to_memory_kind(x, DEVICE).astype(like.dtype), out_shardings=like.sharding)
-    return jax.block_until_ready(convert(param))
+def _converted(arrays: list[jax.Array], targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    def convert(arrays):
+        return [to_memory_kind(x, DEVICE).astype(target.dtype) for x, target in zip(arrays, targets)]
+
+    shardings = [target.sharding for target in targets]
+    return jax.block_until_ready(jax.jit(convert, out_shardings=shardings)(arrays))

@@ -16,7 +16,7 @@ from jaxlc.train.mixed_precision import Scaling, first_scaling
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in compiled programs
-_INIT_GROUP_BYTES = 2**30  # per device, of arrays that are initialized together
+_GROUP_BYTES = 2**30  # per device, of arrays that are initialized or converted together
 
 
 InitParams = Callable[[jax.Array], Any]  # from a PRNG key to the parameters of step 0, a pytree of arrays
@@ -69,7 +69,7 @@ def first_state(
         abstract = abstract._replace(params=None)
     leaves, tree = jax.tree.flatten(abstract)
     on_host = any(leaf.sharding.memory_kind == PINNED_HOST for leaf in leaves)
-    groups = _groups(leaves) if on_host else [range(len(leaves))]
+    groups = groups_of(leaves) if on_host else [range(len(leaves))]
 
     def make(group) -> list[jax.Array]:
         def of_group(params):
@@ -88,12 +88,12 @@ def first_state(
     return state if params is None else state._replace(params=params)
 
 
-def _groups(leaves: list[jax.ShapeDtypeStruct]) -> list[list[int]]:
-    """Indices of consecutive arrays that together take at most _INIT_GROUP_BYTES per device; a larger one is alone."""
-    groups, filled_bytes = [], _INIT_GROUP_BYTES
+def groups_of(leaves: list[jax.ShapeDtypeStruct]) -> list[list[int]]:
+    """Indices of consecutive arrays that together take at most _GROUP_BYTES per device; a larger one is alone."""
+    groups, filled_bytes = [], _GROUP_BYTES
     for index, leaf in enumerate(leaves):
         filled_bytes += bytes_per_device(leaf)
-        if filled_bytes > _INIT_GROUP_BYTES:
+        if filled_bytes > _GROUP_BYTES:
             groups.append([])
             filled_bytes = bytes_per_device(leaf)
         groups[-1].append(index)
