@@ -58,7 +58,7 @@ def _of_run(pretrained: Pretrained, abstract, vocab_size: int) -> tuple[dict, st
       UserError: the checkpoint does not contain the parameters of the whole model.
     """
     path, stored = pretrained.directory.absolute(), pretrained.run_config()
-    if stored.get("lora", {}).get("rank") or not stored["train"].get("checkpoint_frozen", True):
+    if stored.get("lora", {}).get("rank") or not stored.get("train", {}).get("checkpoint_frozen", True):
         raise UserError(
             f"{path} has adapters or lacks the frozen parameters: export the run with `jaxlc export`, which gives a"
             " whole model, and use the result as config.model.init_from"
