@@ -104,7 +104,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+_FULL = ("accumulation", "kinds")
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.full] if x in _FULL else []) for x in CASES])
 def test_lora_gradients_equal_chain_rule_of_merged_weights(case: str):
     params, expected, expected_loss = reference(case.startswith("kinds"))
     gradients, loss = gradients_of(lora_step(**CASES[case]), params)
@@ -124,7 +127,10 @@ def _sizes_of_products(step) -> set[int]:
     return {math.prod(map(int, dims.split(","))) for dims in results}
 
 
-@pytest.mark.parametrize("memory", [{}, dict(tile_tokens=24, remat="full")], ids=["scan", "tiles"])
+_TILES = pytest.param(dict(tile_tokens=24, remat="full"), marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("memory", [{}, _TILES], ids=["scan", "tiles"])
 def test_compiled_step_has_no_gradient_of_frozen_matrices(memory):
     lora = dict(rank=4, projections=("query", "mlp_down"))
     step = lora_step(model=_SIZES, memory=memory, lora=lora)
