@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxlc.config import AttentionConfig, ModelConfig
+from jaxlc.config import AttentionConfig, LoraConfig, ModelConfig
 from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.generation.cache import KV, CacheLayout
 from jaxlc.generation.cached_attention import CachedAttention, NewTokens
@@ -29,6 +29,7 @@ class CachedDecoder:
     """The function `(params, cache, tokens, new) -> (logits, cache)`, to be called under `jit`."""
 
     model: ModelConfig
+    lora: LoraConfig  # the adapters that the parameters contain
     attention: AttentionConfig
     mesh: Mesh
     layout: CacheLayout
@@ -49,7 +50,7 @@ class CachedDecoder:
           the cache with the new tokens.
         """
         shard = Sharder(self.mesh)
-        module = decoder.bind(params, self.model)
+        module = decoder.bind(params, self.model, self.lora)
         x_BCD = module.embedded(tokens_BC, shard, self.compute_dtype)
         updated = {}
         for name in LAYER_STACKS:

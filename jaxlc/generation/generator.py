@@ -54,7 +54,7 @@ class Generator:
         self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
         self._compute_dtype = jnp.dtype(compute_dtype)
         self._cache_dtype = self._compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
-        self._params = _cast(params, decoder.dims_of(config.model), mesh, self._compute_dtype)
+        self._params = _cast(params, decoder.dims_of(config.model, config.lora), mesh, self._compute_dtype)
 
     def __call__(
         self,
@@ -111,6 +111,7 @@ class Generator:
         """The compiled `CachedDecoder` of this cache layout; the cache is updated in place."""
         function = CachedDecoder(
             model=self.config.model,
+            lora=self.config.lora,
             attention=self.config.attention,
             mesh=self.mesh,
             layout=layout,

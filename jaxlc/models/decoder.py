@@ -292,9 +292,9 @@ def apply(
     return x_BTD, decoder.final_norm.factor, decoder.head_DV(shard, compute_dtype)
 
 
-def bind(params: dict, model: ModelConfig) -> Decoder:
+def bind(params: dict, model: ModelConfig, lora: LoraConfig | None = None) -> Decoder:
     """The decoder with these parameters, the tree that `init` returns, in any dtype. FP8 is off."""
-    graph_def, _ = _abstract_decoder(model, params["embedding"].shape[0])
+    graph_def, _ = _abstract_decoder(model, params["embedding"].shape[0], lora=lora)
     return nnx.merge(graph_def, params)
 
 
