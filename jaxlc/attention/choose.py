@@ -2,18 +2,19 @@
 
 from typing import NamedTuple
 
-from jaxlc.attention import blockwise, cudnn, pallas, reference
+from jaxlc.attention import blockwise, cudnn, mosaic, pallas, reference
 from jaxlc.attention.contract import AttentionProblem, Kernel
 from jaxlc.core.errors import Unsupported, UserError
 
-KERNELS: dict[str, Kernel] = {  # fastest first
+KERNELS: dict[str, Kernel] = {
     "cudnn": cudnn,
     "pallas": pallas,
     "blockwise": blockwise,
     "reference": reference,
+    "mosaic": mosaic,
 }
-# The kernels that "auto" tries, in this order. The last one supports every problem. On a CPU, pallas runs in an
-# interpreter, for tests only.
+# The kernels that "auto" tries, fastest first. The last one supports every problem. On a CPU, pallas runs in an
+# interpreter, for tests only. mosaic is not among them until a GPU has verified it.
 _AUTO_ORDER = {"gpu": ("cudnn", "pallas", "blockwise")}
 _AUTO_ORDER_OTHER = ("blockwise",)
 

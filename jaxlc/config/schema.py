@@ -123,8 +123,8 @@ class AttentionConfig:
     # assigned whole, so that all ranks have equal work. False: the packed sequence is split in zigzag order.
     document_sharding: bool = True
     # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
-    # support the case is an error.
-    kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference"] = "auto"
+    # support the case is an error. mosaic needs the extra jaxlc[mosaic], and auto never selects it.
+    kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference", "mosaic"] = "auto"
     query_block_tokens: int = 512  # query block size of the pallas and blockwise kernels, in tokens
     key_block_tokens: int = 512  # KV block size of the pallas and blockwise kernels, in tokens
 

@@ -11,6 +11,7 @@ EXTRAS = {
     "matplotlib": "plot",
     "pyarrow": "data",
     "tensorboardX": "tensorboard",
+    "tokamax": "mosaic",
     "tokenizers": "hf",
     "wonderwords": "evals",
 }

@@ -15,6 +15,7 @@ class Device:
 
     name: str
     device_kind: str  # equal to `jax.Device.device_kind`, so that variants with other figures do not match
+    compute_capability: str  # equal to `jax.Device.compute_capability`
     bf16_flops_per_second: float  # dense: datasheets print twice as much, "with sparsity"
     memory_bytes: int
     memory_bandwidth_bytes_per_second: float
@@ -77,6 +78,7 @@ DEVICES = (
     Device(
         name="a100",
         device_kind="NVIDIA A100-SXM4-80GB",
+        compute_capability="8.0",
         bf16_flops_per_second=312e12,  # NVIDIA's published 312 TFLOPS, 624 with sparsity
         memory_bytes=85_100_068_864,
         memory_bandwidth_bytes_per_second=2.039e12,
@@ -87,6 +89,7 @@ DEVICES = (
     Device(
         name="h100",
         device_kind="NVIDIA H100 80GB HBM3",
+        compute_capability="9.0",
         bf16_flops_per_second=989.4e12,  # 132 SMs x 4 tensor cores x 1024 FLOP a clock x 1.83 GHz [1]
         memory_bytes=84_942_979_072,
         memory_bandwidth_bytes_per_second=3.35232e12,
@@ -97,6 +100,7 @@ DEVICES = (
     Device(
         name="h200",
         device_kind="NVIDIA H200",
+        compute_capability="9.0",
         bf16_flops_per_second=989.4e12,  # the compute die is the H100's [1]
         memory_bytes=151_397_597_184,
         memory_bandwidth_bytes_per_second=4.8e12,
@@ -108,6 +112,7 @@ DEVICES = (
     Device(
         name="gh200",
         device_kind="NVIDIA GH200 480GB",  # 480 GB is the memory of the CPU
+        compute_capability="9.0",
         bf16_flops_per_second=989.4e12,  # the compute die is the H100's [1]
         memory_bytes=101_870_000_000,  # 94.88 GiB, printed by PyTorch in github.com/Lightning-AI/litgpt/issues/1892
         memory_bandwidth_bytes_per_second=4.0e12,
@@ -118,6 +123,7 @@ DEVICES = (
     Device(
         name="b200",
         device_kind="NVIDIA B200",
+        compute_capability="10.0",
         bf16_flops_per_second=2250e12,  # HGX at 1,000 W: 4,500 TFLOPS with sparsity [2]
         memory_bytes=191_514_411_008,
         memory_bandwidth_bytes_per_second=7.67232e12,
@@ -128,6 +134,7 @@ DEVICES = (
     Device(
         name="gb200",
         device_kind="NVIDIA GB200",
+        compute_capability="10.0",
         bf16_flops_per_second=2500e12,  # at 1,200 W: 5,000 TFLOPS with sparsity [2]; [3] says 2250e12
         memory_bytes=197_897_748_480,
         memory_bandwidth_bytes_per_second=7.928064e12,

@@ -25,7 +25,6 @@ _FP8_WITHOUT_GPU = MappingProxyType({**WITHOUT_GPU, "xla_gpu_enable_triton_gemm"
 class _Chip(NamedTuple):
     """Properties that only the compiler needs; XLA's own figures, xla/backends/gpu/target_config/specs."""
 
-    compute_capability: int  # major version; the minor version is 0
     core_count: int
     fpus_per_core: int
     l2_cache_bytes: int
@@ -34,12 +33,12 @@ class _Chip(NamedTuple):
 
 
 _CHIPS = {
-    "a100": _Chip(8, 108, 64, 41_943_040, 1.41, 167_936),
-    "h100": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),
-    "h200": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),
-    "gh200": _Chip(9, 132, 128, 52_428_800, 1.98, 233_472),  # assumed to be the H100's
-    "b200": _Chip(10, 148, 128, 132_644_864, 1.965, 233_472),
-    "gb200": _Chip(10, 152, 128, 135_528_448, 2.062, 233_472),
+    "a100": _Chip(108, 64, 41_943_040, 1.41, 167_936),
+    "h100": _Chip(132, 128, 52_428_800, 1.98, 233_472),
+    "h200": _Chip(132, 128, 52_428_800, 1.98, 233_472),
+    "gh200": _Chip(132, 128, 52_428_800, 1.98, 233_472),  # assumed to be the H100's
+    "b200": _Chip(148, 128, 132_644_864, 1.965, 233_472),
+    "gb200": _Chip(152, 128, 135_528_448, 2.062, 233_472),
 }
 
 
@@ -151,9 +150,10 @@ def target_config(device: hardware.Device) -> str:
     It has only fields that all versions from 0.10.1 to 0.12 know: an unknown field is a parse error.
     """
     chip = _CHIPS[device.name]
+    major, minor = device.compute_capability.split(".")
     return f"""
         gpu_device_info {{
-          cuda_compute_capability {{ major: {chip.compute_capability} }}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
           core_count: {chip.core_count} fpus_per_core: {chip.fpus_per_core} clock_rate_ghz: {chip.clock_ghz}
           l2_cache_size: {chip.l2_cache_bytes} device_memory_size: {device.memory_bytes}
           memory_bandwidth: {int(device.memory_bandwidth_bytes_per_second)}
