@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, implicit_ranges
-from jaxlc.core import hardware
+from jaxlc.core import hardware, scopes
 from jaxlc.core.errors import Unsupported
 from jaxlc.kernels import tokamax_kernels
 from jaxlc.kernels.tokamax_kernels import BLOCK_TOKENS, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, KernelMask
@@ -87,9 +87,7 @@ def backward(
     """
     mask = _mask(q_BTNH, k_BSKH, ranges, spec)
     lse_BNT = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT)  # of a fully masked row, whose range is empty
-    call = functools.partial(
-        tokamax_kernels.backward, scale=_scale(spec, q_BTNH), generation=target_generation()
-    )
+    call = functools.partial(tokamax_kernels.backward, scale=_scale(spec, q_BTNH), generation=target_generation())
 
     def gradients(v_BSKH, out_BTNH, dout_BTNH):
         queries = _Queries(q_BTNH, out_BTNH, lse_BNT.swapaxes(1, 2), dout_BTNH.astype(q_BTNH.dtype), *mask[:2])
@@ -145,7 +143,9 @@ def _gradients(
     num_queries, num_keys = queries.q_BTNH.shape[1], k_BSKH.shape[1]
     has_pairs = queries.start_BT is not None and max(num_queries, num_keys) > PAIR_BLOCK_TOKENS
     q_block, kv_block = (
-        PAIR_BLOCK_TOKENS if has_pairs and num_tokens > PAIR_BLOCK_TOKENS else -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+        PAIR_BLOCK_TOKENS
+        if has_pairs and num_tokens > PAIR_BLOCK_TOKENS
+        else -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
         for num_tokens in (num_queries, num_keys)
     )
     queries = _Queries(*(_pad(x, q_block) for x in queries))
@@ -164,6 +164,7 @@ def _gradients(
     return dq_BTNH[:, :num_queries], dk_BSKH[:, :num_keys], dv_BSKH[:, :num_keys]
 
 
+@jax.named_scope(scopes.MOSAIC_PAIRS)
 def _sum_over_pairs(
     of_pair: Callable, queries: _Queries, k_BSKH: jax.Array, v_BSKH: jax.Array, q_block: int, kv_block: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,6 +1,9 @@
 """A GPU kernel for every mask: causal, windows, any key ranges (`jaxlc.kernels`, Pallas on Triton).
 
 Forward and backward skip fully masked blocks. On a CPU the kernel runs in Pallas' interpreter, for tests only.
+
+JAX 0.11 deprecates the Triton backend of Pallas. The kernels are imported where they are called, so that a program with
+another kernel never imports it.
 """
 
 import functools
@@ -12,9 +15,6 @@ from jax import lax
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
 from jaxlc.kernels.block_mask import BlockMask
-from jaxlc.kernels.flash_backward import QueryStats, flash_dkv, flash_dq
-from jaxlc.kernels.flash_forward import flash_forward
-from jaxlc.kernels.triton_blocks import LOG2_E, KernelParams
 from jaxlc.kernels.tuning import MAX_HEAD_DIM, MIN_BLOCK_TOKENS, tuning_params
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -41,6 +41,8 @@ def forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract.Kernel.forward`."""
+    from jaxlc.kernels.flash_forward import flash_forward
+
     return _call(flash_forward, spec, (q_BTNH, k_BSKH, v_BSKH, ranges))
 
 
@@ -57,6 +59,9 @@ def backward(
     dlse_BNT: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `contract.Kernel.backward`."""
+    from jaxlc.kernels.flash_backward import QueryStats, flash_dkv, flash_dq
+    from jaxlc.kernels.triton_blocks import LOG2_E
+
     delta_BTN = jnp.einsum("BTNH,BTNH->BTN", *(x.astype(jnp.float32) for x in (out_BTNH, dout_BTNH)))
     stats = QueryStats(
         dout_BTNH.astype(v_BSKH.dtype),
@@ -69,6 +74,8 @@ def backward(
 
 def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
     """Runs `kernel` compiled, or interpreted on a CPU; the lowering selects by its platform."""
+    from jaxlc.kernels.triton_blocks import KernelParams
+
     q_BTNH, k_BSKH = operands[:2]
     tuning = tuning_params(kernel.__name__, q_BTNH.dtype.name)
     mask = BlockMask(

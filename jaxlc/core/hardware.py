@@ -41,6 +41,7 @@ ATTENTION_SHARE_OF_PEAK = MappingProxyType(
         "cudnn": Efficiency(0.60, 0.52),
         "cudnn_packed": Efficiency(0.58, 0.50),
         "pallas": Efficiency(0.40, 0.33),
+        "mosaic": Efficiency(0.50, 0.40),  # assumed, between Triton and cuDNN
         "blockwise": Efficiency(0.14, 0.18),
     }
 )

@@ -22,6 +22,12 @@ WINDOW_HALO = "window_halo"  # sliding windows: exchange of the tokens before ea
 MORE_DOCUMENTS = "more_documents"  # loop over calls of packed attention; runs if one call cannot take all documents
 REORDER = "zigzag_reorder"  # of arrays in natural order: exchange of chunks to zigzag order, and back
 
+# Calls of tokamax's kernels, whose custom calls have no name.
+MOSAIC_FORWARD = "mosaic_forward"
+MOSAIC_BACKWARD = "mosaic_backward"  # its results tell dq from dk and dv
+MOSAIC_CAUSAL = "mosaic_causal"  # inside one of these: a call that is causal by index
+MOSAIC_PAIRS = "mosaic_pairs"  # the loop of the backward over pairs of a query block and a KV block
+
 # Training step.
 LOSS = "loss"  # final norm, output head and cross entropy
 LOGITS = "logits"  # inside LOSS: logits of a chunk of tokens, and their gradient

@@ -2,6 +2,8 @@
 
     cudnn      custom calls `__cudnn$fmha...`
     pallas     custom calls of the kernels in `jaxlc.kernels`, by the name given to `pallas_call`
+    mosaic     custom calls `mosaic_gpu...` in the scopes of `jaxlc.kernels.tokamax_kernels`; if the backward runs over
+               pairs of blocks, the loop over all pairs
     blockwise  XLA loops in the scope `core_attention` that contain matrix products and no collectives
 
 FLOPs count all pairs of a query and a key. A masked call (`is_masked`) may skip some of them; how many depends on the
@@ -13,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxlc.core import scopes
 from jaxlc.hlo.async_ops import COLLECTIVES
 from jaxlc.hlo.kernel_costs import matrix_product
 from jaxlc.hlo.op_names import Pass, has_window, is_in_attention, is_in_ring_step, pass_of
@@ -26,8 +29,12 @@ _PRODUCTS = {
     "flash_forward": (1, 1),
     "flash_dq": (2, 1),  # q . k, dq; dout . v
     "flash_dkv": (2, 2),  # q . k, dk; dout . v, dv
+    "mosaic_forward": (1, 1),
+    "mosaic_dq": (2, 1),
+    "mosaic_dkv": (2, 2),
 }
-_FORWARD_KERNELS = ("__cudnn$fmhaSoftmax", "flash_forward")
+_FORWARD_KERNELS = ("__cudnn$fmhaSoftmax", "flash_forward", "mosaic_forward")
+_MOSAIC_TARGET = "mosaic_gpu"  # with a version number
 
 
 class Sizes(NamedTuple):
@@ -40,7 +47,7 @@ class Sizes(NamedTuple):
 
 class AttentionKernelCall(NamedTuple):
     instruction: Instruction
-    kernel: str  # "cudnn", "cudnn_packed" (with lengths and offsets of documents), "pallas" or "blockwise"
+    kernel: str  # "cudnn", "cudnn_packed" (with lengths and offsets of documents), "pallas", "mosaic" or "blockwise"
     pass_name: Pass
     full_flops: float  # of one run, over all pairs of a query and a key
     is_masked: bool  # the kernel may skip masked pairs
@@ -91,7 +98,8 @@ def attention_kernel(
 ) -> AttentionKernelCall | None:
     """The attention kernel that `instruction` is; None if it is not one."""
     if instruction.opcode == "while" and is_in_attention(instruction.op_name):
-        return _blockwise(program, instruction)
+        has_pairs = scopes.MOSAIC_PAIRS in instruction.op_name.split("/")
+        return _mosaic_pairs(program, instruction) if has_pairs else _blockwise(program, instruction)
     if instruction.opcode != "custom-call":
         return None
     target = instruction.attributes["custom_call_target"].strip('"')
@@ -99,6 +107,8 @@ def attention_kernel(
         settings = instruction.backend_config["cudnn_fmha_backend_config"]
         kernel = "cudnn_packed" if documents_per_row(instruction) > 1 else "cudnn"
         return _custom_call(computation, instruction, kernel, target, is_masked=settings["mask_type"] != "NO_MASK")
+    if _is_mosaic(instruction):
+        return _mosaic(computation, instruction)
     for name in instruction.op_name.split("/"):
         if name in _PRODUCTS:
             operands = [operand.arrays[0] for operand in computation.operands(instruction)]
@@ -127,9 +137,43 @@ def _custom_call(computation: Computation, call: Instruction, kernel: str, name:
     return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, in_window, in_ring_step)
 
 
+def _is_mosaic(instruction: Instruction) -> bool:
+    is_custom_call = instruction.opcode == "custom-call"
+    return is_custom_call and instruction.attributes["custom_call_target"].strip('"').startswith(_MOSAIC_TARGET)
+
+
+def _mosaic(computation: Computation, call: Instruction) -> AttentionKernelCall | None:
+    names = call.op_name.split("/")
+    if scopes.MOSAIC_FORWARD in names:
+        name = "mosaic_forward"
+    elif scopes.MOSAIC_BACKWARD in names:
+        name = "mosaic_dq" if len(call.arrays) == 1 else "mosaic_dkv"
+    else:
+        return None
+    has_ranges = any(operand.arrays[0].dtype == "s32" for operand in computation.operands(call))
+    return _custom_call(computation, call, "mosaic", name, is_masked=scopes.MOSAIC_CAUSAL in names or has_ranges)
+
+
+def _mosaic_pairs(program: Program, loop: Instruction) -> AttentionKernelCall | None:
+    """The backward over pairs of blocks as one call, which is masked; its queries are those of all pairs."""
+    calls = [
+        (times, call)
+        for times, computation, instruction in _inside(program, loop)
+        if instruction.opcode == "custom-call" and (call := attention_kernel(program, computation, instruction))
+    ]
+    if not calls:
+        return None
+    num_pairs, first = calls[0]
+    flops = sum(times * call.full_flops for times, call in calls)
+    sizes = first.sizes._replace(num_queries=num_pairs * first.sizes.num_queries)
+    return first._replace(instruction=loop, full_flops=flops, is_masked=True, sizes=sizes)
+
+
 def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | None:
     flops, opcodes = 0.0, set()
     for times, computation, instruction in _inside(program, loop):
+        if _is_mosaic(instruction):
+            return None  # a loop over calls of a kernel; its products are those of out . dout
         opcodes.add(instruction.opcode.removesuffix("-start"))
         if instruction.opcode == "dot":
             flops += times * matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"])[0]

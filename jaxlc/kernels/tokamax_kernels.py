@@ -11,13 +11,14 @@ Blackwell, not for both.
 import functools
 import importlib
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxlc.core import extras
+from jaxlc.core import extras, scopes
 
 VERSION = "0.0.17"  # the version that was checked; the extra in pyproject.toml pins it
 BLOCK_TOKENS = 128  # the block sizes of all kernels divide it
@@ -71,7 +72,7 @@ def forward(
             use_stable_softmax=True, rescale_threshold=1.0, config=config,
         )  # fmt: skip
 
-    with jax.named_scope(_scope("mosaic_forward", mask)):
+    with jax.named_scope(scopes.MOSAIC_FORWARD), _causal_scope(mask):
         out_BTNH, (max_BNT, total_BNT) = jax.vmap(one_sequence)(q_BTNH, k_BSKH, v_BSKH, *_ranges(mask))
     return out_BTNH, max_BNT + jnp.log(total_BNT)
 
@@ -106,7 +107,7 @@ def backward(
         )[:3]  # fmt: skip
 
     # tokamax computes out . dout in the dtype that both promote to.
-    with jax.named_scope(_scope("mosaic_backward", mask)), jax.numpy_dtype_promotion("standard"):
+    with jax.named_scope(scopes.MOSAIC_BACKWARD), _causal_scope(mask), jax.numpy_dtype_promotion("standard"):
         return jax.vmap(one_sequence)(q_BTNH, k_BSKH, v_BSKH, *_ranges(mask), out_BTNH, lse_BNT, dout_BTNH)
 
 
@@ -138,9 +139,9 @@ def modules(generation: str) -> Modules:
     return Modules(*loaded)
 
 
-def _scope(name: str, mask: KernelMask) -> str:
-    """The name of a call in a compiled program (`jaxlc.hlo.attention_kernels`)."""
-    return f"{name}_causal" if mask.is_causal else name
+def _causal_scope(mask: KernelMask) -> AbstractContextManager:
+    """Marks a causal call for `jaxlc.hlo.attention_kernels`."""
+    return jax.named_scope(scopes.MOSAIC_CAUSAL) if mask.is_causal else nullcontext()
 
 
 def _ranges(mask: KernelMask) -> tuple[jax.Array | None, jax.Array | None]:
@@ -164,6 +165,4 @@ def _backward_config(generation: str, head_dim: int, value_dim: int) -> dict[str
         num_stages = 2 if head_dim + value_dim <= 384 else 1
         return dict(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_stages=num_stages)
     block = 128 if max(head_dim, value_dim) <= 128 else 64
-    return dict(
-        block_q_dkv=block, block_kv_dkv=128, block_q_dq=128, block_kv_dq=block, num_stages=2, residual_stages=2
-    )
+    return dict(block_q_dkv=block, block_kv_dkv=128, block_q_dq=128, block_kv_dq=block, num_stages=2, residual_stages=2)

@@ -1,4 +1,6 @@
-"""Compiles the kernel `mosaic` for an absent GPU, in all supported head dims: `python -m tests.attention.compile_mosaic h100`.
+"""Compiles the kernel `mosaic` for an absent GPU, in all supported head dims.
+
+    python -m tests.attention.compile_mosaic h100
 
 It needs tokamax and the GPU compiler. One process compiles for one GPU generation (`jaxlc.kernels.tokamax_kernels`).
 """

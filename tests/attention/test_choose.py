@@ -1,9 +1,15 @@
 """Kernel selection and the reasons that it reports."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxlc.attention import choose, make
 from jaxlc.attention.choose import KERNELS, choose_kernel
 from jaxlc.attention.contract import AttentionProblem
+from jaxlc.config import AttentionConfig, MeshConfig
+from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 
 H100 = dict(platform="gpu", compute_capability="9.0")
 A100 = dict(platform="gpu", compute_capability="8.0")
@@ -79,6 +85,34 @@ def test_named_kernel_if_unsupported_raises(problem, limit):
     with pytest.raises(NotImplementedError) as error:
         choose_kernel("cudnn", problem)
     assert str(error.value) == f"unsupported by attention kernel cudnn: {limit}; use kernel auto"
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("device", [A100, H100, dict(platform="gpu", compute_capability="10.0")])
+def test_auto_never_selects_mosaic(device, head_dim):
+    problem = _problem(device, implicit_positions=False, head_dim=head_dim, value_dim=head_dim)
+    assert choose_kernel("auto", problem).name != "mosaic"
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "name"),
+    [pytest.param("a100", 128, "pallas", marks=pytest.mark.full), ("b200", 256, "blockwise")],
+)
+def test_packed_documents_compile_where_faster_kernels_are_unsupported(gpu, head_dim, name):
+    """GPUs before Hopper, and head dim 256 on Blackwell."""
+    mesh = make_mesh(topology(f"{gpu}:1x1"), MeshConfig())
+    config = AttentionConfig()
+    assert choose(config, mesh, head_dim=head_dim, dtype=jnp.bfloat16, packed=True).name == name
+    attend, replicated = make(config, mesh), NamedSharding(mesh, PartitionSpec())
+    q = jax.ShapeDtypeStruct((1, 512, 2, head_dim), jnp.bfloat16, sharding=replicated)
+    segments = jax.ShapeDtypeStruct((1, 512), jnp.int32, sharding=replicated)
+
+    def loss(q, segments):
+        return attend(q, q, q, attend.prepare(None, segments))[0].astype(jnp.float32).sum()
+
+    program = jax.jit(jax.grad(loss)).lower(q, segments).compile(compiler_options=dict(WITHOUT_GPU)).as_text()
+    assert ("flash_dq" in program) == (name == "pallas")
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -8,8 +8,6 @@ Not tested: the results that tokamax computes on a GPU (scripts/gpu_first_contac
 passes are compiled for an H100 and a B200.
 """
 
-import functools
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +19,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention import choose, make, mosaic, reference
+from jaxlc.attention import mosaic, reference
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
-from jaxlc.config import AttentionConfig, MeshConfig
+from jaxlc.config import MeshConfig
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 from jaxlc.kernels import tokamax_kernels
@@ -86,7 +84,9 @@ def _backward(
     delta = jnp.einsum("tnh,tnh->nt", out, dout)
     ds = p * (jnp.einsum("tnh,snh->nts", dout, all_v) - delta[..., None])
     dq, dk = (logits_scale * x for x in (jnp.einsum("nts,snh->tnh", ds, all_k), jnp.einsum("nts,tnh->snh", ds, q)))
-    dk, dv = (x.reshape(len(k), num_kv_heads, -1, x.shape[-1]).sum(2) for x in (dk, jnp.einsum("nts,tnh->snh", p, dout)))
+    dk, dv = (
+        x.reshape(len(k), num_kv_heads, -1, x.shape[-1]).sum(2) for x in (dk, jnp.einsum("nts,tnh->snh", p, dout))
+    )
     return *(x.astype(q.dtype) for x in (dq, dk, dv)), None
 
 

@@ -1,6 +1,9 @@
 """The kernel `pallas`: skipped blocks, sizes that are no multiples of blocks, large arrays, and programs for GPUs."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +146,19 @@ def _triton_programs(lowered) -> dict[str, str]:
             program = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
             programs[ir.StringAttr(config["name"]).value] = str(program)
     return programs
+
+
+def test_triton_is_not_imported_with_other_kernels():
+    """JAX 0.11 deprecates Pallas' Triton backend; importing the trainer and training with another kernel must not."""
+    code = (
+        "import sys, jax, jax.numpy as jnp, jaxlc.train.step;"
+        " from jaxlc.attention.contract import AttentionSpec; from jaxlc.attention.choose import KERNELS;"
+        " x = jnp.ones((1, 8, 1, 8)); KERNELS['blockwise'].forward(x, x, x, None, AttentionSpec());"
+        " assert 'jax.experimental.pallas.triton' not in sys.modules;"
+        " jax.eval_shape(lambda x: KERNELS['pallas'].forward(x, x, x, None, AttentionSpec()), x);"
+        " assert 'jax.experimental.pallas.triton' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
 @pytest.mark.parametrize(("num_tokens", "bits"), [(2**20, 64), (2**14, 32)])

@@ -126,6 +126,63 @@ def test_attention_calls_of_pallas_are_known_by_name(name, products, tokens, is_
     assert call.full_flops == 2 * products * 8 * 32 * 64 * 16
 
 
+def _mosaic_call(name: str, result: str, path: str) -> str:
+    return (
+        f'%{name} = {result} custom-call(%q, %k, %k, %start), custom_call_target="mosaic_gpu_v2",'
+        f' metadata={{op_name="{FORWARD}/{path}/vmap()/mpmd_map"}}'
+    )
+
+
+@pytest.mark.parametrize("result, path, products, is_masked", [
+    ("f32[2,32,4,16]{3,2,1,0}", "mosaic_forward", 2, False),
+    ("f32[2,32,4,16]{3,2,1,0}", "mosaic_forward/mosaic_causal", 2, True),
+    ("bf16[2,32,4,16]{3,2,1,0}", "mosaic_backward", 3, False),
+    ("(bf16[2,64,2,16]{3,2,1,0}, bf16[2,64,2,16]{3,2,1,0})", "mosaic_backward", 4, False),
+])  # fmt: skip
+def test_attention_calls_of_mosaic_are_known_by_scope(result, path, products, is_masked):
+    text = program(
+        "%q = bf16[2,32,4,16]{3,2,1,0} constant({...})",
+        "%k = bf16[2,64,2,16]{3,2,1,0} constant({...})",
+        f"%start = {'f32' if path.endswith('backward') else 'bf16'}[2,4,32]{{2,1,0}} constant({{...}})",
+        "ROOT " + _mosaic_call("call", result, path),
+    )
+    ((call, _),) = analyze(text).attention_calls
+    assert (call.kernel, call.is_masked, call.sizes) == ("mosaic", is_masked, (8, 32, 64))
+    assert call.full_flops == 2 * products * 8 * 32 * 64 * 16
+
+
+def test_attention_calls_of_mosaic_pairs_are_one_call():
+    """3 x 5 pairs of blocks, each with a call for dq and one for dk and dv."""
+    path = "mosaic_pairs/while/body/while/body/cond/branch_1_fun/mosaic_backward"
+    body = f"""
+%c (p.1: bf16[1,32,4,16]) -> pred[] {{
+  ROOT %p.1 = pred[] parameter(0)
+}}
+%pair (q: bf16[1,32,4,16]) -> bf16[1,32,4,16] {{
+  %q = bf16[1,32,4,16]{{3,2,1,0}} parameter(0)
+  %k = bf16[1,64,2,16]{{3,2,1,0}} constant({{...}})
+  %start = s32[1,1,32]{{2,1,0}} constant({{...}})
+  {_mosaic_call("dkv", "(bf16[1,64,2,16]{3,2,1,0}, bf16[1,64,2,16]{3,2,1,0})", path)}
+  ROOT {_mosaic_call("dq", "bf16[1,32,4,16]{3,2,1,0}", path)}
+}}
+%kv_block (p.2: bf16[1,32,4,16]) -> bf16[1,32,4,16] {{
+  %p.2 = bf16[1,32,4,16]{{3,2,1,0}} parameter(0)
+  ROOT %inner = bf16[1,32,4,16]{{3,2,1,0}} while(%p.2), condition=%c, body=%pair,\
+ metadata={{op_name="{FORWARD}/mosaic_pairs/while/body/while"}}, backend_config={{"known_trip_count":{{"n":"5"}}}}
+}}
+"""
+    text = program(
+        "%x = bf16[1,32,4,16]{3,2,1,0} constant({...})",
+        "ROOT %pairs = bf16[1,32,4,16]{3,2,1,0} while(%x), condition=%c, body=%kv_block,"
+        f' metadata={{op_name="{FORWARD}/mosaic_pairs/while"}}, backend_config={{"known_trip_count":{{"n":"3"}}}}',
+        more=body,
+    )
+    (counted,) = analyze(text).attention_calls
+    call = counted.call
+    assert (call.kernel, call.instruction.name, call.is_masked, counted.times) == ("mosaic", "pairs", True, 1)
+    assert call.sizes == (4, 15 * 32, 64) and call.full_flops == 15 * (3 + 4) * 2 * 4 * 32 * 64 * 16
+
+
 LOOP = f"""
 %c (p.1: f32[8,4]) -> pred[] {{
   ROOT %p.1 = pred[] parameter(0)
