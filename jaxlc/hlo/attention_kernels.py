@@ -165,6 +165,7 @@ def _mosaic_pairs(program: Program, loop: Instruction) -> AttentionKernelCall | 
         return None
     num_pairs, first = calls[0]
     flops = sum(times * call.full_flops for times, call in calls)
+    assert first.sizes is not None
     sizes = first.sizes._replace(num_queries=num_pairs * first.sizes.num_queries)
     return first._replace(instruction=loop, full_flops=flops, is_masked=True, sizes=sizes)
 
