@@ -99,7 +99,7 @@ def test_auto_never_selects_mosaic(device, head_dim):
     ("gpu", "head_dim", "name"),
     [pytest.param("a100", 128, "pallas", marks=pytest.mark.full), ("b200", 256, "blockwise")],
 )
-def test_packed_documents_compile_where_faster_kernels_are_unsupported(gpu, head_dim, name):
+def test_packed_documents_compile_without_faster_kernels(gpu, head_dim, name):
     """GPUs before Hopper, and head dim 256 on Blackwell."""
     mesh = make_mesh(topology(f"{gpu}:1x1"), MeshConfig())
     config = AttentionConfig()
