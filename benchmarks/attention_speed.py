@@ -24,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxlc import attention, runtime
+from jaxlc.attention import zigzag_order
 from jaxlc.config import AttentionConfig, MeshConfig, RuntimeConfig
 from jaxlc.core import hardware
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
@@ -47,14 +48,16 @@ class AttentionCase:
     head_dim: int
     dtype: str = "float32"
     window: int = 0  # sliding window in tokens; 0: none
+    num_documents: int = 1  # documents of equal length, which attend within themselves
     ulysses_degree: int = 1  # for strategy hybrid
 
     @property
     def causal_flops(self) -> float:
         """FLOPs of the visible (query, key) pairs: 4 N H per pair forward, and 2.5 times that backward, which has five
         matrix products instead of two (FlashAttention-2, arXiv:2307.08691, section 3.1)."""
-        num_cut_off = self.seq_len - min(self.window or self.seq_len, self.seq_len)  # queries with a full window
-        num_pairs = self.seq_len * (self.seq_len + 1) / 2 - num_cut_off * (num_cut_off + 1) / 2
+        num_tokens = self.seq_len / self.num_documents
+        num_cut_off = num_tokens - min(self.window or num_tokens, num_tokens)  # queries with a full window
+        num_pairs = self.num_documents * (num_tokens * (num_tokens + 1) - num_cut_off * (num_cut_off + 1)) / 2
         return 4.0 * self.num_heads * self.head_dim * num_pairs * (3.5 if self.backward else 1.0)
 
 
@@ -99,6 +102,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     integer("head_dim", 64, "head dimension")
     string("dtype", "float32", "dtype of queries, keys and values")
     integer("window", 0, "sliding window in tokens; 0: none")
+    integer("num_documents", 1, "documents of equal length in the sequence; 1: no document mask")
     integer("ulysses_degree", 1, "all-to-all group size of strategy hybrid")
     integer("context", 1, "devices on the context mesh axis")
     integer("tensor", 1, "devices on the tensor mesh axis")
@@ -169,7 +173,13 @@ def _jaxlc_attention(case: AttentionCase, mesh: Mesh) -> Callable:
     """`attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`."""
     config = AttentionConfig(strategy=case.strategy, kernel=case.kernel, ulysses_degree=case.ulysses_degree)
     attend = attention.make(config, mesh, window=case.window or None)
-    return lambda q, k, v: attend(q, k, v)[0]
+    if case.num_documents == 1:
+        return lambda q, k, v: attend(q, k, v)[0]
+    if case.seq_len % case.num_documents:
+        raise UserError(f"{case.num_documents} documents do not divide a sequence of {case.seq_len} tokens")
+    order = zigzag_order(case.seq_len, mesh.shape[CONTEXT])
+    segments_BT = jnp.asarray(order // (case.seq_len // case.num_documents) + 1, jnp.int32)[None]
+    return lambda q, k, v: attend(q, k, v, attend.prepare(None, segments_BT))[0]
 
 
 def _ringattention(mesh: Mesh, seq_len: int) -> Callable:

@@ -12,6 +12,7 @@ from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core import hardware
+from jaxlc.core.extras import is_installed
 from jaxlc.core.hardware import Device
 from jaxlc.sweep.timing import seconds_of_calls
 
@@ -19,7 +20,8 @@ from jaxlc.sweep.timing import seconds_of_calls
 def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, packed: bool = False) -> list[str]:
     """Names of the kernels that support the problem on the first device, without the reference.
 
-    On a CPU the Pallas kernel runs in a slow interpreter, so a dry run uses it for packed documents only.
+    mosaic is among them if tokamax is installed. On a CPU the Pallas kernel runs in a slow interpreter, so a dry run
+    uses it for packed documents only.
     """
     device = jax.devices()[0]
     problem = AttentionProblem(
@@ -32,7 +34,9 @@ def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, pa
         implicit_positions=not packed,
         document_ranges=packed and window is None,
     )
-    skipped = {"reference", "pallas"} if device.platform == "cpu" and not packed else {"reference"}
+    skipped = {"reference"} if is_installed("tokamax") else {"reference", "mosaic"}
+    if device.platform == "cpu" and not packed:
+        skipped.add("pallas")
     return [name for name, kernel in KERNELS.items() if name not in skipped and kernel.unsupported(problem) is None]
 
 

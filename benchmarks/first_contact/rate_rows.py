@@ -12,13 +12,14 @@ from jax import lax
 from benchmarks.first_contact.attention_inputs import (
     device_or_h100,
     random_inputs,
+    ranges_for,
     seconds_per_call,
     supported_kernels,
 )
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
 from jaxlc.attention.choose import KERNELS
-from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
 from jaxlc.models.matmuls import fp8_product
 from jaxlc.sweep.timing import seconds_of_calls
 
@@ -43,8 +44,28 @@ def rate_rows(sizes: Sizes) -> Iterator[Row]:
                 for which in ("forward", "backward"):
                     if getattr(candidate, which) is not None:
                         labels = dict(kernel=candidate.name, tokens=num_tokens, causal=causal, which=which)
-                        measure = functools.partial(_rate, sizes, candidate, num_tokens, causal, which)
+                        pairs = num_tokens * (num_tokens + 1) / 2 if causal else float(num_tokens) ** 2
+                        measure = functools.partial(_rate, sizes, candidate, num_tokens, pairs, which)
                         yield Row(labels=labels, measure=measure, seconds=10 + 8 * (num_tokens / 65_536) ** 2)
+    yield from _packed_rows(sizes)
+
+
+def _packed_rows(sizes: Sizes) -> Iterator[Row]:
+    """Packed documents: of a whole sequence, and of a ring step, where queries and keys have other offsets."""
+    for num_tokens in sizes.rate_tokens[:2]:
+        for case, causal in (("causal", True), ("ring step", False)):
+            spec = AttentionSpec(causal=causal)
+            ranges = ranges_for(num_tokens, spec, packed=True)
+            pairs = float((ranges.end_BT - ranges.start_BT).astype(jnp.float32).sum())
+            for name in supported_kernels(sizes.heads, sizes.dtype, packed=True):
+                is_too_slow = name == "blockwise" and num_tokens > sizes.blockwise_max_tokens
+                if is_too_slow or (name == "pallas" and sizes.is_dry_run):
+                    continue
+                candidate = _ours(name, KERNELS[name], spec, ranges)
+                for which in ("forward", "backward"):
+                    labels = dict(kernel=name, tokens=num_tokens, packed=case, which=which)
+                    measure = functools.partial(_rate, sizes, candidate, num_tokens, pairs, which)
+                    yield Row(labels=labels, measure=measure, seconds=10 + 8 * (num_tokens / 65_536) ** 2)
 
 
 def _candidates(sizes: Sizes, num_tokens: int, causal: bool) -> Iterator[_Candidate]:
@@ -55,21 +76,21 @@ def _candidates(sizes: Sizes, num_tokens: int, causal: bool) -> Iterator[_Candid
     if jax.devices()[0].platform != "gpu":
         return
     yield _Candidate("jax.nn cudnn", functools.partial(_jax_nn, causal), None)
-    yield _Candidate("mosaic", functools.partial(_mosaic, causal), None if causal else _mosaic_backward)
+    yield _Candidate("jax mosaic", functools.partial(_mosaic, causal), None if causal else _mosaic_backward)
     if causal and num_tokens == sizes.rate_tokens[0]:
         for name, (query_block, key_block) in _VARIANTS.items():
             blocks = dict(query_block_tokens=query_block, key_block_tokens=key_block)
             yield _ours(name, KERNELS["pallas"], AttentionSpec(**blocks))
 
 
-def _ours(name: str, kernel, spec: AttentionSpec) -> _Candidate:
+def _ours(name: str, kernel: Kernel, spec: AttentionSpec, ranges: KeyRanges | None = None) -> _Candidate:
     def forward(q, k, v):
-        return kernel.forward(q, k, v, None, spec)[0]
+        return kernel.forward(q, k, v, ranges, spec)[0]
 
     def backward(q, k, v, dout, out, lse):
-        return kernel.backward(q, k, v, None, spec, out, lse, dout, jnp.zeros_like(lse))
+        return kernel.backward(q, k, v, ranges, spec, out, lse, dout, jnp.zeros_like(lse))
 
-    return _Candidate(name, forward, backward, lambda q, k, v: kernel.forward(q, k, v, None, spec))
+    return _Candidate(name, forward, backward, lambda q, k, v: kernel.forward(q, k, v, ranges, spec))
 
 
 def _jax_nn(causal: bool, q, k, v):
@@ -92,11 +113,11 @@ def _mosaic_backward(q, k, v, dout):
     return vjp(dout)
 
 
-def _rate(sizes: Sizes, candidate: _Candidate, num_tokens: int, causal: bool, which: str) -> dict:
+def _rate(sizes: Sizes, candidate: _Candidate, num_tokens: int, pairs: float, which: str) -> dict:
+    """FLOP/s of one pass; `pairs` counts the pairs of a query and a key that the mask leaves."""
     q, k, v, dout = random_inputs(sizes.heads, num_tokens, sizes.dtype)
     num_calls = max(2, round(sizes.num_calls * min(1.0, (sizes.full_calls_tokens / num_tokens) ** 2)))
     timing = dict(num_calls=num_calls, repeats=sizes.repeats)
-    pairs = num_tokens * (num_tokens + 1) / 2 if causal else float(num_tokens) ** 2
     flops = 4.0 * sizes.heads.num_heads * sizes.heads.head_dim * pairs
     if which == "forward":
 

@@ -3,13 +3,16 @@
 import json
 import sys
 
+import jax
 import pytest
 from absl import flags
 
 from benchmarks import attention_speed
 from benchmarks.attention_speed import AttentionCase
+from jaxlc.attention import zigzag_order
 from jaxlc.config import MeshConfig
 from jaxlc.core.errors import UserError
+from jaxlc.sharding.mesh import make_mesh
 from tests.helpers import record_figures
 
 SMALL = ["--num_heads=4", "--num_kv_heads=2", "--head_dim=8"]
@@ -49,6 +52,20 @@ def test_causal_flops_counts_visible_pairs():
     assert AttentionCase(**shape, seq_len=1).causal_flops == 3.5 * 64
     assert AttentionCase(**shape, seq_len=3, backward=False).causal_flops == 6 * 64
     assert AttentionCase(**shape, seq_len=3, backward=False, window=2).causal_flops == 5 * 64
+    assert AttentionCase(**shape, seq_len=6, backward=False, num_documents=2).causal_flops == 12 * 64
+
+
+def test_compile_case_with_documents_masks_other_documents():
+    mesh = make_mesh(MeshConfig(context=2), jax.devices()[:2])
+    shape = dict(strategy="ring", seq_len=64, num_heads=2, num_kv_heads=2, head_dim=8, backward=False)
+    plain, packed = (attention_speed.compile_case(AttentionCase(**shape, num_documents=n), mesh) for n in (1, 4))
+    last = int(zigzag_order(64, 2).argmax())  # the last token attends to 64 keys, and to the 16 of its document
+    q, k, v = plain.inputs
+    first = int(zigzag_order(64, 2).argmin())
+    other = v.at[:, first].add(1.0)  # the first token is in another document
+    for compiled, is_masked in ((plain, False), (packed, True)):
+        difference = compiled.compiled(q, k, other) - compiled.compiled(q, k, v)
+        assert (float(abs(difference[:, last]).max()) == 0) == is_masked
 
 
 def test_cases_from_flags_nobackward_times_forward_only():
