@@ -13,7 +13,11 @@ _Rows = list[dict[str, Any]]
 def from_rows(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The constants that `rows` measured; keys without a measurement are absent, so that the defaults remain."""
     rows = [row for row in rows if "error" not in row and "skipped" not in row]
-    constants: dict[str, Any] = dict(attention_share=_attention(_of(rows, "rates", causal=True)))
+    attention_share = _attention(_of(rows, "rates", causal=True))
+    packed_share = _attention(_of(rows, "rates", packed="causal"))
+    if "cudnn" in packed_share:
+        attention_share["cudnn_packed"] = packed_share["cudnn"]
+    constants: dict[str, Any] = dict(attention_share=attention_share)
     shares = {
         "matmul_share": _of(rows, "basics", name="product", dtype="bf16"),
         "f8_matmul_share": _of(rows, "basics", name="product", dtype="fp8"),

@@ -100,8 +100,10 @@ def test_process_that_crashes_becomes_a_row_with_its_messages(tmp_path, monkeypa
 
 
 def test_constants_of_rows_are_read_by_the_plan():
-    def rate(kernel, which, tokens, share):
-        return dict(part="rates", kernel=kernel, which=which, tokens=tokens, causal=True, share=share)
+    def rate(kernel, which, tokens, share, packed=None):
+        return dict(
+            part="rates", kernel=kernel, which=which, tokens=tokens, share=share, causal=not packed, packed=packed
+        )
 
     measured = constants.from_rows([
         rate("cudnn", "forward", 4096, 0.3),
@@ -111,6 +113,9 @@ def test_constants_of_rows_are_read_by_the_plan():
         rate("pallas", "forward", 4096, 0.4),
         rate("pallas", "backward", 4096, 0.25),
         rate("mosaic", "forward", 4096, 0.5),
+        rate("cudnn", "forward", 131_072, 0.55, "causal"),
+        rate("cudnn", "backward", 131_072, 0.45, "causal"),
+        rate("cudnn", "forward", 131_072, 0.1, "ring step"),
         dict(part="basics", name="product", dtype="bf16", share=0.7),
         dict(part="basics", name="product", dtype="bf16", share=0.8),
         dict(part="basics", name="product", dtype="bf16", share=0.5),
@@ -118,7 +123,7 @@ def test_constants_of_rows_are_read_by_the_plan():
         dict(part="profile", median_gap_seconds=2e-6),
     ])  # fmt: skip
     read = roofline.read(json.dumps(measured))
-    assert read.attention_share["cudnn"] == (0.6, 0.5)
+    assert read.attention_share["cudnn"] == (0.6, 0.5) and read.attention_share["cudnn_packed"] == (0.55, 0.45)
     assert read.attention_share["pallas"] == (0.4, pytest.approx(0.35))  # its program has 7 products instead of 5
     assert read.attention_share["blockwise"] == roofline.Roofline().attention_share["blockwise"]
     assert (read.matmul_share, read.kernel_gap_seconds) == (0.7, 2e-6)
