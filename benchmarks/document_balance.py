@@ -1,7 +1,7 @@
 """The balance of packed sequences over context ranks: zigzag order, the best packing order, per-document sharding.
 
-    python -m benchmarks.document_balance              the table of docs/packing.md; a few seconds
-    python -m benchmarks.document_balance --image      docs/images/packing_balance.png
+    python -m benchmarks.document_balance              # the table of docs/packing.md; a few seconds
+    python -m benchmarks.document_balance --image      # docs/images/packing_balance.png
 
 Work is the number of pairs of a query and a key that it attends to. Ring cost is the sum over ring steps of the maximum
 over ranks, relative to the mean work of a rank: the ring steps are synchronized. Runs on the host.
