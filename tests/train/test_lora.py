@@ -104,7 +104,7 @@ CASES = {
 }  # fmt: skip
 
 
-_FULL = ("accumulation", "kinds")
+_FULL = ("accumulation", "kinds", "tiles")
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.full] if x in _FULL else []) for x in CASES])
