@@ -123,6 +123,13 @@ def test_blocks_with_padding_give_exact_ranges():
     assert (all_padding[..., 0] == all_padding[..., 2]).all()
 
 
+@pytest.mark.parametrize("start", [0, 1, 8, 9])
+def test_bounds_at_borders_of_blocks_give_exact_ranges(start):
+    for end in (15, 16, 17, 49, 50):
+        bounds = (jnp.full((1, 50), bound, jnp.int32) for bound in (start, end))
+        _check(_mask(), tuple(bounds), exact=True)
+
+
 def test_random_ranges_give_sufficient_ranges():
     """Any range per query, also those that no order of documents has; a quarter of them is empty."""
     for seed in range(4):
