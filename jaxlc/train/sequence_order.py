@@ -60,7 +60,6 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
     if attention.strategy == "ulysses" or (attention.strategy == "hybrid" and attention.ulysses_degree == context):
         return "each rank attends over whole sequences"
     unsupported = {
-        "strategy all_gather": attention.strategy == "all_gather",
         "sliding windows": any(config.model.window_of(kind) for kind in config.model.layer_kinds),
         "memory.tile_tokens": bool(config.memory.tile_tokens),
     }

@@ -44,11 +44,13 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    "outer, inner", [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2)], ids=lambda size: str(size)
+    "strategy, outer, inner",
+    [("ring", 2, 1), ("ring", 4, 1), ("ring", 8, 1), ("hybrid", 2, 2), ("hybrid", 4, 2), ("all_gather", 4, 1)],
+    ids=str,
 )  # the number of groups of ranks in the ring, and the number of ranks in each
-def test_document_order_equals_natural_order_on_one_device(outer, inner):
+def test_document_order_equals_natural_order_on_one_device(strategy, outer, inner):
     order_T = document_order(SEGMENTS_T, outer, inner)
-    split = dict(strategy="hybrid", ulysses_degree=inner) if inner > 1 else dict(strategy="ring")
+    split = dict(strategy=strategy, ulysses_degree=inner)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
         results(order_T, context=outer * inner, **split),

@@ -28,7 +28,6 @@ def test_default_order_is_that_of_documents():
         (dict(attention=dict(document_sharding=False)), "attention.document_sharding=False"),
         (dict(attention=dict(strategy="ulysses")), "each rank attends over whole sequences"),
         (dict(attention=dict(strategy="hybrid", ulysses_degree=4)), "each rank attends over whole sequences"),
-        (dict(attention=dict(strategy="all_gather")), "per-document sharding is unsupported with strategy all_gather"),
         (
             dict(model=dict(layer_kinds=("sliding", "full"), window=20)),
             "per-document sharding is unsupported with sliding windows",
