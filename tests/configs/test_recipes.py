@@ -8,6 +8,7 @@ import pytest
 from jaxlc.config import load_stages, read_config
 from jaxlc.config.files import shipped_configs
 from jaxlc.train import loop
+from tests.train import runs
 
 RECIPES = sorted(name for name, path in shipped_configs().items() if path.parent.name == "recipes")
 VARIANTS = {"olmo3_64k": ("", "32b")}  # others: ""
@@ -67,8 +68,12 @@ def test_recipe_figures_are_those_of_the_sources():
 @pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_mini_trains(name, tmp_path):
-    """Two steps of each stage."""
+    """Two steps of each stage; on one device in a process of its own."""
     config = read_config(f"{name}:mini")
+    if config.runtime.simulated_devices == 1:
+        output = runs.train(f"{name}:mini", tmp_path / "run", train__steps=2, data__cache_dir=tmp_path / "cache")
+        assert "held-out loss" in output
+        return
     config.data.update(cache_dir=str(tmp_path / "cache"), eval_fraction=0.1)
     config.train.steps = 2
     config.stages = [stage.changed(steps=2) for stage in config.stages]
