@@ -5,7 +5,14 @@ import importlib
 import pytest
 from absl import flags
 
-PROGRAMS = ("attention_overlap", "attention_speed", "document_balance", "memory_ladder", "notebook_data")
+PROGRAMS = (
+    "attention_overlap",
+    "attention_speed",
+    "cpu_comparison",
+    "document_balance",
+    "memory_ladder",
+    "notebook_data",
+)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
