@@ -101,12 +101,16 @@ def train(directory: str, batches: list, learning_rate: float, weight_decay: flo
 
 
 def generate(directory: str, prompt: list, num_tokens: int) -> dict[str, np.ndarray]:
-    """Prompt and greedily generated tokens."""
+    """Prompt and greedily generated tokens, and the difference of the two largest logits of each new token."""
     model = open_model(directory).eval()
-    tokens = model.generate(
-        torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    return dict(tokens=tokens[0].numpy())
+    tokens = torch.tensor([prompt])
+    output = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens),  # without it, tokens that equal pad_token_id are masked
+        max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    largest = torch.stack(output.logits)[:, 0].topk(2).values
+    return dict(tokens=output.sequences[0].numpy(), gaps=(largest[:, 0] - largest[:, 1]).numpy())
 
 
 def main(jobs_path: str) -> None:
