@@ -23,7 +23,8 @@ from jaxlc.hlo import parse
 from jaxlc.sharding.document_layout import document_layout
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention import cudnn_stand_in
-from tests.attention.cases import TOKENS, assert_rows_match, inputs, segments, split_mesh
+from tests.attention.cases import TOKENS, assert_rows_match, inputs, oracle, segments, split_mesh
+from tests.attention.test_query_tiles import Case, run
 from tests.tolerances import FLOAT32_PARITY
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
@@ -125,6 +126,17 @@ def test_packed_strategy_matches_float64_oracle(stand_in, settings):
     )
     actual = jax.jit(functools.partial(_results, attend_packed))(qkv, cotangents)
     _assert_matches(actual, oracle)
+
+
+@pytest.mark.parametrize("case", [
+    Case("ring", dict(context=2), 4, kernel="cudnn", kv_tokens_per_step=12),
+    pytest.param(Case("ring", dict(context=1), 4, kernel="cudnn", kv_tokens_per_step=24), marks=pytest.mark.full),
+    pytest.param(Case("hybrid", dict(context=4), 2, kernel="cudnn", ulysses_degree=2), marks=pytest.mark.full),
+    pytest.param(Case("ulysses", dict(context=2), 2, kernel="cudnn"), marks=pytest.mark.full),
+], ids=str)  # fmt: skip
+def test_packed_tiles_match_reference(stand_in, case):
+    """Each KV block step is a lower triangle or a rectangle, also where a step has several sub-chunks of keys."""
+    assert_rows_match(run(case), oracle(packed=True, **case.heads), FLOAT32_PARITY)
 
 
 def _kernel_results(segments_BT, q, k, v, dout, dlse):
