@@ -87,11 +87,13 @@ def update(
     if not is_on_host(old):
         return update_part(dims)(old, gradients)
     parts = {}
-    # Layers first: the optimizer's count is taken from the last part, and a streamed update does not write it.
-    for name in sorted(old.params, key=lambda name: _is_stacked(dims[name]), reverse=True):
+    # A streamed update does not write the optimizer's count, and all parts may be streamed: an update of no parameters
+    # gives it.
+    shared = update_part({})(ParamsAndOptState({}, _without_params(old.opt_state)), {}).opt_state
+    for name in sorted(old.params, key=lambda name: _is_stacked(dims[name]), reverse=True):  # layers first
         part = ParamsAndOptState(old.params[name], _of_part(old.opt_state, name))
         parts[name] = _stream(update_part(dims[name]), dims[name], part, gradients[name])
-    return _joined(old, parts)
+    return _joined(old, parts, shared)
 
 
 def _stream(function: Callable, dims, results, *operands):
@@ -142,16 +144,21 @@ def _of_part(opt_state: optax.OptState, name: str) -> optax.OptState:
     return jax.tree.map(lambda x: x[name] if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
 
 
-def _joined(whole: ParamsAndOptState, parts: dict[str, ParamsAndOptState]) -> ParamsAndOptState:
-    """Joins parts of the parameters and of the optimizer state; other optimizer state is that of the last part."""
+def _without_params(opt_state: optax.OptState) -> optax.OptState:
+    """The optimizer state of a model without parameters."""
+    return jax.tree.map(lambda x: {} if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
 
-    def join(in_whole, *states):
-        return dict(zip(parts, states)) if _is_dict(in_whole) else states[-1]
+
+def _joined(whole: ParamsAndOptState, parts: dict[str, ParamsAndOptState], shared: optax.OptState) -> ParamsAndOptState:
+    """Joins parts of the parameters and of the optimizer state; other optimizer state is that of `shared`."""
+
+    def join(in_whole, of_all, *states):
+        return dict(zip(parts, states)) if _is_dict(in_whole) else of_all
 
     opt_states = [part.opt_state for part in parts.values()]
     return ParamsAndOptState(
         params={name: part.params for name, part in parts.items()},
-        opt_state=jax.tree.map(join, whole.opt_state, *opt_states, is_leaf=_is_dict),
+        opt_state=jax.tree.map(join, whole.opt_state, shared, *opt_states, is_leaf=_is_dict),
     )
 
 

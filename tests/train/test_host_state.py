@@ -63,21 +63,23 @@ def both_ways(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
+@pytest.mark.parametrize("names", [("embedding", "layers"), ("layers",)])  # the latter, as with LoRA
 @pytest.mark.parametrize("grad_norm", [0.5, 20.0])  # below and above the clipping norm
-def test_streamed_update_equals_plain_update(both_ways, grad_norm: float):
+def test_streamed_update_equals_plain_update(both_ways, grad_norm: float, names: tuple[str, ...]):
     config = small_config().optimizer
+    dims, params, gradients = ({name: tree[name] for name in names} for tree in (DIMS, _tree(0), _tree(1)))
     schedule = learning_rate_schedule(config, 20)
     make = lambda dims: make_optimizer(config, schedule, dims)  # noqa: E731
-    start = update.ParamsAndOptState(_tree(0), make(DIMS).init(_tree(0)))
+    start = update.ParamsAndOptState(params, make(dims).init(params))
 
     def two_steps(weights, gradients):
         for is_finite in (True, False, True):
             weights = update.update(
-                make, DIMS, weights, gradients, scale=0.1, grad_norm=grad_norm, is_finite=jnp.asarray(is_finite)
+                make, dims, weights, gradients, scale=0.1, grad_norm=grad_norm, is_finite=jnp.asarray(is_finite)
             )
         return weights
 
-    plain, streamed = both_ways(two_steps, start, _tree(1))
+    plain, streamed = both_ways(two_steps, start, gradients)
     assert jax.tree.structure(plain) == jax.tree.structure(streamed) == jax.tree.structure(start)
     _close(streamed, plain)
     counts = [x for x in jax.tree.leaves(streamed) if x.dtype == jnp.int32]
