@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc import attention
 from jaxlc.attention.api import repeat_heads
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.choose import KERNELS, choose_kernel
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
@@ -53,9 +53,7 @@ class CachedAttention:
         Returns:
           out_BCNH in the dtype of q; padding has any value. The cache with the new tokens.
         """
-        kernel = attention.choose(
-            self.config, self.mesh, head_dim=q_BCNH.shape[-1], dtype=q_BCNH.dtype, packed=True
-        ).kernel
+        kernel = _kernel_for(self.config.kernel, self.mesh.devices.flat[0], q_BCNH)
         local = _attend_window if self.window else functools.partial(_attend_all, layout=self.layout)
         spec = AttentionSpec(
             causal=False,
@@ -76,6 +74,21 @@ class CachedAttention:
         k_BCKH, v_BCKH = (repeat_heads(x, self.mesh.shape[TENSOR]) for x in (k_BCKH, v_BCKH))
         with jax.named_scope(scopes.CORE_ATTENTION):
             return split(q_BCNH, k_BCKH, v_BCKH, cache, layer, new)
+
+
+def _kernel_for(name: str, device: jax.Device, q_BCNH: jax.Array) -> Kernel:
+    """The kernel `name`, or the fastest one that supports any key ranges: those of a training run may not, as cudnn."""
+    problem = AttentionProblem(
+        platform=device.platform,
+        compute_capability=getattr(device, "compute_capability", None),
+        dtype=q_BCNH.dtype.name,
+        head_dim=q_BCNH.shape[-1],
+        value_dim=q_BCNH.shape[-1],
+        window=None,
+        implicit_positions=False,
+    )
+    is_supported = name in KERNELS and KERNELS[name].unsupported(problem) is None
+    return choose_kernel(name if is_supported else "auto", problem).kernel
 
 
 def _attend_all(

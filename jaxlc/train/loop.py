@@ -44,7 +44,7 @@ from jaxlc.train.start_report import step_lines
 from jaxlc.train.step import TrainStep, build_step
 from jaxlc.train.step_profiler import StepProfiler
 from jaxlc.train.step_reports import StepReports
-from jaxlc.train.verify_compiled import verify_compiled_step
+from jaxlc.train.verify_compiled import check_kernels, verify_compiled_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,9 @@ def _make_progress(config: Config, *, is_own_model: bool) -> Progress:
 
 
 def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:
-    """The compiled step; its transport and its use of host memory are checked."""
+    """The compiled step; its attention kernel, its transport and its use of host memory are checked."""
+    if (line := check_kernels(step)) is not None:
+        progress.log(line)
     with progress.compiling("the training step"):
         compiled = step.compile()
     for line in verify_compiled_step(step, compiled):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxlc.attention.packed_check import check_packed_cudnn
 from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, Program, analyze
@@ -13,6 +14,7 @@ from jaxlc.hlo.host_transfers import device_arrays, has_constant_offset, host_ar
 from jaxlc.hlo.op_names import PASSES
 from jaxlc.runtime.transport import TransportSelection
 from jaxlc.sharding.rules import is_vector
+from jaxlc.train import mixed_precision
 from jaxlc.train.state import HOST
 from jaxlc.train.step import TrainStep
 
@@ -56,6 +58,28 @@ def mismatch(
     if attention_collectives and not times_by_transport and requested.name != "nccl" and not requested.is_auto:
         return f"attention.strategy={strategy!r} makes no hops, and {_request(requested)}, which applies only to hops"
     return None
+
+
+def check_kernels(step: TrainStep) -> str | None:
+    """Compares cuDNN's calls for packed documents with the reference on a GPU of this process, if the step has them.
+
+    Returns:
+      A line with the error; None without such calls.
+    Raises:
+      UserError: as `check_packed_cudnn`.
+    """
+    config, device = step.config, jax.local_devices()[0]
+    kernels = step.kernels if step.model is None and config.attention.document_mask else {}
+    if device.platform != "gpu" or not any(kernel.name == "cudnn" for kernel in kernels.values()):
+        return None
+    model = config.model
+    return check_packed_cudnn(
+        device,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=mixed_precision.compute_dtype(config.precision.compute, device.platform),
+    )
 
 
 def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:

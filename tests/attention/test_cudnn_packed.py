@@ -17,8 +17,10 @@ from jaxlc import _jax_internals
 from jaxlc.attention import attend, choose, cudnn, cudnn_packed, make, packed_operands
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
+from jaxlc.attention.packed_check import check_packed_cudnn
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
+from jaxlc.core.errors import UserError
 from jaxlc.hlo import parse
 from jaxlc.sharding.document_layout import document_layout
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
@@ -137,6 +139,31 @@ def test_packed_strategy_matches_float64_oracle(stand_in, settings):
 def test_packed_tiles_match_reference(stand_in, case):
     """Each KV block step is a lower triangle or a rectangle, also where a step has several sub-chunks of keys."""
     assert_rows_match(run(case), oracle(packed=True, **case.heads), FLOAT32_PARITY)
+
+
+def test_check_before_training_passes_and_finds_wrong_results(stand_in, monkeypatch):
+    """Two buckets, and other offsets of queries than of keys; then with rows of other documents, and a failing call."""
+    monkeypatch.setattr(packed_operands, "MIN_BUCKET_TOKENS", 128)
+    check = functools.partial(
+        check_packed_cudnn, jax.devices()[0], num_heads=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32
+    )
+    assert "relative error" in check()
+    operands = packed_operands.packed_operands
+
+    def shifted(*arguments):
+        right = operands(*arguments)
+        return right._replace(kv_offsets=jnp.maximum(right.kv_offsets - 16, 0))
+
+    monkeypatch.setattr(cudnn_packed, "packed_operands", shifted)
+    with pytest.raises(UserError, match="cuDNN is wrong on packed documents .*attention.kernel=pallas"):
+        check()
+    monkeypatch.setattr(cudnn_packed, "cudnn_packed_forward", lambda *_, **__: _refuse())
+    with pytest.raises(UserError, match="cuDNN fails on packed documents .*no plan.*attention.kernel=pallas"):
+        check()
+
+
+def _refuse():
+    raise ValueError("no plan")
 
 
 def _kernel_results(segments_BT, q, k, v, dout, dlse):

@@ -1,12 +1,16 @@
 """Prefill and decoding with a KV cache against one forward pass."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlc.attention.choose import KERNELS
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokenizers import ByteTokenizer
+from jaxlc.generation import cached_attention
 from jaxlc.generation.generator import Generator, _Batch
+from jaxlc.simulate.topology import topology
 from jaxlc.train.language_model import LanguageModel
 from tests.train.synthetic import put_params, small_config, small_step
 
@@ -100,3 +104,11 @@ def test_invalid_prompt_raises(prompts, message, one_device):
     generator = generator_of(step, one_device()[0])
     with pytest.raises(UserError, match=message):
         generator(prompts, max_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["auto", "cudnn"])
+def test_kernel_on_hopper_takes_the_ranges_of_a_cache(name):
+    """Not cudnn, whose packed calls expect that all queries of a document have the same keys."""
+    (device, *_) = topology("h100:1x1").devices
+    q_BCNH = jax.ShapeDtypeStruct((1, 8, 4, 128), jnp.bfloat16)
+    assert cached_attention._kernel_for(name, device, q_BCNH) is KERNELS["pallas"]
