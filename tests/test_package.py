@@ -16,7 +16,7 @@ from jaxlc.cli import VERBS
 
 ROOT = Path(__file__).parents[1]
 NOT_SOURCES = shutil.ignore_patterns(
-    ".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "images", "*.png", "*.jsonl", "shared"
+    ".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "images", "*.png", "shared"
 )
 TINY = (
     "--config.data.seq_len=128",

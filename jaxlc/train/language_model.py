@@ -22,7 +22,7 @@ from jaxlc.train.loss_chunk import loss_chunk_tokens
 from jaxlc.train.step import TrainStep
 
 _MAX_LOGITS_BYTES = 8 * 2**30  # of one call, in host memory
-_MIN_PADDED_TOKENS = 256  # shorter sequences cost little more than their compilation
+_MIN_TOKENS = 256  # shorter sequences are padded to it: they cost little more than their compilation
 
 Tokens = str | Sequence[int] | np.ndarray | jax.Array
 
@@ -147,7 +147,8 @@ class LanguageModel:
         if ids_BT.ndim > 2 or not ids_BT.size or not np.issubdtype(ids_BT.dtype, np.integer):
             raise UserError(f"invalid tokens {ids.dtype}{list(ids.shape)}: expected a text, or integers [T] or [B, T]")
         num_sequences, num_tokens = ids_BT.shape
-        padded_tokens = padded_length(num_tokens, self.config, self.mesh)
+        is_own = self._step.model is not None  # a custom model may limit the length
+        padded_tokens = padded_length(num_tokens if is_own else max(num_tokens, _MIN_TOKENS), self.config, self.mesh)
         padded_sequences = num_sequences + -num_sequences % math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
         step = dataclasses.replace(self._step, config=_for_sequences_of(self.config, padded_tokens, self.mesh))
         widths = ((0, padded_sequences - num_sequences), (0, padded_tokens - num_tokens))
@@ -172,14 +173,14 @@ class _Functions(NamedTuple):
 
 
 def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:
-    """The length to which `num_tokens` are padded: a multiple of what the mesh requires, at least 256 tokens.
+    """The length to which `num_tokens` are padded: at most a quarter more, and a multiple of what the mesh requires.
 
-    There are four lengths per power of two, at most a quarter more than needed, so that few lengths are compiled.
+    There are four lengths per power of two, so that few lengths are compiled.
     """
     unit = math.lcm(2 * mesh.shape[CONTEXT], mesh.shape[CONTEXT] * mesh.shape[TENSOR])
     if num_tokens > mesh.shape[CONTEXT] * config.memory.tile_tokens:
         unit = math.lcm(unit, mesh.shape[CONTEXT] * max(1, config.memory.tile_tokens))
-    num_units = -(-max(num_tokens, _MIN_PADDED_TOKENS) // unit)
+    num_units = -(-num_tokens // unit)
     granularity = max(1, 2 ** (num_units.bit_length() - 3))
     return unit * -(-num_units // granularity) * granularity
 

@@ -338,4 +338,4 @@ def test_run_with_invalid_arguments_raises(config, tmp_path, arguments, message)
 def test_padded_length_is_a_multiple_at_most_a_quarter_longer(num_tokens):
     step = small_step(small_config(mesh=dict(context=2, tensor=2)))
     length = padded_length(num_tokens, step.config, step.mesh)
-    assert length % 4 == 0 and num_tokens <= length <= max(256, 1.25 * num_tokens + 4)
+    assert length % 4 == 0 and num_tokens <= length <= 1.25 * num_tokens + 4
