@@ -8,7 +8,7 @@ from pathlib import Path
 import jaxlc
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
-from jaxlc.evals.evaluate_run import NEEDLE, ScoreRow
+from jaxlc.evals.evaluate_run import NEEDLE, ScoreRow, read_scores
 from jaxlc.generation.__main__ import mesh_sizes
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
             mesh=mesh_sizes(flags.mesh),
             report=lambda row: print(_line(row), flush=True),
         )
-        _draw(rows, Path(flags.out or Path(flags.source) / "evals"))
+        _draw(rows, Path(flags.out or Path(flags.source) / "evals").expanduser())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -69,9 +69,11 @@ def _draw(rows: Sequence[ScoreRow], directory: Path) -> None:
         return
     from jaxlc.evals import score_plots
 
-    figures = {"needle.png": score_plots.needle_figure} if any(row.task == NEEDLE for row in rows) else {}
-    for name, draw in figures.items():
-        draw(rows).savefig(directory / name)
+    figures = {"scores.png": score_plots.score_figure(read_scores(directory))}  # of all checkpoints in the directory
+    if any(row.task == NEEDLE for row in rows):
+        figures["needle.png"] = score_plots.needle_figure(rows)
+    for name, figure in figures.items():
+        figure.savefig(directory / name)
         print(f"figure {directory / name}")
 
 

@@ -77,10 +77,26 @@ class ScoreRow:
     haystack: str  # name of the prose
     length: int
     depth: float | None  # of needle
+    num_needles: int | None  # of needle
     score: float  # percent
     standard_error: float
     num_examples: int
     seconds: float  # of this call; predictions of earlier calls take none
+
+    @property
+    def subject(self) -> tuple:
+        """What was scored: a later score of the same subject replaces this one."""
+        return self.task, self.haystack, self.length, self.depth, self.num_needles
+
+
+def read_scores(out: Path) -> dict[str, list[ScoreRow]]:
+    """The scores in `out`, by checkpoint: "step-100" and so on, earlier steps first."""
+    directories = sorted(out.glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+    return {path.name: _read_rows(path / SCORES_FILE) for path in directories if (path / SCORES_FILE).exists()}
+
+
+def _read_rows(path: Path) -> list[ScoreRow]:
+    return [ScoreRow(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def evaluate_run(
@@ -98,10 +114,12 @@ def evaluate_run(
     for task, length, depth, case in _cases(settings, prose, result.tokenizer):
         start = time.monotonic()
         score = run_case(case, generate, directory, identity, batch_size=settings.batch_size, writes=is_primary)
-        rows.append(_row(task, prose.name, length, depth, score, time.monotonic() - start))
+        num_needles = settings.num_needles if task == NEEDLE else None
+        rows.append(_row(task, prose.name, length, depth, num_needles, score, time.monotonic() - start))
         report(rows[-1])
     if is_primary:
-        (directory / SCORES_FILE).write_text("".join(json.dumps(vars(row)) + "\n" for row in rows))
+        by_subject = {row.subject: row for row in [*_read_rows(directory / SCORES_FILE), *rows]}
+        (directory / SCORES_FILE).write_text("".join(json.dumps(vars(row)) + "\n" for row in by_subject.values()))
     return rows
 
 
@@ -153,8 +171,16 @@ def _generate_function(result: Result) -> Generate:
     return generate
 
 
-def _row(task: str, haystack: str, length: int, depth: float | None, score: Score, seconds: float) -> ScoreRow:
+def _row(
+    task: str,
+    haystack: str,
+    length: int,
+    depth: float | None,
+    num_needles: int | None,
+    score: Score,
+    seconds: float,
+) -> ScoreRow:
     return ScoreRow(
-        task=task, haystack=haystack, length=length, depth=depth, score=score.mean,
+        task=task, haystack=haystack, length=length, depth=depth, num_needles=num_needles, score=score.mean,
         standard_error=score.standard_error, num_examples=score.num_examples, seconds=round(seconds, 1),
     )  # fmt: skip

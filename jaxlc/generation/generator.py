@@ -1,6 +1,5 @@
 """Text generation on the mesh of a model: prefill in chunks, then one token per sequence and step."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +54,7 @@ class Generator:
         self._compute_dtype = jnp.dtype(compute_dtype)
         self._cache_dtype = self._compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         self._params = _cast(params, decoder.dims_of(config.model, config.lora), mesh, self._compute_dtype)
+        self._steps: dict[CacheLayout, jax.stages.Wrapped] = {}
 
     def __call__(
         self,
@@ -77,11 +77,12 @@ class Generator:
           chunk_tokens: tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
           stream: called with new text as soon as it is known.
         Raises:
-          UserError: a prompt has no tokens, or an id that is not in the vocabulary.
+          UserError: a prompt has no tokens, or an id that is not in the vocabulary; a number is out of range.
         """
         prompts = [self._checked(prompt) for prompt in prompts]
-        if max_tokens < 1:
-            raise UserError(f"invalid value {max_tokens} for max_tokens: expected 1 or more")
+        for name, value, smallest in (("max_tokens", max_tokens, 1), ("chunk_tokens", chunk_tokens, 0)):
+            if value < smallest:
+                raise UserError(f"invalid value {value} for {name}: expected {smallest} or more")
         if not prompts:
             return []
         batch = _Batch(self, prompts, max_tokens, chunk_tokens)
@@ -106,9 +107,13 @@ class Generator:
             raise UserError(f"invalid token id in a prompt: expected integers from 0 to {vocab_size - 1}")
         return ids.astype(np.int32)
 
-    @functools.cache  # noqa: B019
     def step(self, layout: CacheLayout) -> jax.stages.Wrapped:
         """The compiled `CachedDecoder` of this cache layout; the cache is updated in place."""
+        if layout not in self._steps:
+            self._steps[layout] = self._make_step(layout)
+        return self._steps[layout]
+
+    def _make_step(self, layout: CacheLayout) -> jax.stages.Wrapped:
         function = CachedDecoder(
             model=self.config.model,
             lora=self.config.lora,

@@ -10,7 +10,7 @@ import pytest
 import jaxlc
 from jaxlc.core.errors import UserError
 from jaxlc.evals.__main__ import main
-from jaxlc.evals.evaluate_run import EvalSettings
+from jaxlc.evals.evaluate_run import EvalSettings, read_scores
 from jaxlc.evals.example import Example
 from jaxlc.evals.predictions import Case, run_case
 from jaxlc.evals.scoring import cleaned, match_all, match_any, score_of
@@ -97,10 +97,12 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
     rows = [json.loads(line) for line in (directory / "step-6" / "scores.jsonl").read_text().splitlines()]
     assert [(row["task"], row["depth"]) for row in rows] == [("needle", 0.0), ("needle", 1.0), ("niah_single_1", None)]
     assert {row["haystack"] for row in rows} == {"python-docstrings"}
-    assert (directory / "needle.png").stat().st_size > 5000
+    assert all((directory / name).stat().st_size > 5000 for name in ("needle.png", "scores.png"))
     assert main(["eval", str(tmp_path / "run"), "--lengths=5x"]) == 2
     assert "invalid length '5x'" in capsys.readouterr().err
     again = jaxlc.evaluate(
         tmp_path / "run", tasks=["needle"], lengths=[1024], num_examples=2, depths=[0.0, 1.0], batch_size=2
     )
     assert [row.score for row in again] == [row["score"] for row in rows[:2]]
+    (stored,) = read_scores(directory).values()
+    assert [row.task for row in stored] == ["needle", "needle", "niah_single_1"]  # scores of other tasks are kept

@@ -104,6 +104,8 @@ def test_invalid_prompt_raises(prompts, message, one_device):
     generator = generator_of(step, one_device()[0])
     with pytest.raises(UserError, match=message):
         generator(prompts, max_tokens=3)
+    with pytest.raises(UserError, match="invalid value -1 for chunk_tokens: expected 0 or more"):
+        generator([np.array([1])], max_tokens=3, chunk_tokens=-1)
 
 
 @pytest.mark.parametrize("name", ["auto", "cudnn"])
