@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxlc.attention.api import STRATEGIES
 from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionProblem
+from jaxlc.attention.sharded_attention import STRATEGIES
 from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
 

@@ -100,6 +100,6 @@ def _ranges(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks) -> GatheredRange
     if not spec.causal:
         return GatheredRanges(None, *orders)
     end_bt = ranks.positions(batch, num_tokens) + 1
-    # Tied to the queries, see `api.make`.
+    # Tied to the queries, see `attend_shard`.
     _, ranges = lax.optimization_barrier((qkv.q_btnH, KeyRanges(jnp.zeros_like(end_bt), end_bt)))
     return GatheredRanges(ranges, *orders)

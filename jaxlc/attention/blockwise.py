@@ -274,8 +274,8 @@ def _block_operands(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: Atte
 def _implicit_ranges(q_BTNH: jax.Array, num_keys: int, spec: AttentionSpec):
     """(start_1T, end_1T) of a call without ranges; see `contract.implicit_ranges`."""
     bounds = implicit_ranges(spec, q_BTNH.shape[1], num_keys)
-    # Tied to the queries, see `api.make`: XLA and autodiff would hoist constants out of the loop over layers, and with
-    # them the dense masks of all blocks.
+    # Tied to the queries, see `attend_shard`: XLA and autodiff would hoist constants out of the loop over layers, and
+    # with them the dense masks of all blocks.
     _, bounds = lax.optimization_barrier((q_BTNH, bounds))
     return (None if x is None else x[None] for x in bounds)
 

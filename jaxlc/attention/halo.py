@@ -60,7 +60,7 @@ def _chunk_operands(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks):
     halo_tokens = _halo_tokens(q.shape[1], spec, ranks)
     kv = _prepend_halo(jnp.concatenate([k, v], axis=-1), halo_tokens, ranks)
     if ranges is None:
-        # Tied to the queries, see `api.make`.
+        # Tied to the queries, see `attend_shard`.
         _, ranges = lax.optimization_barrier((q, _implicit_ranges(*q.shape[:2], halo_tokens, spec, ranks)))
     return _split_chunks(q), kv[..., : k.shape[3]], kv[..., k.shape[3] :], KeyRanges(*map(_split_chunks, ranges))
 

@@ -42,10 +42,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention import hybrid
-from jaxlc.attention.api import choose, repeat_heads
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.kv_blocks import GroupState, TileQueries
+from jaxlc.attention.sharded_attention import choose, repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
@@ -307,7 +307,7 @@ class TiledAttention:
 
     def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
         local = jax.named_scope(scopes.CORE_ATTENTION)(local)
-        # check_vma: see api.make.
+        # check_vma: see sharded_attention.py.
         return jax.shard_map(local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

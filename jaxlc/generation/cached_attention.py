@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.attention.api import repeat_heads
 from jaxlc.attention.choose import KERNELS, choose_kernel
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.sharded_attention import repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR

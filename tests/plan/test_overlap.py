@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from benchmarks.attention_overlap import CompiledStep, compile_step, two_layers
-from jaxlc.attention import api
+from jaxlc.attention import sharded_attention
 from jaxlc.attention.merge import merge
 from jaxlc.attention.strategy import ShardedQKV
 from jaxlc.attention.ulysses import attend_on_device
@@ -91,7 +91,9 @@ def test_plain_ring_hides_nothing_and_holds_all_blocks(monkeypatch):
     # With a large vocabulary, the head's gradients would dominate the memory of both.
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=1024))
     ours = compile_step(config, gpus)
-    monkeypatch.setitem(api.STRATEGIES, "ring", api.STRATEGIES["ring"]._replace(attend=plain_ring))
+    monkeypatch.setitem(
+        sharded_attention.STRATEGIES, "ring", sharded_attention.STRATEGIES["ring"]._replace(attend=plain_ring)
+    )
     step = compile_step(config, gpus)
     forward = [permute for permute in step.program.attention_collectives if permute.pass_name == "forward"]
     assert sum(permute.times for permute in forward) == LAYERS * 2 * 7  # K and V separately
