@@ -116,7 +116,7 @@ def svg(figure: "Figure") -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxlc"}):  # text as text; reproducible ids
         figure.savefig(text, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
     element = text.getvalue()
-    style = "width:100%;height:auto;display:block;fill:currentColor;font-family:system-ui,sans-serif"
+    style = "width:100%;height:auto;display:block;overflow:visible;fill:currentColor;font-family:system-ui,sans-serif"
     element = f'<svg style="{style}"' + element[element.index("<svg") + len("<svg") :]
     for pattern, replacement in _SMALLER:
         element = re.sub(pattern, replacement, element, flags=re.DOTALL)

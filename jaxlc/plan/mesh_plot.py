@@ -22,7 +22,7 @@ from jaxlc.simulate.topology import Topology
 
 _AXIS_COLORS = {DATA: GRAY, FSDP: AMBER, CONTEXT: BLUE, TENSOR: TEAL}
 _RANK_COLORS = LinearSegmentedColormap.from_list("ranks", ["#d3e3f3", "#8fb4dc", "#1f5fa8", "#12325a"])
-_MAX_GPUS = 1024
+_MAX_GPUS = 256  # of a figure: it shows the first domains of a larger cluster
 _MAX_COLUMNS, _MAX_HEIGHT = 16, 14.0  # GPUs per line of a domain; units of domains above each other
 _SQUARE, _MARGIN = 0.76, 0.24  # in units of the distance between GPUs
 _LINE_PITCH, _DOMAIN_GAP = 1.12, 0.42
@@ -51,25 +51,24 @@ class _Layout(NamedTuple):
 def mesh_figure(mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[CollectiveStats] = ()) -> Figure:
     """The mesh on its hardware: squares are GPUs, colored by context rank, in nodes and NVLink domains.
 
-    Lines and outlines are drawn for the groups of GPU 0; the other rings over context are drawn fainter.
+    Lines and outlines are drawn for the groups of GPU 0; the other rings over context are drawn fainter. Of more than
+    256 GPUs only the first domains are drawn, and the legend says so.
 
     Args:
       mesh: sizes of the mesh axes, slowest first.
       collectives: those of a plan, which add the bytes per axis and show whether context is a ring. Empty: a ring
         is assumed.
     Raises:
-      UserError: the mesh and `gpus` have different numbers of devices, or there are more than 1024.
+      UserError: the mesh and `gpus` have different numbers of devices.
     """
     if math.prod(mesh.values()) != gpus.num_gpus:
         raise UserError(
             f"{gpus} has {gpus.num_gpus} GPUs and the mesh {mesh_text(mesh)} has {math.prod(mesh.values())}"
         )
-    if gpus.num_gpus > _MAX_GPUS:
-        raise UserError(f"unsupported: a figure of {gpus.num_gpus} GPUs; the limit is {_MAX_GPUS}")
     layout = _layout(mesh, gpus)
     active = {axis: size for axis, size in mesh.items() if size > 1}
     handles = [_handle(axis, mesh, gpus, collectives) for axis in active]
-    others = _other_lines(collectives)
+    others = _other_lines(collectives) + _shown_line(layout, gpus)
     width, height = np.ptp(layout.centers, axis=0) + [3.4, 2.0]
     inches = _INCHES * np.array([width, height]) + [0, 0.5 + 0.2 * (len(handles) + len(others))]
     scale = min(1.0, 9.5 / inches[0])
@@ -103,9 +102,10 @@ def _layout(mesh: Mapping[str, int], gpus: Topology) -> _Layout:
     columns = max([size for size in sizes if size % group == 0], default=sizes[-1])
     lines = per_domain // columns
     height = (lines - 1) * _LINE_PITCH + 1 + _DOMAIN_GAP
-    num_columns = math.ceil(gpus.num_domains * height / _MAX_HEIGHT)
-    domains_per_column = math.ceil(gpus.num_domains / num_columns)
-    index = np.arange(gpus.num_gpus)
+    num_domains = min(gpus.num_domains, max(1, _MAX_GPUS // per_domain))
+    num_columns = math.ceil(num_domains * height / _MAX_HEIGHT)
+    domains_per_column = math.ceil(num_domains / num_columns)
+    index = np.arange(num_domains * per_domain)
     domain, place = index // per_domain, index % per_domain
     x = place % columns + (domain // domains_per_column) * (columns + 2.2)
     y = (place // columns) * _LINE_PITCH + (domain % domains_per_column) * height
@@ -164,7 +164,7 @@ def _draw_gpus(axes: Axes, layout: _Layout, mesh: Mapping[str, int], scale: floa
     for index in active:
         if names[index] != CONTEXT:
             others = np.delete(ranks, index, axis=1)
-            members = np.flatnonzero((others == 0).all(axis=1))
+            members = np.flatnonzero((others == 0).all(axis=1))  # those that are drawn
             _outline_group(
                 axes, layout, members, _AXIS_COLORS.get(names[index], RED), pad=0.03 + 0.07 * active.index(index)
             )
@@ -184,15 +184,18 @@ def _is_ring(collectives: Sequence[CollectiveStats]) -> bool:
 
 def _draw_rings(axes: Axes, layout: _Layout, mesh: Mapping[str, int]) -> None:
     """Arrows from each context rank to the next in the ring of GPU 0; faint lines between neighbors in the others."""
-    devices = np.arange(len(layout.centers)).reshape(tuple(mesh.values()))
+    devices = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    num_drawn = len(layout.centers)
     rings = np.moveaxis(devices, list(mesh).index(CONTEXT), -1).reshape(-1, mesh[CONTEXT])
     for sender, receiver in zip(rings[0], np.roll(rings[0], -1), strict=True):
+        if max(sender, receiver) >= num_drawn:
+            continue
         path = Path(_route(layout.centers[sender], layout.centers[receiver]))
         axes.add_patch(FancyArrowPatch(path=path, arrowstyle="-|>", mutation_scale=8, color=RED, linewidth=1.4,
                                        joinstyle="round", shrinkA=0, shrinkB=0, zorder=3))  # fmt: skip
     hops = []
     for ring in rings[1:]:
-        centers = layout.centers[ring]
+        centers = layout.centers[ring[ring < num_drawn]]
         is_short = np.hypot(*np.diff(centers, axis=0).T) < 1.8
         pairs = zip(centers[:-1][is_short], centers[1:][is_short], strict=True)
         hops += [_shortened(start, end) for start, end in pairs]
@@ -248,6 +251,16 @@ def _other_lines(collectives: Sequence[CollectiveStats]) -> list[str]:
         for names, sent in by_axes.items()
         if sum(stats.bytes for stats in sent) >= 2**28
     ]
+
+
+def _shown_line(layout: _Layout, gpus: Topology) -> list[str]:
+    """A line that says how much of a large cluster is drawn."""
+    num_domains = len(layout.centers) // gpus.gpus_per_domain
+    return (
+        []
+        if num_domains == gpus.num_domains
+        else [f"drawn: the first {num_domains} of {gpus.num_domains} NVLink domains"]
+    )
 
 
 def _bytes_of(collectives: Sequence[CollectiveStats]) -> str:

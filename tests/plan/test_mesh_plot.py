@@ -72,10 +72,16 @@ def test_mesh_figure_ring_arrows_avoid_squares():
                 assert not inside.any()
 
 
+def test_mesh_figure_of_many_gpus_draws_the_first_domains():
+    figure = mesh_figure(dict(fsdp=4, context=512), "h100:256x8")
+    labels = [text for text in texts_of(figure) if text.startswith("c")]
+    assert len(labels) == 256 and "drawn: the first 32 of 256 NVLink domains" in legend_of(figure)
+    assert sum(isinstance(patch, FancyArrowPatch) for patch in figure.axes[0].patches) == 255
+
+
 @pytest.mark.parametrize("mesh, name, words", [
     (dict(context=4), "h100:1x8", "h100:1x8 has 8 GPUs and the mesh .*context=4.* has 4"),
     (dict(contxt=8), "h100:1x8", "unknown mesh axis 'contxt': expected data, fsdp, context, tensor"),
-    (dict(context=2048), "h100:256x8", "unsupported: a figure of 2048 GPUs; the limit is 1024"),
 ])  # fmt: skip
 def test_mesh_figure_of_invalid_mesh_raises_user_error(mesh, name, words):
     with pytest.raises(UserError, match=words):
