@@ -20,7 +20,8 @@ from benchmarks.first_contact.step_rows import step_config
 from jaxlc import runtime
 from jaxlc.config import to_dict
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, prepare_workdir
+from jaxlc.train.checkpoint import Checkpoints, prepare_workdir
+from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.train.metrics import METRICS_FILE, read_rows
 from jaxlc.train.state import bytes_per_device
 from jaxlc.train.step import build_step

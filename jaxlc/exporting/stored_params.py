@@ -11,7 +11,8 @@ from jax.sharding import SingleDeviceSharding
 from jaxlc.config import Config
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, freezing
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, restore_params, stored_dtypes
+from jaxlc.train.checkpoint import restore_params
+from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY, stored_dtypes
 from jaxlc.train.loaded_run import load
 
 _GROUP_BYTES = 2**30  # of parameters that are read together

@@ -18,7 +18,7 @@ from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
 from jaxlc.models import decoder
 from jaxlc.train.base_model import BASE
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_meta
+from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps, read_meta
 
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
 

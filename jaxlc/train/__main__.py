@@ -43,7 +43,7 @@ def _run(command: ParsedCommand) -> int:
 
 
 def _latest_checkpoint(workdir: Path) -> str:
-    from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps
+    from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps
 
     steps = committed_steps(workdir / CHECKPOINTS_DIRECTORY)
     if not steps:

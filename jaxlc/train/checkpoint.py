@@ -7,19 +7,13 @@ DIRECTORY/STEP/             a committed checkpoint; Orbax writes to a temporary 
 DIRECTORY/STEP.unreadable/  a checkpoint that failed validation; it is never read again
 """
 
-import contextlib
-import gc
-import hashlib
-import json
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
@@ -27,12 +21,19 @@ from jax.experimental import multihost_utils
 from jaxlc.config.frozen import default_setting
 from jaxlc.config.old_configs import MODEL_DEFAULTS, upgraded
 from jaxlc.core.errors import UserError
-from jaxlc.train.checksums import checksums_of, named_leaves, shapes_of
+from jaxlc.train.checkpoint_files import (
+    CHECKPOINTS_DIRECTORY,
+    DIGEST,
+    committed_steps,
+    digest_of,
+    on_every_process,
+    read_checksums_and_shapes,
+    read_valid_meta,
+    unreadable,
+)
+from jaxlc.train.checksums import checksums_of, shapes_of
 from jaxlc.train.metrics import METRICS_FILE
 from jaxlc.train.state import is_on_host
-
-CHECKPOINTS_DIRECTORY = "checkpoints"
-_DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
 
 
 def prepare_workdir(workdir: str | Path) -> Path:
@@ -52,24 +53,6 @@ def prepare_workdir(workdir: str | Path) -> Path:
     return path
 
 
-def committed_steps(directory: Path) -> list[int]:
-    """The steps of the committed checkpoints in `directory`, in ascending order; empty if it does not exist."""
-    paths = directory.iterdir() if directory.is_dir() else ()
-    return sorted(int(path.name) for path in paths if path.name.isdigit())
-
-
-def read_meta(directory: Path, step: int) -> dict:
-    """The meta of the checkpoint of `step`; its config is as `jaxlc.config.to_dict` returns it.
-
-    Raises:
-      UserError: the checkpoint cannot be read.
-    """
-    try:
-        return _read_meta(directory / str(step))
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(directory, step, _first_words(error)) from error
-
-
 def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: int, only_these: bool = False):
     """The parameters in the checkpoint of `step`, with the shardings of `abstract_params`; reads nothing else.
 
@@ -79,9 +62,9 @@ def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: i
       UserError: the checkpoint cannot be read, or its parameters have other shapes.
     """
     path, target = directory / str(step), {"params": abstract_params}
-    described, problem = _on_every_process(lambda: _read_checksums_and_shapes(path))
+    described, problem = on_every_process(lambda: read_checksums_and_shapes(path))
     if problem:
-        raise _unreadable(directory, step, problem)
+        raise unreadable(directory, step, problem)
     checksums, stored_shapes = described
     target_shapes = shapes_of(target)
     stored_shapes = {
@@ -102,7 +85,7 @@ def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: i
         ),
         partial_restore=True,
     )
-    restored, problem = _on_every_process(
+    restored, problem = on_every_process(
         lambda: ocp.PyTreeCheckpointHandler().restore(epath.Path(path) / "state", args=arguments)
     )
     if not problem:
@@ -110,22 +93,8 @@ def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: i
         wrong = [name for name, checksum in sums.items() if name not in padded and checksum != checksums[name]]
         problem = f"array {wrong[0]} has the wrong checksum" if wrong else None
     if problem:
-        raise _unreadable(directory, step, problem)
+        raise unreadable(directory, step, problem)
     return restored["params"]
-
-
-def stored_dtypes(checkpoint: Path) -> dict[str, np.dtype]:
-    """Name -> dtype of the arrays of a checkpoint directory; names as "params/embedding"."""
-    tree = ocp.StandardCheckpointHandler().metadata(epath.Path(checkpoint) / "state").tree
-    return {name: np.dtype(array.dtype) for name, array in named_leaves(tree)}
-
-
-def _unreadable(directory: Path, step: int, problem: str) -> UserError:
-    others = [other for other in committed_steps(directory) if other != step]
-    return UserError(
-        f"the checkpoint of step {step} in {directory} cannot be read ({problem});"
-        f" other checkpoints: {', '.join(map(str, others)) or 'none'}"
-    )
 
 
 class RestoreTarget(NamedTuple):
@@ -184,7 +153,7 @@ class Checkpoints:
             return
         arguments = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),
-            meta=ocp.args.JsonSave(meta | {_DIGEST: _digest(meta)}),
+            meta=ocp.args.JsonSave(meta | {DIGEST: digest_of(meta)}),
             checksums=ocp.args.JsonSave(checksums_of(state)),
         )
         self._manager.save(step, args=arguments, force=True)  # force: the caller decides when to save
@@ -236,20 +205,20 @@ class Checkpoints:
         would wait for a process that failed to read its part.
         """
         directory = self._directory / str(step)
-        meta, problem = _on_every_process(lambda: _read_meta(directory))
+        meta, problem = on_every_process(lambda: read_valid_meta(directory))
         if problem:
             return None, problem
         _check_same_model(directory, upgraded(meta["config"])["model"], MODEL_DEFAULTS | model)
         _check_same_trained(directory, meta["config"], trained)
         if "base" in meta:
             abstract_state = without_frozen
-        described, problem = _on_every_process(lambda: _read_checksums_and_shapes(directory))
+        described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))
         if problem:
             return None, problem
         checksums, stored_shapes = described
         padded = _check_same_shapes(directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"])
         arguments = ocp.args.StandardRestore(abstract_state, strict=not padded)  # not strict: may truncate and pad
-        state, problem = _on_every_process(
+        state, problem = on_every_process(
             lambda: ocp.StandardCheckpointHandler().restore(epath.Path(directory) / "state", args=arguments)
         )
         if problem:
@@ -272,65 +241,6 @@ class Checkpoints:
             )
         multihost_utils.sync_global_devices("damaged checkpoints set aside")
         self._manager.reload()
-
-
-def _on_every_process(read: Callable):
-    """Returns (read(), None), or (None, the problem) on all processes if it failed on any of them."""
-    result, problem = None, None
-    try:
-        with _quiet_failures():
-            result = read()
-    except (jax.errors.JaxRuntimeError, MemoryError):
-        raise  # such as out of memory: the checkpoint is not damaged
-    except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
-        problem = _first_words(error)
-    failed = multihost_utils.process_allgather(np.array(problem is not None)).reshape(-1)
-    if failed.any() and problem is None:
-        problem = f"process {failed.argmax()} could not read its part"
-    return (None, problem) if problem else (result, None)
-
-
-def _first_words(error: Exception) -> str:
-    line = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {line if len(line) <= 100 else line[:100] + ' ...'}"
-
-
-@contextlib.contextmanager
-def _quiet_failures() -> Iterator[None]:
-    """Suppresses the tracebacks of reads that Orbax abandons when another read fails.
-
-    Python reports an abandoned read when it is garbage collected, through `sys.unraisablehook`. So the hook is replaced
-    until these reads are collected. Automatic collection is off meanwhile, because it could run in any thread: in one
-    that was inside a JAX callback it crashed the process (JAX 0.12.0.1).
-    """
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.collect()
-        sys.unraisablehook = hook
-        if was_enabled:
-            gc.enable()
-
-
-def _read_meta(directory: Path) -> dict:
-    meta = json.loads((directory / "meta" / "metadata").read_text())
-    if meta.pop(_DIGEST, None) != _digest(meta):
-        raise ValueError("meta has the wrong checksum")
-    return meta
-
-
-def _digest(meta: dict) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
-
-
-def _read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    checksums = json.loads((directory / "checksums" / "metadata").read_text())
-    shapes = shapes_of(ocp.StandardCheckpointHandler().metadata(epath.Path(directory) / "state").tree)
-    assert checksums.keys() == shapes.keys()
-    return checksums, shapes
 
 
 def _check_same_model(directory: Path, stored: dict, current: dict) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jaxlc.core import extras
 from jaxlc.core.paths import displayed
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
+from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.history import History
 from jaxlc.train.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows

@@ -20,7 +20,7 @@ from jaxlc.data import open_corpus
 from jaxlc.data.tokenizers import load_tokenizer
 from jaxlc.sharding.mesh import all_sizes, make_mesh
 from jaxlc.train.base_model import restore_all_params
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, committed_steps, read_meta
+from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps, read_meta
 from jaxlc.train.custom_model import Model
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.loss import TokenLoss

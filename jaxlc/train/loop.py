@@ -20,7 +20,8 @@ from jaxlc.sharding.mesh import make_mesh
 from jaxlc.train.base_model import base_meta, checkpoint_part
 from jaxlc.train.batch import Batch
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints, prepare_workdir
+from jaxlc.train.checkpoint import Checkpoints, prepare_workdir
+from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.train.custom_model import Model
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.final_report import write_report

@@ -11,7 +11,8 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.load import load_params
 from jaxlc.models import freezing
 from jaxlc.models.lora import is_adapter
-from jaxlc.train.checkpoint import restore_params, stored_dtypes
+from jaxlc.train.checkpoint import restore_params
+from jaxlc.train.checkpoint_files import stored_dtypes
 from jaxlc.train.state import DEVICE, groups_of, to_memory_kind
 from jaxlc.train.step import TrainStep
 

@@ -13,7 +13,7 @@ from jaxlc.core import extras, html
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.paths import displayed
 from jaxlc.data.tokenizers import Tokenizer
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY
+from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.final_report import LOSS_BY_POSITION_PLOT, LOSS_PLOT
 from jaxlc.train.history import History

@@ -16,7 +16,8 @@ from jaxlc.config.config_json import settings_of
 from jaxlc.core.errors import UserError
 from jaxlc.exporting.__main__ import main
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints
+from jaxlc.train.checkpoint import Checkpoints
+from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.train.pretrained_params import load_pretrained
 from jaxlc.train.step import build_step
 from tests.hf.models import CASES, tensors_of, write_model

@@ -16,7 +16,8 @@ import jaxlc
 from jaxlc.config import load, to_dict
 from jaxlc.hf.load import paths_of
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.checkpoint import CHECKPOINTS_DIRECTORY, Checkpoints
+from jaxlc.train.checkpoint import Checkpoints
+from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.train.language_model import LanguageModel
 from jaxlc.train.pretrained_params import load_pretrained
 from jaxlc.train.step import build_step
