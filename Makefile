@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan notebooks test test-rest test-full test-transformers test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
+.PHONY: help train plan notebooks docs test test-rest test-full test-transformers test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
 
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -20,6 +20,11 @@ plan: $(READY) $(VENV)/.ready-plan  ## plan configs/256k.py for 64 H100s, withou
 
 notebooks: $(READY) $(VENV)/.ready-plan  ## run all notebooks and store their outputs
 	$(VENV)/bin/python scripts/run_notebooks.py $(ARGS)
+
+docs: $(READY) .venv-docs/.ready  ## build the documentation site in build/site; broken links are errors
+	$(VENV)/bin/python -m benchmarks.site build/pages build/text
+	.venv-docs/bin/zensical build --strict
+	cp -R build/text/. build/site
 
 test: $(READY) $(VENV)/.ready-plan  ## run the tests on one JAX version
 	$(VENV)/bin/python $(PYTEST) -m "not heavy and not full" $(ARGS)
@@ -63,17 +68,18 @@ lock: $(READY)  ## update the pinned versions with uv
 	printf '%s\n' 'jax==0.10.1; python_version < "3.12"' 'jax==0.12.0.1; python_version >= "3.12"' > $(VENV)/jax.txt
 	$(UV_COMPILE) --extra dev --upgrade --output-file requirements.lock
 	$(UV_COMPILE) --extra plan --no-deps | grep '^jax-cuda' > requirements-plan.lock
+	$(VENV)/bin/uv pip compile --group docs $(UV_OPTIONS) --upgrade --output-file requirements-docs.lock
 
 clean:  ## remove environments, caches and build outputs; keeps runs/
-	rm -rf .venv .venv-jax0.11 .venv-jax0.12 .venv-transformers .cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-docs .venv-jax0.11 .venv-jax0.12 .venv-transformers .cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 TYPES = $(VENV)/bin/pyrefly check --python-interpreter-path=$(VENV)/bin/python --output-format=min-text
 # Lambdas need no annotations, and typing.override needs Python 3.12.
 STRICT_TYPES = --ignore=implicit-any-lambda --ignore=missing-override-decorator jaxlc/core jaxlc/config jaxlc/hlo
 
-UV_COMPILE = $(VENV)/bin/uv pip compile pyproject.toml --quiet --constraint $(VENV)/jax.txt --universal \
-  --python-version 3.11 --no-annotate --no-header --no-emit-index-url
+UV_OPTIONS = --quiet --universal --python-version 3.11 --no-annotate --no-header --no-emit-index-url
+UV_COMPILE = $(VENV)/bin/uv pip compile pyproject.toml --constraint $(VENV)/jax.txt $(UV_OPTIONS)
 
 # The first Python that is new enough and starts: a pyenv shim may exist without starting.
 FIND_PYTHON_312 = for python in python3.12 python3.13 $$HOME/.pyenv/versions/3.1[23]*/bin/python $(PYTHON); do \
@@ -102,6 +108,11 @@ endef
 	$(PYTHON) -m venv --clear $(@D)
 	@echo "installing torch and transformers into $(@D) (about 1 GB on Linux with the CPU build of torch)"
 	$(@D)/bin/python -m pip install --quiet --requirement tests/hf/requirements.txt
+	@touch $@
+
+.venv-docs/.ready: requirements-docs.lock
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --requirement requirements-docs.lock
 	@touch $@
 
 $(READY) .venv-jax0.12/.ready: requirements.lock pyproject.toml

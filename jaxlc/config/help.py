@@ -6,7 +6,7 @@ import textwrap
 import tokenize
 import typing
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxlc.config import mixture
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types
@@ -20,50 +20,67 @@ _KEY_WIDTH, _WIDTH = 54, 160
 HELP_SECTIONS = (*SECTIONS, "stages")
 
 
+class Setting(NamedTuple):
+    """A setting as the help describes it."""
+
+    key: str  # "mesh.context"; with NAME for a source or a stage: "stages.NAME.steps"
+    default: str  # as on the command line
+    comment: str
+    hint: Any  # its type
+
+
 def settings_help(sections: Iterable[str] = HELP_SECTIONS) -> str:
     """The settings of `sections`: key, default, description and, where they are few, the allowed values."""
     lines: list[str] = []
     for section in sections:
-        cls = StageConfig if section == "stages" else SECTIONS[section]
-        lines.append(f"\n{section}: {' '.join((inspect.getdoc(cls) or '').split())}")
-        comments = field_comments(cls)
-        for key, name, hint, default in _settings(section):
-            if is_mixture(section, name):
-                lines += _mixture_help(comments[name])
-            else:
-                lines += _setting_help(f"{key}={default}", comments[name], hint)
+        lines.append(f"\n{section}: {section_text(section)}")
+        for setting in settings_of(section):
+            lines += _setting_help(setting)
     return "\n".join(lines)
 
 
-def _settings(section: str) -> Iterator[tuple[str, str, Any, str]]:
-    """Yields (key, name, type, default) of each setting of a section, or of a stage."""
+def section_text(section: str) -> str:
+    """What a section of HELP_SECTIONS is for: the docstring of its class."""
+    return " ".join((inspect.getdoc(_class_of(section)) or "").split())
+
+
+def settings_of(section: str) -> Iterator[Setting]:
+    """The settings of a section of HELP_SECTIONS, of the sources of a mixture, and of a stage."""
+    comments = field_comments(_class_of(section))
     if section == "stages":
-        stage = StageConfig(name="")
-        fields = {name: hint for name, hint in OWN_FIELDS.items() if name != "name"}
-        yield from ((f"stages.NAME.{name}", name, hint, vars(stage)[name]) for name, hint in fields.items())
+        stage = vars(StageConfig(name=""))
+        for name, hint in OWN_FIELDS.items():
+            if name != "name":
+                yield Setting(f"stages.NAME.{name}", _as_argument(stage[name]), comments[name], hint)
         return
     config = defaults()[section]
     for name, hint in field_types(section).items():
-        default = None if is_mixture(section, name) else config[name]
+        if is_mixture(section, name):
+            yield Setting(mixture.PATH, "", comments[name], str)
+            yield from _source_settings()
+            continue
         unset = "from the preset" if section == "model" else _as_argument(default_values(DEFAULT_PRESET)[section][name])
-        yield f"{section}.{name}", name, hint, unset if default is None else _as_argument(default)
+        default = unset if config[name] is None else _as_argument(config[name])
+        yield Setting(f"{section}.{name}", default, comments[name], hint)
 
 
-def _setting_help(setting: str, comment: str, hint: Any) -> list[str]:
-    """The lines of one setting, "SECTION.NAME=DEFAULT"."""
-    choices = f"; {describe_type(hint)}" if typing.get_origin(hint) is Literal else ""
-    text = textwrap.wrap(comment.rstrip(".") + choices, _WIDTH - _KEY_WIDTH)
-    return [f"  {f'--config.{setting}':<{_KEY_WIDTH - 3}} {text[0]}", *(" " * _KEY_WIDTH + line for line in text[1:])]
+def _class_of(section: str) -> type:
+    return StageConfig if section == "stages" else SECTIONS[section]
 
 
-def _mixture_help(comment: str) -> list[str]:
-    """The lines of data.mixture and of the fields of its sources."""
-    lines = _setting_help(f"{mixture.PATH}=", comment, str)
+def _source_settings() -> Iterator[Setting]:
+    """The fields of the sources of data.mixture."""
     comments = field_comments(SourceConfig)
     for name, hint in mixture.FIELDS.items():
-        setting = f"{mixture.PATH}.NAME.{name}={_as_argument(mixture.DEFAULTS[name])}"
-        lines += _setting_help(setting, comments[name], hint)
-    return lines
+        yield Setting(f"{mixture.PATH}.NAME.{name}", _as_argument(mixture.DEFAULTS[name]), comments[name], hint)
+
+
+def _setting_help(setting: Setting) -> list[str]:
+    """The lines of one setting, "SECTION.NAME=DEFAULT"."""
+    choices = f"; {describe_type(setting.hint)}" if typing.get_origin(setting.hint) is Literal else ""
+    text = textwrap.wrap(setting.comment.rstrip(".") + choices, _WIDTH - _KEY_WIDTH)
+    flag = f"--config.{setting.key}={setting.default}"
+    return [f"  {flag:<{_KEY_WIDTH - 3}} {text[0]}", *(" " * _KEY_WIDTH + line for line in text[1:])]
 
 
 def _as_argument(value: object) -> str:
@@ -72,8 +89,8 @@ def _as_argument(value: object) -> str:
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """The comments above and behind each field of a dataclass, joined to one line; "" if it has none."""
-    comments: dict[str, list[str]] = {name: [] for name in cls.__dataclass_fields__}
+    """The comments above and behind each field of a dataclass or NamedTuple, joined to one line; "" if it has none."""
+    comments: dict[str, list[str]] = {name: [] for name in cls.__annotations__}
     above: list[str] = []
     name = ""
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):

@@ -24,7 +24,7 @@ _MAX_STEPS = 16  # through instructions that only pass an array on
 class LiveTensor(NamedTuple):
     """An array in device memory at the peak."""
 
-    bytes: int
+    bytes: int  # of each GPU
     shape: str  # as XLA writes it: "bf16[32,1,4096,4096]"
     made_by: str  # op_name of the instruction that made it, or the name of an argument
 

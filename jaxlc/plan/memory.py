@@ -57,23 +57,23 @@ _POINT_TO_POINT = ("collective-permute", "all-to-all", "ragged-all-to-all")
 class Memory:
     """Bytes per GPU and per node. Parameters, optimizer state and batch are parts of the arguments."""
 
-    device_capacity_bytes: int
-    device_arguments_bytes: int
-    parameters_bytes: int  # on the GPU, as are the next two
-    optimizer_bytes: int
-    batch_bytes: int
+    device_capacity_bytes: int  # of a GPU, of which a step may use 95%
+    device_arguments_bytes: int  # parameters, optimizer state and batch on the GPU
+    parameters_bytes: int  # on the GPU
+    optimizer_bytes: int  # on the GPU
+    batch_bytes: int  # on the GPU
     device_temp_bytes: int  # without symmetric buffers
-    workspace_bytes: int  # upper bound
+    workspace_bytes: int  # upper bound of cuDNN's scratch memory
     symmetric_used_bytes: int  # by the program, in NVSHMEM's heap or in NCCL's registered buffers
     nvshmem_heap_bytes: int  # as configured; 0 if no collective uses NVSHMEM
-    nccl_bytes: int  # upper bound
+    nccl_bytes: int  # upper bound of NCCL's buffers
     scheduler_limit_bytes: int  # XLA's scheduler's limit for temporaries and symmetric arrays
     host_parameters_bytes: int  # pinned host memory per GPU
-    host_optimizer_bytes: int
+    host_optimizer_bytes: int  # pinned host memory per GPU
     host_bytes_per_device: int  # pinned host memory of the step, including its temporaries
-    host_bytes_per_node: int
+    host_bytes_per_node: int  # pinned host memory of the step, of all GPUs of a node
     staging_bytes_per_node: int  # while a checkpoint is written
-    host_capacity_per_node_bytes: int
+    host_capacity_per_node_bytes: int  # typical for the GPUs, or --host-memory-gib
     unified_host_bytes: int  # host memory that the pool may use too, with runtime.unified_memory
     is_unified_over_pcie: bool  # requested but not counted, because it is too slow
     largest: tuple[LiveTensor, ...]  # largest arrays in device memory at the peak
@@ -93,6 +93,7 @@ class Memory:
 
     @property
     def device_peak_bytes(self) -> int:
+        """Arguments, temporaries, workspaces, symmetric and NCCL buffers."""
         return self.pool_bytes + self.symmetric_bytes + self.nccl_bytes
 
     @property
@@ -144,6 +145,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
+        """Whether device memory, the memory of the node and the pool of pinned host memory suffice."""
         return self.device_fits and self.host_fits and self.host_pool_fits
 
 

@@ -40,8 +40,8 @@ class PackingEstimate:
     pairs_share: float  # pairs of a query and a key, relative to one document of the same number of tokens
     ring_cost: float  # sum over ring steps of the slowest rank's pairs, relative to the mean of the ranks
     replica_cost: float  # pairs of the slowest replica of each microbatch, relative to the mean of the replicas
-    attention_seconds: float
-    step_seconds: float
+    attention_seconds: float  # of all attention kernels of the step
+    step_seconds: float  # one optimizer step
     tokens_per_second_per_device: float  # padding included
     mfu_documents: float  # model FLOPs with the pairs of the documents, over the bf16 peak of all devices
 
@@ -52,7 +52,7 @@ class PackingEstimates:
 
     source: str  # "corpus", "mix", or lengths of documents
     order: str  # of the tokens
-    num_sequences: int
+    num_sequences: int  # whose documents were counted
     estimates: tuple[PackingEstimate, ...]
 
 

@@ -16,7 +16,7 @@ from jaxlc.plan.summary import CollectiveStats, Ring
 from jaxlc.simulate.layer_timeline import LayerEvent
 from jaxlc.simulate.timeline import Prediction
 
-_DERIVED = ("symmetric_bytes", "device_peak_bytes", "pool_share", "fits")  # of Memory, in the JSON only
+DERIVED_MEMORY = ("symmetric_bytes", "device_peak_bytes", "pool_share", "fits")  # of Memory, in the JSON only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,27 +24,27 @@ class Change:
     """Settings with which the step was compiled again."""
 
     overrides: str  # command-line flags: "--config.memory.remat=full"
-    cost: str
-    device_peak_bytes: int
-    host_bytes_per_node: int
-    fits: bool
+    cost: str  # in time, as text
+    device_peak_bytes: int  # as in memory
+    host_bytes_per_node: int  # as in memory
+    fits: bool  # device and host memory
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanRecord:
     """A training step compiled ahead of time. Bytes are per GPU, counts per optimizer step."""
 
-    topology: str
-    num_devices: int
-    mesh: dict[str, int]
-    sequence_tokens: int
-    tokens_per_step: int
-    compile_seconds: float
+    topology: str  # NVLink domains x GPUs per domain: "h100:8x8"
+    num_devices: int  # GPUs of the topology
+    mesh: dict[str, int]  # size of each mesh axis
+    sequence_tokens: int  # data.seq_len
+    tokens_per_step: int  # over all GPUs, padding included
+    compile_seconds: float  # of this machine, for the step
     predicted: Prediction
     memory: Memory
     collectives: tuple[CollectiveStats, ...]
     ring: Ring
-    kernels: dict[str, int]
+    kernels: dict[str, int]  # executions by name: attention kernels by pass, matrix products, library calls
     kernel_choice: str  # the attention kernel, and why it was selected
     transport_choice: str  # the transport of attention's collective permutes, and why it was selected
     hints: tuple[str, ...] = ()  # settings that may make the step faster
@@ -65,7 +65,7 @@ class PlanRecord:
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON types."""
         values = dataclasses.asdict(self)
-        values["memory"] |= {name: getattr(self.memory, name) for name in _DERIVED}
+        values["memory"] |= {name: getattr(self.memory, name) for name in DERIVED_MEMORY}
         values["memory"]["largest"] = [tensor._asdict() for tensor in self.memory.largest]
         values["collectives"] = [stats._asdict() | {"axes": list(stats.axes)} for stats in self.collectives]
         values["layer_timeline"] = [event._asdict() for event in self.layer_timeline]

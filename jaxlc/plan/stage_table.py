@@ -15,8 +15,8 @@ class StagePlan:
     """The compiled step of a stage, and its number of steps."""
 
     name: str  # "": a config without stages
-    num_steps: int
-    plan: Plan
+    num_steps: int  # optimizer steps
+    plan: Plan  # with the fields above
 
     @property
     def num_tokens(self) -> int:
@@ -30,6 +30,7 @@ class StagePlan:
 
     @property
     def gpu_hours(self) -> float:
+        """Hours times GPUs."""
         return self.hours * self.plan.num_devices
 
 
@@ -37,7 +38,7 @@ class StagePlan:
 class StagesPlan:
     """The plans of all stages of a run; print it."""
 
-    stages: tuple[StagePlan, ...]
+    stages: tuple[StagePlan, ...]  # in order
     price_per_gpu_hour: float | None = None  # None: no cost is printed
 
     def cost(self, gpu_hours: float) -> float | None:

@@ -16,11 +16,11 @@ from jaxlc.simulate.time_model import TimeModel
 class CollectiveStats(NamedTuple):
     """All collectives of one step that agree in kind, axes, transport and link."""
 
-    kind: str
+    kind: str  # HLO opcode, such as "all-gather"
     axes: tuple[str, ...]  # mesh axes along which the members of a replica group differ
     backend: str  # "NCCL" or "NVSHMEM"
     mode: str  # "symmetric" is NCCL's one-sided put, "peer" a copy; "" the default
-    count: int
+    count: int  # of collectives
     bytes: int  # sent by each device, in all of them together
     crosses_domains: bool  # some leave an NVLink domain and use the network
 
@@ -34,11 +34,11 @@ class Ring:
     simulated step time takes into account.
     """
 
-    hops: int
-    hidden: int
-    exposed: int
-    exposed_forward: int
-    by_backend: dict[str, int]
+    hops: int  # all permutes, between two ranks each
+    hidden: int  # estimated
+    exposed: int  # hops - hidden
+    exposed_forward: int  # of those, in the forward pass
+    by_backend: dict[str, int]  # hops by backend and mode: "NCCL", "NVSHMEM", "NCCL symmetric"
 
 
 def collective_stats(

@@ -18,8 +18,8 @@ class LayerEvent(NamedTuple):
     pass_name: str  # of LAYER_PASSES
     lane: str  # "kernels", or a link: "NVLink", "network", "to host", "from host"
     kind: str  # of kernels: "attention", "matrix products", "other kernels"; of a transfer: its opcode
-    start_seconds: float
-    end_seconds: float
+    start_seconds: float  # since the start of the pass
+    end_seconds: float  # since the start of the pass
 
 
 def layer_timeline(program: AnalyzedProgram, model: TimeModel) -> tuple[LayerEvent, ...]:

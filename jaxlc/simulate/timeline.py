@@ -35,15 +35,15 @@ _COMMUNICATION = ("NVLink", "network")
 class Prediction:
     """Estimates for one optimizer step."""
 
-    step_seconds: float
-    tokens_per_second_per_device: float
+    step_seconds: float  # one optimizer step
+    tokens_per_second_per_device: float  # padding included
     mfu_causal: float  # causal model FLOPs (jaxlc.core.flops) over the bf16 peak of all devices
     recomputed_share: float  # (FLOPs of the program - model FLOPs) / model FLOPs, attention included
     exposed_communication_seconds: float  # during which kernels wait for collectives
     communication_seconds: float  # sum over all collectives, each alone on its link
     exposed_host_copy_seconds: float  # during which kernels wait for host copies
     host_copy_seconds: float  # sum over all host copies, each alone on its link
-    host_copies: int
+    host_copies: int  # between host and GPU memory
     exposed_host_copies: int  # number of host copies that kernels wait for
     bound_by: str  # the key of seconds_by_resource with the most seconds
     seconds_by_resource: dict[str, float]  # "compute", "HBM", and waiting for "NVLink", "network", "host"

@@ -1,0 +1,108 @@
+"""Collects the pages of the site: docs/, notebooks/, benchmarks/, CONTRIBUTING.md and CHANGELOG.md.
+
+Pages stay where they are in the repository, with links that work there. Here their links are rewritten to the places of
+the pages on the site, and comments are replaced by generated tables and by sections of other pages.
+"""
+
+import functools
+import os
+import re
+import shutil
+from pathlib import Path
+
+from benchmarks.site import notebook_page, reference
+
+ROOT = Path(__file__).parents[2]
+_COPIED = (".css", ".jsonl", ".png", ".svg", ".txt")
+_FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+_BADGE = re.compile(r"^\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\)\n", re.MULTILINE)
+_COMMENT = re.compile(r"<!-- (not )?run: .*? -->\n")
+_GENERATED = {"settings": reference.settings, "plan fields": reference.plan_fields}
+_MARKER = re.compile(r"<!-- generated: (.*?) -->")
+_SECTION = re.compile(r"<!-- section of (?P<page>\S+): (?P<heading>.+?) -->")
+
+
+def write(target: Path) -> None:
+    """Writes all pages and the files that they show or link to.
+
+    Raises:
+      ValueError: a link to a file that does not exist, or a section that a page includes is missing.
+    """
+    for source, page in sources().items():
+        path = target / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if source.suffix == ".ipynb":
+            text = notebook_page.markdown(source, path)
+        elif source.suffix == ".md":
+            text = source.read_text()
+        else:
+            shutil.copyfile(source, path)
+            continue
+        path.write_text(page_text(text, source))
+
+
+@functools.cache
+def sources() -> dict[Path, str]:
+    """Files of the repository -> their paths on the site."""
+    paths = {ROOT / "CONTRIBUTING.md": "contributing.md", ROOT / "CHANGELOG.md": "changelog.md"}
+    for folder in ("docs", "notebooks", "benchmarks"):
+        top = ROOT if folder != "docs" else ROOT / "docs"
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (*_COPIED, ".md", ".ipynb"):
+                name = "index.md" if path.name == "README.md" else path.name
+                paths[path] = str((path.parent / name).relative_to(top)).replace(".ipynb", ".md")
+    return paths
+
+
+def page_text(text: str, source: Path) -> str:
+    """The text of a page of the repository, with the links of the site.
+
+    Args:
+      source: its file, to which links are relative.
+    """
+    text = _SECTION.sub(lambda match: _section(ROOT / match["page"], match["heading"], source), text)
+    text = _MARKER.sub(lambda match: _GENERATED[match[1]](), text)
+    text = _COMMENT.sub("", _BADGE.sub("", text))
+    parts = _FENCE.split(text)  # text, fence, text, ...
+    return "".join(part if index % 2 else _with_site_links(part, source) for index, part in enumerate(parts))
+
+
+def _section(page: Path, heading: str, source: Path) -> str:
+    """The text below a heading of another page, with links relative to `source`."""
+    match = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page.read_text(), re.DOTALL | re.MULTILINE)
+    if match is None:
+        raise ValueError(f"{source.name} includes the section {heading!r} of {page.name}, which has none")
+
+    def relative(link: re.Match) -> str:
+        if _is_external(link["target"]):
+            return link.group()
+        target = os.path.relpath(page.parent / link["target"], source.parent)
+        return f"{link['image']}[{link['text']}]({target})"
+
+    return _LINK.sub(relative, match[1]).strip()
+
+
+def _with_site_links(text: str, source: Path) -> str:
+    return _LINK.sub(lambda link: _site_link(link, source), text)
+
+
+def _is_external(target: str) -> bool:
+    return re.match(r"(https?|mailto):|#", target) is not None
+
+
+def _site_link(link: re.Match, source: Path) -> str:
+    """A link of a page as it is on the site; a file that is not on the site is named in parentheses."""
+    if _is_external(link["target"]):
+        return link.group()
+    path, _, anchor = link["target"].partition("#")
+    file = (source.parent / path).resolve()
+    places = sources() | {ROOT / "README.md": "index.md"}
+    if file not in places:
+        if not file.exists():
+            raise ValueError(f"{source.name} links to {link['target']}, which does not exist")
+        name = f"`{file.relative_to(ROOT)}`"
+        return name if link["text"].strip("`") in name else f"{link['text']} ({name})"
+    here = places.get(source, "")
+    target = os.path.relpath(places[file], os.path.dirname(here) or ".")
+    return f"{link['image']}[{link['text']}]({target}{'#' + anchor if anchor else ''})"

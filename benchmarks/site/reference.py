@@ -1,0 +1,94 @@
+"""Reference pages that are generated from the code: the settings of a config, and the fields of `jaxlc plan --json`."""
+
+import inspect
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from jaxlc.config.help import HELP_SECTIONS, Setting, field_comments, section_text, settings_of
+from jaxlc.config.values import describe_type
+from jaxlc.hlo.memory_dump import LiveTensor
+from jaxlc.plan.memory import Memory
+from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates
+from jaxlc.plan.record import DERIVED_MEMORY, Change, PlanRecord
+from jaxlc.plan.stage_table import StagePlan, StagesPlan
+from jaxlc.plan.summary import CollectiveStats, Ring
+from jaxlc.simulate.layer_timeline import LayerEvent
+from jaxlc.simulate.timeline import Prediction
+
+_RECORDS = {  # heading on the page -> class
+    "predicted": Prediction,
+    "memory": Memory,
+    "memory.largest": LiveTensor,
+    "collectives": CollectiveStats,
+    "ring": Ring,
+    "advice": Change,
+    "layer_timeline": LayerEvent,
+    "packing": PackingEstimates,
+    "packing.estimates": PackingEstimate,
+}
+_DERIVED = {Memory: DERIVED_MEMORY, StagePlan: ("num_tokens", "hours", "gpu_hours")}  # properties that the JSON has
+
+
+def settings() -> str:
+    """Tables of all settings of a config, by section."""
+    lines: list[str] = []
+    for section in HELP_SECTIONS:
+        lines += [
+            f"## {section}",
+            "",
+            section_text(section),
+            "",
+            "| setting | default | meaning |",
+            "| --- | --- | --- |",
+        ]
+        lines += [*map(_setting_row, settings_of(section)), ""]
+    return "\n".join(lines)
+
+
+def _setting_row(setting: Setting) -> str:
+    choices = f"; {describe_type(setting.hint)}" if typing.get_origin(setting.hint) is typing.Literal else ""
+    default = f"`{setting.default}`" if setting.default else "empty"
+    return f"| `{setting.key}` | {default} | {_cell(setting.comment.rstrip('.') + choices)} |"
+
+
+def plan_fields() -> str:
+    """Tables of the fields in the JSON of a plan."""
+    lines = [*_record_rows(PlanRecord), ""]
+    for heading, kind in _RECORDS.items():
+        lines += [f"## `{heading}`", "", _first_paragraph(kind), "", *_record_rows(kind), ""]
+    lines += ["## Configs with stages", "", _first_paragraph(StagesPlan), "", *_record_rows(StagesPlan)]
+    lines += ["", "Each element of `stages`:", "", *_record_rows(StagePlan)]
+    return "\n".join(lines)
+
+
+def _record_rows(kind: type) -> Iterator[str]:
+    """The table of the fields of a dataclass or NamedTuple, and of its properties with a docstring."""
+    comments = field_comments(kind)
+    yield from ("| field | type | meaning |", "| --- | --- | --- |")
+    for name, hint in typing.get_type_hints(kind).items():
+        heading = next((heading for heading in _RECORDS if heading.split(".")[-1] == name), None)
+        if not comments[name] and heading is None:
+            raise ValueError(f"the field {name} of {kind.__name__} has no comment")
+        text = _cell(comments[name]) if heading is None else f"[fields](#{heading.replace('.', '')})"
+        yield f"| `{name}` | {_type_text(hint)} | {text} |"
+    for name in _DERIVED.get(kind, ()):
+        value = inspect.getattr_static(kind, name)
+        hint = typing.get_type_hints(value.fget)["return"]
+        yield f"| `{name}` | {_type_text(hint)} | {_cell(value.__doc__)} |"
+
+
+def _type_text(hint: Any) -> str:
+    """A type as JSON has it."""
+    text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    for kind in _RECORDS.values():
+        text = text.replace(f"{kind.__module__}.", "")
+    return f"`{text.replace('typing.', '').replace(', ...', '')}`".replace("|", "\\|")
+
+
+def _first_paragraph(kind: type) -> str:
+    return " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
