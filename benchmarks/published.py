@@ -11,8 +11,9 @@ from typing import Any, Literal
 from jaxlc.config import Config, defaults, load
 from jaxlc.core.flops import training_flops
 from jaxlc.hlo import AnalyzedProgram, analyze
+from jaxlc.plan.compile import compile_step
 from jaxlc.simulate.timeline import Prediction
-from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu, topology
+from jaxlc.simulate.topology import Topology, make_mesh, topology
 from jaxlc.train.step import build_step
 
 Unit = Literal["tokens/s per GPU", "TFLOP/s per GPU, full attention", "% MFU, causal", "s per step"]
@@ -88,8 +89,7 @@ def program(run: PublishedRun, directory: Path | None = None) -> AnalyzedProgram
     if path is not None and path.exists():
         return analyze(gzip.decompress(path.read_bytes()).decode())
     config = run.config
-    step = build_step(config, make_mesh(topology(run.topology), config.mesh))
-    text = step.compile(extra_options=options_without_gpu(config.precision.compute)).as_text()
+    text = compile_step(build_step(config, make_mesh(topology(run.topology), config.mesh)))[0].as_text()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(text.encode()))

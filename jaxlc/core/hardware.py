@@ -1,11 +1,11 @@
-"""Peaks of GPUs, and the efficiencies and latencies that `jaxlc.simulate.roofline` uses, each number with its source.
+"""Peaks of GPUs, and fractions that links achieve, each number with its source. Efficiencies of kernels are in
+`jaxlc.simulate.efficiency`.
 
 This module does not import jax.
 """
 
 import re
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -31,40 +31,15 @@ class Efficiency(NamedTuple):
     backward: float
 
 
-# Fractions of an H100's 989.4 TFLOP/s, bf16, head dim 128, no causal mask, long sequences: FlashAttention-3
-# (arXiv:2407.08608), figures 5 and 6, forward 16K: cuDNN 595, Triton 395, plain PyTorch 139 (8K); backward: cuDNN 516,
-# FlashAttention-2 322, plain PyTorch 181 (8K) TFLOP/s. For our Pallas kernel the figures of Triton are used, and of
-# FlashAttention-2 in the backward; for plain XLA those of plain PyTorch. Assumed equal on the other GPUs. Nobody has
-# measured cuDNN with packed documents (lengths and offsets as operands): assumed, below its rates without.
-ATTENTION_SHARE_OF_PEAK = MappingProxyType(
-    {
-        "cudnn": Efficiency(0.60, 0.52),
-        "cudnn_packed": Efficiency(0.58, 0.50),
-        "pallas": Efficiency(0.40, 0.33),
-        "mosaic": Efficiency(0.50, 0.40),  # assumed, between Triton and cuDNN
-        "blockwise": Efficiency(0.14, 0.18),
-    }
-)
-# Fractions of the peak of the data type that large matrix products achieve. bfloat16: the best of many shapes on an
-# H100, 792 of 989 TFLOP/s (github.com/stas00/ml-engineering, compute/accelerator, MAMF; an A100 achieves 0.86), so an
-# upper bound. float8: cuBLASLt at 16,384 cubed on random data, 1,377 of 1,979 TFLOP/s
-# (github.com/Azure/AI-benchmarking-guide, ND H100 v5). float32 multiplies as TF32; the bfloat16 figure is used.
-BF16_MATMUL_SHARE = 0.80
-F8_MATMUL_SHARE = 0.69
-# Fraction of HBM bandwidth that streaming achieves: 2.90 (copy) to 2.97 (triad) of 3.35 TB/s; an H200 4.01 to 4.15 of
-# 4.8. Azure/AI-benchmarking-guide, ND H100 v5 and ND H200 v5. XLA's transposing fusions may achieve less.
-MEMORY_SHARE = 0.87
 # Time between the end of a kernel and the start of the next: NVIDIA's "Getting Started with CUDA Graphs" has 3.4 us per
 # kernel of 2.9 us inside a graph, and 3.8 us outside.
 KERNEL_GAP_SECONDS = 1e-6
-# Launch and first byte of a transfer: assumed, of the order usually seen with NCCL. Ring sends are megabytes and take
-# ten times the larger latency. The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450
+# The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450
 # GB/s on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards per node
 # (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200 (Azure/AI-benchmarking-guide).
-NVLINK_LATENCY_SECONDS = 10e-6
-NETWORK_LATENCY_SECONDS = 20e-6
-HOST_LATENCY_SECONDS = 10e-6
 LINK_SHARE = 0.8
+# Launch and first byte of a copy to or from host memory: assumed.
+HOST_LATENCY_SECONDS = 10e-6
 # The same for the host link: 52 of 63 GB/s over PCIe 5.0, 193 to 201 of 225 GB/s on GB200; pinned memory, one GPU
 # at a time. Azure/AI-benchmarking-guide, ND H200 v5 and ND GB200 v6.
 HOST_SHARE = 0.83

@@ -54,6 +54,7 @@ class AttentionKernelCall(NamedTuple):
     sizes: Sizes | None  # None for blockwise loops, whose operands may have any layout
     has_window: bool = False  # it belongs to a layer with a sliding window
     is_ring_step: bool = False  # its keys are the KV block of another rank
+    head_dim: int = 128  # of queries and keys
 
     @property
     def is_backward(self) -> bool:
@@ -134,7 +135,7 @@ def _custom_call(computation: Computation, call: Instruction, kernel: str, name:
     if pass_name == "backward" and name in _FORWARD_KERNELS:  # a layer in tiles recomputes its forward itself
         pass_name = "recomputation"
     in_window, in_ring_step = has_window(call.op_name), is_in_ring_step(call.op_name)
-    return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, in_window, in_ring_step)
+    return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, in_window, in_ring_step, head_dim)
 
 
 def _is_mosaic(instruction: Instruction) -> bool:
@@ -177,7 +178,8 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | Non
             return None  # a loop over calls of a kernel; its products are those of out . dout
         opcodes.add(instruction.opcode.removesuffix("-start"))
         if instruction.opcode == "dot":
-            flops += times * matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"])[0]
+            product = matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"])
+            flops += times * product.flops
     if flops == 0 or opcodes & set(COLLECTIVES):
         return None
     is_masked = "conditional" in opcodes  # which skips fully masked tiles

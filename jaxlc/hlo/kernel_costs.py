@@ -28,41 +28,67 @@ _CUBLAS = "__cublas$"
 ALLOCATE_BUFFER = "AllocateBuffer"
 
 
+class Product(NamedTuple):
+    """Matrix product of [batch, rows, depth] and [batch, depth, columns]."""
+
+    dtype: str  # of the operands, XLA's name
+    rows: int
+    columns: int
+    depth: int
+    batch: int = 1
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.rows * self.columns * self.depth
+
+
 class Cost(NamedTuple):
     flops: float  # of matrix products
     dtype: str  # of their operands, XLA's name; "" without matrix products
     bytes: int  # read from and written to device memory
+    products: tuple[Product, ...] = ()
 
 
 def kernel_cost(program: Program, computation: Computation, instruction: Instruction) -> Cost | None:
     """Cost of one run of `instruction`; None if it runs no kernel. Not for loops, calls, collectives, host copies."""
     if instruction.opcode in _NO_KERNEL or ALLOCATE_BUFFER in instruction.attributes.get("custom_call_target", ""):
         return None
-    products = list(_products(program, computation, instruction))
-    flops = sum(flops for flops, _ in products)
-    dtype = max(products)[1] if products else ""
-    return Cost(flops, dtype, _memory_traffic_bytes(program, computation, instruction))
+    products = tuple(_products(program, computation, instruction))
+    flops = sum(product.flops for product in products)
+    dtype = max(products, key=lambda product: product.flops).dtype if products else ""
+    return Cost(flops, dtype, _memory_traffic_bytes(program, computation, instruction), products)
 
 
-def _products(program: Program, computation: Computation, instruction: Instruction) -> Iterator[tuple[float, str]]:
-    """FLOPs and data type of each matrix product of a kernel."""
+def _products(program: Program, computation: Computation, instruction: Instruction) -> Iterator[Product]:
+    """The matrix products of a kernel."""
     if instruction.opcode == "dot":
-        yield matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"])
+        batch_dims = instruction.attributes.get("lhs_batch_dims", "")
+        yield matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"], batch_dims)
     elif instruction.opcode in _FUSIONS:
         for name in instruction.called:
             for inner in program.computations[name]:
                 yield from _products(program, program.computations[name], inner)
     elif instruction.opcode == "custom-call" and _CUBLAS in instruction.attributes["custom_call_target"]:
         dims = instruction.backend_config["gemm_backend_config"]["dot_dimension_numbers"]
-        yield matrix_product(computation, instruction, ",".join(dims["lhs_contracting_dimensions"]))
+        batch_dims = ",".join(dims.get("lhs_batch_dimensions", ()))
+        yield matrix_product(computation, instruction, ",".join(dims["lhs_contracting_dimensions"]), batch_dims)
 
 
-def matrix_product(computation: Computation, instruction: Instruction, contracted: str) -> tuple[float, str]:
-    """FLOPs and operand data type of a product that contracts the dimensions `contracted` of its left operand."""
+def matrix_product(
+    computation: Computation, instruction: Instruction, contracted: str, batch_dims: str = ""
+) -> Product:
+    """A product that contracts the dimensions `contracted` of its left operand and repeats over `batch_dims` of it."""
     left = computation.operands(instruction)[0].arrays[0]
     result = instruction.arrays[0]  # cuBLAS also returns its workspace, as the second result
-    depth = math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", contracted))
-    return 2.0 * math.prod(result.dims) * depth, left.dtype
+    depth = _size(left.dims, contracted)
+    batch = _size(left.dims, batch_dims)
+    rows = math.prod(left.dims) // max(1, depth * batch)
+    columns = math.prod(result.dims) // max(1, rows * batch)
+    return Product(left.dtype, rows, columns, depth, batch)
+
+
+def _size(dims: tuple[int, ...], chosen: str) -> int:
+    return math.prod(dims[int(dim)] for dim in re.findall(r"\d+", chosen))
 
 
 def _memory_traffic_bytes(program: Program, computation: Computation, instruction: Instruction) -> int:

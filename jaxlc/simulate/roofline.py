@@ -3,18 +3,21 @@
     kernel    FLOPs / (peak FLOP/s x efficiency), or bytes / (memory bandwidth x efficiency)
     transfer  latency + bytes / (link bandwidth x efficiency)
 
-A JSON file of measured constants can replace the defaults, whose sources are in `core/hardware.py`.
+Efficiencies depend on sizes: `efficiency` has the curves and their sources. A JSON file of measured constants can
+replace each of them.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.core.hardware import Device, Efficiency
+from jaxlc.hlo.kernel_costs import Product
+from jaxlc.simulate import efficiency
 
 # Peak FLOP/s of matrix products relative to bfloat16, by operand data type; the same on all devices listed.
 _PEAK_OVER_BF16 = {"f32": 0.5, "f8": 2.0}
@@ -22,44 +25,105 @@ _PEAK_OVER_BF16 = {"f32": 0.5, "f8": 2.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Efficiencies (fractions of a device's peaks that are reached) and latencies; fields are the keys of the file."""
+    """Efficiencies (fractions of a device's peaks that are reached) and latencies; fields are the keys of the file.
 
-    attention_share: Mapping[str, Efficiency] = field(default_factory=lambda: hardware.ATTENTION_SHARE_OF_PEAK)
-    matmul_share: float = hardware.BF16_MATMUL_SHARE
-    f8_matmul_share: float = hardware.F8_MATMUL_SHARE
-    memory_share: float = hardware.MEMORY_SHARE
+    None: the published value of the GPU (`efficiency.rates`).
+    """
+
+    attention_share: Mapping[str, Efficiency] = field(default_factory=dict)  # kernels that are absent: as None
+    attention_half_keys_masked: float = efficiency.HALF_KEYS_MASKED
+    attention_half_keys_unmasked: float = efficiency.HALF_KEYS_UNMASKED
+    matmul_share: float | None = None
+    f8_matmul_share: float | None = None
+    matmul_ramp_seconds: float | None = None
+    matmul_wave_weight: float = 1.0  # 0: products are not slower because of partial waves of tiles
+    memory_share: float | None = None
     link_share: float = hardware.LINK_SHARE
     host_share: float = hardware.HOST_SHARE
-    nvlink_latency_seconds: float = hardware.NVLINK_LATENCY_SECONDS
-    network_latency_seconds: float = hardware.NETWORK_LATENCY_SECONDS
+    nvlink_latency_seconds: float = efficiency.NCCL_LAUNCH_SECONDS + efficiency.NVLINK_STEP_SECONDS  # of one step
+    nvlink_step_seconds: float = efficiency.NVLINK_STEP_SECONDS  # of each further step
+    network_latency_seconds: float = efficiency.NCCL_LAUNCH_SECONDS + efficiency.NETWORK_STEP_SECONDS
+    network_step_seconds: float = efficiency.NETWORK_STEP_SECONDS
     host_latency_seconds: float = hardware.HOST_LATENCY_SECONDS
     kernel_gap_seconds: float = hardware.KERNEL_GAP_SECONDS
+    nccl_multiprocessors: float = efficiency.NCCL_MULTIPROCESSORS
 
-    def attention_seconds(self, device: Device, kernel: str, *, is_backward: bool, flops: float) -> float:
-        """Seconds of attention kernels that compute `flops`; `kernel` is a key of `attention_share`."""
-        efficiency = self.attention_share[kernel]
-        return flops / (device.bf16_flops_per_second * (efficiency.backward if is_backward else efficiency.forward))
+    def attention_seconds(
+        self,
+        device: Device,
+        kernel: str,
+        *,
+        is_backward: bool,
+        flops: float,
+        num_keys: float = float("inf"),
+        head_dim: int = 128,
+        is_masked: bool = False,
+    ) -> float:
+        """Seconds of attention kernels that compute `flops`.
 
-    def matmul_seconds(self, device: Device, dtype: str, flops: float) -> float:
-        """Seconds of matrix products; `dtype` is XLA's name: "bf16", "f32", "f8e4m3fn"."""
+        Args:
+          kernel: a key of `attention_share`.
+          num_keys: of a call; a call with few keys achieves a lower rate.
+          is_masked: the kernel skips pairs of a query and a key.
+        """
+        share = self.attention_share.get(kernel, efficiency.rates(device).attention[kernel])
+        rate = device.bf16_flops_per_second * (share.backward if is_backward else share.forward)
+        half_keys = self.attention_half_keys_masked if is_masked else self.attention_half_keys_unmasked
+        curve = efficiency.head_dim_share(head_dim)
+        if num_keys != float("inf"):
+            curve *= efficiency.saturation(num_keys, half_keys)
+        return flops / (rate * curve)
+
+    def matmul_seconds(self, device: Device, dtype: str, flops: float, products: Sequence[Product] = ()) -> float:
+        """Seconds of matrix products; `dtype` is XLA's name: "bf16", "f32", "f8e4m3fn".
+
+        Args:
+          products: the shapes of these products. Empty: large ones, which achieve the full rate.
+        """
         family = dtype[:2] if dtype.startswith("f8") else dtype
-        efficiency = self.f8_matmul_share if family == "f8" else self.matmul_share
-        return flops / (device.bf16_flops_per_second * _PEAK_OVER_BF16.get(family, 1.0) * efficiency)
+        published = efficiency.rates(device)
+        share, default = (
+            (self.f8_matmul_share, published.f8_matmul)
+            if family == "f8"
+            else (self.matmul_share, published.bf16_matmul)
+        )
+        rate = device.bf16_flops_per_second * _PEAK_OVER_BF16.get(family, 1.0) * (default if share is None else share)
+        if not products:
+            return flops / rate
+        seconds = sum(product.flops * self._wave_slowdown(device, product) for product in products) / rate
+        ramp = published.matmul_ramp_seconds if self.matmul_ramp_seconds is None else self.matmul_ramp_seconds
+        return seconds + ramp * len(products)
 
     def memory_seconds(self, device: Device, num_bytes: float) -> float:
-        return num_bytes / (device.memory_bandwidth_bytes_per_second * self.memory_share)
+        share = efficiency.rates(device).memory if self.memory_share is None else self.memory_share
+        return num_bytes / (device.memory_bandwidth_bytes_per_second * share)
 
-    def nvlink_seconds(self, device: Device, num_bytes: float) -> float:
-        """Seconds until `num_bytes` that each GPU sends within its NVLink domain have arrived."""
-        return self.nvlink_latency_seconds + num_bytes / (device.nvlink_bandwidth_bytes_per_second * self.link_share)
+    def nvlink_seconds(self, device: Device, num_bytes: float, num_steps: int = 1) -> float:
+        """Seconds until `num_bytes` that each GPU sends within its NVLink domain have arrived.
 
-    def network_seconds(self, device: Device, num_bytes: float) -> float:
-        """Seconds until `num_bytes` that each GPU's network card sends have arrived."""
-        return self.network_latency_seconds + num_bytes / (device.network_bandwidth_bytes_per_second * self.link_share)
+        Args:
+          num_steps: consecutive steps of the algorithm (`efficiency.num_steps`).
+        """
+        latency = self.nvlink_latency_seconds + (num_steps - 1) * self.nvlink_step_seconds
+        return latency + num_bytes / (device.nvlink_bandwidth_bytes_per_second * self.link_share)
+
+    def network_seconds(self, device: Device, num_bytes: float, num_steps: int = 1) -> float:
+        """Seconds until `num_bytes` that each GPU's network card sends have arrived. Arguments as `nvlink_seconds`."""
+        latency = self.network_latency_seconds + (num_steps - 1) * self.network_step_seconds
+        return latency + num_bytes / (device.network_bandwidth_bytes_per_second * self.link_share)
 
     def host_seconds(self, device: Device, num_bytes: float) -> float:
         """Seconds of a copy to or from host memory."""
         return self.host_latency_seconds + num_bytes / (device.host_bandwidth_bytes_per_second * self.host_share)
+
+    def compute_share_during_nccl(self, device: Device) -> float:
+        """The fraction of a GPU's multiprocessors that kernels have while an NCCL collective runs."""
+        return 1 - self.nccl_multiprocessors / efficiency.rates(device).num_multiprocessors
+
+    def _wave_slowdown(self, device: Device, product: Product) -> float:
+        shape = (product.rows, product.columns, product.batch)
+        occupied = efficiency.wave_efficiency(*shape, efficiency.rates(device).num_multiprocessors)
+        return 1 + self.matmul_wave_weight * (1 / occupied - 1)
 
 
 def from_file(path: str) -> Roofline:
@@ -87,7 +151,7 @@ def read(text: str) -> Roofline:
         raise UserError(f"invalid constants file: expected an object with some of the keys {', '.join(known)}")
     attention = values.pop("attention_share", {})
     if not isinstance(attention, dict) or not all(_is_pair(name, pair) for name, pair in attention.items()):
-        kernels = ", ".join(hardware.ATTENTION_SHARE_OF_PEAK)
+        kernels = ", ".join(efficiency.KERNELS)
         raise UserError(
             f"invalid attention_share in the constants file: expected pairs [forward, backward] for {kernels}"
         )
@@ -95,8 +159,8 @@ def read(text: str) -> Roofline:
     if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
         raise UserError("invalid constants file: expected positive numbers only")
     efficiencies = {name: Efficiency(*pair) for name, pair in attention.items()}
-    return Roofline(**values, attention_share={**hardware.ATTENTION_SHARE_OF_PEAK, **efficiencies})
+    return Roofline(**values, attention_share=efficiencies)
 
 
 def _is_pair(name: str, value: object) -> bool:
-    return name in hardware.ATTENTION_SHARE_OF_PEAK and isinstance(value, list) and len(value) == 2
+    return name in efficiency.KERNELS and isinstance(value, list) and len(value) == 2

@@ -10,11 +10,14 @@ from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.kernel_costs import Cost
+from jaxlc.simulate.efficiency import num_steps
 from jaxlc.simulate.packed_work import AttentionWork, num_ring_steps, num_shards, one_document
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology
 
 DEFAULT_ROOFLINE = Roofline()
+# Transports whose transfers within an NVLink domain are copies by copy engines, or puts without a kernel.
+_COPY_ENGINES = ("nvshmem", "symmetric", "peer")
 
 
 class TimeModel(NamedTuple):
@@ -31,12 +34,18 @@ class TimeModel(NamedTuple):
 
     def attention_seconds(self, call: AttentionKernelCall) -> float:
         return self.roofline.attention_seconds(
-            self.gpus.device, call.kernel, is_backward=call.is_backward, flops=self.attention_flops(call)
+            self.gpus.device,
+            call.kernel,
+            is_backward=call.is_backward,
+            flops=self.attention_flops(call),
+            num_keys=call.sizes.num_keys if call.sizes else math.inf,
+            head_dim=call.head_dim,
+            is_masked=call.is_masked,
         )
 
     def kernel_seconds(self, cost: Cost) -> tuple[float, str]:
         """Seconds of a kernel that is not attention, and what bounds it: "compute" or "HBM"."""
-        compute = self.roofline.matmul_seconds(self.gpus.device, cost.dtype, cost.flops)
+        compute = self.roofline.matmul_seconds(self.gpus.device, cost.dtype, cost.flops, cost.products)
         memory = self.roofline.memory_seconds(self.gpus.device, cost.bytes)
         return max(compute, memory), "compute" if compute > memory else "HBM"
 
@@ -46,11 +55,18 @@ class TimeModel(NamedTuple):
         A collective that crosses NVLink domains takes as long as the slower of the two links.
         """
         device, roofline = self.gpus.device, self.roofline
-        seconds = roofline.nvlink_seconds(device, sent_bytes)
+        steps = num_steps(collective.kind, len(collective.groups[0]))
+        seconds = roofline.nvlink_seconds(device, sent_bytes, steps)
         fraction = _crossing_fraction(collective, self.gpus.gpus_per_domain)
         if not fraction:
             return seconds, "NVLink"
-        return max(seconds, roofline.network_seconds(device, fraction * sent_bytes)), "network"
+        return max(seconds, roofline.network_seconds(device, fraction * sent_bytes, steps)), "network"
+
+    def compute_share(self, collective: Collective) -> float:
+        """The fraction of the multiprocessors that kernels have while `collective` runs."""
+        if collective.transport in _COPY_ENGINES:
+            return 1.0
+        return self.roofline.compute_share_during_nccl(self.gpus.device)
 
     def host_copy_seconds(self, num_bytes: int) -> float:
         return self.roofline.host_seconds(self.gpus.device, num_bytes)

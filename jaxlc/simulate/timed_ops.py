@@ -28,6 +28,7 @@ class TimedTransfer(NamedTuple):
     start: Instruction
     link: str  # a key of LINKS
     seconds: float  # without the time that it waits for other transfers
+    compute_share: float = 1.0  # fraction of the multiprocessors that kernels have meanwhile
 
 
 class TimedOp(NamedTuple):
@@ -88,7 +89,8 @@ class TimedOps:
             if instruction in self._collectives:
                 collective = self._collectives[instruction]
                 seconds, link = self._model.collective_seconds(collective, collective.sent_bytes)
-                starts[instruction] = transfer = TimedTransfer(instruction, link, seconds)
+                share = self._model.compute_share(collective)
+                starts[instruction] = transfer = TimedTransfer(instruction, link, seconds, share)
                 is_async = bool(collective.transfer.overlapped_ops)
                 awaits[collective.transfer.done if is_async else instruction] = transfer
         for copy in self.program.host_copies[computation.name]:

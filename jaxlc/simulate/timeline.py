@@ -10,10 +10,13 @@ run one after the other, in the order in which they start: XLA launches all coll
 A loop is simulated round by round as long as a transfer that began before it is in flight. All later rounds are alike:
 one is simulated and multiplied by their number. Of a conditional, the longest branch counts.
 
-Not modelled: collectives that take multiprocessors and memory bandwidth from kernels, clocks that drop under load,
-input, and host overhead. Masks are taken to be causal over one document per sequence, or leave the pairs of
-`TimeModel.work`, which counts the slowest rank of each ring step. The schedule of a step that does not fit the GPU's
-memory saves memory and overlaps less; its estimate is pessimistic.
+NCCL's kernels occupy some multiprocessors: kernels that are bound by compute take longer while a collective of NCCL
+runs. That additional time counts as waiting for NCCL_SMS.
+
+Not modelled: memory bandwidth that collectives take from kernels, clocks that drop under load, input, and host
+overhead. Masks are taken to be causal over one document per sequence, or leave the pairs of `TimeModel.work`, which
+counts the slowest rank of each ring step. The schedule of a step that does not fit the GPU's memory saves memory and
+overlaps less; its estimate is pessimistic.
 """
 
 from collections import Counter
@@ -28,6 +31,7 @@ from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timed_ops import LINKS, OTHER_KERNELS, PRODUCTS, QUEUES, Kernel, TimedOp, TimedOps, TimedTransfer
 
 KERNELS = "kernels"  # the lane of kernels; the other lanes are links
+NCCL_SMS = "SMs of NCCL"  # the resource that kernels wait for while NCCL's kernels occupy multiprocessors
 _COMMUNICATION = ("NVLink", "network")
 
 
@@ -46,7 +50,7 @@ class Prediction:
     host_copies: int  # between host and GPU memory
     exposed_host_copies: int  # number of host copies that kernels wait for
     bound_by: str  # the key of seconds_by_resource with the most seconds
-    seconds_by_resource: dict[str, float]  # "compute", "HBM", and waiting for "NVLink", "network", "host"
+    seconds_by_resource: dict[str, float]  # "compute", "HBM", and waiting for "NVLink", "network", "host", NCCL_SMS
     seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting"
     transfer_seconds_by_resource: dict[str, float]  # sums as above, by resource: "NVLink", "network", "host"
     # Time outside of attention kernels and of the model's own matrix products: waiting for "NVLink", "network" and
@@ -163,14 +167,19 @@ class Simulator:
             self.run(max(op.branches, key=lambda branch: self._single_run(branch).now))
 
     def _run_kernel(self, kernel: Kernel) -> None:
-        self._record(KERNELS, kernel.kind, self.now, self.now + kernel.seconds)
+        seconds = kernel.seconds
+        if kernel.resource == "compute":
+            seconds = self._queues[QUEUES["NVLink"]].seconds_of_kernel(kernel.seconds)
+            if seconds > kernel.seconds + _ROUNDING_SECONDS:
+                self.seconds["waiting", NCCL_SMS] += seconds - kernel.seconds
+        self._record(KERNELS, kernel.kind, self.now, self.now + seconds)
         self.seconds[kernel.kind, kernel.resource] += kernel.seconds
         self.flops += kernel.flops
         if kernel.kind == PRODUCTS:
             self.product_flops += kernel.flops
         elif kernel.kind == OTHER_KERNELS:
             self.other_seconds[kernel.scope] += kernel.seconds
-        self._advance(kernel.seconds)
+        self._advance(seconds)
 
     def _await(self, start: Instruction, link: str) -> None:
         seconds = self._queues[QUEUES[link]].seconds_until_done(start)
@@ -232,6 +241,17 @@ class _Queue:
             if earlier is start:
                 return seconds
         return 0.0
+
+    def seconds_of_kernel(self, seconds: float) -> float:
+        """Seconds of a kernel that takes `seconds` with all multiprocessors, while the transfers in flight run."""
+        total = 0.0
+        for transfer in self.in_flight.values():
+            progress = transfer.remaining_seconds * transfer.transfer.compute_share
+            if progress >= seconds:
+                return total + seconds / transfer.transfer.compute_share
+            total += transfer.remaining_seconds
+            seconds -= progress
+        return total + seconds
 
     def advance(self, seconds: float, now: float) -> list[tuple[TimedTransfer, float, float]]:
         """Lets `seconds` pass. Returns the transfers that ended: (transfer, begin time, end time)."""

@@ -125,7 +125,7 @@ def test_constants_of_rows_are_read_by_the_plan():
     read = roofline.read(json.dumps(measured))
     assert read.attention_share["cudnn"] == (0.6, 0.5) and read.attention_share["cudnn_packed"] == (0.55, 0.45)
     assert read.attention_share["pallas"] == (0.4, pytest.approx(0.35))  # its program has 7 products instead of 5
-    assert read.attention_share["blockwise"] == roofline.Roofline().attention_share["blockwise"]
+    assert "blockwise" not in read.attention_share  # the published share remains
     assert (read.matmul_share, read.kernel_gap_seconds) == (0.7, 2e-6)
     assert read.memory_share == roofline.Roofline().memory_share
 

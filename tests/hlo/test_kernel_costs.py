@@ -1,7 +1,7 @@
 import pytest
 
 from jaxlc.hlo import analyze, parse
-from jaxlc.hlo.kernel_costs import kernel_cost
+from jaxlc.hlo.kernel_costs import Product, kernel_cost
 from tests.hlo.snippets import program
 
 # One of 32 layers' weights is cast and multiplied; one of 32 results is written in place.
@@ -60,7 +60,8 @@ def test_kernel_cost_of_fusions(line, flops, dtype, num_bytes):
     shape = dict(slice_and_cast="bf16[64,128]{1,0}", gemm="bf16[256,128]{1,0}", put="f32[32,64,128]{2,1,0}")
     name = line.rpartition("%")[2]
     cost = cost_of(f"%it = {shape.get(name, '(f32[1000]{0}, bf16[1000]{0})')} {line}")
-    assert cost == (flops, dtype, num_bytes)
+    assert cost[:3] == (flops, dtype, num_bytes)
+    assert cost.products == ((Product("bf16", 256, 128, 64),) if flops else ())
 
 
 @pytest.mark.parametrize("line, flops, dtype, num_bytes", [
@@ -74,7 +75,16 @@ def test_kernel_cost_of_fusions(line, flops, dtype, num_bytes):
     ("f32[1,64,128]{2,1,0} dynamic-slice(%w, %i, %i, %i)", 0, "", 8 * LAYER + 12),
 ], ids=["dot", "cublas", "cublas f8", "copy", "slice"])  # fmt: skip
 def test_kernel_cost_of_single_instructions(line, flops, dtype, num_bytes):
-    assert cost_of(f"%it = {line}") == (flops, dtype, num_bytes)
+    cost = cost_of(f"%it = {line}")
+    assert cost[:3] == (flops, dtype, num_bytes)
+    assert cost.products == ((Product(dtype, 256, 128, 64),) if flops else ())
+
+
+def test_kernel_cost_of_batched_product_has_batch():
+    dims = "lhs_contracting_dims={2}, rhs_contracting_dims={2}, lhs_batch_dims={0}, rhs_batch_dims={0}"
+    cost = cost_of(f"%it = f32[32,64,64]{{2,1,0}} dot(%w, %w), {dims}")
+    assert cost.products == (Product("f32", rows=64, columns=64, depth=128, batch=32),)
+    assert cost.flops == 2 * 32 * 64 * 64 * 128
 
 
 @pytest.mark.parametrize("line", [

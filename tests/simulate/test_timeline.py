@@ -23,7 +23,7 @@ from jaxlc.simulate.topology import topology
 from tests.helpers import png_size
 from tests.hlo.snippets import FORWARD, program
 
-# No latencies, and efficiency 1: times are bytes over an H100's bandwidths, or FLOPs over its peak.
+# No latencies or curves, and efficiency 1: times are bytes over an H100's bandwidths, or FLOPs over its peak.
 IDEAL = Roofline(
     attention_share={"cudnn": Efficiency(1.0, 1.0)},
     matmul_share=1.0,
@@ -31,9 +31,16 @@ IDEAL = Roofline(
     link_share=1.0,
     host_share=1.0,
     nvlink_latency_seconds=0,
+    nvlink_step_seconds=0,
     network_latency_seconds=0,
+    network_step_seconds=0,
     host_latency_seconds=0,
     kernel_gap_seconds=0,
+    attention_half_keys_masked=0,
+    attention_half_keys_unmasked=0,
+    matmul_ramp_seconds=0,
+    matmul_wave_weight=0,
+    nccl_multiprocessors=0,
 )
 HOP_BYTES = 450_000_000  # 1 ms on NVLink, 9 ms on the network
 HOP = 1e-3
@@ -109,6 +116,17 @@ def test_short_transfer_is_hidden_by_kernels():
     assert estimate.step_seconds == approx(DOT)
     assert estimate.exposed_communication_seconds == 0
     assert estimate.communication_seconds == approx(HOP)
+
+
+def test_nccl_collective_takes_multiprocessors_from_kernels():
+    """Half of the multiprocessors for 1 ms: the product has done 0.5 ms of its 1.11 ms, and the copy is not slower."""
+    half = dataclasses.replace(IDEAL, nccl_multiprocessors=66)
+    estimate = predicted(permute_start(), dot(), copy(), permute_done(), roofline=half)
+    assert estimate.step_seconds == approx(HOP + (DOT - 0.5 * HOP) + COPY)
+    assert estimate.overhead_seconds["SMs of NCCL"] == approx(0.5 * HOP)
+    assert estimate.step_seconds == approx(sum(estimate.seconds_by_kind.values()))
+    nvshmem = permute_start() + ', backend_config={"collective_backend_config":{"backend":"NVSHMEM"}}'
+    assert predicted(nvshmem, dot(), copy(), permute_done(), roofline=half).step_seconds == approx(DOT + COPY)
 
 
 def test_long_transfer_exposes_the_difference():
@@ -289,9 +307,10 @@ def test_visible_fraction_of_blockwise_loop_from_flops(which, products):
 def test_roofline_read_replaces_defaults():
     measured = roofline_module.read('{"matmul_share": 0.5, "attention_share": {"cudnn": [0.7, 0.6]}}')
     assert measured == dataclasses.replace(
-        Roofline(), matmul_share=0.5, attention_share={**Roofline().attention_share, "cudnn": Efficiency(0.7, 0.6)}
+        Roofline(), matmul_share=0.5, attention_share={"cudnn": Efficiency(0.7, 0.6)}
     )
-    assert predicted(dot(), roofline=measured).step_seconds == approx(2 * DOT + measured.kernel_gap_seconds)
+    ideal_shape = dataclasses.replace(measured, matmul_ramp_seconds=0, matmul_wave_weight=0)
+    assert predicted(dot(), roofline=ideal_shape).step_seconds == approx(2 * DOT + measured.kernel_gap_seconds)
 
 
 @pytest.mark.parametrize(

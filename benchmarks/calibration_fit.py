@@ -1,0 +1,126 @@
+"""Scale and interval of estimated times from published runs, with sources held back. Pure statistics, no compilation.
+
+The rules are in published_folds.toml, which was written before the first fit.
+"""
+
+import itertools
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_FOLDS = Path(__file__).parent / "published_folds.toml"
+
+
+class Residual(NamedTuple):
+    """One published run."""
+
+    source: str
+    log_ratio: float  # of published over estimated time
+    group: str = ""  # runs that a user would compare: the same model on the same GPUs; "" compares with none
+
+
+class Fit(NamedTuple):
+    """The published time is expected to be `scale` x the estimate, within a factor of exp(+-spread)."""
+
+    log_scale: float
+    spread: float
+
+
+class Fold(NamedTuple):
+    """Runs of one source, predicted from all other sources."""
+
+    source: str
+    fit: Fit
+    errors: tuple[float, ...]  # log(published time / scaled estimate) of each run
+
+    @property
+    def num_covered(self) -> int:
+        return sum(abs(error) <= self.fit.spread for error in self.errors)
+
+
+def level() -> float:
+    """The share of held-back runs that the interval is made to cover."""
+    return tomllib.loads(_FOLDS.read_text())["level"]
+
+
+def folds(residuals: Sequence[Residual]) -> tuple[Fold, ...]:
+    """Holds back each source in turn.
+
+    Raises:
+      ValueError: the sources are not those of published_folds.toml.
+    """
+    sources = tomllib.loads(_FOLDS.read_text())["folds"]
+    if set(sources) != {residual.source for residual in residuals}:
+        raise ValueError(f"the runs have other sources than {_FOLDS.name}")
+    result = []
+    for source in sources:
+        fitted = fit([residual for residual in residuals if residual.source != source])
+        held_back = [residual.log_ratio - fitted.log_scale for residual in residuals if residual.source == source]
+        result.append(Fold(source, fitted, tuple(held_back)))
+    return tuple(result)
+
+
+def fit(residuals: Sequence[Residual]) -> Fit:
+    """Scale and spread. The spread is that of sources that were held back in turn from the fit of the scale."""
+    errors = []
+    for source in _sources(residuals):
+        others = _median([residual for residual in residuals if residual.source != source])
+        errors += [(source, abs(x.log_ratio - others)) for x in residuals if x.source == source]
+    return Fit(_median(residuals), conformal_quantile(errors))
+
+
+def paired_spread(residuals: Sequence[Residual]) -> tuple[float, int]:
+    """The same quantile of the errors of ratios between two runs of a group, and the number of pairs."""
+    errors = []
+    for one, other in itertools.combinations(residuals, 2):
+        if one.group and (one.source, one.group) == (other.source, other.group):
+            errors.append((one.source, abs(one.log_ratio - other.log_ratio)))
+    return conformal_quantile(errors), len(errors)
+
+
+def coverage(results: Iterable[Fold]) -> tuple[int, int]:
+    """Held-back runs within their interval, and all of them."""
+    results = tuple(results)
+    return sum(fold.num_covered for fold in results), sum(len(fold.errors) for fold in results)
+
+
+def coverage_by_source(results: Sequence[Fold]) -> float:
+    """Mean over the sources of the share of their runs within the interval."""
+    return sum(fold.num_covered / len(fold.errors) for fold in results) / len(results)
+
+
+def conformal_quantile(errors: Sequence[tuple[str, float]]) -> float:
+    """The smallest error that is not exceeded by ceil((n + 1) x level) / n of the weight of n sources.
+
+    Args:
+      errors: (source, absolute error); the errors of a source share its weight of 1.
+    """
+    num_sources = len(_sources(errors))
+    share = min(1.0, math.ceil((num_sources + 1) * level()) / num_sources)
+    return _weighted_quantile(_weighted(errors), share)
+
+
+def _median(residuals: Sequence[Residual]) -> float:
+    return _weighted_quantile(_weighted([residual[:2] for residual in residuals]), 0.5)
+
+
+def _weighted(values: Sequence[tuple[str, float]]) -> list[tuple[float, float]]:
+    """(value, weight) in ascending order; each source has weight 1."""
+    counts: Mapping[str, int] = {source: sum(x == source for x, _ in values) for source, _ in values}
+    return sorted((value, 1 / counts[source]) for source, value in values)
+
+
+def _weighted_quantile(values: Sequence[tuple[float, float]], share: float) -> float:
+    total = sum(weight for _, weight in values)
+    reached = 0.0
+    for value, weight in values:
+        reached += weight
+        if reached >= share * total - 1e-9:
+            return value
+    return values[-1][0]
+
+
+def _sources(values: Sequence[tuple]) -> list[str]:
+    return list(dict.fromkeys(value[0] for value in values))

@@ -1,0 +1,135 @@
+"""Efficiency curves: how the achieved rates of kernels and links depend on sizes, each with its published source.
+
+    matrix products   tiles over multiprocessors (wave quantization), and a ramp of a few microseconds
+    attention         saturation with the number of keys, by head dim
+    NCCL              latency per step of the algorithm, by kind of collective and number of ranks
+
+The functions take the parameters of `jaxlc.simulate.roofline.Roofline`, whose defaults are in this module. None of them
+was fitted to a training step. docs/calibration.md lists the sources and compares steps.
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jaxlc.core.hardware import Device, Efficiency
+
+
+class Rates(NamedTuple):
+    """Fractions of a GPU's peaks that large kernels achieve, and its number of multiprocessors."""
+
+    bf16_matmul: float
+    f8_matmul: float  # of the FP8 peak
+    memory: float
+    attention: Mapping[str, Efficiency]  # by kernel; long sequences, head dim 128, unmasked
+    num_multiprocessors: int
+    # Time that a product takes in addition to its waves of tiles: launch, filling and draining the pipeline. The gap
+    # between kernels is counted separately.
+    matmul_ramp_seconds: float
+
+
+# [1] Azure/AI-benchmarking-guide, Azure_Results: ND A100 v4, ND H100 v5, ND H200 v5, ND GB200 v6. cuBLASLt on random
+#     data, 16,384 cubed: FP16 256.5 of 312 TFLOP/s on an A100; FP8 1,377 of 1,979 on an H100, 2,907 of 5,000 on a
+#     GB200.
+#     HBM copy: 1.61 of 2.04, 2.90 of 3.35, 4.01 of 4.8 TB/s. Ramp of products: FP8 on an H100, 1,024 cubed takes 7.8 us
+#     and 2,048 cubed 17.0 us, of which 3.2 and 13 us are waves of tiles; on a GB200 4.4 and 7.7 us.
+# [2] github.com/stas00/ml-engineering, compute/accelerator, MAMF: bf16 792 of 989 TFLOP/s on an H100, the best shape.
+# [3] NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1, 2026-09-28, cuDNN 9.27, 64 heads of 128, no
+#     mask, 32,768 tokens, forward and backward: H200 622 and 543 TFLOP/s, GB200 1,558 and 1,231, A100 (PCIe) 181 and
+#     146.
+# [4] FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, H100, forward at 16K: Triton 395, plain PyTorch 139 (8K);
+#     backward: FlashAttention-2 322, plain PyTorch 181 (8K) TFLOP/s. For our Pallas kernel the figures of Triton are
+#     used, and of FlashAttention-2 in the backward; for plain XLA those of plain PyTorch.
+# Assumed: bf16 products on Blackwell between [2] and the FP8 share of [1]; packed documents in cuDNN a little below its
+# rate without; Mosaic between Triton and cuDNN; kernels other than cuDNN achieve an H100's fractions on all GPUs.
+_ATTENTION_ON_HOPPER = {
+    "cudnn": Efficiency(0.63, 0.55),  # [3]
+    "cudnn_packed": Efficiency(0.60, 0.52),
+    "pallas": Efficiency(0.40, 0.33),  # [4]
+    "mosaic": Efficiency(0.50, 0.40),
+    "blockwise": Efficiency(0.14, 0.18),  # [4]
+}
+_ATTENTION_ON_AMPERE = {**_ATTENTION_ON_HOPPER, "cudnn": Efficiency(0.58, 0.47)}  # [3]
+_ATTENTION_ON_BLACKWELL = {
+    **_ATTENTION_ON_HOPPER,
+    "cudnn": Efficiency(0.62, 0.49),  # [3]
+    "cudnn_packed": Efficiency(0.59, 0.46),
+}
+KERNELS = tuple(_ATTENTION_ON_HOPPER)
+_RATES = MappingProxyType(
+    {
+        "8.0": Rates(0.82, 0.82, 0.79, _ATTENTION_ON_AMPERE, 108, 3.5e-6),
+        "9.0": Rates(0.80, 0.69, 0.86, _ATTENTION_ON_HOPPER, 132, 3.5e-6),
+        "10.0": Rates(0.70, 0.58, 0.86, _ATTENTION_ON_BLACKWELL, 148, 1.5e-6),
+    }
+)
+
+_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128))  # rows and columns that one multiprocessor computes
+
+# Number of keys at which an attention kernel achieves half of its rate, from [3], an H200, 2,048 and 4,096 tokens:
+# masked forward 534 and 616, backward 402 and 495 of 619 and 528 TFLOP/s; without mask 660 and 519 at 2,048.
+HALF_KEYS_MASKED = 400.0
+HALF_KEYS_UNMASKED = 100.0
+# Rates relative to head dim 128: [4], forward without mask, 16K: 413 with 64 and 581 with 256, of 595 TFLOP/s.
+_HEAD_DIM_SHARE = ((64, 0.69), (128, 1.0), (256, 0.98))
+
+# NCCL's own model of latency, src/graph/tuning.cc (2.19), ring algorithm, protocol Simple: 8.4 us per collective, and
+# per step 3.4 us over NVLink or 9.6 us over a network. It agrees with the all-reduces of [1]: 16 MiB over 8 H100s takes
+# 125 us, of which 61 us are 29 MB at 479 GB/s, and 56 us are 8.4 us and 14 steps.
+NCCL_LAUNCH_SECONDS = 8.4e-6
+NVLINK_STEP_SECONDS = 3.4e-6
+NETWORK_STEP_SECONDS = 9.6e-6
+# Multiprocessors that NCCL's kernels occupy while a collective runs: DeepSeek-V3 (arXiv:2412.19437, section 3.2.2)
+# reserves 20 of an H800's 132. Transports that use copy engines occupy none.
+NCCL_MULTIPROCESSORS = 20
+
+
+def rates(device: Device) -> Rates:
+    """Rates of a GPU; those of Hopper if its architecture has no entry."""
+    return _RATES.get(device.compute_capability, _RATES["9.0"])
+
+
+def wave_efficiency(rows: int, columns: int, batch: int, num_multiprocessors: int) -> float:
+    """The fraction of multiprocessors that a product's tiles occupy, padding included; with the best of `_TILES`.
+
+    A product of [rows, k] and [k, columns], `batch` times. NVIDIA, "Matrix Multiplication Background User's Guide",
+    sections "Tile quantization" and "Wave quantization". Smaller tiles read more from shared memory, which is ignored.
+    """
+    return max(
+        rows * columns * batch / (_num_waves(rows, columns, batch, tile, num_multiprocessors) * tile[0] * tile[1])
+        for tile in _TILES
+    )
+
+
+def _num_waves(rows: int, columns: int, batch: int, tile: tuple[int, int], num_multiprocessors: int) -> int:
+    """Waves of tiles, times the multiprocessors: tiles that could be computed in the same time."""
+    tiles = batch * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
+    return math.ceil(tiles / num_multiprocessors) * num_multiprocessors
+
+
+def saturation(num_keys: float, half_keys: float) -> float:
+    """The fraction of the rate for long sequences that an attention kernel achieves with this number of keys."""
+    return num_keys / (num_keys + half_keys)
+
+
+def head_dim_share(head_dim: int) -> float:
+    """The rate of an attention kernel relative to head dim 128, linear between the measured head dims."""
+    if head_dim <= _HEAD_DIM_SHARE[0][0]:
+        return _HEAD_DIM_SHARE[0][1]
+    for (low, low_share), (high, high_share) in zip(_HEAD_DIM_SHARE, _HEAD_DIM_SHARE[1:]):
+        if head_dim <= high:
+            return low_share + (high_share - low_share) * (head_dim - low) / (high - low)
+    return _HEAD_DIM_SHARE[-1][1]
+
+
+def num_steps(kind: str, num_ranks: int) -> int:
+    """Consecutive steps of NCCL's algorithm, each with the latency of a link.
+
+    All-gather and reduce-scatter pass blocks around a ring; an all-reduce does both. Sends of a permute or an
+    all-to-all are concurrent.
+    """
+    around = max(1, num_ranks - 1)
+    if kind == "all-reduce":
+        return 2 * around
+    return around if kind in ("all-gather", "reduce-scatter", "collective-broadcast") else 1
