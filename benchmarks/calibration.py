@@ -93,8 +93,8 @@ def generated(rows: Sequence[dict]) -> str:
             f"- All sources: published time = {math.exp(final.log_scale):.2f} x estimate; 80% interval {low:.2f} to"
             f" {high:.2f} x estimate. `jaxlc/simulate/interval.py` has `TIME_SCALE = {math.exp(final.log_scale):.3f}`,"
             f" `TIME_SPREAD = {final.spread:.3f}`.",
-            f"- Two runs of one source with the same model, precision and GPU ({num_pairs} pairs): the published ratio of"
-            f" their times is within a factor of {math.exp(pair_spread):.2f} of the estimated ratio,"
+            f"- Two runs of one source with the same model, precision and GPU ({num_pairs} pairs): the published ratio"
+            f" of their times is within a factor of {math.exp(pair_spread):.2f} of the estimated ratio,"
             f" `PAIR_SPREAD = {pair_spread:.3f}`.",
             "",
             "![published over estimated time of all runs, with the interval of each fold](images/calibration.png)",

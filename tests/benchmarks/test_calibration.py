@@ -1,4 +1,4 @@
-"""The published runs of the calibration table. `python -m benchmarks.calibration` compiles them; these tests do not.
+"""The published runs, and the fit of the calibration. `python -m benchmarks.calibration` compiles the runs.
 
 Expected numbers are from the cited pages and computed without jaxlc.
 """
@@ -7,25 +7,32 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.calibration import RUNS, config_of, estimated_figure, speed_ratio
-from jaxlc.simulate.topology import topology
+from benchmarks import calibration_fit
+from benchmarks.calibration_fit import Residual
+from benchmarks.published import estimated_figure, runs, sources, time_ratio
 
 # Name -> (sequence length, mesh, parameters in billions, as their models' pages give them).
 PUBLISHED = {
-    "TorchTitan, Llama 3.1 8B, bf16, 8K, 8 H100": (8_192, dict(fsdp=8), 8.03),
-    "TorchTitan, Llama 3.1 8B, FP8, 32K, 8 H100": (32_768, dict(fsdp=8), 8.03),
-    "TorchTitan, Llama 3.1 8B, FP8, 64K, 8 H100": (65_536, dict(fsdp=4, context=2), 8.03),
-    "TorchTitan, Llama 3.1 8B, FP8, 128K, 8 H100": (131_072, dict(fsdp=2, context=4), 8.03),
-    "TorchTitan, Llama 3.1 8B, FP8, 256K, 8 H100": (262_144, dict(context=8), 8.03),
-    "NeMo, Llama 2 7B, FP8, 256K, 256 H100": (262_144, dict(context=8, tensor=4), 6.74),
-    "NeMo, Llama 2 7B, FP8, 1M, 1024 H100": (1_048_576, dict(context=32, tensor=8), 6.74),
-    "TRL, Qwen3 8B, bf16, 1M, 8 H100": (1_048_576, dict(context=8), 8.19),
-    "MEMO, GPT 7B, 1M, 8 A800": (1_048_576, dict(context=8), None),  # a model of another shape
+    "torchtitan: Llama 3.1 8B, bf16, 8K, 8 H100": (8_192, dict(fsdp=8), 8.03),
+    "torchtitan: Llama 3.1 8B, FP8, 32K, 8 H100": (32_768, dict(fsdp=8), 8.03),
+    "torchtitan: Llama 3.1 8B, FP8, 64K, 8 H100": (65_536, dict(fsdp=4, context=2), 8.03),
+    "torchtitan: Llama 3.1 8B, FP8, 128K, 8 H100": (131_072, dict(fsdp=2, context=4), 8.03),
+    "torchtitan: Llama 3.1 8B, FP8, 256K, 8 H100": (262_144, dict(context=8), 8.03),
+    "nemo: Llama 2 7B, FP8, 256K, 256 H100": (262_144, dict(context=8, tensor=4), 6.74),
+    "nemo: Llama 2 7B, FP8, 1M, 1024 H100": (1_048_576, dict(context=32, tensor=8), 6.74),
+    "trl: Qwen3 8B, bf16, 1M, 8 H100": (1_048_576, dict(context=8), 8.19),
+    "memo: GPT 7B, bf16, 1M, 8 A800": (1_048_576, dict(context=8), None),  # a model of another shape
+    "alst: Llama 3.1 8B, bf16, 3.7M, 8 H100": (3_702_784, dict(context=8), 8.03),
+    "llm-foundry: MPT 7B, bf16, 64K, 8 H100": (65_536, dict(fsdp=8), 6.84),  # 6.65 and a second embedding table
+    "maxtext: Llama 3.1 70B, FP8, 8K, 256 B200": (8_192, dict(fsdp=256), 70.55),
+    "fms-fsdp: Llama 2 7B, bf16, 4K, 128 A100": (4_096, dict(data=2, fsdp=8), 6.74),
+    "easycontext: Llama 2 7B, bf16, 512K, 8 A100": (524_288, dict(context=8), 6.74),
+    "jax-toolbox: GPT 5B, bf16, 2K, 256 A100": (2_048, dict(fsdp=64), 5.23),
 }
 
 
-def run_named(part: str):
-    (run,) = (run for run in RUNS if part in run.name)
+def named(name: str):
+    (run,) = (run for run in runs() if f"{run.source}: {run.name}" == name)
     return run
 
 
@@ -36,32 +43,52 @@ def num_params(model) -> int:
     return model.num_layers * per_layer + 2 * model.vocab_size * model.model_dim
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_config_of_published_run_has_its_model_mesh_and_length(run):
-    seq_len, mesh, billion_params = PUBLISHED[run.name]
-    config = config_of(run)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_config_of_published_run_has_its_model_mesh_and_length(name):
+    seq_len, mesh, billion_params = PUBLISHED[name]
+    config = named(name).config
     assert config.data.seq_len == seq_len
     assert vars(config.mesh) == dict(data=1, fsdp=1, context=1, tensor=1) | mesh
-    assert config.mesh.num_devices == topology(run.topology).num_gpus
     assert billion_params is None or num_params(config.model) / 1e9 == pytest.approx(billion_params, abs=0.005)
+
+
+def test_published_runs_are_complete_and_valid():
+    """At least 20 runs of four kinds of GPU; each config loads for its topology; keys are unique."""
+    assert len(runs()) >= 20
+    assert {run.gpus.device.name for run in runs()} >= {"a100", "h100", "h200", "b200"}
+    assert len({run.key for run in runs()}) == len(runs())
+    for run in runs():
+        assert run.config.mesh.num_devices == run.gpus.num_gpus
+        assert run.figure > 0 and run.where and run.published
+        assert run.source in sources() and sources()[run.source].url.startswith("https://")
 
 
 def test_estimated_figure_full_attention_counts_all_pairs():
     """NeMo counts 6 FLOPs per matrix parameter and token, and 12 L D T^2 for attention without a mask."""
-    config = config_of(run_named("NeMo, Llama 2 7B, FP8, 256K"))
+    run = named("nemo: Llama 2 7B, FP8, 256K, 256 H100")
     num_tokens = 262_144
     matrix_params = 32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 4096 * 32_000
     flops = num_tokens * 6 * matrix_params + 12 * 32 * 4096 * num_tokens**2
-    prediction = SimpleNamespace(step_seconds=2.0)
-    figure = estimated_figure("TFLOP/s per GPU, full attention", config, 32, prediction)
+    figure = estimated_figure(run, SimpleNamespace(step_seconds=2.0))
     assert figure == pytest.approx(flops / 2.0 / 32 / 1e12, rel=1e-12)
 
 
-def test_speed_ratio_above_one_if_estimate_is_faster():
-    prediction = SimpleNamespace(step_seconds=190.0, tokens_per_second_per_device=13_334.0, mfu_causal=0.2615)
-    ratios = {
-        part: speed_ratio(run, estimated_figure(run.unit, config_of(run), 8, prediction))
-        for part in ("8K, 8 H100", "TRL", "MEMO")
-        for run in [next(run for run in RUNS if part in run.name)]
-    }
-    assert ratios == pytest.approx({"8K, 8 H100": 13_334 / 6667, "TRL": 380 / 190, "MEMO": 26.15 / 52.3})
+def test_time_ratio_above_one_if_estimate_is_too_fast():
+    slow = SimpleNamespace(step_seconds=760.0)
+    assert time_ratio(named("trl: Qwen3 8B, bf16, 1M, 8 H100"), slow) == 0.5  # 380 s
+    fast = SimpleNamespace(tokens_per_second_per_device=2 * 3890)
+    assert time_ratio(named("torchtitan: Llama 3.1 8B, FP8, 32K, 8 H100"), fast) == 2
+
+
+def test_conformal_quantile_covers_corrected_share_of_sources():
+    """ceil(11 x 0.8) = 9 of 10 sources; a source with many runs counts as one."""
+    errors = [(str(number), float(number)) for number in range(1, 11)]
+    assert calibration_fit.conformal_quantile(errors) == 9
+    many = [*errors[:9], *(("10", 10.0 + number) for number in range(100))]
+    assert calibration_fit.conformal_quantile(many) == 9
+    assert calibration_fit.conformal_quantile(errors[:3]) == 3  # too few sources: all of them
+
+
+def test_paired_spread_compares_runs_of_one_group_only():
+    rows = [Residual("a", 0.0, "x"), Residual("a", 0.3, "x"), Residual("a", 9.0, "y"), Residual("b", 5.0, "x")]
+    assert calibration_fit.paired_spread(rows) == (pytest.approx(0.3), 1)
