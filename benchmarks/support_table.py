@@ -6,7 +6,7 @@ tests/attention runs the cases of this table. The page is generated from the sam
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxlc.attention.choose import KERNELS
@@ -116,49 +116,43 @@ def page() -> str:
     lines = [
         "# Supported attention features",
         "",
-        "Which masks, meshes, head counts and dtypes each strategy and kernel supports. The page is generated from the",
-        "table that the tests run (`python -m benchmarks.support_table > docs/support.md`). *Yes* means that all test",
-        "cases match the float32 reference, forward and gradients. Other cases raise `NotImplementedError` with the",
-        "value and the limit.",
+        "This page shows which masks, meshes, head counts and dtypes each strategy and kernel supports. It is",
+        "generated from the table that the tests run (`python -m benchmarks.support_table > docs/support.md`). *Yes*",
+        "means that all test cases match the float32 reference, forward and gradients. Other cases raise",
+        "`NotImplementedError` with the value and the limit.",
         "",
         "## Strategies",
         "",
         *_table("", list(STRATEGIES), _strategy_rows(covering())),
         "",
-        "`ulysses` splits heads over the context ranks, `hybrid` over its inner ranks. The number of these ranks must",
-        "divide the query heads of a tensor rank. It must also divide the key/value heads of a tensor rank, or be a",
-        "multiple of them; in the second case they are repeated.",
+        "`ulysses` splits heads over the context ranks, `hybrid` over its inner ranks. Their number must divide the",
+        "query heads of a tensor rank. It must divide the key/value heads, too, or be a multiple of them; then they",
+        "are repeated.",
         "",
         "## Kernels",
         "",
-        "For an H100 (compute capability 9.0) unless the row says otherwise. If a kernel does not support the row, its",
-        "cell has the value and the limit. `auto` selects the first supported kernel from left to right. `cudnn` needs",
-        "a GPU, and the tests have none: they check its operands, not its results (`tests/attention/test_cudnn.py`).",
-        "Its calls for packed documents (`tests/attention/test_cudnn_packed.py`) have not run on a GPU yet, in",
-        "particular not with different offsets of queries and keys, which ring steps need. `attention.kernel=pallas`",
-        "avoids them. Before it trains with them, a run compares them with the reference on its GPU, prints the error,",
-        "and stops if it is above 1%.",
-        "The same holds for `mosaic` (`tests/attention/test_mosaic.py`). `auto` never selects it, because no GPU has",
-        "verified it yet.",
+        "For an H100 (compute capability 9.0) unless the row says otherwise. `auto` selects the first supported",
+        "kernel from left to right, but never `mosaic`. The tests have no GPU: they check the operands of `cudnn` and",
+        "`mosaic`, not their results (`tests/attention/test_cudnn.py`, `test_cudnn_packed.py`, `test_mosaic.py`).",
+        "Before a run trains with calls of `cudnn` for packed documents, it compares them with the reference on its",
+        "GPU, prints the error, and stops if it is above 1%; `attention.kernel=pallas` avoids them.",
         "",
-        *_table("", list(KERNELS), _kernel_rows()),
+        *_table("", list(KERNELS), _joined(_kernel_rows())),
         "",
-        "`mosaic` is tokamax's attention for Hopper and Blackwell (Pallas on Mosaic GPU). It needs Python 3.12, JAX",
-        '0.11.1 and `pip install "jaxlc[mosaic]"`, and is set by `attention.kernel=mosaic`. Its backward for head dims',
-        "above 192 does not fit into the shared memory of Blackwell. A process can compile it ahead of time for one",
-        "GPU generation only. Its forward skips fully masked blocks of 128 keys, its backward pairs of blocks of 2,048",
-        "tokens.",
+        "`mosaic` is tokamax's attention (Pallas on Mosaic GPU). It needs Python 3.12, JAX 0.11.1 and `pip install",
+        '"jaxlc[mosaic]"`. Its backward for head dims above 192 does not fit into the shared memory of Blackwell, and',
+        "a process can compile it ahead of time for one GPU generation only. Its forward skips fully masked blocks of",
+        "128 keys, its backward pairs of blocks of 2,048 tokens.",
         "",
-        "The Triton backend of Pallas, which `pallas` uses, is deprecated in JAX 0.11. jaxlc imports it only if that",
-        "kernel is selected. Without it, `blockwise` serves packed documents on GPUs before Hopper; it already serves",
-        "head dim 256, on Hopper unless `mosaic` is set, and on Blackwell in any case.",
+        "The Triton backend of Pallas, which `pallas` uses, is deprecated in JAX 0.11. Without it, `blockwise` serves",
+        "packed documents on GPUs before Hopper.",
         "",
         "## Layer tiles",
         "",
-        "With `memory.tile_tokens`, on 8 context ranks, in `hybrid` with 4 inner ranks. Attention is causal. The table",
-        "of kernels applies, too. *No* is a config error before JAX starts (`jaxlc/config/tile_checks.py`).",
+        "With `memory.tile_tokens`, causal, on 8 context ranks, in `hybrid` with 4 inner ranks. *No* is a config",
+        "error before JAX starts (`jaxlc/config/tile_checks.py`).",
         "",
-        *_table("", list(STRATEGIES), _tile_rows()),
+        *_table("", list(STRATEGIES), _joined(_tile_rows())),
         "",
         "Layer tiles need `memory.remat` `full` or `attention`. They can save or offload only `residual`,",
         "`attention_out` and `attention_lse`. They are incompatible with `precision.fp8_scaling=delayed`.",
@@ -166,17 +160,29 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _joined(rows: Iterator[tuple[str, list[str]]]) -> Iterator[tuple[str, list[str]]]:
+    """Rows with equal cells as one row, in the order of their first ones."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in rows:
+        names.setdefault(tuple(cells), []).append(name)
+    yield from (("; ".join(joined), list(cells)) for cells, joined in names.items())
+
+
 def _strategy_rows(cases: list[Case]) -> Iterator[tuple[str, list[str]]]:
     for column, values in ((2, MASKS), (3, CONTEXTS), (4, HEADS), (5, OTHER_AXES), (6, DTYPES)):
-        for value in values:
-            cells = []
-            for strategy in STRATEGIES:
-                limits = [case.limit for case in cases if case.strategy == strategy and case[column] == value]
-                # The limits depend on the numbers of heads and of ranks only.
-                is_unlimited = not any(limits) or column not in (3, 4)
-                cells.append("no" if all(limits) else "yes" if is_unlimited else "if the heads split")
-            prefix = {3: "context ", 5: "other split axis: "}.get(column, "")
-            yield f"{prefix}{value}", cells
+        yield from _joined(_rows_of_column(cases, column, values))
+
+
+def _rows_of_column(cases: list[Case], column: int, values: Iterable) -> Iterator[tuple[str, list[str]]]:
+    for value in values:
+        cells = []
+        for strategy in STRATEGIES:
+            limits = [case.limit for case in cases if case.strategy == strategy and case[column] == value]
+            # The limits depend on the numbers of heads and of ranks only.
+            is_unlimited = not any(limits) or column not in (3, 4)
+            cells.append("no" if all(limits) else "yes" if is_unlimited else "if the heads split")
+        prefix = {3: "context ", 5: "other split axis: "}.get(column, "")
+        yield f"{prefix}{value}", cells
 
 
 def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
