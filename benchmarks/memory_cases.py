@@ -11,9 +11,9 @@ from jaxlc import runtime
 from jaxlc.config import Config, RuntimeConfig, defaults, load, with_settings
 from jaxlc.core.axes import CONTEXT, MESH_AXES, TENSOR
 from jaxlc.core.errors import UserError
+from jaxlc.runtime.worker_processes import Row, Work
 from jaxlc.sweep import runner, worker
 from jaxlc.sweep.grid import Point, Setting
-from jaxlc.sweep.worker import Row, Work
 
 Settings = dict[str, Setting]
 

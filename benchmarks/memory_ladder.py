@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from benchmarks import memory_cases
 from benchmarks.memory_cases import Baseline, Case, MaxSeqLen
 from jaxlc.core.errors import UserError
-from jaxlc.sweep.worker import Row
+from jaxlc.runtime.worker_processes import Row
 
 TABLES = ("ablation", "baselines", "max_seq_len")
 PLOT = "memory_longest.png"

@@ -61,13 +61,18 @@ def run_main(
     *,
     description: str,
     extra_flags: Mapping[str, str] | None = None,
+    base: "Base | None" = None,
 ) -> int:
-    """Parses `argv`, runs `main`, and returns the exit status: 2 after a UserError, printed as one line on stderr."""
+    """Parses `argv`, runs `main`, and returns the exit status: 2 after a UserError, printed as one line on stderr.
+
+    Args:
+      base: see `parse`.
+    """
     try:
         if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
             print(help_text(description, extra_flags, [arg for arg in argv[1:] if arg in HELP_SECTIONS]))
             return 0
-        return main(parse(argv, extra_flags=extra_flags))
+        return main(parse(argv, extra_flags=extra_flags, base=base))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -76,11 +81,18 @@ def run_main(
         return 128 + signal.SIGPIPE
 
 
-def parse(argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None) -> ParsedCommand:
+# The config to start from, of the file's config (None without --config) and the flags of the command; None: no config.
+Base = Callable[[ConfigDict | None, Mapping[str, str | None]], ConfigDict | None]
+
+
+def parse(
+    argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None, base: Base | None = None
+) -> ParsedCommand:
     """Reads a command line, program name first.
 
     Args:
       extra_flags: name -> help of the flags of this command, all strings. `stage` selects one stage of the config.
+      base: makes or changes the config by these flags, before overrides of settings are applied.
     Raises:
       UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or fails.
     """
@@ -91,14 +103,18 @@ def parse(argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None) 
         rest = known(argv, known_only=True)  # the overrides remain: they are parsed with the types of the config
     except flags.Error as error:
         raise UserError(f"{error}; write it as --name=value") from None
-    if not known["config"].value:
+    extra = {name: known[name].value for name in extra_flags or {}}
+    source: str = known["config"].value or ""
+    config = read_config(source) if source else None
+    if base is not None:
+        config = base(config, extra)
+    if config is None:
         raise UserError(
             "no config is given: use --config=NAME or --config=FILE.py; the shipped configs are"
             f" {', '.join(shipped_configs())}"
         )
-    config_path, _, variant = known["config"].value.partition(":")
-    config = _override(read_config(known["config"].value), rest, known=list(known))
-    extra = {name: known[name].value for name in extra_flags or {}}
+    config_path, _, variant = source.partition(":")
+    config = _override(config, rest, known=list(known))
     stem = "-".join(filter(None, [Path(config_path).stem, variant.replace("/", "-")]))
     return ParsedCommand(
         stages=_selected(load_stages(config), extra.pop("stage", None)),

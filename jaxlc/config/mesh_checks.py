@@ -46,7 +46,7 @@ def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:
         old, new = _sizes(config.mesh), _sizes(mesh)
         return sum(abs(math.log(new[axis] / old[axis])) for axis in MESH_AXES)
 
-    meshes = [mesh for mesh in _meshes(num_devices) if _splits(dataclasses.replace(config, mesh=mesh))]
+    meshes = [mesh for mesh in meshes_of(num_devices) if _splits(dataclasses.replace(config, mesh=mesh))]
     return min(meshes, key=distance, default=None)
 
 
@@ -64,7 +64,7 @@ def _sizes(mesh: MeshConfig) -> dict[str, int]:
     return {axis: getattr(mesh, axis) for axis in MESH_AXES}
 
 
-def _meshes(num_devices: int) -> Iterator[MeshConfig]:
+def meshes_of(num_devices: int) -> Iterator[MeshConfig]:
     """All meshes of `num_devices` devices."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for tensor in divisors:

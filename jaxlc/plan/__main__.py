@@ -2,6 +2,10 @@
 
 Compiles the training step ahead of time, without a GPU, and prints its memory, collectives, kernels and estimated time.
 For a config with stages it compiles the step of every stage and prints one table; --stage=NAME plans one of them.
+
+    jaxlc plan --model=llama3.1-8b --seq_len=1M --topology=h100:1x8 --recommend
+
+searches mesh, strategy and memory settings, prints the best three and writes a config file.
 """
 
 import contextlib
@@ -9,14 +13,15 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxlc import plan, runtime
-from jaxlc.config import RuntimeConfig, transport_settings, with_settings
+from jaxlc.config import RuntimeConfig, Stage, transport_settings, with_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
+from jaxlc.plan.recommend.base_config import base_config
 
 _FLAGS = {
     "stage": "name of one stage to plan in detail, for a config with stages",
@@ -31,8 +36,18 @@ _FLAGS = {
     "constants": "JSON file of measured efficiencies and latencies (default: those of jaxlc/core/hardware.py)",
     "evaluation": "also compile the evaluation of held-out sequences and print its peak memory",
     "document-lengths": "estimate packed sequences too: corpus, mix, or lengths in tokens such as 65536,1024x64",
+    "recommend": "search the best mesh, strategy and memory settings, and write a config file (docs/recommend.md)",
+    "goal": "of --recommend: fastest (default), cheapest, fewest_gpus, or longest (the longest sequence that fits)",
+    "model": "of --recommend: a preset such as llama3.1-8b, a Hugging Face directory or hub id; --config is optional",
+    "seq_len": "of --recommend: sequence length in tokens, such as 131072, 32K or 1M",
+    "search-minutes": "of --recommend: time limit of the search (default: 8)",
+    "workers": "of --recommend: number of concurrent compilations; default: as many as cores and memory allow",
+    "out": "of --recommend: config file to write (default: recommended.py)",
     "advise": "if the step does not fit, compile it with changed settings until some fit",
 }
+
+
+_SWITCHES = ("--advise", "--evaluation", "--recommend")
 
 
 def main(command: ParsedCommand) -> int:
@@ -44,6 +59,8 @@ def main(command: ParsedCommand) -> int:
     name = flags["topology"] or stages[0].config.runtime.topology
     _check_flags(flags, name, len(stages))
     _start_on_cpu()
+    if flags["recommend"] is not None:
+        return _recommend(command, stages, name)
     from jaxlc.plan import report
     from jaxlc.plan.stage_table import StagePlan, StagesPlan
 
@@ -85,8 +102,34 @@ def main(command: ParsedCommand) -> int:
     return 0
 
 
+def _recommend(command: ParsedCommand, stages: Sequence[Stage], topology: str) -> int:
+    from jaxlc.plan.recommend import command as recommend_command
+    from jaxlc.simulate.topology import topology as parse_topology
+
+    flags = command.extra
+    per_process = int(flags["devices-per-process"] or 1)
+    host_gib = _positive(flags, "host-memory-gib")
+    host_bytes = None if host_gib is None else int(host_gib * 2**30)
+    gpus = parse_topology(topology, devices_per_process=per_process, host_memory_bytes_per_node=host_bytes)
+    workers = flags["workers"]
+    if workers is not None and not (workers.isdigit() and int(workers)):
+        raise UserError(f"invalid --workers={workers}: expected a whole number, at least 1")
+    values = {name: flags[name] for name in ("goal", "model", "out", "constants")} | dict(
+        search_minutes=_positive(flags, "search-minutes"),
+        price_per_gpu_hour=_positive(flags, "price-per-gpu-hour"),
+        workers=workers and int(workers),
+        host_memory_gib=host_gib,
+        devices_per_process=per_process,
+    )
+    source = ":".join(filter(None, (command.config_path, command.variant)))
+    return recommend_command.run(stages, values, gpus, source)
+
+
 def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int) -> None:
     """Raises UserError for a missing topology, an invalid number, or an output file that cannot be written."""
+    for flag in ("goal", "model", "seq_len", "search-minutes", "workers", "out"):
+        if flags[flag] is not None and flags["recommend"] is None:
+            raise UserError(f"--{flag}={flags[flag]} is a flag of --recommend; add --recommend, or remove it")
     if not topology:
         raise UserError("no topology: pass target GPUs, such as --topology=h100:8x8")
     per_process = flags["devices-per-process"] or "1"
@@ -145,5 +188,5 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 if __name__ == "__main__":
     # The parser only knows flags with values.
-    arguments = [f"{argument}=true" if argument in ("--advise", "--evaluation") else argument for argument in sys.argv]
-    sys.exit(run_main(main, arguments, description=__doc__, extra_flags=_FLAGS))
+    arguments = [f"{argument}=true" if argument in _SWITCHES else argument for argument in sys.argv]
+    sys.exit(run_main(main, arguments, description=__doc__, extra_flags=_FLAGS, base=base_config))

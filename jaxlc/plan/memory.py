@@ -48,8 +48,8 @@ _SLOP_PERCENT = 95
 # NCCL on 8 H100s allocates a buffer of 10 MiB and one of 2 MiB per channel (32) and peer, 3.3 GB in total for an
 # all-to-all (github.com/NVIDIA/nccl/issues/1685). Ring algorithms and permutes have one peer. Each communicator has its
 # own buffers (issues/986). More peers than on one node were not measured.
-_NCCL_BYTES_PER_PEER = 32 * (10 + 2) * 2**20
-_NCCL_MAX_PEERS = 7
+NCCL_BYTES_PER_PEER = 32 * (10 + 2) * 2**20
+NCCL_MAX_PEERS = 7
 _POINT_TO_POINT = ("collective-permute", "all-to-all", "ragged-all-to-all")
 
 
@@ -86,6 +86,16 @@ class Memory:
     def symmetric_bytes(self) -> int:
         """The NVSHMEM heap counts in full."""
         return max(self.symmetric_used_bytes, self.nvshmem_heap_bytes)
+
+    @property
+    def is_heap_too_small(self) -> bool:
+        """Whether NVSHMEM's heap has less than the program uses."""
+        return 0 < self.nvshmem_heap_bytes < self.symmetric_used_bytes
+
+    @property
+    def sufficient_heap_bytes(self) -> int:
+        """A value of runtime.nvshmem_heap_bytes for this step, whole GiB; an eighth is for fragmentation."""
+        return -(-self.symmetric_used_bytes * 9 // 8 // 2**30) * 2**30
 
     @property
     def pool_bytes(self) -> int:
@@ -285,4 +295,4 @@ def nccl_bytes(collectives: Sequence[Collective]) -> int:
             others = sorted(members - {min(members)})
             receivers = set(others) if is_point_to_point else set(others[:1])
         peers.setdefault(_Communicator(members, is_point_to_point), set()).update(receivers)
-    return sum(min(len(receivers), _NCCL_MAX_PEERS) for receivers in peers.values()) * _NCCL_BYTES_PER_PEER
+    return sum(min(len(receivers), NCCL_MAX_PEERS) for receivers in peers.values()) * NCCL_BYTES_PER_PEER

@@ -180,9 +180,9 @@ def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
         needed, available = gib(memory.host_pools_per_node_bytes), gib(memory.host_capacity_per_node_bytes)
         yield f"WARNING: the pools of pinned host memory of a node need {needed} GiB, and it has {available}: start"
         yield "fewer processes per node (--devices-per-process), or set a smaller --config.runtime.pinned_host_gib."
-    if 0 < memory.nvshmem_heap_bytes < memory.symmetric_used_bytes:
-        heap_bytes = -(-memory.symmetric_used_bytes * 9 // 8 // 2**30) * 2**30  # one eighth for fragmentation
-        yield f"The NVSHMEM heap is too small: set --config.runtime.nvshmem_heap_bytes={heap_bytes}."
+    if memory.is_heap_too_small:
+        setting = f"--config.runtime.nvshmem_heap_bytes={memory.sufficient_heap_bytes}"
+        yield f"The NVSHMEM heap is too small: set {setting}."
     if memory.fits:
         yield f"VERDICT: fits, {gib(memory.device_peak_bytes)} of {gib(memory.usable_bytes)} GiB per GPU."
         if memory.spilled_bytes:

@@ -61,7 +61,7 @@ class StagesPlan:
         lines = [
             f"{first.topology}: {first.num_devices} GPUs; memory is AOT-compiled, time is estimated (analytical, not"
             " validated on hardware)",
-            *_aligned(self._rows()),
+            *aligned(self._rows()),
             "",
             "Hours are those of training steps, without evaluations, checkpoints and compilation. Published runs of",
             "other trainers reached 0.4 to 1.1 times such estimated speeds (docs/calibration.md).",
@@ -120,7 +120,7 @@ def _billions(num_tokens: int) -> str:
     return f"{num_tokens / 1e9:,.3g}B" if num_tokens >= 1e8 else f"{num_tokens / 1e6:,.3g}M"
 
 
-def _aligned(rows: Iterator[Sequence[str]]) -> list[str]:
+def aligned(rows: Iterator[Sequence[str]]) -> list[str]:
     """Columns with their widths; the first one is left-aligned, the others right-aligned."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table)]

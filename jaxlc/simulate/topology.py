@@ -1,7 +1,9 @@
 """Target GPUs for ahead-of-time compilation: `topology("h100:8x8")` is 8 NVLink domains of 8 H100s each."""
 
+import dataclasses
 import functools
 import importlib.util
+import math
 import re
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -125,6 +127,14 @@ def topology(name: str, *, devices_per_process: int = 1, host_memory_bytes_per_n
         devices_per_process=devices_per_process,
         gpus_per_node=node.num_gpus,
         host_memory_bytes_per_node=host_memory_bytes_per_node or node.memory_bytes,
+    )
+
+
+def part_of(gpus: Topology, num_domains: int, gpus_per_domain: int) -> Topology:
+    """The same kind of GPUs and nodes in another number."""
+    per_process = math.gcd(gpus.devices_per_process, gpus_per_domain)
+    return dataclasses.replace(
+        gpus, num_domains=num_domains, gpus_per_domain=gpus_per_domain, devices_per_process=per_process
     )
 
 

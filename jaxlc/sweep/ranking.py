@@ -11,7 +11,7 @@ from rich.table import Table
 
 from jaxlc.core import extras
 from jaxlc.core.axes import MESH_AXES
-from jaxlc.sweep.worker import Row
+from jaxlc.runtime.worker_processes import Row
 
 RANKING = "ranking.csv"
 # The order of speeds closer than this is uncertain. In docs/calibration.md estimated speeds are 0.89 to 2.66 times the

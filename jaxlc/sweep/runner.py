@@ -18,9 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from jaxlc import runtime
 from jaxlc.config import Config, RuntimeConfig, to_dict
 from jaxlc.core.errors import UserError
+from jaxlc.runtime import worker_processes
+from jaxlc.runtime.worker_processes import Row, Work
 from jaxlc.sweep import grid, ranking, worker
 from jaxlc.sweep.grid import Point
-from jaxlc.sweep.worker import Row, Work
 
 ROWS = "points.jsonl"
 
@@ -65,7 +66,7 @@ def estimate(
     if constants:  # other constants give other rows
         from_file(constants)  # an invalid file is reported once, not for every point
         about["constants"] = hashlib.sha256(Path(constants).read_bytes()).hexdigest()[:16]
-    num_workers = int(workers) if workers else worker.default_num_workers()
+    num_workers = int(workers) if workers else worker_processes.default_num_workers()
     points = _points(config, gpus.num_gpus, grid_flags)
     rows = run(points, work, about=about, out=out, num_workers=num_workers)
     return ranking.report(rows, f"estimated for {name}", out, note=ranking.estimate_note(rows))
@@ -79,7 +80,7 @@ def measure(config: Config, out: Path, **flags: str | None) -> int:
             raise UserError(f"--{flag}={value} is unsupported with --run, which measures on this machine; remove one")
     _log("starting JAX")
     # In another process: JAX in this one would reserve the memory of the devices.
-    ((_, local),) = worker.run_in_processes([config], worker.local_devices, num_workers=1)
+    ((_, local),) = worker_processes.run_in_processes([config], worker.local_devices, num_workers=1)
     if local["status"] != "done":
         raise UserError(f"JAX does not start: {local['reason']}")
     devices = f"{local['num_devices']} x {local['device']}"
@@ -173,7 +174,7 @@ def _figures(keyed: Sequence[tuple[str, Point]], work: Work, num_workers: int) -
         if point.config is None:
             yield key, point, dict(status="refused", reason=point.refusal)
     to_run = [(key, point) for key, point in keyed if point.config is not None]
-    for index, figures in worker.run_in_processes([point.config for _, point in to_run], work, num_workers):
+    for index, figures in worker_processes.run_in_processes([point.config for _, point in to_run], work, num_workers):
         yield *to_run[index], figures
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from jaxlc.core import extras, html
 from jaxlc.core.errors import UserError
+from jaxlc.runtime.worker_processes import Row
 from jaxlc.sweep import ranking, runner
-from jaxlc.sweep.worker import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

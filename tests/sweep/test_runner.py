@@ -17,6 +17,7 @@ from rich.console import Console
 from jaxlc import sweep
 from jaxlc.config import Config, defaults, load
 from jaxlc.core.errors import UserError
+from jaxlc.runtime import worker_processes
 from jaxlc.sweep import ranking, runner, worker
 from jaxlc.sweep.__main__ import main
 from jaxlc.sweep.grid import Point, parse_grid, points
@@ -364,7 +365,7 @@ def test_command_help_lists_own_flags_before_settings(capsys):
 @pytest.mark.heavy
 def test_estimate_small_config_has_all_figures():
     work = functools.partial(worker.estimate, topology="h100:1x4", constants="")
-    ((_, row),) = worker.run_in_processes([load(small_config())], work, num_workers=1)
+    ((_, row),) = worker_processes.run_in_processes([load(small_config())], work, num_workers=1)
     assert row["status"] == "done", row["reason"]
     assert row["fits"] and row["hops"] > 0 and row["hops_by"] == "NCCL" and row["kernel"] == "cudnn"
     assert row["tokens_per_second_per_device"] > 0 and 0 < row["mfu_causal"] < 1

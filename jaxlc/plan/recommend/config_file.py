@@ -1,0 +1,107 @@
+"""Writes the recommended settings as a config file: a Python file that `--config=FILE` takes. Imports no jax."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxlc.config import PRESETS, Config, Stage, to_dict
+from jaxlc.core.errors import UserError
+
+MARK = "Written by `jaxlc plan --recommend`"
+_OF_STAGES = ("attention", "data", "memory", "mesh", "optimizer", "train")  # sections that a stage may change
+_FROM_STEPS = ("train.steps", "optimizer.schedule_steps", "optimizer.schedule_start")  # set by the lengths of stages
+
+Sections = dict[str, dict[str, Any]]
+
+
+def check_path(path: Path) -> None:
+    """Checks that the config file can be written.
+
+    Raises:
+      UserError: there is no such directory, or a file of somebody else.
+    """
+    if path.suffix != ".py":
+        raise UserError(f"invalid --out={path}: expected the name of a config file, such as recommended.py")
+    if not path.resolve().parent.is_dir():
+        raise UserError(f"--out={path}: the directory does not exist; create it, or choose another file")
+    if path.exists() and MARK not in path.read_text():
+        raise UserError(f"--out={path}: the file exists, and this command did not write it; choose another name")
+
+
+def config_source(source: str, model: str, title: str, base: Sequence[Stage], recommended: Sequence[Config]) -> str:
+    """The text of the config file.
+
+    Args:
+      source: name and variant of the given config; "": none, only a model.
+      model: --model of the command; "": that of the given config.
+      title: what was recommended for what, in one line.
+      base: the stages of the given config as its file defines them, with `model`, without other overrides.
+      recommended: the config of each stage.
+    """
+    has_stages = bool(base[0].name)
+    of_run, of_stages = _changes(base, recommended)
+    lines = [
+        f'"""{title}',
+        "",
+        f"{MARK}. Change it as any other config file.",
+        '"""',
+        "",
+        "from ml_collections import ConfigDict",
+        "",
+        f"from jaxlc.config import check_variant, {'read_config' if source else 'defaults'}",
+        "",
+        "",
+        'def get_config(variant: str = "") -> ConfigDict:',
+        "    check_variant(variant, ())",
+        f"    config = {f'read_config({source!r})' if source else 'defaults()'}",
+    ]
+    if model:
+        lines.append(f"    config.model.{'preset' if model in PRESETS else 'init_from'} = {model!r}")
+    for section, values in of_run.items():
+        lines.append(f"    config.{section}.update({_arguments(values)})")
+    if has_stages and of_stages:
+        lines.append("    changes = {")
+        for name, sections in of_stages.items():
+            texts = (
+                f"{section}=dict({_arguments(values)})" if isinstance(values, Mapping) else f"{section}={values!r}"
+                for section, values in sections.items()
+            )
+            lines.append(f"        {name!r}: dict({', '.join(texts)}),")
+        lines.append("    }")
+        lines.append("    config.stages = [stage.changed(**changes.get(stage.name, {})) for stage in config.stages]")
+    return "\n".join([*lines, "    return config", ""])
+
+
+def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> tuple[Sections, dict[str, Sections]]:
+    """Settings that differ from the base: those of the run by section, and those of each stage by its name."""
+    of_run: Sections = {}
+    of_stages: dict[str, Sections] = {}
+    for stage, config in zip(base, recommended, strict=True):
+        for section, values in differences(stage.config, config).items():
+            if not stage.name or section not in _OF_STAGES:
+                of_run.setdefault(section, {}).update(values)
+                continue
+            values = {name: value for name, value in values.items() if f"{section}.{name}" not in _FROM_STEPS}
+            if values:
+                of_stages.setdefault(stage.name, {})[section] = values
+    return of_run, of_stages
+
+
+def differences(old: Config, new: Config) -> Sections:
+    """The settings of `new` that differ from `old`, by section."""
+    old_values, new_values = to_dict(old), to_dict(new)
+    changed = {
+        section: {name: value for name, value in values.items() if value != old_values[section][name]}
+        for section, values in new_values.items()
+    }
+    return {section: values for section, values in changed.items() if values}
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_value(value)}" for name, value in values.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:_}" if abs(value) >= 10_000 else str(value)
+    return repr(tuple(value)) if isinstance(value, list) else repr(value)

@@ -1,0 +1,157 @@
+"""Recommends configurations for a model and GPUs: formulas prune, AOT compilation decides."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxlc.config import Config, with_settings
+from jaxlc.core.errors import UserError
+from jaxlc.plan import aot
+from jaxlc.plan.recommend.candidates import Layout, layouts
+from jaxlc.plan.recommend.goals import lengths, topologies
+from jaxlc.plan.recommend.search import Compile, Search
+from jaxlc.runtime.worker_processes import run_in_processes
+from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.topology import Topology, part_of
+
+if TYPE_CHECKING:
+    from jaxlc.plan import Plan
+
+# Candidates are compiled if this fraction of their estimated memory fits: the formula's error, see tests/plan.
+MEMORY_MARGIN = 0.94
+_MAX_DOMAINS = 512  # of the search for a number of GPUs that would do
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternatives:
+    """What would fit instead, by the formulas, where nothing fits."""
+
+    seq_len: int | None  # the longest sequence on these GPUs; None: none fits
+    gpus: Topology | None  # the fewest GPUs of this kind for the sequence; None: not even the largest number tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The result of a search."""
+
+    base: Config
+    gpus: Topology
+    search: Search
+    alternatives: Alternatives | None = None  # None: something fits
+
+
+def recommend(
+    config: Config,
+    gpus: Topology,
+    compile_steps: Compile,
+    *,
+    goal: str = "fastest",
+    roofline: Roofline,
+    batch_size: int = 1,
+    limit_seconds: float,
+    log: Callable[[str], None] = lambda line: None,
+) -> Recommendation:
+    """Searches meshes, attention strategies, microbatches and memory settings for `config` on `gpus`.
+
+    Model, data, mask, precision, trained parameters, sequence length and global batch size are those of `config`; with
+    the goal "longest" the sequence length varies.
+
+    Args:
+      compile_steps: compiles candidates; see `compile_in_processes`.
+      batch_size: number of candidates in a call of `compile_steps`.
+      limit_seconds: the search ends after this time; candidates in progress are completed.
+      log: called with lines that report progress.
+    Raises:
+      UserError: no mesh of the GPUs divides model, sequence and batch.
+    """
+    pool: list[Layout] = []
+    for part in topologies(goal, gpus):
+        for variant in _variants(config, part, goal, roofline):
+            pool += layouts(variant, part, roofline, MEMORY_MARGIN)
+    if not pool:
+        raise UserError(_no_layout(config, gpus))
+    usable = [layout for layout in pool if layout.candidates]
+    num_candidates = sum(len(layout.candidates) for layout in usable)
+    num_all = num_candidates + sum(layout.num_too_large for layout in pool)
+    log(
+        f"{num_all:,} combinations of mesh, strategy, microbatches and memory settings; {num_candidates:,} in"
+        f" {len(usable):,} layouts may fit by the memory formula; compiling the fastest first"
+    )
+    search = Search(base=config, goal=goal)
+    search.run(usable, compile_steps, batch_size=batch_size, limit_seconds=limit_seconds, log=log)
+    if search.num_left:
+        log(f"stopped after {limit_seconds / 60:.0f} minutes; {search.num_left} layouts could still be among the best")
+    else:
+        log(f"done: no other layout can be among the best; {len(search.trials)} compiled")
+    alternatives = None if search.best else _alternatives(config, gpus, roofline)
+    return Recommendation(base=config, gpus=gpus, search=search, alternatives=alternatives)
+
+
+def compile_in_processes(num_workers: int, **options) -> Compile:
+    """Compiles each config for its runtime.topology in a process of its own.
+
+    Args:
+      options: further arguments of `jaxlc.plan.plan`.
+    """
+
+    def compile_steps(configs: Sequence[Config]) -> "Sequence[Plan | str]":
+        results: dict[int, Plan | str] = {}
+        for index, row in run_in_processes(configs, functools.partial(aot.plan_of, **options), num_workers):
+            results[index] = row["plan"] if row["status"] == "done" else f"{row['status']}: {row['reason']}"
+        return [results[index] for index in range(len(configs))]
+
+    return compile_steps
+
+
+def _variants(config: Config, gpus: Topology, goal: str, roofline: Roofline) -> list[Config]:
+    """`config`, or for the goal "longest" with the longest sequences that may fit."""
+    if goal != "longest":
+        return [config]
+    known = lengths()
+    index = _first(len(known), lambda i: _may_fit(config, gpus, known[i], roofline))
+    return [with_settings(config, {"data.seq_len": length}) for length in known[index : index + 3]]
+
+
+def _first(num: int, holds: Callable[[int], bool]) -> int:
+    """The smallest index in range(num) for which `holds`, which is false before and true after it; num if none."""
+    low, high = 0, num
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _may_fit(config: Config, gpus: Topology, seq_len: int, roofline: Roofline, margin: float = MEMORY_MARGIN) -> bool:
+    try:
+        variant = with_settings(config, {"data.seq_len": seq_len})
+    except UserError:
+        return False
+    return any(layout.candidates for layout in layouts(variant, gpus, roofline, margin))
+
+
+def _alternatives(config: Config, gpus: Topology, roofline: Roofline) -> Alternatives:
+    """Without the margin, because they are not compiled."""
+    shorter = [length for length in lengths() if length < config.data.seq_len]
+    index = _first(len(shorter), lambda i: _may_fit(config, gpus, shorter[i], roofline, margin=1.0))
+    num_domains = gpus.num_domains * 2 if gpus.gpus_per_domain > 1 else 1
+    larger = part_of(gpus, num_domains, max(gpus.gpus_per_domain, min(8, gpus.gpus_per_node)))
+    while larger.num_domains <= _MAX_DOMAINS:
+        if _may_fit(config, larger, config.data.seq_len, roofline, margin=1.0):
+            break
+        larger = part_of(larger, larger.num_domains * 2, larger.gpus_per_domain)
+    return Alternatives(
+        seq_len=shorter[index] if index < len(shorter) else None,
+        gpus=larger if larger.num_domains <= _MAX_DOMAINS else None,
+    )
+
+
+def _no_layout(config: Config, gpus: Topology) -> str:
+    model, train = config.model, config.train
+    pieces = 2 * gpus.num_gpus
+    below = config.data.seq_len // pieces * pieces
+    return (
+        f"no mesh of {gpus.num_gpus} GPUs divides the sequence of {config.data.seq_len:,} tokens, the"
+        f" {train.global_batch_size} sequences of a step and the {model.num_heads} query heads; use {below} or"
+        f" {below + pieces} tokens, or another --config.train.global_batch_size"
+    )

@@ -1,0 +1,208 @@
+"""Estimated time of a training step from its config, without a compiler: orders the candidates of a search.
+
+The rates are those of the plan (`TimeModel`); the schedule is replaced by formulas: kernels of a layer, times layers,
+times microbatches, plus the communication that they do not hide. The compiled step decides: `tests/plan` compares the
+formula with it.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxlc.config import Config
+from jaxlc.core.flops import causal_pairs
+from jaxlc.plan.recommend.memory_formula import saved_bytes_per_token
+from jaxlc.plan.recommend.sizes import Sizes, sizes_of
+from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.topology import Topology
+from jaxlc.train.remat import saves_attention
+
+
+class TimeEstimate(NamedTuple):
+    """Seconds per optimizer step by kind."""
+
+    attention: float
+    products: float  # matrix products
+    other_kernels: float
+    communication: float  # exposed
+    host_copies: float  # exposed
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self)
+
+
+def estimate_time(config: Config, gpus: Topology, roofline: Roofline, kernels: Mapping[str, str]) -> TimeEstimate:
+    """Time of one optimizer step in which each sequence is one document.
+
+    Args:
+      kernels: attention kernel of each kind of layers, such as {"full": "cudnn"}.
+    """
+    return _Formula(config, gpus, roofline, kernels).total()
+
+
+class _Formula:
+    def __init__(self, config: Config, gpus: Topology, roofline: Roofline, kernels: Mapping[str, str]):
+        self.config, self.gpus, self.roofline, self.kernels = config, gpus, roofline, kernels
+        self.sizes: Sizes = sizes_of(config)
+        memory = config.memory
+        group = memory.layers_per_remat_group
+        # Forward passes of a layer in the backward pass of a step: of attention, of the rest of the layer.
+        is_saved = memory.remat == "none" or saves_attention(memory)
+        self.attention_reruns = float(not is_saved) + ((group - 1) / group if not is_saved else float(group > 1))
+        self.layer_reruns = _RERUNS[memory.remat] + (group - 1) / group
+
+    def total(self) -> TimeEstimate:
+        sizes, num_layers = self.sizes, self.config.model.num_layers
+        passes = sizes.num_microbatches * num_layers
+        attention = sizes.num_microbatches * sum(
+            self.config.model.num_layers_of(kind) * self._attention_seconds(kind) for kind in self.kernels
+        )
+        products = passes * self._product_seconds(sizes.layer_params) * (1 + self.layer_reruns)
+        products += passes * self._product_seconds(sizes.layer_params) * (1 + sizes.trained_share)
+        head = sizes.num_microbatches * 3 * self._product_seconds(sizes.head_params)
+        others = passes * self._other_seconds() + self._head_traffic_seconds() + self._update_seconds()
+        communication = passes * self._exposed_seconds(attention / passes, products / passes)
+        return TimeEstimate(attention, products + head, others, communication, self._host_seconds(attention + products))
+
+    def _attention_seconds(self, kind: str) -> float:
+        """Attention kernels of one layer, forward and backward."""
+        model, mesh, sizes = self.config.model, self.config.mesh, self.sizes
+        pairs = sizes.num_sequences * causal_pairs(self.config.data.seq_len, model.window_of(kind)) / mesh.context
+        forward = 4 * sizes.query_dim * pairs
+        # 5 matrix products instead of 2; pallas computes two of them twice, for dq and for dk and dv.
+        backward = (3.5 if self.kernels[kind] == "pallas" else 2.5) * forward
+        seconds = (
+            self.roofline.attention_seconds(self.gpus.device, self.kernels[kind], is_backward=is_backward, flops=flops)
+            for is_backward, flops in ((False, forward * (1 + self.attention_reruns)), (True, backward))
+        )
+        return sum(seconds)
+
+    def _product_seconds(self, params: float) -> float:
+        """One product of the tokens of a microbatch with these entries of weight matrices."""
+        return self.roofline.matmul_seconds(self.gpus.device, "bf16", 2 * params * self.sizes.tokens)
+
+    def _other_seconds(self) -> float:
+        """Memory-bound kernels of one layer, forward and backward."""
+        sizes, config = self.sizes, self.config
+        per_token = 2 * (
+            _RESIDUAL_PASSES * sizes.residual_dim * (1 + 0.4 * self.layer_reruns)
+            + _FFN_PASSES * sizes.ffn_dim
+            + _HEAD_PASSES * (sizes.query_dim + 2 * sizes.key_dim)
+        )
+        steps = self._num_ring_steps()
+        merges = (steps - 1) * (_MERGE_PASSES * (1 + self.attention_reruns) + _MERGE_BACKWARD_PASSES) * sizes.query_dim
+        if config.memory.tile_tokens:
+            num_key_tiles = 2 * config.data.seq_len / config.memory.tile_tokens  # of zigzag order
+            passes = _TILE_PASSES * (1 + self.attention_reruns) + _TILE_BACKWARD_PASSES
+            merges += passes * (num_key_tiles + 1) / 2 * sizes.query_dim
+        if config.memory.remat in ("none", "matmuls"):
+            per_token += _SAVED_PASSES * saved_bytes_per_token(config, sizes)
+        return self.roofline.memory_seconds(self.gpus.device, (per_token + 2 * merges) * sizes.tokens)
+
+    def _num_ring_steps(self) -> int:
+        attention, context = self.config.attention, self.config.mesh.context
+        ranks = {"ulysses": context, "all_gather": context, "hybrid": attention.ulysses_degree}
+        return context // ranks.get(attention.strategy, 1)
+
+    def _head_traffic_seconds(self) -> float:
+        """The float32 gradient of the output head is read and written for each chunk of the loss."""
+        sizes = self.sizes
+        chunk = self.config.memory.loss_chunk_tokens or 2048
+        num_chunks = sizes.num_microbatches * sizes.tokens / chunk
+        logits = sizes.num_microbatches * sizes.tokens * 5 * 4 * sizes.head_params / self.config.model.model_dim
+        return self.roofline.memory_seconds(self.gpus.device, num_chunks * 8 * sizes.head_params + logits)
+
+    def _update_seconds(self) -> float:
+        sizes = self.sizes
+        num_bytes = (28 + 12 * sizes.num_microbatches) * sizes.num_trained / sizes.num_shards
+        return self.roofline.memory_seconds(self.gpus.device, num_bytes)
+
+    def _host_seconds(self, layers_seconds: float) -> float:
+        """Exposed copies: those of the update, and activations that take longer than the layers."""
+        sizes, memory, device = self.sizes, self.config.memory, self.gpus.device
+        copy = lambda num_bytes: self.roofline.host_seconds(device, num_bytes)
+        per_shard = sizes.num_trained / sizes.num_shards
+        seconds = 0.0
+        if memory.optimizer == "host":
+            seconds += copy(16 * per_shard)
+        if memory.parameters == "host":
+            seconds += copy(26 * per_shard)
+        per_token = sum(
+            {"residual": 2 * sizes.residual_dim, "attention_out": 2 * sizes.query_dim}.get(name, 0.0)
+            for name in memory.offload
+        )
+        if per_token:
+            layer_bytes = per_token * sizes.tokens / memory.layers_per_remat_group
+            num_layers = self.config.model.num_layers * sizes.num_microbatches
+            copies = 2 * num_layers * copy(layer_bytes)
+            seconds += max(_EXPOSED_COPIES * copies, copies - layers_seconds)
+        return seconds
+
+    def _exposed_seconds(self, attention: float, products: float) -> float:
+        """Communication of one layer that kernels do not hide, forward and backward."""
+        config, sizes, mesh = self.config, self.sizes, self.config.mesh
+        compute = attention + products
+        exposed = 0.0
+        if mesh.tensor > 1:
+            share = (mesh.tensor - 1) / mesh.tensor
+            num_bytes = share * sizes.tokens * config.model.model_dim * 2
+            exposed += (_TENSOR_TRANSFERS + 3 * self.layer_reruns) * self._link_seconds(num_bytes, mesh.tensor)
+        if sizes.gather_ranks > 1:
+            share = (sizes.gather_ranks - 1) / sizes.gather_ranks
+            gathers = 3 * self._link_seconds(2 * share * sizes.layer_params, mesh.tensor * sizes.gather_ranks)
+            # Collectives over tensor wait for those that gather weights, since all run on one stream.
+            hidden = _HIDDEN_GATHERS if mesh.tensor == 1 else _HIDDEN_GATHERS_WITH_TENSOR
+            exposed += max((1 - hidden) * gathers, gathers - compute)
+        return exposed + self._attention_exposed_seconds(attention)
+
+    def _attention_exposed_seconds(self, attention: float) -> float:
+        """Exposed communication of one attention layer over context."""
+        config, sizes, mesh = self.config, self.sizes, self.config.mesh
+        ranks = {"ulysses": mesh.context, "hybrid": config.attention.ulysses_degree}.get(config.attention.strategy, 1)
+        forwards = 1 + self.attention_reruns
+        exposed = 0.0
+        if config.attention.strategy == "all_gather" and mesh.context > 1:
+            num_bytes = 4 * (mesh.context - 1) * sizes.tokens * sizes.key_dim
+            exposed += (forwards + 2) * self._link_seconds(num_bytes, mesh.tensor * mesh.context)
+        if ranks > 1:
+            share = (ranks - 1) / ranks
+            keys = max(sizes.key_dim, config.model.head_dim * ranks)  # repeated where ranks exceed the heads
+            num_bytes = 2 * share * sizes.tokens * (2 * sizes.query_dim + 2 * keys)
+            exposed += _EXPOSED_EXCHANGES * (forwards + 2) * self._link_seconds(num_bytes, mesh.tensor * ranks)
+        steps, hops = self._num_ring_steps(), 0.0
+        if steps > 1:
+            hop = self._link_seconds(4 * sizes.tokens * sizes.key_dim, mesh.tensor * mesh.context)
+            hops = (steps - 1) * (forwards + 3) * hop
+            exposed += max((1 - _HIDDEN_HOPS) * hops, hops - attention)
+        if config.memory.tile_tokens:
+            exposed += _EXPOSED_TILES * (max(1.0, sizes.tokens / config.memory.tile_tokens) - 1) * hops
+        return exposed
+
+    def _link_seconds(self, num_bytes: float, span: int) -> float:
+        """A collective whose members are among `span` adjacent GPUs."""
+        seconds = self.roofline.nvlink_seconds(self.gpus.device, num_bytes)
+        if span <= self.gpus.gpus_per_domain:
+            return seconds
+        inside = max(1, self.gpus.gpus_per_domain // self.config.mesh.tensor)
+        return max(seconds, self.roofline.network_seconds(self.gpus.device, num_bytes / inside))
+
+
+# Fitted to compiled steps (benchmarks/recommendations.py compares them). Forward passes of matrix products in the
+# backward pass, by memory.remat: without rematerialization, XLA still computes some of them twice.
+_RERUNS = {"none": 0.3, "matmuls": 0.55, "attention": 0.75, "full": 0.75}
+_SAVED_PASSES = 3.5  # over saved activations, which are copied into and out of the arrays of all layers
+# Passes over arrays of a layer in memory-bound kernels, forward and backward.
+_RESIDUAL_PASSES = 40.0
+_FFN_PASSES = 14.0
+_HEAD_PASSES = 12.0
+_MERGE_PASSES = 12.0
+_MERGE_BACKWARD_PASSES = 22.0
+_TILE_PASSES = 13.0
+_TILE_BACKWARD_PASSES = 21.0
+_TENSOR_TRANSFERS = 8.0
+_HIDDEN_GATHERS = 0.93
+_HIDDEN_GATHERS_WITH_TENSOR = 0.5
+_EXPOSED_COPIES = 0.5
+_EXPOSED_EXCHANGES = 0.4
+_HIDDEN_HOPS = 0.97
+_EXPOSED_TILES = 0.6

@@ -1,0 +1,313 @@
+"""`jaxlc plan --recommend`: formulas against compiled steps, the search, the config file, the command."""
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
+from jaxlc.config.command_line import parse, run_main
+from jaxlc.core.errors import UserError
+from jaxlc.plan import __main__ as command
+from jaxlc.plan.recommend import costly
+from jaxlc.plan.recommend.base_config import base_config, parse_length
+from jaxlc.plan.recommend.candidates import Candidate, Layout, layouts
+from jaxlc.plan.recommend.config_file import MARK, check_path, config_source
+from jaxlc.plan.recommend.goals import score, topologies
+from jaxlc.plan.recommend.memory_formula import MemoryEstimate, estimate_memory
+from jaxlc.plan.recommend.report import page
+from jaxlc.plan.recommend.runner import MEMORY_MARGIN, recommend
+from jaxlc.plan.recommend.search import Search
+from jaxlc.plan.recommend.time_formula import TimeEstimate, estimate_time
+from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.topology import topology
+from tests.plan.test_advise import MEMORY, PREDICTED, plan_of
+
+# Compiled with JAX 0.10.1: settings, and the memory and the estimated time of the plan.
+POINTS = [json.loads(line) for line in (Path(__file__).parents[1] / "goldens/formula_points.jsonl").open()]
+_NONE = ("device_arguments_bytes", "workspace_bytes", "symmetric_used_bytes", "nvshmem_heap_bytes", "nccl_bytes")
+NO_MEMORY = dataclasses.replace(MEMORY, **dict.fromkeys(_NONE, 0))  # 95 GiB are usable
+NO_FLAGS = dict(model=None, seq_len=None)
+
+
+def config_of_point(point: dict) -> Config:
+    config = defaults()
+    config.model.preset = point["settings"].get("model.preset", "llama3.1-8b")
+    settings = {path: value for path, value in point["settings"].items() if path != "model.preset"}
+    return with_settings(load(config), {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+
+def kernel_of_point(config: Config) -> str:
+    if config.attention.strategy == "all_gather":
+        return "pallas"
+    return "cudnn_packed" if config.attention.document_mask else "cudnn"
+
+
+def test_memory_formula_compiled_points_within_margin():
+    errors = []
+    for point in POINTS:
+        config, gpus = config_of_point(point), topology(point["topology"])
+        memory = estimate_memory(config, gpus, kernel_of_point(config))
+        errors.append(memory.device_bytes / point["device_peak_bytes"] - 1)
+        if memory.host_bytes_per_node:
+            assert memory.host_bytes_per_node / point["host_bytes_per_node"] == pytest.approx(1, abs=0.22)
+    assert statistics.median(map(abs, errors)) < 0.04
+    # A step is compiled if MEMORY_MARGIN of the formula fits, so overestimates up to that prune nothing that fits.
+    assert max(errors) < 1 / MEMORY_MARGIN - 1 + 0.005 and min(errors) > -0.12
+
+
+def test_time_formula_compiled_points_within_5_percent():
+    ratios = []
+    for point in POINTS:
+        config, gpus = config_of_point(point), topology(point["topology"])
+        estimate = estimate_time(config, gpus, Roofline(), {"full": kernel_of_point(config)})
+        ratios.append(point["step_seconds"] / estimate.step_seconds)
+    assert min(ratios) > 0.95 and max(ratios) < 1.05, ratios
+    assert statistics.median(abs(ratio - 1) for ratio in ratios) < 0.02
+
+
+def small() -> Config:
+    config = defaults()
+    config.model.update(num_layers=2)
+    config.data.seq_len = 512
+    config.train.update(global_batch_size=4)
+    return load(config)
+
+
+def candidate(seconds: float, gib: float, **settings) -> Candidate:
+    gpus = topology("h100:1x2")
+    settings = {"mesh.context": 2, "runtime.topology": str(gpus)} | settings
+    return Candidate(
+        settings=settings,
+        config=with_settings(small(), settings),
+        gpus=gpus,
+        time=TimeEstimate(seconds, 0, 0, 0, 0),
+        memory=MemoryEstimate(gib * 2**30, 0, 60 * 2**30, 2**40),
+    )
+
+
+def layout(*candidates: Candidate) -> Layout:
+    return Layout(candidates=candidates, num_too_large=0)
+
+
+class StubCompiler:
+    """Compiled steps by `train.gradient_accumulation_steps`: (seconds, GiB)."""
+
+    def __init__(self, results):
+        self.results, self.compiled = results, []
+
+    def __call__(self, configs):
+        plans = []
+        for config in configs:
+            key = config.train.gradient_accumulation_steps
+            self.compiled.append(key)
+            if isinstance(self.results[key], str):
+                plans.append(self.results[key])
+                continue
+            seconds, gib = self.results[key]
+            memory = dataclasses.replace(NO_MEMORY, device_temp_bytes=int(gib * 2**30))
+            predicted = dataclasses.replace(PREDICTED, step_seconds=seconds)
+            sizes = dict(num_devices=2, tokens_per_step=config.tokens_per_step, sequence_tokens=config.data.seq_len)
+            plans.append(dataclasses.replace(plan_of(memory), predicted=predicted, **sizes))
+        return plans
+
+
+def searched(results, *pool: Layout, limit_seconds: float = 1e9, batch_size: int = 1) -> tuple[Search, StubCompiler]:
+    compiler, search = StubCompiler(results), Search(base=small(), goal="fastest")
+    search.run(pool, compiler, batch_size=batch_size, limit_seconds=limit_seconds, log=lambda line: None)
+    return search, compiler
+
+
+def steps(number: int) -> dict[str, int]:
+    return {"train.gradient_accumulation_steps": number, "train.global_batch_size": 840}
+
+
+def test_search_ends_when_no_other_can_be_among_best():
+    pool = [layout(candidate(seconds, 10, **steps(key))) for key, seconds in ((1, 10), (2, 11), (3, 12), (4, 20))]
+    search, compiler = searched({1: (10.5, 10), 2: (10.0, 10), 3: (12.0, 10)}, *pool)
+    assert compiler.compiled == [1, 2, 3]  # 20 s are too slow for 0.91, the lowest ratio of compiled and estimated time
+    assert [trial.plan.predicted.step_seconds for trial in search.best] == [10.0, 10.5, 12.0]
+    assert search.num_left == 0
+
+
+def test_search_candidate_within_lowest_ratio_is_compiled():
+    pool = [layout(candidate(seconds, 10, **steps(key))) for key, seconds in ((1, 10), (2, 10), (3, 10), (4, 10.9))]
+    search, compiler = searched({1: (9.0, 10), 2: (10.0, 10), 3: (10.0, 10), 4: (9.5, 10)}, *pool)
+    assert compiler.compiled == [1, 2, 3, 4]
+    assert [trial.plan.predicted.step_seconds for trial in search.best] == [9.0, 9.5, 10.0]
+
+
+def test_search_step_does_not_fit_tries_next_settings_that_do():
+    tight, similar, less = candidate(10, 50, **steps(1)), candidate(11, 49, **steps(2)), candidate(12, 30, **steps(3))
+    search, compiler = searched({1: (10.0, 100), 3: (12.0, 60)}, layout(tight, similar, less))
+    # Twice the memory of the formula: 49 GiB would not fit the 60 GiB of these estimates, 30 GiB does.
+    assert compiler.compiled == [1, 3]
+    assert [trial.plan.predicted.step_seconds for trial in search.best] == [12.0]
+
+
+def test_search_refused_candidate_is_counted_and_replaced():
+    pool = layout(candidate(10, 10, **steps(1)), candidate(11, 9, **steps(2)))
+    search, compiler = searched({1: "refused: unsupported", 2: (11.0, 9)}, pool)
+    assert compiler.compiled == [1, 2] and search.num_refused == 1 and len(search.best) == 1
+
+
+def test_search_limit_ends_it_after_first_fit():
+    pool = [layout(candidate(10 + key, 10, **steps(key))) for key in (1, 2, 3)]
+    search, compiler = searched({1: (11.0, 10), 2: (12.0, 10)}, *pool, limit_seconds=0)
+    assert compiler.compiled == [1] and search.num_left == 2
+
+
+def test_score_goals_order_by_their_measure():
+    slow = dict(step_seconds=8.0, num_gpus=2, tokens_per_step=8, seq_len=8)
+    fast = dict(step_seconds=3.0, num_gpus=8, tokens_per_step=8, seq_len=4)
+    better = {"fastest": fast, "cheapest": slow, "fewest_gpus": slow, "longest": slow}
+    for goal, first in better.items():
+        assert min((slow, fast), key=lambda values: score(goal, **values)) is first, goal
+
+
+def test_topologies_of_cheapest_are_parts():
+    names = [str(gpus) for gpus in topologies("cheapest", topology("h100:4x8"))]
+    assert names == ["h100:4x8", "h100:2x8", "h100:1x8", "h100:1x4", "h100:1x2", "h100:1x1"]
+    assert [str(gpus) for gpus in topologies("fastest", topology("h100:4x8"))] == ["h100:4x8"]
+
+
+@pytest.mark.gpu_compiler
+def test_layouts_divide_batch_and_keep_settings():
+    config = with_settings(small(), {"lora.rank": 8, "data.seq_len": 2048})
+    pool = list(layouts(config, topology("h100:1x4"), Roofline(), MEMORY_MARGIN))
+    for one in pool:
+        for one_candidate in one.candidates:
+            checked = with_settings(config, one_candidate.settings)  # raises UserError if they contradict each other
+            assert checked.lora.rank == 8 and checked.data.seq_len == 2048 and checked.tokens_per_step == 4 * 2048
+            assert checked.mesh.num_devices == 4
+            break
+        seconds = [one_candidate.time.step_seconds for one_candidate in one.candidates]
+        assert all(later >= 0.99 * earlier for earlier, later in zip(seconds, seconds[1:]))
+    meshes = {tuple(vars(one.candidates[0].config.mesh).values()) for one in pool}
+    assert {(1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (1, 2, 2, 1), (4, 1, 1, 1)} <= meshes
+
+
+@pytest.mark.gpu_compiler
+def test_recommend_nothing_fits_names_alternatives():
+    config = with_settings(load(model("llama3.1-70b")), {"data.seq_len": 2**20, "train.global_batch_size": 1})
+    result = recommend(config, topology("h100:1x1"), StubCompiler({}), roofline=Roofline(), limit_seconds=1)
+    assert not result.search.trials and result.alternatives.gpus.num_gpus > 1
+    text = page(result, None, ())
+    assert "nothing fits" in text and f"--topology={result.alternatives.gpus}" in text
+
+
+def model(name: str):
+    return base_config(None, dict(model=name, seq_len=None))
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("1M", 2**20), ("32k", 32_768), ("131_072", 131_072)])
+def test_parse_length_units(text, tokens):
+    assert parse_length(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["1X", "0", "1.5M", "-8", ""])
+def test_parse_length_invalid_is_error(text):
+    with pytest.raises(UserError, match="--seq_len"):
+        parse_length(text)
+
+
+def test_base_config_model_and_length():
+    config = load(base_config(None, dict(model="llama3.1-8b", seq_len="512K")))
+    assert config.model.num_layers == 32 and config.data.seq_len == 524_288 and config.tokens_per_step == 4_194_304
+    changed = load(base_config(read_config("1m_1gpu:lora"), dict(model="llama3.2-1b", seq_len="64K")))
+    assert changed.lora.rank == 32 and changed.model.num_layers == 16 and changed.data.seq_len == 65_536
+    assert base_config(None, NO_FLAGS) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model=llama3.1-8"], "did you mean llama3.1-8b"),
+        (["--seq_len=1M"], "no model is given"),
+        (["--config=extend_512k", "--seq_len=1M"], "config with stages"),
+    ],
+)
+def test_base_config_errors(flags, message):
+    extra = dict(model="", seq_len="")
+    with pytest.raises(UserError, match=message):
+        parse(["plan", *flags], extra_flags=extra, base=base_config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model=llama3.1-8b"], "add --recommend"),
+        (["--model=llama3.1-8b", "--recommend=true", "--goal=best"], "expected one of fastest"),
+        (["--model=llama3.1-8b", "--recommend=true", "--workers=0"], "--workers=0"),
+        (["--model=llama3.1-8b", "--recommend=true", "--out=recommended.txt"], "recommended.py"),
+    ],
+)
+def test_command_invalid_flag_is_error(flags, message, capsys):
+    arguments = ["plan", "--topology=h100:1x8", *flags]
+    assert run_main(command.main, arguments, description="", extra_flags=command._FLAGS, base=base_config) == 2
+    assert message in capsys.readouterr().err
+
+
+def stages_of(source: str, model: str = ""):
+    config = read_config(source) if source else defaults()
+    if model:
+        config.model.preset = model
+    return load_stages(config)
+
+
+@pytest.mark.parametrize(
+    ("source", "model"), [("", "llama3.1-8b"), ("sft_128k", ""), ("extend_512k", ""), ("1m_1gpu:lora", "llama3.2-1b")]
+)
+def test_config_file_loads_as_recommended(source, model, tmp_path):
+    base = stages_of(source, model)
+    settings = {"memory.remat": "full", "memory.offload": ("residual",), "runtime.memory_fraction": 0.88}
+    configs = [with_settings(stage.config, settings | {"attention.strategy": "ring"}) for stage in base]
+    path = tmp_path / "recommended.py"
+    path.write_text(config_source(source, model, "Recommended.", base, configs))
+    written = load_stages(read_config(str(path)))
+    assert [stage.config for stage in written] == configs
+    assert [(stage.name, stage.num_steps) for stage in written] == [(stage.name, stage.num_steps) for stage in base]
+    assert MARK in path.read_text() and len(path.read_text().splitlines()) < 40
+
+
+def test_check_path_keeps_other_files(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("print()")
+    with pytest.raises(UserError, match="another name"):
+        check_path(path)
+    path.write_text(f'"""{MARK}."""')
+    check_path(path)
+
+
+@pytest.mark.gpu_compiler
+def test_costly_settings_name_mask_and_tile():
+    config = load(base_config(None, dict(model="llama3.1-8b", seq_len="256K")))
+    mesh = {"mesh.context": 8, "attention.strategy": "ulysses", "train.gradient_accumulation_steps": 16}
+    recommended = with_settings(config, mesh | {"memory.remat": "attention"})
+    given = with_settings(config, mesh | {"memory.remat": "attention", "memory.tile_tokens": 4096})
+    text = "\n".join(costly.costly_settings(given, recommended, topology("h100:1x8"), Roofline()))
+    assert "attention.document_mask=True costs" in text and "cudnn_packed" in text
+    assert "memory.tile_tokens=4096 costs" in text and "(recommended: memory.tile_tokens=0)" in text
+    unmasked = with_settings(recommended, {"attention.document_mask": False})
+    assert costly.costly_settings(unmasked, unmasked, topology("h100:1x8"), Roofline()) == []
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.heavy
+def test_command_small_model_writes_config_that_plans(tmp_path, capsys):
+    source = tmp_path / "base.py"
+    source.write_text(
+        "from tests.plan.gpus import small_config\n\ndef get_config(variant):\n    return small_config()\n"
+    )
+    path = tmp_path / "recommended.py"
+    flags = [f"--config={source}", "--topology=h100:1x2", "--recommend=true", f"--out={path}", "--workers=1"]
+    arguments = ["plan", *flags, "--search-minutes=0.01", "--config.mesh.tensor=1", "--price-per-gpu-hour=2"]
+    assert run_main(command.main, arguments, description="", extra_flags=command._FLAGS, base=base_config) == 0
+    captured = capsys.readouterr()
+    assert "RECOMMENDATION, fastest" in captured.out and "bound by" in captured.out and "cost per 1B" in captured.out
+    assert "combinations of mesh" in captured.err and "1. h100:1x2" in captured.err
+    config = load(read_config(str(path)))
+    assert config.mesh.num_devices == 2 and config.runtime.topology == "h100:1x2"
+    assert config.model.num_layers == 2 and not config.attention.document_mask
