@@ -10,12 +10,12 @@ from typing import Any
 from jaxlc.config import Config, Stage, load_stages, read_config, with_settings
 from jaxlc.config.settings import defaults
 from jaxlc.core.errors import UserError
-from jaxlc.plan.recommend import report
+from jaxlc.plan.recommend import recommendation_page
 from jaxlc.plan.recommend.base_config import set_model
 from jaxlc.plan.recommend.config_file import check_path, config_source
 from jaxlc.plan.recommend.costly import costly_settings
 from jaxlc.plan.recommend.goals import GOALS
-from jaxlc.plan.recommend.runner import Recommendation, compile_in_processes, recommend
+from jaxlc.plan.recommend.recommendation import Recommendation, compile_in_processes, recommend
 from jaxlc.plan.recommend.search import Trial, trial_text
 from jaxlc.runtime.worker_processes import default_num_workers
 from jaxlc.simulate.roofline import from_file
@@ -34,7 +34,7 @@ def run(stages: Sequence[Stage], flags: Mapping[str, Any], gpus: Topology, sourc
     Returns:
       The exit status: 1 if no configuration of a stage fits.
     Raises:
-      UserError: an invalid flag; and as `runner.recommend`.
+      UserError: an invalid flag; and as `recommendation.recommend`.
     """
     goal = flags["goal"] or GOALS[0]
     if goal not in GOALS:
@@ -67,7 +67,7 @@ def run(stages: Sequence[Stage], flags: Mapping[str, Any], gpus: Topology, sourc
         results.append(result)
         best = result.search.best
         costly = costly_settings(stage.config, best[0].config, best[0].candidate.gpus, roofline) if best else []
-        print(report.page(result, flags["price_per_gpu_hour"], costly), end="\n\n")
+        print(recommendation_page.page(result, flags["price_per_gpu_hour"], costly), end="\n\n")
     if not all(result.search.best for result in results):
         return 1
     configs = [_final(stage.config, result.search.best[0]) for stage, result in zip(stages, results)]

@@ -1,12 +1,14 @@
 """Searches the best configuration: formulas order the candidates, and the compiled step decides.
 
 Candidates are compiled in order of their estimated score. The search ends when enough of them fit and no other one can
-be better: its estimate, times the lowest ratio of compiled to estimated time so far, is no better than the worst of the
-best. Where the compiled step does not fit, the next memory settings of the same layout are tried.
+be better than the best by more than `TOLERANCE`: the formula's time, corrected by the median ratio of compiled to
+estimated time so far and reduced by the formula's error, is not. Where the compiled step does not fit, the next memory
+settings of the same layout are tried.
 """
 
 import heapq
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +22,9 @@ from jaxlc.plan.recommend.goals import Score, score
 if TYPE_CHECKING:
     from jaxlc.plan import Plan
 
-NUM_BEST = 3
-# Lowest ratio of the time of a compiled step to the formula's, before the first one is compiled; see tests/plan.
-_LOWEST_TIME_RATIO = 0.97
+# Candidates that are better than the best by less are not searched: the plan cannot distinguish them.
+TOLERANCE = 0.01
+FORMULA_ERROR = 0.02  # of the time of candidates of one search relative to each other
 # A compiled step, or the reason why there is none; one for each config, in the same order.
 Compile = Callable[[Sequence[Config]], Sequence["Plan | str"]]
 
@@ -51,6 +53,7 @@ class Search:
 
     base: Config
     goal: str
+    num_best: int = 3  # candidates that fit and are reported
     trials: list[Trial] = field(default_factory=list)
     num_refused: int = 0  # candidates that the config checks or the compiler refuse
     num_left: int = 0  # layouts that could be better and were not compiled, because the time was over
@@ -62,7 +65,7 @@ class Search:
 
     @property
     def best(self) -> list[Trial]:
-        return self.fitting[:NUM_BEST]
+        return self.fitting[: self.num_best]
 
     def run(
         self,
@@ -144,15 +147,15 @@ class Search:
                 self._push_next(entry, 1.0)
 
     def _is_decided(self) -> bool:
-        return len(self.best) == NUM_BEST and not self._can_be_better(self._queue[0])
+        return len(self.best) == self.num_best and not self._can_be_better(self._queue[0])
 
     def _can_be_better(self, entry: "_Entry") -> bool:
-        """Whether the candidate may belong to the best."""
-        if len(self.best) < NUM_BEST:
+        """Whether the candidate may be better than the best, or is needed because too few fit."""
+        if len(self.best) < self.num_best:
             return True
-        ratios = [x.plan.predicted.step_seconds / x.candidate.time.step_seconds for x in self.trials]
-        lowest = min(_LOWEST_TIME_RATIO, *ratios)
-        return self._estimated_score(entry.candidate, lowest) < self.best[-1].score(self.goal)
+        ratio = statistics.median(x.plan.predicted.step_seconds / x.candidate.time.step_seconds for x in self.trials)
+        ratio *= (1 - FORMULA_ERROR) / (1 - TOLERANCE)
+        return self._estimated_score(entry.candidate, ratio) < self.best[0].score(self.goal)
 
 
 _ORDER = itertools.count()  # ties in the queue are broken by it, since layouts have no order

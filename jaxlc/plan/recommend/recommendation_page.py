@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from jaxlc.plan.recommend.runner import Alternatives, Recommendation
+from jaxlc.plan.recommend.recommendation import Alternatives, Recommendation
 from jaxlc.plan.recommend.search import Trial
 from jaxlc.plan.report import format_seconds, gib
 from jaxlc.plan.stage_table import aligned
