@@ -144,9 +144,12 @@ def layouts(config: Config, gpus: Topology, roofline: Roofline, memory_margin: f
             yield Layout(candidates=sorted(fitting, key=_speed), num_too_large=num_too_large)
 
 
-def _speed(candidate: Candidate) -> tuple[int, float]:
-    """Orders candidates by time; of those that differ by less than 0.5%, the one with the least memory is first."""
-    return round(math.log(candidate.time.step_seconds) / 0.005), candidate.memory.load
+def _speed(candidate: Candidate) -> tuple[int, int, float]:
+    """Orders candidates by time; of those that differ by less than 0.5%, the simplest is first, then the smallest."""
+    memory = candidate.config.memory
+    is_set = (memory.offload, memory.tile_tokens, memory.optimizer == "host", memory.parameters == "host")
+    num_set = sum(map(bool, is_set)) + (memory.layers_per_remat_group > 1)
+    return round(math.log(candidate.time.step_seconds) / 0.005), num_set, candidate.memory.load
 
 
 def _with(config: Config, settings: Settings) -> Config:

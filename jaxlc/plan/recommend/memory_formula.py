@@ -15,6 +15,8 @@ from jaxlc.plan.recommend.sizes import Sizes, sizes_of
 from jaxlc.runtime.memory_pools import pinned_host_bytes
 from jaxlc.simulate.topology import Topology
 
+_UNROLLED = 1.4  # times the memory of a layer, with two microbatches outside of a loop
+
 
 class MemoryEstimate(NamedTuple):
     """Bytes per GPU and per node, and the bytes that a step may use."""
@@ -43,7 +45,7 @@ def estimate_memory(config: Config, gpus: Topology, kernel: str) -> MemoryEstima
         _state_bytes(config, sizes)
         + _weights_in_use_bytes(config, sizes)
         + saved_bytes_per_token(config, sizes) * sizes.tokens * num_saved
-        + _layer_bytes(config, sizes)
+        + (_UNROLLED if _is_unrolled(config) else 1) * _layer_bytes(config, sizes)
         + _workspace_bytes(config, sizes, kernel)
         + _communication_bytes(config)
     )
@@ -51,10 +53,18 @@ def estimate_memory(config: Config, gpus: Topology, kernel: str) -> MemoryEstima
     staging_bytes = (12 * sizes.num_trained + _stored_frozen_bytes(config, sizes)) / sizes.num_shards
     return MemoryEstimate(
         device_bytes,
-        gpus_per_node * (pinned_host_bytes(config) + staging_bytes),
+        gpus_per_node * ((2 if _is_unrolled(config) else 1) * pinned_host_bytes(config) + staging_bytes),
         USABLE_SHARE * gpus.device.memory_bytes,
         USABLE_HOST_SHARE * gpus.host_memory_bytes_per_node,
     )
+
+
+def _is_unrolled(config: Config) -> bool:
+    """Whether both of two microbatches are outside of a loop, and their activations in memory at the same time.
+
+    With parameters in host memory, `train.accumulation` computes the first microbatch before the loop over the others.
+    """
+    return config.memory.parameters == "host" and config.train.gradient_accumulation_steps == 2
 
 
 def _stored_frozen_bytes(config: Config, sizes: Sizes) -> float:
