@@ -188,7 +188,7 @@ def test_layouts_divide_batch_and_keep_settings():
             break
         seconds = [one_candidate.time.step_seconds for one_candidate in one.candidates]
         assert all(later >= 0.99 * earlier for earlier, later in zip(seconds, seconds[1:]))
-    meshes = {tuple(vars(one.candidates[0].config.mesh).values()) for one in pool}
+    meshes = {tuple(vars(one_candidate.config.mesh).values()) for one in pool for one_candidate in one.candidates}
     assert {(1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (1, 2, 2, 1), (4, 1, 1, 1)} <= meshes
 
 

@@ -1,8 +1,8 @@
 """The search space of a recommendation: meshes x attention strategies x microbatches x memory settings.
 
-A layout is a mesh and a strategy. Of its microbatches and memory settings only the fastest that fit matter, so a layout
-offers them in order of estimated time: the next one is needed only if the compiled step does not fit, although the
-formula expected it to.
+A layout is a context size, a tensor size and a strategy. Of its splits of the batch over data and fsdp, microbatches
+and memory settings only the fastest that fit matter, so a layout offers them in order of estimated time: the next one
+is needed only if the compiled step does not fit, although the formula expected it to.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxlc.config.tile_checks import tile_problems
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.plan.recommend.memory_formula import MemoryEstimate, estimate_memory
-from jaxlc.plan.recommend.time_formula import TimeEstimate, estimate_time
+from jaxlc.plan.recommend.time_formula import ProductTimes, TimeEstimate, estimate_time
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology, make_mesh
 from jaxlc.train.step import build_step
@@ -103,7 +103,7 @@ class KernelsOf:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh and a strategy, with the microbatches and memory settings that may fit, fastest first."""
+    """Context, tensor and strategy, with the other settings that may fit, fastest first."""
 
     candidates: Sequence[Candidate]
     num_too_large: int  # settings that do not fit by the formula
@@ -116,12 +116,12 @@ def layouts(config: Config, gpus: Topology, roofline: Roofline, memory_margin: f
       memory_margin: settings are kept if this fraction of their estimated memory fits, because estimates may be too
         high.
     """
-    kernels_of = KernelsOf(gpus)
+    kernels_of, products = KernelsOf(gpus), ProductTimes(gpus.device, roofline)
     memories = [(settings, _with(config, settings).memory) for settings in _memory_settings(config)]
-    for layout_settings in _layout_settings(config, gpus):
+    for variants in _layout_settings(config, gpus):
         fitting, num_too_large = [], 0
-        for batch_settings in _batch_settings(config, layout_settings):
-            layout = _with(config, layout_settings | batch_settings)
+        for settings in variants:
+            layout = _with(config, settings)
             if any(split_problems(layout)) or any(length_problems(layout)):
                 continue
             for memory_settings, memory in memories:
@@ -130,10 +130,10 @@ def layouts(config: Config, gpus: Topology, roofline: Roofline, memory_margin: f
                 if kernels is None:
                     continue
                 candidate = Candidate(
-                    settings=layout_settings | batch_settings | memory_settings,
+                    settings=settings | memory_settings,
                     config=variant,
                     gpus=gpus,
-                    time=estimate_time(variant, gpus, roofline, kernels),
+                    time=estimate_time(variant, gpus, roofline, kernels, products),
                     memory=estimate_memory(variant, gpus, kernels.get("full", next(iter(kernels.values())))),
                 )
                 if candidate.memory.fits(memory_margin):
@@ -163,27 +163,26 @@ def _with(config: Config, settings: Settings) -> Config:
     )
 
 
-def _layout_settings(config: Config, gpus: Topology) -> Iterator[Settings]:
+def _layout_settings(config: Config, gpus: Topology) -> Iterator[list[Settings]]:
+    """For each layout its settings: of a mesh, a strategy, and microbatches of up to `_MAX_MICROBATCH` sequences."""
+    by_shape: dict[tuple, list[Settings]] = {}
     for mesh in meshes_of(gpus.num_gpus):
         replicas = mesh.data * mesh.fsdp
         if config.train.global_batch_size % replicas:
             continue
-        for strategy, degree in _strategies(mesh):
-            yield {
+        per_replica = config.train.global_batch_size // replicas
+        sizes = [size for size in range(1, _MAX_MICROBATCH + 1) if per_replica % size == 0]
+        for (strategy, degree), size in itertools.product(_strategies(mesh), sizes):
+            settings = {
                 **{f"mesh.{axis}": size for axis, size in vars(mesh).items()},
                 "attention.strategy": strategy,
                 "attention.ulysses_degree": degree,
                 "runtime.topology": str(gpus),
+                "train.gradient_accumulation_steps": per_replica // size,
                 "train.eval_sequences": -(-config.train.eval_sequences // replicas) * replicas,
             }
-
-
-def _batch_settings(config: Config, layout: Settings) -> Iterator[Settings]:
-    """Microbatches of up to `_MAX_MICROBATCH` sequences per replica."""
-    per_replica = config.train.global_batch_size // (layout["mesh.data"] * layout["mesh.fsdp"])
-    for size in range(1, _MAX_MICROBATCH + 1):
-        if per_replica % size == 0:
-            yield {"train.gradient_accumulation_steps": per_replica // size}
+            by_shape.setdefault((mesh.context, mesh.tensor, strategy, degree), []).append(settings)
+    yield from by_shape.values()
 
 
 def _strategies(mesh: MeshConfig) -> Iterator[tuple[str, int]]:

@@ -7,6 +7,7 @@ from jaxlc.plan.recommend.recommendation import Alternatives, Recommendation
 from jaxlc.plan.recommend.search import Trial
 from jaxlc.plan.report import format_seconds, gib
 from jaxlc.plan.stage_table import aligned
+from jaxlc.simulate.interval import is_distinguishable
 from jaxlc.simulate.timeline import Prediction
 
 _PARTS_SHOWN = 3  # of a difference
@@ -37,6 +38,13 @@ def page(recommendation: Recommendation, price_per_gpu_hour: float | None, costl
         lines.append(f"   bound by {bound_text(trial)}")
         if rank > 1:
             lines.append(f"   {_why_not_first(best[0], trial)}")
+    close = [
+        str(rank)
+        for rank, trial in enumerate(best[1:], start=2)
+        if not is_distinguishable(best[0].plan.predicted.step_seconds, trial.plan.predicted.step_seconds)
+    ]
+    if close and goal != "longest":
+        lines += ["", f"1 and {', '.join(close)} are within the interval of the estimate: measure them to decide."]
     if costly:
         lines += ["", "settings of the given config that cost time (estimated by formulas):", *costly]
     return "\n".join(lines)

@@ -10,8 +10,11 @@ from typing import NamedTuple
 
 from jaxlc.config import Config
 from jaxlc.core.flops import causal_pairs
+from jaxlc.core.hardware import Device
+from jaxlc.hlo.kernel_costs import Product
 from jaxlc.plan.recommend.memory_formula import saved_bytes_per_token
 from jaxlc.plan.recommend.sizes import Sizes, sizes_of
+from jaxlc.simulate.efficiency import num_steps
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology
 from jaxlc.train.remat import saves_attention
@@ -31,18 +34,45 @@ class TimeEstimate(NamedTuple):
         return sum(self)
 
 
-def estimate_time(config: Config, gpus: Topology, roofline: Roofline, kernels: Mapping[str, str]) -> TimeEstimate:
+class ProductTimes:
+    """Seconds of matrix products on a GPU; each shape is computed once, because many candidates share it."""
+
+    def __init__(self, device: Device, roofline: Roofline):
+        self._device, self._roofline = device, roofline
+        self._seconds: dict[tuple[int, int, int], float] = {}
+
+    def __call__(self, rows: float, columns: float, depth: float) -> float:
+        """Seconds of the product of [rows, depth] and [depth, columns] in bfloat16."""
+        shape = (max(1, int(rows)), max(1, int(columns)), max(1, int(depth)))
+        if shape not in self._seconds:
+            product = Product("bf16", *shape)
+            self._seconds[shape] = self._roofline.matmul_seconds(self._device, "bf16", product.flops, (product,))
+        return self._seconds[shape]
+
+
+def estimate_time(
+    config: Config, gpus: Topology, roofline: Roofline, kernels: Mapping[str, str], products: ProductTimes | None = None
+) -> TimeEstimate:
     """Time of one optimizer step in which each sequence is one document.
 
     Args:
       kernels: attention kernel of each kind of layers, such as {"full": "cudnn"}.
+      products: for these GPUs, shared by several calls.
     """
-    return _Formula(config, gpus, roofline, kernels).total()
+    return _Formula(config, gpus, roofline, kernels, products or ProductTimes(gpus.device, roofline)).total()
 
 
 class _Formula:
-    def __init__(self, config: Config, gpus: Topology, roofline: Roofline, kernels: Mapping[str, str]):
+    def __init__(
+        self,
+        config: Config,
+        gpus: Topology,
+        roofline: Roofline,
+        kernels: Mapping[str, str],
+        product_seconds: ProductTimes,
+    ):
         self.config, self.gpus, self.roofline, self.kernels = config, gpus, roofline, kernels
+        self.product_seconds = product_seconds
         self.sizes: Sizes = sizes_of(config)
         memory = config.memory
         group = memory.layers_per_remat_group
@@ -57,29 +87,54 @@ class _Formula:
         attention = sizes.num_microbatches * sum(
             self.config.model.num_layers_of(kind) * self._attention_seconds(kind) for kind in self.kernels
         )
-        products = passes * self._product_seconds(sizes.layer_params) * (1 + self.layer_reruns)
-        products += passes * self._product_seconds(sizes.layer_params) * (1 + sizes.trained_share)
-        head = sizes.num_microbatches * 3 * self._product_seconds(sizes.head_params)
+        products = passes * self._layer_product_seconds()
+        head = sizes.num_microbatches * self._head_product_seconds()
         others = passes * self._other_seconds() + self._head_traffic_seconds() + self._update_seconds()
-        communication = passes * self._exposed_seconds(attention / passes, products / passes)
+        communication = passes * self._communication_seconds(attention / passes, products / passes)
         return TimeEstimate(attention, products + head, others, communication, self._host_seconds(attention + products))
 
     def _attention_seconds(self, kind: str) -> float:
         """Attention kernels of one layer, forward and backward."""
         model, mesh, sizes = self.config.model, self.config.mesh, self.sizes
-        pairs = sizes.num_sequences * causal_pairs(self.config.data.seq_len, model.window_of(kind)) / mesh.context
+        window = model.window_of(kind)
+        pairs = sizes.num_sequences * causal_pairs(self.config.data.seq_len, window) / mesh.context
         forward = 4 * sizes.query_dim * pairs
         # 5 matrix products instead of 2; pallas computes two of them twice, for dq and for dk and dv.
         backward = (3.5 if self.kernels[kind] == "pallas" else 2.5) * forward
-        seconds = (
-            self.roofline.attention_seconds(self.gpus.device, self.kernels[kind], is_backward=is_backward, flops=flops)
-            for is_backward, flops in ((False, forward * (1 + self.attention_reruns)), (True, backward))
-        )
-        return sum(seconds)
+        steps, tile_tokens = self._num_ring_steps(), self.config.memory.tile_tokens
+        num_keys = tile_tokens // 2 if tile_tokens else self.config.data.seq_len / steps
+        options = dict(num_keys=min(num_keys, window or num_keys), head_dim=model.head_dim)
+        seconds = 0.0
+        for is_masked, share in ((True, 1 / steps), (False, 1 - 1 / steps)):
+            for is_backward, flops in ((False, forward * (1 + self.attention_reruns)), (True, backward)):
+                seconds += self.roofline.attention_seconds(
+                    self.gpus.device, self.kernels[kind], is_backward=is_backward, flops=share * flops,
+                    is_masked=is_masked and not tile_tokens, **options,
+                )  # fmt: skip
+        return seconds
 
-    def _product_seconds(self, params: float) -> float:
-        """One product of the tokens of a microbatch with these entries of weight matrices."""
-        return self.roofline.matmul_seconds(self.gpus.device, "bf16", 2 * params * self.sizes.tokens)
+    def _layer_product_seconds(self) -> float:
+        """Matrix products of one layer, forward, backward and recomputed."""
+        sizes, model_dim = self.sizes, self.config.model.model_dim
+        rows = min(self.config.memory.tile_tokens or sizes.tokens, sizes.tokens)
+        shapes = 2 * [(model_dim, sizes.key_dim)] + 2 * [(model_dim, sizes.ffn_dim)]
+        shapes += [(model_dim, sizes.query_dim), (sizes.query_dim, model_dim), (sizes.ffn_dim, model_dim)]
+        forward = sum(self.product_seconds(rows, columns, depth) for depth, columns in shapes)
+        of_inputs = sum(self.product_seconds(rows, depth, columns) for depth, columns in shapes)
+        of_weights = sum(self.product_seconds(depth, columns, rows) for depth, columns in shapes)
+        seconds = (1 + self.layer_reruns) * forward + of_inputs + sizes.trained_share * of_weights
+        return sizes.tokens / rows * seconds
+
+    def _head_product_seconds(self) -> float:
+        """Logits of a microbatch and their gradients, chunk by chunk."""
+        sizes, model_dim = self.sizes, self.config.model.model_dim
+        vocab = sizes.head_params / model_dim
+        chunk = self._loss_chunk_tokens()
+        shapes = ((chunk, vocab, model_dim), (chunk, model_dim, vocab), (model_dim, vocab, chunk))
+        return sizes.tokens / chunk * sum(self.product_seconds(*shape) for shape in shapes)
+
+    def _loss_chunk_tokens(self) -> int:
+        return self.config.memory.loss_chunk_tokens or 2048
 
     def _other_seconds(self) -> float:
         """Memory-bound kernels of one layer, forward and backward."""
@@ -107,8 +162,7 @@ class _Formula:
     def _head_traffic_seconds(self) -> float:
         """The float32 gradient of the output head is read and written for each chunk of the loss."""
         sizes = self.sizes
-        chunk = self.config.memory.loss_chunk_tokens or 2048
-        num_chunks = sizes.num_microbatches * sizes.tokens / chunk
+        num_chunks = sizes.num_microbatches * sizes.tokens / self._loss_chunk_tokens()
         logits = sizes.num_microbatches * sizes.tokens * 5 * 4 * sizes.head_params / self.config.model.model_dim
         return self.roofline.memory_seconds(self.gpus.device, num_chunks * 8 * sizes.head_params + logits)
 
@@ -138,53 +192,65 @@ class _Formula:
             seconds += max(_EXPOSED_COPIES * copies, copies - layers_seconds)
         return seconds
 
-    def _exposed_seconds(self, attention: float, products: float) -> float:
-        """Communication of one layer that kernels do not hide, forward and backward."""
+    def _communication_seconds(self, attention: float, products: float) -> float:
+        """Communication of one layer, forward and backward: what kernels do not hide, and what it slows them down."""
         config, sizes, mesh = self.config, self.sizes, self.config.mesh
-        compute = attention + products
-        exposed = 0.0
+        exposed = total = 0.0
         if mesh.tensor > 1:
             share = (mesh.tensor - 1) / mesh.tensor
             num_bytes = share * sizes.tokens * config.model.model_dim * 2
-            exposed += (_TENSOR_TRANSFERS + 3 * self.layer_reruns) * self._link_seconds(num_bytes, mesh.tensor)
+            seconds = self._link_seconds(num_bytes, mesh.tensor, stride=1, kind="all-gather")
+            exposed += (_TENSOR_TRANSFERS + 3 * self.layer_reruns) * seconds
         if sizes.gather_ranks > 1:
             share = (sizes.gather_ranks - 1) / sizes.gather_ranks
-            gathers = 3 * self._link_seconds(2 * share * sizes.layer_params, mesh.tensor * sizes.gather_ranks)
+            num_bytes = 2 * share * sizes.layer_params
+            gathers = 3 * self._link_seconds(num_bytes, sizes.gather_ranks, stride=mesh.tensor, kind="all-gather")
             # Collectives over tensor wait for those that gather weights, since all run on one stream.
             hidden = _HIDDEN_GATHERS if mesh.tensor == 1 else _HIDDEN_GATHERS_WITH_TENSOR
-            exposed += max((1 - hidden) * gathers, gathers - compute)
-        return exposed + self._attention_exposed_seconds(attention)
+            exposed += max((1 - hidden) * gathers, gathers - attention - products)
+            total += gathers
+        exchanged, hops, exposed_hops = self._attention_communication(attention)
+        exposed += _EXPOSED_EXCHANGES * exchanged + exposed_hops
+        total += exchanged
+        if config.runtime.transport == "nccl":  # the others copy without occupying multiprocessors
+            total += hops
+        hidden_seconds = max(0.0, total - exposed)
+        return exposed + hidden_seconds * (1 - self.roofline.compute_share_during_nccl(self.gpus.device))
 
-    def _attention_exposed_seconds(self, attention: float) -> float:
-        """Exposed communication of one attention layer over context."""
+    def _attention_communication(self, attention: float) -> tuple[float, float, float]:
+        """Of one attention layer over context: exchanges and gathers, hops, exposed hops."""
         config, sizes, mesh = self.config, self.sizes, self.config.mesh
         ranks = {"ulysses": mesh.context, "hybrid": config.attention.ulysses_degree}.get(config.attention.strategy, 1)
         forwards = 1 + self.attention_reruns
-        exposed = 0.0
+        exchanged = hops = exposed = 0.0
         if config.attention.strategy == "all_gather" and mesh.context > 1:
             num_bytes = 4 * (mesh.context - 1) * sizes.tokens * sizes.key_dim
-            exposed += (forwards + 2) * self._link_seconds(num_bytes, mesh.tensor * mesh.context)
+            seconds = self._link_seconds(num_bytes, mesh.context, stride=mesh.tensor, kind="all-gather")
+            exchanged += (forwards + 2) * seconds
         if ranks > 1:
-            share = (ranks - 1) / ranks
             keys = max(sizes.key_dim, config.model.head_dim * ranks)  # repeated where ranks exceed the heads
-            num_bytes = 2 * share * sizes.tokens * (2 * sizes.query_dim + 2 * keys)
-            exposed += _EXPOSED_EXCHANGES * (forwards + 2) * self._link_seconds(num_bytes, mesh.tensor * ranks)
-        steps, hops = self._num_ring_steps(), 0.0
+            num_bytes = 2 * (ranks - 1) / ranks * sizes.tokens * (2 * sizes.query_dim + 2 * keys)
+            exchanged += (forwards + 2) * self._link_seconds(num_bytes, ranks, stride=mesh.tensor, kind="all-to-all")
+        steps = self._num_ring_steps()
         if steps > 1:
-            hop = self._link_seconds(4 * sizes.tokens * sizes.key_dim, mesh.tensor * mesh.context)
+            num_bytes, members = 4 * sizes.tokens * sizes.key_dim, mesh.context // ranks
+            hop = self._link_seconds(num_bytes, members, stride=mesh.tensor * ranks, kind="collective-permute")
             hops = (steps - 1) * (forwards + 3) * hop
             exposed += max((1 - _HIDDEN_HOPS) * hops, hops - attention)
         if config.memory.tile_tokens:
             exposed += _EXPOSED_TILES * (max(1.0, sizes.tokens / config.memory.tile_tokens) - 1) * hops
-        return exposed
+        return exchanged, hops, exposed
 
-    def _link_seconds(self, num_bytes: float, span: int) -> float:
-        """A collective whose members are among `span` adjacent GPUs."""
-        seconds = self.roofline.nvlink_seconds(self.gpus.device, num_bytes)
-        if span <= self.gpus.gpus_per_domain:
+    def _link_seconds(self, num_bytes: float, num_ranks: int, *, stride: int, kind: str) -> float:
+        """A collective of `num_ranks` GPUs that are `stride` apart; as `TimeModel.collective_seconds`."""
+        gpus, latency_steps = self.gpus, num_steps(kind, num_ranks)
+        seconds = self.roofline.nvlink_seconds(gpus.device, num_bytes, latency_steps)
+        if num_ranks * stride <= gpus.gpus_per_domain:
             return seconds
-        inside = max(1, self.gpus.gpus_per_domain // self.config.mesh.tensor)
-        return max(seconds, self.roofline.network_seconds(self.gpus.device, num_bytes / inside))
+        inside = max(1, gpus.gpus_per_domain // stride)  # members in one NVLink domain
+        crossing = {"collective-permute": 1.0, "all-to-all": (num_ranks - inside) / max(1, num_ranks - 1)}
+        crossing_bytes = crossing.get(kind, 1 / inside) * num_bytes
+        return max(seconds, self.roofline.network_seconds(gpus.device, crossing_bytes, latency_steps))
 
 
 # Fitted to compiled steps (benchmarks/recommendations.py compares them). Forward passes of matrix products in the
