@@ -3,35 +3,32 @@
 Tests run on eight simulated CPU devices with a persistent compilation cache.
 """
 
-import importlib.metadata
+import gc
 import importlib.util
 import os
 import resource
-from pathlib import Path
 
 import pytest
 
+from tests.environment import CACHE, FAST_COMPILATION
+
 NUM_DEVICES = 8
-# In the user's cache directory, so that clones and worktrees share it. JAX keys entries by its version and the program.
-CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlc" / "xla"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Tests spend most of their time in compilation, not in the programs: the optimizer and, where it can be switched off
-# (JAX 0.10), the slower of XLA's two code generators for CPU fusions are off. That makes compilation 3 times as fast.
-_fast_compilation = [
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_parallel_codegen_split_count=1",
-]
-if importlib.metadata.version("jax").startswith("0.10."):
-    _fast_compilation.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([f"--xla_force_host_platform_device_count={NUM_DEVICES}", *_fast_compilation])
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE_DIR)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES} {FAST_COMPILATION}"
+os.environ.update(CACHE)
+
+# Tracing creates many objects that stay alive: with Python's thresholds, a fifth of the CPU time is garbage collection.
+gc.set_threshold(200_000, 20, 100)
+
+
+# The modules with the longest tests run first, so that all workers end at about the same time.
+FIRST = {"test_notebooks.py", "test_first_contact.py", "test_configs.py", "test_stages.py", "test_resume.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests with the marker `gpu_compiler` if the compiler is not installed. No test needs a GPU."""
+    """Sorts the tests, and skips those with the marker `gpu_compiler` if the compiler is not installed."""
+    items.sort(key=lambda item: item.path.name not in FIRST)
     if importlib.util.find_spec("jax_plugins") is None:
         for item in items:
             if item.get_closest_marker("gpu_compiler"):

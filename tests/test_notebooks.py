@@ -10,6 +10,8 @@ import nbclient
 import nbformat
 import pytest
 
+from tests import environment
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 300_000
@@ -28,6 +30,37 @@ if importlib.util.find_spec("jaxlc") is None:
 BADGE = "https://colab.research.google.com/github/OWNER/jaxlc/blob/main/notebooks/{name}"
 PRIVATE = re.compile(r"(?<![\w.:/<~-])/[\w.-]+/[\w.-]|0x[0-9a-f]{6,}")  # an absolute path, or an address in memory
 HOSTNAME = re.compile(rf"\b{re.escape(socket.gethostname())}\b")  # a short one may be a part of a word
+
+# Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer steps and less data.
+# `make test-full` runs the notebooks as they are stored.
+SHORTER = {
+    "extend_context": {
+        "steps=150": "steps=12",
+        "[:192]": "[:16]",
+        "steps=20,": "steps=6,",
+    },
+    "first_run": {
+        "steps=120": "steps=8",
+        "eval_every_steps=40": "eval_every_steps=4",
+        "eval_sequences=8": "eval_sequences=2",
+        "range(60)": "range(6)",
+    },
+    "long_context_chat": {
+        "range(400)": "range(100)",
+        "eval_sequences=8": "eval_sequences=2",
+        "steps=50,": "steps=8,",
+        "max_eval_loss=4.0": "max_eval_loss=5.5",
+        "steps=10,": "steps=4,",
+        "steps=60,": "steps=4,",
+        "max_tokens=30": "max_tokens=6",
+    },
+    "own_model": {
+        "range(120)": "range(10)",
+        "steps=200": "steps=20",
+        "checkpoint_every_steps=100": "checkpoint_every_steps=10",
+        "StopBelow(1.5)": "StopBelow(2.9)",
+    },
+}
 
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -56,22 +89,35 @@ def test_notebooks_exist_and_are_listed_in_the_readme():
     assert {path.name for path in NOTEBOOKS} == set(re.findall(r"\]\((\w+\.ipynb)\)", text))
 
 
-@notebooks
-def test_notebook_runs_without_error_and_stderr(path, tmp_path):
-    directory = tmp_path / "notebooks"
+def check_run(path: Path, directory: Path, shorter: dict[str, str], environment: dict[str, str]) -> None:
+    """Runs a notebook in a copy of its directory, with texts of its cells replaced by those of `shorter`."""
     shutil.copytree(path.parent, directory)
     stored, notebook = read(path), read(directory / path.name)
-    # The environment of a user, without the variables of tests/conftest.py.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    environment["PYTHONPATH"] = str(ROOT)
+    for text, replacement in shorter.items():
+        (cell,) = (cell for cell in code_cells(notebook) if text in cell.source)
+        assert cell.source.count(text) == 1, text
+        cell.source = cell.source.replace(text, replacement)
     client = nbclient.NotebookClient(
         notebook, timeout=CELL_TIMEOUT_SECONDS, resources={"metadata": {"path": str(directory)}}
     )
-    client.execute(env=environment)
+    client.execute(env=environment | {"PYTHONPATH": str(ROOT)})
     for cell, stored_cell in zip(code_cells(notebook), code_cells(stored), strict=True):
         errors = [output.text for output in cell.outputs if output.get("name") == "stderr"]
         assert errors == [], cell.source
         assert output_kinds(stored_cell) == output_kinds(cell), f"run `make notebooks`: {cell.source}"
+
+
+@notebooks
+def test_notebook_runs_without_error_and_stderr(path, tmp_path):
+    check_run(path, tmp_path / "notebooks", SHORTER.get(path.stem, {}), environment.of_user())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem in SHORTER], ids=lambda path: path.stem)
+def test_notebook_at_full_length_runs_without_error_and_stderr(path, tmp_path):
+    """With XLA's default optimization, and without the variables of the tests."""
+    users_variables = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    check_run(path, tmp_path / "notebooks", {}, users_variables)
 
 
 @notebooks

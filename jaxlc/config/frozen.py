@@ -1,6 +1,7 @@
 """The frozen config of a run, its default values, and its representations. Imports no jax."""
 
 import dataclasses
+import functools
 import typing
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,8 +77,9 @@ def is_placeholder(section: str, name: str) -> bool:
     return section == "model" or (section, name) == ("data", "tokenizer")
 
 
+@functools.cache
 def field_types(section: str) -> dict[str, Any]:
-    """The fields of a section and their declared types: {"data": int, ...} for "mesh"."""
+    """The fields of a section and their declared types, not to be changed: {"data": int, ...} for "mesh"."""
     return typing.get_type_hints(SECTIONS[section])
 
 

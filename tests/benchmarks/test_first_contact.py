@@ -13,6 +13,7 @@ from benchmarks.first_contact import command, constants, rows
 from benchmarks.first_contact.long_rows import workspaces
 from benchmarks.first_contact.rows import Row, RowFile
 from jaxlc.simulate import roofline
+from tests.environment import FAST_COMPILATION
 
 ROOT = Path(__file__).parents[2]
 # Runs Python as if these packages were not installed. The script itself makes jaxlc importable.
@@ -32,7 +33,7 @@ def first_contact(directory: Path, *arguments: str) -> list[dict]:
         for name, value in os.environ.items()
         if not name.startswith(("XLA_", "JAX_")) or "_CACHE_" in name  # keeps the compilation cache of the tests
     }
-    environment |= dict(PYTHONPATH=str(directory), JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_backend_optimization_level=0")
+    environment |= dict(PYTHONPATH=str(directory), JAX_PLATFORMS="cpu", XLA_FLAGS=FAST_COMPILATION)
     arguments = [f"--out={out}", *arguments]
     ran = subprocess.run(
         [sys.executable, "scripts/gpu_first_contact.py", *arguments],

@@ -71,7 +71,9 @@ def test_recipe_mini_trains(name, tmp_path):
     """Two steps of each stage; on one device in a process of its own."""
     config = read_config(f"{name}:mini")
     if config.runtime.simulated_devices == 1:
-        output = runs.train(f"{name}:mini", tmp_path / "run", train__steps=2, data__cache_dir=tmp_path / "cache")
+        output = runs.train_elsewhere(
+            f"{name}:mini", tmp_path / "run", train__steps=2, data__cache_dir=tmp_path / "cache"
+        )
         assert "held-out loss" in output
         return
     config.data.update(cache_dir=str(tmp_path / "cache"), eval_fraction=0.1)

@@ -68,7 +68,7 @@ def test_mini_variant_on_one_device_trains(tmp_path):
     corpus = runs.write_config(tmp_path).with_name("corpus")
     data = dict(data__sources=corpus, data__cache_dir=tmp_path / "cache", data__eval_fraction=0.3)
     steps = dict(train__steps=2, train__eval_every_steps=0)
-    output = runs.train("1m_1gpu:mini", tmp_path / "run", **data, **steps)
+    output = runs.train_elsewhere("1m_1gpu:mini", tmp_path / "run", **data, **steps)
     assert "parameters and optimizer" in output and "held-out" in output
 
 
@@ -93,7 +93,7 @@ def test_check_num_devices_names_commands_that_work():
 
 
 def test_train_on_other_devices_names_commands_that_work(tmp_path):
-    output = runs.train("64k", tmp_path, status=2)
+    output = runs.train_elsewhere("64k", tmp_path, status=2)
     assert "needs 8 devices but the number of available devices is 1" in output
     assert "`jaxlc train --config=64k:mini`" in output
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import FAST_COMPILATION
 from tests.train import runs
 
 pytestmark = pytest.mark.jax_version
@@ -32,7 +33,7 @@ def compile_lines(directory: Path, *workdirs: str) -> list[str]:
     """Runs the program in an environment without tests' JAX variables; returns its lines about compilation."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
     environment |= dict(
-        XLA_FLAGS="--xla_backend_optimization_level=0",
+        XLA_FLAGS=FAST_COMPILATION,
         XDG_CACHE_HOME=str(directory / "user_cache"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     )

@@ -59,7 +59,7 @@ def resumed(old, tmp_path_factory) -> tuple[Path, str]:
     shutil.copytree(old / "checkpoints" / "3", workdir / "checkpoints" / "3")
     shutil.copy(old / "metrics.jsonl", workdir)
     cache = tmp_path_factory.mktemp("cache")
-    output = runs.train("quickstart", workdir, data__sources=old / "docs", data__cache_dir=cache, **SETTINGS)
+    output = runs.train_elsewhere("quickstart", workdir, data__sources=old / "docs", data__cache_dir=cache, **SETTINGS)
     return workdir, output
 
 

@@ -109,7 +109,7 @@ def _assert_same_losses(got: list[dict], expected: list[dict], tolerance: float)
 def test_run_resumed_on_another_mesh_has_equal_losses(config, uninterrupted, halfway, tmp_path, mesh):
     """The same next sequences and losses; a changed sequence length is reported."""
     workdir = shutil.copytree(halfway, tmp_path / "copy")
-    output = runs.train(config, workdir, **mesh)
+    output = runs.train_elsewhere(config, workdir, **mesh)
     if "data__seq_len" in mesh:
         assert "training continues with different sequences" in output
     else:
