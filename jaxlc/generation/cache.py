@@ -56,11 +56,11 @@ class CacheLayout:
 
 
 def layout_for(num_tokens: int, mesh: Mesh) -> CacheLayout:
-    """A layout for at least `num_tokens` tokens per sequence. There are four lengths per power of two, so that similar
-    lengths use the same compiled programs."""
+    """A layout for at least `num_tokens` tokens per sequence. There are 16 lengths per power of two, so that similar
+    lengths use the same compiled programs, and at most 1/16 of the cache is unused."""
     ranks = mesh.shape[CONTEXT]
     num_blocks = -(-num_tokens // (ranks * BLOCK_TOKENS))
-    granularity = max(1, 2 ** (num_blocks.bit_length() - 3))
+    granularity = max(1, 2 ** (num_blocks.bit_length() - 5))
     num_blocks = -(-num_blocks // granularity) * granularity
     return CacheLayout(num_ranks=ranks, max_tokens=num_blocks * ranks * BLOCK_TOKENS)
 
