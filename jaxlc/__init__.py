@@ -167,7 +167,8 @@ def generate(
       jaxlc.core.errors.UserError: the source cannot be read, a prompt is empty, or a value is out of range.
       jaxlc.core.errors.Unsupported: a custom model.
     """
-    result = load(source, step=step, mesh=mesh) if isinstance(source, (str, os.PathLike)) else source
+    is_path = isinstance(source, (str, os.PathLike))
+    result = load(source, step=step, mesh=mesh) if is_path else source
     from jaxlc.generation.generate_text import generate_text
     from jaxlc.generation.sampling import Sampling
 
@@ -179,6 +180,7 @@ def generate(
         stop=stop,
         chunk_tokens=chunk_tokens,
         stream=stream,
+        frees_params=is_path,
     )
     return generations[0] if isinstance(prompts, str) else generations
 

@@ -6,6 +6,8 @@ much smaller than the cache. In sliding layers each rank computes its own querie
 """
 
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,13 +16,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.attention.choose import KERNELS, choose_kernel
+from jaxlc.attention.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.sharded_attention import repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.generation.cache import KV, CacheLayout, kv_spec
+
+Forward = Callable[[jax.Array, jax.Array, jax.Array, KeyRanges, AttentionSpec], tuple[jax.Array, jax.Array]]
+_MAX_ROWS = 128  # queries times query heads of a key/value head: at most one query block of a kernel
+_NUM_PROGRAMS = 256  # about two per multiprocessor of an H100
+_MIN_PART_KEYS = 512
 
 
 class NewTokens(NamedTuple):
@@ -53,7 +60,10 @@ class CachedAttention:
         Returns:
           out_BCNH in the dtype of q; padding has any value. The cache with the new tokens.
         """
-        kernel = _kernel_for(self.config.kernel, self.mesh.devices.flat[0], q_BCNH)
+        device = self.mesh.devices.flat[0]
+        kernel = kernel_for(self.config.kernel, device, dtype=q_BCNH.dtype, head_dim=q_BCNH.shape[-1]).kernel
+        # Blockwise loops on CPU gain nothing from more parts.
+        forward = functools.partial(forward_in_parts, kernel) if device.platform == "gpu" else kernel.forward
         local = _attend_window if self.window else functools.partial(_attend_all, layout=self.layout)
         spec = AttentionSpec(
             causal=False,
@@ -65,30 +75,86 @@ class CachedAttention:
         of_batch = PartitionSpec(BATCH_AXES)
         specs = (heads, heads, heads, KV(of_cache, of_cache), PartitionSpec(), NewTokens(of_batch, of_batch))
         split = jax.shard_map(
-            functools.partial(local, kernel=kernel, spec=spec),
+            functools.partial(local, forward=forward, spec=spec),
             mesh=self.mesh,
             in_specs=specs,
             out_specs=(heads, KV(of_cache, of_cache)),
             check_vma=False,
         )
         k_BCKH, v_BCKH = (repeat_heads(x, self.mesh.shape[TENSOR]) for x in (k_BCKH, v_BCKH))
-        with jax.named_scope(scopes.CORE_ATTENTION):
+        window_scope = jax.named_scope(scopes.SLIDING_WINDOW) if self.window else nullcontext()
+        with jax.named_scope(scopes.CORE_ATTENTION), window_scope:
             return split(q_BCNH, k_BCKH, v_BCKH, cache, layer, new)
 
 
-def _kernel_for(name: str, device: jax.Device, q_BCNH: jax.Array) -> Kernel:
+def kernel_for(name: str, device: jax.Device, *, dtype: jnp.dtype, head_dim: int) -> KernelSelection:
     """The kernel `name`, or the fastest one that supports any key ranges: those of a training run may not, as cudnn."""
     problem = AttentionProblem(
         platform=device.platform,
         compute_capability=getattr(device, "compute_capability", None),
-        dtype=q_BCNH.dtype.name,
-        head_dim=q_BCNH.shape[-1],
-        value_dim=q_BCNH.shape[-1],
+        dtype=jnp.dtype(dtype).name,
+        head_dim=head_dim,
+        value_dim=head_dim,
         window=None,
         implicit_positions=False,
     )
     is_supported = name in KERNELS and KERNELS[name].unsupported(problem) is None
-    return choose_kernel(name if is_supported else "auto", problem).kernel
+    return choose_kernel(name if is_supported else "auto", problem)
+
+
+def forward_in_parts(
+    kernel: Kernel,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ranges: KeyRanges,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array]:
+    """`kernel.forward` that occupies a GPU also if there are few queries, as in decoding.
+
+    A kernel has one program per query block and head. If all queries fit one block, the query heads that share a
+    key/value head become queries of one head, so that each key is read once, and the keys are split into parts that
+    are computed in parallel and merged by their log-sum-exp (Flash-Decoding, Dao et al. 2023,
+    pytorch.org/blog/flash-decoding).
+    """
+    (batch, num_queries, num_heads, width), (num_keys, num_kv_heads) = q_BTNH.shape, k_BSKH.shape[1:3]
+    groups = num_heads // num_kv_heads
+    if num_queries * groups > _MAX_ROWS:
+        return kernel.forward(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
+    parts = _num_parts(num_keys, batch * num_kv_heads)
+    q_BRKH = q_BTNH.reshape(batch, num_queries, num_kv_heads, groups, width).swapaxes(2, 3)
+    q_BRKH = q_BRKH.reshape(batch, num_queries * groups, num_kv_heads, width)
+    part_keys = num_keys // parts
+    of_parts = [ranges.within(part * part_keys, part_keys) for part in range(parts)]
+    # [B, P, ...] -> [BP, ...]
+    ranges = KeyRanges(*(jnp.repeat(jnp.stack(x, axis=1), groups, axis=2) for x in zip(*of_parts, strict=True)))
+    ranges = KeyRanges(*(x.reshape(batch * parts, -1) for x in ranges))
+    k, v = (x.reshape(batch * parts, part_keys, num_kv_heads, -1) for x in (k_BSKH, v_BSKH))
+    out, lse = kernel.forward(jnp.repeat(q_BRKH, parts, axis=0), k, v, ranges, spec)
+
+    out_BPRKH = out.reshape(batch, parts, *out.shape[1:])
+    lse_BPRK = lse.swapaxes(1, 2).reshape(batch, parts, -1, num_kv_heads)
+    lse_BRK = jax.nn.logsumexp(lse_BPRK, axis=1)
+    weights_BPRK = jnp.exp(lse_BPRK - jnp.where(jnp.isneginf(lse_BRK), 0.0, lse_BRK)[:, None])
+    out_BRKH = jnp.einsum("BPRKH,BPRK->BRKH", out_BPRKH, weights_BPRK)
+
+    def ungrouped(x_BRK):  # [B, TG, K, ...] -> [B, T, N, ...]
+        x_BTGK = x_BRK.reshape(batch, num_queries, groups, *x_BRK.shape[2:])
+        return x_BTGK.swapaxes(2, 3).reshape(batch, num_queries, num_heads, *x_BRK.shape[3:])
+
+    return ungrouped(out_BRKH), ungrouped(lse_BRK).swapaxes(1, 2)
+
+
+def _num_parts(num_keys: int, programs_per_part: int) -> int:
+    """A power of two: `_NUM_PROGRAMS` programs, unless a part would be too short or num_keys does not split."""
+    parts = 1
+    while (
+        2 * parts * programs_per_part <= _NUM_PROGRAMS
+        and num_keys % (2 * parts) == 0
+        and num_keys // (2 * parts) >= _MIN_PART_KEYS
+    ):
+        parts *= 2
+    return parts
 
 
 def _attend_all(
@@ -100,7 +166,7 @@ def _attend_all(
     new: NewTokens,
     *,
     layout: CacheLayout,
-    kernel: Kernel,
+    forward: Forward,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, KV]:
     """Attention to all earlier tokens; runs inside `shard_map`."""
@@ -120,7 +186,7 @@ def _attend_all(
 
     end_bC = jnp.where(is_new_bC, layout.num_stored(rank, positions_bC + 1), 0)
     ranges = KeyRanges(jnp.zeros_like(end_bC), end_bC)
-    out_bCnH, lse_bnC = kernel.forward(q_bCnH, k_bskH, v_bskH, ranges, spec)
+    out_bCnH, lse_bnC = forward(q_bCnH, k_bskH, v_bskH, ranges, spec)
     max_bnC = lax.pmax(lse_bnC, CONTEXT)
     weights_bCn = jnp.exp(lse_bnC - jnp.where(jnp.isneginf(max_bnC), 0.0, max_bnC)).swapaxes(1, 2)
     sums_bcnX = lax.psum_scatter(
@@ -141,7 +207,7 @@ def _attend_window(
     layer: jax.Array,
     new: NewTokens,
     *,
-    kernel: Kernel,
+    forward: Forward,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, KV]:
     """Attention to the last tokens; runs inside `shard_map`."""
@@ -156,7 +222,7 @@ def _attend_window(
     end_bc = jnp.broadcast_to(index_c + window + 1, (batch, c))
     start_bc = jnp.maximum(end_bc - window, window - new.num_past_B[:, None])
     ranges = KeyRanges(*(jnp.where(is_new_bc, x, 0) for x in (start_bc, end_bc)))
-    out_bcnH, _ = kernel.forward(q_bcnH, *(x.astype(q_bcnH.dtype) for x in (k_bSkH, v_bSkH)), ranges, spec)
+    out_bcnH, _ = forward(q_bcnH, *(x.astype(q_bcnH.dtype) for x in (k_bSkH, v_bSkH)), ranges, spec)
 
     last = jax.vmap(lambda x_SkH, num_new: lax.dynamic_slice_in_dim(x_SkH, num_new, window))
     updated = (last(x, new.num_new_B) for x in (k_bSkH, v_bSkH))

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxlc.core.errors import Unsupported, UserError
@@ -30,11 +31,22 @@ def generate_text(
     stop: Sequence[str] = (),
     chunk_tokens: int = 0,
     stream: Stream | None = None,
+    frees_params: bool = False,
 ) -> list[Generation]:
-    """Continues `prompts` with the model of `result`; see `jaxlc.generate`."""
+    """Continues `prompts` with the model of `result`; see `jaxlc.generate`.
+
+    Args:
+      frees_params: free the float32 parameters if the generator has them in another dtype. `result` cannot be used
+        afterwards.
+    """
     if isinstance(prompts, np.ndarray) or any(isinstance(prompt, int) for prompt in prompts):
         raise UserError("invalid prompts: expected a string, or a list of strings or of arrays of token ids")
-    return generator_of(result)(
+    generator = generator_of(result)
+    if frees_params:
+        for stored, cast in zip(jax.tree.leaves(result.params), jax.tree.leaves(generator.params), strict=True):
+            if stored.dtype != cast.dtype:
+                stored.delete()
+    return generator(
         [_encoded(prompt, result.tokenizer) for prompt in prompts],
         max_tokens=max_tokens,
         sampling=sampling,

@@ -1,6 +1,5 @@
 """Text generation on the mesh of a model: prefill in chunks, then one token per sequence and step."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,18 +9,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokenizers import Tokenizer
-from jaxlc.generation.cache import CacheLayout, abstract_cache, empty_cache, layout_for
+from jaxlc.generation.cache import CacheLayout, empty_cache, layout_for
 from jaxlc.generation.cached_attention import NewTokens
-from jaxlc.generation.cached_decoder import CachedDecoder
+from jaxlc.generation.cached_step import BATCH_SPEC, TOKENS_SPEC, CachedStep, abstract_params, cast_params
 from jaxlc.generation.sampling import Sampling, choose_tokens
 from jaxlc.generation.text_stream import TextStream
 from jaxlc.models import decoder
-from jaxlc.sharding.rules import is_vector, storage_spec
 
-_CHUNK_TOKENS = 2048  # of prefill, per context rank
 Stream = Callable[[int, str], None]  # index of the prompt, new text
 
 
@@ -51,9 +47,12 @@ class Generator:
           cache_dtype: of keys and values. None: the compute dtype.
         """
         self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
-        self._compute_dtype = jnp.dtype(compute_dtype)
-        self._cache_dtype = self._compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
-        self._params = _cast(params, decoder.dims_of(config.model, config.lora), mesh, self._compute_dtype)
+        compute_dtype = jnp.dtype(compute_dtype)
+        self.cached_step = CachedStep(
+            config=config, mesh=mesh, compute_dtype=compute_dtype, cache_dtype=jnp.dtype(cache_dtype or compute_dtype)
+        )
+        dims = decoder.dims_of(config.model, config.lora)
+        self.params = cast_params(params, abstract_params(params, dims, mesh, compute_dtype))
         self._steps: dict[CacheLayout, jax.stages.Wrapped] = {}
 
     def __call__(
@@ -110,25 +109,8 @@ class Generator:
     def step(self, layout: CacheLayout) -> jax.stages.Wrapped:
         """The compiled `CachedDecoder` of this cache layout; the cache is updated in place."""
         if layout not in self._steps:
-            self._steps[layout] = self._make_step(layout)
+            self._steps[layout] = self.cached_step.jitted(layout)
         return self._steps[layout]
-
-    def _make_step(self, layout: CacheLayout) -> jax.stages.Wrapped:
-        function = CachedDecoder(
-            model=self.config.model,
-            lora=self.config.lora,
-            attention=self.config.attention,
-            mesh=self.mesh,
-            layout=layout,
-            compute_dtype=self._compute_dtype,
-            rope_tokens=max(layout.max_tokens, self.config.data.seq_len),
-        )
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
-        return jax.jit(function.__call__, donate_argnums=1, out_shardings=(everywhere, cache))
-
-    def abstract_cache(self, layout: CacheLayout, batch_size: int):
-        return abstract_cache(self.config.model, self.mesh, layout, batch_size=batch_size, dtype=self._cache_dtype)
 
 
 class _Batch:
@@ -136,18 +118,14 @@ class _Batch:
     splits over the mesh; they repeat the last prompt's first token."""
 
     def __init__(self, generator: Generator, prompts: list[np.ndarray], max_tokens: int, chunk_tokens: int):
-        mesh = generator.mesh
-        self._generator, self._mesh = generator, mesh
-        num_padding = -len(prompts) % math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+        self._generator, cached_step = generator, generator.cached_step
+        num_padding = cached_step.padded_batch_size(len(prompts)) - len(prompts)
         self._prompts = [*prompts, *([prompts[-1][:1]] * num_padding)]
         longest = max(map(len, prompts))
-        layout = layout_for(longest + max_tokens, mesh)
-        self._unit = mesh.shape[CONTEXT] * mesh.shape[TENSOR]
-        chunk_tokens = chunk_tokens or _CHUNK_TOKENS * mesh.shape[CONTEXT]
-        # A power of two, so that prompts of similar lengths use the same program.
-        self._chunk_tokens = self._unit * 2 ** max(0, math.ceil(math.log2(min(longest, chunk_tokens) / self._unit)))
+        layout = layout_for(longest + max_tokens, generator.mesh)
+        self._chunk_tokens = cached_step.prefill_tokens(longest, chunk_tokens)
         self._step = generator.step(layout)
-        self._cache = empty_cache(generator.abstract_cache(layout, len(self._prompts)))
+        self._cache = empty_cache(cached_step.abstract_cache(layout, len(self._prompts)))
         self._num_tokens_B = np.zeros(len(self._prompts), np.int32)  # in the cache
 
     def prefill(self) -> jax.Array:
@@ -163,35 +141,34 @@ class _Batch:
 
     def decode(self, tokens_B: np.ndarray) -> jax.Array:
         """Appends one token to each sequence; returns the logits of the next one, float32 [B, V]."""
-        return self._run(list(tokens_B[:, None]), np.ones(len(tokens_B), np.int32), self._unit)
+        return self._run(
+            list(tokens_B[:, None]), np.ones(len(tokens_B), np.int32), self._generator.cached_step.decode_tokens
+        )
 
     def choose(self, logits_BV: jax.Array, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
         indices_B = np.stack([np.arange(len(self._prompts), dtype=np.int32), self._num_tokens_B])
         return jax.device_get(
             choose_tokens(
                 logits_BV,
-                sampling.seed,
+                np.uint32(sampling.seed),
                 indices_B,
-                np.float32(sampling.temperature or 1.0),
+                np.float32(1.0 if sampling.is_greedy else sampling.temperature),
                 np.float32(sampling.top_p),
-                greedy=sampling.temperature == 0,
+                greedy=sampling.is_greedy,
             )
         )
 
     def _run(self, chunks: list[np.ndarray], new_B: np.ndarray, chunk_tokens: int = 0) -> jax.Array:
         chunk_tokens = chunk_tokens or self._chunk_tokens
         tokens_BC = np.stack([np.pad(chunk, (0, chunk_tokens - len(chunk))) for chunk in chunks]).astype(np.int32)
-        of_tokens, of_batch = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR)), PartitionSpec(BATCH_AXES)
-        arguments = (
-            self._global(tokens_BC, of_tokens),
-            NewTokens(self._global(self._num_tokens_B, of_batch), self._global(new_B.astype(np.int32), of_batch)),
-        )
-        logits_BV, self._cache = self._step(self._generator._params, self._cache, *arguments)
+        counts = (self._global(x.astype(np.int32), BATCH_SPEC) for x in (self._num_tokens_B, new_B))
+        arguments = self._global(tokens_BC, TOKENS_SPEC), NewTokens(*counts)
+        logits_BV, self._cache = self._step(self._generator.params, self._cache, *arguments)
         self._num_tokens_B = self._num_tokens_B + new_B.astype(np.int32)
         return logits_BV
 
     def _global(self, x: np.ndarray, spec: PartitionSpec) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, NamedSharding(self._mesh, spec), lambda index: x[index])
+        return jax.make_array_from_callback(x.shape, NamedSharding(self._generator.mesh, spec), lambda index: x[index])
 
 
 class _Output:
@@ -224,7 +201,8 @@ class _Output:
         elif len(self._tokens) == self._max_tokens:
             self.finish_reason = "length"
         if self.finish_reason:
-            self._stream.finish()
+            self._stream.finish()  # which may complete a stop string
+            self.finish_reason = "stop" if self._stream.is_stopped else self.finish_reason
 
     def take(self) -> str:
         return self._stream.take(is_last=bool(self.finish_reason))
@@ -237,17 +215,3 @@ class _Output:
             num_prompt_tokens=self._num_prompt_tokens,
             finish_reason=self.finish_reason,
         )
-
-
-def _cast(params: dict, dims: dict, mesh: Mesh, dtype) -> dict:
-    """A copy of the parameters on the devices with the shardings of stored parameters. Matrices are in `dtype`; scales
-    of norms and biases remain in float32, in which they are used."""
-
-    def sharding(x, its_dims):
-        return NamedSharding(mesh, storage_spec(its_dims, x.shape, mesh))
-
-    def cast(x, its_dims):
-        return x if is_vector(its_dims) else x.astype(dtype)
-
-    shardings = jax.tree.map(sharding, params, dims)
-    return jax.jit(lambda tree: jax.tree.map(cast, tree, dims), out_shardings=shardings)(params)

@@ -17,15 +17,22 @@ class Sampling:
       UserError: a value is out of range.
     """
 
-    temperature: float = 0.0  # logits are divided by it; 0: the token with the largest logit (greedy)
+    temperature: float = 0.0  # logits are divided by it; up to 1e-5: the token with the largest logit (greedy)
     top_p: float = 1.0  # sample from the smallest set of tokens with at least this probability (Holtzman et al. 2020)
     seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Quotients of a smaller temperature than 1e-5 may not fit float32."""
+        return self.temperature <= 1e-5
 
     def __post_init__(self):
         if not self.temperature >= 0:
             raise UserError(f"invalid value {self.temperature} for temperature: expected 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"invalid value {self.top_p} for top_p: expected more than 0 and at most 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"invalid value {self.seed} for seed: expected 0 to 2^32 - 1")
 
 
 @partial(jax.jit, static_argnames="greedy")

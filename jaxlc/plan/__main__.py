@@ -2,6 +2,7 @@
 
 Compiles the training step ahead of time, without a GPU, and prints its memory, collectives, kernels and estimated time.
 For a config with stages it compiles the step of every stage and prints one table; --stage=NAME plans one of them.
+--generate plans generation instead: the memory and the time of a prompt of --prompt-tokens, and of decoding.
 
     jaxlc plan --model=llama3.1-8b --seq_len=1M --topology=h100:1x8 --recommend
 
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxlc import plan, runtime
-from jaxlc.config import RuntimeConfig, Stage, transport_settings, with_settings
+from jaxlc.config import Config, RuntimeConfig, Stage, transport_settings, with_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
@@ -36,6 +37,12 @@ _FLAGS = {
     "constants": "JSON file of measured efficiencies and latencies (default: those of jaxlc/core/hardware.py)",
     "evaluation": "also compile the evaluation of held-out sequences and print its peak memory",
     "document-lengths": "estimate packed sequences too: corpus, mix, or lengths in tokens such as 65536,1024x64",
+    "generate": "plan generation instead of training: memory and time of prefill and decoding",
+    "prompt-tokens": "with --generate: tokens of each prompt (default: config.data.seq_len)",
+    "new-tokens": "with --generate: new tokens of each prompt (default: 256)",
+    "batch-size": "with --generate: prompts that are generated together (default: 1)",
+    "cache-dtype": "with --generate: dtype of the KV cache, bf16, fp16 or fp32 (default: the compute dtype)",
+    "chunk-tokens": "with --generate: prompt tokens computed at once (default: 2048 per context rank)",
     "recommend": "search the best mesh, strategy and memory settings, and write a config file (docs/recommend.md)",
     "goal": "of --recommend: fastest (default), cheapest, fewest_gpus, or longest (the longest sequence that fits)",
     "model": "of --recommend: a preset such as llama3.1-8b, a Hugging Face directory or hub id; --config is optional",
@@ -45,9 +52,12 @@ _FLAGS = {
     "out": "of --recommend: config file to write (default: recommended.py)",
     "advise": "if the step does not fit, compile it with changed settings until some fit",
 }
-
-
-_SWITCHES = ("--advise", "--evaluation", "--recommend")
+_SWITCHES = ("--advise", "--evaluation", "--generate", "--recommend")
+_GENERATION_FLAGS = ("prompt-tokens", "new-tokens", "batch-size", "cache-dtype", "chunk-tokens")
+_TRAINING_FLAGS = (  # not with --generate
+    "price-per-gpu-hour", "devices-per-process", "host-memory-gib", "html", "timeline", "evaluation",
+    "document-lengths", "recommend", "advise",
+)  # fmt: skip
 
 
 def main(command: ParsedCommand) -> int:
@@ -59,6 +69,8 @@ def main(command: ParsedCommand) -> int:
     name = flags["topology"] or stages[0].config.runtime.topology
     _check_flags(flags, name, len(stages))
     _start_on_cpu()
+    if flags["generate"] is not None:
+        return _plan_generation(flags, stages[0].config, name)
     if flags["recommend"] is not None:
         return _recommend(command, stages, name)
     from jaxlc.plan import report
@@ -70,7 +82,7 @@ def main(command: ParsedCommand) -> int:
             plan.plan(
                 stage.config,
                 name,
-                devices_per_process=int(flags["devices-per-process"] or 1),
+                devices_per_process=_whole(flags, "devices-per-process", 1),
                 host_memory_gib=_positive(flags, "host-memory-gib"),
                 advise=flags["advise"] is not None,
                 evaluation=flags["evaluation"] is not None,
@@ -125,6 +137,26 @@ def _recommend(command: ParsedCommand, stages: Sequence[Stage], topology: str) -
     return recommend_command.run(stages, values, gpus, source)
 
 
+def _plan_generation(flags: Mapping[str, str | None], config: Config, topology: str) -> int:
+    """Runs the command with --generate."""
+    with _progress() as starting:
+        result = plan.plan_generation(
+            config,
+            topology,
+            prompt_tokens=_whole(flags, "prompt-tokens", config.data.seq_len),
+            new_tokens=_whole(flags, "new-tokens", 256),
+            batch_size=_whole(flags, "batch-size", 1),
+            cache_dtype=flags["cache-dtype"] or "",
+            chunk_tokens=_whole(flags, "chunk-tokens", 0),
+            constants=flags["constants"] or "",
+            starting=starting,
+        )
+    print(result)
+    if flags["json"]:
+        Path(flags["json"]).write_text(json.dumps(result.to_json(), indent=1) + "\n")
+    return 0
+
+
 def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int) -> None:
     """Raises UserError for a missing topology, an invalid number, or an output file that cannot be written."""
     for flag in ("goal", "model", "seq_len", "search-minutes", "workers", "out"):
@@ -132,9 +164,14 @@ def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int
             raise UserError(f"--{flag}={flags[flag]} is a flag of --recommend; add --recommend, or remove it")
     if not topology:
         raise UserError("no topology: pass target GPUs, such as --topology=h100:8x8")
-    per_process = flags["devices-per-process"] or "1"
-    if not per_process.isdigit():
-        raise UserError(f"invalid --devices-per-process={per_process}: expected a whole number")
+    _whole(flags, "devices-per-process", 1)
+    is_generation = flags["generate"] is not None
+    unused = _TRAINING_FLAGS if is_generation else _GENERATION_FLAGS
+    for flag in unused:
+        if flags[flag] is not None:
+            raise UserError(f"unsupported: --{flag} {'with' if is_generation else 'without'} --generate")
+    if is_generation and num_stages > 1:
+        raise UserError(f"unsupported: --generate for {num_stages} stages; choose one with --stage=NAME")
     for flag in ("json", "html", "timeline"):
         path = flags[flag]
         if path and not Path(path).resolve().parent.is_dir():
@@ -144,6 +181,14 @@ def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int
             extras.require("matplotlib", f"--{flag}")
             if num_stages > 1:
                 raise UserError(f"unsupported: --{flag} for {num_stages} stages; choose one with --stage=NAME")
+
+
+def _whole(flags: Mapping[str, str | None], name: str, default: int) -> int:
+    """The whole number of a flag; `default` if it is not given."""
+    text = flags[name]
+    if text is not None and not text.isdigit():
+        raise UserError(f"invalid --{name}={text}: expected a whole number")
+    return default if text is None else int(text)
 
 
 def _positive(flags: Mapping[str, str | None], name: str) -> float | None:

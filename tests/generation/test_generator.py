@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jaxlc.attention.choose import KERNELS
+from jaxlc.attention.contract import AttentionSpec, KeyRanges
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokenizers import ByteTokenizer
 from jaxlc.generation import cached_attention
-from jaxlc.generation.generator import Generator, _Batch
+from jaxlc.generation.generator import Generator, _Batch, _Output
 from jaxlc.simulate.topology import topology
 from jaxlc.train.language_model import LanguageModel
 from tests.train.synthetic import put_params, small_config, small_step
@@ -72,8 +73,8 @@ def test_generation_of_several_prompts_equals_single_ones(one_device):
     params, _ = one_device()
     step = small_step(small_config(mesh=dict(context=2, fsdp=2)))
     generator = generator_of(step, put_params(step, params))
-    prompts = prompts_of((33, 5, 70))
-    together = generator(prompts, max_tokens=12)
+    prompts = prompts_of((33, 1, 300))
+    together = generator(prompts, max_tokens=12, chunk_tokens=64)
     alone = generator(prompts[1:2], max_tokens=12)
     np.testing.assert_array_equal(together[1].tokens, alone[0].tokens)
     np.testing.assert_allclose(together[1].log_probs, alone[0].log_probs, atol=TOLERANCE)
@@ -112,5 +113,26 @@ def test_invalid_prompt_raises(prompts, message, one_device):
 def test_kernel_on_hopper_takes_the_ranges_of_a_cache(name):
     """Not cudnn, whose packed calls expect that all queries of a document have the same keys."""
     (device, *_) = topology("h100:1x1").devices
-    q_BCNH = jax.ShapeDtypeStruct((1, 8, 4, 128), jnp.bfloat16)
-    assert cached_attention._kernel_for(name, device, q_BCNH) is KERNELS["pallas"]
+    assert cached_attention.kernel_for(name, device, dtype=jnp.bfloat16, head_dim=128).kernel is KERNELS["pallas"]
+
+
+@pytest.mark.parametrize("num_heads", [8, 2])
+def test_forward_in_parts_equals_one_call(num_heads):
+    """Few queries and 4,096 keys: 8 parts; some parts and one query have no keys."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q_BTNH = jax.random.normal(keys[0], (2, 3, num_heads, 16))
+    k_BSKH, v_BSKH = (jax.random.normal(key, (2, 4096, 2, 16)) for key in keys[1:])
+    ranges = KeyRanges(jnp.array([[0, 5, 0], [0, 0, 2000]]), jnp.array([[700, 4096, 0], [1, 4000, 2300]]))
+    spec, kernel = AttentionSpec(causal=False), KERNELS["reference"]
+    expected = kernel.forward(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
+    got = cached_attention.forward_in_parts(kernel, q_BTNH, k_BSKH, v_BSKH, ranges, spec)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_stop_string_that_only_the_end_completes_is_the_reason():
+    """The last token is the first byte of a character, which the end of the text replaces."""
+    output = _Output(ByteTokenizer(), ["b\ufffd"], [], max_tokens=3, num_prompt_tokens=1)
+    for number in b"ab\xc3":
+        output.add(number, 0.0)
+    assert output.finish_reason == "stop" and output.result().text == "a"

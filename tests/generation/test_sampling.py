@@ -26,6 +26,8 @@ def draws(count: int, temperature: float, top_p: float) -> np.ndarray:
         (0.5, 1.0, np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365),
         (1.0, 0.75, [0.625, 0.375, 0, 0]),
         (1.0, 0.5, [1, 0, 0, 0]),
+        (1.0, 1e-50, [1, 0, 0, 0]),
+        (1.1e-5, 1.0, [1, 0, 0, 0]),
     ],
 )
 def test_frequencies_equal_probabilities(temperature, top_p, expected):
@@ -40,6 +42,10 @@ def test_greedy_takes_the_largest_and_reports_its_log_probability():
     assert tokens_B.tolist() == [3] and np.allclose(log_probs_B, np.log(0.5))
 
 
+def test_temperature_near_zero_is_greedy():
+    assert Sampling(temperature=1e-50).is_greedy and not Sampling(temperature=0.01).is_greedy
+
+
 def test_token_of_a_sequence_does_not_depend_on_its_batch():
     logits_BV = jax.random.normal(jax.random.key(0), (8, 50))
     indices_B = np.stack([np.arange(8), np.arange(8) + 3])
@@ -49,8 +55,12 @@ def test_token_of_a_sequence_does_not_depend_on_its_batch():
 
 
 @pytest.mark.parametrize(
-    "values", [dict(temperature=-1.0), dict(top_p=0.0), dict(top_p=1.5), dict(temperature=float("nan"))]
-)
+    "values",
+    [
+        dict(temperature=-1.0), dict(top_p=0.0), dict(top_p=1.5), dict(temperature=float("nan")), dict(seed=-1),
+        dict(seed=2**32),
+    ],
+)  # fmt: skip
 def test_value_out_of_range_raises(values):
     with pytest.raises(UserError, match="invalid value"):
         Sampling(**values)

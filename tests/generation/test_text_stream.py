@@ -34,6 +34,27 @@ def test_text_ends_before_the_first_stop_string():
     assert stream.is_stopped and stream.text == "".join(taken) == "one "
 
 
+def test_stop_string_across_tokens_and_characters_ends_the_text():
+    """Its first character is the end of one token, and its last one is cut by the border of two tokens."""
+    taken, stream = pieces_of("text é🙂 rest", stop=["é🙂", "rest"])
+    assert stream.is_stopped and stream.text == "".join(taken) == "text "
+    words = ["ab", "cd", "ef"]
+    stream = TextStream(lambda ids: "".join(words[i] for i in np.asarray(ids)), stop=["bcde"])
+    for token in range(3):
+        stream.add(token)
+    assert stream.is_stopped and stream.text == "a" and stream.take(is_last=True) == "a"
+
+
+def test_stop_string_in_the_last_incomplete_text_ends_it():
+    """The end of the text is decoded by `finish` only."""
+    stream = TextStream(DECODE, stop=["b\ufffd"])
+    for number in b"ab\xc3":
+        stream.add(number)
+    assert stream.take(is_last=False) == "a"
+    stream.finish()
+    assert stream.is_stopped and stream.take(is_last=True) == "" and stream.text == "a"
+
+
 def test_start_of_a_stop_string_is_held_until_it_is_refuted():
     taken, stream = pieces_of("a\n\nb\nc", stop=["\n\n\n"])
     assert taken == ["a", "", "", "\n\nb", "", "\nc", ""]

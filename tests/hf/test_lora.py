@@ -122,6 +122,21 @@ def test_export_merges_adapters_into_weights(run, model, tmp_path):
     assert np.abs(exported["model.embed_tokens.weight"] - base["model.embed_tokens.weight"]).max() > 1e-3
 
 
+def test_generation_with_adapters_equals_that_of_merged_weights(run, model, tmp_path):
+    """And differs from that of the base."""
+    workdir, _ = run
+    merged = jaxlc.export(workdir, tmp_path / "out", dtype="fp32")
+    prompt = tokens_of(20)[:1]
+
+    def generate(source):
+        return jaxlc.generate(source, list(prompt), max_tokens=8, mesh=dict(context=2))[0]
+
+    with_adapters, of_merged = generate(workdir), generate(merged)
+    np.testing.assert_array_equal(with_adapters.tokens, of_merged.tokens)
+    np.testing.assert_allclose(with_adapters.log_probs, of_merged.log_probs, atol=1e-4)
+    assert np.abs(with_adapters.log_probs - generate(model).log_probs).max() > 1e-2
+
+
 @needs_transformers
 def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
     workdir, result = run

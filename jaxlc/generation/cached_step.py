@@ -1,0 +1,104 @@
+"""The compiled function of generation: its arguments with their shardings, and the sizes that they are padded to."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlc.config import Config
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.generation.cache import KV, CacheLayout, abstract_cache
+from jaxlc.generation.cached_attention import NewTokens
+from jaxlc.generation.cached_decoder import CachedDecoder
+from jaxlc.sharding.rules import is_vector, storage_spec
+
+CHUNK_TOKENS = 2048  # of prefill, per context rank
+TOKENS_SPEC = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR))  # of int32 [B, C]
+BATCH_SPEC = PartitionSpec(BATCH_AXES)  # of int32 [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedStep:
+    """Compiles `CachedDecoder` for a mesh, whose devices may be absent."""
+
+    config: Config
+    mesh: Mesh
+    compute_dtype: jnp.dtype
+    cache_dtype: jnp.dtype
+
+    def jitted(self, layout: CacheLayout) -> jax.stages.Wrapped:
+        """The function `(params, cache, tokens, new) -> (logits, cache)`; the cache is updated in place."""
+        function = CachedDecoder(
+            model=self.config.model,
+            lora=self.config.lora,
+            attention=self.config.attention,
+            mesh=self.mesh,
+            layout=layout,
+            compute_dtype=self.compute_dtype,
+            rope_tokens=max(layout.max_tokens, self.config.data.seq_len),
+        )
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
+        return jax.jit(function.__call__, donate_argnums=1, out_shardings=(replicated, cache))
+
+    def lower(
+        self, params: dict, layout: CacheLayout, *, batch_size: int, num_tokens: int
+    ) -> tuple[jax.stages.Lowered, dict[str, tuple[KV, ...]]]:
+        """Lowers `jitted` for `num_tokens` tokens of each sequence and `abstract_params`; also returns the cache."""
+        cache = self.abstract_cache(layout, batch_size)
+
+        def numbers(spec: PartitionSpec, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, spec))
+
+        new = NewTokens(numbers(BATCH_SPEC, batch_size), numbers(BATCH_SPEC, batch_size))
+        return self.jitted(layout).lower(params, cache, numbers(TOKENS_SPEC, batch_size, num_tokens), new), cache
+
+    def abstract_cache(self, layout: CacheLayout, batch_size: int) -> dict[str, tuple[KV, ...]]:
+        return abstract_cache(self.config.model, self.mesh, layout, batch_size=batch_size, dtype=self.cache_dtype)
+
+    def padded_batch_size(self, num_prompts: int) -> int:
+        """The smallest batch size of at least `num_prompts` that splits over the mesh."""
+        multiple = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        return -(-num_prompts // multiple) * multiple
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of a decoding step per sequence: one new token, and padding to the ranks that split them."""
+        return self.mesh.shape[CONTEXT] * self.mesh.shape[TENSOR]
+
+    def prefill_tokens(self, longest: int, chunk_tokens: int = 0) -> int:
+        """Tokens of a chunk for prompts of up to `longest` tokens: a power of two times `decode_tokens`, so that
+        prompts of similar lengths use the same program.
+
+        Args:
+          chunk_tokens: the largest number, unless `decode_tokens` is larger; rounded up. 0: `CHUNK_TOKENS` per rank.
+        """
+        chunk_tokens = min(longest, chunk_tokens or CHUNK_TOKENS * self.mesh.shape[CONTEXT])
+        return self.decode_tokens * 2 ** max(0, math.ceil(math.log2(chunk_tokens / self.decode_tokens)))
+
+
+def abstract_params(params: dict, dims: dict, mesh: Mesh, dtype: jnp.dtype) -> dict:
+    """Shapes, dtypes and shardings of the parameters in generation: matrices in `dtype`; scales of norms and biases
+    remain in float32, in which they are used. They are sharded as stored parameters.
+
+    Args:
+      params: the tree of `decoder.init`, of arrays or of `jax.ShapeDtypeStruct`s.
+      dims: of `decoder.dims_of`.
+    """
+
+    def abstract(x, its_dims):
+        sharding = NamedSharding(mesh, storage_spec(its_dims, x.shape, mesh))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype if is_vector(its_dims) else dtype, sharding=sharding)
+
+    return jax.tree.map(abstract, params, dims)
+
+
+def cast_params(params: dict, abstract: dict) -> dict:
+    """A copy of the parameters with the dtypes and shardings of `abstract_params`."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    dtypes = jax.tree.map(lambda x: x.dtype, abstract)
+    return jax.jit(lambda tree: jax.tree.map(lambda x, dtype: x.astype(dtype), tree, dtypes), out_shardings=shardings)(
+        params
+    )

@@ -1,0 +1,256 @@
+"""Compiles the programs of generation ahead of time for absent GPUs: a prefill chunk and a decoding step."""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxlc.config import Config
+from jaxlc.core.axes import CONTEXT, TENSOR
+from jaxlc.core.errors import UserError
+from jaxlc.generation.cache import layout_for, num_cached_heads
+from jaxlc.generation.cached_attention import kernel_for
+from jaxlc.generation.cached_step import CachedStep, abstract_params
+from jaxlc.hlo import AnalyzedProgram, analyze
+from jaxlc.hlo.memory_dump import LiveTensor, read
+from jaxlc.models import decoder
+from jaxlc.plan import memory, summary
+from jaxlc.plan.cached_time import CachedTimeModel, CachedWork
+from jaxlc.plan.compile import on_gpus
+from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.time_model import DEFAULT_ROOFLINE
+from jaxlc.simulate.timed_ops import TimedOps
+from jaxlc.simulate.timeline import Simulator
+from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
+from jaxlc.train.mixed_precision import compute_dtype
+from jaxlc.train.state import bytes_per_device
+from jaxlc.train.step import build_step
+
+CACHE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+_NUM_SIMULATED_CHUNKS = 5  # the time of a chunk is nearly linear in the number of earlier tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramPlan:
+    """A compiled program: memory per GPU, besides weights and cache, and the estimated time."""
+
+    tokens: int  # of each sequence in one run of the program, padding included
+    temp_bytes: int  # temporaries and results
+    workspace_bytes: int  # of kernels; upper bound
+    nccl_bytes: int  # upper bound
+    seconds: float  # prefill: of the whole prompt. Decoding: of one step, one token per sequence
+    seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting" for communication
+    kernels: dict[str, int]  # executions in one run of the program
+    largest: tuple[LiveTensor, ...]  # largest arrays at the peak
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.temp_bytes + self.workspace_bytes + self.nccl_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationPlan:
+    """The plan of `jaxlc plan --generate`: AOT-compiled memory and estimated times. Print it."""
+
+    topology: str
+    num_devices: int
+    mesh: dict[str, int]
+    prompt_tokens: int
+    new_tokens: int
+    batch_size: int
+    cache_dtype: str
+    cache_tokens: int  # of each sequence
+    compile_seconds: float
+    kernel_choice: str
+    weights_bytes: int  # per GPU, in the compute dtype
+    float32_params_bytes: int  # per GPU: of a `Result`; generation from a path frees them
+    cache_bytes: int  # per GPU
+    device_capacity_bytes: int
+    prefill: ProgramPlan
+    decode: ProgramPlan
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return self.weights_bytes + self.cache_bytes + max(self.prefill.peak_bytes, self.decode.peak_bytes)
+
+    @property
+    def usable_bytes(self) -> float:
+        return memory.USABLE_SHARE * self.device_capacity_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.device_peak_bytes <= self.usable_bytes
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.batch_size * self.prompt_tokens / self.prefill.seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Of all sequences and GPUs."""
+        return self.batch_size / self.decode.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        derived = ("device_peak_bytes", "usable_bytes", "fits", "prefill_tokens_per_second", "decode_tokens_per_second")
+        values = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
+        for name in ("prefill", "decode"):
+            values[name]["largest"] = [tensor._asdict() for tensor in getattr(self, name).largest]
+            values[name]["peak_bytes"] = getattr(self, name).peak_bytes
+        return values
+
+    def __str__(self) -> str:
+        from jaxlc.plan.generation_report import page
+
+        return page(self)
+
+
+class _Compiled(NamedTuple):
+    program: AnalyzedProgram
+    tokens: int
+    temp_bytes: int
+    largest: tuple[LiveTensor, ...]
+
+
+def plan_generation(
+    config: ConfigDict | Config,
+    gpus: Topology,
+    starting: Callable[[str], None],
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    batch_size: int = 1,
+    cache_dtype: str = "",
+    chunk_tokens: int = 0,
+    roofline: Roofline = DEFAULT_ROOFLINE,
+) -> GenerationPlan:
+    """See `jaxlc.plan.plan_generation`. `starting` is called with the name of each program before it is compiled."""
+    if cache_dtype and cache_dtype not in CACHE_DTYPES:
+        raise UserError(f"invalid value {cache_dtype!r} for cache_dtype: expected {', '.join(CACHE_DTYPES)}")
+    numbers = dict(prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch_size=batch_size)
+    for name, value in numbers.items():
+        if value < 1:
+            raise UserError(f"invalid value {value} for {name}: expected 1 or more")
+    config = on_gpus(config, gpus)
+    mesh = make_mesh(gpus, config.mesh)
+    dtype = compute_dtype(config.precision.compute, "gpu")
+    step = CachedStep(
+        config=config, mesh=mesh, compute_dtype=dtype, cache_dtype=jnp.dtype(CACHE_DTYPES.get(cache_dtype, dtype))
+    )
+    stored = build_step(config, mesh).abstract_state.params
+    params = abstract_params(stored, decoder.dims_of(config.model, config.lora), mesh, dtype)
+    layout = layout_for(prompt_tokens + new_tokens, mesh)
+    batch = step.padded_batch_size(batch_size)
+    start_seconds = time.perf_counter()
+
+    def compiled(name: str, num_tokens: int) -> _Compiled:
+        starting(f"{name} for {gpus}")
+        lowered, _ = step.lower(params, layout, batch_size=batch, num_tokens=num_tokens)
+        return _compile(lowered, num_tokens, options_without_gpu(config.precision.compute))
+
+    prefill = compiled("a prefill chunk", step.prefill_tokens(prompt_tokens, chunk_tokens))
+    decode = compiled("a decoding step", step.decode_tokens)
+    work = _work(step, batch)
+    time_model = CachedTimeModel(gpus, config, roofline)
+    chunks = [
+        dataclasses.replace(work, num_past=first, num_new=min(prefill.tokens, prompt_tokens - first))
+        for first in range(0, prompt_tokens, prefill.tokens)
+    ]
+    decoding = dataclasses.replace(work, num_past=prompt_tokens + new_tokens // 2)  # at half of the new tokens
+    return GenerationPlan(
+        topology=str(gpus),
+        num_devices=gpus.num_gpus,
+        mesh=dict(mesh.shape),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        batch_size=batch_size,
+        cache_dtype=step.cache_dtype.name,
+        cache_tokens=layout.max_tokens,
+        compile_seconds=time.perf_counter() - start_seconds,
+        kernel_choice=_kernel_choice(step),
+        weights_bytes=bytes_per_device(params),
+        float32_params_bytes=bytes_per_device(stored),
+        cache_bytes=bytes_per_device(step.abstract_cache(layout, batch)),
+        device_capacity_bytes=gpus.device.memory_bytes,
+        prefill=_program_plan(prefill, time_model, chunks),
+        decode=_program_plan(decode, time_model, [decoding]),
+    )
+
+
+def _compile(lowered: jax.stages.Lowered, num_tokens: int, options: dict) -> _Compiled:
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            compiled = lowered.compile(compiler_options={**options, "xla_dump_to": directory})
+        except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise UserError(f"compilation of generation failed: {first_line}; use fewer prompt tokens") from error
+        dump = read(Path(directory))
+    stats = compiled.memory_analysis()
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes  # the logits: the cache is updated in place
+    return _Compiled(
+        program=analyze(compiled.as_text(), dump.thunks),
+        tokens=num_tokens,
+        temp_bytes=stats.temp_size_in_bytes + results,
+        largest=dump.largest(5),
+    )
+
+
+def _work(step: CachedStep, batch_size: int) -> CachedWork:
+    model, shape = step.config.model, step.mesh.shape
+    return CachedWork(
+        num_past=0,
+        num_new=1,
+        batch_size=batch_size // step.padded_batch_size(1),
+        num_heads=model.num_heads // shape[TENSOR],
+        num_kv_heads=num_cached_heads(model, step.mesh) // shape[TENSOR],
+        head_dim=model.head_dim,
+        num_ranks=shape[CONTEXT],
+        window=model.window,
+        cache_itemsize=step.cache_dtype.itemsize,
+    )
+
+
+def _kernel_choice(step: CachedStep) -> str:
+    config = step.config
+    device = step.mesh.devices.flat[0]
+    kernel = kernel_for(config.attention.kernel, device, dtype=step.compute_dtype, head_dim=config.model.head_dim)
+    return f"{kernel.name} ({kernel.reason})"
+
+
+def _program_plan(compiled: _Compiled, time_model: CachedTimeModel, works: list[CachedWork]) -> ProgramPlan:
+    """The plan of a program that runs once for each of `works`. Some are simulated; the others are interpolated."""
+    simulated = sorted({round(index) for index in np.linspace(0, len(works) - 1, _NUM_SIMULATED_CHUNKS)})
+    runs = [_simulated(compiled.program, time_model.with_cached_work(works[index])) for index in simulated]
+
+    def total(values: list[float]) -> float:
+        return float(np.interp(np.arange(len(works)), simulated, values).sum())
+
+    kinds = {kind for run in runs for kind, _ in run.seconds}
+    by_kind = {
+        kind: total([sum(seconds for (of, _), seconds in run.seconds.items() if of == kind) for run in runs])
+        for kind in kinds
+    }
+    return ProgramPlan(
+        tokens=compiled.tokens,
+        temp_bytes=compiled.temp_bytes,
+        workspace_bytes=memory.workspace_bytes(compiled.program),
+        nccl_bytes=memory.nccl_bytes(compiled.program.collectives),
+        seconds=total([run.now for run in runs]),
+        seconds_by_kind=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
+        kernels=summary.kernels(compiled.program),
+        largest=compiled.largest,
+    )
+
+
+def _simulated(program: AnalyzedProgram, time_model: CachedTimeModel) -> Simulator:
+    simulator = Simulator(TimedOps(program, time_model))
+    simulator.run(program.entry)
+    return simulator

@@ -1,0 +1,78 @@
+"""The plan of generation as a page of plain text."""
+
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from jaxlc.core.axes import mesh_text
+from jaxlc.hlo.op_names import label
+from jaxlc.plan.memory import USABLE_SHARE
+from jaxlc.plan.report import format_seconds, gib
+
+if TYPE_CHECKING:
+    from jaxlc.plan.generation_plan import GenerationPlan, ProgramPlan
+
+_WIDTH = 118
+
+
+def page(plan: "GenerationPlan") -> str:
+    """Plain text of at most 120 columns."""
+    sections = _head(plan), _memory(plan), _kernels(plan), _time(plan)
+    lines = [line for section in sections for line in (*section, "")]
+    verdict = "fits" if plan.fits else "does not fit"
+    usable = f"{gib(plan.device_peak_bytes)} of {gib(plan.usable_bytes)} GiB per GPU"
+    return "\n".join([*lines, f"VERDICT: {verdict}, {usable}."])
+
+
+def _head(plan: "GenerationPlan") -> Iterator[str]:
+    yield f"GENERATION on {plan.topology}: {plan.num_devices} GPUs, {mesh_text(plan.mesh)}"
+    yield f"AOT-compiled in {plan.compile_seconds:.0f} s, not run"
+    yield (
+        f"batch {plan.batch_size:,}, prompts of {plan.prompt_tokens:,} tokens in chunks of {plan.prefill.tokens:,},"
+        f" {plan.new_tokens:,} new tokens"
+    )
+    yield f"KV cache: {plan.cache_dtype}, {plan.cache_tokens:,} tokens per sequence"
+    yield from textwrap.wrap(f"attention kernel: {plan.kernel_choice}", _WIDTH, subsequent_indent="  ")
+
+
+def _memory(plan: "GenerationPlan") -> Iterator[str]:
+    yield f"{'MEMORY per GPU, AOT-compiled':<32}     prefill    decode   GiB"
+    programs = plan.prefill, plan.decode
+    shared_bytes = plan.weights_bytes + plan.cache_bytes
+    yield _row("weights", [plan.weights_bytes] * 2)
+    yield _row("KV cache", [plan.cache_bytes] * 2)
+    yield _row("temporaries and results", [program.temp_bytes for program in programs])
+    yield _row("kernel workspaces", [program.workspace_bytes for program in programs], "upper bound")
+    yield _row("NCCL buffers", [program.nccl_bytes for program in programs], "upper bound")
+    yield _row("peak", [shared_bytes + program.peak_bytes for program in programs])
+    yield _row("usable", [plan.usable_bytes] * 2, f"{USABLE_SHARE:.0%} of {gib(plan.device_capacity_bytes)}")
+    yield f"  A loaded Result also keeps its float32 parameters, {gib(plan.float32_params_bytes)} GiB."
+    yield "largest arrays at the peak of a prefill chunk"
+    for tensor in plan.prefill.largest:
+        yield f"  {tensor.shape:<34} {gib(tensor.bytes):>9}  {label(tensor.made_by)}"
+
+
+def _kernels(plan: "GenerationPlan") -> Iterator[str]:
+    yield f"{'KERNELS per run of a program':<32}     prefill    decode"
+    for name in dict.fromkeys([*plan.prefill.kernels, *plan.decode.kernels]):
+        counts = (program.kernels.get(name, 0) for program in (plan.prefill, plan.decode))
+        yield f"  {name:<34} " + " ".join(f"{count:>9,}" for count in counts)
+
+
+def _time(plan: "GenerationPlan") -> Iterator[str]:
+    yield "ESTIMATED TIME (analytical, not validated on hardware)"
+    of_prefill = f"{plan.prefill_tokens_per_second:,.0f} tokens/s"
+    of_decode = f"per token of each sequence, {plan.decode_tokens_per_second:,.1f} tokens/s"
+    for name, program, rate in (("prefill", plan.prefill, of_prefill), ("decode", plan.decode, of_decode)):
+        yield f"  {name:<12} {format_seconds(program.seconds):>10}  {rate}"
+        yield f"  {'':<12} {_shares(program)}"
+    yield "  Without the choice of tokens and the work of the host between two programs."
+
+
+def _shares(program: "ProgramPlan") -> str:
+    shares = (f"{kind} {seconds / program.seconds:.1%}" for kind, seconds in program.seconds_by_kind.items())
+    return ", ".join(shares)
+
+
+def _row(name: str, num_bytes: list[float], note: str = "") -> str:
+    return f"  {name:<34} {' '.join(f'{gib(size):>9}' for size in num_bytes)}  {note}".rstrip()

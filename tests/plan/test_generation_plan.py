@@ -1,0 +1,96 @@
+"""The plan of generation of a small model, compared with values that follow from its shapes."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxlc import plan
+from jaxlc.config import load
+from jaxlc.config.command_line import run_main
+from jaxlc.core import hardware
+from jaxlc.core.errors import UserError
+from jaxlc.plan import __main__ as command
+from jaxlc.plan.cached_time import CachedWork
+from tests.plan.gpus import small_config
+
+PROMPT, NEW, BATCH, CONTEXT, TENSOR = 60_000, 100, 2, 2, 2
+MODEL = load(small_config()).model
+
+
+@pytest.fixture(scope="module")
+def result():
+    starting = []
+    result = plan.plan_generation(
+        small_config(), "h100:1x4", prompt_tokens=PROMPT, new_tokens=NEW, batch_size=BATCH, starting=starting.append
+    )
+    assert starting == ["a prefill chunk for h100:1x4", "a decoding step for h100:1x4"]
+    return result
+
+
+@pytest.mark.gpu_compiler
+def test_memory_of_generation_follows_from_shapes(result):
+    assert PROMPT + NEW <= result.cache_tokens <= 1.07 * (PROMPT + NEW)
+    cache_bytes = 2 * 2 * MODEL.num_layers * BATCH * result.cache_tokens * MODEL.num_kv_heads * MODEL.head_dim
+    assert result.cache_bytes == cache_bytes // (CONTEXT * TENSOR) and result.cache_dtype == "bfloat16"
+    assert result.float32_params_bytes == pytest.approx(2 * result.weights_bytes, rel=0.01)
+    # A second cache would be more than this; the keys and values of one layer are copied.
+    assert result.decode.temp_bytes < 0.75 * result.cache_bytes
+    parts = result.prefill.peak_bytes, result.decode.peak_bytes
+    assert result.device_peak_bytes == result.weights_bytes + result.cache_bytes + max(parts)
+    assert result.fits
+
+
+@pytest.mark.gpu_compiler
+def test_times_of_generation_are_at_least_those_of_the_peaks(result):
+    device = hardware.find("h100")
+    pairs = BATCH * PROMPT * (PROMPT + 1) / 2
+    flops = 4 * pairs * MODEL.num_heads * MODEL.head_dim * MODEL.num_layers
+    seconds = flops / (4 * device.bf16_flops_per_second * hardware.ATTENTION_SHARE_OF_PEAK["pallas"].forward)
+    assert result.prefill.tokens == 4096
+    assert result.prefill.seconds_by_kind["attention"] == pytest.approx(seconds, rel=0.05)
+    assert result.prefill.seconds == pytest.approx(sum(result.prefill.seconds_by_kind.values()))
+    read_seconds = result.cache_bytes * PROMPT / result.cache_tokens / device.memory_bandwidth_bytes_per_second
+    assert read_seconds < result.decode.seconds_by_kind["attention"] < 1.5 * read_seconds
+    assert result.prefill.kernels["pallas attention forward"] == MODEL.num_layers
+
+
+@pytest.mark.gpu_compiler
+def test_page_and_json_of_generation(result):
+    text = str(result)
+    assert max(map(len, text.splitlines())) <= 120
+    for part in ("AOT-compiled", "ESTIMATED TIME", "attention kernel: pallas (", "VERDICT: fits"):
+        assert part in text
+    values = json.loads(json.dumps(result.to_json()))
+    assert values["device_peak_bytes"] == result.device_peak_bytes and values["fits"] is True
+    assert values["prefill"]["seconds"] == result.prefill.seconds and values["decode"]["largest"][0]["bytes"] > 0
+
+
+@pytest.mark.parametrize(("num_past", "window"), [(0, 7), (3, 7), (100, 7), (5, 40)])
+def test_pairs_of_a_chunk_equal_those_of_its_mask(num_past, window):
+    work = CachedWork(
+        num_past=num_past, num_new=20, batch_size=1, num_heads=1, num_kv_heads=1, head_dim=1, num_ranks=4,
+        window=window, cache_itemsize=2,
+    )  # fmt: skip
+    queries, keys = np.arange(num_past, num_past + 20)[:, None], np.arange(num_past + 20)
+    causal = keys <= queries
+    assert work.pairs(has_window=False) == causal.sum() / 4
+    assert work.pairs(has_window=True) == (causal & (keys > queries - window)).sum() / 4
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--generate=true", "--advise=true"], "unsupported: --advise with --generate"),
+    (["--prompt-tokens=5"], "unsupported: --prompt-tokens without --generate"),
+    (["--generate=true", "--prompt-tokens=x"], "invalid --prompt-tokens=x: expected a whole number"),
+    (["--generate=true", "--new-tokens=0"], "invalid value 0 for new_tokens: expected 1 or more"),
+    (["--generate=true", "--cache-dtype=int8"], "invalid value 'int8' for cache_dtype: expected bf16, fp16, fp32"),
+])  # fmt: skip
+def test_invalid_command_of_generation_prints_one_line(arguments, message, capsys):
+    argv = ["plan", "--config=64k:h100", *arguments]
+    assert run_main(command.main, argv, description="", extra_flags=command._FLAGS) == 2
+    assert capsys.readouterr().err.strip().endswith(message)
+
+
+def test_mesh_of_another_size_raises():
+    with pytest.raises(UserError, match="h100:1x8 has 8"):
+        plan.plan_generation(small_config(), "h100:1x8", prompt_tokens=1000)
