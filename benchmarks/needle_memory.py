@@ -65,8 +65,7 @@ def _train(workdir: Path, num_devices: int) -> None:
         "runtime.simulated_devices": num_devices,
         "data.seq_len": 1024,
         "train.steps": 1,
-        "train.eval_sequences": 0,
-        "train.eval_every_steps": 0,
+        "train.eval_sequences": 1,
     }
     overrides = [f"--config.{name}={value}" for name, value in settings.items()]
     _run("train", "--config=quickstart", f"--workdir={workdir}", *overrides)

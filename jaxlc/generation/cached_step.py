@@ -43,17 +43,15 @@ class CachedStep:
         cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
         return jax.jit(function.__call__, donate_argnums=1, out_shardings=(replicated, cache))
 
-    def lower(
-        self, params: dict, layout: CacheLayout, *, batch_size: int, num_tokens: int
-    ) -> tuple[jax.stages.Lowered, dict[str, tuple[KV, ...]]]:
-        """Lowers `jitted` for `num_tokens` tokens of each sequence and `abstract_params`; also returns the cache."""
-        cache = self.abstract_cache(layout, batch_size)
+    def lower(self, params: dict, layout: CacheLayout, *, batch_size: int, num_tokens: int) -> jax.stages.Lowered:
+        """Lowers `jitted` for `num_tokens` tokens of each sequence and `abstract_params`."""
 
         def numbers(spec: PartitionSpec, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, spec))
 
         new = NewTokens(numbers(BATCH_SPEC, batch_size), numbers(BATCH_SPEC, batch_size))
-        return self.jitted(layout).lower(params, cache, numbers(TOKENS_SPEC, batch_size, num_tokens), new), cache
+        tokens, cache = numbers(TOKENS_SPEC, batch_size, num_tokens), self.abstract_cache(layout, batch_size)
+        return self.jitted(layout).lower(params, cache, tokens, new)
 
     def abstract_cache(self, layout: CacheLayout, batch_size: int) -> dict[str, tuple[KV, ...]]:
         return abstract_cache(self.config.model, self.mesh, layout, batch_size=batch_size, dtype=self.cache_dtype)

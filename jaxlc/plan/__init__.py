@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from jaxlc.plan.generation_plan import GenerationPlan
+    from jaxlc.plan.generation_result import GenerationPlan
     from jaxlc.plan.result import Plan
 
 __all__ = ["Plan", "mesh_figure", "plan", "plan_generation"]

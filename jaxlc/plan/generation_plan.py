@@ -3,10 +3,9 @@
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jaxlc.models import decoder
 from jaxlc.plan import memory, summary
 from jaxlc.plan.cached_time import CachedTimeModel, CachedWork
 from jaxlc.plan.compile import on_gpus
+from jaxlc.plan.generation_result import GenerationPlan, ProgramPlan
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE
 from jaxlc.simulate.timed_ops import TimedOps
@@ -36,81 +36,6 @@ from jaxlc.train.step import build_step
 
 CACHE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 _NUM_SIMULATED_CHUNKS = 5  # the time of a chunk is nearly linear in the number of earlier tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramPlan:
-    """A compiled program: memory per GPU, besides weights and cache, and the estimated time."""
-
-    tokens: int  # of each sequence in one run of the program, padding included
-    temp_bytes: int  # temporaries and results
-    workspace_bytes: int  # of kernels; upper bound
-    nccl_bytes: int  # upper bound
-    seconds: float  # prefill: of the whole prompt. Decoding: of one step, one token per sequence
-    seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting" for communication
-    kernels: dict[str, int]  # executions in one run of the program
-    largest: tuple[LiveTensor, ...]  # largest arrays at the peak
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.temp_bytes + self.workspace_bytes + self.nccl_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationPlan:
-    """The plan of `jaxlc plan --generate`: AOT-compiled memory and estimated times. Print it."""
-
-    topology: str
-    num_devices: int
-    mesh: dict[str, int]
-    prompt_tokens: int
-    new_tokens: int
-    batch_size: int
-    cache_dtype: str
-    cache_tokens: int  # of each sequence
-    compile_seconds: float
-    kernel_choice: str
-    weights_bytes: int  # per GPU, in the compute dtype
-    float32_params_bytes: int  # per GPU: of a `Result`; generation from a path frees them
-    cache_bytes: int  # per GPU
-    device_capacity_bytes: int
-    prefill: ProgramPlan
-    decode: ProgramPlan
-
-    @property
-    def device_peak_bytes(self) -> int:
-        return self.weights_bytes + self.cache_bytes + max(self.prefill.peak_bytes, self.decode.peak_bytes)
-
-    @property
-    def usable_bytes(self) -> float:
-        return memory.USABLE_SHARE * self.device_capacity_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.device_peak_bytes <= self.usable_bytes
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """Of all GPUs."""
-        return self.batch_size * self.prompt_tokens / self.prefill.seconds
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Of all sequences and GPUs."""
-        return self.batch_size / self.decode.seconds
-
-    def to_json(self) -> dict[str, Any]:
-        derived = ("device_peak_bytes", "usable_bytes", "fits", "prefill_tokens_per_second", "decode_tokens_per_second")
-        values = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
-        for name in ("prefill", "decode"):
-            values[name]["largest"] = [tensor._asdict() for tensor in getattr(self, name).largest]
-            values[name]["peak_bytes"] = getattr(self, name).peak_bytes
-        return values
-
-    def __str__(self) -> str:
-        from jaxlc.plan.generation_report import page
-
-        return page(self)
 
 
 class _Compiled(NamedTuple):
@@ -133,38 +58,26 @@ def plan_generation(
     roofline: Roofline = DEFAULT_ROOFLINE,
 ) -> GenerationPlan:
     """See `jaxlc.plan.plan_generation`. `starting` is called with the name of each program before it is compiled."""
-    if cache_dtype and cache_dtype not in CACHE_DTYPES:
-        raise UserError(f"invalid value {cache_dtype!r} for cache_dtype: expected {', '.join(CACHE_DTYPES)}")
-    numbers = dict(prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch_size=batch_size)
-    for name, value in numbers.items():
+    for name, value in dict(prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch_size=batch_size).items():
         if value < 1:
             raise UserError(f"invalid value {value} for {name}: expected 1 or more")
-    config = on_gpus(config, gpus)
-    mesh = make_mesh(gpus, config.mesh)
-    dtype = compute_dtype(config.precision.compute, "gpu")
-    step = CachedStep(
-        config=config, mesh=mesh, compute_dtype=dtype, cache_dtype=jnp.dtype(CACHE_DTYPES.get(cache_dtype, dtype))
-    )
+    step = _step(on_gpus(config, gpus), gpus, cache_dtype)
+    config, mesh = step.config, step.mesh
     stored = build_step(config, mesh).abstract_state.params
-    params = abstract_params(stored, decoder.dims_of(config.model, config.lora), mesh, dtype)
+    params = abstract_params(stored, decoder.dims_of(config.model, config.lora), mesh, step.compute_dtype)
     layout = layout_for(prompt_tokens + new_tokens, mesh)
     batch = step.padded_batch_size(batch_size)
     start_seconds = time.perf_counter()
 
     def compiled(name: str, num_tokens: int) -> _Compiled:
         starting(f"{name} for {gpus}")
-        lowered, _ = step.lower(params, layout, batch_size=batch, num_tokens=num_tokens)
+        lowered = step.lower(params, layout, batch_size=batch, num_tokens=num_tokens)
         return _compile(lowered, num_tokens, options_without_gpu(config.precision.compute))
 
     prefill = compiled("a prefill chunk", step.prefill_tokens(prompt_tokens, chunk_tokens))
     decode = compiled("a decoding step", step.decode_tokens)
-    work = _work(step, batch)
+    decoding = _work(step, batch, num_past=prompt_tokens + new_tokens // 2)  # at half of the new tokens
     time_model = CachedTimeModel(gpus, config, roofline)
-    chunks = [
-        dataclasses.replace(work, num_past=first, num_new=min(prefill.tokens, prompt_tokens - first))
-        for first in range(0, prompt_tokens, prefill.tokens)
-    ]
-    decoding = dataclasses.replace(work, num_past=prompt_tokens + new_tokens // 2)  # at half of the new tokens
     return GenerationPlan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
@@ -180,8 +93,20 @@ def plan_generation(
         float32_params_bytes=bytes_per_device(stored),
         cache_bytes=bytes_per_device(step.abstract_cache(layout, batch)),
         device_capacity_bytes=gpus.device.memory_bytes,
-        prefill=_program_plan(prefill, time_model, chunks),
+        prefill=_program_plan(prefill, time_model, list(_chunks(decoding, prompt_tokens, prefill.tokens))),
         decode=_program_plan(decode, time_model, [decoding]),
+    )
+
+
+def _step(config: Config, gpus: Topology, cache_dtype: str) -> CachedStep:
+    if cache_dtype and cache_dtype not in CACHE_DTYPES:
+        raise UserError(f"invalid value {cache_dtype!r} for cache_dtype: expected {', '.join(CACHE_DTYPES)}")
+    dtype = compute_dtype(config.precision.compute, "gpu")
+    return CachedStep(
+        config=config,
+        mesh=make_mesh(gpus, config.mesh),
+        compute_dtype=dtype,
+        cache_dtype=jnp.dtype(CACHE_DTYPES.get(cache_dtype, dtype)),
     )
 
 
@@ -203,10 +128,11 @@ def _compile(lowered: jax.stages.Lowered, num_tokens: int, options: dict) -> _Co
     )
 
 
-def _work(step: CachedStep, batch_size: int) -> CachedWork:
+def _work(step: CachedStep, batch_size: int, num_past: int) -> CachedWork:
+    """The work of one new token."""
     model, shape = step.config.model, step.mesh.shape
     return CachedWork(
-        num_past=0,
+        num_past=num_past,
         num_new=1,
         batch_size=batch_size // step.padded_batch_size(1),
         num_heads=model.num_heads // shape[TENSOR],
@@ -218,6 +144,12 @@ def _work(step: CachedStep, batch_size: int) -> CachedWork:
     )
 
 
+def _chunks(work: CachedWork, prompt_tokens: int, chunk_tokens: int) -> Iterator[CachedWork]:
+    for first in range(0, prompt_tokens, chunk_tokens):
+        num_new = min(chunk_tokens, prompt_tokens - first)
+        yield dataclasses.replace(work, num_past=first, num_new=num_new)
+
+
 def _kernel_choice(step: CachedStep) -> str:
     config = step.config
     device = step.mesh.devices.flat[0]
@@ -226,8 +158,10 @@ def _kernel_choice(step: CachedStep) -> str:
 
 
 def _program_plan(compiled: _Compiled, time_model: CachedTimeModel, works: list[CachedWork]) -> ProgramPlan:
-    """The plan of a program that runs once for each of `works`. Some are simulated; the others are interpolated."""
-    simulated = sorted({round(index) for index in np.linspace(0, len(works) - 1, _NUM_SIMULATED_CHUNKS)})
+    """The plan of a program that runs once for each of `works`. Some are simulated, among them the last one, which may
+    have fewer new tokens; the others are interpolated."""
+    last = len(works) - 1
+    simulated = sorted({last} | {round(index) for index in np.linspace(0, max(0, last - 1), _NUM_SIMULATED_CHUNKS)})
     runs = [_simulated(compiled.program, time_model.with_cached_work(works[index])) for index in simulated]
 
     def total(values: list[float]) -> float:

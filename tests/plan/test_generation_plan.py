@@ -46,12 +46,13 @@ def test_times_of_generation_are_at_least_those_of_the_peaks(result):
     device = hardware.find("h100")
     pairs = BATCH * PROMPT * (PROMPT + 1) / 2
     flops = 4 * pairs * MODEL.num_heads * MODEL.head_dim * MODEL.num_layers
-    seconds = flops / (4 * device.bf16_flops_per_second * hardware.ATTENTION_SHARE_OF_PEAK["pallas"].forward)
+    seconds_at_peak = flops / (4 * device.bf16_flops_per_second)
     assert result.prefill.tokens == 4096
-    assert result.prefill.seconds_by_kind["attention"] == pytest.approx(seconds, rel=0.05)
+    assert seconds_at_peak / 0.8 < result.prefill.seconds_by_kind["attention"] < seconds_at_peak / 0.1
     assert result.prefill.seconds == pytest.approx(sum(result.prefill.seconds_by_kind.values()))
     read_seconds = result.cache_bytes * PROMPT / result.cache_tokens / device.memory_bandwidth_bytes_per_second
-    assert read_seconds < result.decode.seconds_by_kind["attention"] < 1.5 * read_seconds
+    kernel_seconds = read_seconds / hardware.MEMORY_SHARE + MODEL.num_layers * hardware.KERNEL_GAP_SECONDS
+    assert result.decode.seconds_by_kind["attention"] == pytest.approx(kernel_seconds, rel=0.02)
     assert result.prefill.kernels["pallas attention forward"] == MODEL.num_layers
 
 

@@ -1,21 +1,94 @@
-"""The plan of generation as a page of plain text."""
+"""The plan of generation: its values, its JSON, and its page of plain text."""
 
+import dataclasses
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
 from jaxlc.core.axes import mesh_text
+from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import USABLE_SHARE
 from jaxlc.plan.report import format_seconds, gib
 
-if TYPE_CHECKING:
-    from jaxlc.plan.generation_plan import GenerationPlan, ProgramPlan
-
 _WIDTH = 118
 
 
-def page(plan: "GenerationPlan") -> str:
+@dataclass(frozen=True, kw_only=True)
+class ProgramPlan:
+    """A compiled program: memory per GPU, besides weights and cache, and the estimated time."""
+
+    tokens: int  # of each sequence in one run of the program, padding included
+    temp_bytes: int  # temporaries and results
+    workspace_bytes: int  # of kernels; upper bound
+    nccl_bytes: int  # upper bound
+    seconds: float  # prefill: of the whole prompt. Decoding: of one step, one token per sequence
+    seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting" for communication
+    kernels: dict[str, int]  # executions in one run of the program
+    largest: tuple[LiveTensor, ...]  # largest arrays at the peak
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.temp_bytes + self.workspace_bytes + self.nccl_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationPlan:
+    """The plan of `jaxlc plan --generate`: AOT-compiled memory and estimated times. Print it."""
+
+    topology: str
+    num_devices: int
+    mesh: dict[str, int]
+    prompt_tokens: int
+    new_tokens: int
+    batch_size: int
+    cache_dtype: str
+    cache_tokens: int  # of each sequence
+    compile_seconds: float
+    kernel_choice: str
+    weights_bytes: int  # per GPU, in the compute dtype
+    float32_params_bytes: int  # per GPU: of a `Result`; generation from a path frees them
+    cache_bytes: int  # per GPU
+    device_capacity_bytes: int
+    prefill: ProgramPlan
+    decode: ProgramPlan
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return self.weights_bytes + self.cache_bytes + max(self.prefill.peak_bytes, self.decode.peak_bytes)
+
+    @property
+    def usable_bytes(self) -> float:
+        return USABLE_SHARE * self.device_capacity_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.device_peak_bytes <= self.usable_bytes
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.batch_size * self.prompt_tokens / self.prefill.seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Of all sequences and GPUs."""
+        return self.batch_size / self.decode.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        derived = ("device_peak_bytes", "usable_bytes", "fits", "prefill_tokens_per_second", "decode_tokens_per_second")
+        values = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
+        for name in ("prefill", "decode"):
+            values[name]["largest"] = [tensor._asdict() for tensor in getattr(self, name).largest]
+            values[name]["peak_bytes"] = getattr(self, name).peak_bytes
+        return values
+
+    def __str__(self) -> str:
+        return _page(self)
+
+
+def _page(plan: GenerationPlan) -> str:
     """Plain text of at most 120 columns."""
     sections = _head(plan), _memory(plan), _kernels(plan), _time(plan)
     lines = [line for section in sections for line in (*section, "")]
@@ -24,7 +97,7 @@ def page(plan: "GenerationPlan") -> str:
     return "\n".join([*lines, f"VERDICT: {verdict}, {usable}."])
 
 
-def _head(plan: "GenerationPlan") -> Iterator[str]:
+def _head(plan: GenerationPlan) -> Iterator[str]:
     yield f"GENERATION on {plan.topology}: {plan.num_devices} GPUs, {mesh_text(plan.mesh)}"
     yield f"AOT-compiled in {plan.compile_seconds:.0f} s, not run"
     yield (
@@ -35,7 +108,7 @@ def _head(plan: "GenerationPlan") -> Iterator[str]:
     yield from textwrap.wrap(f"attention kernel: {plan.kernel_choice}", _WIDTH, subsequent_indent="  ")
 
 
-def _memory(plan: "GenerationPlan") -> Iterator[str]:
+def _memory(plan: GenerationPlan) -> Iterator[str]:
     yield f"{'MEMORY per GPU, AOT-compiled':<32}     prefill    decode   GiB"
     programs = plan.prefill, plan.decode
     shared_bytes = plan.weights_bytes + plan.cache_bytes
@@ -52,14 +125,14 @@ def _memory(plan: "GenerationPlan") -> Iterator[str]:
         yield f"  {tensor.shape:<34} {gib(tensor.bytes):>9}  {label(tensor.made_by)}"
 
 
-def _kernels(plan: "GenerationPlan") -> Iterator[str]:
+def _kernels(plan: GenerationPlan) -> Iterator[str]:
     yield f"{'KERNELS per run of a program':<32}     prefill    decode"
     for name in dict.fromkeys([*plan.prefill.kernels, *plan.decode.kernels]):
         counts = (program.kernels.get(name, 0) for program in (plan.prefill, plan.decode))
         yield f"  {name:<34} " + " ".join(f"{count:>9,}" for count in counts)
 
 
-def _time(plan: "GenerationPlan") -> Iterator[str]:
+def _time(plan: GenerationPlan) -> Iterator[str]:
     yield "ESTIMATED TIME (analytical, not validated on hardware)"
     of_prefill = f"{plan.prefill_tokens_per_second:,.0f} tokens/s"
     of_decode = f"per token of each sequence, {plan.decode_tokens_per_second:,.1f} tokens/s"
@@ -69,7 +142,7 @@ def _time(plan: "GenerationPlan") -> Iterator[str]:
     yield "  Without the choice of tokens and the work of the host between two programs."
 
 
-def _shares(program: "ProgramPlan") -> str:
+def _shares(program: ProgramPlan) -> str:
     shares = (f"{kind} {seconds / program.seconds:.1%}" for kind, seconds in program.seconds_by_kind.items())
     return ", ".join(shares)
 
