@@ -77,6 +77,11 @@ def expected_params(name, tensors=None):
     return {path: value.astype(np.float32) for path, value in params.items()}
 
 
+def test_cases_contain_every_family():
+    """They are those of the comparisons with transformers, logits and generated text included."""
+    assert {case.config["model_type"] for case in CASES.values()} == FAMILIES.keys()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_load_on_a_mesh_equals_the_files(case, tmp_path):
     step, params, _ = loaded(write_model(tmp_path / "model", case), context=2, tensor=2)

@@ -12,6 +12,7 @@ from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.plan import __main__ as command
 from jaxlc.plan.cached_time import CachedWork
+from jaxlc.simulate import efficiency
 from tests.plan.gpus import small_config
 
 PROMPT, NEW, BATCH, CONTEXT, TENSOR = 60_000, 100, 2, 2, 2
@@ -51,7 +52,7 @@ def test_times_of_generation_are_at_least_those_of_the_peaks(result):
     assert seconds_at_peak / 0.8 < result.prefill.seconds_by_kind["attention"] < seconds_at_peak / 0.1
     assert result.prefill.seconds == pytest.approx(sum(result.prefill.seconds_by_kind.values()))
     read_seconds = result.cache_bytes * PROMPT / result.cache_tokens / device.memory_bandwidth_bytes_per_second
-    kernel_seconds = read_seconds / hardware.MEMORY_SHARE + MODEL.num_layers * hardware.KERNEL_GAP_SECONDS
+    kernel_seconds = read_seconds / efficiency.rates(device).memory + MODEL.num_layers * hardware.KERNEL_GAP_SECONDS
     assert result.decode.seconds_by_kind["attention"] == pytest.approx(kernel_seconds, rel=0.02)
     assert result.prefill.kernels["pallas attention forward"] == MODEL.num_layers
 
