@@ -1,6 +1,7 @@
 """Reference pages that are generated from the code: the settings of a config, and the fields of `jaxlc plan --json`."""
 
 import inspect
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,9 @@ _RECORDS = {  # heading on the page -> class
 _DERIVED = {Memory: DERIVED_MEMORY, StagePlan: ("num_tokens", "hours", "gpu_hours")}  # properties that the JSON has
 
 
+_PRESET = "from the preset"
+
+
 def settings() -> str:
     """Tables of all settings of a config, by section."""
     lines: list[str] = []
@@ -48,7 +52,7 @@ def settings() -> str:
 
 def _setting_row(setting: Setting) -> str:
     choices = f"; {describe_type(setting.hint)}" if typing.get_origin(setting.hint) is typing.Literal else ""
-    default = f"`{setting.default}`" if setting.default else "empty"
+    default = setting.default if setting.default in ("", _PRESET) else f"`{setting.default}`"
     return f"| `{setting.key}` | {default} | {_cell(setting.comment.rstrip('.') + choices)} |"
 
 
@@ -91,4 +95,5 @@ def _first_paragraph(kind: type) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    linked = re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", " ".join(text.split()))
+    return linked.replace("|", "\\|")
