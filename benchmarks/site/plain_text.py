@@ -17,11 +17,11 @@ def write(pages: Path, target: Path) -> None:
       ValueError: a page is missing from the navigation of zensical.toml.
     """
     project = tomllib.loads((Path(__file__).parents[2] / "zensical.toml").read_text())["project"]
-    names = {str(path.relative_to(pages)) for path in pages.rglob("*.md")}
+    names = {str(path.relative_to(pages)) for path in sorted(pages.rglob("*.md"))}
     index, full = [f"# {project['site_name']}", "", f"> {project['site_description']}"], []
     for section, entries in _sections(project["nav"]):
         index += ["", f"## {section}", ""]
-        for name in entries:
+        for name in (*entries, *_neighbors(entries, pages)):
             text = _plain((pages / name).read_text())
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,6 +38,13 @@ def write(pages: Path, target: Path) -> None:
 def _sections(nav: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """The sections of the navigation, with the pages below them; a page at the top is a section of its own."""
     return [(title, list(_pages(value))) for entry in nav for title, value in entry.items()]
+
+
+def _neighbors(entries: list[str], pages: Path) -> list[str]:
+    """Pages in the folder of an index.md among `entries`, which lists them: dated pages need no entry of their own."""
+    folders = [pages / Path(name).parent for name in entries if "/" in name and Path(name).name == "index.md"]
+    names = [str(path.relative_to(pages)) for folder in folders for path in sorted(folder.glob("*.md"))]
+    return [name for name in names if name not in entries]
 
 
 def _pages(value: Any) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from jaxlc.config.help import HELP_SECTIONS, Setting, field_comments, section_text, settings_of
 from jaxlc.config.values import describe_type
 from jaxlc.hlo.memory_dump import LiveTensor
+from jaxlc.plan.generation_result import GenerationPlan, ProgramPlan
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates
 from jaxlc.plan.record import DERIVED_MEMORY, Change, PlanRecord
@@ -28,7 +29,18 @@ _RECORDS = {  # heading on the page -> class
     "packing": PackingEstimates,
     "packing.estimates": PackingEstimate,
 }
-_DERIVED = {Memory: DERIVED_MEMORY, StagePlan: ("num_tokens", "hours", "gpu_hours")}  # properties that the JSON has
+_DERIVED = {  # properties that the JSON has
+    Memory: DERIVED_MEMORY,
+    StagePlan: ("num_tokens", "hours", "gpu_hours"),
+    GenerationPlan: (
+        "device_peak_bytes",
+        "usable_bytes",
+        "fits",
+        "prefill_tokens_per_second",
+        "decode_tokens_per_second",
+    ),
+    ProgramPlan: ("peak_bytes",),
+}
 
 
 _PRESET = "from the preset"
@@ -63,6 +75,8 @@ def plan_fields() -> str:
         lines += [f"## `{heading}`", "", _first_paragraph(kind), "", *_record_rows(kind), ""]
     lines += ["## Configs with stages", "", _first_paragraph(StagesPlan), "", *_record_rows(StagesPlan)]
     lines += ["", "Each element of `stages`:", "", *_record_rows(StagePlan)]
+    lines += ["", "## `jaxlc plan --generate`", "", _first_paragraph(GenerationPlan), "", *_record_rows(GenerationPlan)]
+    lines += ["", "Each of `prefill` and `decode`:", "", *_record_rows(ProgramPlan)]
     return "\n".join(lines)
 
 

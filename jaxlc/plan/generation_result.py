@@ -30,6 +30,7 @@ class ProgramPlan:
 
     @property
     def peak_bytes(self) -> int:
+        """Temporaries, workspace and NCCL's buffers."""
         return self.temp_bytes + self.workspace_bytes + self.nccl_bytes
 
 
@@ -37,33 +38,36 @@ class ProgramPlan:
 class GenerationPlan:
     """The plan of `jaxlc plan --generate`: AOT-compiled memory and estimated times. Print it."""
 
-    topology: str
-    num_devices: int
-    mesh: dict[str, int]
-    prompt_tokens: int
-    new_tokens: int
-    batch_size: int
-    cache_dtype: str
+    topology: str  # NVLink domains x GPUs per domain: "h100:8x8"
+    num_devices: int  # GPUs of the topology
+    mesh: dict[str, int]  # size of each mesh axis
+    prompt_tokens: int  # of each sequence
+    new_tokens: int  # of each sequence
+    batch_size: int  # sequences
+    cache_dtype: str  # of keys and values
     cache_tokens: int  # of each sequence
-    compile_seconds: float
-    kernel_choice: str
+    compile_seconds: float  # of this machine, for both programs
+    kernel_choice: str  # the attention kernel, and why it was selected
     weights_bytes: int  # per GPU, in the compute dtype
     float32_params_bytes: int  # per GPU: of a `Result`; generation from a path frees them
     cache_bytes: int  # per GPU
-    device_capacity_bytes: int
-    prefill: ProgramPlan
-    decode: ProgramPlan
+    device_capacity_bytes: int  # of a GPU, of which generation may use 95%
+    prefill: ProgramPlan  # of a chunk of the prompt
+    decode: ProgramPlan  # of one new token per sequence
 
     @property
     def device_peak_bytes(self) -> int:
+        """Weights, cache and the larger peak of the two programs, per GPU."""
         return self.weights_bytes + self.cache_bytes + max(self.prefill.peak_bytes, self.decode.peak_bytes)
 
     @property
     def usable_bytes(self) -> float:
+        """95% of a GPU's memory."""
         return USABLE_SHARE * self.device_capacity_bytes
 
     @property
     def fits(self) -> bool:
+        """Whether the peak is at most the usable memory."""
         return self.device_peak_bytes <= self.usable_bytes
 
     @property
