@@ -1,8 +1,8 @@
 """Which masks, meshes, head counts and dtypes each attention strategy and kernel supports.
 
-tests/attention runs the cases of this table. The page is generated from the same table:
+tests/attention runs the cases of this table. The page docs/support.md of the site is generated from it:
 
-    python -m benchmarks.support_table > docs/support.md
+    python -m benchmarks.support_table
 """
 
 import itertools
@@ -111,16 +111,9 @@ def _pairs(case: Case) -> Iterator[tuple]:
     return itertools.combinations(enumerate(case), 2)
 
 
-def page() -> str:
-    """The text of docs/support.md."""
+def tables() -> str:
+    """The tables of docs/support.md."""
     lines = [
-        "# Supported attention features",
-        "",
-        "This page shows which masks, meshes, head counts and dtypes each strategy and kernel supports. It is",
-        "generated from the table that the tests run (`python -m benchmarks.support_table > docs/support.md`). *Yes*",
-        "means that all test cases match the float32 reference, forward and gradients. Other cases raise",
-        "`NotImplementedError` with the value and the limit.",
-        "",
         "## Strategies",
         "",
         *_table("", list(STRATEGIES), _strategy_rows(covering())),
@@ -252,4 +245,4 @@ def _table(corner: str, names: list[str], rows: Iterator[tuple[str, list[str]]])
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(tables(), end="")

@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
+from benchmarks import support_table
 from benchmarks.site import notebook_page, reference
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +19,11 @@ _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 _BADGE = re.compile(r"^\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\)\n", re.MULTILINE)
 _COMMENT = re.compile(r"<!-- (not )?run: .*? -->\n")
-_GENERATED = {"settings": reference.settings, "plan fields": reference.plan_fields}
+_GENERATED = {
+    "settings": reference.settings,
+    "plan fields": reference.plan_fields,
+    "attention support": support_table.tables,
+}
 _MARKER = re.compile(r"<!-- generated: (.*?) -->")
 _SECTION = re.compile(r"<!-- section of (?P<page>\S+): (?P<heading>.+?) -->")
 

@@ -1,7 +1,5 @@
 """Strategies x kernels x masks x mesh against the reference: the cases of benchmarks/support_table.py, and others."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,11 +28,6 @@ def test_strategy_matches_reference_or_raises(case: support_table.Case):
     assert_rows_match(
         sharded(split_mesh(**case.axes), **problem, **settings, heads=heads), oracle(**problem, **heads), tolerance
     )
-
-
-def test_support_page_equals_generated_page():
-    page = Path(__file__).parents[2] / "docs" / "support.md"
-    assert page.read_text() == support_table.page(), "run: python -m benchmarks.support_table > docs/support.md"
 
 
 @strategies

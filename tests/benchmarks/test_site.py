@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import support_table
 from benchmarks.site import notebook_page, pages, plain_text, reference
 from jaxlc.config.frozen import SECTIONS, field_types
 
@@ -34,6 +35,12 @@ def test_pages_contain_every_setting_and_plan_field(written):
         | set(plan["collectives"][0])
     )
     assert [name for name in names if f"\n| `{name}` | " not in fields] == []
+
+
+def test_support_page_contains_tables_of_tests(written):
+    page = (written[0] / "support.md").read_text()
+    assert support_table.tables() in page and "|  | `ring` | `all_gather` | `ulysses` | `hybrid` |" in page
+    assert "| float32 | dtype float32 (supported: bfloat16, float16) | yes | yes | yes |" in page
 
 
 def test_pages_include_sections_and_site_links(written):
