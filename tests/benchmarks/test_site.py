@@ -54,7 +54,7 @@ def test_pages_include_sections_and_site_links(written):
 
 def test_plain_text_lists_pages_with_purpose(written):
     index = (written[1] / "llms.txt").read_text()
-    assert "- [Glossary](glossary.md): The terms" in index and index.startswith("# jaxlc\n\n> ")
+    assert "- [Glossary](glossary.md): This page defines the terms" in index and index.startswith("# jaxlc\n\n> ")
     api = (written[1] / "api.md").read_text()
     assert "## jaxlc.attend(" in api and ":::" not in api and api in (written[1] / "llms-full.txt").read_text()
     assert not any("<img" in path.read_text() for path in written[1].rglob("*.md"))
