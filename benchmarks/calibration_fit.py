@@ -19,6 +19,7 @@ class Residual(NamedTuple):
     source: str
     log_ratio: float  # of published over estimated time
     group: str = ""  # runs that a user would compare: the same model on the same GPUs; "" compares with none
+    seq_len: int = 0
 
 
 class Fit(NamedTuple):
@@ -63,21 +64,26 @@ def folds(residuals: Sequence[Residual]) -> tuple[Fold, ...]:
 
 
 def fit(residuals: Sequence[Residual]) -> Fit:
-    """Scale and spread. The spread is that of sources that were held back in turn from the fit of the scale."""
+    """Scale and spread. The spread is that of sources that were held back in turn from the fit of the scale.
+
+    It is the larger of the quantiles with equal weight for each source and with equal weight for each run.
+    """
     errors = []
     for source in _sources(residuals):
         others = _median([residual for residual in residuals if residual.source != source])
         errors += [(source, abs(x.log_ratio - others)) for x in residuals if x.source == source]
-    return Fit(_median(residuals), conformal_quantile(errors))
+    by_source, by_run = (conformal_quantile(errors, is_by_run=is_by_run) for is_by_run in (False, True))
+    return Fit(_median(residuals), max(by_source, by_run))
 
 
-def paired_spread(residuals: Sequence[Residual]) -> tuple[float, int]:
-    """The same quantile of the errors of ratios between two runs of a group, and the number of pairs."""
+def paired_errors(residuals: Sequence[Residual], max_length_ratio: float) -> list[tuple[str, float]]:
+    """(source, absolute error) of the log ratio between two runs of a group, with lengths up to this factor apart."""
     errors = []
     for one, other in itertools.combinations(residuals, 2):
-        if one.group and (one.source, one.group) == (other.source, other.group):
+        is_same = one.group and (one.source, one.group) == (other.source, other.group)
+        if is_same and max(one.seq_len, other.seq_len) <= max_length_ratio * min(one.seq_len, other.seq_len):
             errors.append((one.source, abs(one.log_ratio - other.log_ratio)))
-    return conformal_quantile(errors), len(errors)
+    return errors
 
 
 def coverage(results: Iterable[Fold]) -> tuple[int, int]:
@@ -91,15 +97,17 @@ def coverage_by_source(results: Sequence[Fold]) -> float:
     return sum(fold.num_covered / len(fold.errors) for fold in results) / len(results)
 
 
-def conformal_quantile(errors: Sequence[tuple[str, float]]) -> float:
+def conformal_quantile(errors: Sequence[tuple[str, float]], *, is_by_run: bool = False) -> float:
     """The smallest error that is not exceeded by ceil((n + 1) x level) / n of the weight of n sources.
 
     Args:
-      errors: (source, absolute error); the errors of a source share its weight of 1.
+      errors: (source, absolute error).
+      is_by_run: each error has weight 1. Otherwise the errors of a source share its weight of 1.
     """
     num_sources = len(_sources(errors))
     share = min(1.0, math.ceil((num_sources + 1) * level()) / num_sources)
-    return _weighted_quantile(_weighted(errors), share)
+    weighted = sorted((value, 1.0) for _, value in errors) if is_by_run else _weighted(errors)
+    return _weighted_quantile(weighted, share)
 
 
 def _median(residuals: Sequence[Residual]) -> float:

@@ -87,7 +87,7 @@ class PlanRecord:
             collectives = ({**stats, "axes": tuple(stats["axes"])} for stats in values["collectives"])
             advice = values["advice"]
             parts = dict(
-                predicted=_construct(Prediction, values["predicted"]),
+                predicted=_predicted(values["predicted"]),
                 memory=_construct(Memory, memory),
                 collectives=tuple(_construct(CollectiveStats, stats) for stats in collectives),
                 ring=_construct(Ring, values["ring"]),
@@ -99,6 +99,11 @@ class PlanRecord:
             return _construct(cls, {**values, **parts})
         except (KeyError, TypeError) as error:
             raise UserError(f"invalid plan: {name} cannot be read ({error}); write it again with --json") from error
+
+
+def _predicted(values: Mapping[str, Any]) -> Prediction:
+    interval = values.get("step_seconds_interval")
+    return _construct(Prediction, {**values, "step_seconds_interval": tuple(interval) if interval else None})
 
 
 def _packing(values: Mapping[str, Any] | None) -> PackingEstimates | None:

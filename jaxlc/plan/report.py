@@ -37,8 +37,9 @@ def summary(plan: PlanRecord) -> str:
     """Estimated time and verdict in one line."""
     predicted, memory = plan.predicted, plan.memory
     fits = "fits" if memory.fits else "does not fit"
+    interval = interval_text(predicted)
     return (
-        f"estimated {format_seconds(predicted.step_seconds)} per step,"
+        f"estimated {format_seconds(predicted.step_seconds)} per step{f' ({interval})' if interval else ''},"
         f" {predicted.tokens_per_second_per_device:,.0f} tokens/s per GPU;"
         f" {fits}, {gib(memory.device_peak_bytes)} of {gib(memory.usable_bytes)} GiB per GPU"
     )
@@ -130,11 +131,10 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
 
 
 def _time(predicted: Prediction) -> Iterator[str]:
-    # 0.4 to 1.1 is the inverse of the speed ratios in docs/calibration.md, which are 2.66 to 0.89.
-    yield "ESTIMATED TIME per step (analytical, not validated on hardware)"
-    yield "  Published runs of other trainers reached 0.4 to 1.1 times such estimated speeds (docs/calibration.md)."
-    yield _text_row("step", format_seconds(predicted.step_seconds), f"bound by {predicted.bound_by}")
-    yield _text_row("tokens/s per GPU", f"{predicted.tokens_per_second_per_device:,.0f}")
+    yield "ESTIMATED TIME per step (80%: the interval of published runs, docs/calibration.md)"
+    yield _text_row("step", format_seconds(predicted.step_seconds), _step_note(predicted))
+    rate = predicted.tokens_per_second_per_device
+    yield _text_row("tokens/s per GPU", f"{rate:,.0f}", _rate_interval(predicted))
     yield _text_row("MFU", f"{predicted.mfu_causal:.1%}", "causal model FLOPs over the bf16 peak")
     yield _text_row("recomputed", f"{predicted.recomputed_share:.0%}", "additional FLOPs, relative to the model's")
     exposed, total = predicted.exposed_communication_seconds, predicted.communication_seconds
@@ -150,6 +150,26 @@ def _time(predicted: Prediction) -> Iterator[str]:
         "overhead", f"{predicted.overhead_share:.1%}", "outside attention kernels and model matrix products"
     )
     yield from _overhead_parts(predicted)
+
+
+def interval_text(predicted: Prediction) -> str:
+    """ "80%: 8.9 s to 16.1 s"; empty for plans of versions without an interval."""
+    if predicted.step_seconds_interval is None:
+        return ""
+    low, high = predicted.step_seconds_interval
+    return f"80%: {format_seconds(low)} to {format_seconds(high)}"
+
+
+def _step_note(predicted: Prediction) -> str:
+    return ", ".join(filter(None, (interval_text(predicted), f"bound by {predicted.bound_by}")))
+
+
+def _rate_interval(predicted: Prediction) -> str:
+    if predicted.step_seconds_interval is None:
+        return ""
+    tokens = predicted.tokens_per_second_per_device * predicted.step_seconds
+    low, high = (tokens / seconds for seconds in reversed(predicted.step_seconds_interval))
+    return f"80%: {low:,.0f} to {high:,.0f}"
 
 
 def _overhead_parts(predicted: Prediction) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxlc.plan.report import gib, verdict
 from jaxlc.plan.result import Plan
+from jaxlc.simulate.timeline import Prediction
 
 _HEADS = ("stage", "steps", "length", "tokens", "GiB/GPU", "host GiB", "tokens/s/GPU", "step", "hours", "GPU-hours")
 
@@ -59,12 +60,11 @@ class StagesPlan:
         """
         first = self.stages[0].plan
         lines = [
-            f"{first.topology}: {first.num_devices} GPUs; memory is AOT-compiled, time is estimated (analytical, not"
-            " validated on hardware)",
+            f"{first.topology}: {first.num_devices} GPUs; memory is AOT-compiled, time is estimated",
             *aligned(self._rows()),
             "",
-            "Hours are those of training steps, without evaluations, checkpoints and compilation. Published runs of",
-            "other trainers reached 0.4 to 1.1 times such estimated speeds (docs/calibration.md).",
+            "Hours are those of training steps, without evaluations, checkpoints and compilation.",
+            *_interval(first.predicted),
             "",
         ]
         for stage in self.stages:
@@ -114,6 +114,12 @@ class StagesPlan:
                 for stage in self.stages
             ],
         }
+
+
+def _interval(predicted: Prediction) -> Iterator[str]:
+    if predicted.step_seconds_interval is not None:
+        low, high = (seconds / predicted.step_seconds for seconds in predicted.step_seconds_interval)
+        yield f"80% interval: {low:.2f} to {high:.2f} times the estimated hours and cost (docs/calibration.md)."
 
 
 def _billions(num_tokens: int) -> str:

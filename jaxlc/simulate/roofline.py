@@ -17,7 +17,7 @@ from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.core.hardware import Device, Efficiency
 from jaxlc.hlo.kernel_costs import Product
-from jaxlc.simulate import efficiency
+from jaxlc.simulate import efficiency, interval
 
 # Peak FLOP/s of matrix products relative to bfloat16, by operand data type; the same on all devices listed.
 _PEAK_OVER_BF16 = {"f32": 0.5, "f8": 2.0}
@@ -47,6 +47,10 @@ class Roofline:
     host_latency_seconds: float = hardware.HOST_LATENCY_SECONDS
     kernel_gap_seconds: float = hardware.KERNEL_GAP_SECONDS
     nccl_multiprocessors: float = efficiency.NCCL_MULTIPROCESSORS
+    # The interval of estimated times (`interval`). Rates measured on the GPUs of the run justify a narrower one.
+    time_scale: float = interval.TIME_SCALE
+    time_spread: float = interval.TIME_SPREAD
+    pair_spread: float = interval.PAIR_SPREAD
 
     def attention_seconds(
         self,

@@ -27,6 +27,7 @@ from jaxlc.core.flops import matmul_flops
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.hlo.trip_counts import trip_count
+from jaxlc.simulate.interval import time_interval
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timed_ops import LINKS, OTHER_KERNELS, PRODUCTS, QUEUES, Kernel, TimedOp, TimedOps, TimedTransfer
 
@@ -57,6 +58,8 @@ class Prediction:
     # "host", "recomputed matrix products" (all FLOPs of products above the model's), and other kernels by their
     # innermost scope, such as "mlp kernels". Largest first. Plans of older versions lack it.
     overhead_seconds: dict[str, float] = field(default_factory=dict)
+    # Seconds between which the step is expected in 80% of cases (`interval`), lowest first. Older plans lack it.
+    step_seconds_interval: tuple[float, float] | None = None
 
     @property
     def overhead_share(self) -> float:
@@ -83,6 +86,7 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
     simulator = Simulator(TimedOps(program, model))
     simulator.run(program.entry)
     flops = config.flops_per_step
+    low, high = time_interval(model.roofline.time_scale, model.roofline.time_spread)
     by_resource, by_kind = Counter(), Counter()
     for (kind, resource), seconds in simulator.seconds.items():
         by_resource[resource] += seconds
@@ -103,6 +107,7 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
         seconds_by_kind=dict(by_kind.most_common()),
         transfer_seconds_by_resource=dict(simulator.transfer_seconds.most_common()),
         overhead_seconds=dict(_overhead(simulator, model).most_common()),
+        step_seconds_interval=(low * simulator.now, high * simulator.now),
     )
 
 

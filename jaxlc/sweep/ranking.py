@@ -1,6 +1,7 @@
 """The ranking of a sweep: as a table on stdout, as CSV, and as plots."""
 
 import csv
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,11 +13,9 @@ from rich.table import Table
 from jaxlc.core import extras
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.runtime.worker_processes import Row
+from jaxlc.simulate.interval import PAIR_SPREAD, is_distinguishable
 
 RANKING = "ranking.csv"
-# The order of speeds closer than this is uncertain. In docs/calibration.md estimated speeds are 0.89 to 2.66 times the
-# published ones; for similar runs of one source the ratio varies by 4% to 15% (1.68, 1.74 and 1.54; 1.36 and 1.48).
-ESTIMATE_ERROR = 0.2
 _TABLE_WIDTH = 160  # where stdout is not a terminal
 _SETTINGS = (*MESH_AXES, "strategy", "ulysses_degree", "remat", "seq_len", "transport", "gradient_accumulation_steps")
 
@@ -53,17 +52,22 @@ def report(rows: Sequence[Row], what: str, out: Path, note: str = "") -> int:
     return 0
 
 
-def estimate_note(rows: Sequence[Row]) -> str:
-    """How far the order of the ranking can be trusted."""
-    speeds = [row["tokens_per_second_per_device"] for row in rows if row["status"] == "done" and row["fits"]]
-    num_close = sum(speed >= (1 - ESTIMATE_ERROR) * max(speeds) for speed in speeds) - 1 if speeds else 0
+def estimate_note(rows: Sequence[Row], spread: float = PAIR_SPREAD) -> str:
+    """How far the order of the ranking can be trusted, for points with the sequence length of the first.
+
+    Args:
+      spread: half of the 80% interval of the logarithm of the ratio of two times.
+    """
+    fitting = [row for row in rows if row["status"] == "done" and row["fits"]]
+    speeds = [row["tokens_per_second_per_device"] for row in fitting if row["seq_len"] == fitting[0]["seq_len"]]
+    num_close = sum(not is_distinguishable(speed, max(speeds), spread) for speed in speeds) - 1 if speeds else 0
     note = (
-        f"Estimates, not measurements: differences under {ESTIMATE_ERROR:.0%} are within the error of the estimate"
-        " (estimated speeds are 0.89 to 2.66 times published ones, docs/calibration.md)"
+        f"Estimates, not measurements: speeds within a factor of {math.exp(spread):.2f} of each other are within the"
+        " 80% interval of a comparison (docs/calibration.md)"
     )
     if num_close < 1:
         return f"{note}."
-    return f"{note}. {num_close} of the other {len(speeds) - 1} that fit may be as fast as the first."
+    return f"{note}. {num_close} of the other {len(speeds) - 1} of this length that fit may be as fast as the first."
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:

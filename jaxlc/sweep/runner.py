@@ -63,13 +63,13 @@ def estimate(
     assert gpus.devices  # raises here, rather than for every point, if the compiler is not installed
     work = functools.partial(worker.estimate, topology=name, constants=constants or "")
     about = dict(figures="estimated", topology=name, model=config.model.preset)
+    roofline = from_file(constants or "")  # an invalid file is reported once, not for every point
     if constants:  # other constants give other rows
-        from_file(constants)  # an invalid file is reported once, not for every point
         about["constants"] = hashlib.sha256(Path(constants).read_bytes()).hexdigest()[:16]
     num_workers = int(workers) if workers else worker_processes.default_num_workers()
     points = _points(config, gpus.num_gpus, grid_flags)
     rows = run(points, work, about=about, out=out, num_workers=num_workers)
-    return ranking.report(rows, f"estimated for {name}", out, note=ranking.estimate_note(rows))
+    return ranking.report(rows, f"estimated for {name}", out, note=ranking.estimate_note(rows, roofline.pair_spread))
 
 
 def measure(config: Config, out: Path, **flags: str | None) -> int:

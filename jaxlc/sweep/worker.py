@@ -22,8 +22,11 @@ def estimate(config: Config, topology: str, constants: str) -> Row:
 
     result: Plan = aot.plan_of(config, topology=topology, constants=constants)["plan"]
     time_of_step, memory, ring = result.predicted, result.memory, result.ring
+    low, high = time_of_step.step_seconds_interval or (None, None)
     return dict(
         step_seconds=time_of_step.step_seconds,
+        step_seconds_low=low,
+        step_seconds_high=high,
         tokens_per_second_per_device=time_of_step.tokens_per_second_per_device,
         mfu_causal=time_of_step.mfu_causal,
         recomputed_share=time_of_step.recomputed_share,

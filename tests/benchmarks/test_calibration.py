@@ -3,13 +3,15 @@
 Expected numbers are from the cited pages and computed without jaxlc.
 """
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import calibration_fit
+from benchmarks import calibration, calibration_fit
 from benchmarks.calibration_fit import Residual
 from benchmarks.published import estimated_figure, runs, sources, time_ratio
+from jaxlc.simulate import interval
 
 # Name -> (sequence length, mesh, parameters in billions, as their models' pages give them).
 PUBLISHED = {
@@ -86,9 +88,46 @@ def test_conformal_quantile_covers_corrected_share_of_sources():
     assert calibration_fit.conformal_quantile(errors) == 9
     many = [*errors[:9], *(("10", 10.0 + number) for number in range(100))]
     assert calibration_fit.conformal_quantile(many) == 9
+    assert calibration_fit.conformal_quantile(many, is_by_run=True) > 9
     assert calibration_fit.conformal_quantile(errors[:3]) == 3  # too few sources: all of them
 
 
-def test_paired_spread_compares_runs_of_one_group_only():
-    rows = [Residual("a", 0.0, "x"), Residual("a", 0.3, "x"), Residual("a", 9.0, "y"), Residual("b", 5.0, "x")]
-    assert calibration_fit.paired_spread(rows) == (pytest.approx(0.3), 1)
+def test_fit_ignores_held_back_source():
+    """Changing the runs of a source changes its own errors, not its fit."""
+    rows = [Residual(fold.source, 0.1 * number) for number, fold in enumerate(_folds())]
+    moved = [row._replace(log_ratio=9.0) if row.source == "trl" else row for row in rows]
+    before, after = ({fold.source: fold for fold in calibration_fit.folds(x)} for x in (rows, moved))
+    assert before["trl"].fit == after["trl"].fit
+    assert before["trl"].errors != after["trl"].errors
+    assert before["memo"].fit != after["memo"].fit
+    with pytest.raises(ValueError, match="other sources"):
+        calibration_fit.folds(rows[1:])
+
+
+def _folds():
+    return calibration_fit.folds(calibration.residuals(calibration.stored()))
+
+
+def test_paired_errors_are_of_one_group_and_similar_length():
+    rows = [Residual("a", 0.0, "x", 100), Residual("a", 0.3, "x", 200), Residual("a", 9.0, "y", 100)]
+    rows += [Residual("b", 5.0, "x", 100), Residual("a", 7.0, "x", 500), Residual("a", 8.0, "", 100)]
+    assert calibration_fit.paired_errors(rows, max_length_ratio=2) == [("a", 0.3)]
+    assert len(calibration_fit.paired_errors(rows, max_length_ratio=10)) == 3
+
+
+def test_constants_of_interval_are_those_of_stored_results():
+    """The interval that plans print follows from the stored runs, and covers 80% of the held-back ones."""
+    residuals = calibration.residuals(calibration.stored())
+    assert len(residuals) == len(runs())
+    final = calibration_fit.fit(residuals)
+    assert final.log_scale == pytest.approx(math.log(interval.TIME_SCALE), abs=1e-3)
+    assert final.spread == pytest.approx(interval.TIME_SPREAD, abs=1e-3)
+    assert calibration.pairs(residuals)[0] == pytest.approx(interval.PAIR_SPREAD, abs=1e-3)
+    covered, num_runs = calibration_fit.coverage(_folds())
+    assert covered / num_runs >= interval.LEVEL == calibration_fit.level()
+    assert calibration_fit.coverage_by_source(_folds()) >= interval.LEVEL
+
+
+def test_page_has_the_stored_results():
+    text = calibration.generated(calibration.stored(), calibration.stored(calibration.TRANSPORTS))
+    assert text in calibration.PAGE.read_text()

@@ -4,6 +4,7 @@ import csv
 import functools
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from jaxlc import sweep
 from jaxlc.config import Config, defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import worker_processes
+from jaxlc.simulate import interval
 from jaxlc.sweep import ranking, runner, worker
 from jaxlc.sweep.__main__ import main
 from jaxlc.sweep.grid import Point, parse_grid, points
@@ -266,13 +268,16 @@ def test_ranked_fitting_points_first_then_by_speed():
 
 
 def test_estimate_note_counts_points_within_the_error():
-    def row(rate, status="done", fits=True):
-        return dict(status=status, fits=fits, tokens_per_second_per_device=rate)
+    def row(rate, status="done", fits=True, seq_len=4096):
+        return dict(status=status, fits=fits, tokens_per_second_per_device=rate, seq_len=seq_len)
 
-    rows = [row(100.0), row(80.0), row(79.0), row(99.0, fits=False), dict(status="failed")]
-    assert "1 of the other 2 that fit may be as fast" in ranking.estimate_note(rows)
-    assert "may be as fast" not in ranking.estimate_note([row(100.0), row(79.0)])
-    assert "under 20% are within the error" in ranking.estimate_note([row(1.0, fits=False)])
+    spread = math.log(1.25)
+    rows = [row(100.0), row(80.1), row(79.0), row(99.0, fits=False), row(99.0, seq_len=8192), dict(status="failed")]
+    assert "1 of the other 2 of this length that fit may be as fast" in ranking.estimate_note(rows, spread)
+    assert "may be as fast" not in ranking.estimate_note([row(100.0), row(79.0)], spread)
+    assert "within a factor of 1.25 of each other are within the 80%" in ranking.estimate_note([row(1.0)], spread)
+    default = ranking.estimate_note([row(1.0, fits=False)])
+    assert f"within a factor of {math.exp(interval.PAIR_SPREAD):.2f} of each other" in default
 
 
 @pytest.mark.gpu_compiler
