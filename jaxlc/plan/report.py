@@ -153,11 +153,19 @@ def _time(predicted: Prediction) -> Iterator[str]:
 
 
 def interval_text(predicted: Prediction) -> str:
-    """ "80%: 8.9 s to 16.1 s"; empty for plans of versions without an interval."""
+    """The interval of the step, such as "80%: 8.9 s to 16.1 s"; empty for plans of versions without one."""
     if predicted.step_seconds_interval is None:
         return ""
     low, high = predicted.step_seconds_interval
     return f"80%: {format_seconds(low)} to {format_seconds(high)}"
+
+
+def interval_factors_text(predicted: Prediction, what: str) -> str:
+    """The same as factors: "80% interval: 0.6 to 2.0 times the estimated step"."""
+    if predicted.step_seconds_interval is None:
+        return ""
+    low, high = (seconds / predicted.step_seconds for seconds in predicted.step_seconds_interval)
+    return f"80% interval: {low:.2f} to {high:.2f} times the estimated {what} (docs/calibration.md)."
 
 
 def _step_note(predicted: Prediction) -> str:

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlc.plan.report import gib, verdict
+from jaxlc.plan.report import gib, interval_factors_text, verdict
 from jaxlc.plan.result import Plan
-from jaxlc.simulate.timeline import Prediction
 
 _HEADS = ("stage", "steps", "length", "tokens", "GiB/GPU", "host GiB", "tokens/s/GPU", "step", "hours", "GPU-hours")
 
@@ -64,7 +63,7 @@ class StagesPlan:
             *aligned(self._rows()),
             "",
             "Hours are those of training steps, without evaluations, checkpoints and compilation.",
-            *_interval(first.predicted),
+            interval_factors_text(first.predicted, "hours and cost"),
             "",
         ]
         for stage in self.stages:
@@ -114,12 +113,6 @@ class StagesPlan:
                 for stage in self.stages
             ],
         }
-
-
-def _interval(predicted: Prediction) -> Iterator[str]:
-    if predicted.step_seconds_interval is not None:
-        low, high = (seconds / predicted.step_seconds for seconds in predicted.step_seconds_interval)
-        yield f"80% interval: {low:.2f} to {high:.2f} times the estimated hours and cost (docs/calibration.md)."
 
 
 def _billions(num_tokens: int) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxlc.plan.recommend.recommendation import Alternatives, Recommendation
 from jaxlc.plan.recommend.search import Trial
-from jaxlc.plan.report import format_seconds, gib
+from jaxlc.plan.report import format_seconds, gib, interval_factors_text
 from jaxlc.plan.stage_table import aligned
 from jaxlc.simulate.interval import is_distinguishable
 from jaxlc.simulate.timeline import Prediction
@@ -30,7 +30,8 @@ def page(recommendation: Recommendation, price_per_gpu_hour: float | None, costl
     if recommendation.alternatives is not None:
         return "\n".join([*lines, *_nothing_fits(recommendation, recommendation.alternatives)])
     best = recommendation.search.best
-    lines += ["memory is AOT-compiled, time is estimated (docs/calibration.md)", ""]
+    lines += ["memory is AOT-compiled, time is estimated"]
+    lines += [interval_factors_text(best[0].plan.predicted, "time and cost"), ""]
     lines += aligned(_rows(best, price_per_gpu_hour))
     lines.append("")
     for rank, trial in enumerate(best, start=1):
