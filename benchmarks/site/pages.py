@@ -18,7 +18,7 @@ _COPIED = (".css", ".jsonl", ".png", ".svg", ".txt")
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 _BADGE = re.compile(r"^\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\)\n", re.MULTILINE)
-_COMMENT = re.compile(r"<!-- (not )?run: .*? -->\n")
+_COMMENT = re.compile(r"^ *<!-- (not )?run: .*? -->\n", re.MULTILINE)
 _GENERATED = {
     "settings": reference.settings,
     "plan fields": reference.plan_fields,
@@ -107,7 +107,7 @@ def _site_link(link: re.Match, source: Path) -> str:
         if not file.exists():
             raise ValueError(f"{source.name} links to {link['target']}, which does not exist")
         name = f"`{file.relative_to(ROOT)}`"
-        return name if link["text"].strip("`") in name else f"{link['text']} ({name})"
+        return name if link["text"].strip("`/") in name else f"{link['text']} ({name})"
     here = places.get(source, "")
     target = os.path.relpath(places[file], os.path.dirname(here) or ".")
     return f"{link['image']}[{link['text']}]({target}{'#' + anchor if anchor else ''})"

@@ -80,4 +80,4 @@ def _purpose(text: str) -> str:
     """The first sentence below the title."""
     first = text.split("\n\n")[1] if "\n\n" in text else ""
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first.split()))
-    return re.split(r"(?<=[.:])\s", plain)[0]
+    return re.split(r"(?<=\.)\s", plain)[0]
