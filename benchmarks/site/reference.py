@@ -101,7 +101,7 @@ def _type_text(hint: Any) -> str:
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     for kind in _RECORDS.values():
         text = text.replace(f"{kind.__module__}.", "")
-    return f"`{text.replace('typing.', '').replace(', ...', '')}`".replace("|", "\\|")
+    return f"`{text.replace('typing.', '').replace(', ...', '').replace(' | ', ' or ')}`"
 
 
 def _first_paragraph(kind: type) -> str:
