@@ -20,7 +20,7 @@ from jaxlc import plan, runtime
 from jaxlc.config import Config, RuntimeConfig, load, read_config, to_dict, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.plan.recommend.base_config import base_config
-from jaxlc.plan.recommend.candidates import Candidate, layouts
+from jaxlc.plan.recommend.candidates import Candidate, Layout, layouts
 from jaxlc.plan.recommend.recommendation import MEMORY_MARGIN, compile_in_processes, recommend
 from jaxlc.plan.recommend.search import Compile, Search
 from jaxlc.simulate.roofline import Roofline
@@ -75,6 +75,16 @@ class Result(NamedTuple):
         return self.recommended_seconds / self.best_seconds - 1
 
 
+def _variants(layout: Layout) -> list[Layout]:
+    """The fastest settings of a layout by rematerialization, offloading and microbatches, without the first."""
+    fastest: dict[tuple, Candidate] = {}
+    for candidate in layout.candidates:
+        memory = candidate.config.memory
+        key = (memory.remat, memory.offload, candidate.config.train.gradient_accumulation_steps)
+        fastest.setdefault(key, candidate)
+    return [Layout(candidates=[candidate], num_too_large=0) for candidate in list(fastest.values())[1:]]
+
+
 class StoredCompiler:
     """Compiles steps that are not in the file, and returns stored plans for the others."""
 
@@ -98,13 +108,16 @@ class StoredCompiler:
 
 
 def run_case(case: Case, compile_steps: Compile, num_sweep: int, log: Callable[[str], None]) -> Result:
-    """The recommendation, and a sweep over the `num_sweep` layouts that the formulas estimate to be the fastest."""
+    """The recommendation, and a sweep: the fastest layouts by the formulas, and other settings of the first one.
+
+    It ends when `num_sweep` steps fit.
+    """
     config, gpus = case.make(), topology(case.topology)
     result = recommend(config, gpus, compile_steps, roofline=Roofline(), limit_seconds=480, log=log)
     pool = [layout for layout in layouts(config, gpus, Roofline(), MEMORY_MARGIN) if layout.candidates]
     pool.sort(key=lambda layout: layout.candidates[0].time.step_seconds)
     sweep = Search(base=config, goal="fastest", num_best=num_sweep)
-    sweep.run(pool, compile_steps, batch_size=1, limit_seconds=1e9, log=log)
+    sweep.run([*pool, *_variants(pool[0])], compile_steps, batch_size=1, limit_seconds=1e9, log=log)
     trials = {id(trial.candidate): trial for trial in (*result.search.trials, *sweep.trials)}.values()
     best, best_of_sweep = result.search.best[0], sweep.fitting[0]
     seconds = [x.plan.predicted.step_seconds for x in (best, best_of_sweep)]

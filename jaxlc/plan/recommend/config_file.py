@@ -1,5 +1,6 @@
 """Writes the recommended settings as a config file: a Python file that `--config=FILE` takes. Imports no jax."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,10 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
         "",
         'def get_config(variant: str = "") -> ConfigDict:',
         "    check_variant(variant, ())",
-        f"    config = {f'read_config({source!r})' if source else 'defaults()'}",
+        f"    config = {f'read_config({_value(source)})' if source else 'defaults()'}",
     ]
     if model:
-        lines.append(f"    config.model.{'preset' if model in PRESETS else 'init_from'} = {model!r}")
+        lines.append(f"    config.model.{'preset' if model in PRESETS else 'init_from'} = {_value(model)}")
     for section, values in of_run.items():
         lines.append(f"    config.{section}.update({_arguments(values)})")
     if has_stages and of_stages:
@@ -66,7 +67,7 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
                 f"{section}=dict({_arguments(values)})" if isinstance(values, Mapping) else f"{section}={values!r}"
                 for section, values in sections.items()
             )
-            lines.append(f"        {name!r}: dict({', '.join(texts)}),")
+            lines.append(f"        {_value(name)}: dict({', '.join(texts)}),")
         lines.append("    }")
         lines.append("    config.stages = [stage.changed(**changes.get(stage.name, {})) for stage in config.stages]")
     return "\n".join([*lines, "    return config", ""])
@@ -104,4 +105,8 @@ def _arguments(values: Mapping[str, Any]) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:_}" if abs(value) >= 10_000 else str(value)
-    return repr(tuple(value)) if isinstance(value, list) else repr(value)
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return f"({''.join(f'{_value(item)}, ' for item in value).rstrip(' ' if len(value) == 1 else ', ')})"
+    return repr(value)

@@ -45,7 +45,8 @@ def page(recommendation: Recommendation, price_per_gpu_hour: float | None, costl
         if not is_distinguishable(best[0].plan.predicted.step_seconds, trial.plan.predicted.step_seconds)
     ]
     if close and goal != "longest":
-        lines += ["", f"1 and {', '.join(close)} are within the interval of the estimate: measure them to decide."]
+        names = " and ".join([", ".join(["1", *close[:-1]]), close[-1]])
+        lines += ["", f"{names} are within the 80% interval of the estimates: measure them to decide."]
     if costly:
         lines += ["", "settings of the given config that cost time (estimated by formulas):", *costly]
     return "\n".join(lines)

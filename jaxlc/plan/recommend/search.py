@@ -105,7 +105,9 @@ class Search:
         trial = Trial(candidate=candidate, config=config, plan=result)
         self.trials.append(trial)
         log(f"{name}: {trial_text(trial)}")
-        if not result.memory.fits:
+        if result.memory.fits and not self._queue:
+            self._push_next(entry, 1.0)  # few layouts: also the next settings that need less memory
+        elif not result.memory.fits:
             self._push_next(entry, result.memory.device_peak_bytes / candidate.memory.device_bytes)
 
     def _push_next(self, entry: "_Entry", memory_ratio: float) -> None:
