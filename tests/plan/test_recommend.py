@@ -193,6 +193,21 @@ def test_layouts_divide_batch_and_keep_settings():
 
 
 @pytest.mark.gpu_compiler
+def test_recommend_longest_compiles_longer_sequences():
+    config = with_settings(load(model("llama3.2-1b")), {"attention.document_mask": False})
+    compiled = []
+
+    def compile_steps(configs):
+        compiled.extend(configs)
+        return StubCompiler({config.train.gradient_accumulation_steps: (1.0, 10) for config in configs})(configs)
+
+    gpus = topology("h100:1x1")
+    result = recommend(config, gpus, compile_steps, goal="longest", roofline=Roofline(), limit_seconds=0)
+    assert result.search.best[0].plan.sequence_tokens == compiled[0].data.seq_len > 2**20
+    assert result.search.best[0].config == compiled[0]
+
+
+@pytest.mark.gpu_compiler
 def test_recommend_nothing_fits_names_alternatives():
     config = with_settings(load(model("llama3.1-70b")), {"data.seq_len": 2**20, "train.global_batch_size": 1})
     result = recommend(config, topology("h100:1x1"), StubCompiler({}), roofline=Roofline(), limit_seconds=1)

@@ -178,6 +178,7 @@ def _layout_settings(config: Config, gpus: Topology) -> Iterator[list[Settings]]
                 "attention.strategy": strategy,
                 "attention.ulysses_degree": degree,
                 "runtime.topology": str(gpus),
+                "data.seq_len": config.data.seq_len,
                 "train.gradient_accumulation_steps": per_replica // size,
                 "train.eval_sequences": -(-config.train.eval_sequences // replicas) * replicas,
             }

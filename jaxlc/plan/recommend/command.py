@@ -92,7 +92,7 @@ def _final(given: Config, trial: Trial) -> Config:
         settings["runtime.memory_fraction"] = memory.pool_share
     if memory.is_heap_too_small:
         settings["runtime.nvshmem_heap_bytes"] = memory.sufficient_heap_bytes
-    return with_settings(given, settings | {"runtime.simulated_devices": 0, "data.seq_len": trial.plan.sequence_tokens})
+    return with_settings(given, settings | {"runtime.simulated_devices": 0})
 
 
 def _base(source: str, model: str, stages: Sequence[Stage]) -> Sequence[Stage]:

@@ -80,7 +80,9 @@ def recommend(
     )
     search = Search(base=config, goal=goal)
     search.run(usable, compile_steps, batch_size=batch_size, limit_seconds=limit_seconds, log=log)
-    if search.num_left:
+    if not usable:
+        log("nothing to compile")
+    elif search.num_left:
         log(f"stopped after {limit_seconds / 60:.0f} minutes; {search.num_left} layouts could still be among the best")
     else:
         log(f"done: no other layout can be among the best; {len(search.trials)} compiled")

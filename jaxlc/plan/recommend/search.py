@@ -141,9 +141,8 @@ class Search:
         """The next candidates that the config checks accept."""
         while self._queue and not self._is_decided():
             entry = heapq.heappop(self._queue)
-            topology = {"runtime.topology": entry.candidate.config.runtime.topology}
             try:
-                yield entry, with_settings(self.base, entry.candidate.settings | topology)
+                yield entry, with_settings(self.base, entry.candidate.settings)
             except UserError:
                 self.num_refused += 1
                 self._push_next(entry, 1.0)
