@@ -84,14 +84,14 @@ def cell(model: str, length: str, gpus: str, compiler: StoredCompiler | None) ->
     (trial,) = search.best
     memory = trial.plan.memory
     seconds = trial.plan.predicted.step_seconds
-    peak, on_host = memory.device_peak_bytes, memory.host_bytes_per_node
+    peak, on_host = memory.device_peak_bytes, memory.host_bytes_per_node + memory.staging_bytes_per_node
     return Cell(model, length, gpus, trial.candidate, seconds, peak, on_host, True)
 
 
 def table(cells: Sequence[Cell]) -> str:
     """Markdown."""
     heads = ("model", "length", "GPUs", "configuration", "s per step", "tokens/s per GPU", "GiB per GPU",
-             "host GiB per node", "")  # fmt: skip
+             "host GiB per node, with staging", "")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for one in cells:
         head = (one.model, one.length, one.topology)
@@ -100,7 +100,7 @@ def table(cells: Sequence[Cell]) -> str:
         else:
             rest = (
                 f"`{one.candidate.name}`",
-                f"{one.step_seconds:,.4g}",
+                f"{one.step_seconds:,.{0 if one.step_seconds >= 1000 else 2}f}",
                 f"{one.tokens_per_second:,.0f}",
                 f"{one.device_bytes / 2**30:,.1f}",
                 f"{one.host_bytes_per_node / 2**30:,.0f}",

@@ -39,17 +39,20 @@ def page(recommendation: Recommendation, price_per_gpu_hour: float | None, costl
         lines.append(f"   bound by {bound_text(trial)}")
         if rank > 1:
             lines.append(f"   {_why_not_first(best[0], trial)}")
-    close = [
-        str(rank)
-        for rank, trial in enumerate(best[1:], start=2)
-        if not is_distinguishable(best[0].plan.predicted.step_seconds, trial.plan.predicted.step_seconds)
-    ]
-    if close and goal != "longest":
+    close = [str(rank) for rank, trial in enumerate(best[1:], start=2) if _is_within_interval(best[0], trial)]
+    if close:
         names = " and ".join([", ".join(["1", *close[:-1]]), close[-1]])
         lines += ["", f"{names} are within the 80% interval of the estimates: measure them to decide."]
     if costly:
         lines += ["", "settings of the given config that cost time (estimated by formulas):", *costly]
     return "\n".join(lines)
+
+
+def _is_within_interval(one: Trial, other: Trial) -> bool:
+    """Whether the order of two configurations for the same GPUs and length is uncertain."""
+    sizes = {(trial.plan.num_devices, trial.plan.sequence_tokens) for trial in (one, other)}
+    seconds = [trial.plan.predicted.step_seconds for trial in (one, other)]
+    return len(sizes) == 1 and not is_distinguishable(*seconds)
 
 
 def _rows(best: Sequence[Trial], price: float | None) -> Iterator[Sequence[str]]:
