@@ -1,6 +1,7 @@
 """Advice for steps that do not fit: which changes are compiled, in which order, and how they are printed."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -9,7 +10,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.plan import advise
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.record import Change
-from jaxlc.plan.report import page
+from jaxlc.plan.report import interval_factors_text, page, summary
 from jaxlc.plan.result import Plan
 from jaxlc.plan.summary import Ring
 from jaxlc.simulate.timeline import Prediction
@@ -176,3 +177,20 @@ def test_tile_candidate_replaces_all_gather():
         long_config(), attention=dataclasses.replace(long_config().attention, strategy="all_gather")
     )
     assert last_two(config)[0]["attention.strategy"] == "ring"
+
+
+def test_page_prints_interval_of_step_and_speed(tmp_path):
+    """Also of a stored plan; plans of versions without an interval have none."""
+    plan = plan_of(MEMORY)
+    assert "80%: " not in page(plan, "").replace("(80%: the interval", "")
+    plan = dataclasses.replace(plan, predicted=dataclasses.replace(PREDICTED, step_seconds_interval=(1.0, 4.0)))
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.to_json()))
+    assert Plan.from_json(path).predicted == plan.predicted
+    text = page(Plan.from_json(path), "")
+    assert "2.00 s  80%: 1.00 s to 4.00 s, bound by compute" in text
+    assert "80%: 0 to 2" in text  # 1 token/s at 2 s: 0.5 at 4 s, 2 at 1 s
+    assert summary(plan).startswith("estimated 2.00 s per step (80%: 1.00 s to 4.00 s), 1 tokens/s per GPU")
+    assert interval_factors_text(plan.predicted, "cost").startswith(
+        "80% interval: 0.50 to 2.00 times the estimated cost"
+    )

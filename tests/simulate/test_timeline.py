@@ -1,6 +1,7 @@
 """Estimated times: of small programs against values calculated manually, of a real step against bounds."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -12,8 +13,8 @@ from jaxlc.core.hardware import Efficiency
 from jaxlc.hlo import analyze
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
 from jaxlc.plan import summary
+from jaxlc.simulate import interval, timeline
 from jaxlc.simulate import roofline as roofline_module
-from jaxlc.simulate import timeline
 from jaxlc.simulate.layer_timeline import _merged, layer, layer_timeline
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel, visible_fraction
@@ -92,6 +93,13 @@ def test_kernel_time_is_maximum_of_compute_and_memory():
     assert estimate.seconds_by_kind == {"other kernels": approx(COPY), "matrix products": approx(DOT)}
     assert estimate.seconds_by_resource == {"HBM": approx(COPY), "compute": approx(DOT)}
     assert estimate.bound_by == "compute"
+
+
+def test_step_interval_has_scale_and_spread_of_constants():
+    constants = dataclasses.replace(IDEAL, time_scale=1.5, time_spread=math.log(2))
+    assert predicted(dot(), roofline=constants).step_seconds_interval == (approx(0.75 * DOT), approx(3 * DOT))
+    low, high = predicted(dot()).step_seconds_interval
+    assert low == approx(DOT * interval.TIME_SCALE / math.exp(interval.TIME_SPREAD)) and high > DOT
 
 
 def test_overhead_excludes_attention_and_own_matrix_products(monkeypatch):
