@@ -26,15 +26,14 @@ from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.models import offloaded_layers
 from jaxlc.models.embedding import lookup
 from jaxlc.models.freezing import join, paths_in_layer
+from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.layers import DecoderLayer, matrix
-from jaxlc.models.lora import LORA
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.models.norms import RMSNorm
 from jaxlc.models.offloaded_layers import LayerParams, Prefetch
 from jaxlc.sharding.rules import Sharder
 
 _LAYERS = "layers"  # name of the leading dimension of every parameter in LAYER_STACKS
-_LORA_STREAM = 2**31 - 1  # larger than any number of parameters of a layer, by which their keys are derived
 
 IsFrozen = Callable[[tuple[str, ...], Any], bool]  # (path within a layer, parameter), an nnx filter
 
@@ -74,19 +73,19 @@ class Decoder(nnx.Module):
         self,
         model: ModelConfig,
         vocab_size_padded: int,
-        rngs: nnx.Rngs,
+        keys: InitKeys,
         fp8: Fp8 | None = None,
         lora: LoraConfig | None = None,
     ):
         D, V = model.model_dim, model.vocab_size
         padding = vocab_size_padded - V
-        self.embedding = _pad_vocab(matrix(rngs, fan_in=D, vocab=V, model=D), padding)
-        self.head = None if model.tie_embeddings else _pad_vocab(matrix(rngs, fan_in=D, model=D, vocab=V), padding)
-        stacked = nnx.vmap(lambda key: DecoderLayer(model, _layer_rngs(key), fp8, lora))
-        keys = jax.random.split(rngs.params(), model.num_layers)
+        self.embedding = _pad_vocab(matrix(keys, fan_in=D, vocab=V, model=D), padding)
+        self.head = None if model.tie_embeddings else _pad_vocab(matrix(keys, fan_in=D, model=D, vocab=V), padding)
+        stacked = nnx.vmap(lambda key: DecoderLayer(model, InitKeys(key), fp8, lora))
+        layer_keys = jax.random.split(keys.params(), model.num_layers)
         num_in_periods = model.num_layers - model.num_last_layers
-        self.layers = stacked(keys[:num_in_periods])
-        self.last_layers = stacked(keys[num_in_periods:]) if model.num_last_layers else None
+        self.layers = stacked(layer_keys[:num_in_periods])
+        self.last_layers = stacked(layer_keys[num_in_periods:]) if model.num_last_layers else None
         self.final_norm = RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=D)
         self.embedding_multiplier = D**0.5 if model.scale_embeddings else 1.0
 
@@ -210,11 +209,7 @@ def init(model: ModelConfig, vocab_size_padded: int, key: jax.Array, lora: LoraC
     The values depend only on `key`, not on the mesh or on the vocabulary padding, which is 0. Those of the model do not
     depend on `lora`, which adds adapters.
     """
-    return nnx.to_pure_dict(nnx.state(Decoder(model, vocab_size_padded, nnx.Rngs(key), lora=lora)))
-
-
-def _layer_rngs(key: jax.Array) -> nnx.Rngs:
-    return nnx.Rngs(key, **{LORA: jax.random.fold_in(key, _LORA_STREAM)})
+    return nnx.to_pure_dict(nnx.state(Decoder(model, vocab_size_padded, InitKeys(key), lora=lora)))
 
 
 def abstract_params(model: ModelConfig, vocab_size_padded: int, lora: LoraConfig | None = None) -> dict:
@@ -303,7 +298,7 @@ def _abstract_decoder(
     model: ModelConfig, vocab_size_padded: int, fp8: Fp8 | None = None, lora: LoraConfig | None = None
 ):
     """(graph definition, abstract state) of the decoder; nothing is computed."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, nnx.Rngs(0), fp8, lora)))
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, InitKeys(jax.random.key(0)), fp8, lora)))
 
 
 def _bf16_flags(model: ModelConfig, state, fp8: Fp8 | None) -> dict:

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
+from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.lora import make_adapters
 from jaxlc.models.matmuls import Fp8, Matmuls, in_use
 from jaxlc.models.norms import RMSNorm
@@ -27,15 +28,15 @@ from jaxlc.sharding.rules import Sharder
 _TRUNCATED_STD = 0.87962566  # of a standard normal cut at -2 and 2
 
 
-def matrix(rngs: nnx.Rngs, *, fan_in: int, depth_scale: float = 1.0, **dims: int) -> nnx.Param:
-    """Declares a weight with its dimensions, e.g. `matrix(rngs, fan_in=D, model=D, heads=N, head_dim=H)`.
+def matrix(keys: InitKeys, *, fan_in: int, depth_scale: float = 1.0, **dims: int) -> nnx.Param:
+    """Declares a weight with its dimensions, e.g. `matrix(keys, fan_in=D, model=D, heads=N, head_dim=H)`.
 
     The initial value is a normal with standard deviation `depth_scale`/sqrt(fan_in), truncated at two deviations, so
     that an input of unit variance gives an output of unit variance at every width. At D = 4096 the deviation is 0.016,
     close to the constant 0.02 of many models of that size; a constant would be wrong at other widths.
     """
     std = depth_scale / fan_in**0.5
-    unit_variance = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, tuple(dims.values())) / _TRUNCATED_STD
+    unit_variance = jax.random.truncated_normal(keys.params(), -2.0, 2.0, tuple(dims.values())) / _TRUNCATED_STD
     return nnx.Param(std * unit_variance, dims=tuple(dims))
 
 
@@ -54,10 +55,10 @@ class _Block(nnx.Module):
     """The projections of a block, which may be in FP8, and their adapters, if it has any."""
 
     def __init__(
-        self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None, lora: LoraConfig | None, projections: tuple[str, ...]
+        self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None, lora: LoraConfig | None, projections: tuple[str, ...]
     ):
         self.matmul = Matmuls(fp8, *projections)
-        self.lora = make_adapters(model, lora, projections, rngs)
+        self.lora = make_adapters(model, lora, projections, keys)
 
     def project(self, name: str, subscripts: str, x: jax.Array, weight: nnx.Param, *, shard: Sharder) -> jax.Array:
         """einsum(subscripts, x, weight), plus the output of the adapter."""
@@ -68,13 +69,13 @@ class _Block(nnx.Module):
 class Attention(_Block):
     """Grouped-query attention (Ainslie et al. 2023): N query heads share K key/value heads."""
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
-        super().__init__(model, rngs, fp8, lora, ("query", "key", "value", "attention_projected"))
+    def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+        super().__init__(model, keys, fp8, lora, ("query", "key", "value", "attention_projected"))
         D, N, K, H = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
-        self.wq = matrix(rngs, fan_in=D, model=D, heads=N, head_dim=H)
-        self.wk = matrix(rngs, fan_in=D, model=D, kv_heads=K, head_dim=H)
-        self.wv = matrix(rngs, fan_in=D, model=D, kv_heads=K, head_dim=H)
-        self.wo = matrix(rngs, fan_in=N * H, depth_scale=residual_depth_scale(model), heads=N, head_dim=H, model=D)
+        self.wq = matrix(keys, fan_in=D, model=D, heads=N, head_dim=H)
+        self.wk = matrix(keys, fan_in=D, model=D, kv_heads=K, head_dim=H)
+        self.wv = matrix(keys, fan_in=D, model=D, kv_heads=K, head_dim=H)
+        self.wo = matrix(keys, fan_in=N * H, depth_scale=residual_depth_scale(model), heads=N, head_dim=H, model=D)
         self.bq = bias_vector(heads=N, bias=H) if model.qkv_bias else None
         self.bk = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
         self.bv = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
@@ -130,12 +131,12 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu,
 class MLP(_Block):
     """A gated block (Shazeer 2020, arXiv:2002.05202): activation(x w_gate) * (x w_up), times w_down."""
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
-        super().__init__(model, rngs, fp8, lora, ("mlp_gate", "mlp_up", "mlp_down"))
+    def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+        super().__init__(model, keys, fp8, lora, ("mlp_gate", "mlp_up", "mlp_down"))
         D, F = model.model_dim, model.ffn_dim
-        self.w_gate = matrix(rngs, fan_in=D, model=D, ffn=F)
-        self.w_up = matrix(rngs, fan_in=D, model=D, ffn=F)
-        self.w_down = matrix(rngs, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D)
+        self.w_gate = matrix(keys, fan_in=D, model=D, ffn=F)
+        self.w_up = matrix(keys, fan_in=D, model=D, ffn=F)
+        self.w_down = matrix(keys, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D)
         self.activation = model.activation
 
     @jax.named_scope(scopes.MLP)
@@ -155,17 +156,17 @@ class DecoderLayer(nnx.Module):
     Each has a norm of its input, of its output, or of both: `ModelConfig.norm_placement`.
     """
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+    def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
         def norm(*placements: str) -> RMSNorm | None:
             if model.norm_placement not in placements:
                 return None
             return RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=model.model_dim)
 
         self.attention_norm = norm("pre", "pre_and_post")
-        self.attention = Attention(model, rngs, fp8, lora)
+        self.attention = Attention(model, keys, fp8, lora)
         self.attention_post_norm = norm("post", "pre_and_post")
         self.mlp_norm = norm("pre", "pre_and_post")
-        self.mlp = MLP(model, rngs, fp8, lora)
+        self.mlp = MLP(model, keys, fp8, lora)
         self.mlp_post_norm = norm("post", "pre_and_post")
 
     def __call__(

@@ -22,10 +22,11 @@ from flax import nnx
 
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
+from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.matmuls import in_use, product
 from jaxlc.sharding.rules import Sharder
 
-LORA = "lora"  # entry of the adapters of a block in the parameter tree, and name of their stream of random numbers
+LORA = "lora"  # entry of the adapters of a block in the parameter tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ PROJECTIONS: Mapping[str, Projection] = {
 class Adapter(nnx.Module):
     """The adapter of one projection. Initially b is 0, and a uniform between +-1/sqrt(inputs), as in peft."""
 
-    def __init__(self, model: ModelConfig, lora: LoraConfig, projection: Projection, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, lora: LoraConfig, projection: Projection, keys: InitKeys):
         sizes = dict(
             model=model.model_dim,
             heads=model.num_heads,
@@ -63,7 +64,7 @@ class Adapter(nnx.Module):
         rank_of_a, rank_of_b = ({_rank_name(names): lora.rank} for names in (projection.inputs, projection.outputs))
         shape = *inputs.values(), lora.rank
         bound = math.prod(inputs.values()) ** -0.5
-        a = jax.random.uniform(rngs.lora(), shape, minval=-bound, maxval=bound)
+        a = jax.random.uniform(keys.lora(), shape, minval=-bound, maxval=bound)
         self.a = nnx.Param(a, dims=(*inputs, *rank_of_a))
         self.b = nnx.Param(jnp.zeros((lora.rank, *outputs.values())), dims=(*rank_of_b, *outputs))
         self.scale = lora.scale
@@ -88,10 +89,10 @@ def _rank_name(names: Sequence[str]) -> str:
 class Adapters(nnx.Module):
     """The adapters of a block, by the names of the projections."""
 
-    def __init__(self, model: ModelConfig, lora: LoraConfig, names: Sequence[str], rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, lora: LoraConfig, names: Sequence[str], keys: InitKeys):
         self.names = tuple(names)
         for name in names:
-            setattr(self, name, Adapter(model, lora, PROJECTIONS[name], rngs))
+            setattr(self, name, Adapter(model, lora, PROJECTIONS[name], keys))
 
     @jax.named_scope(scopes.LORA)
     def add(self, name: str, subscripts: str, out: jax.Array, x: jax.Array, *, shard: Sharder) -> jax.Array:
@@ -100,11 +101,11 @@ class Adapters(nnx.Module):
 
 
 def make_adapters(
-    model: ModelConfig, lora: LoraConfig | None, projections: Sequence[str], rngs: nnx.Rngs
+    model: ModelConfig, lora: LoraConfig | None, projections: Sequence[str], keys: InitKeys
 ) -> Adapters | None:
     """The adapters of a block with these projections; None if it has none."""
     names = [name for name in projections if name in lora.projections] if lora is not None and lora.rank else []
-    return Adapters(model, lora, names, rngs) if names else None
+    return Adapters(model, lora, names, keys) if names else None
 
 
 def is_adapter(path: str) -> bool:

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxlc.attention import reference
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
 from jaxlc.models import layer_tiles
+from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.offloaded_layers import LayerParams
 from jaxlc.models.rope import rope_tables
@@ -59,7 +60,7 @@ OLMO = dict(qk_norm="projection", norm_placement="post", qkv_bias=True, query_sc
 @pytest.mark.parametrize("num_tiles, saves_attention, variant", [(1, False, {}), (3, True, GEMMA), (4, False, OLMO)])
 def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, variant):
     model = small_model(**variant)
-    layer_def, params = nnx.split(DecoderLayer(model, nnx.Rngs(0)))
+    layer_def, params = nnx.split(DecoderLayer(model, InitKeys(jax.random.key(0))))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda w: w + 0.2 * rng.standard_normal(w.shape).astype(np.float32), params)
     x_BTD, dy_BTD = rng.standard_normal((2, B, T, model.model_dim)).astype(np.float32)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxlc.models import decoder
+from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.matmuls import Fp8, Matmuls, fp8_product
 from jaxlc.models.rope import rope_tables
@@ -126,7 +127,7 @@ def hidden_layer_by_layer(params, recipes):
     x_BTD = params["embedding"][tokens_BT]
     stacked = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), params["layers"], params["last_layers"])
     for place, fp8 in enumerate(recipes):
-        layer_def, _ = nnx.split(DecoderLayer(MODEL, nnx.Rngs(0), fp8))
+        layer_def, _ = nnx.split(DecoderLayer(MODEL, InitKeys(jax.random.key(0)), fp8))
         layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), stacked))
         how = dict(shard=Sharder(small.small_mesh()), tables=rope_tables(MODEL, "full", small.T))
         x_BTD, _ = layer(x_BTD, positions_BT, attend=small.dense_attend, **how)
