@@ -54,6 +54,7 @@ SHORTER = {
         "steps=60,": "steps=4,",
         "max_tokens=30": "max_tokens=6",
     },
+    "memory": {'for remat in ("none", "full")': 'for remat in ("full",)'},
     "own_model": {
         "range(120)": "range(10)",
         "steps=200": "steps=20",
