@@ -13,7 +13,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.plan import __main__ as command
 from jaxlc.plan.compile import plan_step
 from jaxlc.plan.recommend import costly
-from jaxlc.plan.recommend.base_config import base_config, parse_length
+from jaxlc.plan.recommend.base_config import base_config, parse_length, set_model
 from jaxlc.plan.recommend.candidates import Candidate, Layout, layouts
 from jaxlc.plan.recommend.config_file import MARK, check_path, config_source
 from jaxlc.plan.recommend.goals import score, topologies
@@ -288,6 +288,20 @@ def test_config_file_loads_as_recommended(source, model, tmp_path):
     assert [stage.config for stage in written] == configs
     assert [(stage.name, stage.num_steps) for stage in written] == [(stage.name, stage.num_steps) for stage in base]
     assert MARK in path.read_text() and len(path.read_text().splitlines()) < 40
+
+
+def test_config_file_of_hugging_face_directory_loads(tmp_path):
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=320)
+    values = dict(model_type="llama", num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=1e4, **shape)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    given = base_config(None, dict(model=str(tmp_path), seq_len="4K"))
+    assert load(given).model.model_dim == 64
+    base = defaults()
+    set_model(base, str(tmp_path))
+    recommended = with_settings(load(given), {"memory.remat": "full"})
+    path = tmp_path / "recommended.py"
+    path.write_text(config_source("", str(tmp_path), "Recommended.", load_stages(base), [recommended]))
+    assert load(read_config(str(path))) == recommended
 
 
 def test_check_path_keeps_other_files(tmp_path):
