@@ -24,8 +24,9 @@ _GENERATED = {
     "plan fields": reference.plan_fields,
     "attention support": support_table.tables,
 }
-_MARKER = re.compile(r"<!-- generated: (.*?) -->")
-_SECTION = re.compile(r"<!-- section of (?P<page>\S+): (?P<heading>.+?) -->")
+# The rest of the line after these two is for readers of the file; the site has the tables and sections instead.
+_MARKER = re.compile(r"<!-- generated: (.*?) -->.*")
+_SECTION = re.compile(r"<!-- section of (?P<page>\S+): (?P<heading>.+?) -->.*")
 
 
 def write(target: Path) -> None:
