@@ -1,9 +1,9 @@
 """Recommended configurations for models, sequence lengths and numbers of H100s: the table and figure of a docs page.
 
     python -m benchmarks.recommended_configs --out=runs/recommended_configs
-    python -m benchmarks.recommended_configs --compile=llama3.1-8b
+    python -m benchmarks.recommended_configs --compile=llama3.1-8b@h100:1x8,llama3.1-8b@h100:8x8
 
-Prints the table of docs/recommended_configs.md and writes its figure. Cells of the models in --compile are
+Prints the table of docs/recommended_configs.md and writes its figure. Cells of the models and GPUs in --compile are
 AOT-compiled, others are estimated by the formulas of `jaxlc plan --recommend`. Compiled steps are stored; the same
 command resumes.
 """
@@ -156,7 +156,7 @@ def _cell_text(one: Cell) -> str:
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
-    flags.DEFINE_list("compile", [], "models whose cells are AOT-compiled", flag_values=values)
+    flags.DEFINE_list("compile", [], "MODEL@TOPOLOGY of cells that are AOT-compiled", flag_values=values)
     flags.DEFINE_string("out", "runs/recommended_configs", "directory of stored points and figure", flag_values=values)
 
 
@@ -171,7 +171,7 @@ def main(_) -> None:
         for length in LENGTHS:
             for gpus in TOPOLOGIES:
                 print(f"{model}, {length}, {gpus}", file=sys.stderr, flush=True)
-                cells.append(cell(model, length, gpus, compiler if model in values.compile else None))
+                cells.append(cell(model, length, gpus, compiler if f"{model}@{gpus}" in values.compile else None))
     print(table(cells))
     figure(cells).savefig(out / FIGURE)
 

@@ -181,6 +181,8 @@ class _Formula:
             seconds += copy(16 * per_shard)
         if memory.parameters == "host":
             seconds += copy(26 * per_shard)
+            if sizes.num_microbatches > 1:  # each adds its gradients to the sum on the host
+                seconds += copy(12 * sizes.num_microbatches * per_shard)
         per_token = sum(
             {"residual": 2 * sizes.residual_dim, "attention_out": 2 * sizes.query_dim}.get(name, 0.0)
             for name in memory.offload
@@ -204,11 +206,15 @@ class _Formula:
         if sizes.gather_ranks > 1:
             share = (sizes.gather_ranks - 1) / sizes.gather_ranks
             num_bytes = 2 * share * sizes.layer_params
-            gathers = 3 * self._link_seconds(num_bytes, sizes.gather_ranks, stride=mesh.tensor, kind="all-gather")
+            gather = self._link_seconds(num_bytes, sizes.gather_ranks, stride=mesh.tensor, kind="all-gather")
+            gathers = (3 if mesh.data == 1 else 2) * gather  # with data, an all-reduce instead of a reduce-scatter
             # Collectives over tensor wait for those that gather weights, since all run on one stream.
             hidden = _HIDDEN_GATHERS if mesh.tensor == 1 else _HIDDEN_GATHERS_WITH_TENSOR
             exposed += max((1 - hidden) * gathers, gathers - attention - products)
             total += gathers
+        reductions = self._data_reduction_seconds()
+        exposed += max(_EXPOSED_REDUCTIONS * reductions, reductions - attention - products)
+        total += reductions
         exchanged, hops, exposed_hops = self._attention_communication(attention)
         exposed += _EXPOSED_EXCHANGES * exchanged + exposed_hops
         total += exchanged
@@ -216,6 +222,16 @@ class _Formula:
             total += hops
         hidden_seconds = max(0.0, total - exposed)
         return exposed + hidden_seconds * (1 - self.roofline.compute_share_during_nccl(self.gpus.device))
+
+    def _data_reduction_seconds(self) -> float:
+        """All-reduces of the gradients of one layer, one for each weight; only with data."""
+        sizes, mesh = self.sizes, self.config.mesh
+        if mesh.data == 1:
+            return 0.0
+        num_ranks = mesh.data * sizes.gather_ranks
+        options = dict(num_ranks=num_ranks, stride=mesh.tensor, kind="all-reduce")
+        num_bytes = 4 * (num_ranks - 1) / num_ranks * sizes.layer_params
+        return self._link_seconds(num_bytes, **options) + (_WEIGHTS_OF_LAYER - 1) * self._link_seconds(0, **options)
 
     def _attention_communication(self, attention: float) -> tuple[float, float, float]:
         """Of one attention layer over context: exchanges and gathers, hops, exposed hops."""
@@ -271,4 +287,6 @@ _HIDDEN_GATHERS_WITH_TENSOR = 0.5
 _EXPOSED_COPIES = 0.5
 _EXPOSED_EXCHANGES = 0.4
 _HIDDEN_HOPS = 0.97
+_EXPOSED_REDUCTIONS = 0.42
+_WEIGHTS_OF_LAYER = 7
 _EXPOSED_TILES = 0.6
