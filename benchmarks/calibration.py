@@ -168,10 +168,15 @@ def _run_table(rows: Sequence[dict], folds: Sequence[Fold]) -> list[str]:
         is_covered = abs(math.log(row["time_ratio"]) - fit.log_scale) <= fit.spread
         kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in row["shares"].items() if share > 0.005)
         lines.append(
-            f"| {row['source']} | {row['name']} | {row['figure']:,.4g} {row['unit']} | {row['estimated']:,.4g} |"
-            f" **{row['time_ratio']:.2f}** | {'yes' if is_covered else '**no**'} | {kinds} |"
+            f"| {row['source']} | {row['name']} | {_number(row['figure'])} {row['unit']} |"
+            f" {_number(row['estimated'])} | **{row['time_ratio']:.2f}** |"
+            f" {'yes' if is_covered else '**no**'} | {kinds} |"
         )
     return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _notes() -> list[str]:
