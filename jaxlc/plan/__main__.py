@@ -2,7 +2,10 @@
 
 Compiles the training step ahead of time, without a GPU, and prints its memory, collectives, kernels and estimated time.
 For a config with stages it compiles the step of every stage and prints one table; --stage=NAME plans one of them.
---generate plans generation instead: the memory and the time of a prompt of --prompt-tokens, and of decoding.
+
+    jaxlc plan --model=llama3.1-8b --prompt-tokens=1M --topology=h100:1x8 --config.mesh.context=8 --generate
+
+compiles generation instead and prints the memory and the time of a prompt, and of decoding.
 
     jaxlc plan --model=llama3.1-8b --seq_len=1M --topology=h100:1x8 --recommend
 
@@ -22,7 +25,7 @@ from jaxlc.config import Config, RuntimeConfig, Stage, transport_settings, with_
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
-from jaxlc.plan.recommend.base_config import base_config
+from jaxlc.plan.recommend.base_config import base_config, parse_length
 
 _FLAGS = {
     "stage": "name of one stage to plan in detail, for a config with stages",
@@ -38,14 +41,14 @@ _FLAGS = {
     "evaluation": "also compile the evaluation of held-out sequences and print its peak memory",
     "document-lengths": "estimate packed sequences too: corpus, mix, or lengths in tokens such as 65536,1024x64",
     "generate": "plan generation instead of training: memory and time of prefill and decoding",
-    "prompt-tokens": "with --generate: tokens of each prompt (default: config.data.seq_len)",
+    "prompt-tokens": "with --generate: tokens of each prompt, such as 131072 or 1M (default: config.data.seq_len)",
     "new-tokens": "with --generate: new tokens of each prompt (default: 256)",
     "batch-size": "with --generate: prompts that are generated together (default: 1)",
     "cache-dtype": "with --generate: dtype of the KV cache, bf16, fp16 or fp32 (default: the compute dtype)",
     "chunk-tokens": "with --generate: prompt tokens computed at once (default: 2048 per context rank)",
     "recommend": "search the best mesh, strategy and memory settings, and write a config file (docs/recommend.md)",
     "goal": "of --recommend: fastest (default), cheapest, fewest_gpus, or longest (the longest sequence that fits)",
-    "model": "of --recommend: a preset such as llama3.1-8b, a Hugging Face directory or hub id; --config is optional",
+    "model": "of --recommend and --generate, instead of --config: a preset, a Hugging Face directory or hub id",
     "seq_len": "of --recommend: sequence length in tokens, such as 131072, 32K or 1M",
     "search-minutes": "of --recommend: time limit of the search (default: 8)",
     "workers": "of --recommend: number of concurrent compilations; default: as many as cores and memory allow",
@@ -139,11 +142,12 @@ def _recommend(command: ParsedCommand, stages: Sequence[Stage], topology: str) -
 
 def _plan_generation(flags: Mapping[str, str | None], config: Config, topology: str) -> int:
     """Runs the command with --generate."""
+    length = flags["prompt-tokens"]
     with _progress() as starting:
         result = plan.plan_generation(
             config,
             topology,
-            prompt_tokens=_whole(flags, "prompt-tokens", config.data.seq_len),
+            prompt_tokens=config.data.seq_len if length is None else parse_length(length, "prompt-tokens"),
             new_tokens=_whole(flags, "new-tokens", 256),
             batch_size=_whole(flags, "batch-size", 1),
             cache_dtype=flags["cache-dtype"] or "",
@@ -160,7 +164,8 @@ def _plan_generation(flags: Mapping[str, str | None], config: Config, topology: 
 def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int) -> None:
     """Raises UserError for a missing topology, an invalid number, or an output file that cannot be written."""
     for flag in ("goal", "model", "seq_len", "search-minutes", "workers", "out"):
-        if flags[flag] is not None and flags["recommend"] is None:
+        is_shared = flag == "model" and flags["generate"] is not None
+        if flags[flag] is not None and flags["recommend"] is None and not is_shared:
             raise UserError(f"--{flag}={flags[flag]} is a flag of --recommend; add --recommend, or remove it")
     if not topology:
         raise UserError("no topology: pass target GPUs, such as --topology=h100:8x8")

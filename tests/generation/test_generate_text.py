@@ -4,13 +4,16 @@ import json
 import tarfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxlc
 from jaxlc.core.errors import UserError
+from jaxlc.generation import generate_text
 from jaxlc.generation.__main__ import main
 from jaxlc.generation.generate_text import stop_ids
+from jaxlc.generation.sampling import Sampling
 from tests.train.test_old_checkpoint import FIXTURE
 
 PROMPT = "the first line of the text"
@@ -58,3 +61,15 @@ def test_stop_ids_include_those_of_the_pretrained_model(run, tmp_path):
 def test_prompts_that_are_one_array_raise(run):
     with pytest.raises(UserError, match="a list of strings or of arrays"):
         jaxlc.generate(run, np.arange(4))
+
+
+def test_generation_from_a_path_frees_float32_parameters(run, monkeypatch):
+    """Those that the generator has in bfloat16, before it allocates the cache."""
+    monkeypatch.setattr(generate_text, "compute_dtype", lambda *_: jnp.dtype(jnp.bfloat16))
+    result = jaxlc.load(run)
+    (generation,) = generate_text.generate_text(result, [PROMPT], max_tokens=2, sampling=Sampling(), frees_params=True)
+    assert len(generation.tokens) == 2
+    used = generate_text.generator_of(result).params
+    freed = jax.tree.map(lambda stored, cast: (stored.is_deleted(), cast.dtype == jnp.bfloat16), result.params, used)
+    pairs = jax.tree.leaves(freed, is_leaf=lambda x: isinstance(x, tuple))
+    assert all(is_freed == is_cast for is_freed, is_cast in pairs) and len(set(pairs)) == 2

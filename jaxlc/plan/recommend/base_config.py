@@ -48,15 +48,17 @@ def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> C
     return config
 
 
-def parse_length(text: str) -> int:
+def parse_length(text: str, flag: str = "seq_len") -> int:
     """Tokens of "1M" or "32K", multiples of 2^20 and 2^10, or of "131072".
 
+    Args:
+      flag: whose value `text` is.
     Raises:
       UserError: neither.
     """
     match = re.fullmatch(r"([1-9][\d_]*)([KM]?)", text, re.IGNORECASE)
     if match is None:
-        raise UserError(f"invalid --seq_len={text}: expected tokens, such as 131072, 32K or 1M (1M = 1,048,576)")
+        raise UserError(f"invalid --{flag}={text}: expected tokens, such as 131072, 32K or 1M (1M = 1,048,576)")
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
