@@ -3,7 +3,7 @@
 Compiles the training step ahead of time, without a GPU, and prints its memory, collectives, kernels and estimated time.
 For a config with stages it compiles the step of every stage and prints one table; --stage=NAME plans one of them.
 
-    jaxlc plan --model=llama3.1-8b --prompt-tokens=1M --topology=h100:1x8 --config.mesh.context=8 --generate
+    jaxlc plan --config=64k:h100 --prompt-tokens=1M --generate
 
 compiles generation instead and prints the memory and the time of a prompt, and of decoding.
 
