@@ -18,8 +18,9 @@ from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.sharding import mesh as sharding_mesh
 
-# Compile options in addition to those of runtime/xla_flags.py: autotuning needs a GPU.
-WITHOUT_GPU = MappingProxyType({"xla_gpu_autotune_level": 0})
+# Compile options in addition to those of runtime/xla_flags.py. Autotuning needs a GPU. The machine code is not run, so
+# ptxas need not optimize it.
+WITHOUT_GPU = MappingProxyType({"xla_gpu_autotune_level": 0, "xla_gpu_disable_gpuasm_optimizations": True})
 # For 8-bit products: without autotuning XLA uses Triton for all of them, where a GPU would choose cuBLAS.
 _FP8_WITHOUT_GPU = MappingProxyType({**WITHOUT_GPU, "xla_gpu_enable_triton_gemm": False})
 
