@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from jaxlc import attention, config, plan, profile, sweep, train
     from jaxlc.attention import attend
-    from jaxlc.evals.evaluate_run import ScoreRow
+    from jaxlc.evals.score_rows import ScoreRow
     from jaxlc.generation.generator import Generation
     from jaxlc.train import Model, Result
     from jaxlc.train.loss import TokenLoss
@@ -188,62 +188,47 @@ def generate(
 def evaluate(
     source: "str | Path | Result",
     *,
-    lengths: Sequence[int],
-    tasks: Sequence[str] = ("needle",),
-    num_examples: int = 20,
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    num_needles: int = 1,
-    haystack: "Sequence[str | Path]" = (),
-    squad: "str | Path" = "",
-    hotpotqa: "str | Path" = "",
-    batch_size: int = 1,
-    seed: int = 42,
     out: "str | Path | None" = None,
     step: int | None = None,
     mesh: Mapping[str, int] | None = None,
     report: "Callable[[ScoreRow], None] | None" = None,
+    **settings: Any,
 ) -> "list[ScoreRow]":
-    """Scores a model at chosen context lengths, by greedy generation on its mesh; docs/evaluation.md.
+    """Scores a model at chosen context lengths on its mesh; docs/evaluation.md.
 
     Predictions are stored as they are made, so that an interrupted evaluation resumes. Every process of a run must make
     the same call.
 
     Args:
       source: the workdir of a run, a Hugging Face directory, or the `Result` of `train.run` or `load`.
-      lengths: in tokens of the tokenizer, prompt and new tokens together.
-      tasks: "needle", "ruler" (all its tasks), or names of RULER's tasks.
-      num_examples: of each task and length; with "needle" of each depth, too.
-      depths: of "needle", from 0 (start) to 1 (end of the text).
-      num_needles: of "needle": numbers in a text, of which one is asked for.
-      haystack: files with prose that fill the prompts. Empty: docstrings of Python's standard library.
-      squad, hotpotqa: the data sets of RULER's qa_1 and qa_2, without which they are not evaluated.
-      batch_size: examples that are generated together.
-      seed: of the examples.
       out: directory of predictions and scores. None: `evals` in the workdir.
       step, mesh: as in `load`; only with a path.
       report: called with each score.
+      settings: fields of `jaxlc.config.EvalsConfig`:
+        lengths: in tokens of the tokenizer, prompt and new tokens together.
+        tasks: "needle" (the default), "passkey", "loss", "ruler" (all its tasks), or names of RULER's tasks.
+        num_examples: of each task and length; of each depth, too; with "loss", the largest number of documents.
+        depths: of "needle" and "passkey", from 0 (start) to 1 (end of the text).
+        num_needles: of "needle": numbers in a text, of which one is asked for.
+        haystack: files with prose that fill the prompts. Empty: docstrings of Python's standard library.
+        squad, hotpotqa: the data sets of RULER's qa_1 and qa_2, without which they are not evaluated.
+        documents, text_field: of "loss": paths in the formats of data.sources, and the field of records with the text.
+        context_limits: of "loss": numbers of tokens to which the context is limited, for the gain of full context.
+        batch_size: examples that are computed together.
+        seed: of the examples.
     Raises:
       jaxlc.core.errors.UserError: the source cannot be read, a value is out of range, a length is too small for a task,
         or `out` has predictions of other settings.
     """
     from pathlib import Path
 
-    result = load(source, step=step, mesh=mesh) if isinstance(source, (str, os.PathLike)) else source
-    from jaxlc.evals.evaluate_run import EvalSettings, evaluate_run
+    from jaxlc.config.eval_checks import eval_settings
 
-    settings = EvalSettings(
-        tasks=tuple(tasks),
-        lengths=tuple(lengths),
-        num_examples=num_examples,
-        depths=tuple(depths),
-        num_needles=num_needles,
-        haystack=tuple(map(str, haystack)),
-        squad=str(squad),
-        hotpotqa=str(hotpotqa),
-        batch_size=batch_size,
-        seed=seed,
-    )
-    return evaluate_run(result, settings, Path(out or result.workdir / "evals"), report or (lambda row: None))
+    checked = eval_settings(settings)
+    result = load(source, step=step, mesh=mesh) if isinstance(source, (str, os.PathLike)) else source
+    from jaxlc.evals.evaluate_run import evaluate_run
+
+    return evaluate_run(result, checked, Path(out or result.workdir / "evals"), report or (lambda row: None))
 
 
 def export(

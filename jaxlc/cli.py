@@ -23,7 +23,9 @@ VERBS = {
     "data": Verb("jaxlc.data", "`jaxlc data report`: documents and tokens of each source, shares and epochs of a run"),
     "profile": Verb("jaxlc.profile", "compare a trace of training steps with the plan's estimate"),
     "generate": Verb("jaxlc.generation", "continue a prompt with the model of a run or of a Hugging Face directory"),
-    "eval": Verb("jaxlc.evals", "score a run or a Hugging Face directory at chosen context lengths: needle, RULER"),
+    "eval": Verb(
+        "jaxlc.evals", "score runs and Hugging Face directories at chosen context lengths: needle, passkey, RULER, loss"
+    ),
     "export": Verb("jaxlc.exporting", "write the weights of a run as a Hugging Face directory"),
 }
 

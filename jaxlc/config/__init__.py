@@ -13,6 +13,7 @@ from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
     DataConfig,
+    EvalsConfig,
     LoraConfig,
     MemoryConfig,
     MeshConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionConfig",
     "Config",
     "DataConfig",
+    "EvalsConfig",
     "LoraConfig",
     "MemoryConfig",
     "MeshConfig",

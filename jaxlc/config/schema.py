@@ -410,3 +410,42 @@ class ProfileConfig:
     def traced_steps(self) -> range:
         first, _, end = self.steps.partition(":")
         return range(int(first), int(end)) if self.steps else range(0)
+
+
+# The 13 tasks of RULER (Hsieh et al. 2024, arXiv:2404.06654).
+RULER_TASKS = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalsConfig:
+    """Scores of tasks and losses of documents at chosen context lengths; docs/evaluation.md."""
+
+    # needle, passkey, loss, ruler (all tasks of RULER), or names of RULER's tasks. Empty: no scores.
+    tasks: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()  # context lengths in tokens; new tokens of the answer count
+    num_examples: int = 20  # examples of each task and length, and of each depth; documents of loss
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)  # needle, passkey: from 0 (start) to 1 (end of the text)
+    num_needles: int = 1  # needle: numbers in a text, of which one is asked for
+    haystack: tuple[str, ...] = ()  # files with prose for prompts. Empty: docstrings of Python's standard library
+    squad: str = ""  # SQuAD 2.0 file, for qa_1
+    hotpotqa: str = ""  # HotpotQA file, for qa_2
+    documents: tuple[str, ...] = ()  # loss: files, directories or glob patterns, as data.sources
+    text_field: str = "text"  # loss: field of records that holds the document
+    # loss: numbers of tokens that the limited context has, for the gain of full context.
+    context_limits: tuple[int, ...] = (1024,)
+    batch_size: int = 1  # examples that are computed together
+    seed: int = 42  # random seed of the examples

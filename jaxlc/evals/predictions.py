@@ -1,9 +1,13 @@
-"""Predictions of an evaluation on disk: one JSON line per example, so that an interrupted evaluation resumes."""
+"""Results of an evaluation on disk: one JSON line per example, so that an interrupted evaluation resumes."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxlc.core.errors import UserError
 from jaxlc.evals.example import Example
@@ -24,59 +28,110 @@ class Case:
     new_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResultFile:
+    """A file of results. Every process of a run makes the same calls; only process 0 reads and writes the file."""
+
+    path: Path
+    header: dict  # what the results depend on, in the first line of the file
+    replaces: bool = False  # results of another header are replaced instead of refused
+
+    def rows(self, num_rows: int, make_rows: Callable[[list[int]], list[dict]], batch_size: int) -> list[dict]:
+        """The rows 0 .. num_rows - 1. Those that the file does not have are made and appended, batch by batch.
+
+        Args:
+          make_rows: indices of rows -> these rows.
+        Raises:
+          UserError: the file has results of another header.
+        """
+        text = _text_on_all_processes(self.path)
+        stored = _parsed(text.partition("\n")[0])
+        is_replaced = self.replaces and bool(_difference(stored or {}, self.header))
+        rows = {} if is_replaced else {row["index"]: row for row in self._stored_rows(text)}
+        missing = [index for index in range(num_rows) if index not in rows]
+        is_primary = jax.process_index() == 0
+        if is_primary and missing:
+            self._start("" if is_replaced else text)
+        for first in range(0, len(missing), batch_size):
+            indices = missing[first : first + batch_size]
+            made = [dict(index=index) | row for index, row in zip(indices, make_rows(indices), strict=True)]
+            rows |= {row["index"]: row for row in made}
+            if is_primary:
+                with self.path.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in made)
+        return [rows[index] for index in range(num_rows)]
+
+    def _start(self, text: str) -> None:
+        """Writes the file with the complete lines that it has, or with the header."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new_path = self.path.with_suffix(".jsonl.new")
+        new_path.write_text(text or json.dumps(self.header) + "\n")
+        new_path.replace(self.path)  # atomic: a kill leaves either the old file or the new one
+
+    def _stored_rows(self, text: str) -> Iterator[dict]:
+        if not text:
+            return
+        if difference := _difference(_parsed(text.partition("\n")[0]) or {}, self.header):
+            raise UserError(
+                f"{self.path} has predictions of other settings ({difference}): use another --out, or remove the file"
+            )
+        yield from _rows_of(text)
+
+
+def stored_rows(path: Path) -> Iterator[dict]:
+    """Yields the rows that a file has, without its header."""
+    yield from _rows_of(path.read_text())
+
+
+def _rows_of(text: str) -> Iterator[dict]:
+    """Yields the complete rows; a line that an interrupted evaluation cut off is ignored."""
+    _, *lines = text.splitlines()
+    for line in lines:
+        if (row := _parsed(line)) is not None:
+            yield row
+
+
 def run_case(
-    case: Case, generate: Generate, directory: Path, identity: dict, *, batch_size: int, writes: bool = True
+    case: Case, generate: Generate, directory: Path, identity: dict, *, batch_size: int, replaces: bool = False
 ) -> Score:
     """Generates the predictions that `directory` does not have yet, and scores all.
 
     Args:
       identity: what the predictions depend on besides the case, such as the checkpoint; stored in the first line.
       batch_size: examples that are generated together.
-      writes: whether this process writes the file; every process must call the function and can read the file.
+      replaces: predictions of another identity are replaced.
     Raises:
       UserError: the file has predictions of another model or of other settings.
     """
-    path = directory / f"{case.name}.jsonl"
-    header = dict(case=case.name, new_tokens=case.new_tokens, **identity)
-    rows = {row["index"]: row for row in _rows(path, header)}
-    missing = [index for index in range(case.num_examples) if index not in rows]
-    if writes:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            path.write_text(json.dumps(header) + "\n")
-    for first in range(0, len(missing), batch_size):
-        indices = missing[first : first + batch_size]
+
+    def make_rows(indices: list[int]) -> list[dict]:
         examples = [case.make(index) for index in indices]
         texts = generate([example.text for example in examples], case.new_tokens)
-        for index, example, text in zip(indices, examples, texts, strict=True):
-            rows[index] = dict(
-                index=index,
+        return [
+            dict(
                 score=case.match(cleaned(text), example.references),
                 prediction=text,
                 references=example.references,
                 depth=example.depth,
                 end_of_prompt=example.text[-_SHOWN_CHARACTERS:],
             )
-        if writes:
-            with path.open("a") as file:
-                file.writelines(json.dumps(rows[index]) + "\n" for index in indices)
-    return score_of([rows[index]["score"] for index in range(case.num_examples)])
+            for example, text in zip(examples, texts, strict=True)
+        ]
+
+    header = dict(case=case.name, new_tokens=case.new_tokens, **identity)
+    file = ResultFile(path=directory / f"{case.name}.jsonl", header=header, replaces=replaces)
+    return score_of([row["score"] for row in file.rows(case.num_examples, make_rows, batch_size)])
 
 
-def _rows(path: Path, header: dict) -> Iterator[dict]:
-    """The complete rows of the file; a line that an interrupted evaluation cut off is ignored."""
-    if not path.exists():
-        return
-    lines = path.read_text().splitlines()
-    stored = _parsed(lines[0]) if lines else None
-    if stored != header:
-        raise UserError(
-            f"{path} has predictions of other settings ({_difference(stored or {}, header)}): use another --out, or"
-            " remove the file"
-        )
-    for line in lines[1:]:
-        if (row := _parsed(line)) is not None:
-            yield row
+def _text_on_all_processes(path: Path) -> str:
+    """The text of the file as process 0 reads it, without what follows the last line break; empty: no file."""
+    content = np.frombuffer(path.read_bytes() if jax.process_index() == 0 and path.exists() else b"", np.uint8)
+    content = content[: content.size - np.argmax(content[::-1] == ord("\n"))] if ord("\n") in content else content[:0]
+    if jax.process_count() > 1:
+        size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
+        padded = content if jax.process_index() == 0 else np.zeros(size, np.uint8)
+        content = multihost_utils.broadcast_one_to_all(padded) if size else padded
+    return content.tobytes().decode(errors="replace")
 
 
 def _parsed(line: str) -> dict | None:
@@ -87,5 +142,6 @@ def _parsed(line: str) -> dict | None:
 
 
 def _difference(stored: dict, header: dict) -> str:
+    """The names and values of the header that the stored one does not have; empty: it has all."""
     names = [name for name in header if stored.get(name) != header[name]]
     return ", ".join(f"{name} {stored.get(name)!r} instead of {header[name]!r}" for name in names)

@@ -7,15 +7,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, SKY, TEAL, VIOLET, new_figure, style_axes
-from jaxlc.evals.evaluate_run import NEEDLE, ScoreRow
+from jaxlc.evals.document_loss import DocumentLosses
+from jaxlc.evals.score_rows import ScoreRow
 
 _COLORS = (BLUE, RED, TEAL, AMBER, VIOLET, SKY, GRAY)
 _TOKENS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
-def needle_figure(rows: Sequence[ScoreRow]) -> Figure:
-    """The needle scores as a map of depth against length."""
-    rows = [row for row in rows if row.task == NEEDLE]
+def depth_figure(rows: Sequence[ScoreRow], title: str) -> Figure:
+    """The scores of one task as a map of depth against length."""
     lengths, depths = (sorted({getattr(row, name) for row in rows}) for name in ("length", "depth"))
     scores = np.full((len(depths), len(lengths)), np.nan)
     for row in rows:
@@ -28,8 +28,8 @@ def needle_figure(rows: Sequence[ScoreRow]) -> Figure:
             axes.text(x, y, f"{score:.0f}", ha="center", va="center", fontsize=9)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes.set(xlabel="length in tokens", ylabel="depth of the needle")
-    axes.set_title(f"Needle in a haystack, {rows[0].num_examples} examples each", loc="left", fontsize=10)
+    axes.set(xlabel="length in tokens", ylabel="depth of the answer")
+    axes.set_title(f"{title}, {rows[0].num_examples} examples each", loc="left", fontsize=10)
     figure.colorbar(image, label="correct, %")
     return figure
 
@@ -38,7 +38,7 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
     """Scores against length, the mean over tasks, with standard errors; one line for each checkpoint or model.
 
     Args:
-      runs: label -> its rows.
+      runs: label -> its rows, in percent.
     """
     figure = new_figure(7.0, 4.2, dpi=150)
     axes = figure.subplots()
@@ -56,3 +56,37 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
     axes.legend(frameon=False)
     style_axes(axes, grid="y")
     return figure
+
+
+def loss_figure(runs: Mapping[str, DocumentLosses]) -> Figure:
+    """Loss against position with its 95% interval; one line for each checkpoint or model.
+
+    Args:
+      runs: label -> its losses.
+    """
+    figure = new_figure(7.0, 4.2, dpi=150)
+    axes = figure.subplots()
+    for color, (label, losses) in zip(_COLORS * len(runs), runs.items()):
+        columns = losses.by_position.by_position("loss")
+        center = np.sqrt((columns["first_position"] + 1) * (columns["last_position"] + 1))  # 1 is the first position
+        axes.fill_between(center, columns["low"], columns["high"], color=color, alpha=0.18, linewidth=0)
+        gains = [f"{losses.gain(limit).mean():+.3f} nats over {limit:,}" for limit in losses.limited]
+        axes.plot(
+            center, columns["loss"], "o-", color=color, markersize=3, linewidth=1.2, label="; ".join([label, *gains])
+        )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(_TOKENS)
+    axes.set(xlabel="position in the document, in tokens", ylabel="loss, nats per token")
+    lengths = sorted({losses.length for losses in runs.values()})
+    counts = sorted({losses.by_position.num_documents for losses in runs.values()})
+    axes.set_title(
+        f"Loss by position, {_either(counts)} documents of {_either(lengths)} tokens, 95% intervals",
+        loc="left", fontsize=10,
+    )  # fmt: skip
+    axes.legend(frameon=False, fontsize=8, title="gain of full context", title_fontsize=8)
+    style_axes(axes, grid="y")
+    return figure
+
+
+def _either(numbers: Sequence[int]) -> str:
+    return " or ".join(f"{number:,}" for number in numbers)

@@ -8,11 +8,12 @@ import jax
 import pytest
 
 import jaxlc
+from jaxlc.config.eval_checks import eval_settings
 from jaxlc.core.errors import UserError
 from jaxlc.evals.__main__ import main
-from jaxlc.evals.evaluate_run import EvalSettings, read_scores
 from jaxlc.evals.example import Example
 from jaxlc.evals.predictions import Case, run_case
+from jaxlc.evals.score_rows import ScoreRow, read_scores, store_scores
 from jaxlc.evals.scoring import cleaned, match_all, match_any, score_of
 from tests.train.test_old_checkpoint import FIXTURE
 
@@ -78,31 +79,55 @@ def test_predictions_of_another_checkpoint_raise(tmp_path):
         (dict(tasks=("needles",)), "unknown task 'needles'.*needle"),
         (dict(lengths=()), "at least one task and one length"),
         (dict(depths=(1.5,)), "invalid depths"),
+        (dict(depths="0,x"), "config.evals.depths: expected a list of numbers"),
+        (dict(depth=0.5), "unknown setting 'depth' .*did you mean depths"),
+        (dict(num_examples=0), "num_examples.* of at least 1"),
+        (dict(tasks=("loss",)), "the task loss needs documents"),
     ],
 )
 def test_invalid_settings_raise(values, message):
     with pytest.raises(UserError, match=message):
-        EvalSettings(**dict(lengths=(1024,)) | values)
+        eval_settings(dict(lengths=(1024,)) | values)
+
+
+def test_standard_error_of_one_example_is_null_in_the_file(tmp_path):
+    row = ScoreRow(
+        task="vt", haystack="a", length=8, depth=None, num_needles=None, score=50.0, standard_error=math.nan,
+        num_examples=1, seconds=0.1,
+    )  # fmt: skip
+    store_scores(tmp_path, [row])
+    assert json.loads((tmp_path / "scores.jsonl").read_text())["standard_error"] is None
+    assert math.isnan(read_scores(tmp_path)[0].standard_error)
 
 
 def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
     jax.devices()  # the simulated devices of the tests, before the command starts JAX
     with tarfile.open(FIXTURE) as archive:
         archive.extractall(tmp_path / "run", filter="data")
-    arguments = ["--tasks=needle,niah_single_1", "--lengths=1024", "--num_examples=2", "--depths=0,1", "--batch_size=2"]
+    arguments = [
+        "--tasks=needle,niah_single_1,passkey",
+        "--lengths=1024",
+        "--num_examples=2",
+        "--depths=0,1",
+        "--batch_size=2",
+    ]
     assert main(["eval", str(tmp_path / "run"), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if "2 examples" in line]) == 3
+    assert len([line for line in lines if "2 examples" in line]) == 5
     directory = tmp_path / "run" / "evals"
     rows = [json.loads(line) for line in (directory / "step-6" / "scores.jsonl").read_text().splitlines()]
-    assert [(row["task"], row["depth"]) for row in rows] == [("needle", 0.0), ("needle", 1.0), ("niah_single_1", None)]
-    assert {row["haystack"] for row in rows} == {"python-docstrings"}
-    assert all((directory / name).stat().st_size > 5000 for name in ("needle.png", "scores.png"))
+    of_depths = [(task, depth) for task in ("needle", "passkey") for depth in (0.0, 1.0)]
+    assert [(row["task"], row["depth"]) for row in rows] == [*of_depths, ("niah_single_1", None)]
+    assert [row["haystack"] for row in rows] == ["python-docstrings"] * 2 + [""] * 2 + ["python-docstrings"]
+    assert all(row["num_examples"] == 2 and row["standard_error"] >= 0 and row["seconds"] >= 0 for row in rows)
+    assert all((directory / name).stat().st_size > 5000 for name in ("needle.png", "passkey.png", "scores.png"))
     assert main(["eval", str(tmp_path / "run"), "--lengths=5x"]) == 2
     assert "invalid length '5x'" in capsys.readouterr().err
     again = jaxlc.evaluate(
         tmp_path / "run", tasks=["needle"], lengths=[1024], num_examples=2, depths=[0.0, 1.0], batch_size=2
     )
     assert [row.score for row in again] == [row["score"] for row in rows[:2]]
-    (stored,) = read_scores(directory).values()
-    assert [row.task for row in stored] == ["needle", "needle", "niah_single_1"]  # scores of other tasks are kept
+    stored = read_scores(directory / "step-6")
+    assert [row.task for row in stored] == ["needle"] * 2 + ["passkey"] * 2 + [
+        "niah_single_1"
+    ]  # scores of other tasks are kept

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from jaxlc.config.schema import RULER_TASKS
 from jaxlc.core.errors import UserError
-from jaxlc.evals import needle, ruler
+from jaxlc.evals import needle, passkey, ruler
 from jaxlc.evals.materials import prose_of, sentences_of
 from jaxlc.evals.ruler_questions import read_hotpotqa, read_squad
 
@@ -81,6 +82,7 @@ def test_examples_fill_the_length_and_never_exceed_it(name, count_functions, mat
 
 def test_settings_are_those_of_the_published_configuration():
     """scripts/synthetic.yaml and scripts/data/synthetic/constants.py of NVIDIA/RULER at c3f5e3b."""
+    assert tuple(ruler.TASKS) == RULER_TASKS
     niah = {name: task for name, task in ruler.TASKS.items() if task.kind == "niah"}
     names = ("type_haystack", "type_needle_k", "type_needle_v", "num_needle_k", "num_needle_v", "num_needle_q")
     assert {name: tuple(task.settings[key] for key in names) for name, task in niah.items()} == {
@@ -129,6 +131,19 @@ def test_multikey_text_has_the_needles_at_different_depths(count_functions, mate
         ruler.example("niah_single_2", i, 4096, count_functions["bytes"], materials).depth for i in range(12)
     ]  # fmt: skip
     assert max(depths) - min(depths) > 0.4
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_passkey_is_at_its_depth_of_an_exact_length(depth, count_functions):
+    for count in count_functions.values():
+        examples = [passkey.example(4096, depth, index, count) for index in range(2)]
+        assert examples[0].references != examples[1].references and examples[0] == passkey.example(
+            4096, depth, 0, count
+        )
+        (key,) = examples[0].references
+        assert len(key) == 5 and examples[0].prompt.count(key) == 2
+        assert 0.95 * 4096 <= count(examples[0].text) + passkey.NEW_TOKENS <= 4096
+        assert abs(examples[0].prompt.index(key) / len(examples[0].prompt) - depth) < 0.06
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])

@@ -1,0 +1,70 @@
+"""Scores on disk: scores.jsonl, one line per score, in the directory of a checkpoint."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+SCORES_FILE = "scores.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRow:
+    """One score: a mean over examples or documents."""
+
+    task: str
+    haystack: str  # name of the prose or of the documents; empty: none
+    length: int  # in tokens
+    depth: float | None  # of needle and passkey
+    num_needles: int | None  # of needle
+    score: float
+    standard_error: float  # of the mean over examples; NaN for one example
+    num_examples: int
+    seconds: float  # of this call; predictions of earlier calls take none
+    unit: Literal["%", "nats"] = "%"  # nats: per token
+    # Ends of the 95% interval of a bootstrap over documents; None: no documents, or fewer than 5.
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def subject(self) -> tuple:
+        """What was scored: a later score of the same subject replaces this one."""
+        return self.task, self.haystack, self.length, self.depth, self.num_needles
+
+    def __str__(self) -> str:
+        depth = "" if self.depth is None else f" depth {self.depth:>4.0%}"
+        digits, examples = (1, "examples") if self.unit == "%" else (4, "documents")
+        interval = "" if self.low is None else f" [{self.low:.4f}, {self.high:.4f}]"
+        score = f"{self.score:5.{digits}f} ± {self.standard_error:.{digits}f} {self.unit}{interval}"
+        return (
+            f"{self.task:<16} {self.length:>10,}{depth}  {score}, {self.num_examples} {examples}, {self.seconds:,.0f} s"
+        )
+
+
+def read_scores(directory: Path) -> list[ScoreRow]:
+    """The scores in the directory of a checkpoint; none if it has no file."""
+    path = directory / SCORES_FILE
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [ScoreRow(**row | dict(standard_error=_or_nan(row["standard_error"]))) for row in rows]
+
+
+def step_directories(out: Path) -> list[Path]:
+    """The directories of checkpoints in `out`, earlier steps first."""
+    return sorted(out.glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+
+
+def store_scores(directory: Path, rows: Sequence[ScoreRow]) -> None:
+    """Adds scores to those in `directory`; a score of the same subject is replaced."""
+    by_subject = {row.subject: row for row in [*read_scores(directory), *rows]}
+    (directory / SCORES_FILE).write_text("".join(map(_line, by_subject.values())))
+
+
+def _line(row: ScoreRow) -> str:
+    values = {name: None if value != value else value for name, value in vars(row).items()}  # JSON has no NaN
+    return json.dumps(values, allow_nan=False) + "\n"
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

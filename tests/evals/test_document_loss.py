@@ -1,0 +1,127 @@
+"""Loss by position, of the last tokens, and the gain of full context, against float64 in NumPy."""
+
+import json
+import math
+import tarfile
+
+import jax
+import numpy as np
+import pytest
+
+import jaxlc
+from jaxlc.config import EvalsConfig
+from jaxlc.core.errors import UserError
+from jaxlc.data.tokenizers import load_tokenizer
+from jaxlc.evals.__main__ import main
+from jaxlc.evals.document_loss import DocumentLosses, loss_rows, read_cut_documents, stored_losses
+from jaxlc.evals.score_rows import read_scores
+from jaxlc.train.document_sums import DocumentSums
+from tests.train.test_old_checkpoint import FIXTURE
+
+LENGTH, LIMIT, LAST = 512, 128, 256
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    jax.devices()  # the simulated devices of the tests, before a function starts JAX
+    directory = tmp_path_factory.mktemp("run")
+    with tarfile.open(FIXTURE) as archive:
+        archive.extractall(directory, filter="data")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Five long documents and a short one in a .jsonl file, and a longer text file."""
+    directory = tmp_path_factory.mktemp("texts")
+    documents = [" ".join(f"{word} {(i * word) % 17}" for word in range(140 if i != 2 else 9)) for i in range(6)]
+    (directory / "a.jsonl").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in documents))
+    (directory / "b.txt").write_text("another text " * 100)
+    return directory
+
+
+def _settings(texts, **changes):
+    return dict(
+        tasks=["loss"], lengths=[LENGTH], documents=[texts], context_limits=[LIMIT, 4096], batch_size=4
+    ) | changes  # fmt: skip
+
+
+def _losses_in_numpy(model, ids) -> np.ndarray:
+    """float64, from the logits of the model."""
+    logits_TV = model.logits(ids)[:-1].astype(np.float64)
+    log_sums_T = np.log(np.exp(logits_TV - logits_TV.max(-1, keepdims=True)).sum(-1)) + logits_TV.max(-1)
+    return log_sums_T - logits_TV[np.arange(len(ids) - 1), ids[1:]]
+
+
+def test_losses_equal_float64_and_those_on_four_context_ranks(run, texts, tmp_path):
+    result = jaxlc.load(run, mesh=dict(context=1))
+    rows = jaxlc.evaluate(result, **_settings(texts), out=tmp_path / "1")
+    assert [row.task for row in rows] == ["loss", f"loss_last_{LAST}", f"context_gain_{LIMIT}"]
+    ids = [
+        document.ids
+        for document in read_cut_documents(
+            EvalsConfig(documents=(str(texts),)), LENGTH, load_tokenizer("bytes")
+        )  # fmt: skip
+    ]
+    assert len(ids) == 6  # the short document is not used
+    full = np.array([_losses_in_numpy(result.model, document) for document in ids])
+    limited = np.array([_losses_in_numpy(result.model, document[-LAST - LIMIT :])[-LAST:] for document in ids])
+    gains = (limited - full[:, -LAST:]).mean(1)
+    np.testing.assert_allclose(
+        [row.score for row in rows], [full.mean(), full[:, -LAST:].mean(), gains.mean()], atol=2e-6
+    )
+    assert rows[2].standard_error == pytest.approx(gains.std(ddof=1) / math.sqrt(6), abs=1e-6)
+    assert all(row.num_examples == 6 and row.unit == "nats" and row.low <= row.score <= row.high for row in rows)
+
+    (losses,) = stored_losses(tmp_path / "1" / "step-6")
+    columns = losses.by_position.by_position("loss")
+    bins = zip(columns["first_position"], columns["last_position"], strict=True)
+    np.testing.assert_allclose(columns["loss"], [full[:, a : b + 1].mean() for a, b in bins], atol=5e-6)
+
+    split = jaxlc.evaluate(run, **_settings(texts), out=tmp_path / "4", mesh=dict(context=4))
+    np.testing.assert_allclose([row.score for row in split], [row.score for row in rows], atol=2e-6)
+
+
+def test_interrupted_evaluation_computes_the_missing_documents(run, texts, tmp_path, monkeypatch):
+    result = jaxlc.load(run, mesh=dict(context=1))
+    settings = _settings(texts, context_limits=[], batch_size=2)
+    complete = jaxlc.evaluate(result, **settings, out=tmp_path)
+    path = tmp_path / "step-6" / f"loss-{LENGTH}.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5]) + lines[5][:40])  # the header and four documents; the fifth is cut off
+    calls, token_losses = [], result.model.token_losses
+    monkeypatch.setattr(result.model, "token_losses", lambda ids: calls.append(len(ids)) or token_losses(ids))
+    resumed = jaxlc.evaluate(result, **settings, out=tmp_path)
+    assert calls == [2] and [row.score for row in resumed] == [row.score for row in complete]
+    assert path.read_text() == "".join(lines)
+    with pytest.raises(UserError, match=r"other settings \(documents"):
+        jaxlc.evaluate(result, **settings | dict(num_examples=3), out=tmp_path)
+
+
+def test_gain_is_paired_by_document():
+    """Losses differ much between documents, and the gain hardly: its interval is narrow."""
+    rng = np.random.default_rng(0)
+    last = rng.normal(3, 1, 40)
+    sums = DocumentSums(edges=np.array([0, 99]), weight=np.full((40, 1), 99.0), loss=99 * last[:, None])
+    losses = DocumentLosses(
+        length=100, by_position=sums, last=last, limited={16: last + rng.normal(0.1, 0.01, 40)}
+    )  # fmt: skip
+    loss, of_last, gain = loss_rows(losses, "texts", seconds=1.0)
+    assert loss.high - loss.low > 0.4 and of_last.score == pytest.approx(loss.score)
+    assert gain.high - gain.low < 0.02 and gain.low < 0.1 < gain.high
+    assert gain.standard_error == pytest.approx((gain.high - gain.low) / 4, rel=0.2)
+
+
+def test_command_overlays_checkpoints_and_names_missing_documents(run, texts, tmp_path, capsys):
+    arguments = ["--lengths=512", f"--documents={texts}", "--context_limits=128", "--num_examples=5"]
+    out = tmp_path / "out"
+    status = main(["eval", str(run), str(run), "--tasks=loss", *arguments, "--step=6", f"--out={out}"])
+    printed = capsys.readouterr().out.splitlines()
+    assert status == 0 and len([line for line in printed if "5 documents" in line]) == 6
+    assert printed[-1] == f"figure {out}/loss_by_position.png"
+    assert (out / "loss_by_position.png").stat().st_size > 5000
+    assert [len(read_scores(out / f"{i}-{run.name}" / "step-6")) for i in (1, 2)] == [3, 3]
+    assert main(["eval", str(run), "--tasks=loss", "--lengths=4096", f"--documents={texts}"]) == 2
+    assert main(["eval", str(run), "--tasks=loss", "--lengths=512"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "has 4,096 tokens: use a smaller length" in errors[0] and "the task loss needs documents" in errors[1]
