@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from jaxlc.config.eval_checks import training_problems
 from jaxlc.config.frozen import Config
 from jaxlc.config.layer_checks import layer_problems
 from jaxlc.config.lora_checks import lora_problems
@@ -111,6 +112,7 @@ RANGES: dict[str, dict[str, _Range]] = {
         log_every_steps=_FROM_1,
     ),
     "profile": {},
+    "evals": dict(every_steps=_FROM_0, num_examples=_FROM_1, num_needles=_FROM_1, batch_size=_FROM_1, seed=_FROM_0),
 }
 
 
@@ -147,6 +149,7 @@ def check(config: Config) -> None:
     _raise_first(tile_problems(config))
     _raise_first(precision_problems(config))
     _raise_first(lora_problems(config))
+    _raise_first(training_problems(config))
 
 
 def _raise_first(problems: Iterator[str]) -> None:

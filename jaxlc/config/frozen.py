@@ -12,6 +12,7 @@ from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
     DataConfig,
+    EvalsConfig,
     LoraConfig,
     MemoryConfig,
     MeshConfig,
@@ -43,6 +44,7 @@ class Config:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    evals: EvalsConfig = field(default_factory=EvalsConfig)
 
     @property
     def tokens_per_step(self) -> int:

@@ -432,11 +432,13 @@ RULER_TASKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class EvalsConfig:
-    """Scores of tasks and losses of documents at chosen context lengths; docs/evaluation.md."""
+    """Scores of tasks and losses of documents at chosen context lengths, during training; docs/evaluation.md."""
 
     # needle, passkey, loss, ruler (all tasks of RULER), or names of RULER's tasks. Empty: no scores.
     tasks: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = ()  # context lengths in tokens; new tokens of the answer count
+    # steps between evaluations, which start before the first step; 0: only at the end of the run or stage.
+    every_steps: int = 0
+    lengths: tuple[int, ...] = ()  # context lengths in tokens; new tokens of the answer count. Empty: data.seq_len
     num_examples: int = 20  # examples of each task and length, and of each depth; documents of loss
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)  # needle, passkey: from 0 (start) to 1 (end of the text)
     num_needles: int = 1  # needle: numbers in a text, of which one is asked for

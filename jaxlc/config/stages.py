@@ -5,6 +5,7 @@ stage changes: `dict(name="64k", steps=5000, data=dict(seq_len=65_536), model=di
 resolves each stage to a complete `Config`. Imports no jax.
 """
 
+import difflib
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
+from jaxlc.config.eval_checks import gate_names, parse_min_scores
 from jaxlc.config.frozen import SECTIONS, Config, field_types
 from jaxlc.config.loading import check_key, load
 from jaxlc.config.mixture import is_mixture, is_source_path, merged_mixture, parse_mixture, split_source_path
@@ -21,7 +23,7 @@ from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
 from jaxlc.core.errors import UserError
 
 # Settings that a stage may change: whole sections, and single settings of others. The rest belongs to the run.
-_SECTIONS = ("attention", "data", "memory", "mesh", "optimizer", "train")
+_SECTIONS = ("attention", "data", "evals", "memory", "mesh", "optimizer", "train")
 _MODEL_PREFIXES = ("rope_theta", "rope_scaling", "sliding_rope_theta")
 _OF_THE_RUN = ("data.tokenizer", "data.end_token", "train.seed", "train.keep_checkpoints")
 _SCHEDULE = (
@@ -48,6 +50,9 @@ class StageConfig:
     optimizer_state: Literal["carry", "reset"] = "carry"
     # gate: with a held-out loss above this limit at its end, in nats, the run stops before the next stage. 0: none.
     max_eval_loss: float = 0.0
+    # gate: with a score of config.evals below its limit at its end, the run stops before the next stage; a list of
+    # TASK@LENGTH=SCORE, such as needle@65536=80, in percent, and in nats for context_gain_N.
+    min_scores: tuple[str, ...] = ()
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> name -> value
 
     def changed(self, **values: Any) -> "StageConfig":
@@ -72,6 +77,7 @@ class Stage:
     first_step: int = 0  # global: optimizer steps of the stages before
     optimizer_state: str = "carry"
     max_eval_loss: float = 0.0  # 0: no gate
+    min_scores: tuple[str, ...] = ()  # empty: no gate
 
     @property
     def end_step(self) -> int:
@@ -163,10 +169,12 @@ def load_stages(config: "ConfigDict | Config | tuple[Stage, ...]") -> tuple[Stag
                 first_step=first_step,
                 optimizer_state=stage.optimizer_state,
                 max_eval_loss=stage.max_eval_loss,
+                min_scores=stage.min_scores,
             )
         )
         first_step = stages[-1].end_step
     _raise_first(_different_runs(stages))
+    _raise_first(_missing_scores(stages))
     return tuple(stages)
 
 
@@ -196,6 +204,7 @@ def _parse_stage(item: Any, index: int) -> StageConfig:
             else typed(f"stages.{name}.{key}.{setting}", v, hints[setting])
             for setting, v in value.items()
         }
+    parse_min_scores(fields.get("min_scores", ()), f"stages.{name}.min_scores")
     for key in ("steps", "tokens", "max_eval_loss"):
         if fields.get(key, 0) < 0:
             raise SettingError(invalid_value(f"stages.{name}.{key}", fields[key], "at least 0"))
@@ -275,6 +284,8 @@ def _contradictions(stages: Sequence[StageConfig]) -> Iterator[str]:
             f"config.stages.{last.name}.max_eval_loss={last.max_eval_loss} has no effect: no stage follows; use 0, or"
             " add a stage"
         )
+    if last.min_scores:
+        yield f"config.stages.{last.name}.min_scores has no effect: no stage follows; remove it, or add a stage"
     for stage in stages:
         if (stage.schedule, stage.optimizer_state) == ("continue", "reset"):
             yield (
@@ -303,6 +314,16 @@ def _different_runs(stages: Sequence[Stage]) -> Iterator[str]:
                 f"unsupported: optimizer.max_grad_norm is 0 in one of the stages {first.name} and {stage.name} only,"
                 " which changes the state of the optimizer; use a large value instead of 0"
             )
+
+
+def _missing_scores(stages: Sequence[Stage]) -> Iterator[str]:
+    """Gates that name a score which config.evals does not compute."""
+    for stage in stages:
+        names = gate_names(stage.config)
+        for name in parse_min_scores(stage.min_scores, "min_scores"):
+            if name not in names:
+                known = did_you_mean(difflib.get_close_matches(name, names, n=1), names) if names else "no evals.tasks"
+                yield f"config.stages.{stage.name}.min_scores: no score {name!r} in this stage: {known}"
 
 
 def _raise_first(problems: Iterator[str]) -> None:

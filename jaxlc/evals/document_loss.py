@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxlc.config import EvalsConfig
-from jaxlc.config.eval_checks import LOSS
+from jaxlc.config.eval_checks import LOSS, num_last_tokens, used_limits
 from jaxlc.core.errors import UserError
 from jaxlc.data.documents import BadRecords, Document, Fields, read_documents
 from jaxlc.data.sources import list_files
@@ -24,7 +24,6 @@ from jaxlc.evals.score_rows import ScoreRow
 from jaxlc.train.document_sums import DocumentSums, estimate, position_edges
 
 TokenLosses = Callable[[np.ndarray], np.ndarray]  # tokens [B, T] -> losses of tokens 1 .. T - 1 in nats [B, T - 1]
-LAST_TOKENS = 500  # whose loss is compared between full and limited context; half of a shorter document
 _SETTING = "documents"  # named in errors
 
 
@@ -48,11 +47,6 @@ class DocumentLosses:
     def gain(self, limit: int) -> np.ndarray:
         """Loss with limited context minus loss with full context of each document; positive if full context helps."""
         return self.limited[limit] - self.last
-
-
-def num_last_tokens(length: int) -> int:
-    """The number of last tokens of a document of this length whose loss is compared."""
-    return min(LAST_TOKENS, length // 2)
 
 
 def read_cut_documents(settings: EvalsConfig, length: int, tokenizer: Tokenizer) -> list[CutDocument]:
@@ -103,7 +97,7 @@ def losses_of(
     """
     length = len(documents[0].ids)
     num_last, edges = num_last_tokens(length), position_edges(length - 1)
-    limits = [limit for limit in settings.context_limits if limit + num_last < length]
+    limits = used_limits(settings, length)
 
     def make_rows(indices: list[int]) -> list[dict]:
         ids_BT = np.stack([documents[index].ids for index in indices])

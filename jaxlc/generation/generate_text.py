@@ -51,7 +51,7 @@ def generate_text(
         max_tokens=max_tokens,
         sampling=sampling,
         stop=[stop] if isinstance(stop, str) else stop,
-        stop_ids=stop_ids(result),
+        stop_ids=stop_ids(result.tokenizer, result.workdir),
         chunk_tokens=chunk_tokens,
         stream=stream,
     )
@@ -72,10 +72,10 @@ def generator_of(result: Result) -> Generator:
     return _generators[model]
 
 
-def stop_ids(result: Result) -> list[int]:
+def stop_ids(tokenizer: Tokenizer, workdir: Path) -> list[int]:
     """The end-of-document token, and the tokens that the generation_config.json of a pretrained model names."""
-    ids = {result.tokenizer.end_of_document_id}
-    for directory in (result.workdir, result.workdir / "pretrained"):
+    ids = {tokenizer.end_of_document_id}
+    for directory in (workdir, workdir / "pretrained"):
         ids |= _eos_token_ids(directory / _SETTINGS_FILE)
     return sorted(ids)
 

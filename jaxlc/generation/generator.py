@@ -51,9 +51,15 @@ class Generator:
         self.cached_step = CachedStep(
             config=config, mesh=mesh, compute_dtype=compute_dtype, cache_dtype=jnp.dtype(cache_dtype or compute_dtype)
         )
-        dims = decoder.dims_of(config.model, config.lora)
-        self.params = cast_params(params, abstract_params(params, dims, mesh, compute_dtype))
         self._steps: dict[CacheLayout, jax.stages.Wrapped] = {}
+        self.set_params(params)
+
+    def set_params(self, params: dict | None) -> None:
+        """Replaces the parameters; compiled programs remain. None frees the memory of the copy."""
+        config = self.config
+        dims = decoder.dims_of(config.model, config.lora)
+        dtype = self.cached_step.compute_dtype
+        self.params = None if params is None else cast_params(params, abstract_params(params, dims, self.mesh, dtype))
 
     def __call__(
         self,

@@ -170,6 +170,8 @@ def _train(run: _Run, start: Position, run_step: jax.stages.Compiled) -> tuple[P
     evaluation = None
     if start.step == 0 and config.eval_every_steps:
         evaluation = _evaluate(run, start)
+    if start.step == 0 and run.config.evals.every_steps:
+        _score(run, start)
     reports = StepReports(
         config=run.config,
         workdir=run.workdir,
@@ -193,17 +195,19 @@ def _train(run: _Run, start: Position, run_step: jax.stages.Compiled) -> tuple[P
             reports.report(step if run.callbacks else step - 1, is_last=is_last)
             is_last = is_last or run.callbacks.stop_requested
             evaluates = is_last or _is_due(step, config.eval_every_steps)
+            scores = is_last or _is_due(step, run.config.evals.every_steps)
             saves = is_last or stops or _is_due(step, config.checkpoint_every_steps)
-            if evaluates or saves:
+            if evaluates or scores or saves:
                 reports.report(step, is_last=is_last, fetches=True)
                 if run.callbacks.stop_requested and not is_last:
-                    is_last = evaluates = saves = True
+                    is_last = evaluates = scores = saves = True
                     reports.report(step, is_last=True)
             if evaluates:
                 evaluation = _evaluate(run, position)
+            of_tasks = _score(run, position) if scores else {}
             if saves:  # after this step's metrics are written: see metrics.py
-                _save(run, position, evaluation if evaluates else None)
-            if evaluates or saves:
+                _save(run, position, evaluation if evaluates else None, of_tasks)
+            if evaluates or scores or saves:
                 reports.pending.restart_clock(step)
             if is_last or stops:
                 return position, evaluation, 0 if is_last else guard.exit_status
@@ -253,6 +257,19 @@ def _evaluate(run: _Run, position: Position) -> Evaluation | None:
     return evaluation
 
 
+def _score(run: _Run, position: Position) -> dict[str, float]:
+    """The scores of config.evals by name, which are also written to metrics.jsonl; empty without config.evals.tasks."""
+    if run.stage.scorer is None:
+        return {}
+    with run.progress.spinner("evaluating tasks"):
+        scores = run.stage.scorer(position.state.params, position.step, run.workdir, run.progress.log)
+    for score in scores:
+        name = f"scores/{score.name}"
+        others = {f"{name}/{key}": value for key, value in score._asdict().items() if key not in ("name", "score")}
+        run.metrics.write(step=position.step, **{name: score.score}, **others)
+    return {score.name: score.score for score in scores}
+
+
 def _evaluate_again(run: _Run, position: Position) -> Evaluation:
     """`Result.evaluate`: after the run, when metrics.jsonl is closed."""
     evaluator = run.stage.evaluator
@@ -261,7 +278,7 @@ def _evaluate_again(run: _Run, position: Position) -> Evaluation:
     return evaluator.with_context_gain(position.state.params, evaluator(position.state.params))
 
 
-def _save(run: _Run, position: Position, evaluation: Evaluation | None) -> None:
+def _save(run: _Run, position: Position, evaluation: Evaluation | None, scores: dict[str, float]) -> None:
     stage = run.stage.stage
     meta = dict(
         step=position.step,
@@ -270,6 +287,7 @@ def _save(run: _Run, position: Position, evaluation: Evaluation | None) -> None:
         config=to_dict(run.config),
         stage=dict(name=stage.name, first_step=stage.first_step),
         eval_loss=evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None,
+        scores={name: score for name, score in scores.items() if math.isfinite(score)},
         **base_meta(run.stage.step, position.state.params),
     )
     run.checkpoints.save(position.step, checkpoint_part(run.stage.step, position.state), meta)

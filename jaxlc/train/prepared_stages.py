@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from jaxlc.config import Stage, to_dict
+from jaxlc.config.eval_checks import parse_min_scores
 from jaxlc.config.pretrained import copy_description
 from jaxlc.core.errors import UserError
 from jaxlc.train.base_model import BASE, with_base, without_frozen
@@ -24,6 +25,7 @@ from jaxlc.train.frozen_names import trained_settings
 from jaxlc.train.pretrained_params import load_pretrained
 from jaxlc.train.progress import Progress
 from jaxlc.train.run_data import RunData
+from jaxlc.train.scorer import Scorer, make_scorer
 from jaxlc.train.start_report import resume_lines, sharding_lines
 from jaxlc.train.state import TrainState
 from jaxlc.train.step import TrainStep
@@ -44,6 +46,11 @@ class PreparedStage:
         if self.data.heldout is None:
             return None
         return Evaluator(self.step, self.data.heldout, self.stage.config.train.eval_sequences)
+
+    @cached_property
+    def scorer(self) -> Scorer | None:
+        """None: there are no config.evals.tasks."""
+        return make_scorer(self.step, self.data.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,24 +124,31 @@ def _check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> N
 
 
 def _check_gate(stages: Sequence[PreparedStage], prepared: PreparedStage, meta: dict, checkpoints: Path) -> None:
-    """Checks the gate of the stage before `prepared`.
+    """Checks the gates of the stage before `prepared`.
 
     Args:
       meta: of the checkpoint at the end of the stage before.
     Raises:
-      TrainingStopped: its held-out loss is above the limit; the message names the checkpoint.
+      TrainingStopped: its held-out loss is above the limit, or a score below; the message names the checkpoint.
     """
     before, step = _stage_until(stages, prepared.stage.first_step).stage, prepared.stage.first_step
+    stopped = f"stage {prepared.stage.name} was not started; the checkpoint is {checkpoints / str(step)}"
+    advice = f"train stage {before.name} longer, or continue with --config.stages.{before.name}"
     limit, loss = before.max_eval_loss, meta["eval_loss"]
-    if not limit or (loss is not None and loss <= limit):
-        return
-    enough = limit if loss is None else math.ceil(100 * loss) / 100
-    raise TrainingStopped(
-        f"stage {before.name} ended with held-out loss {'unknown' if loss is None else format(loss, '.4f')}, and its"
-        f" limit is max_eval_loss={limit:g}: stage {prepared.stage.name} was not started; the checkpoint is"
-        f" {checkpoints / str(step)}; train stage {before.name} longer, or continue with"
-        f" --config.stages.{before.name}.max_eval_loss={enough:g}"
-    )
+    if limit and (loss is None or loss > limit):
+        enough = limit if loss is None else math.ceil(100 * loss) / 100
+        raise TrainingStopped(
+            f"stage {before.name} ended with held-out loss {'unknown' if loss is None else format(loss, '.4f')}, and"
+            f" its limit is max_eval_loss={limit:g}: {stopped}; {advice}.max_eval_loss={enough:g}"
+        )
+    scores = meta.get("scores", {})  # checkpoints of older versions have none
+    for name, least in parse_min_scores(before.min_scores, "min_scores").items():
+        if scores.get(name) is None or scores[name] < least:
+            score = "unknown" if scores.get(name) is None else format(scores[name], ".4g")
+            raise TrainingStopped(
+                f"stage {before.name} ended with the score {name} {score}, and its limit is {least:g} in"
+                f" min_scores={','.join(before.min_scores)}: {stopped}; {advice}.min_scores="
+            )
 
 
 def _first_state_of_stage(prepared: PreparedStage, state: TrainState) -> TrainState:

@@ -52,10 +52,10 @@ def test_command_prints_the_text_and_one_line_about_errors(run, tmp_path, capsys
 
 def test_stop_ids_include_those_of_the_pretrained_model(run, tmp_path):
     result = jaxlc.load(run)
-    assert stop_ids(result) == [256]
+    assert stop_ids(result.tokenizer, run) == [256]
     (run / "pretrained").mkdir()
     (run / "pretrained" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert stop_ids(result) == [7, 9, 256]
+    assert stop_ids(result.tokenizer, run) == [7, 9, 256]
 
 
 def test_prompts_that_are_one_array_raise(run):

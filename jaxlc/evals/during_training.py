@@ -1,0 +1,100 @@
+"""Evaluations during training: `config.evals`, with the live parameters and in the same process."""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from jaxlc.config.eval_checks import lengths_in_training
+from jaxlc.data.tokenizers import Tokenizer
+from jaxlc.evals.evaluate_run import EvaluatedModel
+from jaxlc.evals.pictures import draw_maps, draw_overlays
+from jaxlc.evals.score_rows import ScoreRow, step_directories
+from jaxlc.generation.generate_text import stop_ids
+from jaxlc.generation.generator import Generator
+from jaxlc.train.checksums import checksums_of
+from jaxlc.train.language_model import LanguageModel
+from jaxlc.train.mixed_precision import compute_dtype
+from jaxlc.train.scorer import NamedScore
+from jaxlc.train.step import TrainStep
+
+
+class TrainingScorer:
+    """The scorer of a stage; see `jaxlc.train.scorer.Scorer`.
+
+    Losses of documents use the live parameters. Generation copies them once in the compute dtype, sharded as they are,
+    and frees the copy after the evaluation; the KV cache is sharded over context and tensor. Compiled programs remain.
+    """
+
+    def __init__(self, step: TrainStep, tokenizer: Tokenizer):
+        self._step, self._tokenizer = step, tokenizer
+        self._settings = dataclasses.replace(step.config.evals, lengths=lengths_in_training(step.config))
+        self._model: LanguageModel | None = None
+        self._generator: Generator | None = None
+
+    def __call__(self, params: dict, step: int, workdir: Path, log: Callable[[str], None]) -> list[NamedScore]:
+        out, is_copied = workdir / "evals", False
+
+        def generator() -> Generator:
+            nonlocal is_copied
+            if not is_copied:
+                self._set_generator(params)
+                is_copied = True
+            return self._generator
+
+        if self._model is None:
+            self._model = LanguageModel(self._step, params, self._tokenizer)
+        self._model.params = params
+        evaluated = EvaluatedModel(
+            tokenizer=self._tokenizer,
+            token_losses=self._model.token_losses,
+            generator=generator,
+            stop_ids=stop_ids(self._tokenizer, workdir),
+            directory=out / f"step-{step}",
+            identity=dict(
+                model=str(workdir), step=step, tokenizer=self._tokenizer.fingerprint, parameters=_fingerprint(params)
+            ),
+            replaces=True,
+        )
+        try:
+            rows = evaluated.evaluate(self._settings, report=lambda row: log(str(row)))
+        finally:  # the next training step donates the parameters
+            self._model.params = None
+            if is_copied:
+                self._generator.set_params(None)
+        if jax.process_index() == 0:
+            draw_maps(rows, out)
+            draw_overlays({path.name: path for path in step_directories(out)}, out)
+        return list(_named(rows))
+
+    def _set_generator(self, params: dict) -> None:
+        if self._generator is not None:
+            self._generator.set_params(params)
+            return
+        config, mesh = self._step.config, self._step.mesh
+        dtype = compute_dtype(config.precision.compute, mesh.devices.flat[0].platform)
+        self._generator = Generator(config, mesh, params, self._tokenizer, compute_dtype=dtype)
+
+
+def _fingerprint(params: dict) -> str:
+    """Equal for equal parameters on any mesh."""
+    return hashlib.sha256(repr(sorted(checksums_of(params).items())).encode()).hexdigest()[:16]
+
+
+def _named(rows: Sequence[ScoreRow]) -> Iterator[NamedScore]:
+    """Yields one score per task and length: the mean over depths, with its standard error."""
+    groups: dict[str, list[ScoreRow]] = {}
+    for row in rows:
+        groups.setdefault(f"{row.task}@{row.length}", []).append(row)
+    for name, group in groups.items():
+        count = len(group)
+        yield NamedScore(
+            name=name,
+            score=sum(row.score for row in group) / count,
+            standard_error=math.sqrt(sum(row.standard_error**2 for row in group)) / count,
+            num_examples=sum(row.num_examples for row in group),
+            seconds=sum(row.seconds for row in group),
+        )
