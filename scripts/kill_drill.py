@@ -24,7 +24,7 @@ from jaxlc.config.command_line import parse
 
 _POLL_SECONDS = 0.001
 _TIMEOUT_SECONDS = 600
-_TIMINGS = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "mfu_documents")
+_TIMINGS = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "mfu_documents", "seconds")
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,10 @@ def _last_step(workdir: Path) -> int:
 
 def _rows(workdir: Path) -> list[dict]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in _TIMINGS} for line in lines]
+    return [
+        {name: value for name, value in json.loads(line).items() if name.rpartition("/")[2] not in _TIMINGS}
+        for line in lines
+    ]
 
 
 def checkpoint_arrays(checkpoint: Path) -> dict:

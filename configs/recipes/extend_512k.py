@@ -21,6 +21,8 @@ _SHORT |= dict(tulu=0.03, arxiv=0.03, openwebmath=0.03, textbooks=0.03)
 _SHARES_64K = dict(code=0.3, books=0.3, **_SHORT)
 # Documents of the full length, and the same sources in chunks of 64K tokens.
 _SHARES_512K = dict(code_512k=0.15, code=0.15, books_512k=0.05, books=0.25, **_SHORT)
+# Ours: the stages that extend the context end with a question for pass keys at five depths.
+_PASSKEY = dict(tasks=("passkey",), num_examples=8, batch_size=8)
 
 
 def get_config(variant: str = "") -> ConfigDict:
@@ -41,6 +43,8 @@ def get_config(variant: str = "") -> ConfigDict:
             model=dict(rope_theta=8e6),
             optimizer=dict(learning_rate=1e-5, warmup_steps=500),
             train=dict(global_batch_size=64, gradient_accumulation_steps=8),
+            evals=_PASSKEY | dict(lengths=(65_536,)),
+            min_scores=("passkey@65536=80",),
         ),
         dict(
             name="512k",
@@ -50,6 +54,8 @@ def get_config(variant: str = "") -> ConfigDict:
             model=dict(rope_theta=1.28e8),
             optimizer=dict(learning_rate=5e-6, warmup_steps=250),
             train=dict(global_batch_size=16, gradient_accumulation_steps=2),
+            evals=_PASSKEY | dict(lengths=(65_536, 524_288)),
+            min_scores=("passkey@524288=80",),
         ),
         dict(
             name="sft",
@@ -101,5 +107,13 @@ def _shrink(config: ConfigDict) -> None:
         data = dict(seq_len=seq_len, mixture=mixtures[stage.name], chat_template="chatml")
         optimizer = dict(learning_rate=3e-3, warmup_steps=2)
         train = dict(global_batch_size=batch_size, gradient_accumulation_steps=1)
-        stages.append(stage.changed(steps=num_steps, data=data, optimizer=optimizer, train=train))
+        evals, min_scores = dict[str, object](), ()
+        if stage.min_scores:
+            evals = dict(lengths=(512,), num_examples=2, depths=(0.5,), batch_size=2)
+            min_scores = ("passkey@512=0",)
+        stages.append(
+            stage.changed(
+                steps=num_steps, data=data, optimizer=optimizer, train=train, evals=evals, min_scores=min_scores
+            )
+        )
     config.stages = stages

@@ -97,8 +97,11 @@ def wait_until(condition, run: subprocess.Popen) -> None:
 
 def rows(workdir: Path) -> list[dict]:
     """The rows of metrics.jsonl without their timings."""
-    timings = ("tokens_per_second", "step_seconds", "flops_per_second_documents")
-    return [{k: v for k, v in row.items() if k not in timings} for row in read_rows(workdir / METRICS_FILE)]
+    timings = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "seconds")
+    return [
+        {k: v for k, v in row.items() if k.rpartition("/")[2] not in timings}
+        for row in read_rows(workdir / METRICS_FILE)
+    ]
 
 
 def step_of(workdir: Path) -> int:
