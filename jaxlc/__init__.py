@@ -142,6 +142,7 @@ def generate(
     mesh: Mapping[str, int] | None = None,
     chunk_tokens: int = 0,
     stream: Callable[[int, str], None] | None = None,
+    chat: bool = False,
 ) -> "Generation | list[Generation]":
     """Continues prompts of any length with a model, whose KV cache is split over the context and tensor axes.
 
@@ -151,7 +152,7 @@ def generate(
     Args:
       source: the workdir of a run, a Hugging Face directory, or the `Result` of `train.run` or `load`.
       prompts: one text, or a list of texts or of token ids [tokens]. Text is encoded as in training, without special
-        tokens; a model that expects a token at the start of a text needs token ids.
+        tokens; with a Hugging Face directory, it starts with the tokens that `transformers` adds, such as BOS.
       max_tokens: largest number of new tokens of each prompt.
       temperature: logits are divided by it. 0: the token with the largest logit.
       top_p: sample from the smallest set of tokens with at least this probability.
@@ -161,6 +162,7 @@ def generate(
       step, mesh: as in `load`; only with a path.
       chunk_tokens: tokens of a prompt that are computed at once. 0: 2,048 per context rank.
       stream: called with the index of a prompt and its new text as soon as the text is known.
+      chat: texts are messages of a user, in the chat template of the tokenizer or of data.chat_template.
     Returns:
       The `Generation` of the prompt (text, tokens, log_probs, finish_reason), or a list for a list of prompts.
     Raises:
@@ -181,6 +183,7 @@ def generate(
         chunk_tokens=chunk_tokens,
         stream=stream,
         frees_params=is_path,
+        chat=chat,
     )
     return generations[0] if isinstance(prompts, str) else generations
 
@@ -214,6 +217,7 @@ def evaluate(
         squad, hotpotqa: the data sets of RULER's qa_1 and qa_2, without which they are not evaluated.
         documents, text_field: of "loss": paths in the formats of data.sources, and the field of records with the text.
         context_limits: of "loss": numbers of tokens to which the context is limited, for the gain of full context.
+        chat: prompts are messages of a user, in the chat template of the tokenizer or of data.chat_template.
         batch_size: examples that are computed together.
         seed: of the examples.
     Raises:

@@ -449,5 +449,6 @@ class EvalsConfig:
     text_field: str = "text"  # loss: field of records that holds the document
     # loss: numbers of tokens that the limited context has, for the gain of full context.
     context_limits: tuple[int, ...] = (1024,)
+    chat: bool = False  # prompts are messages of a user, in the chat template of the tokenizer or data.chat_template
     batch_size: int = 1  # examples that are computed together
     seed: int = 42  # random seed of the examples

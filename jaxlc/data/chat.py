@@ -103,6 +103,14 @@ class ChatTemplate:
             raise BadRecord(f"{where}: {self._name} renders no answer")
         return RenderedChat("".join(parts), answers)
 
+    def prompt(self, text: str) -> str:
+        """The text of a chat in which the user has said `text` and the assistant has to answer.
+
+        Raises:
+          BadRecord: the template refuses it.
+        """
+        return self._render([dict(role="user", content=text)], None, "prompt", add_generation_prompt=True)
+
     def _answers_by_prompts(
         self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, where: str
     ) -> Iterator[tuple[int, int]]:

@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--documents", default="", help="loss: files, directories or glob patterns, separated by commas")
     add("--text_field", default="text", help="loss: field of records that holds the document; default: text")
     add("--context_limits", default="1024", help="loss: tokens of the limited contexts; default: 1024")
+    add("--chat", action="store_true", help="prompts are messages of a user in the chat template of the model")
     add("--batch_size", type=int, default=1, help="examples that are computed together; default: 1")
     add("--seed", type=int, default=42, help="of the examples; default: 42")
     add("--out", default="", help="directory of the results; default: SOURCE/evals")
@@ -66,6 +67,7 @@ def _evaluate(flags: argparse.Namespace) -> None:
             documents=_split(flags.documents),
             text_field=flags.text_field,
             context_limits=_numbers(flags.context_limits),
+            chat=flags.chat,
             batch_size=flags.batch_size,
             seed=flags.seed,
         )

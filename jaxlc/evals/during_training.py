@@ -15,6 +15,7 @@ from jaxlc.evals.pictures import draw_maps, draw_overlays
 from jaxlc.evals.score_rows import ScoreRow, step_directories
 from jaxlc.generation.generate_text import stop_ids
 from jaxlc.generation.generator import Generator
+from jaxlc.generation.prompts import prompt_encoder
 from jaxlc.train.checksums import checksums_of
 from jaxlc.train.language_model import LanguageModel
 from jaxlc.train.mixed_precision import compute_dtype
@@ -32,6 +33,8 @@ class TrainingScorer:
     def __init__(self, step: TrainStep, tokenizer: Tokenizer):
         self._step, self._tokenizer = step, tokenizer
         self._settings = dataclasses.replace(step.config.evals, lengths=lengths_in_training(step.config))
+        chat_template = step.config.data.chat_template if self._settings.chat else None
+        self._encode = prompt_encoder(tokenizer, is_pretrained=False, chat_template=chat_template)
         self._model: LanguageModel | None = None
         self._generator: Generator | None = None
 
@@ -49,14 +52,12 @@ class TrainingScorer:
             self._model = LanguageModel(self._step, params, self._tokenizer)
         self._model.params = params
         evaluated = EvaluatedModel(
-            tokenizer=self._tokenizer,
+            encode=self._encode,
             token_losses=self._model.token_losses,
             generator=generator,
             stop_ids=stop_ids(self._tokenizer, workdir),
             directory=out / f"step-{step}",
-            identity=dict(
-                model=str(workdir), step=step, tokenizer=self._tokenizer.fingerprint, parameters=_fingerprint(params)
-            ),
+            identity=dict(model=str(workdir), step=step, parameters=_fingerprint(params)),
             replaces=True,
         )
         try:

@@ -10,13 +10,14 @@ import numpy as np
 
 from jaxlc.config import EvalsConfig
 from jaxlc.config.eval_checks import LOSS
-from jaxlc.data.tokenizers import Tokenizer
 from jaxlc.evals.cases import text_cases
 from jaxlc.evals.document_loss import TokenLosses, evaluate_loss
+from jaxlc.evals.example import Example
 from jaxlc.evals.predictions import run_case
 from jaxlc.evals.score_rows import ScoreRow, store_scores
 from jaxlc.generation.generate_text import generator_of, stop_ids
 from jaxlc.generation.generator import Generator
+from jaxlc.generation.prompts import PromptEncoder, encoder_of
 from jaxlc.train.run_result import Result
 
 Report = Callable[[ScoreRow], None]
@@ -26,7 +27,7 @@ Report = Callable[[ScoreRow], None]
 class EvaluatedModel:
     """A model at one step of training."""
 
-    tokenizer: Tokenizer
+    encode: PromptEncoder
     token_losses: TokenLosses
     generator: Callable[[], Generator]  # the same one in every call
     stop_ids: Sequence[int]
@@ -45,18 +46,24 @@ class EvaluatedModel:
         return rows
 
     def _rows(self, settings: EvalsConfig) -> Iterator[ScoreRow]:
-        identity = self.identity | dict(seed=settings.seed)
+        tokenizer = self.encode.tokenizer
+        identity = self.identity | dict(tokenizer=tokenizer.fingerprint, seed=settings.seed)
         if LOSS in settings.tasks:
             yield from evaluate_loss(
-                settings, self.tokenizer, self.token_losses, self.directory, identity, self.replaces
+                settings, tokenizer, self._losses_after_start, self.directory, identity, self.replaces
             )
-        for text_case in text_cases(settings, lambda text: len(self._encoded(text))):
+        overhead_tokens = self.encode.overhead_tokens
+
+        def count_tokens(text: str) -> int:
+            return len(tokenizer.encode(text.encode())) + overhead_tokens
+
+        for text_case in text_cases(settings, count_tokens):
             start = time.monotonic()
             score = run_case(
                 text_case.case,
                 self._generate,
                 self.directory,
-                identity | dict(haystack=text_case.haystack),
+                identity | dict(haystack=text_case.haystack, chat=settings.chat),
                 batch_size=settings.batch_size,
                 replaces=self.replaces,
             )
@@ -64,13 +71,17 @@ class EvaluatedModel:
                 task=text_case.task, haystack=text_case.haystack, length=text_case.length, depth=text_case.depth,
                 num_needles=text_case.num_needles, score=score.mean, standard_error=score.standard_error,
                 num_examples=score.num_examples, seconds=round(time.monotonic() - start, 1),
+                chat=settings.chat,
             )  # fmt: skip
 
-    def _encoded(self, text: str) -> np.ndarray:
-        return np.asarray(self.tokenizer.encode(text.encode()))
+    def _losses_after_start(self, ids_BT: np.ndarray) -> np.ndarray:
+        """`token_losses` of texts that start with the start tokens of the model, whose own losses do not count."""
+        start_ids = self.encode.start_ids
+        starts = np.broadcast_to(start_ids, (len(ids_BT), len(start_ids)))
+        return self.token_losses(np.concatenate([starts, ids_BT], axis=1))[:, len(start_ids) :]
 
-    def _generate(self, prompts: Sequence[str], new_tokens: int) -> list[str]:
-        ids = [self._encoded(prompt) for prompt in prompts]
+    def _generate(self, examples: Sequence[Example], new_tokens: int) -> list[str]:
+        ids = [self.encode(example.prompt, example.answer_prefix) for example in examples]
         generations = self.generator()(ids, max_tokens=new_tokens, stop_ids=self.stop_ids)
         return [generation.text for generation in generations]
 
@@ -78,11 +89,11 @@ class EvaluatedModel:
 def evaluate_run(result: Result, settings: EvalsConfig, out: Path, report: Report = lambda row: None) -> list[ScoreRow]:
     """Evaluates the model of `result`; see `jaxlc.evaluate`."""
     model = EvaluatedModel(
-        tokenizer=result.tokenizer,
+        encode=encoder_of(result, chat=settings.chat),
         token_losses=result.model.token_losses,
         generator=lambda: generator_of(result),
         stop_ids=stop_ids(result.tokenizer, result.workdir),
         directory=out / f"step-{result.step}",
-        identity=dict(model=str(result.workdir), step=result.step, tokenizer=result.tokenizer.fingerprint),
+        identity=dict(model=str(result.workdir), step=result.step),
     )
     return model.evaluate(settings, report)

@@ -13,7 +13,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.evals.example import Example
 from jaxlc.evals.scoring import Score, cleaned, score_of
 
-Generate = Callable[[Sequence[str], int], Sequence[str]]  # (prompts, new tokens) -> continuations
+Generate = Callable[[Sequence[Example], int], Sequence[str]]  # (examples, new tokens) -> continuations
 _SHOWN_CHARACTERS = 400  # of a prompt, at its end
 
 
@@ -106,7 +106,7 @@ def run_case(
 
     def make_rows(indices: list[int]) -> list[dict]:
         examples = [case.make(index) for index in indices]
-        texts = generate([example.text for example in examples], case.new_tokens)
+        texts = generate(examples, case.new_tokens)
         return [
             dict(
                 score=case.match(cleaned(text), example.references),

@@ -24,6 +24,7 @@ class ScoreRow:
     num_examples: int
     seconds: float  # of this call; predictions of earlier calls take none
     unit: Literal["%", "nats"] = "%"  # nats: per token
+    chat: bool = False  # the prompt was in a chat template
     # Ends of the 95% interval of a bootstrap over documents; None: no documents, or fewer than 5.
     low: float | None = None
     high: float | None = None
@@ -31,7 +32,7 @@ class ScoreRow:
     @property
     def subject(self) -> tuple:
         """What was scored: a later score of the same subject replaces this one."""
-        return self.task, self.haystack, self.length, self.depth, self.num_needles
+        return self.task, self.haystack, self.length, self.depth, self.num_needles, self.chat
 
     def __str__(self) -> str:
         depth = "" if self.depth is None else f" depth {self.depth:>4.0%}"

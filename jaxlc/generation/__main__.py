@@ -20,6 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default: greedy")
     parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest tokens of this probability")
     parser.add_argument("--stop", action="append", default=[], help="string that ends the text; may be repeated")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message of a user in the chat template")
     parser.add_argument("--seed", type=int, default=0, help="of random sampling; default: 0")
     parser.add_argument("--step", type=int, help="checkpoint to use; default: the latest")
     parser.add_argument("--mesh", help="sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run")
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
             step=flags.step,
             mesh=mesh_sizes(flags.mesh),
             chunk_tokens=flags.chunk_tokens,
+            chat=flags.chat,
             stream=lambda _, new: print(new, end="", flush=True),
         )
     except UserError as error:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.tokenizers import Tokenizer
 from jaxlc.generation.generator import Generation, Generator, Stream
+from jaxlc.generation.prompts import encoder_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.train.language_model import LanguageModel
 from jaxlc.train.mixed_precision import compute_dtype
@@ -32,6 +33,7 @@ def generate_text(
     chunk_tokens: int = 0,
     stream: Stream | None = None,
     frees_params: bool = False,
+    chat: bool = False,
 ) -> list[Generation]:
     """Continues `prompts` with the model of `result`; see `jaxlc.generate`.
 
@@ -41,13 +43,15 @@ def generate_text(
     """
     if isinstance(prompts, np.ndarray) or any(isinstance(prompt, int) for prompt in prompts):
         raise UserError("invalid prompts: expected a string, or a list of strings or of arrays of token ids")
+    encode = encoder_of(result, chat=chat)
+    encoded = [encode(prompt) if isinstance(prompt, str) else np.asarray(prompt) for prompt in prompts]
     generator = generator_of(result)
     if frees_params:
         for stored, cast in zip(jax.tree.leaves(result.params), jax.tree.leaves(generator.params), strict=True):
             if stored.dtype != cast.dtype:
                 stored.delete()
     return generator(
-        [_encoded(prompt, result.tokenizer) for prompt in prompts],
+        encoded,
         max_tokens=max_tokens,
         sampling=sampling,
         stop=[stop] if isinstance(stop, str) else stop,
@@ -86,7 +90,3 @@ def _eos_token_ids(path: Path) -> set[int]:
     except (OSError, ValueError, AttributeError):
         return set()  # the file is optional
     return {number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)}
-
-
-def _encoded(prompt: Prompt, tokenizer: Tokenizer) -> np.ndarray:
-    return tokenizer.encode(prompt.encode()) if isinstance(prompt, str) else np.asarray(prompt)

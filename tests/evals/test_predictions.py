@@ -51,9 +51,10 @@ def _case(**changes) -> Case:
 def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
     asked = []
 
-    def generate(prompts, new_tokens):
+    def generate(examples, new_tokens):
         if len(asked) == 3:
             raise KeyboardInterrupt
+        prompts = [example.text for example in examples]
         asked.extend(prompts)
         return [prompt.split()[1] if "3" not in prompt else "wrong" for prompt in prompts]
 
@@ -68,9 +69,9 @@ def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
 
 
 def test_predictions_of_another_checkpoint_raise(tmp_path):
-    run_case(_case(), lambda prompts, _: prompts, tmp_path, dict(step=1), batch_size=2)
+    run_case(_case(), lambda examples, _: ["a"] * len(examples), tmp_path, dict(step=1), batch_size=2)
     with pytest.raises(UserError, match=r"other settings \(step 1 instead of 2\)"):
-        run_case(_case(), lambda prompts, _: prompts, tmp_path, dict(step=2), batch_size=2)
+        run_case(_case(), lambda examples, _: ["a"] * len(examples), tmp_path, dict(step=2), batch_size=2)
 
 
 @pytest.mark.parametrize(

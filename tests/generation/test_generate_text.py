@@ -46,8 +46,9 @@ def test_command_prints_the_text_and_one_line_about_errors(run, tmp_path, capsys
     assert main(["generate", str(tmp_path / "none"), "--prompt=a"]) == 2
     assert main(["generate", str(run), "--prompt_file=/none"]) == 2
     assert main(["generate", str(run), "--prompt=a", "--mesh=context=x"]) == 2
+    assert main(["generate", str(run), "--prompt=a", "--chat"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
+    assert len(errors) == 4 and all(line.startswith("error: ") for line in errors)
 
 
 def test_stop_ids_include_those_of_the_pretrained_model(run, tmp_path):

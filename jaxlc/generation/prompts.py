@@ -1,0 +1,64 @@
+"""The token ids of prompts: plain text, or the message of a user in the chat template of the model."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxlc.config.pretrained import CONFIG_FILE
+from jaxlc.data.chat import ChatTemplate, load_chat_template
+from jaxlc.data.tokenizers import Tokenizer
+from jaxlc.train.run_result import Result
+
+_MARGIN_TOKENS = 8  # a template splits the text, which may then have a few more tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptEncoder:
+    """Converts text to token ids."""
+
+    tokenizer: Tokenizer
+    start_ids: np.ndarray  # int32, before plain text
+    template: ChatTemplate | None = None  # None: plain text
+
+    def __call__(self, text: str, answer_prefix: str = "") -> np.ndarray:
+        """The ids of a prompt, int32 [tokens].
+
+        Args:
+          answer_prefix: the start of the answer, which the model continues; in a chat, after the header of the
+            assistant.
+        """
+        if self.template is None:
+            return np.concatenate([self.start_ids, self.tokenizer.encode((text + answer_prefix).encode())])
+        ((ids, _),) = self.tokenizer.encode_with_offsets([self.template.prompt(text) + answer_prefix])
+        return ids
+
+    @property
+    def overhead_tokens(self) -> int:
+        """At least the number of tokens that a prompt has in addition to those of its text."""
+        extra = len(self("a", "a")) - len(self.tokenizer.encode(b"aa"))
+        return extra if self.template is None else extra + _MARGIN_TOKENS
+
+
+def prompt_encoder(tokenizer: Tokenizer, *, is_pretrained: bool, chat_template: str | None) -> PromptEncoder:
+    """The encoder of a model.
+
+    Args:
+      is_pretrained: whether texts start with `tokenizer.start_ids`. Documents of training have no such tokens.
+      chat_template: data.chat_template, empty for that of the tokenizer; None: plain text.
+    Raises:
+      UserError: there is no chat template.
+    """
+    return PromptEncoder(
+        tokenizer=tokenizer,
+        start_ids=tokenizer.start_ids if is_pretrained else np.empty(0, np.int32),
+        template=None if chat_template is None else load_chat_template(chat_template, tokenizer.file),
+    )
+
+
+def encoder_of(result: Result, *, chat: bool) -> PromptEncoder:
+    """The encoder of a run, or of a Hugging Face directory, whose texts start as in `transformers`."""
+    return prompt_encoder(
+        result.tokenizer,
+        is_pretrained=(result.workdir / CONFIG_FILE).is_file(),
+        chat_template=result.config.data.chat_template if chat else None,
+    )
