@@ -12,6 +12,7 @@ from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
 from jaxlc.core.errors import UserError
 
 NEEDLE, PASSKEY, LOSS, RULER = "needle", "passkey", "loss", "ruler"
+_MIN_LOSS_LENGTH = 16
 LAST_TOKENS = 500  # whose loss is compared between full and limited context; half of a shorter document
 EVAL_TASKS = (NEEDLE, PASSKEY, LOSS, RULER, *RULER_TASKS)
 
@@ -31,6 +32,8 @@ def eval_problems(evals: EvalsConfig) -> Iterator[str]:
         yield f"invalid depths {evals.depths}: expected numbers from 0 to 1"
     if LOSS in evals.tasks and not evals.documents:
         yield "the task loss needs documents: files, directories or glob patterns with texts"
+    if LOSS in evals.tasks and min(evals.lengths, default=_MIN_LOSS_LENGTH) < _MIN_LOSS_LENGTH:
+        yield f"invalid lengths {evals.lengths}: expected at least {_MIN_LOSS_LENGTH} tokens with the task loss"
 
 
 def training_problems(config: Config) -> Iterator[str]:

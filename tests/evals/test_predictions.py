@@ -84,6 +84,7 @@ def test_predictions_of_another_checkpoint_raise(tmp_path):
         (dict(depth=0.5), "unknown setting 'depth' .*did you mean depths"),
         (dict(num_examples=0), "num_examples.* of at least 1"),
         (dict(tasks=("loss",)), "the task loss needs documents"),
+        (dict(tasks="loss", documents="a.txt", lengths=[8]), "expected at least 16 tokens with the task loss"),
     ],
 )
 def test_invalid_settings_raise(values, message):
