@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -182,11 +182,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def start_ids(self) -> np.ndarray:
-        """Those of add_bos_token in tokenizer_config.json, or else of the post-processor, as transformers has them."""
-        values = _tokenizer_config(self.file.parent)
-        if "add_bos_token" in values or "add_eos_token" in values:
-            token = _content(values.get("bos_token")) if values.get("add_bos_token") else ""
-            return np.array([self._tokenizer.token_to_id(token)] if token else [], np.int32)
+        """Those of the post-processor; transformers 5 ignores add_bos_token if there is a tokenizer.json."""
         encoding = self._with_special_tokens.encode("a", add_special_tokens=True)
         return np.array(encoding.ids[: (*encoding.special_tokens_mask, 0).index(0)], np.int32)
 
@@ -197,7 +193,7 @@ class HuggingFaceTokenizer:
         """The end-of-document token of this tokenizer, or "" if it has none."""
         special = self._special_tokens()
         usual = next((token for token in _END_OF_DOCUMENT if token in special), "")
-        return usual or _content(_tokenizer_config(path.parent).get("eos_token"))
+        return usual or _eos_token(path.parent / "tokenizer_config.json")
 
     def _end_token_id(self, token: str) -> int:
         if not token:
@@ -241,16 +237,11 @@ def _read(path: Path, name: str) -> bytes:
         raise UserError(f"cannot read data.tokenizer {str(path)!r} ({error.strerror or error}); {advice}") from error
 
 
-def _tokenizer_config(directory: Path) -> dict[str, Any]:
-    """The values of tokenizer_config.json; none if there is no such file."""
+def _eos_token(path: Path) -> str:
+    """The eos_token in a tokenizer_config.json, or "" if there is none."""
     try:
-        values = json.loads((directory / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _content(token: Any) -> str:
-    """The text of a token in tokenizer_config.json, or "" if there is none."""
+        token = json.loads(path.read_bytes())["eos_token"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else ""

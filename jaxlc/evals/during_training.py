@@ -40,6 +40,7 @@ class TrainingScorer:
 
     def __call__(self, params: dict, step: int, workdir: Path, log: Callable[[str], None]) -> list[NamedScore]:
         out, is_copied = workdir / "evals", False
+        params = jax.tree.map(_strongly_typed, params)
 
         def generator() -> Generator:
             nonlocal is_copied
@@ -78,6 +79,11 @@ class TrainingScorer:
         config, mesh = self._step.config, self._step.mesh
         dtype = compute_dtype(config.precision.compute, mesh.devices.flat[0].platform)
         self._generator = Generator(config, mesh, params, self._tokenizer, compute_dtype=dtype)
+
+
+def _strongly_typed(x: jax.Array) -> jax.Array:
+    """The initial norm scales are weakly typed, and trained ones are not: programs would be compiled twice."""
+    return x.astype(x.dtype) if x.weak_type else x
 
 
 def _fingerprint(params: dict) -> str:

@@ -30,8 +30,8 @@ def add_bos_processor(directory) -> None:
     [
         (False, {}, False),
         (True, {}, True),
-        (True, dict(add_bos_token=False), False),
-        (False, dict(add_bos_token=True), True),
+        (True, dict(add_bos_token=False), True),
+        (False, dict(add_bos_token=True), False),
     ],
 )
 def test_start_ids_follow_the_tokenizer_files(tmp_path, has_processor, values, has_start):
@@ -50,7 +50,7 @@ def test_start_ids_follow_the_tokenizer_files(tmp_path, has_processor, values, h
     assert of_pretrained("ab", " cd").tolist() == [start] * has_start + text and of_run("ab", " cd").tolist() == text
 
 
-def test_chat_prompt_ends_with_the_answer_prefix_and_has_counted_tokens(tmp_path):
+def test_chat_prompt_ends_with_prefix_and_fits_its_overhead(tmp_path):
     for name, template in (("a", CHATML), ("b", HEADERS)):
         tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / name, template)), end_token="</s>")
         encode = prompt_encoder(tokenizer, is_pretrained=True, chat_template="")
