@@ -112,6 +112,12 @@ def test_imports_only_go_down():
     assert [violation for path in MODULES if package_of(name_of(path)) for violation in upward_imports(path)] == []
 
 
+def test_modules_imported_by_name_are_listed():
+    """Such imports are not seen by the test of layers: lazy attributes of packages, an optional package, and evals."""
+    users = {name_of(path) for path in MODULES if "import_module(" in path.read_text()}
+    assert users == {"jaxlc", "jaxlc.train", "jaxlc.train.scorer", "jaxlc.kernels.tokamax_kernels"}
+
+
 def test_imports_have_no_cycle():
     graph = {name_of(path): (all_imports(path) & NAMES) - {name_of(path)} for path in MODULES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
