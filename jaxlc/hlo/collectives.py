@@ -90,7 +90,7 @@ def _groups(instruction: Instruction) -> Groups:
     if written.startswith("["):
         return _iota_groups(written)
     if written.startswith("mesh["):
-        return _mesh_groups(written)
+        return _mesh_groups(written, instruction.attributes.get("device_ids", ""))
     raise ValueError(f"unknown notation of replica groups: {written!r} of {instruction}")
 
 
@@ -105,13 +105,21 @@ def _iota_groups(written: str) -> Groups:
     return tuple(map(tuple, numbers.reshape([int(size) for size in shape.split(",")]).tolist()))
 
 
-def _mesh_groups(written: str) -> Groups:
-    """`mesh['a'=8,'b'=2] {'a'}`: groups of the partitions that differ only in the axes in braces."""
+def _mesh_groups(written: str, listed_ids: str) -> Groups:
+    """`mesh['a'=8,'b'=2] {'a'}`: groups of the partitions that differ only in the axes in braces.
+
+    Args:
+      listed_ids: the attribute after the mesh if the partitions are in another order, `(0,2,1,3) {'a'}`; else empty.
+    """
     mesh, _, chosen = written.partition("] ")
+    ids, _, chosen_of_ids = listed_ids.partition(") ")
+    chosen = chosen or chosen_of_ids
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     names = re.findall(r"'([^']+)'", chosen)
     order = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?", mesh)
     numbers = np.arange(math.prod(sizes.values()))
+    if ids:
+        numbers = np.array([int(number) for number in re.findall(r"\d+", ids)])
     if order:
         dims = [int(size) for size in order[1].split(",")]
         numbers = numbers.reshape(dims)
