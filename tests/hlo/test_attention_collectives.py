@@ -24,10 +24,11 @@ def test_attention_collectives_list_overlapped_kernels():
 
 
 def test_long_blocks_hide_permutes_on_nvlink_but_not_on_network():
-    (first, _) = analyze(RING.replace("64", "12000")).attention_collectives
+    (first, _) = analyze(RING.replace("64", "8000")).attention_collectives
     assert ONE_DOMAIN.is_hidden_by_attention(first)
-    assert TWO_DOMAINS.exchange_seconds(first) > 3 * ONE_DOMAIN.exchange_seconds(first)
     assert not TWO_DOMAINS.is_hidden_by_attention(first)
+    (large, _) = analyze(RING.replace("64", "24000")).attention_collectives  # latency is a small part of its time
+    assert TWO_DOMAINS.exchange_seconds(large) > 3 * ONE_DOMAIN.exchange_seconds(large)
 
 
 def test_concurrent_permutes_share_the_link():
