@@ -13,6 +13,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.documents import Fields
 from jaxlc.data.mixed import MixedSequences, PackedText
 from jaxlc.data.packing import PackedSequences
+from jaxlc.data.phone_book import PHONE_BOOK, phone_book_file
 from jaxlc.data.records import COMPRESSED_SUFFIXES
 from jaxlc.data.selection import overlong_rule, packed_source
 from jaxlc.data.sources import PYTHON_STDLIB, SourceFile, list_files
@@ -99,7 +100,7 @@ class _StoreOpener:
         Raises:
           UserError: they do not exist, or cannot contain `min_tokens` tokens.
         """
-        files, num_duplicates = list_files(paths, setting, text_suffixes)
+        files, num_duplicates = list_files([self._file_of(path) for path in paths], setting, text_suffixes)
         train_files = _without(files, self._eval_files, setting)
         _check_max_tokens(train_files, min_tokens)
         if len(files) > len(train_files):
@@ -110,6 +111,14 @@ class _StoreOpener:
         if num_duplicates:
             self.warnings.append(f"{setting}: duplicate files: {num_duplicates:,}; each file is used once per epoch")
         return train_files
+
+    def _file_of(self, path: str) -> str:
+        """`path`, or the file of the built-in source `phone-book`.
+
+        Raises:
+          UserError: the file cannot be written.
+        """
+        return str(phone_book_file(self.config)) if path == PHONE_BOOK else path
 
     def open(self, files: list[SourceFile], fields: Fields) -> TokenStore:
         store = open_store(files, self.config, fields, self.tokenizer, self._progress, self._log)

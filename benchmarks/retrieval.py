@@ -1,0 +1,167 @@
+"""Shows that a model uses its context: trains one config with the ring, with a window and with a broken ring.
+
+    python -m benchmarks.retrieval --config=retrieval --out=runs/retrieval_variants
+
+Writes retrieval.jsonl with the loss by position and the retrieval scores of each variant, retrieval.png, and a workdir
+per variant. The same command resumes an interrupted comparison.
+"""
+
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+import jaxlc
+from benchmarks.broken_ring import broken_ring
+from jaxlc import runtime
+from jaxlc.config import ModelConfig
+from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.core.errors import UserError
+from jaxlc.core.plot_style import AMBER, BLUE, RED, new_figure, style_axes
+from jaxlc.data.phone_book import retrieval_prompt
+from jaxlc.sweep.timing import environment_info
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from jaxlc.train import Result
+
+WINDOW = 256
+# Tokens from an entry to the question.
+DISTANCES = (100, 200, 400, 700, 1500, 2500, 4000)
+CHANCE_PERCENT = 1e-4  # a number has six digits
+# Name -> (label, color)
+VARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "full": ("full context", BLUE),
+        "window": (f"window of {WINDOW} tokens", AMBER),
+        "broken": ("broken ring", RED),
+    }
+)
+_FLAGS = {
+    "variants": "comma-separated, of full,window,broken; default: all",
+    "num_examples": "questions of each distance; default: 40",
+    "out": "output directory; default: runs/retrieval_variants",
+}
+
+
+@contextlib.contextmanager
+def windowed() -> Iterator[None]:
+    """Inside, layers of kind `nope`, which attend to all earlier tokens, have a window of WINDOW tokens."""
+    with mock.patch.object(ModelConfig, "window_of", _window_of):
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+def _window_of(self: ModelConfig, kind: str) -> int:
+    return self.window if kind == "sliding" else WINDOW
+
+
+_CHANGES = MappingProxyType({"full": contextlib.nullcontext, "window": windowed, "broken": broken_ring})
+
+
+def main(command: ParsedCommand) -> int:
+    """Returns the exit status: 0, or that of a training run that was interrupted."""
+    runtime.start(command.stages[-1].config.runtime)
+    from jaxlc import train
+
+    out = Path(command.extra["out"] or "runs/retrieval_variants")
+    num_examples = int(command.extra["num_examples"] or 40)
+    rows = []
+    for name in (command.extra["variants"] or ",".join(VARIANTS)).split(","):
+        if name not in VARIANTS:
+            raise UserError(f"invalid {name!r} for --variants: expected {', '.join(VARIANTS)}")
+        print(f"\n{name}", flush=True)
+        with _CHANGES[name]():
+            start = time.perf_counter()
+            result = train.run(command.stages, out / name)
+            if result.exit_status:
+                return result.exit_status
+            seconds = time.perf_counter() - start
+            rows.append(variant_row(name, result, num_examples) | dict(run_seconds=seconds))
+        print(summary(rows[-1]), flush=True)
+    with (out / "retrieval.jsonl").open("w") as file:
+        file.writelines(json.dumps(row | environment_info()) + "\n" for row in rows)
+    figure(rows).savefig(out / "retrieval.png")
+    print(f"{out / 'retrieval.jsonl'}, {out / 'retrieval.png'}")
+    return 0
+
+
+def variant_row(name: str, result: "Result", num_examples: int) -> dict[str, Any]:
+    """Loss by position and retrieval scores of a trained variant, a line of retrieval.jsonl."""
+    evaluation = result.evaluation or result.evaluate()
+    by_position = evaluation.by_position()
+    return dict(
+        variant=name,
+        steps=result.step,
+        eval_loss=evaluation.loss,
+        by_position={key: np.asarray(values).tolist() for key, values in by_position.items()},
+        num_examples=num_examples,
+        scores={str(distance): score(result, distance, num_examples) for distance in DISTANCES},
+    )
+
+
+def score(result: "Result", distance: int, num_examples: int) -> float:
+    """Percent of questions at the end of a sequence of full length whose number is generated without an error.
+
+    Args:
+      distance: tokens from the only entry of a name to the question. Those that the sequence does not contain give NaN.
+    """
+    num_tokens = result.config.data.seq_len - 4
+    if distance >= num_tokens:
+        return float("nan")
+    rng = random.Random(f"questions {distance}")
+    prompts, numbers = zip(*(retrieval_prompt(rng, num_tokens, distance) for _ in range(num_examples)))
+    generations = jaxlc.generate(result, prompts, max_tokens=3)
+    correct = [generation.text.split() == number.split() for generation, number in zip(generations, numbers)]
+    return 100 * float(np.mean(correct))
+
+
+def summary(row: Mapping[str, Any]) -> str:
+    """Lines of the loss by position and of the scores."""
+    positions = row["by_position"]
+    losses = zip(positions["first_position"], positions["last_position"], positions["loss"])
+    return "\n".join(
+        [f"  {first:>6,} to {last:>6,}  loss {loss:.3f}" for first, last, loss in losses]
+        + [f"  distance {int(distance):>6,}  {percent:5.1f} % retrieved" for distance, percent in row["scores"].items()]
+    )
+
+
+def figure(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Left: held-out loss by position. Right: needle scores by length. One line for each variant."""
+    from matplotlib.ticker import FuncFormatter  # imported here because matplotlib is slow to import
+
+    drawn = new_figure(9.0, 3.4, dpi=110)
+    losses, scores = drawn.subplots(1, 2, width_ratios=(3, 2))
+    for row in rows:
+        label, color = VARIANTS[row["variant"]]
+        positions = {key: np.array(values) for key, values in row["by_position"].items()}
+        middle = np.sqrt((positions["first_position"] + 1.0) * (positions["last_position"] + 1.0))
+        losses.plot(middle, positions["loss"], "o-", color=color, markersize=4, linewidth=1.4, label=label)
+        losses.fill_between(middle, positions["low"], positions["high"], color=color, alpha=0.15, linewidth=0)
+        distances = [int(distance) for distance in row["scores"]]
+        scores.plot(distances, list(row["scores"].values()), "o-", color=color, markersize=5, linewidth=1.4)
+    for axes in (losses, scores):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        style_axes(axes, "y")
+    losses.set(xlabel="tokens of the document before the target", ylabel="held-out loss, nats per token")
+    losses.set_title("Loss by position", loc="left", fontsize=11)
+    losses.legend(frameon=False, fontsize=9)
+    scores.set(xlabel="tokens from the entry to the question", ylabel="numbers retrieved, %", ylim=(-4, 104))
+    scores.set_title("Retrieval", loc="left", fontsize=11)
+    return drawn
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, sys.argv, description=__doc__, extra_flags=_FLAGS))
