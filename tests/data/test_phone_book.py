@@ -3,8 +3,7 @@
 import dataclasses
 import itertools
 import random
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +81,6 @@ def test_phone_book_source_without_a_writable_cache_raises(tmp_path):
 
 
 def test_tokenizer_of_retrieval_is_current(tmp_path):
-    script = ROOT / "scripts" / "retrieval_tokenizer.py"
-    subprocess.run([sys.executable, script, tmp_path / "tokenizer.json"], check=True, cwd=ROOT)
+    runpy.run_path(str(ROOT / "scripts" / "retrieval_tokenizer.py"))["main"](tmp_path / "tokenizer.json")
     assert (tmp_path / "tokenizer.json").read_text() == TOKENIZER.read_text()
     assert len(set(NAMES)) == len(NAMES) and not set(NAMES) & set(FILLERS)
