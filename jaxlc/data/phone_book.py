@@ -37,9 +37,9 @@ other into has more her two like him see time could no make than first been its 
 only way find use may water long little very after words called just where most know get through back much before go
 good new write our used me man too any day same right look think also around another came come work three word must
 because does part even place well such here take why things help put years different away again off went old number
-great tell men say small every found still between name should home big give air line set own under read last never us
+great tell men say small every found still between name should hotel big give air line set own under read last never us
 left end along while might next sound below saw something thought both few those always looked show large often
-together asked house world going want
+together asked house world going wish
 """
 FILLERS = tuple(_FILLERS.split())
 _FORMAT = 1  # increment it when documents change

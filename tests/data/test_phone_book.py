@@ -57,8 +57,8 @@ def test_repeated_numbers_increase_beyond_1000_tokens():
 def test_retrieval_prompt_has_one_entry_at_the_distance(distance):
     prompt, number = retrieval_prompt(random.Random(3), 4000, distance)
     *words, asked = prompt.split()
-    ((index, _, found),) = [entry for entry in entries_of(words) if entry[1] == asked]
-    assert len(words) == 3999 and " ".join(found) == number
+    ((index, _, stated),) = [entry for entry in entries_of(words) if entry[1] == asked]
+    assert len(words) == 3999 and " ".join(stated) == number
     assert distance <= 3999 - index < distance + 20
 
 
