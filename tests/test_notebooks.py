@@ -61,6 +61,12 @@ SHORTER = {
         "checkpoint_every_steps=100": "checkpoint_every_steps=10",
         "StopBelow(1.5)": "StopBelow(2.9)",
     },
+    "use_of_context": {
+        "STEPS = (500, 200, 150)": "STEPS = (3, 2, 2)",
+        "eval_sequences = 8": "eval_sequences = 4",
+        "LENGTHS = (128, 256, 512, 1024, 2048, 4096)": "LENGTHS = (128,)",
+        "NUM_EXAMPLES = 8": "NUM_EXAMPLES = 1",
+    },
 }
 
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
