@@ -1,4 +1,4 @@
-"""Exact merge of attention results over two disjoint sets of keys."""
+"""Exact merge of attention results over disjoint sets of keys."""
 
 import jax
 import jax.numpy as jnp
@@ -23,3 +23,10 @@ def merge(
 
     out_BTNH = out_a_BTNH * per_query(weight_a_BNT / total_BNT) + out_b_BTNH * per_query(weight_b_BNT / total_BNT)
     return out_BTNH, jnp.where(is_empty_BNT, -jnp.inf, max_BNT + jnp.log(total_BNT))
+
+
+def merge_parts(out_PBTNH: jax.Array, lse_PBNT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`merge` of P disjoint sets of keys at once: (out_BTNH, lse_BNT) over their union; all float32."""
+    lse_BNT = jax.nn.logsumexp(lse_PBNT, axis=0)
+    weights_PBNT = jnp.exp(lse_PBNT - jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT))
+    return jnp.einsum("PBTNH,PBNT->BTNH", out_PBTNH, weights_PBNT), lse_BNT

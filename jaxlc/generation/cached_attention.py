@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.merge import merge_parts
 from jaxlc.attention.sharded_attention import repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
@@ -132,17 +133,13 @@ def forward_in_parts(
     k, v = (x.reshape(batch * parts, part_keys, num_kv_heads, -1) for x in (k_BSKH, v_BSKH))
     out, lse = kernel.forward(jnp.repeat(q_BRKH, parts, axis=0), k, v, ranges, spec)
 
-    out_BPRKH = out.reshape(batch, parts, *out.shape[1:])
-    lse_BPRK = lse.swapaxes(1, 2).reshape(batch, parts, -1, num_kv_heads)
-    lse_BRK = jax.nn.logsumexp(lse_BPRK, axis=1)
-    weights_BPRK = jnp.exp(lse_BPRK - jnp.where(jnp.isneginf(lse_BRK), 0.0, lse_BRK)[:, None])
-    out_BRKH = jnp.einsum("BPRKH,BPRK->BRKH", out_BPRKH, weights_BPRK)
+    out_BRKH, lse_BKR = merge_parts(*(x.reshape(batch, parts, *x.shape[1:]).swapaxes(0, 1) for x in (out, lse)))
 
     def ungrouped(x_BRK):  # [B, TG, K, ...] -> [B, T, N, ...]
         x_BTGK = x_BRK.reshape(batch, num_queries, groups, *x_BRK.shape[2:])
         return x_BTGK.swapaxes(2, 3).reshape(batch, num_queries, num_heads, *x_BRK.shape[3:])
 
-    return ungrouped(out_BRKH), ungrouped(lse_BRK).swapaxes(1, 2)
+    return ungrouped(out_BRKH), ungrouped(lse_BKR.swapaxes(1, 2)).swapaxes(1, 2)
 
 
 def _num_parts(num_keys: int, programs_per_part: int) -> int:

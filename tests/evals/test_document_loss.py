@@ -2,7 +2,6 @@
 
 import json
 import math
-import tarfile
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from jaxlc.evals.__main__ import main
 from jaxlc.evals.document_loss import DocumentLosses, loss_rows, read_cut_documents, stored_losses
 from jaxlc.evals.score_rows import read_scores
 from jaxlc.train.document_sums import DocumentSums
-from tests.train.test_old_checkpoint import FIXTURE
+from tests.train import runs
 
 LENGTH, LIMIT, LAST = 512, 128, 256
 
@@ -24,10 +23,7 @@ LENGTH, LIMIT, LAST = 512, 128, 256
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     jax.devices()  # the simulated devices of the tests, before a function starts JAX
-    directory = tmp_path_factory.mktemp("run")
-    with tarfile.open(FIXTURE) as archive:
-        archive.extractall(directory, filter="data")
-    return directory
+    return runs.extract_old_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import tarfile
 
 import jax
 import pytest
@@ -15,7 +14,7 @@ from jaxlc.evals.example import Example
 from jaxlc.evals.predictions import Case, run_case
 from jaxlc.evals.score_rows import ScoreRow, read_scores, store_scores
 from jaxlc.evals.scoring import cleaned, match_all, match_any, score_of
-from tests.train.test_old_checkpoint import FIXTURE
+from tests.train import runs
 
 # (prediction, references), with the scores that NVIDIA's scorer gives: string_match_all and string_match_part of
 # scripts/eval/synthetic/constants.py at c3f5e3b, computed once on these lists.
@@ -104,8 +103,7 @@ def test_standard_error_of_one_example_is_null_in_the_file(tmp_path):
 
 def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
     jax.devices()  # the simulated devices of the tests, before the command starts JAX
-    with tarfile.open(FIXTURE) as archive:
-        archive.extractall(tmp_path / "run", filter="data")
+    runs.extract_old_run(tmp_path / "run")
     arguments = [
         "--tasks=needle,niah_single_1,passkey",
         "--lengths=1024",

@@ -1,7 +1,6 @@
 """jaxlc.generate and the command, on a run that was written by an earlier version."""
 
 import json
-import tarfile
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jaxlc.generation import generate_text
 from jaxlc.generation.__main__ import main
 from jaxlc.generation.generate_text import stop_ids
 from jaxlc.generation.sampling import Sampling
-from tests.train.test_old_checkpoint import FIXTURE
+from tests.train import runs
 
 PROMPT = "the first line of the text"
 
@@ -22,10 +21,7 @@ PROMPT = "the first line of the text"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     jax.devices()  # the simulated devices of the tests, before a function starts JAX
-    directory = tmp_path_factory.mktemp("run")
-    with tarfile.open(FIXTURE) as archive:
-        archive.extractall(directory, filter="data")
-    return directory
+    return runs.extract_old_run(tmp_path_factory.mktemp("run"))
 
 
 def test_generate_from_path_and_from_result_agree_and_stream(run):

@@ -5,6 +5,7 @@ import io
 import socket
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 from jaxlc.config.command_line import run_main
@@ -14,6 +15,7 @@ from tests import environment, helpers
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240  # timeout of a run
+_OLD_RUN = Path(__file__).parents[1] / "fixtures" / "checkpoint_before_renames.tar.gz"
 _CONFIG = """
 from jaxlc.config import defaults
 
@@ -30,6 +32,13 @@ def get_config(variant):
     config.train.update(steps=12, global_batch_size=2, eval_every_steps=6, eval_sequences=2, checkpoint_every_steps=4)
     return config
 """
+
+
+def extract_old_run(directory: Path) -> Path:
+    """Extracts a run that was written before settings were renamed, with a model of 2 layers; returns `directory`."""
+    with tarfile.open(_OLD_RUN) as archive:
+        archive.extractall(directory, filter="data")
+    return directory
 
 
 def write_config(directory: Path) -> Path:

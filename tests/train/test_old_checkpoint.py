@@ -5,7 +5,6 @@ The fixture is a run of 6 steps: its documents, metrics.jsonl and the checkpoint
 
 import json
 import shutil
-import tarfile
 from pathlib import Path
 
 import jax
@@ -20,7 +19,6 @@ from tests.train import runs
 
 pytestmark = pytest.mark.jax_version
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "checkpoint_before_renames.tar.gz"
 SETTINGS = dict(
     mesh__context=2,
     mesh__tensor=1,
@@ -46,10 +44,7 @@ TOLERANCE = dict(rtol=1e-6, atol=1e-6)
 @pytest.fixture(scope="module")
 def old(tmp_path_factory) -> Path:
     """The run as it was written."""
-    directory = tmp_path_factory.mktemp("old")
-    with tarfile.open(FIXTURE) as archive:
-        archive.extractall(directory, filter="data")
-    return directory
+    return runs.extract_old_run(tmp_path_factory.mktemp("old"))
 
 
 @pytest.fixture(scope="module")
