@@ -48,7 +48,9 @@ def test_locked_waits_for_other_threads_one_at_a_time(tmp_path: Path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == [1] and len(waits) >= 3 and f"process {os.getpid()} on " in waits[0]
+    assert most == [1] and len(waits) >= 3
+    # A thread that waits before the holder has written its name reads "another process".
+    assert any(f"process {os.getpid()} on " in message for message in waits)
     assert list(tmp_path.iterdir()) == []
 
 
