@@ -27,7 +27,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.train.update(steps=1000, global_batch_size=16, gradient_accumulation_steps=16)  # 4,194,304 tokens a step
     config.train.update(eval_sequences=4, eval_every_steps=100, checkpoint_every_steps=100)
 
-    if variant == "":  # ranked first in docs/sweep.md by estimated speed; the next five are within 2.1%
+    if variant == "":  # first by estimated speed in benchmarks/2026-11-21-mesh-sweep.md
         config.mesh.update(fsdp=16, context=4, tensor=1)
         config.train.update(gradient_accumulation_steps=1, eval_sequences=16)
         config.runtime.nvshmem_heap_bytes = 2 * 2**30  # the K and V sends of the ring take 1.5 GiB of it
