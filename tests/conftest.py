@@ -35,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs the GPU compiler: pip install -e '.[plan]'"))
 
 
+def pytest_runtest_setup() -> None:
+    """Later garbage collections, automatic and explicit ones, do not search the objects of earlier tests again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_cache_for_absent_gpus(request: pytest.FixtureRequest):
     """Tests with the marker `gpu_compiler` compile for absent GPUs; JAX's cache cannot read such programs back."""

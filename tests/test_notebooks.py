@@ -38,6 +38,7 @@ SHORTER = {
         "steps=150": "steps=12",
         "[:192]": "[:16]",
         "steps=20,": "steps=6,",
+        "if has_gpu_compiler():": "if False:",  # the live plan of plan_256k is compiled
     },
     "first_run": {
         "steps=120": "steps=8",
@@ -54,7 +55,7 @@ SHORTER = {
         "steps=60,": "steps=4,",
         "max_tokens=30": "max_tokens=6",
     },
-    "memory": {'for remat in ("none", "full")': 'for remat in ("full",)'},
+    "memory": {"if has_gpu_compiler():": "if False:"},
     "own_model": {
         "range(120)": "range(10)",
         "steps=200": "steps=20",

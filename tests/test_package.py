@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from jaxlc.cli import VERBS
+from tests.helpers import png_size
 
 ROOT = Path(__file__).parents[1]
 NOT_SOURCES = shutil.ignore_patterns(
@@ -52,14 +54,16 @@ def pip(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run(installed: Path, directory: Path, *command: str) -> str:
-    """Runs a command in `directory` with the installed jaxlc, which precedes an editable one; returns its output."""
-    environment = os.environ | {"PYTHONPATH": str(installed)}
+def run(
+    installed: Path, directory: Path, *command: str, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess:
+    """Runs a command in `directory` with the installed jaxlc, which precedes an editable one."""
+    environment = {**environment, "PYTHONPATH": str(installed)}
     done = subprocess.run(
         [sys.executable, *command], cwd=directory, env=environment, text=True, capture_output=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done
 
 
 def test_wheel_contains_package_configs_and_licence_only(wheel):
@@ -105,10 +109,10 @@ def test_installed_quickstart_trains_in_an_empty_directory(installed, tmp_path):
     texts.mkdir()
     for i in range(8):
         (texts / f"{i}.txt").write_text(f"Document {i} of the package test. " * 40)
-    where = run(installed, work, "-c", "import jaxlc; print(jaxlc.__file__)")
+    where = run(installed, work, "-c", "import jaxlc; print(jaxlc.__file__)").stdout
     assert Path(where.strip()).is_relative_to(installed)
     settings = [f"--config.data.sources={texts}", f"--config.data.cache_dir={tmp_path / 'cache'}", *TINY]
-    output = run(installed, work, str(installed / "bin" / "jaxlc"), "train", "--config=quickstart", *settings)
+    output = run(installed, work, str(installed / "bin" / "jaxlc"), "train", "--config=quickstart", *settings).stdout
     assert "held-out loss" in output
     assert [path.name for path in work.iterdir()] == ["runs"]
     rows = [json.loads(line) for line in (work / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
@@ -116,21 +120,46 @@ def test_installed_quickstart_trains_in_an_empty_directory(installed, tmp_path):
 
 
 @pytest.mark.gpu_compiler
-def test_installed_plan_compiles_in_an_empty_directory(installed, tmp_path):
-    run(
-        installed,
-        tmp_path,
-        str(installed / "bin" / "jaxlc"),
-        "plan",
+def test_installed_plan_prints_page_and_writes_files(installed, tmp_path):
+    """In an empty directory, with a shipped config, and without the variables of the tests."""
+    arguments = [
         "--config=64k:mini",
-        "--topology=h100:1x2",
-        "--transport=nccl",
+        "--topology=h100:1x4",
+        "--transport=auto",
         "--json=plan.json",
+        "--html=plan.html",
+        "--timeline=layer.png",
+        "--advise",
+        "--evaluation",
+        "--host-memory-gib=100",
         "--config.mesh.context=2",
-        "--config.model.num_layers=1",
+        "--config.mesh.tensor=2",
+        "--config.model.num_layers=2",
+        "--config.attention.document_mask=false",
+        "--config.memory.remat=full",
         "--config.runtime.simulated_devices=0",
-    )
-    assert json.loads((tmp_path / "plan.json").read_text())
+    ]
+    ours = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    done = run(installed, tmp_path, str(installed / "bin" / "jaxlc"), "plan", *arguments, environment=environment)
+    assert done.stderr == "compiling the training step for h100:1x4 ...\n"
+    assert "peak of an evaluation" in done.stdout
+    assert "VERDICT: fits" in done.stdout and "cudnn attention forward" in done.stdout
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values["topology"] == "h100:1x4" and values["num_devices"] == 4 and values["memory"]["fits"] is True
+    assert values["advice"] is None
+    assert values["memory"]["host_capacity_per_node_bytes"] == 100 * 2**30
+    (backend,) = values["ring"]["by_backend"]
+    assert backend in ("NVSHMEM", "NCCL")  # auto, on JAX 0.10.1 and on 0.12
+    memory = values["memory"]
+    assert (memory["symmetric_used_bytes"] > 0) == (backend == "NVSHMEM")  # its permutes use symmetric buffers
+    assert memory["symmetric_used_bytes"] <= memory["symmetric_bytes"]
+    state_bytes = memory["parameters_bytes"] + memory["optimizer_bytes"]
+    assert state_bytes < values["evaluation_peak_bytes"] < memory["device_peak_bytes"]
+    parts = ("device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "symmetric_bytes", "nccl_bytes")
+    assert memory["device_peak_bytes"] == sum(memory[part] for part in parts)
+    assert ">fits</span>" in (tmp_path / "plan.html").read_text()
+    assert png_size(tmp_path / "layer.png") > (500, 200)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -60,13 +60,15 @@ def unreadable(directory: Path, step: int, problem: str) -> UserError:
 def on_every_process(read: Callable):
     """Returns (read(), None), or (None, the problem) on all processes if it failed on any of them."""
     result, problem = None, None
-    try:
-        with _quiet_failures():
+    with _quiet_failures():
+        try:
             result = read()
-    except (jax.errors.JaxRuntimeError, MemoryError):
-        raise  # such as out of memory: the checkpoint is not damaged
-    except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
-        problem = _first_words(error)
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise  # such as out of memory: the checkpoint is not damaged
+        except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
+            problem = _first_words(error)
+        if problem is not None:  # only then, because it takes a second in a process with many objects
+            gc.collect()
     failed = multihost_utils.process_allgather(np.array(problem is not None)).reshape(-1)
     if failed.any() and problem is None:
         problem = f"process {failed.argmax()} could not read its part"
@@ -92,7 +94,6 @@ def _quiet_failures() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()
         sys.unraisablehook = hook
         if was_enabled:
             gc.enable()

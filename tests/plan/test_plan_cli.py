@@ -1,10 +1,6 @@
-"""`python -m jaxlc.plan`: command line, output, error messages."""
+"""`python -m jaxlc.plan`: command line, error messages; tests/test_package.py has its output."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +8,9 @@ import pytest
 from jaxlc.config import load, transport_settings, with_settings
 from jaxlc.config.command_line import run_main
 from jaxlc.plan import __main__ as command
-from tests.helpers import png_size
 from tests.plan.gpus import small_config
 
-ROOT = Path(__file__).parents[2]
 CONFIG = """
-from tests.helpers import png_size
 from tests.plan.gpus import small_config
 
 def get_config(variant):
@@ -30,44 +23,6 @@ def config(tmp_path) -> Path:
     path = tmp_path / "small.py"
     path.write_text(CONFIG)
     return path
-
-
-@pytest.mark.gpu_compiler
-def test_command_prints_page_and_writes_json(config, tmp_path):
-    figures = tmp_path / "figures.json"
-    arguments = [
-        f"--config={config}",
-        "--topology=h100:1x4",
-        "--transport=auto",
-        f"--json={figures}",
-        "--advise",
-        "--evaluation",
-    ]
-    arguments += ["--host-memory-gib=100", f"--html={tmp_path / 'plan.html'}", f"--timeline={tmp_path / 'layer.png'}"]
-    ours = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxlc.plan", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "compiling the training step for h100:1x4 ...\n"
-    assert "peak of an evaluation" in done.stdout
-    assert "VERDICT: fits" in done.stdout and "cudnn attention forward" in done.stdout
-    values = json.loads(figures.read_text())
-    assert values["topology"] == "h100:1x4" and values["num_devices"] == 4 and values["memory"]["fits"] is True
-    assert values["advice"] is None
-    assert values["memory"]["host_capacity_per_node_bytes"] == 100 * 2**30
-    (backend,) = values["ring"]["by_backend"]
-    assert backend in ("NVSHMEM", "NCCL")  # auto, on JAX 0.10.1 and on 0.12
-    memory = values["memory"]
-    assert (memory["symmetric_used_bytes"] > 0) == (backend == "NVSHMEM")  # its permutes use symmetric buffers
-    assert memory["symmetric_used_bytes"] <= memory["symmetric_bytes"]
-    state_bytes = memory["parameters_bytes"] + memory["optimizer_bytes"]
-    assert state_bytes < values["evaluation_peak_bytes"] < memory["device_peak_bytes"]
-    parts = ("device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "symmetric_bytes", "nccl_bytes")
-    assert memory["device_peak_bytes"] == sum(memory[part] for part in parts)
-    assert ">fits</span>" in (tmp_path / "plan.html").read_text()
-    assert png_size(tmp_path / "layer.png") > (500, 200)
 
 
 @pytest.mark.parametrize("arguments, words", [

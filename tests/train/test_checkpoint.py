@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,11 +74,13 @@ def assert_same(a: State, b: State) -> None:
 
 
 class Run:
-    """A directory with checkpoints of some steps, and the warnings of restoring."""
+    """A directory with checkpoints, and the warnings of restoring."""
 
-    def __init__(self, directory: Path, *steps: int, keep: int = 3):
+    def __init__(self, directory: Path, keep: int = 3):
         self.directory, self.keep, self.warnings = directory, keep, []
         self.mesh = make_mesh(2, 4)
+
+    def save(self, *steps: int) -> None:
         checkpoints = self.open()
         for step in steps:
             checkpoints.save(step, make_state(step, self.mesh), meta_of(step))
@@ -97,6 +100,26 @@ class Run:
     def biggest_file(self, step: int) -> Path:
         files = (self.directory / str(step) / "state").rglob("d/*")  # files with array data
         return max(files, key=lambda path: path.stat().st_size)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A directory with the checkpoints of steps 10 and 20."""
+    directory = tmp_path_factory.mktemp("saved")
+    Run(directory).save(10, 20)
+    return directory
+
+
+@pytest.fixture
+def run_with(saved, tmp_path) -> Callable[..., Run]:
+    """Returns a run in `tmp_path` with copies of the checkpoints of some steps: a copy is faster than a save."""
+
+    def copy(*steps: int) -> Run:
+        for step in steps:
+            shutil.copytree(saved / str(step), tmp_path / str(step))
+        return Run(tmp_path)
+
+    return copy
 
 
 def truncate(run: Run, step: int) -> None:
@@ -136,33 +159,33 @@ def change_meta(run: Run, step: int) -> None:
 DAMAGES = (truncate, delete_arrays, delete_manifest, flip_a_bit, garble_meta, change_meta, empty_everything)
 
 
-def test_restore_latest_returns_saved_state_and_meta(tmp_path):
-    run = Run(tmp_path, 7)
+def test_restore_latest_returns_saved_state_and_meta(run_with):
+    run = run_with(10)
     state, meta = run.restore()
-    assert_same(state, make_state(7, run.mesh))
-    assert meta == meta_of(7)
+    assert_same(state, make_state(10, run.mesh))
+    assert meta == meta_of(10)
     assert run.warnings == []
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (1, 2), (1, 1)])
-def test_restore_latest_on_another_mesh_returns_same_state(tmp_path, shape):
-    run = Run(tmp_path, 7)
+def test_restore_latest_on_another_mesh_returns_same_state(run_with, shape):
+    run = run_with(10)
     mesh = make_mesh(*shape)
     checkpoints = run.open()
     state, _ = checkpoints.restore_latest(abstract(make_state(0, mesh), mesh), model=MODEL)
     checkpoints.close()
-    assert_same(state, make_state(7, mesh))
+    assert_same(state, make_state(10, mesh))
     assert state.params["embedding"].sharding.mesh.shape == mesh.shape
 
 
-def test_restore_latest_with_other_vocab_padding_resizes(tmp_path):
-    run = Run(tmp_path, 7)
+def test_restore_latest_with_other_vocab_padding_resizes(run_with):
+    run = run_with(10)
     for vocab_size in (61, 64):
         checkpoints = run.open()
         target = abstract(make_state(0, run.mesh, vocab_size), run.mesh)
         state, _ = checkpoints.restore_latest(target, model=MODEL)
         checkpoints.close()
-        saved = make_state(7, run.mesh)
+        saved = make_state(10, run.mesh)
         for restored, original in (
             (state.params["embedding"], saved.params["embedding"]),
             (state.opt_state[1].inner_state.mu["embedding"], saved.opt_state[1].inner_state.mu["embedding"]),
@@ -174,26 +197,26 @@ def test_restore_latest_with_other_vocab_padding_resizes(tmp_path):
 def test_save_keeps_the_latest_checkpoints(tmp_path):
     run = Run(tmp_path / "new", keep=2)
     assert run.restore() is None
-    run = Run(tmp_path / "new", 1, 2, 3, keep=2)
+    run.save(1, 2, 3)
     assert run.open().steps() == [2, 3]
 
 
-def test_incomplete_checkpoints_are_ignored_and_removed(tmp_path):
-    run = Run(tmp_path, 5)
-    shutil.copytree(tmp_path / "5", tmp_path / "6.orbax-checkpoint-tmp")  # the temporary name
+def test_incomplete_checkpoints_are_ignored_and_removed(run_with, tmp_path):
+    run = run_with(10)
+    shutil.copytree(tmp_path / "10", tmp_path / "11.orbax-checkpoint-tmp")  # the temporary name
     checkpoints = run.open()
-    assert checkpoints.steps() == [5]
-    checkpoints.save(7, make_state(7, run.mesh), meta_of(7))
+    assert checkpoints.steps() == [10]
+    checkpoints.save(20, make_state(20, run.mesh), meta_of(20))
     checkpoints.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["5", "7"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20"]
 
 
-def test_save_of_saved_step_does_nothing(tmp_path):
-    run = Run(tmp_path, 5)
+def test_save_of_saved_step_does_nothing(run_with):
+    run = run_with(10)
     checkpoints = run.open()
-    checkpoints.save(5, make_state(99, run.mesh), meta_of(99))
+    checkpoints.save(10, make_state(99, run.mesh), meta_of(99))
     checkpoints.close()
-    assert_same(run.restore()[0], make_state(5, run.mesh))
+    assert_same(run.restore()[0], make_state(10, run.mesh))
 
 
 def test_save_then_donation_keeps_saved_values(tmp_path):
@@ -213,8 +236,8 @@ def test_save_then_donation_keeps_saved_values(tmp_path):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_restore_latest_with_damage_uses_older_checkpoint(tmp_path, damage, monkeypatch):
-    run = Run(tmp_path, 10, 20)
+def test_restore_latest_with_damage_uses_older_checkpoint(run_with, tmp_path, damage, monkeypatch):
+    run = run_with(10, 20)
     damage(run, 20)
     printed = []  # tracebacks that Python would print
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: printed.append(str(unraisable.exc_value)))
@@ -227,27 +250,27 @@ def test_restore_latest_with_damage_uses_older_checkpoint(tmp_path, damage, monk
     [warning] = run.warnings
     assert str(tmp_path / "20") in warning and "step 10" in warning and "\n" not in warning
 
+    assert run.open().steps() == [10]
+
+
+@pytest.mark.parametrize("is_new_run", [False, True])
+def test_save_after_damage_replaces_damaged_step(run_with, is_new_run):
+    run = run_with(10, 20)
+    truncate(run, 20)
     checkpoints = run.open()
-    assert checkpoints.steps() == [10]
-    checkpoints.save(20, make_state(20, run.mesh), meta_of(20))
+    checkpoints.restore_latest(abstract(make_state(0, run.mesh), run.mesh), model=MODEL)
+    if is_new_run:
+        checkpoints.close()
+        checkpoints = run.open()
+    checkpoints.save(20, make_state(99, run.mesh), meta_of(20))
     checkpoints.close()
-    assert_same(run.restore()[0], make_state(20, run.mesh))
+    assert checkpoints.steps() == [10, 20]
+    assert_same(run.restore()[0], make_state(99, run.mesh))
     assert len(run.warnings) == 1
 
 
-def test_save_after_damage_replaces_damaged_step(tmp_path):
-    run = Run(tmp_path, 10, 20)
-    truncate(run, 20)
-    checkpoints = run.open()
-    state, _ = checkpoints.restore_latest(abstract(make_state(0, run.mesh), run.mesh), model=MODEL)
-    checkpoints.save(20, state._replace(step=jnp.int32(20)), meta_of(20))
-    checkpoints.close()
-    assert checkpoints.steps() == [10, 20]
-    assert run.restore()[0].step == 20
-
-
-def test_restore_latest_with_only_damage_raises_and_keeps_files(tmp_path):
-    run = Run(tmp_path, 10, 20)
+def test_restore_latest_with_only_damage_raises_and_keeps_files(run_with, tmp_path):
+    run = run_with(10, 20)
     truncate(run, 10)
     delete_manifest(run, 20)
     with pytest.raises(UserError) as error:
@@ -264,16 +287,16 @@ def test_restore_latest_with_only_damage_raises_and_keeps_files(tmp_path):
         (dict(new_setting=1), "new_setting is None there and 1"),
     ],
 )
-def test_restore_latest_with_other_model_raises(tmp_path, changed, message):
-    run = Run(tmp_path, 10)
+def test_restore_latest_with_other_model_raises(run_with, changed, message):
+    run = run_with(10)
     truncate(run, 10)
     with pytest.raises(UserError, match=message) as error:
         run.restore(**changed)
     assert "--workdir" in str(error.value)
 
 
-def test_restore_latest_with_other_preset_name_works(tmp_path):
-    assert Run(tmp_path, 10).restore(preset="renamed") is not None
+def test_restore_latest_with_other_preset_name_works(run_with):
+    assert run_with(10).restore(preset="renamed") is not None
 
 
 @pytest.mark.parametrize(
@@ -285,8 +308,8 @@ def test_restore_latest_with_other_preset_name_works(tmp_path):
         (lambda state, S: state._replace(params={**state.params, "flags": S((17,))}), "flags"),
     ],
 )
-def test_restore_latest_with_other_arrays_raises(tmp_path, change, message):
-    run = Run(tmp_path, 10)
+def test_restore_latest_with_other_arrays_raises(run_with, change, message):
+    run = run_with(10)
     shape = lambda dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(run.mesh, PartitionSpec()))
     checkpoints = run.open()
     with pytest.raises(UserError, match=message):
