@@ -5,12 +5,14 @@ import difflib
 import math
 import numbers
 import os
+import re
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from jaxlc.core.errors import UserError
 
+_LENGTH_UNITS = {"": 1, "K": 2**10, "M": 2**20}
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
@@ -121,6 +123,20 @@ def parse_integer(text: str) -> int:
     if number is None:
         raise ValueError(f"{text!r} is not an integer")
     return number
+
+
+def parse_length(text: str, flag: str) -> int:
+    """Tokens of "1M" or "32K", multiples of 2^20 and 2^10, or of "131072".
+
+    Args:
+      flag: whose value `text` is.
+    Raises:
+      UserError: neither.
+    """
+    match = re.fullmatch(r"([1-9][\d_]*)([KM]?)", text, re.IGNORECASE)
+    if match is None:
+        raise UserError(f"invalid --{flag}={text}: expected tokens, such as 131072, 32K or 1M (1M = 1,048,576)")
+    return int(match[1]) * _LENGTH_UNITS[match[2].upper()]
 
 
 def describe_type(hint: Any) -> str:

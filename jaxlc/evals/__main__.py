@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jaxlc
+from jaxlc import runtime
 from jaxlc.config.eval_checks import LOSS, NEEDLE, PASSKEY, RULER, eval_settings
+from jaxlc.config.values import parse_integer, parse_length
 from jaxlc.core.errors import UserError
-from jaxlc.evals.evaluate_run import evaluate_run
-from jaxlc.evals.pictures import draw_maps, draw_overlays
-from jaxlc.evals.score_rows import step_directories
 from jaxlc.generation.__main__ import mesh_sizes
 
 
@@ -57,7 +56,7 @@ def _evaluate(flags: argparse.Namespace) -> None:
     settings = eval_settings(
         dict(
             tasks=_split(flags.tasks),
-            lengths=_numbers(flags.lengths),
+            lengths=_lengths(flags.lengths, "lengths"),
             num_examples=flags.num_examples,
             depths=_split(flags.depths),
             num_needles=flags.num_needles,
@@ -66,15 +65,21 @@ def _evaluate(flags: argparse.Namespace) -> None:
             hotpotqa=flags.hotpotqa,
             documents=_split(flags.documents),
             text_field=flags.text_field,
-            context_limits=_numbers(flags.context_limits),
+            context_limits=_lengths(flags.context_limits, "context_limits"),
             chat=flags.chat,
             batch_size=flags.batch_size,
             seed=flags.seed,
         )
     )
+    steps = _steps(flags.step)
+    runtime.import_jax()
+    from jaxlc.evals.evaluate_run import evaluate_run
+    from jaxlc.evals.pictures import draw_maps, draw_overlays
+    from jaxlc.evals.score_rows import step_directories
+
     outs, directories = _directories(flags.sources, flags.out), dict[str, Path]()
     for source, out in zip(flags.sources, outs, strict=True):
-        for step in _numbers(flags.step) or [None]:
+        for step in steps or [None]:
             result = jaxlc.load(source, step=step, mesh=mesh_sizes(flags.mesh))
             rows = evaluate_run(result, settings, out, report=lambda row: print(row, flush=True))
             _print_figures(draw_maps(rows, out))
@@ -102,21 +107,19 @@ def _print_figures(paths: Sequence[Path]) -> None:
         print(f"figure {path}")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_tokens(part) for part in _split(text))
+def _lengths(text: str, flag: str) -> tuple[int, ...]:
+    return tuple(parse_length(part, flag) for part in _split(text))
+
+
+def _steps(text: str) -> list[int]:
+    try:
+        return [parse_integer(part) for part in _split(text)]
+    except ValueError as error:
+        raise UserError(f"invalid --step={text}: expected numbers of checkpoints, such as 100,200") from error
 
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _tokens(text: str) -> int:
-    """1M is 2^20, 64K is 2^16."""
-    scale = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
-    digits = text if scale == 1 else text[:-1]
-    if not digits.isdecimal():
-        raise UserError(f"invalid length {text!r}: expected a number of tokens, such as 65536, 64K or 1M")
-    return int(digits) * scale
 
 
 if __name__ == "__main__":

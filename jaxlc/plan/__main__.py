@@ -23,9 +23,10 @@ from pathlib import Path
 from jaxlc import plan, runtime
 from jaxlc.config import Config, RuntimeConfig, Stage, transport_settings, with_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.values import parse_length
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
-from jaxlc.plan.recommend.base_config import base_config, parse_length
+from jaxlc.plan.recommend.base_config import base_config
 
 _FLAGS = {
     "stage": "name of one stage to plan in detail, for a config with stages",

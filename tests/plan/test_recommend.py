@@ -9,11 +9,12 @@ import pytest
 
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
 from jaxlc.config.command_line import parse, run_main
+from jaxlc.config.values import parse_length
 from jaxlc.core.errors import UserError
 from jaxlc.plan import __main__ as command
 from jaxlc.plan.compile import plan_step
 from jaxlc.plan.recommend import costly
-from jaxlc.plan.recommend.base_config import base_config, parse_length, set_model
+from jaxlc.plan.recommend.base_config import base_config, set_model
 from jaxlc.plan.recommend.candidates import Candidate, Layout, layouts
 from jaxlc.plan.recommend.config_file import MARK, check_path, config_source
 from jaxlc.plan.recommend.goals import score, topologies
@@ -237,13 +238,13 @@ def model(name: str):
 
 @pytest.mark.parametrize(("text", "tokens"), [("1M", 2**20), ("32k", 32_768), ("131_072", 131_072)])
 def test_parse_length_units(text, tokens):
-    assert parse_length(text) == tokens
+    assert parse_length(text, "seq_len") == tokens
 
 
 @pytest.mark.parametrize("text", ["1X", "0", "1.5M", "-8", ""])
 def test_parse_length_invalid_is_error(text):
     with pytest.raises(UserError, match="--seq_len"):
-        parse_length(text)
+        parse_length(text, "seq_len")
 
 
 def test_base_config_model_and_length():

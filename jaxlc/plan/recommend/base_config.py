@@ -1,7 +1,6 @@
 """The config that a recommendation starts from: that of --config, or only a model. Imports no jax."""
 
 import difflib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,11 +9,11 @@ from ml_collections import ConfigDict
 from jaxlc.config.hub import is_model_id
 from jaxlc.config.presets import PRESETS, RENAMED_PRESETS
 from jaxlc.config.settings import defaults
+from jaxlc.config.values import parse_length
 from jaxlc.core.errors import UserError
 
 TOKENS_PER_STEP = 4_194_304  # without --config: as the shipped configs of 8B models
 _DEFAULT_SEQ_LEN = 131_072
-_UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> ConfigDict | None:
@@ -35,31 +34,17 @@ def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> C
         if model is None:
             raise UserError("no model is given: use --model=NAME or --config=NAME with --seq_len")
         config = defaults()
-        config.data.seq_len = parse_length(length) if length else _DEFAULT_SEQ_LEN
+        config.data.seq_len = parse_length(length, "seq_len") if length else _DEFAULT_SEQ_LEN
         config.train.global_batch_size = max(1, TOKENS_PER_STEP // config.data.seq_len)
     elif length:
         if config.stages:
             raise UserError(
                 "unsupported: --seq_len for a config with stages; use --config.stages.NAME.data.seq_len=TOKENS"
             )
-        config.data.seq_len = parse_length(length)
+        config.data.seq_len = parse_length(length, "seq_len")
     if model is not None:
         set_model(config, model)
     return config
-
-
-def parse_length(text: str, flag: str = "seq_len") -> int:
-    """Tokens of "1M" or "32K", multiples of 2^20 and 2^10, or of "131072".
-
-    Args:
-      flag: whose value `text` is.
-    Raises:
-      UserError: neither.
-    """
-    match = re.fullmatch(r"([1-9][\d_]*)([KM]?)", text, re.IGNORECASE)
-    if match is None:
-        raise UserError(f"invalid --{flag}={text}: expected tokens, such as 131072, 32K or 1M (1M = 1,048,576)")
-    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def set_model(config: ConfigDict, model: str) -> None:
