@@ -100,7 +100,7 @@ def saved_bytes_per_token(config: Config, sizes: Sizes) -> float:
     if memory.remat in ("attention", "matmuls") and memory.layers_per_remat_group == 1:
         saved |= {"attention_out", "attention_lse"}
     per_token = sum(by_name[name] for name in saved - {*memory.offload})
-    matmuls = 2 * (2 * sizes.residual_dim + sizes.query_dim + 2 * sizes.key_dim + 2 * sizes.ffn_dim)
+    matmuls = 2 * (sizes.residual_dim + sizes.query_dim + 2 * sizes.key_dim + 2 * sizes.ffn_dim)
     if memory.remat == "matmuls":
         per_token += matmuls
     if memory.remat == "none":

@@ -198,6 +198,7 @@ class _Formula:
         """Communication of one layer, forward and backward: what kernels do not hide, and what it slows them down."""
         config, sizes, mesh = self.config, self.sizes, self.config.mesh
         exposed = total = 0.0
+        kernels = attention + products
         if mesh.tensor > 1:
             share = (mesh.tensor - 1) / mesh.tensor
             num_bytes = share * sizes.tokens * config.model.model_dim * 2
@@ -206,14 +207,17 @@ class _Formula:
         if sizes.gather_ranks > 1:
             share = (sizes.gather_ranks - 1) / sizes.gather_ranks
             num_bytes = 2 * share * sizes.layer_params
-            gather = self._link_seconds(num_bytes, sizes.gather_ranks, stride=mesh.tensor, kind="all-gather")
+            options = dict(num_ranks=sizes.gather_ranks, stride=mesh.tensor, kind="all-gather")
+            gather = self._layer_link_seconds(num_bytes, **options)
             gathers = (3 if mesh.data == 1 else 2) * gather  # with data, an all-reduce instead of a reduce-scatter
             # Collectives over tensor wait for those that gather weights, since all run on one stream.
-            hidden = _HIDDEN_GATHERS if mesh.tensor == 1 else _HIDDEN_GATHERS_WITH_TENSOR
-            exposed += max((1 - hidden) * gathers, gathers - attention - products)
+            share = _EXPOSED_GATHERS + _EXPOSED_GATHERS_BY_LOAD * gathers / kernels
+            if mesh.tensor > 1:
+                share = _EXPOSED_GATHERS_WITH_TENSOR
+            exposed += max(min(1.0, share) * gathers, gathers - kernels)
             total += gathers
         reductions = self._data_reduction_seconds()
-        exposed += max(_EXPOSED_REDUCTIONS * reductions, reductions - attention - products)
+        exposed += max(_EXPOSED_REDUCTIONS * reductions, reductions - kernels)
         total += reductions
         exchanged, hops, exposed_hops = self._attention_communication(attention)
         exposed += _EXPOSED_EXCHANGES * exchanged + exposed_hops
@@ -231,6 +235,10 @@ class _Formula:
         num_ranks = mesh.data * sizes.gather_ranks
         options = dict(num_ranks=num_ranks, stride=mesh.tensor, kind="all-reduce")
         num_bytes = 4 * (num_ranks - 1) / num_ranks * sizes.layer_params
+        return self._layer_link_seconds(num_bytes, **options)
+
+    def _layer_link_seconds(self, num_bytes: float, **options) -> float:
+        """Collectives of `num_bytes` in total, one for each weight of a layer."""
         return self._link_seconds(num_bytes, **options) + (_WEIGHTS_OF_LAYER - 1) * self._link_seconds(0, **options)
 
     def _attention_communication(self, attention: float) -> tuple[float, float, float]:
@@ -270,8 +278,8 @@ class _Formula:
 
 
 # Fitted to compiled steps (benchmarks/recommendations.py compares them). Forward passes of matrix products in the
-# backward pass, by memory.remat: without rematerialization, XLA still computes some of them twice.
-_RERUNS = {"none": 0.3, "matmuls": 0.55, "attention": 0.75, "full": 0.75}
+# backward pass, by memory.remat.
+_RERUNS = {"none": 0.0, "matmuls": 0.0, "attention": 0.75, "full": 0.75}
 _SAVED_PASSES = 3.5  # over saved activations, which are copied into and out of the arrays of all layers
 # Passes over arrays of a layer in memory-bound kernels, forward and backward.
 _RESIDUAL_PASSES = 40.0
@@ -282,8 +290,9 @@ _MERGE_BACKWARD_PASSES = 22.0
 _TILE_PASSES = 13.0
 _TILE_BACKWARD_PASSES = 21.0
 _TENSOR_TRANSFERS = 8.0
-_HIDDEN_GATHERS = 0.93
-_HIDDEN_GATHERS_WITH_TENSOR = 0.5
+_EXPOSED_GATHERS = 0.08
+_EXPOSED_GATHERS_BY_LOAD = 0.5  # times the ratio of their time to that of the kernels
+_EXPOSED_GATHERS_WITH_TENSOR = 0.5
 _EXPOSED_COPIES = 0.5
 _EXPOSED_EXCHANGES = 0.4
 _HIDDEN_HOPS = 0.97
