@@ -186,6 +186,7 @@ def _layout_settings(config: Config, gpus: Topology) -> Iterator[list[Settings]]
                 "attention.ulysses_degree": degree,
                 "runtime.topology": str(gpus),
                 "data.seq_len": config.data.seq_len,
+                "train.global_batch_size": config.train.global_batch_size,
                 "train.gradient_accumulation_steps": per_replica // size,
                 "train.eval_sequences": -(-config.train.eval_sequences // replicas) * replicas,
             }

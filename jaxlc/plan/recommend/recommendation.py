@@ -1,11 +1,12 @@
 """Recommends configurations for a model and GPUs: formulas prune, AOT compilation decides."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxlc.config import Config, with_settings
+from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.plan import aot
 from jaxlc.plan.recommend.candidates import Layout, layouts
@@ -55,7 +56,7 @@ def recommend(
     """Searches meshes, attention strategies, microbatches and memory settings for `config` on `gpus`.
 
     Model, data, mask, precision, trained parameters, sequence length and global batch size are those of `config`; with
-    the goal "longest" the sequence length varies.
+    the goal "longest" the sequence length varies, and a step has about as many tokens, in at least one sequence.
 
     Args:
       compile_steps: compiles candidates; see `compile_in_processes`.
@@ -110,9 +111,19 @@ def _variants(config: Config, gpus: Topology, goal: str, roofline: Roofline) -> 
     """`config`, or for the goal "longest" with the longest sequences that may fit."""
     if goal != "longest":
         return [config]
-    known = lengths()
-    index = _first(len(known), lambda i: _may_fit(config, gpus, known[i], roofline))
-    return [with_settings(config, {"data.seq_len": length}) for length in known[index : index + 3]]
+    variants = [_with_length(config, length) for length in lengths()]
+    index = _first(len(variants), lambda i: _may_fit(variants[i], gpus, roofline))
+    return variants[index : index + 3]
+
+
+def _with_length(config: Config, seq_len: int) -> Config:
+    """`config` with another length and about as many tokens per step, in at least one sequence. It is not checked."""
+    batch = dict(global_batch_size=max(1, config.tokens_per_step // seq_len), gradient_accumulation_steps=1)
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, seq_len=seq_len),
+        train=dataclasses.replace(config.train, **batch),
+    )
 
 
 def _first(num: int, holds: Callable[[int], bool]) -> int:
@@ -124,26 +135,22 @@ def _first(num: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _may_fit(config: Config, gpus: Topology, seq_len: int, roofline: Roofline, margin: float = MEMORY_MARGIN) -> bool:
-    try:
-        variant = with_settings(config, {"data.seq_len": seq_len})
-    except UserError:
-        return False
-    return any(layout.candidates for layout in layouts(variant, gpus, roofline, margin))
+def _may_fit(config: Config, gpus: Topology, roofline: Roofline, margin: float = MEMORY_MARGIN) -> bool:
+    return any(layout.candidates for layout in layouts(config, gpus, roofline, margin))
 
 
 def _alternatives(config: Config, gpus: Topology, roofline: Roofline) -> Alternatives:
     """Without the margin, because they are not compiled."""
-    shorter = [length for length in lengths() if length < config.data.seq_len]
-    index = _first(len(shorter), lambda i: _may_fit(config, gpus, shorter[i], roofline, margin=1.0))
+    shorter = [_with_length(config, length) for length in lengths() if length < config.data.seq_len]
+    index = _first(len(shorter), lambda i: _may_fit(shorter[i], gpus, roofline, margin=1.0))
     num_domains = gpus.num_domains * 2 if gpus.gpus_per_domain > 1 else 1
     larger = part_of(gpus, num_domains, max(gpus.gpus_per_domain, min(8, gpus.gpus_per_node)))
     while larger.num_domains <= _MAX_DOMAINS:
-        if _may_fit(config, larger, config.data.seq_len, roofline, margin=1.0):
+        if _may_fit(config, larger, roofline, margin=1.0):
             break
         larger = part_of(larger, larger.num_domains * 2, larger.gpus_per_domain)
     return Alternatives(
-        seq_len=shorter[index] if index < len(shorter) else None,
+        seq_len=shorter[index].data.seq_len if index < len(shorter) else None,
         gpus=larger if larger.num_domains <= _MAX_DOMAINS else None,
     )
 
