@@ -127,7 +127,11 @@ def _overhead(simulator: "Simulator", model: TimeModel) -> Counter[str]:
 
 
 def events(program: AnalyzedProgram, model: TimeModel, computation: Computation) -> list[Event]:
-    """The events of one run of `computation`, ordered by their end."""
+    """The events of one run of `computation`, ordered by their end.
+
+    After `_MAX_EVENTS`, a loop that starts with idle links has a few joined kernels of each kind, and no transfers: the
+    layer of a sequence of 8M tokens in tiles has millions of kernels.
+    """
     simulator = Simulator(TimedOps(program, model), events=[])
     simulator.run(computation)
     return simulator.events
@@ -196,13 +200,17 @@ class Simulator:
         program = self.timed_ops.program
         body = program.computations[loop.attributes["body"].lstrip("%")]
         remaining = trip_count(program, loop)
-        while remaining and (self.events is not None or any(queue.in_flight for queue in self._queues.values())):
+        is_recorded = self.events is not None and len(self.events) < _MAX_EVENTS
+        while remaining and (is_recorded or any(queue.in_flight for queue in self._queues.values())):
             self.run(body)
             remaining -= 1
+            is_recorded = is_recorded and len(self.events or ()) < _MAX_EVENTS
         if remaining:
             self._repeat(self._single_run(body), remaining)
 
     def _repeat(self, single_run: "Simulator", times: int) -> None:
+        if self.events is not None:
+            self._record_joined(single_run, times)
         self.now += times * single_run.now
         self.flops += times * single_run.flops
         self.product_flops += times * single_run.product_flops
@@ -210,6 +218,13 @@ class Simulator:
             totals = getattr(self, name)
             for key, value in getattr(single_run, name).items():
                 totals[key] += times * value
+
+    def _record_joined(self, single_run: "Simulator", times: int) -> None:
+        end = self.now
+        for (kind, _), seconds in _JOINED_RUNS * [*single_run.seconds.items()]:
+            if kind != "waiting":
+                start, end = end, end + times / _JOINED_RUNS * seconds
+                self._record(KERNELS, kind, start, end)
 
     def _single_run(self, computation: Computation) -> "Simulator":
         """One run of a computation that starts with idle links."""
@@ -280,4 +295,6 @@ class _InFlight(NamedTuple):
     began_seconds: float | None  # None: it waits
 
 
+_MAX_EVENTS = 100_000  # recorded run by run
+_JOINED_RUNS = 10  # of a loop, if it is not recorded run by run
 _ROUNDING_SECONDS = 1e-15  # rounding error of the remaining time of a transfer that has ended

@@ -195,6 +195,17 @@ def test_loop_multiplies_times():
     assert estimate.exposed_communication_seconds == approx(1000 * (HOP - COPY))
 
 
+def test_events_of_long_loop_are_joined():
+    """A million runs of two kernels: the events preserve the time of each kind."""
+    body = LOOP.format(lines="\n".join(f"  {line}" for line in (*INPUTS, dot(), copy())))
+    analyzed = analyze(program(*INPUTS, WHILE.replace("ROUNDS", "1000000"), END, more=body))
+    timeline = events(analyzed, TimeModel(topology("h100:1x2"), load(defaults()), IDEAL), analyzed.entry)
+    assert len(timeline) < 101_000
+    for kind, seconds in (("matrix products", DOT), ("other kernels", COPY)):
+        total = sum(event.end_seconds - event.start_seconds for event in timeline if event.kind == kind)
+        assert total == pytest.approx(1e6 * seconds, rel=1e-6)
+
+
 @pytest.mark.parametrize("rounds, exposed", [(1, 9 * HOP - DOT), (7, 9 * HOP - 7 * DOT), (10, 0), (1000, 0)])
 def test_transfer_continues_through_a_loop(rounds, exposed):
     body = LOOP.format(lines="\n".join(f"  {line}" for line in (*INPUTS, dot())))
