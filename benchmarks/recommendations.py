@@ -1,16 +1,24 @@
 """Compares recommendations (`jaxlc plan --recommend`) with sweeps, in ten cases; prints a table as Markdown.
 
     python -m benchmarks.recommendations --out=runs/recommendations
-    python -m benchmarks.recommendations --cases=8b_256k,70b_128k
+    python -m benchmarks.recommendations --cases=8b_256k_8gpu,70b_128k_64gpu
 
-For each case the recommendation is searched as the command does it. Then the sweep compiles further layouts, fastest
-first by the formulas, also those that the recommendation did not need to compile. Every compiled step is a line of
-points.jsonl in `out`; the same command resumes.
+For each case:
+
+1. The recommendation is searched as the command does it.
+2. The formulas estimate all combinations: the full sweep.
+3. AOT compilation of the fastest combination of each layout and kind of saved activations, fastest first, until
+   `--sweep` of them fit; for two cases with one GPU, of all combinations within a share of the best time.
+4. AOT compilation of `--random` further combinations, drawn from all with a fixed seed: the error of the formula.
+
+Every compiled step is a line of points.jsonl in `out`; the same command resumes.
 """
 
 import json
+import math
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,11 +30,11 @@ from jaxlc.core.errors import UserError
 from jaxlc.plan.recommend.base_config import base_config
 from jaxlc.plan.recommend.candidates import Candidate, Layout, layouts
 from jaxlc.plan.recommend.recommendation import MEMORY_MARGIN, compile_in_processes, recommend
-from jaxlc.plan.recommend.search import Compile, Search
+from jaxlc.plan.recommend.search import Compile, Search, Trial
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
 
-POINTS = "points.jsonl"
+_WINDOW = 0.05  # combinations that are slower by the formula are not in the sweep
 
 
 class Case(NamedTuple):
@@ -35,6 +43,7 @@ class Case(NamedTuple):
     name: str
     topology: str
     make: Callable[[], Config]
+    all_within: float | None = None  # all combinations are compiled whose time exceeds the best by at most this share
 
 
 def _model(name: str, seq_len: str, **settings) -> Callable[[], Config]:
@@ -44,13 +53,13 @@ def _model(name: str, seq_len: str, **settings) -> Callable[[], Config]:
 
 
 CASES = (
-    Case("1b_32k_1gpu", "h100:1x1", _model("llama3.2-1b", "32K")),
+    Case("1b_32k_1gpu", "h100:1x1", _model("llama3.2-1b", "32K"), all_within=0.1),
     Case("1b_256k_8gpu", "h100:1x8", _model("llama3.2-1b", "256K")),
     Case("8b_32k_8gpu", "h100:1x8", _model("llama3.1-8b", "32K")),
     Case("8b_128k_8gpu_packed", "h100:1x8", lambda: load(read_config("sft_128k"))),
     Case("8b_256k_8gpu", "h100:1x8", _model("llama3.1-8b", "256K")),
     Case("8b_1m_8gpu", "h100:1x8", _model("llama3.1-8b", "1M")),
-    Case("8b_1m_1gpu_lora", "h100:1x1", lambda: load(read_config("1m_1gpu:lora"))),
+    Case("8b_1m_1gpu_lora", "h100:1x1", lambda: load(read_config("1m_1gpu:lora")), all_within=math.inf),
     Case("8b_1m_64gpu", "h100:8x8", _model("llama3.1-8b", "1M")),
     Case("70b_32k_64gpu", "h100:8x8", _model("llama3.1-70b", "32K")),
     Case("70b_128k_64gpu", "h100:8x8", _model("llama3.1-70b", "128K")),
@@ -61,37 +70,54 @@ class Result(NamedTuple):
     """Of one case. Seconds are the plan's estimates of compiled steps."""
 
     case: Case
-    num_combinations: int
+    combinations: Sequence[Candidate]  # that may fit
+    recommended: Trial
     num_recommend: int  # compiled by the search
-    num_sweep: int  # compiled in total
-    recommended: Candidate
-    recommended_seconds: float
-    best_seconds: float  # of all compiled steps that fit
-    formula_errors: list[float]  # formula over compiled time, minus 1
+    sweep: Sequence[Trial]  # with those of the search
+    sample: Sequence[Trial]  # random, not in the sweep
 
     @property
-    def regret(self) -> float:
-        """By how much the recommendation is slower than the best of the sweep."""
-        return self.recommended_seconds / self.best_seconds - 1
+    def best(self) -> Trial:
+        return min((x for x in (*self.sweep, *self.sample) if x.plan.memory.fits), key=_seconds)
+
+    @property
+    def slower(self) -> float:
+        """By how much the recommendation is slower than the best compiled step."""
+        return _seconds(self.recommended) / _seconds(self.best) - 1
+
+    @property
+    def possible(self) -> float:
+        """By how much a step that was not compiled could be faster, if the formula is nowhere further off."""
+        trials = (*self.sweep, *self.sample)
+        compiled = {trial.candidate.name for trial in trials}
+        others = [x.time.step_seconds for x in self.combinations if x.name not in compiled]
+        ratio = min(_seconds(trial) / trial.candidate.time.step_seconds for trial in trials)
+        return max(0.0, _seconds(self.recommended) / (ratio * min(others)) - 1) if others else 0.0
 
 
-def _variants(layout: Layout) -> list[Layout]:
-    """The fastest settings of a layout by rematerialization, offloading and microbatches, without the first."""
-    fastest: dict[tuple, Candidate] = {}
-    for candidate in layout.candidates:
-        memory = candidate.config.memory
-        key = (memory.remat, memory.offload, candidate.config.train.gradient_accumulation_steps)
-        fastest.setdefault(key, candidate)
-    return [Layout(candidates=[candidate], num_too_large=0) for candidate in list(fastest.values())[1:]]
+def _seconds(trial: Trial) -> float:
+    return trial.plan.predicted.step_seconds
+
+
+def _kinds(pool: Iterable[Layout]) -> list[Layout]:
+    """The candidates of each layout by saved activations, each as a layout of its own, fastest first."""
+    kinds: dict[tuple, list[Candidate]] = {}
+    for index, layout in enumerate(pool):
+        for candidate in layout.candidates:
+            memory = candidate.config.memory
+            kinds.setdefault((index, memory.remat, memory.offload, memory.layers_per_remat_group), []).append(candidate)
+    return [Layout(candidates=candidates, num_too_large=0) for candidates in kinds.values()]
 
 
 class StoredCompiler:
-    """Compiles steps that are not in the file, and returns stored plans for the others."""
+    """Compiles steps that are not in points.jsonl of a directory, and returns stored plans for the others."""
 
-    def __init__(self, path: Path, compile_steps: Compile):
-        self._path, self._compile = path, compile_steps
+    def __init__(self, directory: str):
+        runtime.start(RuntimeConfig(num_processes=1))
+        self._path, self._compile = Path(directory) / "points.jsonl", compile_in_processes(1)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._stored: dict[str, plan.Plan | str] = {}
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for line in self._path.read_text().splitlines() if self._path.exists() else ():
             row = json.loads(line)
             self._stored[row["config"]] = row["refused"] or plan.Plan.from_json(row["plan"])
 
@@ -107,71 +133,102 @@ class StoredCompiler:
         return [self._stored[key] for key in keys]
 
 
-def run_case(case: Case, compile_steps: Compile, num_sweep: int, log: Callable[[str], None]) -> Result:
-    """The recommendation, and a sweep: the fastest layouts by the formulas, and other settings of the first one.
-
-    It ends when `num_sweep` steps fit.
-    """
+def run_case(case: Case, compile_steps: Compile, num_sweep: int, num_random: int, log: Callable[[str], None]) -> Result:
+    """The recommendation, the sweep and the sample of one case."""
     config, gpus = case.make(), topology(case.topology)
     result = recommend(config, gpus, compile_steps, roofline=Roofline(), limit_seconds=480, log=log)
-    pool = [layout for layout in layouts(config, gpus, Roofline(), MEMORY_MARGIN) if layout.candidates]
-    pool.sort(key=lambda layout: layout.candidates[0].time.step_seconds)
-    sweep = Search(base=config, goal="fastest", num_best=num_sweep)
-    sweep.run([*pool, *_variants(pool[0])], compile_steps, batch_size=1, limit_seconds=1e9, log=log)
-    trials = {id(trial.candidate): trial for trial in (*result.search.trials, *sweep.trials)}.values()
-    best, best_of_sweep = result.search.best[0], sweep.fitting[0]
-    seconds = [x.plan.predicted.step_seconds for x in (best, best_of_sweep)]
+    pool = list(layouts(config, gpus, Roofline(), MEMORY_MARGIN))
+    combinations = [candidate for layout in pool for candidate in layout.candidates]
+    fastest = min(candidate.time.step_seconds for candidate in combinations)
+    limit = fastest * (1 + (_WINDOW if case.all_within is None else case.all_within))
+    if case.all_within is None:
+        swept = [kind for kind in _kinds(pool) if kind.candidates[0].time.step_seconds <= limit]
+    else:
+        num_sweep = len(combinations)
+        swept = [_alone(candidate) for candidate in combinations if candidate.time.step_seconds <= limit]
+    sweep = _compiled(config, swept, num_sweep, compile_steps, log)
+    trials = {trial.candidate.name: trial for trial in (*result.search.trials, *sweep)}
+    others = [candidate for candidate in combinations if candidate.name not in trials]
+    drawn = random.Random(case.name).sample(others, min(num_random, len(others)))
+    sample = _compiled(config, [_alone(candidate) for candidate in drawn], len(drawn), compile_steps, log)
     return Result(
         case=case,
-        num_combinations=sum(len(layout.candidates) for layout in pool),
+        combinations=combinations,
+        recommended=result.search.best[0],
         num_recommend=len(result.search.trials),
-        num_sweep=len({trial.candidate.name for trial in trials}),
-        recommended=best.candidate,
-        recommended_seconds=seconds[0],
-        best_seconds=min(seconds),
-        formula_errors=[x.candidate.time.step_seconds / x.plan.predicted.step_seconds - 1 for x in trials],
+        sweep=list(trials.values()),
+        sample=sample,
     )
+
+
+def _alone(candidate: Candidate) -> Layout:
+    return Layout(candidates=[candidate], num_too_large=0)
+
+
+def _compiled(
+    config: Config, pool: Sequence[Layout], num: int, compile_steps: Compile, log: Callable[[str], None]
+) -> list[Trial]:
+    """Compiles the layouts, fastest first, until `num` fit; where one does not fit, its next settings."""
+    search = Search(base=config, goal="fastest", num_best=num)
+    search.run(pool, compile_steps, batch_size=1, limit_seconds=math.inf, log=log)
+    return search.trials
 
 
 def table(results: Sequence[Result]) -> str:
     """Markdown."""
-    heads = ("case", "GPUs", "may fit", "compiled", "sweep", "recommended", "s per step", "best of sweep", "slower by",
-             "formula error")  # fmt: skip
+    heads = ("case", "GPUs", "may fit", "compiled by the command", "sweep", "recommended", "s per step",
+             "best of sweep", "slower by", "error, sweep", "error, random", "not compiled")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |"]
     for result in results:
-        errors = f"{min(result.formula_errors):+.1%} to {max(result.formula_errors):+.1%}"
-        cells = (result.case.name, result.case.topology, f"{result.num_combinations:,}", result.num_recommend,
-                 result.num_sweep, result.recommended.name, f"{result.recommended_seconds:,.2f}",
-                 f"{result.best_seconds:,.2f}", f"{result.regret:.1%}", errors)  # fmt: skip
+        num_fit = sum(trial.plan.memory.fits for trial in result.sweep)
+        cells = (
+            result.case.name,
+            result.case.topology,
+            f"{len(result.combinations):,}",
+            result.num_recommend,
+            f"{num_fit} of {len(result.sweep)}",
+            result.recommended.candidate.name,
+            f"{_seconds(result.recommended):,.2f}",
+            f"{_seconds(result.best):,.2f}",
+            f"{result.slower:.1%}",
+            _errors_text(result.sweep),
+            _errors_text(result.sample),
+            f"{result.possible:.1%}",
+        )
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
+def _errors_text(trials: Sequence[Trial]) -> str:
+    """The range of the formula's time over that of the compiled step, minus 1."""
+    errors = [trial.candidate.time.step_seconds / _seconds(trial) - 1 for trial in trials]
+    return f"{min(errors):+.1%} to {max(errors):+.1%}" if errors else ""
+
+
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_list("cases", [case.name for case in CASES], "cases to run", flag_values=values)
-    flags.DEFINE_integer("sweep", 8, "number of layouts that fit in the sweep of a case", flag_values=values)
+    flags.DEFINE_integer("sweep", 8, "number of steps that fit in the sweep of a case", flag_values=values)
+    flags.DEFINE_integer("random", 5, "number of random steps of a case", flag_values=values)
     flags.DEFINE_string("out", "runs/recommendations", "directory of points.jsonl", flag_values=values)
 
 
 def main(_) -> None:
     values = flags.FLAGS
-    runtime.start(RuntimeConfig(num_processes=1))
-    out = Path(values.out)
-    out.mkdir(parents=True, exist_ok=True)
     unknown = set(values.cases) - {case.name for case in CASES}
     if unknown:
         sys.exit(f"error: invalid --cases={','.join(unknown)}: expected {', '.join(case.name for case in CASES)}")
+    compiler = StoredCompiler(values.out)
+    log = lambda line: print(f"  {line}", file=sys.stderr, flush=True)
     results = []
     for case in CASES:
         if case.name in values.cases:
             print(f"{case.name}, {case.topology}", file=sys.stderr, flush=True)
-            compiler = StoredCompiler(out / POINTS, compile_in_processes(1))
-            log = lambda line: print(f"  {line}", file=sys.stderr, flush=True)
             try:
-                results.append(run_case(case, compiler, values.sweep, log))
+                results.append(run_case(case, compiler, values.sweep, values.random, log))
             except UserError as error:
                 sys.exit(f"error: {case.name}: {error}")
     print(table(results))
+    print(f"\nrandom steps of all cases: error {_errors_text([x for result in results for x in result.sample])}")
 
 
 if __name__ == "__main__":

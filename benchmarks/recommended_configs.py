@@ -1,11 +1,11 @@
-"""Recommended configurations for models, sequence lengths and numbers of H100s: the table and figure of a docs page.
+"""Recommended configurations for models, sequence lengths and numbers of H100s: tables and figure of a docs page.
 
-    python -m benchmarks.recommended_configs --out=runs/recommended_configs
+    python -m benchmarks.recommended_configs --out=runs/recommendations
     python -m benchmarks.recommended_configs --compile=llama3.1-8b@h100:1x8,llama3.1-8b@h100:8x8
 
-Prints the table of docs/recommended_configs.md and writes its figure. Cells of the models and GPUs in --compile are
-AOT-compiled, others are estimated by the formulas of `jaxlc plan --recommend`. Compiled steps are stored; the same
-command resumes.
+Prints the tables of docs/recommended_configs.md and writes its figure. Cells of the models and GPUs in --compile are
+AOT-compiled, others are estimated by the formulas of `jaxlc plan --recommend`. Compiled steps are stored, together
+with those of `benchmarks.recommendations`; the same command resumes.
 """
 
 import sys
@@ -16,12 +16,11 @@ from typing import NamedTuple
 from absl import app, flags
 from matplotlib.figure import Figure
 
-from benchmarks.recommendations import POINTS, StoredCompiler
-from jaxlc import runtime
-from jaxlc.config import Config, RuntimeConfig, load, with_settings
+from benchmarks.recommendations import StoredCompiler
+from jaxlc.config import Config, load, with_settings
 from jaxlc.plan.recommend.base_config import base_config
 from jaxlc.plan.recommend.candidates import Candidate, layouts
-from jaxlc.plan.recommend.recommendation import MEMORY_MARGIN, compile_in_processes
+from jaxlc.plan.recommend.recommendation import MEMORY_MARGIN
 from jaxlc.plan.recommend.search import Search
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
@@ -88,26 +87,26 @@ def cell(model: str, length: str, gpus: str, compiler: StoredCompiler | None) ->
     return Cell(model, length, gpus, trial.candidate, seconds, peak, on_host, True)
 
 
-def table(cells: Sequence[Cell]) -> str:
-    """Markdown."""
-    heads = ("model", "length", "GPUs", "configuration", "s per step", "tokens/s per GPU", "GiB per GPU",
-             "host GiB per node, with staging", "")  # fmt: skip
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    for one in cells:
-        head = (one.model, one.length, one.topology)
-        if one.candidate is None:
-            rest = ("does not fit", "", "", "", "", "*AOT-compiled*" if one.is_compiled else "*estimated*")
-        else:
-            rest = (
-                f"`{one.candidate.name}`",
+def tables(cells: Sequence[Cell]) -> str:
+    """Markdown: a table for each model, without the cells in which nothing fits."""
+    heads = ("length", "GPUs", "configuration", "s per step", "tokens/s per GPU", "GiB per GPU", "host GiB per node")
+    lines = []
+    for model in MODELS:
+        lines += ["", f"## {model}", "", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+        for one in cells:
+            if one.model != model or one.candidate is None:
+                continue
+            texts = (
+                one.length,
+                f"{one.candidate.gpus.num_gpus}",
+                f"{'' if one.is_compiled else '~'}`{one.candidate.name}`",
                 f"{one.step_seconds:,.{0 if one.step_seconds >= 1000 else 2}f}",
                 f"{one.tokens_per_second:,.0f}",
                 f"{one.device_bytes / 2**30:,.1f}",
                 f"{one.host_bytes_per_node / 2**30:,.0f}",
-                "*AOT-compiled*" if one.is_compiled else "*estimated*",
             )
-        lines.append(f"| {' | '.join((*head, *rest))} |")
-    return "\n".join(lines)
+            lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines[1:])
 
 
 def figure(cells: Sequence[Cell]) -> Figure:
@@ -157,23 +156,20 @@ def _cell_text(one: Cell) -> str:
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_list("compile", [], "MODEL@TOPOLOGY of cells that are AOT-compiled", flag_values=values)
-    flags.DEFINE_string("out", "runs/recommended_configs", "directory of stored points and figure", flag_values=values)
+    flags.DEFINE_string("out", "runs/recommendations", "directory of stored points and figure", flag_values=values)
 
 
 def main(_) -> None:
     values = flags.FLAGS
-    runtime.start(RuntimeConfig(num_processes=1))
-    out = Path(values.out)
-    out.mkdir(parents=True, exist_ok=True)
-    compiler = StoredCompiler(out / POINTS, compile_in_processes(1))
+    compiler = StoredCompiler(values.out)
     cells = []
     for model in MODELS:
         for length in LENGTHS:
             for gpus in TOPOLOGIES:
                 print(f"{model}, {length}, {gpus}", file=sys.stderr, flush=True)
                 cells.append(cell(model, length, gpus, compiler if f"{model}@{gpus}" in values.compile else None))
-    print(table(cells))
-    figure(cells).savefig(out / FIGURE)
+    print(tables(cells))
+    figure(cells).savefig(Path(values.out) / FIGURE)
 
 
 if __name__ == "__main__":
