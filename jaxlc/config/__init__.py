@@ -5,19 +5,19 @@ config.train.steps = 20
 frozen = load(config)
 """
 
+from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.files import check_variant, read_config, shipped_configs, shrink_for_cpu
 from jaxlc.config.frozen import Config, to_dict
 from jaxlc.config.loading import from_dict, load, transport_settings, with_settings
 from jaxlc.config.mesh_checks import check_evaluation, check_num_devices
+from jaxlc.config.model_schema import ModelConfig
 from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
-    DataConfig,
     EvalsConfig,
     LoraConfig,
     MemoryConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
     RuntimeConfig,

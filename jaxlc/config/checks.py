@@ -1,9 +1,9 @@
 """Checks of a config before JAX starts: ranges, and settings that contradict each other. Imports no jax."""
 
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
+from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.eval_checks import training_problems
 from jaxlc.config.frozen import Config
 from jaxlc.config.layer_checks import layer_problems
@@ -11,109 +11,11 @@ from jaxlc.config.lora_checks import lora_problems
 from jaxlc.config.mesh_checks import check_num_devices, length_problems, mesh_overrides, split_problems, working_mesh
 from jaxlc.config.mixture import mixture_problems
 from jaxlc.config.precision_checks import precision_problems
+from jaxlc.config.ranges import RANGES, range_problems
 from jaxlc.config.rope_settings import rope_problems
-from jaxlc.config.schema import TENSOR_NAMES, DataConfig
+from jaxlc.config.schema import TENSOR_NAMES
 from jaxlc.config.tile_checks import tile_problems
-from jaxlc.core.axes import MESH_AXES
-from jaxlc.core.errors import UserError
-
-
-class _Range(NamedTuple):
-    text: str
-    holds: Callable[[float], bool]
-
-
-_FROM_0 = _Range("at least 0", lambda x: x >= 0)
-_FROM_1 = _Range("at least 1", lambda x: x >= 1)
-_POSITIVE = _Range("greater than 0", lambda x: x > 0)
-_FRACTION = _Range("at least 0 and less than 1", lambda x: 0 <= x < 1)
-_OPEN_FRACTION = _Range("greater than 0 and less than 1", lambda x: 0 < x < 1)
-_FRACTION_OR_1 = _Range("between 0 and 1", lambda x: 0 <= x <= 1)
-
-RANGES: dict[str, dict[str, _Range]] = {
-    "model": dict(
-        vocab_size=_FROM_1,
-        num_layers=_FROM_1,
-        model_dim=_FROM_1,
-        num_heads=_FROM_1,
-        num_kv_heads=_FROM_1,
-        head_dim=_FROM_1,
-        ffn_dim=_FROM_1,
-        norm_epsilon=_POSITIVE,
-        window=_FROM_0,
-        sliding_rope_theta=_POSITIVE,
-        query_scale_dim=_FROM_0,
-        rope_theta=_POSITIVE,
-        rope_scaling_factor=_FROM_1,
-        rope_scaling_low_freq_factor=_POSITIVE,
-        rope_scaling_high_freq_factor=_POSITIVE,
-        rope_scaling_original_tokens=_Range("0 or at least 2", lambda x: x == 0 or x > 1),
-        rope_scaling_beta_fast=_POSITIVE,
-        rope_scaling_beta_slow=_POSITIVE,
-        rope_scaling_attention_factor=_FROM_0,
-        rope_fraction=_Range("greater than 0 and at most 1", lambda x: 0 < x <= 1),
-    ),
-    "mesh": dict.fromkeys(MESH_AXES, _FROM_1),
-    "attention": dict(ulysses_degree=_FROM_1, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
-    "data": dict(
-        seq_len=_FROM_1,
-        eval_fraction=_OPEN_FRACTION,
-        max_bad_records=_FROM_0,
-        tokenizing_processes=_FROM_0,
-        seed=_FROM_0,
-        prefetch_steps=_FROM_0,
-    ),
-    "optimizer": dict(
-        learning_rate=_FROM_0,
-        warmup_steps=_FROM_0,
-        decay_steps=_FROM_0,
-        initial_learning_rate_ratio=_FRACTION_OR_1,
-        final_learning_rate_ratio=_FRACTION_OR_1,
-        schedule_steps=_FROM_0,
-        schedule_start=_FROM_0,
-        beta1=_FRACTION,
-        beta2=_FRACTION,
-        epsilon=_POSITIVE,
-        weight_decay=_FROM_0,
-        max_grad_norm=_FROM_0,
-    ),
-    "precision": dict(
-        fp8_amax_history_len=_FROM_1,
-        loss_scale=_POSITIVE,
-        loss_scale_growth_factor=_FROM_1,
-        loss_scale_growth_interval=_FROM_1,
-        loss_scale_backoff_factor=_FRACTION,
-        loss_scale_min=_POSITIVE,
-        loss_scale_max=_POSITIVE,
-    ),
-    "lora": dict(rank=_FROM_0, alpha=_POSITIVE),
-    "memory": dict(layers_per_remat_group=_FROM_1, tile_tokens=_FROM_0, loss_chunk_tokens=_FROM_0),
-    "runtime": dict(
-        simulated_devices=_FROM_0,
-        num_processes=_FROM_0,
-        process_id=_Range("at least 0, or -1", lambda x: x >= -1),
-        start_timeout_seconds=_FROM_1,
-        heartbeat_seconds=_FROM_1,
-        nvshmem_heap_bytes=_FROM_0,
-        memory_fraction=_Range("greater than 0 and at most 1", lambda x: 0 < x <= 1),
-        pinned_host_gib=_FROM_0,
-        unified_memory_fraction=_Range("0 or greater than 1", lambda x: x == 0 or x > 1),
-    ),
-    "train": dict(
-        steps=_FROM_1,
-        global_batch_size=_FROM_1,
-        gradient_accumulation_steps=_FROM_1,
-        seed=_FROM_0,
-        z_loss=_FROM_0,
-        eval_every_steps=_FROM_0,
-        eval_sequences=_FROM_1,
-        checkpoint_every_steps=_FROM_0,
-        keep_checkpoints=_FROM_1,
-        log_every_steps=_FROM_1,
-    ),
-    "profile": {},
-    "evals": dict(every_steps=_FROM_0, num_examples=_FROM_1, num_needles=_FROM_1, batch_size=_FROM_1, seed=_FROM_0),
-}
+from jaxlc.core.errors import UserError, raise_first
 
 
 def check(config: Config) -> None:
@@ -122,11 +24,8 @@ def check(config: Config) -> None:
     Raises:
       UserError: the first value that is out of range or contradicts another one.
     """
-    for section, ranges in RANGES.items():
-        for name, allowed in ranges.items():
-            value = getattr(getattr(config, section), name)
-            if not allowed.holds(value):
-                raise UserError(f"invalid value {value} for config.{section}.{name}: expected {allowed.text}")
+    for section in RANGES:
+        raise_first(range_problems(section, getattr(config, section)))
     for problems in (
         _model_problems,
         layer_problems,
@@ -136,7 +35,7 @@ def check(config: Config) -> None:
         _runtime_problems,
         _profile_problems,
     ):
-        _raise_first(problems(config))
+        raise_first(problems(config))
     # Checked before divisibility, whose advice keeps the number of devices.
     if config.runtime.simulated_devices:
         check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")
@@ -145,17 +44,11 @@ def check(config: Config) -> None:
         smaller = "a smaller --config.mesh.tensor or --config.mesh.context"
         advice = f"use {mesh_overrides(config.mesh, mesh)}" if mesh else f"use {smaller}"
         raise UserError(f"{problem}; {advice}")
-    _raise_first(length_problems(config))
-    _raise_first(tile_problems(config))
-    _raise_first(precision_problems(config))
-    _raise_first(lora_problems(config))
-    _raise_first(training_problems(config))
-
-
-def _raise_first(problems: Iterator[str]) -> None:
-    problem = next(problems, None)
-    if problem is not None:
-        raise UserError(problem)
+    raise_first(length_problems(config))
+    raise_first(tile_problems(config))
+    raise_first(precision_problems(config))
+    raise_first(lora_problems(config))
+    raise_first(training_problems(config))
 
 
 def _model_problems(config: Config) -> Iterator[str]:

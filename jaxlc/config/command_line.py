@@ -22,7 +22,8 @@ from jaxlc.config.help import HELP_SECTIONS, settings_help
 from jaxlc.config.loading import check_key
 from jaxlc.config.mixture import PATH as MIXTURE
 from jaxlc.config.mixture import is_source_path
-from jaxlc.config.stages import Stage, load_stages, with_stage_setting
+from jaxlc.config.stage_configs import with_stage_setting
+from jaxlc.config.stages import Stage, load_stages
 from jaxlc.config.values import describe_type, did_you_mean, invalid_value, parse_integer
 from jaxlc.core.errors import UserError
 
@@ -148,7 +149,7 @@ def help_text(description: str, extra_flags: Mapping[str, str] | None = None, se
 
 def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> ConfigDict:
     """Applies `--config.a.b=value` arguments."""
-    argv = [arg for arg in argv if not _overrides_stage(config, arg)]
+    argv = [arg for arg in argv if not _apply_stage_override(config, arg)]
     for arg in argv[1:]:
         if override := _OVERRIDE.match(arg):
             check_key(override["key"])
@@ -182,7 +183,7 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
     return config
 
 
-def _overrides_stage(config: ConfigDict, arg: str) -> bool:
+def _apply_stage_override(config: ConfigDict, arg: str) -> bool:
     """Applies `--config.stages.NAME.KEY=VALUE`; returns whether `arg` is one."""
     override = _STAGE_OVERRIDE.match(arg)
     if override is None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxlc.config.families import COMMON_SETTINGS, FAMILIES, Family
 from jaxlc.config.layer_groups import repeating_group
+from jaxlc.config.model_schema import ModelConfig
 from jaxlc.config.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
-from jaxlc.config.schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
 
 ROPE_SETTINGS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_"))
@@ -143,7 +143,9 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
     before = settings_of(base, "config.json")
     for name, value in _fields_of(dataclasses.replace(model, **before), family).items():
         if value != fields[name]:
-            raise UserError(f"config.json of model.init_from has {name}={value} and the run {fields[name]}; restore it")
+            raise UserError(
+                f"config.json of model.init_from has {name}={value} and the run {fields[name]}; restore that file"
+            )
     if before["window"] != model.window:
         changed |= family.write_kinds(model)
     after = settings_of({**base, **changed}, "config.json")  # the length that the run adds may change the RoPE

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlc.config.frozen import Config
+from jaxlc.config.ranges import range_problems
 from jaxlc.config.schema import RULER_TASKS, EvalsConfig
 from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, raise_first
 
 NEEDLE, PASSKEY, LOSS, RULER = "needle", "passkey", "loss", "ruler"
 _MIN_LOSS_LENGTH = 16
@@ -22,12 +23,10 @@ def eval_problems(evals: EvalsConfig) -> Iterator[str]:
     for task in evals.tasks:
         if task not in EVAL_TASKS:
             yield f"unknown task {task!r}: {did_you_mean(difflib.get_close_matches(task, EVAL_TASKS, n=1), EVAL_TASKS)}"
-    smallest = min((*evals.lengths, *evals.context_limits, evals.num_examples, evals.batch_size))
-    if smallest < 1 or not evals.num_needles > 0:
-        yield (
-            "invalid value for an evaluation: expected lengths, context_limits, num_examples, num_needles and"
-            " batch_size of at least 1"
-        )
+    yield from range_problems("evals", evals)
+    for name in ("lengths", "context_limits"):
+        if any(tokens < 1 for tokens in getattr(evals, name)):
+            yield f"invalid {name} {getattr(evals, name)}: expected numbers of tokens, at least 1"
     if any(not 0 <= depth <= 1 for depth in evals.depths):
         yield f"invalid depths {evals.depths}: expected numbers from 0 to 1"
     if LOSS in evals.tasks and not evals.documents:
@@ -107,8 +106,7 @@ def eval_settings(values: Mapping[str, Any]) -> EvalsConfig:
     for name, value in values.items():
         fields[name] = typed(f"evals.{name}", value, hints[name])
     settings = EvalsConfig(**fields)
-    for problem in eval_problems(settings):
-        raise UserError(problem)
+    raise_first(eval_problems(settings))
     if not settings.tasks or not settings.lengths:
         raise UserError("an evaluation needs at least one task and one length")
     return settings

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlc.config import differences
+from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.mixture import mixture_dict
+from jaxlc.config.model_schema import ModelConfig
 from jaxlc.config.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
-    DataConfig,
     EvalsConfig,
     LoraConfig,
     MemoryConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
     ProfileConfig,

@@ -1,4 +1,4 @@
-"""The settings as text for `--help`, from the source of schema.py: the comments of a field are its documentation."""
+"""The settings as text for `--help`, from the sources of their classes: the comments of a field document it."""
 
 import inspect
 import io
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from jaxlc.config import mixture
+from jaxlc.config.data_schema import SourceConfig
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types
 from jaxlc.config.mixture import is_mixture
-from jaxlc.config.schema import SourceConfig
 from jaxlc.config.settings import defaults
-from jaxlc.config.stages import OWN_FIELDS, StageConfig
+from jaxlc.config.stage_configs import OWN_FIELDS, StageConfig
 from jaxlc.config.values import describe_type
 
 _KEY_WIDTH, _WIDTH = 54, 160

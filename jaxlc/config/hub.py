@@ -19,7 +19,7 @@ def is_model_id(name: str) -> bool:
 
 
 def download(repo_id: str, *, with_weights: bool) -> Path:
-    """The directory of the model in the cache of the hub, which is downloaded before if it is not there.
+    """The directory of the model in the cache of the hub; downloads the files that the cache lacks.
 
     Args:
       repo_id: ORGANIZATION/NAME.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxlc.config.frozen import Config
-from jaxlc.config.schema import LAYER_KINDS
+from jaxlc.config.model_schema import LAYER_KINDS
 from jaxlc.config.values import invalid_value
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jaxlc.config.frozen import Config
 from jaxlc.config.schema import MeshConfig
 from jaxlc.core.axes import MESH_AXES, mesh_text
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, raise_first
 
 
 def check_num_devices(config: Config, num_devices: int, there_are: str, config_path: str = "") -> None:
@@ -108,7 +108,7 @@ def _strategy_problems(config: Config) -> Iterator[str]:
             f"config.attention.ulysses_degree={attention.ulysses_degree} is for strategy 'hybrid', and"
             f" config.attention.strategy is {attention.strategy!r}; use --config.attention.ulysses_degree=1"
         )
-    ranks = {"ulysses": mesh.context, "hybrid": attention.ulysses_degree}.get(attention.strategy, 1)
+    ranks = num_head_ranks(config)
     heads, kv_heads = model.num_heads // mesh.tensor, max(1, model.num_kv_heads // mesh.tensor)
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         setting = "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_degree"
@@ -117,6 +117,12 @@ def _strategy_problems(config: Config) -> Iterator[str]:
             f" rank has {heads} query and {kv_heads} key/value heads, which must split or repeat evenly;"
             " 'ring' has no such limit"
         )
+
+
+def num_head_ranks(config: Config) -> int:
+    """Context ranks over which Ulysses splits the heads; 1 for strategies that split only the sequence."""
+    degrees = {"ulysses": config.mesh.context, "hybrid": config.attention.ulysses_degree}
+    return degrees.get(config.attention.strategy, 1)
 
 
 def length_problems(config: Config) -> Iterator[str]:
@@ -144,8 +150,7 @@ def check_evaluation(config: Config) -> None:
     Raises:
       UserError: it does not; the message has the nearest values that work.
     """
-    for problem in evaluation_problems(config):
-        raise UserError(problem)
+    raise_first(evaluation_problems(config))
 
 
 def evaluation_problems(config: Config) -> Iterator[str]:

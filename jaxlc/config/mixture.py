@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxlc.config.schema import DataConfig, SourceConfig
+from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
 
 PATH = "data.mixture"

@@ -7,7 +7,7 @@ of each entry with the published one.
 from typing import Any
 
 from jaxlc.config.families import FAMILIES
-from jaxlc.config.schema import ModelConfig
+from jaxlc.config.model_schema import ModelConfig
 
 _LLAMA_3_1: dict[str, Any] = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)
 _LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "rope_scaling_factor": 32.0}

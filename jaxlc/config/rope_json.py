@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlc.config.families import Family
+from jaxlc.config.model_schema import ModelConfig
 from jaxlc.config.rope_settings import DEFAULTS, PARAMETERS, attention_factor
-from jaxlc.config.schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
 
 # Fields of config.json; the last one is that of models such as Phi 3.

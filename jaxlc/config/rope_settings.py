@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxlc.config.schema import ModelConfig
+from jaxlc.config.model_schema import ModelConfig
 
 # Kind of scaling -> the settings rope_scaling_... that it uses.
 PARAMETERS: dict[str, tuple[str, ...]] = {

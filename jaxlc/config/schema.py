@@ -2,96 +2,11 @@
 
 The comments above or behind a field are its documentation, which `--help` prints. `jaxlc.config.load` is the only way
 to make a Config: it checks types, ranges and contradictions before JAX starts. Functions take the section they need.
+The two largest sections have modules of their own, `model_schema` and `data_schema`.
 """
 
 from dataclasses import dataclass
 from typing import Literal
-
-# Kinds of layers that model.layer_kinds may name.
-LAYER_KINDS = ("full", "sliding", "nope")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A Llama-style decoder. `preset` gives the shape of a published model; the other settings override it."""
-
-    preset: str  # name of a published model in jaxlc/config/presets.py, such as llama3.1-8b or qwen3-8b
-    # model whose weights training starts from: a Hugging Face directory, a hub id ORGANIZATION/NAME, or the workdir of
-    # a run. It gives the shape as well, and preset has no effect; docs/pretrained.md. Empty: random weights.
-    init_from: str = ""
-    vocab_size: int  # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
-    num_layers: int  # number of decoder layers (attention and feed-forward)
-    model_dim: int  # width of the residual stream; "hidden_size" in Hugging Face configs
-    num_heads: int  # number of query heads
-    # number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query attention, 1 is
-    # multi-query attention.
-    num_kv_heads: int
-    head_dim: int  # width of each attention head; even, because RoPE rotates pairs of dimensions
-    ffn_dim: int  # width of the gated feed-forward layer; "intermediate_size" in Hugging Face configs
-    tie_embeddings: bool  # use the transposed token embedding as the output head
-    # RMSNorm of queries and keys before RoPE. head: of each head, as in Qwen 3 and Gemma 3. projection: of all heads
-    # together, as in Olmo 3.
-    qk_norm: Literal["none", "head", "projection"] = "none"
-    # RMSNorms around attention and feed-forward. pre: of their input, as in Llama. post: of their output before it is
-    # added to the residual stream, as in Olmo 3. pre_and_post: of both, as in Gemma 3.
-    norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
-    zero_centered_norm: bool = False  # RMSNorms multiply by 1 + scale instead of scale, as in Gemma
-    norm_epsilon: float  # added to the mean square in RMSNorm
-    qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen 2.5
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate of the feed-forward layer; gelu_tanh in Gemma
-    scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
-    # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
-    # 0: head_dim.
-    query_scale_dim: int = 0
-    # kinds of the layers, a group that repeats: layer i has kind layer_kinds[i % length]. full: attention to all
-    # earlier tokens. sliding: attention to the last `window` tokens. nope: as full, without position embedding.
-    layer_kinds: tuple[str, ...] = ("full",)
-    # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
-    # model has no sliding layers.
-    window: int = 0
-    sliding_rope_theta: float = 10_000.0  # base of the RoPE frequencies of sliding layers, which are never scaled
-    rope_theta: float  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
-    # how RoPE frequencies are changed to extend the context; docs/pretrained.md. linear: divided by the factor. ntk: a
-    # larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low frequencies divided, high ones unchanged,
-    # sharper attention. longrope: each divided by a factor of its own. llama3: as in Llama 3.1.
-    rope_scaling: Literal["none", "linear", "ntk", "dynamic_ntk", "yarn", "longrope", "llama3"] = "none"
-    rope_scaling_factor: float = 1.0  # new context length divided by the original one
-    # context length in tokens that the model was trained with before scaling; dynamic_ntk, yarn, longrope and llama3.
-    rope_scaling_original_tokens: int = 0
-    # llama3: wavelengths above rope_scaling_original_tokens / this are scaled fully.
-    rope_scaling_low_freq_factor: float = 1.0
-    # llama3: wavelengths below rope_scaling_original_tokens / this are not scaled.
-    rope_scaling_high_freq_factor: float = 4.0
-    # yarn: frequencies with more turns than this within rope_scaling_original_tokens are not scaled.
-    rope_scaling_beta_fast: float = 32.0
-    # yarn: frequencies with fewer turns than this within rope_scaling_original_tokens are scaled fully.
-    rope_scaling_beta_slow: float = 1.0
-    # yarn, longrope: factor of cos and sin, whose square multiplies attention logits. 0: computed from
-    # rope_scaling_factor.
-    rope_scaling_attention_factor: float = 0.0
-    rope_scaling_truncate: bool = True  # yarn: round the limits between the frequency bands to whole dimensions
-    # longrope: divisors of the frequencies if data.seq_len is at most rope_scaling_original_tokens.
-    rope_scaling_short_factors: tuple[float, ...] = ()
-    rope_scaling_long_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies for longer sequences
-    rope_fraction: float = 1.0  # fraction of head_dim that RoPE rotates, its first dimensions; the others are unchanged
-
-    @property
-    def num_last_layers(self) -> int:
-        """Number of layers after the last whole group of layer_kinds."""
-        return self.num_layers % len(self.layer_kinds)
-
-    @property
-    def kinds_of_layers(self) -> tuple[str, ...]:
-        """The kind of each layer."""
-        return tuple(self.layer_kinds[layer % len(self.layer_kinds)] for layer in range(self.num_layers))
-
-    def num_layers_of(self, kind: str) -> int:
-        """Number of layers of this kind."""
-        return self.kinds_of_layers.count(kind)
-
-    def window_of(self, kind: str) -> int | None:
-        """The window in tokens of layers of this kind; None: attention to all earlier tokens."""
-        return self.window if kind == "sliding" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,81 +42,6 @@ class AttentionConfig:
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference", "mosaic"] = "auto"
     query_block_tokens: int = 512  # query block size of the pallas and blockwise kernels, in tokens
     key_block_tokens: int = 512  # KV block size of the pallas and blockwise kernels, in tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """One source of data.mixture."""
-
-    name: str  # NAME in config.data.mixture.NAME
-    # files, directories or glob patterns, as data.sources.
-    paths: tuple[str, ...] = ()
-    # share of the tokens of a run, padding not counted. Shares are divided by their sum.
-    share: float = 1.0
-    # packed: documents and remainders of long ones are packed into sequences. full_length: only documents of at least
-    # data.seq_len tokens, cut into sequences of one document each; remainders are not used.
-    pool: Literal["packed", "full_length"] = "packed"
-    # pool packed: documents are cut into chunks of at most this number of tokens before they are packed, such as 65536
-    # in sequences of 524288. 0: data.seq_len.
-    chunk_tokens: int = 0
-    min_tokens: int = 0  # shorter documents are not used; lengths include the end-of-document token
-    max_tokens: int = 0  # longer documents are not used; 0: no limit
-    # limits in tokens between length classes, increasing, for length_weights.
-    length_limits: tuple[int, ...] = ()
-    # weight of the documents of each length class, one more than length_limits: 1,2.5 with length_limits=8192 repeats
-    # documents of at least 8192 tokens 2.5 times per epoch. 0: not used. Empty: 1.
-    length_weights: tuple[float, ...] = ()
-    # documents longer than a sequence. cut: into several chunks. truncate: only the first data.seq_len tokens are used.
-    # drop: not used. auto: cut, and drop for chats.
-    overlong: Literal["auto", "cut", "truncate", "drop"] = "auto"
-    # field of records that holds the document; dots name fields of fields, such as data.text.
-    text_field: str = "text"
-    # field of records that holds token IDs, such as input_ids, instead of text; "tokens" in .idx files of Megatron-LM.
-    token_field: str = ""
-    # field of records that holds a chat, such as messages: a list of messages with role and content, rendered with the
-    # chat template. Only the answers of the assistant are trained on.
-    chat_field: str = ""
-    # chats: weight of a token of an answer. token: 1. answer: the same sum for each answer, 1 on average.
-    answer_weights: Literal["token", "answer"] = "token"
-    # suffixes of more files that are one document each, such as .tex; "code" adds those of programs.
-    text_suffixes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Text sources, tokenizer and packing into sequences."""
-
-    # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz, .jsonl.zst,
-    # .parquet and .arrow files; "python-stdlib", the sources of Python's standard library; or "phone-book", documents
-    # of data.seq_len words that repeat numbers.
-    sources: tuple[str, ...] = ("python-stdlib",)
-    # named sources with shares of the tokens, instead of data.sources; docs/data.md. Set the fields of a source with
-    # config.data.mixture.NAME.FIELD; a new NAME adds a source.
-    mixture: tuple[SourceConfig, ...] = ()
-    # "bytes" (257 ids), the path of a Hugging Face tokenizer.json or of a directory that contains one, or a hub id
-    # ORGANIZATION/NAME. If it is not set: the tokenizer of model.init_from, or bytes without it.
-    tokenizer: str = "bytes"
-    # text of the token that ends each document, such as <|im_end|>. Empty: chosen from the special tokens of the
-    # tokenizer, such as <|end_of_text|>, <|endoftext|> or </s>, or its eos_token.
-    end_token: str = ""
-    seq_len: int = 4096  # sequence length in tokens, over all context ranks; documents are packed into sequences
-    # field of records that holds the document; dots name fields of fields, such as data.text.
-    text_field: str = "text"
-    # number of records of a source, without a document that can be used, that are skipped with a warning.
-    max_bad_records: int = 0
-    # template of chats: a Jinja file, "chatml", or "llama3". Empty: that of the tokenizer.
-    chat_template: str = ""
-    # fraction of documents held out for evaluation, selected by a hash of their names. With too few documents, this
-    # fraction of the longest one, at its end.
-    eval_fraction: float = 0.05
-    # sources for evaluation, as data.sources. Their files are not trained on, and eval_fraction has no effect. Empty:
-    # eval_fraction of data.sources.
-    eval_sources: tuple[str, ...] = ()
-    seed: int = 0  # random seed of the order of sequences
-    cache_dir: str = "~/.cache/jaxlc"  # directory where tokenized corpora are stored
-    # number of processes that tokenize a corpus of more than 64 MB; 0: one per CPU core.
-    tokenizing_processes: int = 0
-    prefetch_steps: int = 2  # number of batches prepared in advance; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)

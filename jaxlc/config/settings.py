@@ -10,7 +10,7 @@ from jaxlc.config import differences
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types, is_placeholder
 from jaxlc.config.loading import check_key, check_preset
 from jaxlc.config.mixture import MixtureSettings, is_mixture, is_source_path, parse_mixture
-from jaxlc.config.stages import parse_stages
+from jaxlc.config.stage_configs import parse_stages
 from jaxlc.config.values import typed
 
 

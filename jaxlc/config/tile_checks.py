@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from jaxlc.config.frozen import Config
+from jaxlc.config.mesh_checks import num_head_ranks
 
 # With tiles, only these tensors of a layer exist for the whole sequence at once.
 _WHOLE_TENSORS = ("residual", "attention_out", "attention_lse")
@@ -36,7 +37,7 @@ def tile_problems(config: Config) -> Iterator[str]:
             f"{setting} does not divide the {per_device} tokens of a device (data.seq_len / mesh.context), or"
             f" is not a multiple of 2 x mesh.tensor = {pieces}; use {_nearest_divisor(per_device, tile_tokens, pieces)}"
         )
-    ranks = {"ulysses": mesh.context, "hybrid": attention.ulysses_degree}.get(attention.strategy, 1)
+    ranks = num_head_ranks(config)
     kv_heads = max(1, config.model.num_kv_heads // mesh.tensor)
     if kv_heads % ranks:
         yield (

@@ -1,5 +1,7 @@
 """Errors that users can fix."""
 
+from collections.abc import Iterator
+
 
 class UserError(ValueError):
     """Invalid user input: a config, a path or an environment.
@@ -14,5 +16,12 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(getattr(error, "strerror", None) or error).split())
 
 
+def raise_first(problems: Iterator[str]) -> None:
+    """Raises the first of `problems` as a UserError; returns if there are none."""
+    problem = next(problems, None)
+    if problem is not None:
+        raise UserError(problem)
+
+
 class Unsupported(UserError, NotImplementedError):
-    """A selected strategy or kernel does not support the case. The message names the limit and the value."""
+    """A model, a combination of settings or a device is unsupported. The message names the limit and the value."""

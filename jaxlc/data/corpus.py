@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.config.mixture import DEFAULTS
-from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.documents import Fields
 from jaxlc.data.mixed import MixedSequences, PackedText

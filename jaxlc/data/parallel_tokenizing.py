@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlc.config.schema import DataConfig
+from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.documents import BadRecords
 from jaxlc.data.parts import Part, files_from_json, part_arrays, plan_parts, read_part, save_part, write_manifest

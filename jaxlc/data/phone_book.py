@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from jaxlc.config.schema import DataConfig
+from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError, reason_of
 
 PHONE_BOOK = "phone-book"

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from jaxlc.config.schema import SourceConfig
+from jaxlc.config.data_schema import SourceConfig
 from jaxlc.data.packing import PackedSequences
 from jaxlc.data.store import TokenStore
 

@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxlc.config.schema import DataConfig
+from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import parallel_tokenizing
 from jaxlc.data.chat import load_chat_template

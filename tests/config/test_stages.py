@@ -140,6 +140,7 @@ def test_command_line_overrides_settings_of_one_stage(tmp_path):
         ("--config.stages.c.steps=1", "unknown stage config.stages.c: expected one of a, b"),
         ("--config.stages.a.stepz=1", "unknown setting config.stages.a.stepz"),
         ("--config.stages=1", "config.stages is a list"),
+        ("--config.stages.a.mesh=8", "invalid value '8' for config.stages.a.mesh: expected a dictionary of settings"),
         ("--config.train.steps=3", "no effect in a config with stages: use --config.stages.a.steps, --config.stages.b"),
         ("--stage=c", "unknown --stage=c: expected one of a, b"),
     ]:

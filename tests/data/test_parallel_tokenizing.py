@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc.config.schema import DataConfig
+from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import parallel_tokenizing
 from jaxlc.data.documents import Fields

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc.config.schema import DataConfig
+from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import documents, tokenized_pieces
 from jaxlc.data import store as store_module

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxlc.config.schema import ModelConfig
+from jaxlc.config.model_schema import ModelConfig
 
 Fields = Mapping[str, Any]  # the content of config.json
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxlc.config.families.family import Family, Fields
-from jaxlc.config.schema import ModelConfig
+from jaxlc.config.model_schema import ModelConfig
 
 _DEFAULT_WINDOW = 4096
 
