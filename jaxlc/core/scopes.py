@@ -6,9 +6,9 @@ core_attention/ring_step/...". JAX adds marks of its own transformations, e.g. "
 
 # Parts of the model.
 EMBEDDING = "embedding"  # token embedding lookup
-ATTENTION = "attention"  # attention block of a layer: norm, projections, RoPE, core attention, output projection
+ATTENTION = "attention"  # attention block of a layer: norms, projections, RoPE, core attention, output projection
 CORE_ATTENTION = "core_attention"  # what runs inside attention's shard_map: kernels and exchanges over the context axis
-MLP = "mlp"  # MLP block of a layer: norm and SwiGLU
+MLP = "mlp"  # MLP block of a layer: norms and the gated feed-forward layer
 LORA = "lora"  # inside ATTENTION and MLP: an adapter, with the sum of its output and that of the frozen projection
 GATHER_WEIGHTS = "gather_weights"  # cast of a stored weight, and its all-gather over the axes that shard it
 
@@ -24,7 +24,7 @@ REORDER = "zigzag_reorder"  # of arrays in natural order: exchange of chunks to 
 
 # Calls of tokamax's kernels, whose custom calls have no name.
 MOSAIC_FORWARD = "mosaic_forward"
-MOSAIC_BACKWARD = "mosaic_backward"  # its results tell dq from dk and dv
+MOSAIC_BACKWARD = "mosaic_backward"  # a call with one result computes dq, one with two dk and dv
 MOSAIC_CAUSAL = "mosaic_causal"  # inside one of these: a call that is causal by index
 MOSAIC_PAIRS = "mosaic_pairs"  # the loop of the backward over pairs of a query block and a KV block
 

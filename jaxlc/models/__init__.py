@@ -1,1 +1,1 @@
-"""The model: a Llama in Flax NNX, given its attention as an argument."""
+"""The model: a decoder in Flax NNX, given its attention as an argument."""

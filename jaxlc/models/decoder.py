@@ -6,15 +6,14 @@
 It computes no logits: the loss computes them chunk by chunk. The decoder is independent of attention strategies and
 tiling, which are inside `run_layer`, and of the mesh, which is inside `Sharder`.
 
-The kinds of layers (model.layer_kinds) repeat with a period. Their parameters have equal shapes and are stacked, in
-"layers"; a scan runs one period of them per iteration. If the period does not divide the number of layers, the rest is
-in "last_layers" and runs after the scan.
+The kinds of layers (model.layer_kinds) repeat with a period. Their parameters are stacked in "layers", of which a scan
+runs one period per iteration (`layer_stack`). If the period does not divide the number of layers, the rest is in
+"last_layers" and runs after the scan.
 """
 
 import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,47 +22,16 @@ from flax import nnx
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import LAYER_STACKS
-from jaxlc.models import offloaded_layers
 from jaxlc.models.embedding import lookup
 from jaxlc.models.freezing import join, paths_in_layer
 from jaxlc.models.init_keys import InitKeys
+from jaxlc.models.layer_stack import IsFrozen, Remat, RunLayer, run_stack
 from jaxlc.models.layers import DecoderLayer, matrix
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.models.norms import RMSNorm
-from jaxlc.models.offloaded_layers import LayerParams, Prefetch
 from jaxlc.sharding.rules import Sharder
 
 _LAYERS = "layers"  # name of the leading dimension of every parameter in LAYER_STACKS
-
-IsFrozen = Callable[[tuple[str, ...], Any], bool]  # (path within a layer, parameter), an nnx filter
-
-
-class RunLayer(Protocol):
-    """Runs a decoder layer of one kind.
-
-    `layers.run_layer` and `layer_tiles.run_layer` implement it, with their attention and RoPE tables bound.
-    """
-
-    def __call__(
-        self,
-        layer_def: nnx.GraphDef,
-        params: LayerParams,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        ranges: Any,
-        prefetch: Prefetch | None = None,
-        *,
-        shard: Sharder,
-    ) -> tuple[jax.Array, Any]:
-        """Returns x_BTD after the layer, and the weights that were prefetched meanwhile (None without `prefetch`)."""
-
-
-class Remat(Protocol):
-    """Rematerialization of layers and of groups of layers; implemented by `jaxlc.train.remat.Remat`."""
-
-    of_layer: Callable[[Callable], Callable]  # wraps the function that runs one layer
-    of_group: Callable[[Callable], Callable]  # wraps the function that runs `layers_per_group` layers
-    layers_per_group: int
 
 
 class Decoder(nnx.Module):
@@ -108,7 +76,7 @@ class Decoder(nnx.Module):
         for layers in (self.layers, self.last_layers):
             if layers is not None:
                 options = dict(run_layer=run_layer, shard=shard, remat=remat, is_frozen=is_frozen)
-                x_BTD = _run_stack(layers, x_BTD, shared, layer_kinds, **options)
+                x_BTD = run_stack(layers, x_BTD, shared, layer_kinds, **options)
         return x_BTD
 
     def embedded(self, tokens_BT: jax.Array, shard: Sharder, compute_dtype) -> jax.Array:
@@ -124,83 +92,6 @@ class Decoder(nnx.Module):
         with jax.named_scope(scopes.GATHER_WEIGHTS):
             weight = shard.head(stored[...], stored.dims, compute_dtype)
         return weight.T if self.head is None else weight
-
-
-def _run_stack(
-    layers: DecoderLayer,
-    x_BTD: jax.Array,
-    shared: tuple,
-    layer_kinds: Sequence[str],
-    *,
-    run_layer: Mapping[str, RunLayer],
-    shard: Sharder,
-    remat: Remat,
-    is_frozen: IsFrozen,
-) -> jax.Array:
-    """Runs the layers of one of LAYER_STACKS; the first one has the kind layer_kinds[0]. See `apply`."""
-    layer_def, frozen, trainable = nnx.split(layers, is_frozen, ...)
-    stacked = LayerParams(trainable, frozen)
-    num_layers = len(jax.tree.leaves(stacked)[0])
-    period = min(len(layer_kinds), num_layers)
-
-    def run_one(kind, x_BTD, params, shared, prefetch=None):
-        positions_BT, ranges = shared
-        params = LayerParams(params.trainable, jax.lax.stop_gradient(params.frozen))  # for `offloaded_layers`
-        return run_layer[kind](layer_def, params, x_BTD, positions_BT, ranges[kind], prefetch, shard=shard)
-
-    of_kind = {kind: remat.of_layer(functools.partial(run_one, kind)) for kind in run_layer}
-    runs = [of_kind[kind] for kind in layer_kinds[:period]]
-    if len(layer_kinds) > 1:
-        runs = [_in_backward_order(run) for run in runs]
-    if remat.layers_per_group > 1:
-        group_size = min(remat.layers_per_group, num_layers)
-        runs = [remat.of_group(_group_of([runs[index % period] for index in range(group_size)]))]
-        stacked = _grouped(stacked, group_size)
-    if shard.weights_on_host:
-        (run,) = runs  # `config.layer_checks` requires remat groups if layers differ
-        return offloaded_layers.run_layers(run, x_BTD, stacked, shared, shard.fetched)
-    if len(runs) == 1:
-        return jax.lax.scan(lambda x_BTD, params: runs[0](x_BTD, params, shared), x_BTD, stacked)[0]
-
-    def run_period(x_BTD, params):
-        for run, of_layer in zip(runs, _unstacked(params), strict=True):
-            x_BTD, _ = run(x_BTD, of_layer, shared)
-        return x_BTD, None
-
-    return jax.lax.scan(run_period, x_BTD, _grouped(stacked, period))[0]
-
-
-def _in_backward_order(run: Callable) -> Callable:
-    """`run`, whose weight gradients are complete before the backward pass continues with the layer before it.
-
-    In a loop of one layer per iteration they are. If an iteration has several layers, XLA could compute the weight
-    gradients of all of them last, and would keep all activations that these need.
-    """
-
-    @jax.custom_vjp
-    def wait(x_BTD, trainable):
-        return x_BTD, trainable
-
-    wait.defvjp(lambda *both: (both, None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
-
-    def run_ordered(x_BTD, params, *operands):
-        x_BTD, trainable = wait(x_BTD, params.trainable)
-        return run(x_BTD, params.with_trainable(trainable), *operands)
-
-    return run_ordered
-
-
-def _group_of(runs: Sequence[Callable]) -> Callable:
-    """A function that runs one remat group, layer by layer; its parameters are stacked."""
-
-    def run_group(x_BTD, params, shared, prefetch=None):
-        # Not a scan: when the group is recomputed, the output of its last layer is unused and not computed.
-        x_BTD, next_weights = runs[0](x_BTD, _layer_at(params, 0), shared, prefetch)
-        for index, run in enumerate(runs[1:], 1):
-            x_BTD, _ = run(x_BTD, _layer_at(params, index), shared)
-        return x_BTD, next_weights
-
-    return run_group
 
 
 def init(model: ModelConfig, vocab_size_padded: int, key: jax.Array, lora: LoraConfig | None = None) -> dict:
@@ -310,23 +201,6 @@ def _bf16_flags(model: ModelConfig, state, fp8: Fp8 | None) -> dict:
         return is_bf16_L[first : first + len(like)]
 
     return nnx.to_pure_dict(jax.tree.map_with_path(flags, nnx.filter_state(state, IsBf16)))
-
-
-def _layer_at(stacked, index: int):
-    return jax.tree.map(operator.itemgetter(index), stacked)
-
-
-def _grouped(stacked, size: int):
-    """[L, ...] as [L / size, size, ...]."""
-    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), stacked)
-
-
-def _unstacked(stacked) -> list:
-    """The tree of each layer. The transpose of `lax.split` is a concatenation; that of indexing would be a sum of
-    arrays of the size of the stack."""
-    leaves, treedef = jax.tree.flatten(stacked)
-    parts = [[part[0] for part in jax.lax.split(leaf, [1] * len(leaf))] for leaf in leaves]
-    return [jax.tree.unflatten(treedef, layer) for layer in zip(*parts, strict=True)]
 
 
 def _pad_vocab(param: nnx.Param, padding: int) -> nnx.Param:

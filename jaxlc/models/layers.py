@@ -226,8 +226,8 @@ def run_layer(
     shard: Sharder,
     tables: RopeTables | None,
 ) -> tuple[jax.Array, Any]:
-    """Runs the layer `nnx.merge(layer_def, *params)` on whole sequences. It is a `decoder.RunLayer` once `attend` and
-    `tables` are bound.
+    """Runs the layer `nnx.merge(layer_def, *params)` on whole sequences. With `attend` and `tables` bound, it is a
+    `layer_stack.RunLayer`.
 
     Args:
       attend: `(q_BTNH, k_BTKH, v_BTKH, ranges) -> out_BTNH`.

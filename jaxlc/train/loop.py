@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -12,21 +10,19 @@ import optax
 from ml_collections import ConfigDict
 
 from jaxlc import runtime
-from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages, to_dict
+from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.memory_pools import explained, pinned_host_bytes
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.base_model import base_meta, checkpoint_part
 from jaxlc.train.batch import Batch
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
 from jaxlc.train.checkpoint import Checkpoints, prepare_workdir
 from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.train.custom_model import Model
 from jaxlc.train.evaluation import Evaluation
-from jaxlc.train.final_report import write_report
 from jaxlc.train.loss import TokenLoss
-from jaxlc.train.metrics import METRICS_FILE, MetricsLog, open_metrics, read_rows
+from jaxlc.train.metrics import open_metrics
 from jaxlc.train.pending_metrics import PendingMetrics
 from jaxlc.train.preemption import PreemptionGuard
 from jaxlc.train.prepared_stages import (
@@ -34,34 +30,18 @@ from jaxlc.train.prepared_stages import (
     PreparedStage,
     check_same_state,
     first_position,
-    num_tokens_until,
     stage_after,
     start_lines,
 )
 from jaxlc.train.progress import Progress
 from jaxlc.train.run_data import Batches, open_data
 from jaxlc.train.run_result import Result
+from jaxlc.train.stage_run import StageRun
 from jaxlc.train.start_report import step_lines
 from jaxlc.train.step import TrainStep, build_step
 from jaxlc.train.step_profiler import StepProfiler
 from jaxlc.train.step_reports import StepReports
 from jaxlc.train.verify_compiled import check_kernels, verify_compiled_step
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """What set-up returns and the loop uses; none of it changes from step to step."""
-
-    stage: PreparedStage
-    workdir: Path
-    progress: Progress
-    checkpoints: Checkpoints
-    metrics: MetricsLog
-    callbacks: Callbacks
-
-    @property
-    def config(self) -> Config:
-        return self.stage.stage.config
 
 
 def run(
@@ -95,7 +75,7 @@ def run(
             "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"
         )
     workdir, callbacks = prepare_workdir(workdir), Callbacks(callbacks)
-    with explained(first.runtime), _make_progress(first, is_own_model=model is not None) as progress:
+    with explained(first.runtime), _make_progress(first, has_custom_model=model is not None) as progress:
         # Training steps, with shapes and shardings. Nothing is allocated or compiled yet.
         build = functools.partial(build_step, model=model, loss=loss, optimizer=optimizer)
         steps = [build(stage.config, make_mesh(stage.config.mesh)) for stage in stages]
@@ -137,7 +117,7 @@ def _run_stages(
         if metrics is None:
             is_primary = jax.process_index() == 0
             metrics = open_metrics(workdir, resume_step=start.step or None, is_primary=is_primary)
-        run = _Run(
+        run = StageRun(
             stage=stage,
             workdir=workdir,
             progress=progress,
@@ -152,12 +132,12 @@ def _run_stages(
             end, evaluation, exit_status = _train(run, start, run_step or _compile(stage.step, progress))
         is_end_of_stage = end.step == stage.stage.end_step and not exit_status and not callbacks.stop_requested
         if not is_end_of_stage or stage is stages[-1]:
-            return _finish(run, stages, end, evaluation, exit_status)
+            return run.finish(stages, end, evaluation, exit_status)
         checkpoints.wait()
         del start, end  # frees the memory of the state
 
 
-def _train(run: _Run, start: Position, run_step: jax.stages.Compiled) -> tuple[Position, Evaluation | None, int]:
+def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tuple[Position, Evaluation | None, int]:
     """Runs the steps after `start`; returns where training ended, the last evaluation, and the exit status."""
     config, state, next_sequence = run.config.train, start.state, start.next_sequence
     stage, num_steps = run.stage, config.steps - start.step
@@ -169,9 +149,9 @@ def _train(run: _Run, start: Position, run_step: jax.stages.Compiled) -> tuple[P
     # Callbacks get them before, so that StopTraining ends the run at the step that raised it.
     evaluation = None
     if start.step == 0 and config.eval_every_steps:
-        evaluation = _evaluate(run, start)
+        evaluation = run.evaluate(start)
     if start.step == 0 and run.config.evals.every_steps:
-        _score(run, start)
+        run.score(start)
     reports = StepReports(
         config=run.config,
         workdir=run.workdir,
@@ -203,10 +183,10 @@ def _train(run: _Run, start: Position, run_step: jax.stages.Compiled) -> tuple[P
                     is_last = evaluates = scores = saves = True
                     reports.report(step, is_last=True)
             if evaluates:
-                evaluation = _evaluate(run, position)
-            of_tasks = _score(run, position) if scores else {}
+                evaluation = run.evaluate(position)
+            of_tasks = run.score(position) if scores else {}
             if saves:  # after this step's metrics are written: see metrics.py
-                _save(run, position, evaluation if evaluates else None, of_tasks)
+                run.save(position, evaluation if evaluates else None, of_tasks)
             if evaluates or scores or saves:
                 reports.pending.restart_clock(step)
             if is_last or stops:
@@ -216,14 +196,11 @@ def _train(run: _Run, start: Position, run_step: jax.stages.Compiled) -> tuple[P
     )
 
 
-# Set-up: each function returns what it made.
-
-
-def _make_progress(config: Config, *, is_own_model: bool) -> Progress:
+def _make_progress(config: Config, *, has_custom_model: bool) -> Progress:
     device = hardware.find(jax.devices()[0].device_kind)
     return Progress(
         config.train.steps,
-        flops_per_step=None if is_own_model else config.flops_per_step,
+        flops_per_step=None if has_custom_model else config.flops_per_step,
         peak_flops_per_second=device and device.bf16_flops_per_second * jax.device_count(),
         is_primary=jax.process_index() == 0,
     )
@@ -240,87 +217,5 @@ def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:
     return compiled
 
 
-# Parts of the loop.
-
-
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _evaluate(run: _Run, position: Position) -> Evaluation | None:
-    if run.stage.evaluator is None:
-        return None
-    with run.progress.spinner("evaluating"):
-        evaluation = run.stage.evaluator(position.state.params)
-    run.metrics.write(step=position.step, eval_loss=evaluation.loss)
-    run.callbacks("on_evaluation", position.step, evaluation)
-    return evaluation
-
-
-def _score(run: _Run, position: Position) -> dict[str, float]:
-    """The scores of config.evals by name, which are also written to metrics.jsonl; empty without config.evals.tasks."""
-    if run.stage.scorer is None:
-        return {}
-    with run.progress.spinner("evaluating tasks"):
-        scores = run.stage.scorer(position.state.params, position.step, run.workdir, run.progress.log)
-    for score in scores:
-        name = f"scores/{score.name}"
-        others = {f"{name}/{key}": value for key, value in score._asdict().items() if key not in ("name", "score")}
-        run.metrics.write(step=position.step, **{name: score.score}, **others)
-    return {score.name: score.score for score in scores}
-
-
-def _evaluate_again(run: _Run, position: Position) -> Evaluation:
-    """`Result.evaluate`: after the run, when metrics.jsonl is closed."""
-    evaluator = run.stage.evaluator
-    if evaluator is None:
-        raise UserError("the run has no held-out sequences: pass eval_batches to jaxlc.train.run")
-    return evaluator.with_context_gain(position.state.params, evaluator(position.state.params))
-
-
-def _save(run: _Run, position: Position, evaluation: Evaluation | None, scores: dict[str, float]) -> None:
-    stage = run.stage.stage
-    meta = dict(
-        step=position.step,
-        next_row=position.next_sequence,  # the stored name is part of the checkpoint format
-        corpus=run.stage.data.fingerprint,
-        config=to_dict(run.config),
-        stage=dict(name=stage.name, first_step=stage.first_step),
-        eval_loss=evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None,
-        scores={name: score for name, score in scores.items() if math.isfinite(score)},
-        **base_meta(run.stage.step, position.state.params),
-    )
-    run.checkpoints.save(position.step, checkpoint_part(run.stage.step, position.state), meta)
-    run.callbacks("on_checkpoint", position.step, run.workdir / CHECKPOINTS_DIRECTORY / str(position.step))
-
-
-def _finish(
-    run: _Run, stages: Sequence[PreparedStage], end: Position, evaluation: Evaluation | None, exit_status: int
-) -> Result:
-    """Writes the plots and prints the summary, unless a signal stopped the run; waits for the checkpoints."""
-    baselines: dict[str, float] = {}
-    evaluator, data = run.stage.evaluator, run.stage.data
-    if exit_status == 0:
-        if evaluator is not None:
-            evaluation = evaluation or evaluator(end.state.params)  # no step of this run did
-            with run.progress.spinner("evaluating with limited context"):
-                evaluation = evaluator.with_context_gain(end.state.params, evaluation)
-        if jax.process_index() == 0:
-            baselines = data.baselines(run.config)
-            num_tokens = num_tokens_until(stages, end.step)
-            run.progress.log(write_report(run.workdir, end.step, num_tokens, evaluation, baselines, data.waiting.share))
-    run.checkpoints.close()
-    run.metrics.close()
-    metrics = run.workdir / METRICS_FILE
-    return Result(
-        step=end.step,
-        exit_status=exit_status,
-        params=end.state.params,
-        tokenizer=data.tokenizer,
-        workdir=run.workdir,
-        rows=read_rows(metrics) if metrics.exists() else [],
-        train_step=run.stage.step,
-        evaluate=functools.partial(_evaluate_again, run, end),
-        evaluation=evaluation if exit_status == 0 else None,
-        baselines=baselines,
-    )

@@ -18,6 +18,7 @@ from jaxlc.attention.sharded_attention import ShardedAttention
 from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.models import decoder, freezing, layer_tiles, layers
+from jaxlc.models.layer_stack import RunLayer
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder, is_vector
@@ -155,7 +156,7 @@ class Objective:
             return attention.make_tiled(settings, self.mesh, tiles=self._num_tiles, num_kv_heads=model.num_kv_heads)
         return attention.make(settings, self.mesh, window=model.window_of(kind))
 
-    def _run_layer(self, kind: str, attend: ShardedAttention | TiledAttention) -> decoder.RunLayer:
+    def _run_layer(self, kind: str, attend: ShardedAttention | TiledAttention) -> RunLayer:
         """A decoder layer of this kind, with its attention and RoPE bound."""
         tables = rope_tables(self.config.model, kind, self.config.data.seq_len)
         if isinstance(attend, TiledAttention):

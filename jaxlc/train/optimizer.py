@@ -1,5 +1,7 @@
 """AdamW and its learning-rate schedules, from optax."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -72,6 +74,27 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> o
     if not config.max_grad_norm:
         return optax.with_extra_args_support(adamw)
     return optax.chain(_clip_by_given_norm(config.max_grad_norm), adamw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptimizer:
+    """The optimizer of a training step: that of config.optimizer, or a custom one."""
+
+    config: OptimizerConfig
+    schedule: optax.Schedule
+    custom: optax.GradientTransformation | None = None
+
+    def of(self, dims) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of the parameters with these `dims`, which are all trainable ones or a part of them."""
+        if self.custom is not None:
+            return optax.with_extra_args_support(self.custom)
+        return make_optimizer(self.config, self.schedule, dims)
+
+    def learning_rate(self, opt_state: optax.OptState) -> jax.Array:
+        """The learning rate of the next update, float32; NaN if a custom optimizer does not store it."""
+        if self.custom is None:
+            return jnp.float32(self.schedule(updates_made(opt_state)))  # skipped steps do not count
+        return jnp.float32(optax.tree.get(opt_state, "learning_rate", jnp.nan))  # as optax.inject_hyperparams does
 
 
 def _clip_by_given_norm(max_grad_norm: float) -> optax.GradientTransformationExtraArgs:

@@ -4,7 +4,7 @@ import time
 
 import jax
 
-from jaxlc.train.step import StepMetrics
+from jaxlc.train.step_function import StepMetrics
 
 
 class PendingMetrics:

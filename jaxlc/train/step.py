@@ -2,31 +2,30 @@
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc import attention
 from jaxlc.config import Config
 from jaxlc.core import hardware
-from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR
+from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.models import freezing
 from jaxlc.runtime import compilation_cache, transport
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
 from jaxlc.sharding.table import ShardingTable, sharding_table
-from jaxlc.train import mixed_precision, sequence_order, update
-from jaxlc.train.batch import Batch, abstract_batch, abstract_sequences, attention_pairs
+from jaxlc.train import mixed_precision, sequence_order
+from jaxlc.train.batch import Batch, abstract_batch, abstract_sequences
 from jaxlc.train.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
+from jaxlc.train.layer_kernels import by_kind, layer_kernels
 from jaxlc.train.loss import TokenLoss
 from jaxlc.train.objective import Objective
-from jaxlc.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
+from jaxlc.train.optimizer import StepOptimizer, learning_rate_schedule
 from jaxlc.train.sequence_order import SequenceOrder
 from jaxlc.train.state import (
     DEVICE,
@@ -38,21 +37,9 @@ from jaxlc.train.state import (
     memory_spaces,
     to_memory_kind,
 )
+from jaxlc.train.step_function import StepFunction, StepMetrics
 
 _HOST_MEMORY_SPACE = "S(5)"  # in the layouts of XLA's programs
-
-
-class StepMetrics(NamedTuple):
-    """Scalars, float32 unless noted, replicated."""
-
-    loss: jax.Array  # mean cross entropy in nats over all weighted tokens of the step
-    grad_norm: jax.Array  # before clipping
-    learning_rate: jax.Array
-    target_tokens: jax.Array  # sum of the loss weights
-    is_finite: jax.Array  # bool: of loss and gradients; if False, the update was skipped
-    loss_scale: jax.Array | None  # with fp16 only: of this step
-    skipped_steps: jax.Array | None  # with fp16 only, int32: updates skipped since step 0
-    attention_pairs: jax.Array | None  # with a document mask only: see `batch.attention_pairs`
 
 
 def build_step(
@@ -78,7 +65,7 @@ def build_step(
     check_methods("model", model, ("init", "apply"))
     check_methods("optimizer", optimizer, ("init", "update"))
     check_supported(config, has_model=model is not None, has_loss=loss is not None, has_optimizer=optimizer is not None)
-    return TrainStep(config=config, mesh=mesh, model=model, token_loss=loss, own_optimizer=optimizer)
+    return TrainStep(config=config, mesh=mesh, model=model, token_loss=loss, custom_optimizer=optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +76,7 @@ class TrainStep:
     mesh: Mesh
     model: Model | None = None  # the next three: see `build_step`
     token_loss: TokenLoss | None = None
-    own_optimizer: optax.GradientTransformation | None = None
+    custom_optimizer: optax.GradientTransformation | None = None
 
     @cached_property
     def objective(self) -> Objective | CustomObjective:
@@ -131,7 +118,17 @@ class TrainStep:
         """(state, batch) -> (state, StepMetrics); the buffers of the old state are donated."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, replicated))
+        function = StepFunction(
+            config=self.config,
+            objective=self.objective,
+            optimizer=self._step_optimizer,
+            memory_spaces=self.memory_spaces,
+        )
+
+        def _step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:  # a name in profiles
+            return function(state, batch)
+
+        return jax.jit(_step, donate_argnums=0, out_shardings=(shardings, replicated))
 
     def lower(self) -> jax.stages.Lowered:
         return self.jitted.lower(self.abstract_state, self.abstract_batch)
@@ -162,7 +159,7 @@ class TrainStep:
         """(params, microbatch) -> the loss of each token in nats, float32 [sequences, tokens], replicated."""
 
         def token_losses(params, batch: Batch) -> jax.Array:
-            params = jax.tree.map(to_memory_kind, params, self.memory_spaces.params)  # only types: see `_step`
+            params = jax.tree.map(to_memory_kind, params, self.memory_spaces.params)  # only types: see `StepFunction`
             return self.objective.token_losses(params, batch)
 
         return jax.jit(token_losses, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
@@ -243,32 +240,17 @@ class TrainStep:
     @property
     def kernels(self) -> dict[str, attention.KernelSelection]:
         """The attention kernel of each kind of layers and why it was selected."""
-        model = self.config.model
-        dtype = mixed_precision.compute_dtype(self.config.precision.compute, self._platform)
-        packed = self.config.attention.document_mask
-        choose = functools.partial(
-            attention.choose, self.config.attention, self.mesh, head_dim=model.head_dim, dtype=dtype, packed=packed,
-            num_elements=self._num_query_elements,
-        )  # fmt: skip
-        return {kind: choose(window=model.window_of(kind)) for kind in dict.fromkeys(model.layer_kinds)}
-
-    @property
-    def _num_query_elements(self) -> int:
-        """Elements of a device's queries in one layer; of a tile's, if layers are computed in tiles."""
-        config, mesh = self.config, self.mesh.shape
-        batch = config.train.global_batch_size // (config.train.gradient_accumulation_steps * mesh[DATA] * mesh[FSDP])
-        tokens = config.memory.tile_tokens or config.data.seq_len // mesh[CONTEXT]
-        return batch * tokens * config.model.num_heads // mesh[TENSOR] * config.model.head_dim
+        return layer_kernels(self.config, self.mesh)
 
     @property
     def kernel_names(self) -> str:
         """ "cudnn"; if the kinds of layers have different kernels, "sliding: pallas, full: cudnn"."""
-        return ", ".join(_by_kind({kind: kernel.name for kind, kernel in self.kernels.items()}))
+        return ", ".join(by_kind({kind: kernel.name for kind, kernel in self.kernels.items()}))
 
     @property
     def kernel_choice(self) -> str:
         """As `kernel_names`, with reasons."""
-        return "; ".join(_by_kind({kind: f"{kernel.name} ({kernel.reason})" for kind, kernel in self.kernels.items()}))
+        return "; ".join(by_kind({kind: f"{kernel.name} ({kernel.reason})" for kind, kernel in self.kernels.items()}))
 
     @cached_property
     def sequence_order(self) -> SequenceOrder:
@@ -285,80 +267,14 @@ class TrainStep:
         return self.mesh.devices.flat[0].platform
 
     @cached_property
-    def _schedule(self):
-        return learning_rate_schedule(self.config.optimizer, self.config.train.steps)
+    def _step_optimizer(self) -> StepOptimizer:
+        schedule = learning_rate_schedule(self.config.optimizer, self.config.train.steps)
+        return StepOptimizer(config=self.config.optimizer, schedule=schedule, custom=self.custom_optimizer)
 
     @cached_property
     def _optimizer(self) -> optax.GradientTransformation:
-        return self._make_optimizer(self._trainable_dims)
-
-    @property
-    def _trainable_dims(self):
-        return freezing.split(self.dims, self.frozen)[0]
-
-    def _make_optimizer(self, dims) -> optax.GradientTransformationExtraArgs:
-        """The optimizer of the parameters with these `dims`, which are all trainable ones or a part of them."""
-        if self.own_optimizer is not None:
-            return optax.with_extra_args_support(self.own_optimizer)
-        return make_optimizer(self.config.optimizer, self._schedule, dims)
-
-    def _learning_rate(self, opt_state: optax.OptState) -> jax.Array:
-        """The learning rate of the next update, float32; NaN if a custom optimizer does not store it."""
-        if self.own_optimizer is None:
-            return jnp.float32(self._schedule(updates_made(opt_state)))  # skipped steps do not count
-        return jnp.float32(optax.tree.get(opt_state, "learning_rate", jnp.nan))  # as optax.inject_hyperparams does
-
-    def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        has_documents = self.config.attention.document_mask and self.model is None
-        pairs = attention_pairs(batch, self.config.model) if has_documents else None
-        # No copy, only types: with absent devices the types of the arguments do not include the memory space.
-        state = jax.tree.map(to_memory_kind, state, self.memory_spaces)
-        # The division by the sum of weights of all ranks and microbatches: a single one may have no target tokens.
-        target_tokens = batch.loss_weights.sum()
-        to_mean = jnp.where(target_tokens > 0, 1.0 / target_tokens, 0.0)
-        loss_scale = state.scaling.loss_scale
-        if loss_scale is not None:  # multiplies the mean loss, before anything is rounded to float16
-            batch = batch._replace(loss_weights=batch.loss_weights * (loss_scale.scale * to_mean))
-            to_mean = 1.0 / loss_scale.scale
-        cross_entropy, gradients, histories = self.objective.loss_and_grads(
-            state.params, batch, state.scaling.histories
-        )
-        loss = cross_entropy * to_mean
-        grad_norm = update.gradient_norm(gradients, self._trainable_dims, to_mean)
-        # A step that is not finite does not change the parameters, so the loop can skip it, or stop with a valid state.
-        is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        trainable, frozen = freezing.split(state.params, self.frozen)
-        trainable, opt_state = update.update(
-            self._make_optimizer,
-            self._trainable_dims,
-            update.ParamsAndOptState(trainable, state.opt_state),
-            gradients,
-            scale=to_mean,
-            grad_norm=grad_norm,
-            is_finite=is_finite,
-        )
-        metrics = StepMetrics(
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=self._learning_rate(state.opt_state),
-            target_tokens=target_tokens,
-            is_finite=is_finite,
-            loss_scale=loss_scale and loss_scale.scale,
-            skipped_steps=loss_scale and loss_scale.skipped_steps + ~is_finite,
-            attention_pairs=pairs,
-        )
-        scaling = mixed_precision.after_step(state.scaling, histories, is_finite, self.config.precision)
-        rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
-        params = freezing.join(trainable, frozen) if self.frozen else trainable
-        return TrainState(state.step + 1, params, opt_state, rng, scaling), metrics
-
-
-def _by_kind(texts: Mapping[str, str]) -> Iterator[str]:
-    """The texts of the kinds of layers with their names, or the only text without."""
-    if len(set(texts.values())) == 1:
-        yield next(iter(texts.values()))
-    else:
-        yield from (f"{kind}: {text}" for kind, text in texts.items())
+        """The optimizer of all trainable parameters."""
+        return self._step_optimizer.of(freezing.split(self.dims, self.frozen)[0])
 
 
 def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:

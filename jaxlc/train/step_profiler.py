@@ -23,7 +23,7 @@ from jaxlc.config import Config, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.train.batch import Batch
 from jaxlc.train.state import TrainState
-from jaxlc.train.step import StepMetrics
+from jaxlc.train.step_function import StepMetrics
 
 PROFILE_DIRECTORY = "profile"  # in the workdir
 PROGRAM_FILE, RUN_FILE = "step.hlo.txt.gz", "run.json"

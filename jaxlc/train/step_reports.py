@@ -12,7 +12,7 @@ from jaxlc.train.metrics import MetricsLog
 from jaxlc.train.mixed_precision import is_retried
 from jaxlc.train.pending_metrics import PendingMetrics
 from jaxlc.train.progress import Progress
-from jaxlc.train.step import StepMetrics
+from jaxlc.train.step_function import StepMetrics
 
 _STEP_METRICS = ("loss", "grad_norm", "learning_rate", "target_tokens")  # passed to `Callback.on_step`
 # Simulated CPU devices of JAX 0.10 and 0.11 hang with many steps in flight, so metrics are also fetched between logs.
