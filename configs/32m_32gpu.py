@@ -1,10 +1,10 @@
 r"""Llama 3.1 8B with sequences of 33,554,432 tokens on 4 nodes of 8 H100s. Variants: mini.
 
-    jaxlc train --config=32m_32gpu:mini                     # the same features in miniature, on 8 simulated CPU devices
-    jaxlc plan --config=32m_32gpu --topology=h100:4x8         # ahead-of-time compilation, without a GPU
+    jaxlc train --config=32m_32gpu:mini                # the same features in miniature, on 8 simulated CPU devices
+    jaxlc plan --config=32m_32gpu --topology=h100:4x8  # ahead-of-time compilation, without a GPU
 
-The settings under `memory` make it fit; docs/memory.md gives what each of them saves and costs. To
-train, start one process per GPU as in configs/256k.py; each node needs 1,200 GiB of host memory.
+The settings under `memory` make it fit; docs/memory.md gives what each of them saves and costs. To train, start one
+process per GPU as in configs/256k.py; each node needs 1,200 GiB of host memory.
 """
 
 from ml_collections import ConfigDict

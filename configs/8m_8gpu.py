@@ -1,10 +1,10 @@
 r"""Llama 3.1 8B with sequences of 8,388,608 tokens on one node of 8 H100s. Variants: mini.
 
-    jaxlc train --config=8m_8gpu:mini                     # the same features in miniature, on 8 simulated CPU devices
-    jaxlc plan --config=8m_8gpu --topology=h100:1x8         # ahead-of-time compilation, without a GPU
+    jaxlc train --config=8m_8gpu:mini                # the same features in miniature, on 8 simulated CPU devices
+    jaxlc plan --config=8m_8gpu --topology=h100:1x8  # ahead-of-time compilation, without a GPU
 
-The settings under `memory` make it fit; docs/memory.md gives what each of them saves and costs. To
-train, start one process per GPU as in configs/256k.py; the node needs 1,370 GiB of host memory.
+The settings under `memory` make it fit; docs/memory.md gives what each of them saves and costs. To train, start one
+process per GPU as in configs/256k.py; the node needs 1,370 GiB of host memory.
 """
 
 from ml_collections import ConfigDict

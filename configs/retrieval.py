@@ -26,14 +26,14 @@ def get_config(variant: str = "") -> ConfigDict:
     config.memory.remat = "none"  # all activations fit, so nothing is recomputed
     config.train.update(eval_sequences=16, checkpoint_every_steps=0, log_every_steps=20)
     config.stages = [
-        stage(128, steps=500, global_batch_size=16, learning_rate=3e-3, mesh=dict(data=4)),
-        stage(512, steps=200, global_batch_size=4, learning_rate=2e-3, mesh=dict(data=4)),
-        stage(4096, steps=150, global_batch_size=1, learning_rate=1e-3, mesh=dict(context=4)),
+        _stage(128, steps=500, global_batch_size=16, learning_rate=3e-3, mesh=dict(data=4)),
+        _stage(512, steps=200, global_batch_size=4, learning_rate=2e-3, mesh=dict(data=4)),
+        _stage(4096, steps=150, global_batch_size=1, learning_rate=1e-3, mesh=dict(context=4)),
     ]
     return config
 
 
-def stage(seq_len: int, *, steps: int, global_batch_size: int, learning_rate: float, mesh: dict) -> dict:
+def _stage(seq_len: int, *, steps: int, global_batch_size: int, learning_rate: float, mesh: dict) -> dict:
     return dict(
         name=f"{seq_len}",
         steps=steps,

@@ -7,7 +7,7 @@ Shape letters, used as suffixes of names: `q_BTNH` has shape [batch, query posit
     B batch                   T query positions        S key positions
     N query heads             K key/value heads        G query heads per key/value head
     H head dim                D model dim              F feed-forward dim
-    V vocabulary              L layers              R rank of an adapter
+    V vocabulary              L layers               R rank of an adapter
 
     In jaxlc/attention: M layer tiles, P query sub-chunks of a tile, I query blocks, J KV blocks,
     R rows of a query block (G x T)

@@ -37,12 +37,12 @@ KERNEL_GAP_SECONDS = 1e-6
 # The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450
 # GB/s on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards per node
 # (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200 (Azure/AI-benchmarking-guide).
-LINK_SHARE = 0.8
-# Launch and first byte of a copy to or from host memory: assumed.
-HOST_LATENCY_SECONDS = 10e-6
+LINK_EFFICIENCY = 0.8
 # The same for the host link: 52 of 63 GB/s over PCIe 5.0, 193 to 201 of 225 GB/s on GB200; pinned memory, one GPU
 # at a time. Azure/AI-benchmarking-guide, ND H200 v5 and ND GB200 v6.
-HOST_SHARE = 0.83
+HOST_LINK_EFFICIENCY = 0.83
+# Launch and first byte of a copy to or from host memory: assumed.
+HOST_LATENCY_SECONDS = 10e-6
 
 
 # memory_bytes and memory bandwidth: XLA's own specs, xla/backends/gpu/target_config/specs.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,11 @@ import numpy as np
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.config.mixture import DEFAULTS
 from jaxlc.core.errors import UserError
+from jaxlc.data.corpus_checks import check_max_tokens, check_num_tokens, text_warnings, without_eval_files
 from jaxlc.data.documents import Fields
 from jaxlc.data.mixed import MixedSequences, PackedText
 from jaxlc.data.packing import PackedSequences
 from jaxlc.data.phone_book import PHONE_BOOK, phone_book_file
-from jaxlc.data.records import COMPRESSED_SUFFIXES
 from jaxlc.data.selection import overlong_rule, packed_source
 from jaxlc.data.sources import PYTHON_STDLIB, SourceFile, list_files
 from jaxlc.data.split import Split, split_documents
@@ -72,7 +72,7 @@ def open_corpus(
         )
     tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.end_token)
     eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
-    _check_max_tokens(eval_files, 1)
+    check_max_tokens(eval_files, 1)
     opener = _StoreOpener(config, tokenizer, eval_files, progress, log)
     return _open_mixture(opener) if config.mixture else _open_sources(opener)
 
@@ -101,8 +101,8 @@ class _StoreOpener:
           UserError: they do not exist, or cannot contain `min_tokens` tokens.
         """
         files, num_duplicates = list_files([self._file_of(path) for path in paths], setting, text_suffixes)
-        train_files = _without(files, self._eval_files, setting)
-        _check_max_tokens(train_files, min_tokens)
+        train_files = without_eval_files(files, self._eval_files, setting)
+        check_max_tokens(train_files, min_tokens)
         if len(files) > len(train_files):
             self.warnings.append(
                 f"{setting}: files that are also in data.eval_sources: {len(files) - len(train_files):,}; they are not"
@@ -133,7 +133,7 @@ class _StoreOpener:
 
     def split(self, store: TokenStore, eval_store: TokenStore | None, setting: str, has_own_text: bool = True) -> Split:
         split = split_documents(store, self.config.eval_fraction, eval_store, setting)
-        self.warnings += _text_warnings(store, split, setting, has_own_text)
+        self.warnings += text_warnings(store, split, setting, has_own_text)
         return split
 
 
@@ -146,7 +146,7 @@ def _open_sources(opener: _StoreOpener) -> Corpus:
     has_own_text = config.sources != (PYTHON_STDLIB,)  # Python's library has test files in other encodings
     split = opener.split(store, eval_store, "data.sources", has_own_text)
     train = PackedSequences(split.store, split.train_ids, config.seq_len, config.seed)
-    _check_num_tokens(train.num_tokens, config.seq_len, "")
+    check_num_tokens(train.num_tokens, config.seq_len, "")
     heldout = PackedSequences(split.heldout_store, split.heldout_ids, config.seq_len, seed=None)
     heldout_identity = config.eval_fraction if eval_store is None else eval_store.fingerprint
     identity = (store.fingerprint, tokenizer.fingerprint, config.seq_len, heldout_identity, config.seed)
@@ -253,53 +253,3 @@ def _setting(source: SourceConfig) -> str:
 
 def _hash(identity: tuple) -> str:
     return hashlib.sha256(repr(identity).encode()).hexdigest()
-
-
-def _without(files: list[SourceFile], eval_files: list[SourceFile], setting: str) -> list[SourceFile]:
-    """The files to train on.
-
-    Raises:
-      UserError: there are none.
-    """
-    eval_paths = {file.path.resolve() for file in eval_files}
-    train_files = [file for file in files if file.path.resolve() not in eval_paths]
-    if not train_files:
-        raise UserError(f"all files of {setting} are in data.eval_sources: add files to train on to {setting}")
-    return train_files
-
-
-def _check_max_tokens(files: list[SourceFile], min_tokens: int) -> None:
-    """Checks before tokenizing that `files` may contain `min_tokens` tokens: at most one per byte, and two per document
-    for its end and for a space that a tokenizer prepends. The size of a compressed file says nothing.
-
-    Raises:
-      UserError: they cannot.
-    """
-    if files and not any(file.path.name.endswith(COMPRESSED_SUFFIXES) for file in files):
-        max_tokens = sum(file.size_bytes + 2 for file in files if file.size_bytes)
-        _check_num_tokens(max_tokens, min_tokens, "at most ", files[0].setting)
-
-
-def _check_num_tokens(num_tokens: int, min_tokens: int, at_most: str, setting: str = "data.sources") -> None:
-    if num_tokens == 0:
-        raise UserError(f"{setting}: no text, all documents are empty; use different sources")
-    if num_tokens < min_tokens:
-        raise UserError(
-            f"{setting}: {at_most}{num_tokens:,} tokens to train on, less than one sequence of"
-            f" config.data.seq_len={min_tokens}; add text, or use a smaller --config.data.seq_len"
-        )
-
-
-def _text_warnings(store: TokenStore, split: Split, setting: str, has_own_text: bool) -> Iterator[str]:
-    invalid = store.invalid_utf8
-    if invalid.num_documents and has_own_text:
-        yield (
-            f"{setting}: documents that are not valid UTF-8: {invalid.num_documents:,} of {store.num_documents:,}"
-            f" (invalid characters: {invalid.num_characters:,}, first in {invalid.first_document!r});"
-            " convert them to UTF-8"
-        )
-    if split.tail_tokens:
-        yield (
-            f"{setting}: too few documents ({store.num_documents:,}) for a split by document: the last"
-            f" {split.tail_tokens:,} tokens of the longest document are held out"
-        )

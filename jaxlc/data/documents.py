@@ -25,6 +25,13 @@ class Fields(NamedTuple):
     def document(self) -> str:
         return self.tokens or self.chat or self.text
 
+    def setting(self, files_setting: str) -> str:
+        """The setting that names the field of the files that `files_setting` lists: "data.text_field"."""
+        name = "token_field" if self.tokens else "chat_field" if self.chat else "text_field"
+        is_mixture = files_setting.startswith("data.mixture.")
+        section = files_setting if is_mixture else files_setting.rpartition(".")[0]
+        return f"{section}.{name}" if section else name
+
 
 class Chat(NamedTuple):
     messages: list[dict[str, Any]]
@@ -113,10 +120,14 @@ def _blocks(first: bytes, opened: BinaryIO) -> Iterator[bytes]:
 
 def _record_documents(file: SourceFile, fields: Fields, bad_records: BadRecords) -> Iterator[Document]:
     if file.path.name.endswith(MEGATRON_SUFFIX) and not fields.tokens:
-        raise UserError(
-            f"{file.setting}: {str(file.path)!r} contains token IDs: set token_field='tokens' of its source"
-        )
-    for record in read_records(file.path, fields.document, file.setting, file.lines):
+        is_mixture = file.setting.startswith("data.mixture.")
+        advice = f"set config.{file.setting}." if is_mixture else "use a source of config.data.mixture with "
+        raise UserError(f"{file.setting}: {str(file.path)!r} contains token IDs: {advice}token_field=tokens")
+    field_setting = fields.setting(file.setting)
+    records = read_records(
+        file.path, fields.document, setting=file.setting, field_setting=field_setting, lines=file.lines
+    )
+    for record in records:
         try:
             document = _document(file, record, fields)
         except BadRecord as error:
@@ -132,7 +143,8 @@ def _document(file: SourceFile, record: Record, fields: Fields) -> Document | No
     Raises:
       BadRecord: the record has no document.
     """
-    value = field_of(record, fields.document)
+    field_setting = fields.setting(file.setting)
+    value = field_of(record, fields.document, field_setting)
     name = f"{file.name}:{record.number}"
     if fields.tokens:
         ids = _ids(value, record, fields.tokens)
@@ -142,7 +154,7 @@ def _document(file: SourceFile, record: Record, fields: Fields) -> Document | No
     if not isinstance(value, str):
         raise BadRecord(
             f"{record.where}: the field {fields.text!r} is {_kind(value)}, expected text; fix or remove this record, or"
-            " set data.text_field to another field"
+            f" set {field_setting} to another field"
         )
     # JSON can contain lone surrogates, which UTF-8 cannot encode.
     return Document(name=name, where=record.where, blocks=[value.encode(errors="replace")]) if value else None
@@ -175,4 +187,5 @@ def _without_null(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "null" if value is None else f"an {name}" if name == "int" else f"a {name}"

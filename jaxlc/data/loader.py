@@ -12,7 +12,7 @@ import numpy as np
 from jaxlc.core.errors import UserError
 
 _ENDLESS = 2**62
-_MAX_THREADS = 8  # building a sequence is mostly copying; a few threads saturate the memory bandwidth
+MAX_THREADS = 8  # building a sequence is mostly copying; a few threads saturate the memory bandwidth
 
 
 class Sequences(Protocol):
@@ -65,7 +65,7 @@ def batches(
         return jax.make_array_from_callback(shape, sharding, shard)
 
     num_prefetched = prefetch_steps * len(local_sequences)
-    options = grain.ReadOptions(num_threads=min(_MAX_THREADS, num_prefetched), prefetch_buffer_size=num_prefetched)
+    options = grain.ReadOptions(num_threads=min(MAX_THREADS, num_prefetched), prefetch_buffer_size=num_prefetched)
     built = iter(grain.MapDataset.range(_ENDLESS).map(local_spans).to_iter_dataset(options))
 
     def place_next_batch() -> dict[str, jax.Array]:

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data.documents import BadRecords
+from jaxlc.data.chat import load_chat_template
+from jaxlc.data.documents import BadRecords, Fields
 from jaxlc.data.parts import Part, files_from_json, part_arrays, plan_parts, read_part, save_part, write_manifest
 from jaxlc.data.records import BadRecord
 from jaxlc.data.sources import SourceFile
@@ -42,8 +43,9 @@ def parallel_pieces(
     paths = [directory / f"{number:06d}.npz" for number in range(len(parts))]
     waiting = [number for number, part in enumerate(parts) if not part.is_inline and not paths[number].exists()]
     num_processes = min(config.tokenizing_processes or os.cpu_count() or 1, len(waiting) or 1)
-    if len(waiting) < sum(not part.is_inline for part in parts):
-        log(f"continuing to tokenize: {len(parts) - len(waiting):,} of {len(parts):,} parts are complete")
+    num_complete = sum(not part.is_inline for part in parts) - len(waiting)
+    if num_complete:
+        log(f"continuing to tokenize: {num_complete:,} of {len(parts):,} parts are complete")
     running: dict[int, subprocess.Popen] = {}
     try:
         for number, part in enumerate(parts):
@@ -114,9 +116,6 @@ def tokenize_part(job: dict[str, Any]) -> None:
     Raises:
       UserError: as `tokenized_pieces`.
     """
-    from jaxlc.data.chat import load_chat_template
-    from jaxlc.data.documents import Fields
-
     fields = Fields(*job["fields"])
     tokenizer = load_tokenizer(job["tokenizer"], job["end_token"])
     template = load_chat_template(job["chat_template"], tokenizer.file) if fields.chat else None
@@ -132,4 +131,5 @@ if __name__ == "__main__":
     try:
         tokenize_part(json.loads(sys.argv[1]))
     except UserError as error:
-        sys.exit(print(error, file=sys.stderr) or 2)
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -7,8 +7,6 @@ lists the parts. A process that is killed leaves the complete parts, and the nex
 
 import dataclasses
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlc.core.atomic_files import replacing
 from jaxlc.data.sources import SourceFile
 from jaxlc.data.tokenized_pieces import Counts, Piece, TokenizedPiece
 
@@ -109,9 +108,8 @@ def part_arrays(tokenized: Iterable[TokenizedPiece], dtype: np.dtype) -> dict[st
 
 def save_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes a .npz file, atomically."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as out:
+    with replacing(path) as out:
         np.savez(out, **arrays)
-    os.replace(out.name, path)
 
 
 def read_part(path: Path, is_chats: bool) -> Iterator[TokenizedPiece]:

@@ -12,11 +12,11 @@ import itertools
 import json
 import os
 import random
-import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxlc.config.data_schema import DataConfig
+from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError, reason_of
 
 PHONE_BOOK = "phone-book"
@@ -114,17 +114,11 @@ def phone_book_file(config: DataConfig) -> Path:
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, itertools.islice(phone_book_documents(num_tokens), num_documents))
+            documents = itertools.islice(phone_book_documents(num_tokens), num_documents)
+            with replacing(path) as out:  # several processes may write the same content at the same time
+                out.writelines(json.dumps({"text": " ".join(words)}).encode() + b"\n" for words in documents)
         except OSError as error:
             raise UserError(
                 f"cannot write to data.cache_dir {config.cache_dir!r} ({reason_of(error)}); use a writable directory"
             ) from error
     return path
-
-
-def _write(path: Path, documents: Iterable[list[str]]) -> None:
-    """Several processes may write the same file at the same time: the content is equal, and each renames its own."""
-    partial = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}.tmp")
-    with partial.open("w") as file:
-        file.writelines(json.dumps({"text": " ".join(words)}) + "\n" for words in documents)
-    partial.replace(path)

@@ -37,27 +37,32 @@ class Record(NamedTuple):
     values: dict[str, Any] | BadRecord  # by field
 
 
-def read_records(path: Path, field: str, setting: str, lines: tuple[int, int, int] | None = None) -> Iterator[Record]:
+def read_records(
+    path: Path, field: str, *, setting: str, field_setting: str, lines: tuple[int, int, int] | None = None
+) -> Iterator[Record]:
     """Yields the records of a file in order; of columns, only those that `field` needs are read, and `tools`.
 
     Args:
       field: dotted name of the field that holds the document.
       setting: that lists the file; named in errors.
+      field_setting: that has the value `field`; named in errors.
       lines: as `SourceFile.lines`.
     Raises:
       UserError: the file cannot be read, or has no such column.
     """
     if path.name.endswith(JSON_SUFFIXES):
-        yield from _json_records(path, setting, lines)
+        yield from _json_records(path, lines)
     elif path.name.endswith(MEGATRON_SUFFIX):
         yield from _megatron_records(path)
     else:
-        yield from _column_records(path, field, setting)
+        yield from _column_records(path, field, setting, field_setting)
 
 
-def field_of(record: Record, field: str) -> Any:
+def field_of(record: Record, field: str, field_setting: str) -> Any:
     """The value of a field: of this name, or else, if the name has dots, of a field of a field.
 
+    Args:
+      field_setting: that has the value `field`; named in errors.
     Raises:
       BadRecord: the record is bad or has no such field.
     """
@@ -70,15 +75,15 @@ def field_of(record: Record, field: str) -> Any:
         if not isinstance(value, dict) or name not in value:
             fields = list(value) if isinstance(value, dict) else type(value).__name__
             raise BadRecord(
-                f"{record.where}: no field {field!r} (the fields are {fields}); set data.text_field to the field that"
+                f"{record.where}: no field {field!r} (the fields are {fields}); set {field_setting} to the field that"
                 " holds the document"
             )
         value = value[name]
     return value
 
 
-def _json_records(path: Path, setting: str, span: tuple[int, int, int] | None) -> Iterator[Record]:
-    with _opened(path, setting) as lines:
+def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[Record]:
+    with _opened(path) as lines:
         begin, end, first = span or (0, None, 1)
         if span:
             lines.seek(begin)
@@ -101,7 +106,7 @@ def _json_object(line: bytes, where: str) -> dict[str, Any] | BadRecord:
 
 
 @contextmanager
-def _opened(path: Path, setting: str) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BinaryIO]:
     """Opens a file of lines, decompressed."""
     if path.name.endswith(".gz"):
         with gzip.open(path, "rb") as lines:
@@ -132,7 +137,7 @@ class _Lines:
             yield rest
 
 
-def _column_records(path: Path, field: str, setting: str) -> Iterator[Record]:
+def _column_records(path: Path, field: str, setting: str, field_setting: str) -> Iterator[Record]:
     """The rows of a Parquet or Arrow file."""
     kind = "Parquet" if path.name.endswith(".parquet") else "Arrow"
     extras.require("pyarrow", f"the {kind} file {str(path)!r}")
@@ -140,7 +145,7 @@ def _column_records(path: Path, field: str, setting: str) -> Iterator[Record]:
 
     number = 0
     try:
-        for batch in _batches(path, field):
+        for batch in _batches(path, field, field_setting):
             for row in range(batch.num_rows):
                 number += 1
                 values = {name: _value(batch.column(name)[row]) for name in batch.schema.names}
@@ -161,19 +166,19 @@ def _value(scalar: Any) -> Any:
     return scalar.as_py()
 
 
-def _batches(path: Path, field: str) -> Iterator[Any]:
+def _batches(path: Path, field: str, field_setting: str) -> Iterator[Any]:
     """Batches of rows with the needed columns."""
     import pyarrow
     import pyarrow.parquet
 
     if path.name.endswith(".parquet"):
         with pyarrow.parquet.ParquetFile(path) as table:
-            columns = _needed_columns(path, field, table.schema_arrow.names)
+            columns = _needed_columns(path, field, field_setting, table.schema_arrow.names)
             yield from table.iter_batches(batch_size=_RECORDS_AT_ONCE, columns=columns)
         return
     with pyarrow.memory_map(str(path)) as mapped:
         reader = _arrow_reader(mapped)
-        columns = _needed_columns(path, field, reader.schema.names)
+        columns = _needed_columns(path, field, field_setting, reader.schema.names)
         for batch in reader:
             for begin in range(0, batch.num_rows, _RECORDS_AT_ONCE):
                 yield batch.select(columns).slice(begin, _RECORDS_AT_ONCE)
@@ -190,11 +195,11 @@ def _arrow_reader(mapped: Any) -> Any:
     return pyarrow.ipc.open_file(mapped).read_all().to_reader()
 
 
-def _needed_columns(path: Path, field: str, columns: list[str]) -> list[str]:
+def _needed_columns(path: Path, field: str, field_setting: str, columns: list[str]) -> list[str]:
     column = field if field in columns else field.partition(".")[0]
     if column not in columns:
         raise UserError(
-            f"{path}: no field {field!r} (the fields are {columns}); set data.text_field to the field that holds the"
+            f"{path}: no field {field!r} (the fields are {columns}); set {field_setting} to the field that holds the"
             " document"
         )
     return [column, "tools"] if "tools" in columns and column != "tools" else [column]
@@ -208,7 +213,7 @@ def _megatron_records(path: Path) -> Iterator[Record]:
     index of the first sequence of each document (i8), with one more at the end.
 
     Raises:
-      UserError: the .idx file is not of this format.
+      UserError: the .idx file is not of this format, or one of the files is truncated.
     """
     with open(path, "rb") as index:
         header = index.read(34)
@@ -219,10 +224,13 @@ def _megatron_records(path: Path) -> Iterator[Record]:
             " or JSON lines"
         )
     num_sequences, num_borders = (int.from_bytes(header[at : at + 8], "little") for at in (18, 26))
-    lengths = np.memmap(path, "<i4", "r", 34, (num_sequences,))
-    offsets = np.memmap(path, "<i8", "r", 34 + 4 * num_sequences, (num_sequences,))
-    borders = np.memmap(path, "<i8", "r", 34 + 12 * num_sequences, (num_borders,))
-    tokens = np.memmap(path.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<"), "r")
+    try:
+        lengths = np.memmap(path, "<i4", "r", 34, (num_sequences,))
+        offsets = np.memmap(path, "<i8", "r", 34 + 4 * num_sequences, (num_sequences,))
+        borders = np.memmap(path, "<i8", "r", 34 + 12 * num_sequences, (num_borders,))
+        tokens = np.memmap(path.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<"), "r")
+    except ValueError as error:  # a file that is shorter than the array, or empty
+        raise UserError(f"{str(path)!r} or its .bin file is truncated ({reason_of(error)}); copy both again") from error
     for number, (first, end) in enumerate(zip(borders[:-1], borders[1:]), start=1):
         begins = offsets[first:end] // tokens.itemsize
         parts = [tokens[begin : begin + length] for begin, length in zip(begins, lengths[first:end])]

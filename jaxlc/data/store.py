@@ -14,11 +14,10 @@ import functools
 import hashlib
 import os
 import shutil
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -26,19 +25,20 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from jaxlc.config.data_schema import DataConfig
-from jaxlc.core.errors import UserError
+from jaxlc.core.atomic_files import replacing
+from jaxlc.core.errors import UserError, reason_of
 from jaxlc.data import parallel_tokenizing
 from jaxlc.data.chat import load_chat_template
 from jaxlc.data.documents import BadRecords, Fields
 from jaxlc.data.lock import locked
 from jaxlc.data.sources import SourceFile, split_hash
+from jaxlc.data.token_writer import TokenWriter
 from jaxlc.data.tokenized_pieces import Log, Reader, TokenizedPiece, tokenized_pieces
 from jaxlc.data.tokenizers import Tokenizer
 
 Progress = Callable[[int, int], None]  # (bytes of text tokenized, total bytes)
 
 _FORMAT = 2  # increment it when the stored content changes; files of an older format are then ignored
-_MAX_KEPT_BYTES = 16 << 20  # tokens of a document in memory
 _LEFTOVER_SECONDS = 3600  # temporary files that no process has written to for this time are deleted
 _SAMPLED_DOCUMENTS = 1000  # checked when a store is opened, to detect a damaged file
 
@@ -133,7 +133,7 @@ def open_store(
                     _keep_manifest(parts, directory / f"{key}.manifest.json")
         except OSError as error:
             raise UserError(
-                f"cannot write to data.cache_dir {config.cache_dir!r} ({error.strerror or error}); use a writable"
+                f"cannot write to data.cache_dir {config.cache_dir!r} ({reason_of(error)}); use a writable"
                 " directory with enough space for the tokenized corpus"
             ) from error
         store = _read(tokens_path, index_path, tokenizer)
@@ -204,8 +204,8 @@ def _write(
 ) -> None:
     total_bytes, ended_bytes, piece_bytes = sum(file.size_bytes for file in files), 0, 0
     split_hashes, invalid, answers = array("d"), InvalidUtf8(), array("q")
-    with _replacing(tokens_path) as out:
-        tokens = _TokenWriter(out, np.min_scalar_type(tokenizer.vocab_size - 1))
+    with replacing(tokens_path) as out:
+        tokens = TokenWriter(out, np.min_scalar_type(tokenizer.vocab_size - 1))
         for piece, ids, spans in stream:
             if spans is not None:
                 answers.frombytes((spans + tokens.num_tokens).tobytes())
@@ -221,7 +221,7 @@ def _write(
         if not split_hashes:
             raise UserError(f"{files[0].setting}: no text, all documents are empty; use different sources")
         tokens.finish()
-    with _replacing(index_path) as out:
+    with replacing(index_path) as out:
         np.savez(
             out,
             offsets=np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)]),
@@ -242,64 +242,3 @@ def _keep_manifest(parts: Path, path: Path) -> None:
     if parts.is_dir():
         os.replace(parts / "manifest.json", path)
         shutil.rmtree(parts)
-
-
-class _TokenWriter:
-    """Writes a .npy file of tokens, and hashes the documents in it."""
-
-    def __init__(self, out: BinaryIO, dtype: np.dtype):
-        self.lengths = array("q")  # tokens of each document
-        self.content_hash = hashlib.sha256()
-        self.num_tokens = 0  # of all documents
-        self._out, self._dtype = out, dtype
-        self._document_bytes = 0  # of the current document
-        self._kept: list[bytes] = []  # its tokens, to be hashed; empty for a long document, which is read again
-        _write_header(out, dtype, 0)
-
-    def add(self, ids: np.ndarray) -> None:
-        """Adds tokens to the current document."""
-        stored = ids.astype(self._dtype).tobytes()
-        self._out.write(stored)
-        self.num_tokens += len(ids)
-        is_kept = self._document_bytes == sum(map(len, self._kept))
-        self._document_bytes += len(stored)
-        self._kept = [*self._kept, stored] if is_kept and self._document_bytes <= _MAX_KEPT_BYTES else []
-
-    def end_document(self, name: str, end_id: int) -> None:
-        self.add(np.array([end_id]))
-        # The hash starts with the length, which is known only now.
-        self.content_hash.update(f"{name}\0{self._document_bytes}\0".encode(errors="surrogateescape"))
-        for stored in self._kept or self._read_document():
-            self.content_hash.update(stored)
-        self.lengths.append(self._document_bytes // self._dtype.itemsize)
-        self._document_bytes, self._kept = 0, []
-
-    def finish(self) -> None:
-        _write_header(self._out, self._dtype, sum(self.lengths))
-
-    def _read_document(self) -> Iterator[bytes]:
-        """Reads the current document from the file; leaves the file at its end."""
-        self._out.seek(-self._document_bytes, os.SEEK_END)
-        while block := self._out.read(_MAX_KEPT_BYTES):
-            yield block
-
-
-def _write_header(out: BinaryIO, dtype: np.dtype, num_tokens: int) -> None:
-    """Writes the .npy header at the start of `out`. Its size is fixed, so that it can be rewritten with the length."""
-    out.seek(0)
-    descr = np.lib.format.dtype_to_descr(dtype)
-    np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": (num_tokens,)})
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file that atomically replaces `path` at the end; it is deleted on failure."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as out:
-        try:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-            os.replace(out.name, path)
-        except BaseException:
-            os.unlink(out.name)
-            raise

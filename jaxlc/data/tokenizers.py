@@ -48,8 +48,8 @@ class Tokenizer(Protocol):
         """Converts UTF-8 text to int32 IDs [tokens]."""
 
     def pieces(self, blocks: Iterable[bytes]) -> Iterator[bytes | str]:
-        """Cuts a document, given in blocks as in `sources.Document`, into pieces whose IDs, one after the other, equal
-        those of the entire text."""
+        """Cuts a document, given in blocks as `documents.Document` has them, into pieces whose IDs, one after the
+        other, equal those of the entire text."""
 
     def encode_pieces(self, pieces: Sequence[bytes | str]) -> list[np.ndarray]:
         """Converts pieces to int32 IDs [tokens] each, in parallel."""
@@ -127,7 +127,7 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         self.file = path = tokenizer_file(name)
-        content = _read(path, name)
+        content = _read(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exception if it cannot parse the content
@@ -227,14 +227,14 @@ def tokenizer_file(name: str) -> Path:
     return path / TOKENIZER_FILE if path.is_dir() else path
 
 
-def _read(path: Path, name: str) -> bytes:
+def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         advice = _EXPECTED
         if (path.parent / "tokenizer.model").is_file():
             advice = "convert its tokenizer.model: transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-        raise UserError(f"cannot read data.tokenizer {str(path)!r} ({error.strerror or error}); {advice}") from error
+        raise UserError(f"cannot read data.tokenizer {str(path)!r} ({reason_of(error)}); {advice}") from error
 
 
 def _eos_token(path: Path) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from jaxlc.core.errors import UserError
+from jaxlc.data.loader import MAX_THREADS
 
-_MAX_THREADS = 8  # of the loader
 _REQUIRED = "tokens"
+_DTYPES = dict(tokens=np.int32, targets=np.int32, loss_weights=np.float32, positions=np.int32, segment_ids=np.int32)
 
 
 class EndOfBatches(Exception):
@@ -28,7 +29,7 @@ class StreamedSequences:
     ):
         self._batches: Iterator[Mapping] = iter(batches)
         self._batch_size, self._seq_len, self._vocab_size = batch_size, seq_len, vocab_size
-        self._kept: deque[tuple[int, dict[str, np.ndarray]]] = deque(maxlen=prefetch_steps + _MAX_THREADS + 2)
+        self._kept: deque[tuple[int, dict[str, np.ndarray]]] = deque(maxlen=prefetch_steps + MAX_THREADS + 2)
         self._num_read, self._lock = 0, threading.Lock()
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
@@ -83,15 +84,16 @@ def complete_batch(batch: Mapping, shape: tuple[int | None, int], vocab_size: in
     Args:
       batch: "tokens" is required; "segment_ids" (default: each sequence is one document; the tokens of a document are
         contiguous, 0 is padding), "positions" (default: counted within each document, where they increase), "targets"
-        (default: the next token of the same document), and "loss_weights" (default: 1, but 0 on padding and at each
-        document's last token).
+        (default: the next token of the same document; any number where the loss weight is 0), and "loss_weights"
+        (default: 1, but 0 on padding and at each document's last token).
       shape: the expected B (None: any) and S.
       where: names the batch in errors.
     Returns:
       "tokens", "targets", "positions" and "segment_ids", int32 [B, S], and "loss_weights", float32 [B, S].
     Raises:
-      UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, a token that is not in the
-        vocabulary, a document that is not contiguous, or positions that do not increase.
+      UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, a token or weighted target that
+        is not in the vocabulary, a negative or infinite loss weight, a document that is not contiguous, or positions
+        that do not increase.
     """
     expected = f"[{'any number of sequences' if shape[0] is None else shape[0]}, {shape[1]}]"
     if not isinstance(batch, Mapping) or _REQUIRED not in batch or set(batch) - set(_DTYPES):
@@ -104,27 +106,35 @@ def complete_batch(batch: Mapping, shape: tuple[int | None, int], vocab_size: in
     tokens = arrays[_REQUIRED]
     for name, array in arrays.items():
         kind = np.integer if _DTYPES[name] is np.int32 else np.number
-        if array.ndim != 2 or array.shape[1] != shape[1] or shape[0] not in (None, array.shape[0]):
+        if array.ndim != 2 or not array.size or array.shape[1] != shape[1] or shape[0] not in (None, array.shape[0]):
             raise UserError(f"invalid {where}: {name} has shape {list(array.shape)}, expected {expected}")
         if array.shape != tokens.shape or not np.issubdtype(array.dtype, kind):
             raise UserError(
                 f"invalid {where}: {name} is {array.dtype}{list(array.shape)}, expected {np.dtype(_DTYPES[name])}"
                 f" of the shape of tokens, {list(tokens.shape)}"
             )
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-        raise UserError(f"invalid {where}: token {wrong}, expected 0 to {vocab_size - 1} (config.model.vocab_size)")
+    _check_ids("token", tokens, vocab_size, where)
     segments = arrays.setdefault("segment_ids", np.ones(tokens.shape, np.int32))
     continues = np.zeros(tokens.shape, bool)  # whether the next token belongs to the same document
     continues[:, :-1] = (segments[:, :-1] == segments[:, 1:]) & (segments[:, :-1] != 0)
     arrays.setdefault("positions", _positions(continues))
     _check_documents(segments, arrays["positions"], continues, where)
     arrays.setdefault("targets", np.where(continues, np.roll(tokens, -1, axis=1), 0))
-    arrays.setdefault("loss_weights", continues)
+    weights = arrays.setdefault("loss_weights", continues)
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise UserError(f"invalid {where}: loss_weights are not all finite and at least 0")
+    # Targets without a weight may be any number, such as the -100 of other libraries.
+    arrays["targets"] = np.where(weights > 0, arrays["targets"], 0)
+    _check_ids("target", arrays["targets"], vocab_size, where, "; set loss_weights to 0 where there is no target")
     return {name: arrays[name].astype(dtype) for name, dtype in _DTYPES.items()}
 
 
-_DTYPES = dict(tokens=np.int32, targets=np.int32, loss_weights=np.float32, positions=np.int32, segment_ids=np.int32)
+def _check_ids(name: str, ids: np.ndarray, vocab_size: int, where: str, advice: str = "") -> None:
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise UserError(
+            f"invalid {where}: {name} {wrong}, expected 0 to {vocab_size - 1} (config.model.vocab_size){advice}"
+        )
 
 
 def _check_documents(segments: np.ndarray, positions: np.ndarray, continues: np.ndarray, where: str) -> None:

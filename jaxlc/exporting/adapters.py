@@ -20,7 +20,7 @@ from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
 from jaxlc.models import decoder, freezing
-from jaxlc.models.lora import PROJECTIONS
+from jaxlc.models.lora import LORA, PROJECTIONS
 from jaxlc.train.frozen_names import frozen_names
 
 _CONFIG_FILE, _WEIGHTS_FILE, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -43,7 +43,7 @@ def read_adapter(config: Config, params: StoredParams, path: str) -> StackedAdap
     """The adapters of the weight with this path; None if it has none."""
     stack, _, name = path.partition("/")
     projection = next((projection for projection, of in PROJECTIONS.items() if of.param == name), None)
-    adapter = f"{stack}/{name.partition('/')[0]}/lora/{projection}"
+    adapter = f"{stack}/{name.partition('/')[0]}/{LORA}/{projection}"
     if f"{adapter}/a" not in params.abstract:
         return None
     arrays = params.read([f"{adapter}/a", f"{adapter}/b"])

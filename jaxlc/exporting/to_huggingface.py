@@ -17,8 +17,7 @@ from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
 from jaxlc.models import decoder
-from jaxlc.train.base_model import BASE
-from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps, read_meta
+from jaxlc.train.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY, existing_step, read_meta
 
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
 
@@ -35,7 +34,7 @@ def export(
     """Writes a checkpoint; see `jaxlc.export`."""
     workdir = Path(workdir).expanduser().absolute()
     directory = workdir / CHECKPOINTS_DIRECTORY
-    step = _checked_step(directory, step)
+    step = existing_step(directory, step)
     if dtype not in DTYPES:
         raise UserError(f"invalid dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if not max_shard_gb > 0:
@@ -66,15 +65,6 @@ def export(
     except OSError as error:
         raise UserError(f"cannot write to {partial} ({reason_of(error)}): export to a different directory") from error
     return target
-
-
-def _checked_step(directory: Path, step: int | None) -> int:
-    steps = committed_steps(directory)
-    if not steps:
-        raise UserError(f"no checkpoint in {directory}: pass the workdir of a run, which has a directory checkpoints/")
-    if step is not None and step not in steps:
-        raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
-    return steps[-1] if step is None else step
 
 
 def _write_weights(

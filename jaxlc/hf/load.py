@@ -4,6 +4,7 @@ A process reads only the byte ranges of its own shards. Host memory holds those 
 target dtype, and a part of one layer.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,10 @@ def load_params(
     abstract = _by_path(abstract_params)
     layouts = layouts_of(family, abstract, _by_path(dims), vocab_size)
     _check(files, layouts)
-    total, done, loaded = sum(x.nbytes for x in map(_as_shape, abstract.values())), 0, {}
+    total, done, loaded = sum(map(_num_bytes, abstract.values())), 0, {}
     for path, param in abstract.items():
         loaded[path] = jax.block_until_ready(_load(files, layouts[path], param))
-        done += _as_shape(param).nbytes
+        done += _num_bytes(param)
         if progress is not None:
             progress(done, total)
     leaves = [loaded[path] for path in abstract]
@@ -85,9 +86,8 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return dict(paths_of(tree))
 
 
-def _as_shape(param: Any) -> np.ndarray:
-    """An array of this shape and dtype that takes no memory, for its number of bytes."""
-    return np.broadcast_to(np.zeros((), param.dtype), param.shape)
+def _num_bytes(param: jax.ShapeDtypeStruct) -> int:
+    return math.prod(param.shape) * param.dtype.itemsize
 
 
 def _of_language_model(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -38,8 +38,8 @@ class Roofline:
     matmul_ramp_seconds: float | None = None
     matmul_wave_weight: float = 1.0  # 0: products are not slower because of partial waves of tiles
     memory_share: float | None = None
-    link_share: float = hardware.LINK_SHARE
-    host_share: float = hardware.HOST_SHARE
+    link_share: float = hardware.LINK_EFFICIENCY
+    host_share: float = hardware.HOST_LINK_EFFICIENCY
     nvlink_latency_seconds: float = efficiency.NCCL_LAUNCH_SECONDS + efficiency.NVLINK_STEP_SECONDS  # of one step
     nvlink_step_seconds: float = efficiency.NVLINK_STEP_SECONDS  # of each further step
     network_latency_seconds: float = efficiency.NCCL_LAUNCH_SECONDS + efficiency.NETWORK_STEP_SECONDS

@@ -85,7 +85,7 @@ def run(
     Raises:
       UserError: invalid user input (config, paths, environment), in almost all cases before anything is compiled.
       TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip"; or a stage ends with a
-        held-out loss above its max_eval_loss.
+        held-out loss above its max_eval_loss, or a score below its min_scores.
     """
     from jaxlc import runtime
 

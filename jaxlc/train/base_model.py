@@ -11,12 +11,11 @@ from pathlib import Path
 from jaxlc.core.errors import UserError
 from jaxlc.models import freezing
 from jaxlc.train.checkpoint import restore_params
+from jaxlc.train.checkpoint_files import BASE
 from jaxlc.train.checksums import checksums_of
 from jaxlc.train.pretrained_params import load_pretrained
 from jaxlc.train.state import TrainState
 from jaxlc.train.step import TrainStep
-
-BASE = "base"  # key of a checkpoint's meta; its checkpoint has no frozen parameters
 
 
 def without_frozen(step: TrainStep, state: TrainState) -> TrainState:
@@ -75,9 +74,5 @@ def _fingerprint(step: TrainStep, params) -> str:
 
 
 def _source(step: TrainStep) -> str:
-    config = step.config
-    return (
-        f"config.model.init_from={config.model.init_from}"
-        if config.model.init_from
-        else (f"config.train.seed={config.train.seed}")
-    )
+    init_from = step.config.model.init_from
+    return f"config.model.init_from={init_from}" if init_from else f"config.train.seed={step.config.train.seed}"

@@ -20,8 +20,9 @@ from jax.experimental import multihost_utils
 
 from jaxlc.config.frozen import default_setting
 from jaxlc.config.old_configs import MODEL_DEFAULTS, upgraded
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, reason_of
 from jaxlc.train.checkpoint_files import (
+    BASE,
     CHECKPOINTS_DIRECTORY,
     DIGEST,
     committed_steps,
@@ -49,7 +50,7 @@ def prepare_workdir(workdir: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=path), (path / METRICS_FILE).open("a"):
             pass
     except OSError as error:
-        raise UserError(f"cannot write to {path} ({error.strerror}): use a different --workdir") from error
+        raise UserError(f"cannot write to {path} ({reason_of(error)}): use a different --workdir") from error
     return path
 
 
@@ -104,7 +105,7 @@ class RestoreTarget(NamedTuple):
     # Required value of `meta["config"]["model"]`; `preset` and `init_from` are only names and may differ.
     model: dict
     trained: dict = {}  # required values of the settings that select the trained parameters, by their paths
-    without_frozen: Any = None  # as abstract_state, for checkpoints without frozen parameters, whose meta has "base"
+    without_frozen: Any = None  # as abstract_state, for checkpoints without frozen parameters, whose meta has BASE
 
 
 class Checkpoints:
@@ -210,7 +211,7 @@ class Checkpoints:
             return None, problem
         _check_same_model(directory, upgraded(meta["config"])["model"], MODEL_DEFAULTS | model)
         _check_same_trained(directory, meta["config"], trained)
-        if "base" in meta:
+        if BASE in meta:
             abstract_state = without_frozen
         described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))
         if problem:

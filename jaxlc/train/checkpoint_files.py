@@ -22,12 +22,27 @@ from jaxlc.train.checksums import named_leaves, shapes_of
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
 DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
+BASE = "base"  # key of the stored meta: identifies the frozen parameters, which the checkpoint does not contain
 
 
 def committed_steps(directory: Path) -> list[int]:
     """The steps of the committed checkpoints in `directory`, in ascending order; empty if it does not exist."""
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted(int(path.name) for path in paths if path.name.isdigit())
+
+
+def existing_step(directory: Path, step: int | None) -> int:
+    """`step`, or the latest one if it is None.
+
+    Raises:
+      UserError: `directory` has no committed checkpoint of that step, or none at all.
+    """
+    steps = committed_steps(directory)
+    if not steps:
+        raise UserError(f"no checkpoint in {directory}: pass the workdir of a run, which has a directory checkpoints/")
+    if step is not None and step not in steps:
+        raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
 
 
 def read_meta(directory: Path, step: int) -> dict:

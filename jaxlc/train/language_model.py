@@ -147,8 +147,8 @@ class LanguageModel:
         if ids_BT.ndim > 2 or not ids_BT.size or not np.issubdtype(ids_BT.dtype, np.integer):
             raise UserError(f"invalid tokens {ids.dtype}{list(ids.shape)}: expected a text, or integers [T] or [B, T]")
         num_sequences, num_tokens = ids_BT.shape
-        is_own = self._step.model is not None  # a custom model may limit the length
-        padded_tokens = padded_length(num_tokens if is_own else max(num_tokens, _MIN_TOKENS), self.config, self.mesh)
+        is_custom = self._step.model is not None  # a custom model may limit the length
+        padded_tokens = padded_length(num_tokens if is_custom else max(num_tokens, _MIN_TOKENS), self.config, self.mesh)
         padded_sequences = num_sequences + -num_sequences % math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
         step = dataclasses.replace(self._step, config=_for_sequences_of(self.config, padded_tokens, self.mesh))
         widths = ((0, padded_sequences - num_sequences), (0, padded_tokens - num_tokens))

@@ -20,7 +20,7 @@ from jaxlc.data import open_corpus
 from jaxlc.data.tokenizers import load_tokenizer
 from jaxlc.sharding.mesh import all_sizes, make_mesh
 from jaxlc.train.base_model import restore_all_params
-from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps, read_meta
+from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY, existing_step, read_meta
 from jaxlc.train.custom_model import Model
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.loss import TokenLoss
@@ -44,12 +44,7 @@ def load(
     if (workdir / CONFIG_FILE).is_file():
         return _load_huggingface(workdir, mesh, loss)
     directory = workdir / CHECKPOINTS_DIRECTORY
-    steps = committed_steps(directory)
-    if not steps:
-        raise UserError(f"no checkpoint in {directory}: pass the workdir of a run, which has a directory checkpoints/")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
+    step = existing_step(directory, step)
     meta = read_meta(directory, step)
     config = _on_mesh(from_dict(meta["config"]), mesh)
     devices = _start(config)

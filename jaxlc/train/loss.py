@@ -31,7 +31,6 @@ _HEAD = PartitionSpec(None, TENSOR)
 _HEAD_DIMS = ("model", "vocab")  # of head_DV, as `sharding.rules` names them
 _SUM_AXES = (*BATCH_AXES, CONTEXT)
 
-
 # `(logits float32 [tokens, vocab_size], targets int32 [tokens]) -> losses float32 [tokens]`, differentiable. It is
 # called for one chunk of tokens at a time, so the loss of a token depends on its own logits and target only.
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
@@ -108,7 +107,7 @@ def loss_sums(
 
 
 class _Differentiated(NamedTuple):
-    """Which parameters have a gradient besides x: not those that are frozen."""
+    """Which parameters have a gradient, in addition to x: not those that are frozen."""
 
     scale: bool
     head: bool
@@ -206,7 +205,7 @@ def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differen
         lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in (normed_cD, targets_c, weights_c)
     )
     logits_cv = _logits(normed_cD, head_Dv, spec.vocab_size)
-    of_logits = _cross_entropy if spec.token_loss is None else _own_loss
+    of_logits = _cross_entropy if spec.token_loss is None else _custom_loss
     sums, losses_c, dlogits = of_logits(logits_cv, targets_c, weights_c, spec)
     own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
     if differentiated is None:
@@ -242,7 +241,7 @@ def check_losses(losses: jax.Array, targets: jax.Array) -> None:
         raise UserError(f"the loss returned shape {jnp.shape(losses)}: expected one loss per token, {targets.shape}")
 
 
-def _own_loss(logits_cv, targets_c, weights_c, spec: LossSpec):
+def _custom_loss(logits_cv, targets_c, weights_c, spec: LossSpec):
     """As `_cross_entropy`, of `spec.token_loss`. Every tensor rank gathers the logits and computes the same losses."""
     width = logits_cv.shape[1]
     logits_cV = lax.all_gather(logits_cv, TENSOR, axis=1, tiled=True)

@@ -17,9 +17,9 @@ from jaxlc.config import Stage, to_dict
 from jaxlc.config.eval_checks import parse_min_scores
 from jaxlc.config.pretrained import copy_description
 from jaxlc.core.errors import UserError
-from jaxlc.train.base_model import BASE, with_base, without_frozen
+from jaxlc.train.base_model import with_base, without_frozen
 from jaxlc.train.checkpoint import Checkpoints, RestoreTarget
-from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
+from jaxlc.train.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY
 from jaxlc.train.evaluation import Evaluator
 from jaxlc.train.frozen_names import trained_settings
 from jaxlc.train.pretrained_params import load_pretrained

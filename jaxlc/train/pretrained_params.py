@@ -29,7 +29,7 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
     """
     config = step.config
     if step.model is not None:
-        raise Unsupported("unsupported: config.model.init_from with a model of the caller, which has its own init()")
+        raise Unsupported("unsupported: config.model.init_from with a custom model, which has its own init()")
     pretrained = locate(config.model.init_from, with_weights=True)
     with_overrides(pretrained, vars(config.model))  # a config that was loaded before may differ
     adapter_names = frozenset(filter(is_adapter, freezing.names_of(step.dims))) if config.lora.rank else frozenset()

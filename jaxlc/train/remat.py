@@ -16,10 +16,8 @@ _SAVED_BY = {
     "full": (),  # only the layer input
     # Attention is the most expensive part to recompute, and its output is one of the smallest activations.
     "attention": ("attention_out", "attention_lse"),
-    "matmuls": (
-        "attention_out",
-        "attention_lse",
-    ),  # and all matrix products with weights: only cheap operations are recomputed
+    # Also all matrix products with weights (`_checkpoint`): only cheap operations are recomputed.
+    "matmuls": ("attention_out", "attention_lse"),
 }
 _GROUP_INPUT = "residual"
 

@@ -86,17 +86,17 @@ def _marking_last(stream: Iterator) -> Iterator:
 
 
 def open_data(
-    stage: Stage, progress: Progress, own_batches: Batches | None = None, eval_batches: Batches | None = None
+    stage: Stage, progress: Progress, user_batches: Batches | None = None, eval_batches: Batches | None = None
 ) -> RunData:
     """Opens the corpus of a stage, or wraps user-provided batches; see `jaxlc.train.run`.
 
     Raises:
       UserError: the data cannot be read, or does not match the config.
     """
-    if own_batches is None and eval_batches is not None:
+    if user_batches is None and eval_batches is not None:
         raise UserError("eval_batches without batches: pass both, or neither to train on the corpus of config.data")
-    if own_batches is not None:
-        return _of_batches(stage.config, own_batches, eval_batches)
+    if user_batches is not None:
+        return _of_batches(stage.config, user_batches, eval_batches)
     return _of_corpus(stage.config, progress, stage.num_steps)
 
 
@@ -137,14 +137,14 @@ def load_matching_tokenizer(config: Config) -> Tokenizer:
     return tokenizer
 
 
-def _of_batches(config: Config, own_batches: Batches, eval_batches: Batches | None) -> RunData:
+def _of_batches(config: Config, user_batches: Batches, eval_batches: Batches | None) -> RunData:
     seq_len, vocab_size = config.data.seq_len, config.model.vocab_size
     heldout = None if eval_batches is None else ListedSequences(eval_batches, seq_len=seq_len, vocab_size=vocab_size)
     evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
     return RunData(
         tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token),
         train=StreamedSequences(
-            own_batches,
+            user_batches,
             batch_size=config.train.global_batch_size,
             seq_len=seq_len,
             vocab_size=vocab_size,

@@ -25,7 +25,7 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
     devices = f"{step.mesh.size} x {device.device_kind}, {_count(jax.process_count(), 'process', 'es')}"
     mesh = f"mesh       {mesh_text(step.mesh.shape)}: {devices}"
     if step.model is not None:
-        return [mesh, f"model      {type(step.model).__name__} of the caller", f"step       {batch}"]
+        return [mesh, f"model      {type(step.model).__name__} (custom)", f"step       {batch}"]
     return [
         mesh,
         f"attention  {config.attention.strategy}, {step.sequence_order.description}; kernel {step.kernel_choice}",

@@ -20,7 +20,7 @@ _MAX_STEPS_IN_FLIGHT = 8
 
 
 class TrainingStopped(RuntimeError):
-    """A loss or gradient was not finite, or the held-out loss of a stage is above its limit. The message names the
+    """A loss or gradient was not finite, or a gate at the end of a stage stopped the run. The message names the
     checkpoint."""
 
 
@@ -66,7 +66,7 @@ class StepReports:
         )
         if metrics.attention_pairs is not None:
             row |= self._document_rates(seconds)
-        if not math.isnan(metrics.learning_rate):  # the user's own optimizer may not store it
+        if not math.isnan(metrics.learning_rate):  # a custom optimizer may not store it
             row |= dict(learning_rate=float(metrics.learning_rate))
         if metrics.loss_scale is not None:
             row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))

@@ -83,7 +83,7 @@ def check_kernels(step: TrainStep) -> str | None:
 
 
 def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:
-    """Returns lines that describe the compiled `step`; none on CPU, and none for a model of the user's own.
+    """Returns lines that describe the compiled `step`; none on CPU, and none for a custom model.
 
     Raises:
       UserError: as `check` and `check_memory`.
@@ -104,7 +104,7 @@ def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list
 
 
 def verify_evaluation(step: TrainStep, compiled: jax.stages.Compiled) -> None:
-    """Checks the transport of the compiled evaluation of `step`; not on CPU, and not for a model of the user's own.
+    """Checks the transport of the compiled evaluation of `step`; not on CPU, and not for a custom model.
 
     Raises:
       UserError: it uses another transport, unless config.runtime.transport_mismatch is "warn".

@@ -105,7 +105,7 @@ def test_split_hash_is_stable_and_uniform():
         (
             "a.jsonl",
             b'{"text": "fine"}\n{"text": 7}\n',
-            r"a.jsonl:2: the field 'text' is a int, expected text; fix .*data.text_field",
+            r"a.jsonl:2: the field 'text' is an int, expected text; fix .*data.text_field",
         ),
         (
             "a.jsonl",

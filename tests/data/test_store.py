@@ -8,7 +8,7 @@ import pytest
 
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data import documents, tokenized_pieces
+from jaxlc.data import documents, token_writer, tokenized_pieces
 from jaxlc.data import store as store_module
 from jaxlc.data.documents import Fields
 from jaxlc.data.lock import locked
@@ -165,7 +165,7 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
     Path(config.sources[0], "b.txt").write_bytes(text)
     expected = open_store(config)
     for name, module, value in (
-        ("_MAX_KEPT_BYTES", store_module, 100),
+        ("_MAX_KEPT_BYTES", token_writer, 100),
         ("_BLOCK_BYTES", documents, 64),
         ("_BATCH_CHARACTERS", tokenized_pieces, 200),
     ):

@@ -13,6 +13,9 @@ def test_complete_batch_derives_the_missing_arrays():
     assert batch["positions"][0].tolist() == [0, 1, 2, 0, 1, 0]
     assert batch["targets"][1].tolist() == [7, 8, 0, 10, 0, 0]
     assert batch["loss_weights"][0].tolist() == [1, 1, 0, 1, 0, 0]
+    targets, weights = [[2, -100, 3, 4, 5, 6]] * 2, [[1, 0, 1, 1, 1, 1]] * 2
+    masked = complete_batch(dict(tokens=tokens, targets=targets, loss_weights=weights), (2, 6), 20, "batch 0")
+    assert masked["targets"][0].tolist() == [2, 0, 3, 4, 5, 6]
     plain = complete_batch(dict(tokens=tokens), (None, 6), 20, "batch 0")
     assert plain["loss_weights"][0].tolist() == [1, 1, 1, 1, 1, 0] and plain["segment_ids"].min() == 1
 
@@ -24,7 +27,10 @@ def test_complete_batch_derives_the_missing_arrays():
         (dict(tokens=[[1, 2]], labels=[[1, 2]]), r"invalid batch 3: \['labels', 'tokens'\]; expected"),
         (dict(tokens=[[1, 2, 3]]), r"tokens has shape \[1, 3\], expected \[1, 2\]"),
         (dict(tokens=[[1.0, 2.0]]), r"tokens is float64\[1, 2\], expected int32"),
+        (dict(tokens=np.zeros((0, 2), int)), r"tokens has shape \[0, 2\], expected \[1, 2\]"),
         (dict(tokens=[[1, 20]]), r"token 20, expected 0 to 19 \(config.model.vocab_size\)"),
+        (dict(tokens=[[1, 2]], targets=[[-100, 0]]), r"target -100, expected 0 to 19 .*; set loss_weights to 0 where"),
+        (dict(tokens=[[1, 2]], loss_weights=[[1.0, np.nan]]), "loss_weights are not all finite and at least 0"),
         (dict(tokens=[[1, 2]], positions=[[4, 4]]), "positions 4, 4 of segment id 1 of sequence 0: expected positions"),
     ],
 )
