@@ -148,21 +148,8 @@ def help_text(description: str, extra_flags: Mapping[str, str] | None = None, se
 
 
 def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> ConfigDict:
-    """Applies `--config.a.b=value` arguments."""
-    argv = [arg for arg in argv if not _apply_stage_override(config, arg)]
-    for arg in argv[1:]:
-        if override := _OVERRIDE.match(arg):
-            check_key(override["key"])
-            if override["key"] == MIXTURE:
-                raise UserError(f"config.{MIXTURE} is a group of sources: set --config.{MIXTURE}.NAME.paths=...")
-            if is_source_path(override["key"]):
-                if "=" not in arg:
-                    raise UserError(f"{arg}: write it as --name=value")
-                config.data.mixture.set_field(override["key"], arg.partition("=")[2])
-            if override["key"] == "train.steps" and (stages := config.get("stages")):
-                names = ", ".join(f"--config.stages.{stage.name}.steps" for stage in stages)
-                raise UserError(f"config.train.steps has no effect in a config with stages: use {names}")
-    argv = [arg for arg in argv if not ((override := _OVERRIDE.match(arg)) and is_source_path(override["key"]))]
+    """Applies `--config.a.b=value` arguments to `config`, and returns it."""
+    argv = [argv[0], *(arg for arg in argv[1:] if not _apply_nested_override(config, arg))]
     # The parsers of ml_collections read "a,b" as a Python expression, and refuse 1e3 as an integer.
     config_flags.register_flag_parser_for_type(tuple, _CommaSeparated())
     config_flags.register_flag_parser_for_type(int, _Integer())
@@ -183,12 +170,32 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
     return config
 
 
-def _apply_stage_override(config: ConfigDict, arg: str) -> bool:
-    """Applies `--config.stages.NAME.KEY=VALUE`; returns whether `arg` is one."""
-    override = _STAGE_OVERRIDE.match(arg)
+def _apply_nested_override(config: ConfigDict, arg: str) -> bool:
+    """Applies `--config.stages.NAME.KEY=VALUE` and `--config.data.mixture.NAME.FIELD=VALUE`, which absl cannot parse.
+
+    Returns:
+      Whether `arg` is one of them.
+    Raises:
+      UserError: an unknown setting, or one that cannot be set in this config.
+    """
+    if of_stage := _STAGE_OVERRIDE.match(arg):
+        config.stages = with_stage_setting(config.get("stages") or (), of_stage["path"], of_stage["value"])
+        return True
+    override = _OVERRIDE.match(arg)
     if override is None:
         return False
-    config.stages = with_stage_setting(config.get("stages") or (), override["path"], override["value"])
+    key = override["key"]
+    check_key(key)
+    if key == MIXTURE:
+        raise UserError(f"config.{MIXTURE} is a group of sources: set --config.{MIXTURE}.NAME.paths=...")
+    if key == "train.steps" and (stages := config.get("stages")):
+        names = ", ".join(f"--config.stages.{stage.name}.steps" for stage in stages)
+        raise UserError(f"config.train.steps has no effect in a config with stages: use {names}")
+    if not is_source_path(key):
+        return False
+    if "=" not in arg:
+        raise UserError(f"{arg}: write it as --name=value")
+    config.data.mixture.set_field(key, arg.partition("=")[2])
     return True
 
 

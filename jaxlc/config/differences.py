@@ -20,7 +20,7 @@ def differences(values: Values, defaults: Values) -> Iterator[tuple[str, str, An
 
 def setting_text(value: Any) -> str:
     """A value as it is written on the command line: lists with commas, an empty one as (). A mixture: the fields of its
-    sources that are not as default."""
+    sources that differ from their defaults."""
     if isinstance(value, Mapping):
         return " ".join(f"{name}({_source_text(fields)})" for name, fields in value.items()) or "()"
     if isinstance(value, (tuple, list)):

@@ -57,12 +57,10 @@ class Pretrained:
 
     def run_config(self) -> dict[str, dict[str, Any]]:
         """The config that a run stored in the checkpoint, with current names; not for Hugging Face models."""
-        try:
-            return upgraded(read_json(self.directory / "meta" / "metadata")["config"])
-        except KeyError as error:
-            raise UserError(
-                f"the checkpoint {self.directory} has no config; use a different model.init_from"
-            ) from error
+        meta = read_json(self.directory / "meta" / "metadata")
+        if "config" not in meta:
+            raise UserError(f"the checkpoint {self.directory} has no config; use a different model.init_from")
+        return upgraded(meta["config"])
 
 
 def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:

@@ -74,7 +74,7 @@ class _Worker(NamedTuple):
     def start(cls, index: int, config: Config, work: Work) -> "_Worker":
         context = multiprocessing.get_context("spawn")  # fork would copy JAX's locks, but not its threads
         receiver, sender = context.Pipe(duplex=False)
-        descriptor, log = tempfile.mkstemp(prefix="sweep-", suffix=".log")
+        descriptor, log = tempfile.mkstemp(prefix="jaxlc-worker-", suffix=".log")
         os.close(descriptor)
         process = context.Process(target=_main, args=(config, pickle.dumps(work), sender, log), daemon=True)
         with _sigint_blocked():
