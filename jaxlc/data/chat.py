@@ -193,10 +193,18 @@ def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplat
 
 
 def _tokenizer_config(tokenizer_file: Path | None) -> dict[str, Any]:
-    try:
-        return json.loads((tokenizer_file.parent / "tokenizer_config.json").read_bytes()) if tokenizer_file else {}
-    except (OSError, ValueError):
+    """The content of tokenizer_config.json, empty if there is none.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    path = tokenizer_file and tokenizer_file.parent / "tokenizer_config.json"
+    if path is None or not path.exists():
         return {}
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {str(path)!r} ({reason_of(error)}); download it again or remove it") from error
 
 
 def _special_tokens(values: dict[str, Any]) -> dict[str, str]:

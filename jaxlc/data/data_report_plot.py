@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
@@ -41,23 +42,14 @@ def report_figure(sources: Sequence[SourceLengths], stages: Sequence[StageShares
         axes.set_xlabel(label)
     epochs.margins(x=0.15)
     if len(stages) > 1:
-        figure.legend(
-            handles=shares.get_legend_handles_labels()[0],
-            loc="outside lower right",
-            ncols=len(stages),
-            fontsize=8,
-            frameon=False,
-            title="stage",
-            title_fontsize=8,
-            alignment="left",
-        )
+        _draw_legend(shares, "outside lower right", "stage")
     lengths.set_yticks(rows, names)
     lengths.invert_yaxis()
     plot_style.set_title(figure, "Tokens of each source by document length; shares and epochs of the run")
     return figure
 
 
-def _plot_lengths(axes, sources: Sequence[SourceLengths]) -> None:
+def _plot_lengths(axes: Axes, sources: Sequence[SourceLengths]) -> None:
     left = np.zeros(len(sources))
     shades = [str(shade) for shade in np.linspace(0.85, 0.15, len(CLASS_NAMES))]
     for number, name in enumerate(CLASS_NAMES):
@@ -66,14 +58,11 @@ def _plot_lengths(axes, sources: Sequence[SourceLengths]) -> None:
             axes.barh(range(len(sources)), tokens, 0.7, left=left, color=shades[number], label=name)
         left += tokens
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    _draw_legend(axes, "outside lower left", "document length in tokens")
+
+
+def _draw_legend(axes: Axes, place: str, title: str) -> None:
+    """A legend of the figure, in one line, for the bars of `axes`."""
     handles, _ = axes.get_legend_handles_labels()
-    axes.figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=len(CLASS_NAMES),
-        fontsize=8,
-        frameon=False,
-        title="document length in tokens",
-        title_fontsize=8,
-        alignment="left",
-    )
+    style = dict(fontsize=8, title_fontsize=8, frameon=False, alignment="left")
+    axes.figure.legend(handles=handles, loc=place, ncols=max(1, len(handles)), title=title, **style)

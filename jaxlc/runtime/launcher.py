@@ -42,7 +42,10 @@ def find(environment: Mapping[str, str]) -> Launch | None:
         try:
             launch = detect(environment)
         except (KeyError, ValueError, IndexError, TypeError) as error:
-            raise UserError(f"the variables of the launcher cannot be read ({type(error).__name__}: {error})") from None
+            raise UserError(
+                f"the variables of the launcher cannot be read ({type(error).__name__}: {error}); set all of them, or"
+                " none for a run of one process"
+            ) from None
         if launch is not None:
             address = environment.get("JAX_COORDINATOR_ADDRESS")  # also read by JAX
             return launch._replace(coordinator_address=_checked(address)) if address else launch
