@@ -245,7 +245,7 @@ def compile_cases(cases: Sequence[Case], out: Path, work: Work | None = None, nu
         points = [point(case) for case in cases if case.topology == topology]
         results = runner.run(
             points,
-            work or functools.partial(worker.estimate, topology=topology),
+            work or functools.partial(worker.estimate, topology=topology, constants=""),
             about=dict(topology=topology, model=base().model.preset),
             out=out,
             num_workers=num_workers,

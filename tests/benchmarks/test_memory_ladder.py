@@ -1,5 +1,6 @@
 """The memory tables: the search for the maximum sequence length, the cases, and the plot. Compilation is faked."""
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from benchmarks import memory_cases, memory_ladder
 from benchmarks.memory_cases import Case, MaxSeqLen
 from jaxlc.core.errors import UserError
-from jaxlc.sweep import runner
+from jaxlc.sweep import runner, worker
 from tests.benchmarks import ladder_fakes
 from tests.helpers import record_figures
 
@@ -118,6 +119,19 @@ def test_compile_cases_keeps_order_and_reuses_rows(tmp_path):
     assert len(runner.read_rows(tmp_path / runner.ROWS)) == 3
     with pytest.raises(UserError, match="`remat=none` on h100:1x8: too large"):
         memory_cases.compile_cases(memory_cases.ablation()[:1], tmp_path, work=ladder_fakes.refuses)
+
+
+def test_compile_cases_default_work_takes_config(monkeypatch, tmp_path):
+    calls = []
+
+    def run(points, work, **_):
+        inspect.signature(work.func).bind(points[0].config, **work.keywords)
+        calls.append(work.func)
+        return [{"overrides": point.overrides, "status": "done"} for point in points]
+
+    monkeypatch.setattr(runner, "run", run)
+    memory_cases.compile_cases(memory_cases.ablation()[:1], tmp_path)
+    assert calls == [worker.estimate]
 
 
 @pytest.mark.parametrize("gpus", [["eight"], ["0"], ["12"], ["8", "3"], ["-8"]])
