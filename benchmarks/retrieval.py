@@ -38,7 +38,6 @@ WINDOW = 256
 # Tokens from an entry to the question. In zigzag order over 4 ranks, the rank of the last 512 tokens also has the first
 # 512, which no distance reaches.
 DISTANCES = (100, 200, 400, 700, 1500, 2500, 3300)
-CHANCE_PERCENT = 1e-4  # a number has six digits
 # Name -> (label, color)
 VARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

@@ -1,13 +1,14 @@
 """The first measurements on an NVIDIA GPU, in parts: kernels, training steps, memory, host memory, checkpoints.
 
-    python scripts/gpu_first_contact.py --parts=env,kernels,workspace,ring,rates,long --out=out/1.jsonl --seconds=520
-    python scripts/gpu_first_contact.py --parts=basics,profile,steps,compile,memory --out=out/2.jsonl --seconds=540
+    python scripts/gpu_first_contact.py --parts=env,kernels,profile,basics,rates --out=out/1.jsonl --seconds=540
+    python scripts/gpu_first_contact.py --parts=steps,ring,workspace,long,memory,compile --out=out/2.jsonl --seconds=540
     python scripts/gpu_first_contact.py --parts=host,hoststep,save --out=out/3.jsonl --seconds=540
     python scripts/gpu_first_contact.py --dry_run --out=out/dry_run.jsonl
 
-Each row is one line of --out, written when it is known. A row that fails or crashes does not stop the others, and none
-starts that would not end within --seconds. At the end, constants.json next to --out has the constants that the .jsonl
-files of the directory contain, for `jaxlc plan --constants` and `jaxlc profile --constants`.
+The most important rows come first. Each row is one line of --out, written when it is known. A row that fails, crashes
+or hangs does not stop the others, and none starts that would not end within --seconds. At the end, constants.json next
+to --out has the constants that the .jsonl files of the directory contain, for `jaxlc plan --constants` and
+`jaxlc profile --constants`; rows of a dry run do not count in those of measurements.
 
 It needs no installation of jaxlc, no data and no network: Python 3.12, JAX 0.11.2 with CUDA 13, optax, orbax, absl,
 rich and scipy, and of newer packages ml_collections 1.1.0, flax 0.12.12, grain 0.2.18, array_record 0.8.6 and

@@ -1,7 +1,12 @@
-"""The command line: runs parts in processes of their own, so that none of them can stop the others."""
+"""The command line: runs parts in processes of their own, so that no row can stop the others.
 
+After a row that crashes, hangs or leaves a GPU that no longer works, a new process continues with the next row.
+"""
+
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from absl import app, flags, logging
 
 from benchmarks.first_contact import (
@@ -29,8 +36,9 @@ from jaxlc.config import RuntimeConfig
 
 CONSTANTS_FILE = "constants.json"
 _SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_first_contact.py"
-_NO_ROW = -1
 _MIN_SECONDS = 20  # a process is not started for less
+_POLL_SECONDS = 0.5
+_DEVICE_FAILED = 75  # exit status of a process whose GPU no longer works; the row has its error
 
 
 class Part(NamedTuple):
@@ -42,18 +50,18 @@ def _part(make_rows: Callable[[Sizes], Iterator[Row]], has_process_per_row: bool
     return Part(lambda sizes, _: make_rows(sizes), has_process_per_row)
 
 
-PARTS = {
+PARTS = {  # the most important first
     "env": _part(kernel_rows.environment_rows),
     "kernels": _part(kernel_rows.kernel_rows),
-    "workspace": _part(long_rows.workspace_rows),
-    "ring": _part(ring_rows.ring_rows),
-    "rates": _part(rate_rows.rate_rows),
-    "long": _part(long_rows.long_rows),
-    "basics": _part(rate_rows.basic_rows),
-    "steps": _part(step_rows.step_rows, True),
-    "compile": _part(step_rows.compile_rows, True),
-    "memory": _part(step_rows.memory_rows, True),
     "profile": Part(step_rows.profile_rows, True),
+    "basics": _part(rate_rows.basic_rows),
+    "rates": _part(rate_rows.rate_rows),
+    "steps": _part(step_rows.step_rows, True),
+    "ring": _part(ring_rows.ring_rows),
+    "workspace": _part(long_rows.workspace_rows),
+    "long": _part(long_rows.long_rows),
+    "memory": _part(step_rows.memory_rows, True),
+    "compile": _part(step_rows.compile_rows, True),
     "host": _part(host_rows.host_rows, True),
     "hoststep": _part(host_rows.host_step_rows, True),
     "save": _part(loop_rows.save_rows, True),
@@ -67,7 +75,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_float("seconds", 540.0, "no row is started that would not end within this time", flag_values=values)
     flags.DEFINE_bool("dry_run", False, "small shapes in one process, on any device", flag_values=values)
     flags.DEFINE_string("child", "", "of a started process: the part it runs", flag_values=values)
-    flags.DEFINE_integer("row", _NO_ROW, "of a started process: the index of its only row", flag_values=values)
+    flags.DEFINE_integer("row", 0, "of a started process: the index of its first row", flag_values=values)
 
 
 def main(_: Sequence[str]) -> None:
@@ -75,35 +83,63 @@ def main(_: Sequence[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # JAX notes each change of its cache directory
     deadline_seconds = time.monotonic() + values.seconds
     out = Path(values.out).absolute()
-    sizes, file = DRY_RUN if values.dry_run else Sizes(), RowFile(out)
+    sizes = DRY_RUN if values.dry_run else Sizes()
+    file = RowFile(out, dict(dry_run=True) if values.dry_run else None)
     unknown = [name for name in values.parts if name not in PARTS]
     if unknown:
         sys.exit(f"error: unknown part {unknown[0]!r}: expected some of {', '.join(PARTS)}")
     if values.child:
         _run_child(values.child, values.row, sizes, file, out.parent, deadline_seconds)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the processes, writes constants
     if values.dry_run:
         runtime.start(RuntimeConfig(simulated_devices=1))
-    for name in values.parts:
-        if values.dry_run:
-            rows.run(name, PARTS[name].rows(sizes, out.parent), file, deadline_seconds)
-        elif PARTS[name].has_process_per_row:
-            _run_rows_in_processes(name, sizes, file, out, deadline_seconds)
-        else:
-            _run_process(name, _NO_ROW, {}, {}, file, out, deadline_seconds)
-    measured = constants.from_rows(rows.read(sorted(out.parent.glob("*.jsonl"))))
-    (out.parent / CONSTANTS_FILE).write_text(json.dumps(measured, indent=1) + "\n")
-    print(f"{out}, {out.parent / CONSTANTS_FILE}")
+    try:
+        for name in values.parts:
+            if values.dry_run:
+                rows.run(name, PARTS[name].rows(sizes, out.parent), file, deadline_seconds)
+            elif PARTS[name].has_process_per_row:
+                _run_rows_in_processes(name, sizes, file, out, deadline_seconds)
+            else:
+                _run_part(name, file, out, deadline_seconds)
+    finally:
+        file.clear_started()
+        _write_constants(out.parent, values.dry_run)
+        print(f"{out}, {out.parent / CONSTANTS_FILE}")
+
+
+def _write_constants(directory: Path, is_dry_run: bool) -> None:
+    """Writes the constants of the rows in `directory`, except that a dry run and a measurement do not mix."""
+    measured = rows.read(sorted(directory.glob("*.jsonl")))
+    values = constants.from_rows(row for row in measured if row.get("dry_run", False) == is_dry_run)
+    (directory / CONSTANTS_FILE).write_text(json.dumps(values, indent=1) + "\n")
 
 
 def _run_child(name: str, index: int, sizes: Sizes, file: RowFile, directory: Path, deadline_seconds: float) -> None:
     part = PARTS[name]
     if not part.has_process_per_row:
         runtime.start(RuntimeConfig())
-        rows.run(name, part.rows(sizes, directory), file, deadline_seconds)
+        all_rows = part.rows(sizes, directory)
+        rows.run(name, all_rows, file, deadline_seconds, first=index, after_error=_exit_if_device_failed)
         return
     row = list(part.rows(sizes, directory))[index]
     rows.run(name, [row], file, float("inf"))  # the starting process has checked the time
+
+
+def _exit_if_device_failed() -> None:
+    """After some errors, such as an illegal address, every later operation of the process on the GPU fails."""
+    try:
+        jax.block_until_ready(jnp.ones(8) + 1)
+    except jax.errors.JaxRuntimeError:
+        sys.exit(_DEVICE_FAILED)
+
+
+def _run_part(name: str, file: RowFile, out: Path, deadline_seconds: float) -> None:
+    """Runs the rows of a part in one process, and those after a row that ends it in the next one."""
+    first: int | None = 0
+    while first is not None:
+        last = _run_process(name, first, {}, {}, file, out, deadline_seconds)
+        first = None if last is None else last + 1
 
 
 def _run_rows_in_processes(name: str, sizes: Sizes, file: RowFile, out: Path, deadline_seconds: float) -> None:
@@ -117,26 +153,54 @@ def _run_rows_in_processes(name: str, sizes: Sizes, file: RowFile, out: Path, de
 
 def _run_process(
     name: str, index: int, labels: dict, environment: dict[str, str], file: RowFile, out: Path, deadline_seconds: float
-) -> None:
-    """Runs a part, or one row of it. A process that ends abnormally becomes a row with the end of its messages."""
+) -> int | None:
+    """Runs a part from a row on, or one row of it. An abnormal end becomes a row with the end of its messages.
+
+    Returns:
+      The index of the row that ended the process; None if it ended normally, or before its first row.
+    """
     left_seconds = deadline_seconds - time.monotonic()
     if left_seconds < _MIN_SECONDS:
         file.write(name, labels, dict(skipped=f"{left_seconds:.0f} s left"))
-        return
+        return None
     command = [sys.executable, str(_SCRIPT), f"--child={name}", f"--row={index}", f"--out={out}"]
     command.append(f"--seconds={left_seconds}")
     log = out.with_suffix(".stderr.log")
+    file.clear_started()
     with log.open("ab") as messages:
         start = messages.tell()
+        # A session of its own: the runs that a row starts are killed with it, and free the GPU's memory.
+        process = subprocess.Popen(command, env=os.environ | environment, stderr=messages, start_new_session=True)
         try:
-            status = subprocess.run(
-                command, env=os.environ | environment, stderr=messages, timeout=left_seconds, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = "killed: out of time"
-    if status != 0:
+            status = _wait(process, file, deadline_seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all processes of the session have ended
+                os.killpg(process.pid, signal.SIGKILL)
+    if status == 0:
+        return None
+    started = file.started()
+    if status != _DEVICE_FAILED:
         tail = log.read_bytes()[start:].decode(errors="replace")[-rows.MAX_ERROR_CHARS :]
-        file.write(name, labels, dict(error=f"process ended with {status}", messages=tail))
+        of_row = labels if started is None else started.labels
+        file.write(name, of_row, dict(error=f"process ended with {status}", messages=tail))
+    return None if started is None else started.index
+
+
+def _wait(process: subprocess.Popen, file: RowFile, deadline_seconds: float) -> int | str:
+    """The exit status of the process, or why its time is over."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_POLL_SECONDS)
+        now, started = time.monotonic(), file.started()
+        if now > deadline_seconds:
+            return "killed: out of time"
+        if started is not None and now - started.start_seconds > _limit_seconds(started.seconds):
+            return f"killed: the row took more than {_limit_seconds(started.seconds):.0f} s"
+
+
+def _limit_seconds(estimated_seconds: float) -> float:
+    """The time after which a row hangs, much more than the estimate, which is an upper limit."""
+    return 60 + 2 * estimated_seconds
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Sizes:
     large_preset: str = "llama3.2-3b"
     step_tokens: tuple[int, ...] = (8192, 32_768, 131_072)
     remats: tuple[str, ...] = ("attention", "matmuls")
-    num_kernels: int = 2  # 1: some rows are for the first kernel only
+    num_masks: int = 2  # 1: some rows are for one document per sequence only
     memory_tokens: tuple[int, ...] = (16_384, 32_768, 65_536, 131_072)
     profile_tokens: tuple[int, ...] = (8192, 131_072)
     # Host memory.
@@ -97,7 +97,7 @@ DRY_RUN = Sizes(
     oracle_heads=(), oracle_dtypes=(), rate_tokens=(64,), blockwise_max_tokens=64,
     workspace_tokens=(64,), workspace_heads=(_SMALL,), long_cases=((64, _SMALL),), num_sampled=8,
     ring_cases=((64, _SMALL),), ring_ranks=2, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
-    copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), remats=("attention",), num_kernels=1,
+    copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), remats=("attention",), num_masks=1,
     memory_tokens=(64,), memory_fractions=("0.75",), profile_tokens=(64,), pinned_gib=(0.001,), host_stack=(4, 2**10),
     overlap_tokens=64, long_host_tokens=128, host_tile_tokens=64, large_host_tokens=128, equality_tokens=64,
     loop_steps=150, log_every_steps=(10,),

@@ -27,7 +27,7 @@ from jaxlc.sweep.measure import measure_step, random_batch
 from jaxlc.train.step import build_step
 from jaxlc.train.step_profiler import PROFILE_DIRECTORY, StepProfiler
 
-_CUDNN, _PALLAS = dict(document_mask=False), dict(document_mask=True)  # with masks of documents, cuDNN is unsupported
+_ONE_DOCUMENT, _PACKED = dict(document_mask=False), dict(document_mask=True)  # the kernel is chosen by "auto"
 _NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
 _NUM_TRACED, _NUM_WARM_UP = 3, 2
 # Reads a config as JSON and prints the plan as JSON, without a GPU.
@@ -55,15 +55,17 @@ def step_config(sizes: Sizes, preset: str, num_tokens: int, **sections: dict[str
 def step_rows(sizes: Sizes) -> Iterator[Row]:
     fp8 = dict(precision=dict(compute="bf16" if sizes.is_dry_run else "fp8"))
     for num_tokens in sizes.step_tokens:
-        for attention in (_CUDNN, _PALLAS):
+        for attention in (_ONE_DOCUMENT, _PACKED):
             for remat in sizes.remats:
                 sections = dict(attention=attention, memory=dict(remat=remat))
                 yield _step_row(sizes, attention | dict(remat=remat, tokens=num_tokens), num_tokens, sections)
     first = sizes.step_tokens[0]
-    for attention in (_CUDNN, _PALLAS)[: sizes.num_kernels]:
+    for attention in (_ONE_DOCUMENT, _PACKED)[: sizes.num_masks]:
         labels = attention | dict(tokens=first, xla_flags=_NO_TRITON)
         yield _step_row(sizes, labels, first, dict(attention=attention), _xla_flags(sizes))
-    yield _step_row(sizes, _CUDNN | dict(tokens=first, compute="fp8"), first, dict(attention=_CUDNN) | fp8)
+    yield _step_row(
+        sizes, _ONE_DOCUMENT | dict(tokens=first, compute="fp8"), first, dict(attention=_ONE_DOCUMENT) | fp8
+    )
 
 
 def _step_row(sizes: Sizes, labels: dict, num_tokens: int, sections: dict, environment: dict | None = None) -> Row:
@@ -83,12 +85,12 @@ def compile_rows(sizes: Sizes) -> Iterator[Row]:
     """Each warm row follows the cold row that fills its cache."""
     directory = Path(tempfile.gettempdir()) / "jaxlc_first_contact_cache"
     cases = (
-        ("cold", _CUDNN, {}),
-        ("warm", _CUDNN, {}),
-        ("cold, packed documents", _PALLAS, {}),
-        ("cold, without Triton products", _CUDNN, _xla_flags(sizes)),
+        ("cold", _ONE_DOCUMENT, {}),
+        ("warm", _ONE_DOCUMENT, {}),
+        ("cold, packed documents", _PACKED, {}),
+        ("cold, without Triton products", _ONE_DOCUMENT, _xla_flags(sizes)),
     )
-    for name, attention, environment in cases[: 2 * sizes.num_kernels]:
+    for name, attention, environment in cases[: 2 * sizes.num_masks]:
         measure = functools.partial(_compile, sizes, name, attention, str(directory))
         yield Row(labels=dict(case=name), measure=measure, seconds=90, environment=environment)
 
@@ -116,7 +118,7 @@ def _compile(sizes: Sizes, name: str, attention: dict, directory: str) -> dict:
 
 
 def memory_rows(sizes: Sizes) -> Iterator[Row]:
-    for attention in (_CUDNN, _PALLAS)[: sizes.num_kernels]:
+    for attention in (_ONE_DOCUMENT, _PACKED)[: sizes.num_masks]:
         measure = functools.partial(_planned_memory, sizes, attention)
         yield Row(labels=attention | dict(case="plan"), measure=measure, seconds=120)
     for fraction in sizes.memory_fractions:
@@ -157,7 +159,7 @@ def plan_in_process(config: Config, device_kind: str) -> dict[str, Any] | None:
 
 
 def _fits(sizes: Sizes, num_tokens: int) -> dict:
-    config = step_config(sizes, sizes.large_preset, num_tokens, attention=_CUDNN)
+    config = step_config(sizes, sizes.large_preset, num_tokens, attention=_ONE_DOCUMENT)
     runtime.start(config.runtime)
     try:
         return dict(fits=True) | measure_step(config, 1)
@@ -169,10 +171,10 @@ def _fits(sizes: Sizes, num_tokens: int) -> dict:
 
 def profile_rows(sizes: Sizes, out: Path) -> Iterator[Row]:
     for num_tokens in sizes.profile_tokens:
-        for kernel, attention in (("cudnn", _CUDNN), ("pallas", _PALLAS))[: sizes.num_kernels]:
-            directory = out / f"profile_{kernel}_{num_tokens}"
+        for mask, attention in (("one document", _ONE_DOCUMENT), ("packed", _PACKED))[: sizes.num_masks]:
+            directory = out / f"profile_{mask.replace(' ', '_')}_{num_tokens}"
             measure = functools.partial(_profile, sizes, num_tokens, attention, directory)
-            yield Row(labels=dict(kernel=kernel, tokens=num_tokens), measure=measure,
+            yield Row(labels=dict(mask=mask, tokens=num_tokens), measure=measure,
                       seconds=70 + 60 * num_tokens / 131_072)  # fmt: skip
 
 

@@ -5,53 +5,19 @@ recomputes the attention weights of each block from the lse (FlashAttention-2, a
 block of queries show that a pair of blocks is fully masked, it is skipped. So causal attention costs half of full
 attention, and short packed documents cost little.
 
-Shape letters, besides those of core/axes.py: I query blocks, J KV blocks, R = G x T rows of a query block: the G query
-heads of one key/value head, one after the other. A loop runs over key/value heads, so that the data of one pair of
-blocks stays in a core's cache. Scores, out and dq are stored transposed, BSR and BHR. On CPU, a matrix product with
+A loop runs over key/value heads, so that the data of one pair of blocks stays in a core's cache. Shape letters are
+those of blockwise_operands.py. Scores, out and dq are stored transposed, BSR and BHR. On CPU, a matrix product with
 transposed scores as its first operand takes three times as long, and the backward would have one. XLA also computes the
 maximum over the rows of a block five times as fast as the maximum of each row.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, implicit_ranges
+from jaxlc.attention.blockwise_operands import Keys, Queries, QueryStats, block_operands, join_blocks, query_stats
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
 from jaxlc.core.errors import Unsupported
-
-
-class _Queries(NamedTuple):
-    """All query blocks of one key/value head; inside a scan, one of them, without I."""
-
-    q_IBRH: jax.Array
-    ranges_IB1R: "_Ranges | None"  # None: nothing is masked
-
-
-class _Keys(NamedTuple):
-    """All KV blocks of one key/value head; inside a scan, one of them, without J."""
-
-    k_JBSH: jax.Array
-    v_JBSH: jax.Array
-    first_J: jax.Array  # index of the first key of the block, int32
-
-
-class _Ranges(NamedTuple):
-    """The key ranges of all rows R, and their bounds in each query block; inside a scan, those of one block."""
-
-    start_IB1R: jax.Array | None  # None: 0
-    end_IB1R: jax.Array
-    min_start_I: jax.Array  # of the rows that are not fully masked
-    max_end_I: jax.Array
-
-
-class _QueryStats(NamedTuple):
-    """Per-query inputs of the backward pass."""
-
-    dout_IBRH: jax.Array
-    lse_IB1R: jax.Array  # -inf replaced by 0: such a row is fully masked in every block
-    delta_IB1R: jax.Array  # sum_H(dout out) - dlse
 
 
 def unsupported(problem: AttentionProblem) -> None:
@@ -71,13 +37,13 @@ def forward(
         raise Unsupported(f"unsupported by attention kernel blockwise: scale {spec.scale} (supported: above 0)")
     if ranges is not None and len(q_BTNH) > 1:
         return _map_sequences(lambda *operands: forward(*operands, spec), q_BTNH, k_BSKH, v_BSKH, ranges)
-    queries, keys = _block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
+    queries, keys = block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
 
     def one_head(operands):
         return _forward_of_head(*_of_head(queries, keys, *operands), spec)
 
     out, lse = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH))  # [K, I, B, H, R], [K, I, B, 1, R]
-    return _join_blocks(out, q_BTNH), _join_blocks(lse, q_BTNH)[..., 0].swapaxes(1, 2)
+    return join_blocks(out, q_BTNH), join_blocks(lse, q_BTNH)[..., 0].swapaxes(1, 2)
 
 
 def backward(
@@ -98,16 +64,15 @@ def backward(
             return backward(q, k, v, ranges, spec, *results)
 
         return _map_sequences(one_sequence, q_BTNH, k_BSKH, v_BSKH, ranges, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT)
-    queries, keys = _block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
-    block_tokens = _block_tokens(spec.query_block_tokens, q_BTNH.shape[1], spec)
-    stats = _query_stats(k_BSKH.shape[2], block_tokens, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT)
+    queries, keys = block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
+    stats = query_stats(k_BSKH.shape[2], out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, spec)
 
     def one_head(operands):
         *qkv, stats = operands
         return _backward_of_head(*_of_head(queries, keys, *qkv), stats, spec)
 
     dq, dk, dv = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH, stats))
-    return _join_blocks(dq, q_BTNH), _join_blocks(dk.swapaxes(3, 4), k_BSKH), _join_blocks(dv.swapaxes(3, 4), v_BSKH)
+    return join_blocks(dq, q_BTNH), join_blocks(dk.swapaxes(3, 4), k_BSKH), join_blocks(dv.swapaxes(3, 4), v_BSKH)
 
 
 def _map_sequences(function, *operands):
@@ -120,7 +85,7 @@ def _map_sequences(function, *operands):
     return lax.map(one_sequence, operands)
 
 
-def _of_head(queries: _Queries, keys: _Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[_Queries, _Keys]:
+def _of_head(queries: Queries, keys: Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[Queries, Keys]:
     """The operands of one head.
 
     The barrier ties the ranges, which are the same for every head, to the head's operands. Otherwise, differentiating
@@ -129,12 +94,12 @@ def _of_head(queries: _Queries, keys: _Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[_Q
     return lax.optimization_barrier((queries._replace(q_IBRH=q_IBRH), keys._replace(k_JBSH=k_JBSH, v_JBSH=v_JBSH)))
 
 
-def _forward_of_head(queries: _Queries, keys: _Keys, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+def _forward_of_head(queries: Queries, keys: Keys, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
     """(out_IBHR, lse_IB1R)"""
     (_, batch, rows, head_dim), value_dim = queries.q_IBRH.shape, keys.v_JBSH.shape[-1]
 
-    def per_query_block(_, q_block: _Queries):
-        def per_kv_block(carry, kv_block: _Keys):
+    def per_query_block(_, q_block: Queries):
+        def per_kv_block(carry, kv_block: Keys):
             def attend(carry):
                 return _online_softmax(carry, q_block, kv_block, spec)
 
@@ -154,10 +119,10 @@ def _forward_of_head(queries: _Queries, keys: _Keys, spec: AttentionSpec) -> tup
     return lax.scan(per_query_block, None, queries)[1]
 
 
-def _backward_of_head(queries: _Queries, keys: _Keys, stats: _QueryStats, spec: AttentionSpec):
+def _backward_of_head(queries: Queries, keys: Keys, stats: QueryStats, spec: AttentionSpec):
     """(dq_IBHR, dk_JBSH, dv_JBSH)"""
 
-    def per_kv_block(dq_IBHR, kv_block: _Keys):
+    def per_kv_block(dq_IBHR, kv_block: Keys):
         def per_query_block(dkv, blocks):
             q_block, stats_block, dq_BHR = blocks
 
@@ -176,7 +141,7 @@ def _backward_of_head(queries: _Queries, keys: _Keys, stats: _QueryStats, spec: 
     return dq_IBHR, dk_JBSH, dv_JBSH
 
 
-def _online_softmax(carry, queries: _Queries, keys: _Keys, spec: AttentionSpec):
+def _online_softmax(carry, queries: Queries, keys: Keys, spec: AttentionSpec):
     """Adds one KV block to the running (max, sum of exponentials, unnormalized out) of a query block.
 
     The maximum is of unscaled scores.
@@ -195,7 +160,7 @@ def _online_softmax(carry, queries: _Queries, keys: _Keys, spec: AttentionSpec):
     return new_max_B1R, total_B1R, out_BHR
 
 
-def _block_gradients(queries: _Queries, keys: _Keys, stats: _QueryStats, spec: AttentionSpec):
+def _block_gradients(queries: Queries, keys: Keys, stats: QueryStats, spec: AttentionSpec):
     """The contribution of one pair of blocks to (dq_BHR, dk_BSH, dv_BSH), float32."""
     scale, dtype = spec.scale_for(keys.k_JBSH.shape[-1]), keys.v_JBSH.dtype
     scores_BSR = scale * _matmul("BSH,BRH->BSR", keys.k_JBSH, queries.q_IBRH)
@@ -221,7 +186,7 @@ def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     )
 
 
-def _mask(x_BSR: jax.Array, queries: _Queries, keys: _Keys, masked: float) -> jax.Array:
+def _mask(x_BSR: jax.Array, queries: Queries, keys: Keys, masked: float) -> jax.Array:
     """x with `masked` where the query does not attend to the key."""
     ranges = queries.ranges_IB1R
     if ranges is None:
@@ -233,87 +198,10 @@ def _mask(x_BSR: jax.Array, queries: _Queries, keys: _Keys, masked: float) -> ja
     return jnp.where(mask_BSR, x_BSR, masked)
 
 
-def _skip_if_fully_masked(queries: _Queries, keys: _Keys, compute, carry):
+def _skip_if_fully_masked(queries: Queries, keys: Keys, compute, carry):
     """`compute(carry)`, or carry if the bounds of the key ranges show that the blocks are fully masked."""
     ranges, num_keys = queries.ranges_IB1R, keys.k_JBSH.shape[1]
     if ranges is None:
         return compute(carry)
     may_attend = (ranges.min_start_I < keys.first_J + num_keys) & (keys.first_J < ranges.max_end_I)
     return lax.cond(may_attend, compute, lambda carry: carry, carry)
-
-
-def _query_stats(num_kv_heads, block_tokens, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT) -> _QueryStats:
-    """For all key/value heads: each array with a leading K."""
-    delta_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)).sum(axis=-1)
-    delta_BTN -= dlse_BNT.swapaxes(1, 2)
-    lse_BTN = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT).swapaxes(1, 2)
-    lse, delta = (_split_heads(x[..., None], num_kv_heads, block_tokens) for x in (lse_BTN, delta_BTN))
-    return _QueryStats(_split_heads(dout_BTNH, num_kv_heads, block_tokens), lse.swapaxes(3, 4), delta.swapaxes(3, 4))
-
-
-def _block_operands(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec) -> tuple[_Queries, _Keys]:
-    """For all key/value heads: q, k and v have a leading K; ranges do not, since all heads share them.
-
-    T and S are padded to multiples of the block sizes. No range contains the padding, and the ranges of the padding are
-    empty.
-    """
-    (_, num_queries, num_heads, _), (_, num_keys, num_kv_heads, _) = q_BTNH.shape, k_BSKH.shape
-    q_block_tokens = _block_tokens(spec.query_block_tokens, num_queries, spec)
-    kv_block_tokens = _block_tokens(spec.key_block_tokens, num_keys, spec)
-    q = _split_heads(q_BTNH, num_kv_heads, q_block_tokens)
-    k, v = (_split_heads(x, num_kv_heads, kv_block_tokens) for x in (k_BSKH, v_BSKH))
-    first_J = jnp.arange(0, num_keys, kv_block_tokens, dtype=jnp.int32)
-    start_BT, end_BT = _implicit_ranges(q_BTNH, num_keys, spec) if ranges is None else ranges
-    if end_BT is None and num_keys % kv_block_tokens:
-        end_BT = jnp.full((1, num_queries), num_keys, jnp.int32)
-    if end_BT is None:
-        return _Queries(q, None), _Keys(k, v, first_J)
-    return _Queries(q, _block_ranges(start_BT, end_BT, q_block_tokens, num_heads // num_kv_heads)), _Keys(k, v, first_J)
-
-
-def _implicit_ranges(q_BTNH: jax.Array, num_keys: int, spec: AttentionSpec):
-    """(start_1T, end_1T) of a call without ranges; see `contract.implicit_ranges`."""
-    bounds = implicit_ranges(spec, q_BTNH.shape[1], num_keys)
-    # Tied to the queries, see `attend_shard`: XLA and autodiff would hoist constants out of the loop over layers, and
-    # with them the dense masks of all blocks.
-    _, bounds = lax.optimization_barrier((q_BTNH, bounds))
-    return (None if x is None else x[None] for x in bounds)
-
-
-def _block_ranges(start_BT: jax.Array | None, end_BT: jax.Array, block_tokens: int, groups: int) -> _Ranges:
-    """The ranges of the rows of all query blocks. A row R is a query of one of the `groups` heads."""
-    end_IBT = _split_blocks(end_BT, block_tokens)
-    start_IBT = jnp.zeros_like(end_IBT) if start_BT is None else _split_blocks(start_BT, block_tokens)
-    min_start_I = jnp.where(start_IBT < end_IBT, start_IBT, jnp.iinfo(jnp.int32).max).min((1, 2))
-    # One entry per row R. Repeating a mask over T for the G heads makes XLA on CPU three times as slow.
-    start_IB1R, end_IB1R = (jnp.tile(x, groups)[:, :, None] for x in (start_IBT, end_IBT))
-    return _Ranges(None if start_BT is None else start_IB1R, end_IB1R, min_start_I, end_IBT.max((1, 2)))
-
-
-def _block_tokens(limit: int, num_tokens: int, spec: AttentionSpec) -> int:
-    """The block size: at most `limit`, and at least two blocks under a causal mask, so that some can be skipped."""
-    return min(limit, -(-num_tokens // 2) if spec.causal else num_tokens)
-
-
-def _split_blocks(x_BT: jax.Array, block_tokens: int) -> jax.Array:
-    """[B, T, ...] -> [I, B, block, ...], padded with zeros to a multiple of the block size."""
-    missing = -x_BT.shape[1] % block_tokens
-    x_BT = jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2)) if missing else x_BT
-    return x_BT.reshape(x_BT.shape[0], -1, block_tokens, *x_BT.shape[2:]).swapaxes(0, 1)
-
-
-def _split_heads(x_BTNH: jax.Array, num_kv_heads: int, block_tokens: int) -> jax.Array:
-    """[B, T, N, H] -> [K, I, B, R, H]."""
-    x = _split_blocks(x_BTNH, block_tokens)
-    *blocks, num_heads, width = x.shape
-    x = x.reshape(*blocks, num_kv_heads, num_heads // num_kv_heads, width)  # [I, B, T, K, G, H]
-    x = x.transpose(3, 0, 1, 4, 2, 5)  # [K, I, B, G, T, H]
-    return x.reshape(*x.shape[:3], -1, width)
-
-
-def _join_blocks(x: jax.Array, like_BTNH: jax.Array) -> jax.Array:
-    """[K, I, B, H, R] -> [B, T, N, H], without the padding of T."""
-    batch, num_tokens, num_heads, _ = like_BTNH.shape
-    num_kv_heads, num_blocks, _, width, _ = x.shape
-    x = x.reshape(num_kv_heads, num_blocks, batch, width, num_heads // num_kv_heads, -1)  # [K, I, B, H, G, T]
-    return x.transpose(2, 1, 5, 0, 4, 3).reshape(batch, -1, num_heads, width)[:, :num_tokens]

@@ -8,9 +8,9 @@
     dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
     dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                after the last query
 
-Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced. `tiles_of`
-splits a sequence into tiles. dkv has the shape of kv in float32. JAX differentiates none of these functions: forward
-and backward are separate calls.
+Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced.
+`tile_order.tiles_of` splits a sequence into tiles. dkv has the shape of kv in float32. JAX differentiates none of these
+functions: forward and backward are separate calls.
 
 A rank's chunks lo and hi (sharding/layout.py) are split into n sub-chunks each. Its tile j consists of sub-chunk j of
 lo and sub-chunk n-1-j of hi. Groups of `inner` neighboring ranks exchange heads for tokens, and the groups form a ring
@@ -45,7 +45,8 @@ from jaxlc.attention import hybrid
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.kv_blocks import GroupState, TileQueries
-from jaxlc.attention.sharded_attention import choose, repeat_heads
+from jaxlc.attention.sharded_attention import choose
+from jaxlc.attention.strategy import repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
@@ -97,23 +98,6 @@ def make_tiled(
         scale=scale,
         kv_tokens_per_step=kv_tokens_per_step,
     )
-
-
-def tiles_of(x_BT: jax.Array, context: int, tiles: int) -> jax.Array:
-    """[B, T, ...] in layout order -> [tiles, B, t, ...], without communication between ranks."""
-    batch, num_tokens, *rest = x_BT.shape
-    chunks = x_BT.reshape(batch, context, 2, tiles, num_tokens // (2 * context * tiles), *rest)
-    pairs = jnp.stack([chunks[:, :, 0], chunks[:, :, 1, ::-1]], axis=2)
-    return jnp.moveaxis(pairs, 3, 0).reshape(tiles, batch, num_tokens // tiles, *rest)
-
-
-def layout_of(x_MBt: jax.Array, context: int) -> jax.Array:
-    """The inverse of `tiles_of`."""
-    tiles, batch, tile_tokens, *rest = x_MBt.shape
-    pairs = x_MBt.reshape(tiles, batch, context, 2, tile_tokens // (2 * context), *rest)
-    pairs = jnp.moveaxis(pairs, 0, 3)
-    chunks = jnp.stack([pairs[:, :, 0], pairs[:, :, 1, ::-1]], axis=2)
-    return chunks.reshape(batch, tiles * tile_tokens, *rest)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,14 @@
 Tests compare every other kernel and every strategy with it.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, implicit_ranges
+
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # the default on GPUs is TF32
 
 
 def unsupported(problem: AttentionProblem) -> None:
@@ -29,9 +33,7 @@ def forward(
     q_BTNH, k_BSKH, v_BSKH = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
     num_groups = q_BTNH.shape[2] // k_BSKH.shape[2]
     k_BSNH, v_BSNH = (jnp.repeat(x, num_groups, axis=2) for x in (k_BSKH, v_BSKH))
-    scores_BNTS = spec.scale_for(q_BTNH.shape[-1]) * jnp.einsum(
-        "BTNH,BSNH->BNTS", q_BTNH, k_BSNH, precision=jax.lax.Precision.HIGHEST
-    )
+    scores_BNTS = spec.scale_for(q_BTNH.shape[-1]) * _einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
     mask_BNTS = _dense_mask_BNTS(q_BTNH, k_BSKH, ranges, spec)
     # For fully masked rows the maximum and the sum are replaced, so that no gradient contains inf - inf.
     is_empty_BNT = ~mask_BNTS.any(axis=-1)
@@ -39,9 +41,7 @@ def forward(
     max_BNT = jax.lax.stop_gradient(jnp.where(is_empty_BNT, 0.0, masked_BNTS.max(axis=-1)))
     weights_BNTS = jnp.where(mask_BNTS, jnp.exp(jnp.where(mask_BNTS, scores_BNTS - max_BNT[..., None], 0.0)), 0.0)
     total_BNT = jnp.where(is_empty_BNT, 1.0, weights_BNTS.sum(axis=-1))
-    out_BTNH = jnp.einsum(
-        "BNTS,BSNH->BTNH", weights_BNTS / total_BNT[..., None], v_BSNH, precision=jax.lax.Precision.HIGHEST
-    )
+    out_BTNH = _einsum("BNTS,BSNH->BTNH", weights_BNTS / total_BNT[..., None], v_BSNH)
     return out_BTNH, jnp.where(is_empty_BNT, -jnp.inf, max_BNT + jnp.log(total_BNT))
 
 
@@ -58,16 +58,16 @@ def backward(q_BTNH, k_BSKH, v_BSKH, ranges, spec, out_BTNH, lse_BNT, dout_BTNH,
     batch, num_keys, num_kv_heads = k_BSKH.shape[:3]
     num_groups = q_BTNH.shape[2] // num_kv_heads
     k_BSNH, v_BSNH = (jnp.repeat(x, num_groups, axis=2) for x in (k_BSKH, v_BSKH))
-    scores_BNTS = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
+    scores_BNTS = scale * _einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
     mask_BNTS = _dense_mask_BNTS(q_BTNH, k_BSKH, ranges, spec)
     p_BNTS = jnp.where(mask_BNTS, jnp.exp(scores_BNTS - lse_BNT[..., None]), 0.0)
-    delta_BNT = jnp.einsum("BTNH,BTNH->BNT", dout_BTNH, out_BTNH) - dlse_BNT
-    ds_BNTS = p_BNTS * (jnp.einsum("BTNH,BSNH->BNTS", dout_BTNH, v_BSNH) - delta_BNT[..., None])
+    delta_BNT = _einsum("BTNH,BTNH->BNT", dout_BTNH, out_BTNH) - dlse_BNT
+    ds_BNTS = p_BNTS * (_einsum("BTNH,BSNH->BNTS", dout_BTNH, v_BSNH) - delta_BNT[..., None])
 
     def sum_groups(x_BSNH):
         return x_BSNH.reshape(batch, num_keys, num_kv_heads, num_groups, -1).sum(axis=3)
 
-    dq_BTNH = scale * jnp.einsum("BNTS,BSNH->BTNH", ds_BNTS, k_BSNH)
-    dk_BSNH = scale * jnp.einsum("BNTS,BTNH->BSNH", ds_BNTS, q_BTNH)
-    dv_BSNH = jnp.einsum("BNTS,BTNH->BSNH", p_BNTS, dout_BTNH)
+    dq_BTNH = scale * _einsum("BNTS,BSNH->BTNH", ds_BNTS, k_BSNH)
+    dk_BSNH = scale * _einsum("BNTS,BTNH->BSNH", ds_BNTS, q_BTNH)
+    dv_BSNH = _einsum("BNTS,BTNH->BSNH", p_BNTS, dout_BTNH)
     return dq_BTNH, sum_groups(dk_BSNH), sum_groups(dv_BSNH)

@@ -21,7 +21,7 @@ from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.mesh_axes import DEFAULT_AXES, AttentionAxes
 from jaxlc.attention.reorder import to_natural, to_zigzag
-from jaxlc.attention.strategy import ShardedQKV
+from jaxlc.attention.strategy import ShardedQKV, repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
@@ -272,14 +272,6 @@ def attention_spec(config: AttentionConfig, causal: bool, window: int | None, sc
         query_block_tokens=config.query_block_tokens,
         key_block_tokens=config.key_block_tokens,
     )
-
-
-def repeat_heads(x_BSKH: jax.Array, tensor: int) -> jax.Array:
-    """Repeats key/value heads up to the number of tensor ranks, if there are fewer."""
-    num_kv_heads = x_BSKH.shape[2]
-    if num_kv_heads % tensor == 0:
-        return x_BSKH
-    return jnp.repeat(x_BSKH, tensor // num_kv_heads, axis=2)
 
 
 def known_strategy(name: str) -> str:

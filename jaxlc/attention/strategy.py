@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention.contract import AttentionSpec, Kernel
@@ -35,6 +36,12 @@ class QueryResults(NamedTuple):
     lse_bnt: jax.Array
     dout_btnH: jax.Array
     dlse_bnt: jax.Array
+
+
+def repeat_heads(x_BSKH: jax.Array, num_ranks: int) -> jax.Array:
+    """Repeats key/value heads up to the number of ranks that split them, if there are fewer heads."""
+    num_kv_heads = x_BSKH.shape[2]
+    return x_BSKH if num_kv_heads % num_ranks == 0 else jnp.repeat(x_BSKH, num_ranks // num_kv_heads, axis=2)
 
 
 ForwardFn = Callable[[ShardedQKV, Kernel, AttentionSpec, Ranks | None], tuple[jax.Array, jax.Array]]

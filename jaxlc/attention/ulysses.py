@@ -9,13 +9,12 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.strategy import QueryResults, ShardedQKV, attention_vjp
+from jaxlc.attention.strategy import QueryResults, ShardedQKV, attention_vjp, repeat_heads
 from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported
 from jaxlc.sharding.layout import natural_order, zigzag_order
@@ -79,17 +78,12 @@ def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> tuple[ja
             " ulysses ranks; use a number of ranks that divides them, or strategy ring"
         )
     q_btnH, k_bskH, v_bskH, ranges = qkv
-    k_bskH, v_bskH = (_repeat_heads(x, size) for x in (k_bskH, v_bskH))
+    k_bskH, v_bskH = (repeat_heads(x, size) for x in (k_bskH, v_bskH))
     q_bTnH, k_bSkH, v_bSkH = (_heads_to_tokens(x, ranks) for x in (q_btnH, k_bskH, v_bskH))
     out_bTnH, lse_bnT = attend_tokens(ShardedQKV(q_bTnH, k_bSkH, v_bSkH, ranges))
     lse_bTn1 = lse_bnT.swapaxes(1, 2)[..., None]
     out_btnH, lse_btn1 = (_tokens_to_heads(x, ranks) for x in (out_bTnH, lse_bTn1))
     return out_btnH, lse_btn1[..., 0].swapaxes(1, 2)
-
-
-def _repeat_heads(x_bskH: jax.Array, num_ranks: int) -> jax.Array:
-    num_kv_heads = x_bskH.shape[2]
-    return x_bskH if num_kv_heads % num_ranks == 0 else jnp.repeat(x_bskH, num_ranks // num_kv_heads, axis=2)
 
 
 @jax.named_scope(scopes.ALL_TO_ALL)

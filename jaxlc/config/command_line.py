@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,18 +62,19 @@ def run_main(
     *,
     description: str,
     extra_flags: Mapping[str, str] | None = None,
+    switches: Collection[str] = (),
     base: "Base | None" = None,
 ) -> int:
     """Parses `argv`, runs `main`, and returns the exit status: 2 after a UserError, printed as one line on stderr.
 
     Args:
-      base: see `parse`.
+      switches, base: see `parse`.
     """
     try:
         if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
             print(help_text(description, extra_flags, [arg for arg in argv[1:] if arg in HELP_SECTIONS]))
             return 0
-        return main(parse(argv, extra_flags=extra_flags, base=base))
+        return main(parse(argv, extra_flags=extra_flags, switches=switches, base=base))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -87,12 +88,17 @@ Base = Callable[[ConfigDict | None, Mapping[str, str | None]], ConfigDict | None
 
 
 def parse(
-    argv: Sequence[str], *, extra_flags: Mapping[str, str] | None = None, base: Base | None = None
+    argv: Sequence[str],
+    *,
+    extra_flags: Mapping[str, str] | None = None,
+    switches: Collection[str] = (),
+    base: Base | None = None,
 ) -> ParsedCommand:
     """Reads a command line, program name first.
 
     Args:
       extra_flags: name -> help of the flags of this command, all strings. `stage` selects one stage of the config.
+      switches: names of `extra_flags` that have no value; in `extra` they are "true" or None.
       base: makes or changes the config by these flags, before overrides of settings are applied.
     Raises:
       UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or fails.
@@ -100,11 +106,15 @@ def parse(
     known = flags.FlagValues()
     for name, text in {**_STANDARD_FLAGS, **(extra_flags or {})}.items():
         flags.DEFINE_string(name, None, text, flag_values=known)
+    argv = [f"{arg}=true" if arg.lstrip("-") in switches else arg for arg in argv]
     try:
         rest = known(argv, known_only=True)  # the overrides remain: they are parsed with the types of the config
     except flags.Error as error:
         raise UserError(f"{error}; write it as --name=value") from None
     extra = {name: known[name].value for name in extra_flags or {}}
+    for name in switches:
+        if extra[name] not in (None, "true"):
+            raise UserError(f"invalid --{name}={extra[name]}: expected --{name} without a value")
     source: str = known["config"].value or ""
     config = read_config(source) if source else None
     if base is not None:

@@ -8,7 +8,7 @@ from jaxlc.config import EvalsConfig
 from jaxlc.config.eval_checks import NEEDLE, PASSKEY, RULER
 from jaxlc.evals import needle, passkey, ruler
 from jaxlc.evals.example import CountTokens
-from jaxlc.evals.materials import prose_of
+from jaxlc.evals.materials import Prose, prose_of
 from jaxlc.evals.predictions import Case
 from jaxlc.evals.ruler_questions import read_hotpotqa, read_squad
 from jaxlc.evals.scoring import match_all
@@ -35,41 +35,43 @@ def text_cases(settings: EvalsConfig, count_tokens: CountTokens) -> Iterator[Tex
       UserError: a file with prose or questions cannot be read.
     """
     prose, ruler_tasks = prose_of(settings.haystack), _ruler_tasks(settings)
-    of_case = partial(Case, num_examples=settings.num_examples)
     options = dict(count_tokens=count_tokens, seed=settings.seed)
-    of_needle = dict(prose=prose, num_needles=settings.num_needles) | options
     materials = ruler.Materials(
         prose,
         squad=read_squad(settings.squad) if settings.squad else None,
         hotpotqa=read_hotpotqa(settings.hotpotqa) if settings.hotpotqa else None,
     )
     for length in settings.lengths:
-        for depth in settings.depths if NEEDLE in settings.tasks else ():
-            case = of_case(
-                name=f"needle-{length}-{round(100 * depth)}-of-{settings.num_needles}",
-                make=partial(needle.example, length, depth, **of_needle),
-                match=match_all,
-                new_tokens=needle.NEW_TOKENS,
-            )
-            subject = dict(task=NEEDLE, haystack=prose.name, length=length, depth=depth)
-            yield TextCase(**subject, num_needles=settings.num_needles, case=case)
-        for depth in settings.depths if PASSKEY in settings.tasks else ():
-            case = of_case(
-                name=f"passkey-{length}-{round(100 * depth)}",
-                make=partial(passkey.example, length, depth, **options),
-                match=match_all,
-                new_tokens=passkey.NEW_TOKENS,
-            )
-            yield TextCase(task=PASSKEY, haystack="", length=length, depth=depth, case=case)
+        yield from _cases_at_depths(settings, prose, length, options)
         for name in ruler_tasks:
             task = ruler.TASKS[name]
-            case = of_case(
+            case = Case(
                 name=f"{name}-{length}",
                 make=partial(ruler.example, name, length=length, materials=materials, **options),
                 match=task.match,
+                num_examples=settings.num_examples,
                 new_tokens=task.new_tokens,
             )
             yield TextCase(task=name, haystack=prose.name, length=length, case=case)
+
+
+def _cases_at_depths(settings: EvalsConfig, prose: Prose, length: int, options: dict) -> Iterator[TextCase]:
+    """Yields the cases of needle and passkey. `options` are further arguments of their examples."""
+    of_needle = dict(prose=prose, num_needles=settings.num_needles)
+    for task, module, materials, haystack, num_needles in (
+        (NEEDLE, needle, of_needle, prose.name, settings.num_needles),
+        (PASSKEY, passkey, {}, "", None),
+    ):
+        of_number = "" if num_needles is None else f"-of-{num_needles}"
+        for depth in settings.depths if task in settings.tasks else ():
+            case = Case(
+                name=f"{task}-{length}-{100 * depth:g}{of_number}",
+                make=partial(module.example, length, depth, **materials, **options),
+                match=match_all,
+                num_examples=settings.num_examples,
+                new_tokens=module.NEW_TOKENS,
+            )
+            yield TextCase(task=task, haystack=haystack, length=length, depth=depth, num_needles=num_needles, case=case)
 
 
 def _ruler_tasks(settings: EvalsConfig) -> list[str]:

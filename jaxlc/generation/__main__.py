@@ -66,6 +66,11 @@ def _read(path: str) -> str:
 
 
 def mesh_sizes(mesh: str | None) -> dict[str, int] | None:
+    """The sizes of --mesh, "context=4,tensor=2", by axis; None without the flag.
+
+    Raises:
+      UserError: another form.
+    """
     if mesh is None:
         return None
     sizes = {}

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.attention.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.merge import merge_parts
-from jaxlc.attention.sharded_attention import repeat_heads
+from jaxlc.attention.strategy import repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR

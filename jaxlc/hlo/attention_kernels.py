@@ -54,7 +54,7 @@ class AttentionKernelCall(NamedTuple):
     sizes: Sizes | None  # None for blockwise loops, whose operands may have any layout
     has_window: bool = False  # it belongs to a layer with a sliding window
     is_ring_step: bool = False  # its keys are the KV block of another rank
-    head_dim: int = 128  # of queries and keys
+    head_dim: int = 128  # of queries and keys; 128 for a blockwise loop, whose operands do not show it
 
     @property
     def is_backward(self) -> bool:

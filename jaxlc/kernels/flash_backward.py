@@ -86,9 +86,8 @@ def _dq_kernel(q_ref, k_ref, v_ref, ranges, stats, blocks_ref, dq_ref, *, mask, 
     def loop_body(j, dq_TH, masked):
         first_S = j * mask.kv_block
         block = pl.ds(first_S, mask.kv_block)
-        num_keys = (
-            mask.num_keys if masked else mask.kv_block * (mask.num_keys // mask.kv_block)
-        )  # full blocks are complete
+        # Without a mask, blocks are complete: a multiple of the block size needs no check of bounds.
+        num_keys = mask.num_keys if masked else mask.kv_block * (mask.num_keys // mask.kv_block)
         k_SH = load_2d(k_ref.at[block], first_S, num_keys, head_dim)
         v_SH = load_2d(v_ref.at[block], first_S, num_keys, value_dim)
         p_TS = jnp.exp2(scale * LOG2_E * matmul(q_TH, k_SH, transpose_b=True) - lse2_T[:, None])

@@ -76,9 +76,8 @@ def _kernel(q_ref, k_ref, v_ref, ranges, blocks_ref, out_ref, lse_ref, *, mask, 
         max_T, total_T, out_TH = carry
         first_S = j * mask.kv_block
         block = pl.ds(first_S, mask.kv_block)
-        num_keys = (
-            mask.num_keys if masked else mask.kv_block * (mask.num_keys // mask.kv_block)
-        )  # full blocks are complete
+        # Without a mask, blocks are complete: a multiple of the block size needs no check of bounds.
+        num_keys = mask.num_keys if masked else mask.kv_block * (mask.num_keys // mask.kv_block)
         k_SH = load_2d(k_ref.at[block], first_S, num_keys, head_dim)
         scores_TS = scale * LOG2_E * matmul(q_TH, k_SH, transpose_b=True)
         if masked and (mask_TS := load_mask(ranges, first_T, first_S, mask)) is not None:

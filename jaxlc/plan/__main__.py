@@ -56,12 +56,13 @@ _FLAGS = {
     "out": "of --recommend: config file to write (default: recommended.py)",
     "advise": "if the step does not fit, compile it with changed settings until some fit",
 }
-_SWITCHES = ("--advise", "--evaluation", "--generate", "--recommend")
+_SWITCHES = ("advise", "evaluation", "generate", "recommend")
 _GENERATION_FLAGS = ("prompt-tokens", "new-tokens", "batch-size", "cache-dtype", "chunk-tokens")
 _TRAINING_FLAGS = (  # not with --generate
     "price-per-gpu-hour", "devices-per-process", "host-memory-gib", "html", "timeline", "evaluation",
     "document-lengths", "recommend", "advise",
 )  # fmt: skip
+_PLAN_FLAGS = ("json", "html", "timeline", "evaluation", "document-lengths", "advise")  # not with --recommend
 
 
 def main(command: ParsedCommand) -> int:
@@ -123,17 +124,15 @@ def _recommend(command: ParsedCommand, stages: Sequence[Stage], topology: str) -
     from jaxlc.simulate.topology import topology as parse_topology
 
     flags = command.extra
-    per_process = int(flags["devices-per-process"] or 1)
+    per_process = _whole(flags, "devices-per-process", 1)
     host_gib = _positive(flags, "host-memory-gib")
     host_bytes = None if host_gib is None else int(host_gib * 2**30)
     gpus = parse_topology(topology, devices_per_process=per_process, host_memory_bytes_per_node=host_bytes)
-    workers = flags["workers"]
-    if workers is not None and not (workers.isdigit() and int(workers)):
-        raise UserError(f"invalid --workers={workers}: expected a whole number, at least 1")
+    workers = None if flags["workers"] is None else _whole(flags, "workers", 1, least=1)
     values = {name: flags[name] for name in ("goal", "model", "out", "constants")} | dict(
         search_minutes=_positive(flags, "search-minutes"),
         price_per_gpu_hour=_positive(flags, "price-per-gpu-hour"),
-        workers=workers and int(workers),
+        workers=workers,
         host_memory_gib=host_gib,
         devices_per_process=per_process,
     )
@@ -170,12 +169,15 @@ def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int
             raise UserError(f"--{flag}={flags[flag]} is a flag of --recommend; add --recommend, or remove it")
     if not topology:
         raise UserError("no topology: pass target GPUs, such as --topology=h100:8x8")
-    _whole(flags, "devices-per-process", 1)
+    _whole(flags, "devices-per-process", 1, least=1)
     is_generation = flags["generate"] is not None
     unused = _TRAINING_FLAGS if is_generation else _GENERATION_FLAGS
     for flag in unused:
         if flags[flag] is not None:
             raise UserError(f"unsupported: --{flag} {'with' if is_generation else 'without'} --generate")
+    for flag in _PLAN_FLAGS:
+        if flags[flag] is not None and flags["recommend"] is not None:
+            raise UserError(f"unsupported: --{flag} with --recommend; plan the config that it writes")
     if is_generation and num_stages > 1:
         raise UserError(f"unsupported: --generate for {num_stages} stages; choose one with --stage=NAME")
     for flag in ("json", "html", "timeline"):
@@ -189,11 +191,12 @@ def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int
                 raise UserError(f"unsupported: --{flag} for {num_stages} stages; choose one with --stage=NAME")
 
 
-def _whole(flags: Mapping[str, str | None], name: str, default: int) -> int:
-    """The whole number of a flag; `default` if it is not given."""
+def _whole(flags: Mapping[str, str | None], name: str, default: int, *, least: int = 0) -> int:
+    """The whole number of a flag, at least `least`; `default` if it is not given."""
     text = flags[name]
-    if text is not None and not text.isdigit():
-        raise UserError(f"invalid --{name}={text}: expected a whole number")
+    if text is not None and not (text.isdecimal() and int(text) >= least):
+        limit = f", at least {least}" if least else ""
+        raise UserError(f"invalid --{name}={text}: expected a whole number{limit}")
     return default if text is None else int(text)
 
 
@@ -238,6 +241,4 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 if __name__ == "__main__":
-    # The parser only knows flags with values.
-    arguments = [f"{argument}=true" if argument in _SWITCHES else argument for argument in sys.argv]
-    sys.exit(run_main(main, arguments, description=__doc__, extra_flags=_FLAGS, base=base_config))
+    sys.exit(run_main(main, sys.argv, description=__doc__, extra_flags=_FLAGS, switches=_SWITCHES, base=base_config))

@@ -16,7 +16,7 @@ class StagePlan:
 
     name: str  # "": a config without stages
     num_steps: int  # optimizer steps
-    plan: Plan  # with the fields above
+    plan: Plan  # of the stage's step, with the fields of `Plan`
 
     @property
     def num_tokens(self) -> int:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxlc.core.errors import UserError
 from jaxlc.profile import compare
@@ -30,16 +31,20 @@ def main(argv: Sequence[str]) -> int:
         result = compare(
             flags.trace, plan=flags.plan, topology=flags.topology, constants=flags.constants, num_steps=flags.steps
         )
+        print(result)
         if flags.json:
-            Path(flags.json).write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    except OSError as error:
-        print(f"error: cannot write {flags.json}: {error.strerror}", file=sys.stderr)
-        return 2
+            _write(result.to_json(), Path(flags.json))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(result)
     return 0
+
+
+def _write(values: dict[str, Any], path: Path) -> None:
+    try:
+        path.write_text(json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write --json={path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -82,8 +82,10 @@ def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_step
     """Compares a trace with `estimate`; see `jaxlc.profile.compare`.
 
     Raises:
-      UserError: the number of steps is unknown.
+      UserError: the number of steps is unknown, or negative.
     """
+    if num_steps < 0:
+        raise UserError(f"invalid number of traced steps {num_steps}: expected at least 1, or 0 for those of the trace")
     num_steps = num_steps or len(trace.steps)
     if not num_steps:
         raise UserError("the trace has no ranges of training steps: set --steps to the number of traced steps")

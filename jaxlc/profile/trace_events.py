@@ -65,9 +65,11 @@ def of_profile(data: ProfileData, name: str) -> Trace:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on a type of JAX 0.12, at its first use
         _collect(list(data.planes), devices, steps)
-    if not any(devices.values()):
+    ordered = {  # a device without events was not used by the traced program
+        device: sorted(events, key=lambda event: event.start_seconds) for device, events in devices.items() if events
+    }
+    if not ordered:
         raise UserError(f"the trace {name} has no events of devices: it was recorded while no program ran")
-    ordered = {device: sorted(events, key=lambda event: event.start_seconds) for device, events in devices.items()}
     return Trace(ordered, tuple(sorted(steps)))
 
 

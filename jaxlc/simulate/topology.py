@@ -127,7 +127,9 @@ def topology(name: str, *, devices_per_process: int = 1, host_memory_bytes_per_n
         gpus_per_domain=gpus_per_domain,
         devices_per_process=devices_per_process,
         gpus_per_node=node.num_gpus,
-        host_memory_bytes_per_node=host_memory_bytes_per_node or node.memory_bytes,
+        host_memory_bytes_per_node=(
+            node.memory_bytes if host_memory_bytes_per_node is None else host_memory_bytes_per_node
+        ),
     )
 
 

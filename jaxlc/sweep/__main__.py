@@ -30,10 +30,8 @@ _FLAGS = {
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status, 130 after Ctrl-C."""
-    # The parser supports only flags with a value.
-    arguments = ["--run=true" if argument == "--run" else argument for argument in argv]
     try:
-        return run_main(_sweep, arguments, description=__doc__, extra_flags=_FLAGS)
+        return run_main(_sweep, argv, description=__doc__, extra_flags=_FLAGS, switches=("run",))
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "interrupted", file=sys.stderr)
         return 130

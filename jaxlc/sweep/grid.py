@@ -87,7 +87,7 @@ def points(config: Config, num_devices: int, grid: Grid) -> tuple[list[Point], i
     microbatch per replica stays the same.
 
     Raises:
-      UserError: no mesh of these axes has `num_devices` devices.
+      UserError: no mesh of these axes has `num_devices` devices, or none of them splits context for hybrid.
     """
     meshes = list(_meshes(config, num_devices, grid.axes))
     if not meshes:
@@ -114,6 +114,11 @@ def points(config: Config, num_devices: int, grid: Grid) -> tuple[list[Point], i
             **_batch_settings(config, mesh[DATA] * mesh[FSDP]),
         }
         points.append(_point(config, settings, num_devices))
+    if not points:
+        raise UserError(
+            "no points: hybrid needs a context axis that splits into Ulysses ranks and a ring, such as context=4, and a"
+            " Ulysses degree that divides the heads; add axes to --axes, or strategies to --strategies"
+        )
     return points, num_duplicates
 
 

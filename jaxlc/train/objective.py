@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlc import attention
-from jaxlc.attention.query_tiles import TiledAttention, layout_of, tiles_of
+from jaxlc.attention.query_tiles import TiledAttention
 from jaxlc.attention.sharded_attention import ShardedAttention
+from jaxlc.attention.tile_order import layout_of, tiles_of
 from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.models import decoder, freezing, layer_tiles, layers

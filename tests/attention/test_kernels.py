@@ -133,3 +133,16 @@ def test_reference_matches_finite_differences():
     np.testing.assert_allclose(reference.forward(*float32, None, spec)[0], out, rtol=1e-5, atol=1e-6)
     dq, _, _ = reference.backward(*float32, None, spec, out, lse, jnp.float32(dout), 0 * lse)
     assert abs((np.asarray(dq) * direction).sum() - slope) <= 1e-4 * abs(slope)
+
+
+def test_reference_products_have_the_highest_precision():
+    """On GPUs, the default precision of float32 products is TF32."""
+    x, spec = jnp.zeros((1, 4, 2, 8)), AttentionSpec()
+    out, lse = jax.eval_shape(lambda x: reference.forward(x, x, x, None, spec), x)
+    passes = (
+        jax.make_jaxpr(lambda x: reference.forward(x, x, x, None, spec))(x),
+        jax.make_jaxpr(lambda *args: reference.backward(x, x, x, None, spec, *args))(out, lse, out, lse),
+    )
+    for jaxpr in passes:
+        products = [equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
+        assert products and all(x.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2 for x in products)

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc.attention import reference
 from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.kv_blocks import GroupState
-from jaxlc.attention.query_tiles import TiledAttention, layout_of, make_tiled, tiles_of
+from jaxlc.attention.query_tiles import TiledAttention, make_tiled
+from jaxlc.attention.tile_order import layout_of, tiles_of
 from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError

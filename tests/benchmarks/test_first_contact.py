@@ -100,6 +100,40 @@ def test_process_that_crashes_becomes_a_row_with_its_messages(tmp_path, monkeypa
     assert "s left" in late["skipped"]
 
 
+_CRASH_THEN_HANG = """
+import json, os, pathlib, sys, time
+flags = dict(flag.removeprefix("--").split("=") for flag in sys.argv[1:])
+index, out = int(flags["row"]), pathlib.Path(flags["out"])
+if index < 2:
+    out.with_suffix(".started.json").write_text(json.dumps([index, dict(name=index), 0.1, time.monotonic()]))
+if index == 0:
+    os._exit(11)
+if index == 1:
+    time.sleep(1000)
+out.write_text(out.read_text() + '{"name": 2}' + chr(10))
+"""
+
+
+def test_part_continues_after_rows_that_crash_and_hang(tmp_path, monkeypatch):
+    script, out = tmp_path / "script.py", tmp_path / "rows.jsonl"
+    script.write_text(_CRASH_THEN_HANG)
+    monkeypatch.setattr(command, "_SCRIPT", script)
+    monkeypatch.setattr(command, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(command, "_limit_seconds", lambda estimated_seconds: estimated_seconds)
+    command._run_part("kernels", RowFile(out), out, time.monotonic() + 1000)
+    crashed, hung, last = rows.read([out])
+    assert (crashed["name"], crashed["error"]) == (0, "process ended with 11")
+    assert hung["name"] == 1 and "the row took more than" in hung["error"] and last == dict(name=2)
+
+
+def test_constants_of_a_measurement_ignore_dry_runs(tmp_path):
+    copy = dict(part="basics", name="device copy")
+    (tmp_path / "dry_run.jsonl").write_text(json.dumps(copy | dict(share=0.001, dry_run=True)) + "\n")
+    (tmp_path / "measured.jsonl").write_text(json.dumps(copy | dict(share=0.9)) + "\n")
+    command._write_constants(tmp_path, is_dry_run=False)
+    assert json.loads((tmp_path / command.CONSTANTS_FILE).read_text()) == dict(memory_share=0.9)
+
+
 def test_constants_of_rows_are_read_by_the_plan():
     def rate(kernel, which, tokens, share, packed=None):
         return dict(

@@ -10,6 +10,7 @@ import jaxlc
 from jaxlc.config.eval_checks import eval_settings
 from jaxlc.core.errors import UserError
 from jaxlc.evals.__main__ import main
+from jaxlc.evals.cases import text_cases
 from jaxlc.evals.example import Example
 from jaxlc.evals.predictions import Case, run_case
 from jaxlc.evals.score_rows import ScoreRow, read_scores, store_scores
@@ -90,6 +91,12 @@ def test_predictions_of_another_checkpoint_raise(tmp_path):
 def test_invalid_settings_raise(values, message):
     with pytest.raises(UserError, match=message):
         eval_settings(dict(lengths=(1024,)) | values)
+
+
+def test_files_of_close_depths_differ():
+    settings = eval_settings(dict(tasks="needle,passkey", lengths=(1024,), depths=(0.29, 0.331, 0.334)))
+    names = [text_case.case.name for text_case in text_cases(settings, len)]
+    assert names[:2] == ["needle-1024-29-of-1", "needle-1024-33.1-of-1"] and len(set(names)) == 6
 
 
 def test_standard_error_of_one_example_is_null_in_the_file(tmp_path):

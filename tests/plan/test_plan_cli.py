@@ -36,6 +36,8 @@ def config(tmp_path) -> Path:
     (["--topology=h100:1x4", "--html=/nowhere/plan.html"], "plan.html: the directory does not exist"),
     (["--topology=h100:1x4", "--host-memory-gib=lots"], "invalid --host-memory-gib=lots: expected a positive number"),
     (["--topology=h100:1x4", "--host-memory-gib=0"], "invalid --host-memory-gib=0: expected a positive number"),
+    (["--topology=h100:1x4", "--advise=false"], "invalid --advise=false: expected --advise without a value"),
+    (["--topology=h100:1x4", "--recommend", "--json=p.json"], "unsupported: --json with --recommend"),
     (["--topology=h100:1x4", "--advice"], "unknown flag --advice: did you mean --advise?"),
     (["--topology=h100:1x4", "--config.mesh.contxt=8"], "did you mean config.mesh.context?"),
     pytest.param(["--topology=h100:1x8"], "h100:1x8 has 8; use --config.mesh.", marks=pytest.mark.gpu_compiler),
@@ -43,7 +45,8 @@ def config(tmp_path) -> Path:
 def test_command_with_invalid_flags_exits_with_status_2(config, arguments, words, capsys, monkeypatch):
     monkeypatch.setattr(command, "_start_on_cpu", lambda: None)  # JAX has started
     argv = ["jaxlc.plan", f"--config={config}", *arguments]
-    assert run_main(command.main, argv, description="", extra_flags=command._FLAGS) == 2
+    flags = dict(extra_flags=command._FLAGS, switches=command._SWITCHES)
+    assert run_main(command.main, argv, description="", **flags) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
     assert re.search(re.escape(words), stderr), stderr

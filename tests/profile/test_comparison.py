@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from jax.profiler import ProfileData
 
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
@@ -84,6 +85,8 @@ def test_trace_without_step_ranges_needs_number_of_steps():
     with pytest.raises(UserError, match="set --steps"):
         comparison.compare(trace, TracedRun(), None)
     assert comparison.compare(trace, TracedRun(), None, num_steps=3).num_steps == 3
+    with pytest.raises(UserError, match="invalid number of traced steps -1"):
+        comparison.compare(trace, TracedRun(), None, num_steps=-1)
 
 
 def test_time_use_counts_each_instant_once():
@@ -162,6 +165,13 @@ def test_trace_without_device_events_raises(tmp_path):
         pass
     with pytest.raises(UserError, match="no events of devices"):
         trace_events.read(trace_events.find(tmp_path))
+
+
+def test_device_without_events_does_not_count():
+    idle = 'planes { name: "/device:GPU:1" lines { name: "Stream #13(Compute)" } }'
+    busy = idle.replace("GPU:1", "GPU:0").replace(" } }", " events { duration_ps: 5 } } }")
+    trace = trace_events.of_profile(ProfileData.from_text_proto(f"{idle}\n{busy}"), "miniature")
+    assert comparison.compare(trace, TracedRun(), None, num_steps=1).num_devices == 1
 
 
 def test_comparison_converts_to_plain_json():

@@ -96,6 +96,8 @@ def test_points_axis_not_listed_keeps_its_size(tmp_path):
         UserError, match="no mesh of 9 devices: --axes=context cannot complete data=1 x fsdp=1 x tensor=2"
     ):
         points(config, 9, parse_grid(config, axes="context"))
+    with pytest.raises(UserError, match="no points: hybrid needs a context axis that splits"):
+        points(small(tmp_path), 2, parse_grid(config, axes="context", strategies="hybrid"))
 
 
 def test_points_duplicates_counted_and_rejected_with_reason(tmp_path):
@@ -350,6 +352,7 @@ def test_command_run_measures_simulated_devices(tmp_path):
     (["--run", "--topology=h100:1x8"], "--topology=h100:1x8 is unsupported with --run"),
     (["--topology=h100:1x8", "--workers=0"], "invalid '0' for --workers: expected a whole number, at least 1"),
     ([], "no target GPUs: set --topology"),
+    (["--run=false"], "invalid --run=false: expected --run without a value"),
     (["--run", "--constants=c.json"], "--constants=c.json is unsupported with --run"),
 ])  # fmt: skip
 def test_command_invalid_flags_exit_with_status_2(monkeypatch, capsys, flags, message):

@@ -1,0 +1,193 @@
+"""Candidates of per-document sharding: which rank gets which tokens. `document_layout` chooses one. Pure NumPy."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(kw_only=True)
+class Assignment:
+    """A candidate: documents with their ranks. Documents are numbered by descending length here."""
+
+    documents: np.ndarray  # int64 [documents]: their indices in the sequence, by descending length
+    lengths: np.ndarray  # int64 [documents]
+    begins: np.ndarray  # int64 [documents]: offsets in the sequence
+    rank_tokens: int
+    unit: int
+    sizes: np.ndarray  # int64 [sharded documents, 2 x context]: tokens of each piece
+    whole: list[list[int]]  # by rank
+    cuts: list[tuple[int, int, int]] = field(default_factory=list)  # document, rank of its head, tokens of its head
+
+    @classmethod
+    def create(cls, lengths, rank_tokens: int, context: int, num_sharded: int, unit: int) -> "Assignment | None":
+        """None: the tokens cannot be equal on all ranks with these sharded documents."""
+        documents = np.argsort(-lengths, kind="stable")
+        begins = (np.cumsum(lengths) - lengths)[documents]
+        lengths = lengths[documents]
+        sizes, tokens = _cut_into_pieces(lengths[:num_sharded], context, unit)
+        whole, tokens = _place_whole(lengths, num_sharded, tokens, rank_tokens)
+        assignment = cls(
+            documents=documents,
+            lengths=lengths,
+            begins=begins,
+            rank_tokens=rank_tokens,
+            unit=unit,
+            sizes=sizes,
+            whole=whole,
+        )
+        return assignment if assignment._equalize(tokens - rank_tokens) else None
+
+    def _equalize(self, excess: np.ndarray) -> bool:
+        """Moves tokens between neighboring ranks, so that every rank has as many; returns whether it is possible.
+
+        `excess` int64 [context]: tokens of each rank above its share. What is missing in total is padding.
+        """
+        padding, flow = -int(excess.sum()), 0
+        for rank in range(len(excess) - 1):
+            flow += int(excess[rank])  # tokens from this rank to the next, if positive
+            num_padding = min(max(-flow, 0), padding)
+            flow, padding = flow + num_padding, padding - num_padding
+            if flow and not self._move(rank, flow):
+                return False
+        return True
+
+    def _move(self, rank: int, flow: int) -> bool:
+        """Moves `flow` tokens from `rank` to the next rank, or -flow tokens from there to `rank`."""
+        source, target = (rank, rank + 1) if flow > 0 else (rank + 1, rank)
+        num_tokens = abs(flow)
+        while num_tokens:
+            documents = self.whole[source]
+            longer = [document for document in documents if self.lengths[document] > num_tokens]
+            exact = [document for document in documents if self.lengths[document] == num_tokens]
+            if exact:
+                self._move_whole(exact[0], source, target)
+                return True
+            if longer:  # the shortest of them, which has the least work
+                document = longer[-1]
+                self.whole[source].remove(document)
+                head = int(self.lengths[document]) - num_tokens if flow > 0 else num_tokens
+                self.cuts.append((document, rank, head))
+                return True
+            if not documents:
+                return self._shift_pieces(rank, num_tokens if flow > 0 else -num_tokens)
+            document = documents[0]
+            self._move_whole(document, source, target)
+            num_tokens -= int(self.lengths[document])
+        return True
+
+    def _move_whole(self, document: int, source: int, target: int):
+        self.whole[source].remove(document)
+        self.whole[target] = sorted([*self.whole[target], document])
+
+    def _shift_pieces(self, rank: int, flow: int) -> bool:
+        """As `_move`, by moving the borders between the pieces of the longest sharded document."""
+        if not len(self.sizes):
+            return False
+        last = self.sizes.shape[1] - 1
+        for num_moved, pieces in ((flow // 2, (rank, rank + 1)), (flow - flow // 2, (last - rank, last - rank - 1))):
+            self.sizes[0, pieces[0]] -= num_moved
+            self.sizes[0, pieces[1]] += num_moved
+        return bool((self.sizes[0] > 0).all())
+
+    def work_by_rank(self) -> np.ndarray:
+        """int64 [query ranks, key ranks]: pairs of a query and a key that it attends to."""
+        context = len(self.whole)
+        lo, hi = self.sizes[:, :context], self.sizes[:, : context - 1 : -1]  # [sharded documents, ranks]
+        both = lo + hi
+        work = np.where(np.tri(context, k=-1, dtype=bool), both.T @ lo, hi.T @ both)  # keys of earlier, later ranks
+        diagonal = (both * (both + 1) // 2).sum(axis=0)
+        for rank, documents in enumerate(self.whole):
+            diagonal[rank] += (self.lengths[documents] * (self.lengths[documents] + 1) // 2).sum()
+        for document, rank, head in self.cuts:
+            rest = int(self.lengths[document]) - head
+            diagonal[rank] += head * (head + 1) // 2
+            diagonal[rank + 1] += rest * (rest + 1) // 2
+            work[rank + 1, rank] += rest * head
+        np.fill_diagonal(work, diagonal)
+        return work
+
+    def pieces(self) -> tuple[np.ndarray, int]:
+        """The pieces of all ranks, and the largest number of tokens of a rank that other ranks need.
+
+        Returns:
+          int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order of the rank's tokens.
+          Documents are numbered as in this class.
+        """
+        pieces, num_shared_tokens = [], 0
+        for rank in range(len(self.whole)):
+            shared = self._shared_pieces(rank)
+            num_shared_tokens = max(num_shared_tokens, sum(tokens for _, _, tokens in shared))
+            whole = [(document, 0, int(self.lengths[document])) for document in self.whole[rank]]
+            pieces += [(*piece, rank) for piece in shared + whole]
+        return np.array(pieces, np.int64).reshape(-1, 4), num_shared_tokens
+
+    def _shared_pieces(self, rank: int) -> list[tuple[int, int, int]]:
+        """(document, offset, tokens) of the sharded and the cut documents of a rank, in the order of its tokens."""
+        offsets = np.cumsum(self.sizes, axis=1) - self.sizes
+        chunks = rank, self.sizes.shape[1] - 1 - rank
+        is_ragged = (self.sizes[:, chunks] % self.unit).any(axis=1)  # these come last: the others stay aligned
+        pieces = [
+            (int(document), int(offsets[document, chunk]), int(self.sizes[document, chunk]))
+            for document in np.argsort(is_ragged, kind="stable")
+            for chunk in chunks
+        ]
+        pieces = [piece for piece in pieces if piece[2]]
+        for document, head_rank, head in self.cuts:
+            if head_rank == rank:
+                pieces.append((document, 0, head))
+            elif head_rank == rank - 1:
+                pieces.append((document, head, int(self.lengths[document]) - head))
+        return pieces
+
+    def order(self, pieces: np.ndarray) -> np.ndarray:
+        """int64 [tokens]: index i of the layout holds token `order[i]` of the sequence; `pieces` as of `pieces()`."""
+        context = len(self.whole)
+        next_padding = int(self.lengths.sum())
+        parts = []
+        for rank in range(context):
+            of_rank = pieces[pieces[:, 3] == rank]
+            first = self.begins[of_rank[:, 0]] + of_rank[:, 1]
+            parts += [np.arange(begin, begin + tokens) for begin, tokens in zip(first, of_rank[:, 2], strict=True)]
+            num_padding = self.rank_tokens - int(of_rank[:, 2].sum())
+            parts.append(np.arange(next_padding, next_padding + num_padding))
+            next_padding += num_padding
+        return np.concatenate(parts)
+
+
+def _cut_into_pieces(lengths: np.ndarray, context: int, unit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Piece lengths int64 [documents, 2 x context], and their sum by rank, int64 [context].
+
+    All pieces of a document have the same number of units. Remaining units and the last tokens go to the ranks that
+    have the fewest tokens so far.
+    """
+    tokens = np.zeros(context, np.int64)
+    units, rest = np.divmod(lengths, unit)
+    base, extra = np.divmod(units, 2 * context)
+    sizes = np.repeat(base[:, None] * unit, 2 * context, axis=1)
+    for document in range(len(lengths)):
+        # Also evens out the two pieces of a rank: extra units alternate between them.
+        for half in range(2):
+            num_extra = min(int(extra[document]) - half * context, context)
+            if num_extra <= 0:
+                break
+            ranks = np.argsort(tokens, kind="stable")[:num_extra]
+            is_hi = (ranks + document + half) % 2 == 1
+            sizes[document, np.where(is_hi, 2 * context - 1 - ranks, ranks)] += unit
+            tokens[ranks] += unit
+        rank = int(np.argmin(tokens))
+        sizes[document, 2 * context - 1 - rank] += rest[document]
+        tokens[rank] += rest[document]
+    return sizes, (sizes[:, :context] + sizes[:, : context - 1 : -1]).sum(axis=0)
+
+
+def _place_whole(lengths, num_sharded: int, tokens: np.ndarray, rank_tokens: int) -> tuple[list[list[int]], np.ndarray]:
+    """The other documents by rank, longest first, and all tokens by rank."""
+    ranks, work, free = range(len(tokens)), [0] * len(tokens), (rank_tokens - tokens).tolist()
+    whole = [[] for _ in ranks]
+    for document, length in enumerate(lengths[num_sharded:].tolist(), num_sharded):
+        with_space = [rank for rank in ranks if free[rank] >= length]
+        rank = min(with_space, key=lambda r: (work[r], -free[r])) if with_space else max(ranks, key=free.__getitem__)
+        whole[rank].append(document)
+        work[rank] += length * length
+        free[rank] -= length
+    return whole, rank_tokens - np.array(free, np.int64)
