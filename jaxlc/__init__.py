@@ -53,7 +53,8 @@ def start(
 ) -> None:
     """Starts JAX on GPUs, or on simulated CPU devices. Call it before anything uses a device.
 
-    `jaxlc.train.run` starts JAX itself, as its config says. Calling this again with equal arguments does nothing.
+    `jaxlc.train.run` starts JAX itself, with the settings of its config. Calling this again with equal arguments has no
+    effect.
 
     Args:
       simulated_devices: 0, or the number of CPU devices to simulate, over all processes.
@@ -62,19 +63,21 @@ def start(
       process_id: the index of this process, from 0.
       coordinator_address: host:port of process 0.
     Raises:
-      jaxlc.core.errors.UserError: JAX has already started with other settings.
+      jaxlc.core.errors.UserError: JAX has already started with other settings, or a number is out of range.
     """
     from jaxlc import runtime
     from jaxlc.config import RuntimeConfig
+    from jaxlc.config.ranges import range_problems
+    from jaxlc.core.errors import raise_first
 
-    runtime.start(
-        RuntimeConfig(
-            simulated_devices=simulated_devices,
-            num_processes=num_processes,
-            process_id=process_id,
-            coordinator_address=coordinator_address,
-        )
+    config = RuntimeConfig(
+        simulated_devices=simulated_devices,
+        num_processes=num_processes,
+        process_id=process_id,
+        coordinator_address=coordinator_address,
     )
+    raise_first(range_problems("runtime", config))
+    runtime.start(config)
 
 
 def make_mesh(

@@ -160,7 +160,7 @@ def help_text(description: str, extra_flags: Mapping[str, str] | None = None, se
 def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> ConfigDict:
     """Applies `--config.a.b=value` arguments to `config`, and returns it."""
     argv = [argv[0], *(arg for arg in argv[1:] if not _apply_nested_override(config, arg))]
-    # The parsers of ml_collections read "a,b" as a Python expression, and refuse 1e3 as an integer.
+    # The parsers of ml_collections parse "a,b" as a Python expression, and do not accept 1e3 as an integer.
     config_flags.register_flag_parser_for_type(tuple, _CommaSeparated())
     config_flags.register_flag_parser_for_type(int, _Integer())
     overrides = flags.FlagValues()

@@ -216,7 +216,7 @@ def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _reason(config: Mapping[str, Any]) -> str:
-    """What the names of the fields say about the model, in parentheses."""
+    """What models with such fields have, in parentheses; "" for other fields."""
     reasons = (reason for part, reason in _REASONS.items() if any(part in name for name in config))
     reason = next(reasons, None)
     return f" ({reason})" if reason else ""

@@ -1,9 +1,9 @@
 """Chats: renders messages with a chat template (Jinja), and finds the answers in the tokens of the rendered text.
 
-Only the answers of the assistant are trained on. A template says which text it is in one of two ways:
+Only the answers of the assistant are trained on. Their place in the rendered text is found in one of two ways:
 
-- It has `{% generation %}` ... `{% endgeneration %}` around it, as the templates that support the assistant masks of
-  transformers. These parts are the answers.
+- A template may have `{% generation %}` ... `{% endgeneration %}` around them, as those that support the assistant
+  masks of transformers.
 - Otherwise, answer k is the text between the prompt of message k, rendered from the messages before it with
   `add_generation_prompt`, and the end of the text rendered from the messages up to it. White space behind its last
   end-of-turn token belongs to the template and not to the answer. A template may render earlier messages differently,
@@ -82,7 +82,7 @@ class ChatTemplate:
         Args:
           where: FILE:NUMBER of the record, for errors.
         Raises:
-          BadRecord: the template refuses the messages, or no answer can be found.
+          BadRecord: the template raises an error for the messages, or no answer can be found.
         """
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if _BEGIN in text or _END in text:
@@ -102,10 +102,10 @@ class ChatTemplate:
         return RenderedChat("".join(parts), answers)
 
     def prompt(self, text: str) -> str:
-        """The text of a chat in which the user has said `text` and the assistant has to answer.
+        """The prompt of a chat whose only message is `text`, of the user, up to the start of the answer.
 
         Raises:
-          BadRecord: the template refuses it.
+          BadRecord: the template raises an error.
         """
         return self._render([dict(role="user", content=text)], None, "prompt", add_generation_prompt=True)
 
@@ -151,7 +151,7 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise BadRecord(f"{where}: {self._name} refuses the messages ({reason_of(error)})") from error
+            raise BadRecord(f"{where}: {self._name} raises an error for the messages ({reason_of(error)})") from error
 
 
 def _common_start(a: str, b: str) -> str:

@@ -24,7 +24,7 @@ def without_eval_files(files: list[SourceFile], eval_files: list[SourceFile], se
 
 def check_max_tokens(files: list[SourceFile], min_tokens: int) -> None:
     """Checks before tokenizing that `files` may contain `min_tokens` tokens: at most one per byte, and two per document
-    for its end and for a space that a tokenizer prepends. The size of a compressed file says nothing.
+    for its end and for a space that a tokenizer prepends. The size of a compressed file is no bound.
 
     Raises:
       UserError: they cannot.

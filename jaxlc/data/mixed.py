@@ -1,6 +1,6 @@
 """Mixes the packed sequences of several sources in given shares of the tokens.
 
-Sequence i of the mixture is a sequence of one source. A fixed schedule says of which one: over any first n sequences,
+Sequence i of the mixture is a sequence of one source. A fixed schedule selects the source: over any first n sequences,
 each source has less than one sequence more or less than its share. It solves the chairman assignment problem (Tijdeman
 1980, "The chairman assignment problem", Discrete Mathematics 32): at each place, of the sources that may be next, the
 one with the earliest deadline is next.

@@ -21,7 +21,8 @@ from jaxlc.core.errors import UserError, reason_of
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 MEGATRON_SUFFIX = ".idx"
 RECORD_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow", MEGATRON_SUFFIX)
-COMPRESSED_SUFFIXES = (".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", MEGATRON_SUFFIX)  # the size says nothing
+# The size of such a file is no upper bound of its tokens.
+COMPRESSED_SUFFIXES = (".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", MEGATRON_SUFFIX)
 _RECORDS_AT_ONCE = 256
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # code in the .idx file -> dtype

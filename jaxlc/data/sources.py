@@ -3,7 +3,7 @@
 A source is a file, a directory (read recursively, without hidden directories), a glob (`**` matches any depth), or the
 built-in `python-stdlib`: the source files of Python's standard library, which exist wherever Python is installed.
 
-The suffix of a file says what it contains: .txt, .py, .md and .rst are one document each; `data.records` describes
+The suffix of a file selects its format: .txt, .py, .md and .rst are one document each; `data.records` describes
 files of many documents. `text_suffixes` of a source add others, such as .c or .java.
 """
 

@@ -44,7 +44,7 @@ _SAMPLED_DOCUMENTS = 1000  # checked when a store is opened, to detect a damaged
 
 
 class InvalidUtf8(NamedTuple):
-    """Text that is not UTF-8, e.g. latin-1 or UTF-16. The byte tokenizer stores its bytes; others see U+FFFD."""
+    """Text that is not UTF-8, e.g. latin-1 or UTF-16. The byte tokenizer stores its bytes; others get U+FFFD."""
 
     num_documents: int = 0
     num_characters: int = 0  # that decoding replaces with U+FFFD

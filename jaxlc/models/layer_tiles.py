@@ -31,7 +31,7 @@ from jaxlc.sharding.rules import Sharder, is_vector
 
 class TileAttention(Protocol):
     """Attention of one tile's queries to all keys, implemented in `jaxlc.attention`. `tile` is an int32 index, possibly
-    traced; `kv` holds K and V of the whole sequence in a layout that only the implementation knows."""
+    traced; `kv` holds K and V of the whole sequence in a layout of the implementation."""
 
     def empty(self, batch: int, num_tokens: int, head_dim: int, dtype) -> jax.Array: ...
 

@@ -23,7 +23,8 @@ def write_report(
 ) -> str:
     """Writes the plots to `workdir` and returns the summary, plain text.
 
-    Without matplotlib no plots are written, and without tensorboardX there are no event files; the summary says so.
+    Without matplotlib no plots are written, and without tensorboardX there are no event files; the summary then has the
+    command that installs them.
 
     Args:
       num_tokens: of these steps, over all devices, padding included.
@@ -73,7 +74,7 @@ def write_plots(
 ) -> list[str]:
     """Writes loss.png and, with an evaluation, loss_by_position.png; returns lines with their paths.
 
-    If plots are skipped, the lines say why.
+    If plots are skipped, the only line has the reason.
     """
     if not extras.is_installed("matplotlib"):
         return [f"plots           skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}"]

@@ -20,7 +20,7 @@ def loss_chunk_tokens(config: Config, mesh: Mesh) -> int:
     """Tokens per device whose logits are computed at once: config.memory.loss_chunk_tokens, or chosen if that is 0.
 
     The choice is the largest of 1024, 2048 and 4096 whose logits take at most 4% of the device memory without the state
-    and the gradients; 1024 on CPU. It ignores activations, which only the compiled step knows.
+    and the gradients; 1024 on CPU. It ignores activations, whose size is known only after compilation.
     """
     if config.memory.loss_chunk_tokens:
         return config.memory.loss_chunk_tokens

@@ -1,4 +1,4 @@
-"""Scores of the parameters during training, as config.evals says.
+"""Scores of the parameters during training (config.evals).
 
 `jaxlc.evals` computes them. It is in a higher layer than this package, so it is imported by its name, and only by runs
 with config.evals.

@@ -57,8 +57,12 @@ def test_encoded_answers_decode_to_the_text(tmp_path: Path):
     [
         ([{"role": "user", "content": "x"}], CHATML, "no message has the role 'assistant'"),
         ([{"role": "assistant", "content": "\ufdd0"}], CHATML, "noncharacter"),
-        ([{"role": "assistant"}], "{{ messages[0].content.text + 1 }}", "refuses the messages"),
-        ([{"role": "assistant", "content": "x"}], "{{ raise_exception('no system') }}", r"refuses .*no system"),
+        ([{"role": "assistant"}], "{{ messages[0].content.text + 1 }}", "raises an error for the messages"),
+        (
+            [{"role": "assistant", "content": "x"}],
+            "{{ raise_exception('no system') }}",
+            r"raises an error for the messages .*no system",
+        ),
         ([{"role": "assistant", "content": "x"}], "{% generation %}{% endgeneration %}", "renders no answer"),
         ([{"role": "assistant", "content": "x"}], "{{ '' if messages else 'prompt' }}", "renders no answer"),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxlc
 from jaxlc import runtime
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
@@ -53,6 +54,11 @@ def run_commands(*commands: list[str], variables: Sequence[Mapping[str, str]]) -
         for process in running:
             process.kill()
     return [subprocess.CompletedProcess(p.args, p.returncode, *output) for p, output in zip(running, outputs)]
+
+
+def test_start_with_number_out_of_range_raises():
+    with pytest.raises(UserError, match="invalid value -1 for config.runtime.simulated_devices: expected at least 0"):
+        jaxlc.start(simulated_devices=-1)
 
 
 def test_environment_simulated_devices_are_split_over_processes():
