@@ -1,4 +1,4 @@
-"""The picture of docs/calibration.md: published over estimated time of all runs."""
+"""The picture of 2026-11-22-calibration.md: published over estimated time of all runs."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Estimated gain of NVSHMEM over NCCL, to compare with NVIDIA's measurements: a table of docs/calibration.md.
+"""Estimated gain of NVSHMEM over NCCL, to compare with NVIDIA's measurements: a table of 2026-11-22-calibration.md.
 
 Llama 3 8B on 64 GPUs of a GB200 NVL72, context 8 x tensor 8, one sequence per step: 8 to 16 nodes of 4 GPUs ran in
 "Accelerating Long-Context Model Training in JAX and XLA" (developer.nvidia.com/blog, 2026-02-03), with unpublished

@@ -1,4 +1,4 @@
-"""Compiles the training steps of docs/memory.md and prints its tables as Markdown; writes its plot.
+"""Prints the tables of docs/memory.md and of 2026-11-21-memory-comparison.md as Markdown; writes a plot.
 
     python -m benchmarks.memory_ladder
     python -m benchmarks.memory_ladder --tables=max_seq_len --gpus=1,8

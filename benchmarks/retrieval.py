@@ -75,7 +75,7 @@ def main(command: ParsedCommand) -> int:
     from jaxlc import train
 
     out = Path(command.extra["out"] or "runs/retrieval_variants")
-    num_examples = int(command.extra["num_examples"] or 40)
+    num_examples = _num_examples(command.extra["num_examples"] or "40")
     rows = []
     for name in (command.extra["variants"] or ",".join(VARIANTS)).split(","):
         if name not in VARIANTS:
@@ -94,6 +94,12 @@ def main(command: ParsedCommand) -> int:
     figure(rows).savefig(out / "retrieval.png")
     print(f"{out / 'retrieval.jsonl'}, {out / 'retrieval.png'}")
     return 0
+
+
+def _num_examples(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise UserError(f"invalid --num_examples={text}: expected a whole number, at least 1")
+    return int(text)
 
 
 def variant_row(name: str, result: "Result", num_examples: int) -> dict[str, Any]:

@@ -47,4 +47,6 @@ def main(version: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

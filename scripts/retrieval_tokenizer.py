@@ -1,6 +1,6 @@
-"""Makes configs/retrieval_tokenizer.json: one token for each word of the source `phone-book`.
+"""usage: python scripts/retrieval_tokenizer.py configs/retrieval_tokenizer.json
 
-python scripts/retrieval_tokenizer.py configs/retrieval_tokenizer.json
+Writes the tokenizer of configs/retrieval.py: one token for each word of the source `phone-book`.
 """
 
 import json
@@ -23,4 +23,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     main(sys.argv[1])

@@ -1,6 +1,6 @@
 """Estimated time of attention over a KV cache, whose length the compiled program does not contain."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.simulate.time_model import TimeModel
@@ -40,15 +40,11 @@ class CachedWork:
         return 2.0 * self.batch_size * num_keys * self.num_kv_heads * self.head_dim * self.cache_itemsize
 
 
+@dataclass(frozen=True)
 class CachedTimeModel(TimeModel):
     """A `TimeModel` of a program of generation. Its attention kernels read the cache at least once."""
 
-    cached_work: CachedWork
-
-    def with_cached_work(self, cached_work: CachedWork) -> "CachedTimeModel":
-        model = self._replace()
-        model.cached_work = cached_work
-        return model
+    cached_work: CachedWork = field(kw_only=True)
 
     def attention_flops(self, call: AttentionKernelCall) -> float:
         """FLOPs of the pairs of a query and a key that the mask leaves: two matrix products per pair."""

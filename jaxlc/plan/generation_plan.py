@@ -77,7 +77,7 @@ def plan_generation(
     prefill = compiled("a prefill chunk", step.prefill_tokens(prompt_tokens, chunk_tokens))
     decode = compiled("a decoding step", step.decode_tokens)
     decoding = _work(step, batch, num_past=prompt_tokens + new_tokens // 2)  # at half of the new tokens
-    time_model = CachedTimeModel(gpus, config, roofline)
+    time_model = CachedTimeModel(gpus, config, roofline, cached_work=decoding)
     return GenerationPlan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
@@ -162,7 +162,8 @@ def _program_plan(compiled: _Compiled, time_model: CachedTimeModel, works: list[
     have fewer new tokens; the others are interpolated."""
     last = len(works) - 1
     simulated = sorted({last} | {round(index) for index in np.linspace(0, max(0, last - 1), _NUM_SIMULATED_CHUNKS)})
-    runs = [_simulated(compiled.program, time_model.with_cached_work(works[index])) for index in simulated]
+    models = (dataclasses.replace(time_model, cached_work=works[index]) for index in simulated)
+    runs = [_simulated(compiled.program, model) for model in models]
 
     def total(values: list[float]) -> float:
         return float(np.interp(np.arange(len(works)), simulated, values).sum())

@@ -1,5 +1,6 @@
 """Estimated times of a step for packed sequences with given documents: the best, a typical and the worst sequence."""
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def _estimate(
     name: str, sequences: Sequence[SequenceWork], work: AttentionWork, program: AnalyzedProgram, model: TimeModel
 ) -> PackingEstimate:
     config, gpus, num_tokens = model.config, model.gpus, model.config.data.seq_len
-    predicted = predict(program, model._replace(work=work))
+    predicted = predict(program, dataclasses.replace(model, work=work))
     pairs = _mean(sequence.pairs for sequence in sequences)
     flops = config.train.global_batch_size * step_flops(config.model, num_tokens=num_tokens, num_pairs=pairs)
     steps = num_ring_steps(config)

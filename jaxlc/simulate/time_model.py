@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from jaxlc.config import Config
 from jaxlc.core.flops import causal_pairs
@@ -20,7 +20,8 @@ DEFAULT_ROOFLINE = Roofline()
 _COPY_ENGINES = ("nvshmem", "symmetric", "peer")
 
 
-class TimeModel(NamedTuple):
+@dataclass(frozen=True)
+class TimeModel:
     """Used by the simulator, by the plan's ring section and by the benchmarks, so that all estimates agree."""
 
     gpus: Topology

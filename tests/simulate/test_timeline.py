@@ -365,7 +365,7 @@ def test_constants_move_estimate_and_ring_exposure_together():
     lines = (permute_start() + in_attention, *(line.replace('"MASK"', '"NO_MASK"') for line in attention))
     analyzed = analyze(program(*INPUTS, *lines, permute_done(), END))
     model = TimeModel(topology("h100:1x2"), load(defaults()), IDEAL)
-    slow = model._replace(roofline=dataclasses.replace(IDEAL, link_share=0.5))
+    slow = dataclasses.replace(model, roofline=dataclasses.replace(IDEAL, link_share=0.5))
     seconds = 4 * 32 * 128 * num_queries**2 / 989.4e12
     assert HOP < seconds < 2 * HOP
     for time_model, hop_seconds, exposed in ((model, HOP, 0), (slow, 2 * HOP, 1)):
@@ -419,7 +419,7 @@ class TestRealStep:
 
     def test_predict_finds_all_matrix_products_and_attention(self, step):
         """With efficiency 1, times follow from FLOPs: two forward passes, 5 products in attention's backward."""
-        estimate = predict(step.program, step.time_model._replace(roofline=IDEAL))
+        estimate = predict(step.program, dataclasses.replace(step.time_model, roofline=IDEAL))
         model, per_gpu = step.config.model, 8 * 989.4e12
         head = model.model_dim * model.vocab_size
         layers = num_matmul_params(model) - head
