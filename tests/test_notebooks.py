@@ -35,12 +35,14 @@ HOSTNAME = re.compile(rf"\b{re.escape(socket.gethostname())}\b")  # a short one 
 # `make test-full` runs the notebooks as they are stored.
 SHORTER = {
     "extend_context": {
-        "steps=150": "steps=12",
-        "[:192]": "[:16]",
-        "steps=20,": "steps=6,",
+        "steps=150, global_batch_size=16, eval_every_steps=0, eval_sequences=32": "steps=12, global_batch_size=4, "
+        "eval_every_steps=0, eval_sequences=4",
+        "[:192]": "[:4]",
+        "steps=20, global_batch_size=8, eval_sequences=32": "steps=4, global_batch_size=4, eval_sequences=4",
         "if has_gpu_compiler():": "if False:",  # the live plan of plan_256k is compiled
     },
     "first_run": {
+        "seq_len = 1024": "seq_len = 512",
         "steps=120": "steps=8",
         "eval_every_steps=40": "eval_every_steps=4",
         "eval_sequences=8": "eval_sequences=2",
@@ -51,12 +53,15 @@ SHORTER = {
         "eval_sequences=8": "eval_sequences=2",
         "steps=50,": "steps=8,",
         "max_eval_loss=4.0": "max_eval_loss=5.5",
+        "global_batch_size=16": "global_batch_size=4",
         "steps=10,": "steps=4,",
         "steps=60,": "steps=4,",
+        "global_batch_size=8": "global_batch_size=2",
         "max_tokens=30": "max_tokens=6",
     },
     "memory": {"if has_gpu_compiler():": "if False:"},
     "own_model": {
+        "VOCAB, TOKENS, BATCH = 16, 64, 64": "VOCAB, TOKENS, BATCH = 16, 64, 16",
         "range(120)": "range(10)",
         "steps=200": "steps=20",
         "checkpoint_every_steps=100": "checkpoint_every_steps=10",
@@ -64,6 +69,7 @@ SHORTER = {
     },
     "use_of_context": {
         "STEPS = (500, 200, 150)": "STEPS = (3, 2, 2)",
+        "stage.changed(steps=steps)": "stage.changed(steps=steps, data=dict(seq_len=128))",
         "eval_sequences = 8": "eval_sequences = 4",
         "LENGTHS = (128, 256, 512, 1024, 2048, 4096)": "LENGTHS = (128,)",
         "NUM_EXAMPLES = 8": "NUM_EXAMPLES = 1",
