@@ -237,7 +237,12 @@ def run_block(block: Block, checkout: Path) -> subprocess.CompletedProcess:
     return subprocess.run(argv, cwd=checkout, env=environment_of(checkout), capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("block", RUN_BLOCKS, ids=lambda block: block.name)
+def _parameter(block: Block):
+    """Blocks of several training commands are heavy."""
+    return pytest.param(block, id=block.name, marks=pytest.mark.heavy if block.text.count("jaxlc train ") > 1 else ())
+
+
+@pytest.mark.parametrize("block", map(_parameter, RUN_BLOCKS))
 def test_block_runs(block, checkout):
     if block.marker["needs_compiler"] and importlib.util.find_spec("jax_plugins") is None:
         pytest.skip("the extra `plan` installs the GPU compiler")

@@ -14,8 +14,6 @@ from jaxlc.attention.merge import merge
 from tests.attention.cases import assert_rows_match, inputs, ranges, sequence_positions
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
-pytestmark = pytest.mark.jax_version
-
 kernels = pytest.mark.parametrize("kernel", [KERNELS[name] for name in cpu_kernels()], ids=cpu_kernels())
 
 
@@ -77,6 +75,7 @@ def test_kernel_with_positions_above_2_24_matches_reference(kernel):
     _check(kernel, *inputs(batch=2), key_ranges(tokens, tokens, AttentionSpec()), AttentionSpec())
 
 
+@pytest.mark.jax_version
 @kernels
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_kernel_over_two_kv_blocks_merges_to_reference(kernel, causal):
@@ -135,6 +134,7 @@ def test_reference_matches_finite_differences():
     assert abs((np.asarray(dq) * direction).sum() - slope) <= 1e-4 * abs(slope)
 
 
+@pytest.mark.jax_version
 def test_reference_products_have_the_highest_precision():
     """On GPUs, the default precision of float32 products is TF32."""
     x, spec = jnp.zeros((1, 4, 2, 8)), AttentionSpec()

@@ -20,8 +20,6 @@ from jaxlc.simulate.topology import WITHOUT_GPU, topology
 from tests.attention.cases import assert_rows_match, inputs, sequence_positions
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY
 
-pytestmark = pytest.mark.jax_version
-
 SPEC = AttentionSpec(query_block_tokens=16, key_block_tokens=16)
 
 
@@ -59,12 +57,14 @@ def test_head_dims_not_power_of_2_in_float16_match_reference():
     _check(*_lengths(23, 23, head_dim=12, value_dim=20, dtype=jnp.float16), None, SPEC, BFLOAT16_ATTENTION)
 
 
+@pytest.mark.jax_version
 def test_more_ranges_than_the_list_holds_match_reference():
     """In blocks of 16, queries attend alternately to the first and to the last keys."""
     start_BT = (jnp.arange(320, dtype=jnp.int32)[None] // 16) % 2 * 160
     _check(*_lengths(320, 320), KeyRanges(start_BT, start_BT + 160), SPEC)
 
 
+@pytest.mark.jax_version
 def test_backward_is_bitwise_reproducible():
     q, k, v, dout = _lengths(40, 40, dtype=jnp.bfloat16)
     out, lse = pallas.forward(q, k, v, None, SPEC)
@@ -72,6 +72,7 @@ def test_backward_is_bitwise_reproducible():
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
+@pytest.mark.jax_version
 def test_fully_masked_blocks_are_skipped():
     """One of two documents, in blocks of its own, is all NaN: computing its blocks would give 0 x NaN = NaN."""
     segments = jnp.repeat(jnp.array([[1, 2]], jnp.int32), 32, axis=1)
@@ -148,6 +149,7 @@ def _triton_programs(lowered) -> dict[str, str]:
     return programs
 
 
+@pytest.mark.jax_version
 def test_triton_is_not_imported_with_other_kernels():
     """JAX 0.11 deprecates Pallas' Triton backend; importing the trainer and training with another kernel must not."""
     code = (
@@ -161,6 +163,7 @@ def test_triton_is_not_imported_with_other_kernels():
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize(("num_tokens", "bits"), [(2**20, 64), (2**14, 32)])
 def test_offsets_into_large_arrays_have_64_bits(num_tokens, bits):
     """[1, 1048576, 32, 128] has 2^32 elements. Indices are widened before they are multiplied by a stride."""
@@ -175,6 +178,7 @@ def test_offsets_into_large_arrays_have_64_bits(num_tokens, bits):
         assert products and set(products) == {str(bits)}, name
 
 
+@pytest.mark.jax_version
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("gpu", "head_dim"),

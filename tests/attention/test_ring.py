@@ -24,9 +24,8 @@ from tests.attention.cases import (
 )
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
 
-pytestmark = pytest.mark.jax_version
 
-
+@pytest.mark.jax_version
 @pytest.mark.parametrize(
     "axes",
     [
@@ -80,6 +79,7 @@ def _count(jaxpr, primitive: str) -> int:
     return count
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("remat, rings", [("none", 1), ("attention", 1), ("matmuls", 1), ("full", 2)])
 def test_remat_recomputes_forward_ring_only_if_full(remat, rings):
     context = 4
@@ -108,6 +108,7 @@ def _largest_array(jaxpr) -> int:
     return largest
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("remat", ["none", "attention"])
 def test_scan_over_layers_saves_no_dense_mask(packed, remat):
@@ -174,6 +175,7 @@ def test_attend_with_segments_not_contiguous_raises():
             attend(q, k, v, mesh=split_mesh(context=2), segment_ids=ids, token_order=token_order)
 
 
+@pytest.mark.jax_version
 def test_attend_with_explicit_mesh_axes_raises():
     """Explicit axes are the default of `jax.make_mesh`."""
     q, k, v, _ = inputs()

@@ -11,6 +11,7 @@ from tests.plan.gpus import small_config
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
 
 
+@pytest.mark.heavy
 def test_reduce_in_fp32_scatters_float32_and_gathers_bfloat16():
     config = small_config(model_dim=256, num_heads=2, num_kv_heads=2, head_dim=64, ffn_dim=512, vocab_size=512)
     config.model.num_layers = 1

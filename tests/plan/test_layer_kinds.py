@@ -26,6 +26,7 @@ def step() -> TrainStep:
     return build_step(config, make_mesh(topology(f"h100:1x{RANKS}"), config.mesh))
 
 
+@pytest.mark.heavy
 def test_sliding_layers_send_only_their_window(step):
     """Bytes that each GPU sends in the forward pass, read from the compiled program."""
     program = analyze(step.compile(extra_options=dict(WITHOUT_GPU)).as_text())

@@ -41,6 +41,7 @@ def test_offload_attention_holds_out_and_lse():
     assert host_bytes(step) == LAYERS * TOKENS * model.num_heads * bytes_per_head // 4
 
 
+@pytest.mark.heavy
 def test_compile_without_requested_offload_raises(monkeypatch: pytest.MonkeyPatch):
     """A remat policy that gets lost must not go unnoticed, as it did in openxla/xla#17541."""
     step = small_step(offload=("residual",))

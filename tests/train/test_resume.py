@@ -113,6 +113,7 @@ def test_run_resumed_on_another_mesh_has_equal_losses(config, uninterrupted, hal
         _assert_same_losses(runs.rows(workdir), uninterrupted, 1e-5)
 
 
+@pytest.mark.heavy
 def test_run_resumed_by_two_processes_has_equal_losses(config, uninterrupted, halfway, tmp_path):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     primary, other = runs.start_pair(config, workdir)

@@ -117,6 +117,7 @@ def test_checkpoint_of_other_stages_raises(config_path, undisturbed, tmp_path):
         loop.run(config, shutil.copytree(undisturbed, tmp_path / "copy"))
 
 
+@pytest.mark.heavy
 def test_killed_run_equals_the_undisturbed_run(config_path, undisturbed, tmp_path):
     """A kill after a step, one inside a save, and one at the border. The comparison detects a changed row and array."""
     lines = []
