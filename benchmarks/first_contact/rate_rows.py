@@ -60,18 +60,21 @@ def _packed_rows(sizes: Sizes) -> Iterator[Row]:
     """Packed documents: of a whole sequence, and of a ring step, where queries and keys have other offsets."""
     for num_tokens in sizes.rate_tokens[:2]:
         for case, causal in (("causal", True), ("ring step", False)):
-            spec = AttentionSpec(causal=causal)
-            ranges = ranges_for(num_tokens, spec, packed=True)
-            pairs = float((ranges.end_BT - ranges.start_BT).astype(jnp.float32).sum())
             for name in supported_kernels(sizes.heads, sizes.dtype, packed=True):
                 is_too_slow = name == "blockwise" and num_tokens > sizes.blockwise_max_tokens
                 if is_too_slow or (name == "pallas" and sizes.is_dry_run):
                     continue
-                candidate = _ours(name, KERNELS[name], spec, ranges)
                 for which in ("forward", "backward"):
                     labels = dict(kernel=name, tokens=num_tokens, packed=case, which=which)
-                    measure = functools.partial(_rate, sizes, candidate, num_tokens, pairs, which)
+                    measure = functools.partial(_packed_rate, sizes, name, num_tokens, causal, which)
                     yield Row(labels=labels, measure=measure, seconds=10 + 8 * (num_tokens / 65_536) ** 2)
+
+
+def _packed_rate(sizes: Sizes, name: str, num_tokens: int, causal: bool, which: str) -> dict:
+    spec = AttentionSpec(causal=causal)
+    ranges = ranges_for(num_tokens, spec, packed=True)
+    pairs = float((ranges.end_BT - ranges.start_BT).astype(jnp.float32).sum())
+    return _rate(sizes, _ours(name, KERNELS[name], spec, ranges), num_tokens, pairs, which)
 
 
 def _candidates(sizes: Sizes, num_tokens: int, causal: bool) -> Iterator[_Candidate]:

@@ -18,6 +18,7 @@ from jaxlc.kernels.block_mask import BlockMask, Ranges, kv_block_ranges, query_b
 from jaxlc.kernels.triton_blocks import (
     LOG2_E,
     KernelParams,
+    all_keys_spec,
     block_ranges_spec,
     key_ranges_specs,
     load_1d,
@@ -25,6 +26,7 @@ from jaxlc.kernels.triton_blocks import (
     load_mask,
     loop_over_blocks,
     matmul,
+    own_rows_spec,
     padded,
     store_2d,
 )
@@ -55,12 +57,8 @@ def flash_dq(
     heads_per_kv = num_heads // num_kv_heads
     blocks = kv_block_ranges(ranges, mask)
 
-    def own_rows(width):
-        return pl.BlockSpec((None, mask.query_block, None, padded(width)), lambda i, n, b: (b, i, n, 0))
-
-    def all_keys(width):
-        return pl.BlockSpec((None, num_keys, None, padded(width)), lambda i, n, b: (b, 0, n // heads_per_kv, 0))
-
+    own_rows = functools.partial(own_rows_spec, mask.query_block)
+    all_keys = functools.partial(all_keys_spec, num_keys, heads_per_kv)
     own_1d = pl.BlockSpec((None, None, mask.query_block), lambda i, n, b: (b, n, i))
     return pl.pallas_call(
         functools.partial(_dq_kernel, mask=mask, scale=scale, head_dim=head_dim, value_dim=value_dim),
@@ -117,8 +115,7 @@ def flash_dkv(
     heads_per_kv = num_heads // num_kv_heads
     blocks = query_block_ranges(ranges, mask)
 
-    def own_rows(width):
-        return pl.BlockSpec((None, mask.kv_block, None, padded(width)), lambda j, n, b: (b, j, n, 0))
+    own_rows = functools.partial(own_rows_spec, mask.kv_block)
 
     def all_queries(width):
         return pl.BlockSpec((None, num_queries, heads_per_kv, padded(width)), lambda j, n, b: (b, 0, n, 0))

@@ -15,13 +15,14 @@ from jaxlc.kernels.triton_blocks import (
     LN_2,
     LOG2_E,
     KernelParams,
+    all_keys_spec,
     block_ranges_spec,
     key_ranges_specs,
     load_2d,
     load_mask,
     loop_over_blocks,
     matmul,
-    padded,
+    own_rows_spec,
     store_1d,
     store_2d,
 )
@@ -43,12 +44,8 @@ def flash_forward(
     heads_per_kv = num_heads // num_kv_heads
     blocks = kv_block_ranges(ranges, mask)
 
-    def own_rows(width):
-        return pl.BlockSpec((None, mask.query_block, None, padded(width)), lambda i, n, b: (b, i, n, 0))
-
-    def all_keys(width):
-        return pl.BlockSpec((None, num_keys, None, padded(width)), lambda i, n, b: (b, 0, n // heads_per_kv, 0))
-
+    own_rows = functools.partial(own_rows_spec, mask.query_block)
+    all_keys = functools.partial(all_keys_spec, num_keys, heads_per_kv)
     kernel = functools.partial(_kernel, mask=mask, scale=scale, head_dim=head_dim, value_dim=value_dim)
     return pl.pallas_call(
         kernel,

@@ -114,6 +114,16 @@ def matmul(a: jax.Array, b: jax.Array, transpose_b: bool = False) -> jax.Array:
     return lax.dot_general(a, b, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
+def own_rows_spec(block_tokens: int, width: int) -> pl.BlockSpec:
+    """The block spec of an operand [B, T, N, H] of which a program owns one block, for a grid (block, head, batch)."""
+    return pl.BlockSpec((None, block_tokens, None, padded(width)), lambda i, n, b: (b, i, n, 0))
+
+
+def all_keys_spec(num_keys: int, heads_per_kv: int, width: int) -> pl.BlockSpec:
+    """The block spec of all keys or values of a program's query head; the same grid."""
+    return pl.BlockSpec((None, num_keys, None, padded(width)), lambda i, n, b: (b, 0, n // heads_per_kv, 0))
+
+
 def key_ranges_specs(ranges: Ranges | None):
     """Block specs of the key ranges of a whole row, for a grid (block, head, batch)."""
     return jax.tree.map(lambda x: pl.BlockSpec((None, x.shape[1]), lambda i, n, b: (b, 0)), ranges)
