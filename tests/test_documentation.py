@@ -231,18 +231,18 @@ def run_block(block: Block, checkout: Path) -> subprocess.CompletedProcess:
         argv = [sys.executable, "-c", block.text]
     else:
         flags = block.marker["flags"] or ""
-        lines = [line for line in commands_of(block.text) if ":mini" not in line]  # tests/configs trains the variants
-        commands = [f"{line} {flags}" if line.startswith("jaxlc train ") else line for line in lines]
+        commands = [f"{line} {flags}" if line.startswith("jaxlc train ") else line for line in commands_of(block.text)]
         argv = ["bash", "-euo", "pipefail", "-c", "\n".join(commands)]
     return subprocess.run(argv, cwd=checkout, env=environment_of(checkout), capture_output=True, text=True)
 
 
 def _parameter(block: Block):
-    """Blocks of several training commands are heavy."""
-    return pytest.param(block, id=block.name, marks=pytest.mark.heavy if block.text.count("jaxlc train ") > 1 else ())
+    """Blocks of several training commands and plans are heavy."""
+    is_heavy = block.text.count("jaxlc train ") > 1 or block.marker["needs_compiler"]
+    return pytest.param(block, id=block.name, marks=pytest.mark.heavy if is_heavy else ())
 
 
-@pytest.mark.parametrize("block", map(_parameter, RUN_BLOCKS))
+@pytest.mark.parametrize("block", [_parameter(block) for block in RUN_BLOCKS])
 def test_block_runs(block, checkout):
     if block.marker["needs_compiler"] and importlib.util.find_spec("jax_plugins") is None:
         pytest.skip("the extra `plan` installs the GPU compiler")

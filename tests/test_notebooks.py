@@ -121,7 +121,12 @@ def check_run(path: Path, directory: Path, shorter: dict[str, str], environment:
         assert output_kinds(stored_cell) == output_kinds(cell), f"run `make notebooks`: {cell.source}"
 
 
-@notebooks
+def _parameter(path: Path):
+    """The notebook that trains three stages twice is heavy."""
+    return pytest.param(path, id=path.stem, marks=pytest.mark.heavy if path.stem == "use_of_context" else ())
+
+
+@pytest.mark.parametrize("path", [_parameter(path) for path in NOTEBOOKS])
 def test_notebook_runs_without_error_and_stderr(path, tmp_path):
     check_run(path, tmp_path / "notebooks", SHORTER.get(path.stem, {}), environment.of_user())
 
