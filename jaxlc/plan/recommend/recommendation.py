@@ -84,7 +84,7 @@ def recommend(
     if not usable:
         log("nothing to compile")
     elif search.num_left:
-        log(f"stopped after {limit_seconds / 60:.0f} minutes; {search.num_left} layouts could still be among the best")
+        log(f"stopped after {limit_seconds / 60:.3g} minutes; {search.num_left} layouts could still be among the best")
     else:
         log(f"done: no other layout can be among the best; {len(search.trials)} compiled")
     alternatives = None if search.best else _alternatives(config, gpus, roofline)
