@@ -98,32 +98,30 @@ def _iota_groups(written: str) -> Groups:
     """`[groups,size]<=[dims]T(order)`: partition numbers as an array of `dims`, transposed, then split into groups."""
     match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written)
     shape, dims, order = required(match, written).groups()
-    dims = [int(size) for size in dims.split(",")]
-    numbers = np.arange(math.prod(dims)).reshape(dims)
-    if order:
-        numbers = numbers.transpose([int(dim) for dim in order.split(",")])
-    return tuple(map(tuple, numbers.reshape([int(size) for size in shape.split(",")]).tolist()))
+    numbers = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
+    numbers = numbers.transpose(_integers(order) if order else None)
+    return tuple(map(tuple, numbers.reshape(_integers(shape)).tolist()))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def _mesh_groups(written: str, listed_ids: str) -> Groups:
     """`mesh['a'=8,'b'=2] {'a'}`: groups of the partitions that differ only in the axes in braces.
 
     Args:
-      listed_ids: the attribute after the mesh if the partitions are in another order, `(0,2,1,3) {'a'}`; else empty.
+      listed_ids: the attribute after the mesh if the partitions are in another order, `(0,2,1,3) {'a'}` or
+        `([2,2]T(1,0)) {'a'}`; else empty.
     """
-    mesh, _, chosen = written.partition("] ")
-    ids, _, chosen_of_ids = listed_ids.partition(") ")
-    chosen = chosen or chosen_of_ids
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    names = re.findall(r"'([^']+)'", chosen)
-    order = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?", mesh)
+    text = f"{written}, device_ids={listed_ids}" if listed_ids else written
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
+    names = re.findall(r"'([^']+)'", text[text.rindex("{") :])
     numbers = np.arange(math.prod(sizes.values()))
-    if ids:
-        numbers = np.array([int(number) for number in re.findall(r"\d+", ids)])
-    if order:
-        dims = [int(size) for size in order[1].split(",")]
-        numbers = numbers.reshape(dims)
-        numbers = numbers.transpose([int(dim) for dim in order[2].split(",")]) if order[2] else numbers
+    if order := re.search(r"device_ids=\(([\d,]+)\)", text):
+        numbers = np.array(_integers(order[1]))
+    elif order := re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text):
+        numbers = numbers.reshape(_integers(order[1])).transpose(_integers(order[2]) if order[2] else None)
     grid = numbers.reshape(list(sizes.values()))
     last = [list(sizes).index(name) for name in names]
     first = [dim for dim in range(grid.ndim) if dim not in last]

@@ -26,6 +26,7 @@ def test_collectives_in_loop_count_every_round():
     ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
     ("mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
     ("mesh['a'=1,'b'=4,'c'=2], device_ids=(0,4,1,5,2,6,3,7) {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ("mesh['a'=1,'b'=2,'c'=4], device_ids=([4,2]T(1,0)) {'c'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
     ("mesh['a'=2,'b'=2, device_ids=([2,2]T(1,0))] {'b'}", ((0, 2), (1, 3))),
 ])  # fmt: skip
 def test_replica_groups_in_all_notations(written, groups):
