@@ -216,6 +216,13 @@ def test_layouts_divide_batch_and_keep_settings():
 
 
 @pytest.mark.gpu_compiler
+def test_layouts_of_longest_sequence_of_memory_table_may_fit():
+    """docs/memory.md: 12,582,912 tokens of an 8B model on 8 GPUs."""
+    config = load(base_config(None, dict(model="llama3.1-8b", seq_len="12M")))
+    config = with_settings(config, {"train.global_batch_size": 1})
+    assert any(layout.candidates for layout in layouts(config, topology("h100:1x8"), Roofline(), MEMORY_MARGIN))
+
+
 def test_recommend_longest_compiles_longer_sequences():
     config = with_settings(load(model("llama3.2-1b")), {"attention.document_mask": False})
     compiled = []

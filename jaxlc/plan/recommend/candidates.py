@@ -36,6 +36,7 @@ _ACTIVATIONS = (
     ("full", (), 1),
     ("full", ("residual",), 1),
     ("attention", ("residual",), 2),
+    ("full", ("residual",), 2),
 )
 _TILE_TOKENS = (32_768, 16_384, 8_192)
 _STATE = (("device", "device"), ("host", "device"), ("host", "host"))  # (memory.optimizer, memory.parameters)
