@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.config import Config
+from jaxlc.config.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs, document_pairs
 from jaxlc.data.loader import OrderOf
 from jaxlc.sharding.document_layout import by_ring_step, ring_cost
@@ -41,8 +42,7 @@ class SequenceWork:
 
 def num_shards(config: Config) -> int:
     """The number of parts of a sequence whose queries are in different kernel calls: ranks, or groups of ranks."""
-    attention, context = config.attention, config.mesh.context
-    return {"ulysses": 1, "hybrid": context // attention.ulysses_degree}.get(attention.strategy, context)
+    return config.mesh.context // num_head_ranks(config)
 
 
 def num_ring_steps(config: Config) -> int:

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jaxlc.config import Config
+from jaxlc.config.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
@@ -141,10 +142,9 @@ def _visible_in_window(config: Config) -> float:
 
 def _num_heads_of_call(config: Config) -> float:
     """Query heads of a device in a kernel call, times the sequences of a microbatch."""
-    train, mesh, attention = config.train, config.mesh, config.attention
+    train, mesh = config.train, config.mesh
     sequences = train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
-    groups = {"ulysses": mesh.context, "hybrid": attention.ulysses_degree}.get(attention.strategy, 1)
-    return sequences * config.model.num_heads / (mesh.tensor * groups)
+    return sequences * config.model.num_heads / (mesh.tensor * num_head_ranks(config))
 
 
 def _all_pairs(call: AttentionKernelCall, config: Config) -> float:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jaxlc.attention import cudnn
 from jaxlc.config import Config
+from jaxlc.config.mesh_checks import num_head_ranks
 from jaxlc.config.trained_params import FROZEN_BYTES
 from jaxlc.plan.memory import NCCL_BYTES_PER_PEER, NCCL_MAX_PEERS, USABLE_HOST_SHARE, USABLE_SHARE
 from jaxlc.plan.recommend.sizes import Sizes, sizes_of
@@ -125,8 +126,7 @@ def _layer_bytes(config: Config, sizes: Sizes) -> float:
 def _workspace_bytes(config: Config, sizes: Sizes, kernel: str) -> float:
     if not kernel.startswith("cudnn"):
         return 0.0
-    attention, mesh, model = config.attention, config.mesh, config.model
-    ranks = {"ulysses": mesh.context, "hybrid": attention.ulysses_degree}.get(attention.strategy, 1)
+    mesh, model, ranks = config.mesh, config.model, num_head_ranks(config)
     num_heads = model.num_heads // (mesh.tensor * ranks)
     num_keys = max(1, model.num_kv_heads // (mesh.tensor * ranks))
     tokens = int(sizes.tokens / sizes.num_sequences) * ranks
@@ -139,8 +139,7 @@ def _workspace_bytes(config: Config, sizes: Sizes, kernel: str) -> float:
 
 def _communication_bytes(config: Config) -> float:
     """Buffers of NCCL: rings have one peer, an all-to-all has all of its ranks."""
-    attention, mesh = config.attention, config.mesh
-    ranks = {"ulysses": mesh.context, "hybrid": attention.ulysses_degree}.get(attention.strategy, 1)
+    mesh, ranks = config.mesh, num_head_ranks(config)
     num_rings = (mesh.fsdp * mesh.context > 1) + (mesh.tensor > 1) + (mesh.num_devices > 1)
     num_peers = num_rings + min(ranks - 1, NCCL_MAX_PEERS)
     if mesh.context > ranks:

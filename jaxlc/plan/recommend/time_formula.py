@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxlc.config import Config
+from jaxlc.config.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs
 from jaxlc.core.hardware import Device
 from jaxlc.hlo.kernel_costs import Product
 from jaxlc.plan.recommend.memory_formula import saved_bytes_per_token
 from jaxlc.plan.recommend.sizes import Sizes, sizes_of
 from jaxlc.simulate.efficiency import num_steps
+from jaxlc.simulate.packed_work import num_ring_steps
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology
 from jaxlc.train.remat import saves_attention
@@ -101,7 +103,7 @@ class _Formula:
         forward = 4 * sizes.query_dim * pairs
         # 5 matrix products instead of 2; pallas computes two of them twice, for dq and for dk and dv.
         backward = (3.5 if self.kernels[kind] == "pallas" else 2.5) * forward
-        steps, tile_tokens = self._num_ring_steps(), self.config.memory.tile_tokens
+        steps, tile_tokens = num_ring_steps(self.config), self.config.memory.tile_tokens
         num_keys = tile_tokens // 2 if tile_tokens else self.config.data.seq_len / steps
         options = dict(num_keys=min(num_keys, window or num_keys), head_dim=model.head_dim)
         seconds = 0.0
@@ -144,7 +146,7 @@ class _Formula:
             + _FFN_PASSES * sizes.ffn_dim
             + _HEAD_PASSES * (sizes.query_dim + 2 * sizes.key_dim)
         )
-        steps = self._num_ring_steps()
+        steps = num_ring_steps(self.config)
         merges = (steps - 1) * (_MERGE_PASSES * (1 + self.attention_reruns) + _MERGE_BACKWARD_PASSES) * sizes.query_dim
         if config.memory.tile_tokens:
             num_key_tiles = 2 * config.data.seq_len / config.memory.tile_tokens  # of zigzag order
@@ -153,11 +155,6 @@ class _Formula:
         if config.memory.remat in ("none", "matmuls"):
             per_token += _SAVED_PASSES * saved_bytes_per_token(config, sizes)
         return self.roofline.memory_seconds(self.gpus.device, (per_token + 2 * merges) * sizes.tokens)
-
-    def _num_ring_steps(self) -> int:
-        attention, context = self.config.attention, self.config.mesh.context
-        ranks = {"ulysses": context, "all_gather": context, "hybrid": attention.ulysses_degree}
-        return context // ranks.get(attention.strategy, 1)
 
     def _head_traffic_seconds(self) -> float:
         """The float32 gradient of the output head is read and written for each chunk of the loss."""
@@ -244,7 +241,7 @@ class _Formula:
     def _attention_communication(self, attention: float) -> tuple[float, float, float]:
         """Of one attention layer over context: exchanges and gathers, hops, exposed hops."""
         config, sizes, mesh = self.config, self.sizes, self.config.mesh
-        ranks = {"ulysses": mesh.context, "hybrid": config.attention.ulysses_degree}.get(config.attention.strategy, 1)
+        ranks = num_head_ranks(config)
         forwards = 1 + self.attention_reruns
         exchanged = hops = exposed = 0.0
         if config.attention.strategy == "all_gather" and mesh.context > 1:
@@ -255,7 +252,7 @@ class _Formula:
             keys = max(sizes.key_dim, config.model.head_dim * ranks)  # repeated where ranks exceed the heads
             num_bytes = 2 * (ranks - 1) / ranks * sizes.tokens * (2 * sizes.query_dim + 2 * keys)
             exchanged += (forwards + 2) * self._link_seconds(num_bytes, ranks, stride=mesh.tensor, kind="all-to-all")
-        steps = self._num_ring_steps()
+        steps = num_ring_steps(self.config)
         if steps > 1:
             num_bytes, members = 4 * sizes.tokens * sizes.key_dim, mesh.context // ranks
             hop = self._link_seconds(num_bytes, members, stride=mesh.tensor * ranks, kind="collective-permute")
