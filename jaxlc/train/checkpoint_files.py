@@ -3,11 +3,13 @@
 `jaxlc.train.checkpoint` describes the directories.
 """
 
+import asyncio
 import contextlib
 import gc
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,7 +85,7 @@ def on_every_process(read: Callable):
         except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
             problem = _first_words(error)
         if problem is not None:  # only then, because it takes a second in a process with many objects
-            gc.collect()
+            _collect_abandoned_reads()
     failed = multihost_utils.process_allgather(np.array(problem is not None)).reshape(-1)
     if failed.any() and problem is None:
         problem = f"process {failed.argmax()} could not read its part"
@@ -99,9 +101,9 @@ def _first_words(error: Exception) -> str:
 def _quiet_failures() -> Iterator[None]:
     """Suppresses the tracebacks of reads that Orbax abandons when another read fails.
 
-    Python reports an abandoned read when it is garbage collected, through `sys.unraisablehook`. So the hook is replaced
-    until these reads are collected. Automatic collection is off meanwhile, because it could run in any thread: in one
-    that was inside a JAX callback it crashed the process (JAX 0.12.0.1).
+    Python reports an abandoned read through `sys.unraisablehook`, when TensorStore ends it and when it is garbage
+    collected. So the hook is replaced until these reads are collected. Automatic collection is off meanwhile, because
+    it could run in any thread: in one that was inside a JAX callback it crashed the process (JAX 0.12.0.1).
     """
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     was_enabled = gc.isenabled()
@@ -112,6 +114,25 @@ def _quiet_failures() -> Iterator[None]:
         sys.unraisablehook = hook
         if was_enabled:
             gc.enable()
+
+
+def _collect_abandoned_reads(seconds: float = 10.0) -> None:
+    """Collects the reads that Orbax abandoned; it waits for TensorStore, which keeps each of them until it has ended.
+
+    Such a read is an asyncio task that is not done although its event loop is closed. After `seconds` the rest is left
+    to later collections.
+    """
+    deadline = time.monotonic() + seconds
+    gc.collect()
+    while _has_abandoned_tasks() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        gc.collect()
+
+
+def _has_abandoned_tasks() -> bool:
+    # `type`, because isinstance would evaluate the lazy proxies that some modules keep
+    tasks = (candidate for candidate in gc.get_objects() if type(candidate) is asyncio.Task)
+    return any(not task.done() and task.get_loop().is_closed() for task in tasks)
 
 
 def read_valid_meta(directory: Path) -> dict:
