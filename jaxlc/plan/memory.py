@@ -120,8 +120,8 @@ class Memory:
     def pool_share(self) -> float:
         """Largest possible runtime.memory_fraction: more leaves too little for the buffers outside of the pool."""
         free_bytes = self.usable_bytes - self.symmetric_bytes - self.nccl_bytes
-        percent = 100 * free_bytes / self.device_capacity_bytes
-        return max(0, math.floor(percent + 1e-9)) / 100  # 0.95 x 100 is 94.99999999999999
+        steps = 10_000 * free_bytes / self.device_capacity_bytes  # of less than 0.02 GiB each
+        return max(0, math.floor(steps + 1e-7)) / 10_000  # 0.95 x 10,000 is 9,499.999999999998
 
     @property
     def is_at_schedulers_limit(self) -> bool:
@@ -130,7 +130,13 @@ class Memory:
 
     @property
     def device_fits(self) -> bool:
-        return self.pool_bytes <= self.pool_share * self.device_capacity_bytes
+        return self.excess_bytes <= 0
+
+    @property
+    def excess_bytes(self) -> float:
+        """Bytes that the GPU lacks, in total or in JAX's pool; at most 0 if the step fits."""
+        pool_excess_bytes = self.pool_bytes - self.pool_share * self.device_capacity_bytes
+        return max(self.device_peak_bytes - self.usable_bytes, pool_excess_bytes)
 
     @property
     def is_pool_resized(self) -> bool:
@@ -166,12 +172,7 @@ def measure(
     program: AnalyzedProgram,
     dump: Dump,
 ) -> Memory:
-    """Memory of a compiled step.
-
-    Args:
-      program: the analyzed text of `compiled`.
-      dump: the compiler's memory reports.
-    """
+    """Memory of a compiled step; `program` is the analyzed text of `compiled`, `dump` the compiler's memory reports."""
     stats = compiled.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes

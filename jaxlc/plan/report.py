@@ -220,11 +220,10 @@ def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
             reason = "buffers outside of JAX's pool need the rest"
             if memory.pool_bytes > memory.memory_fraction * memory.device_capacity_bytes:
                 reason = f"the step needs more than {memory.memory_fraction:g} of a GPU's memory in JAX's pool"
-            yield f"Set --config.runtime.memory_fraction={memory.pool_share:.2f}: {reason}."
+            yield f"Set --config.runtime.memory_fraction={memory.pool_share:g}: {reason}."
         return
     if not memory.device_fits:
-        over_bytes = memory.device_peak_bytes - memory.usable_bytes
-        yield f"VERDICT: does not fit, {gib(over_bytes)} GiB too much on each GPU."
+        yield f"VERDICT: does not fit, {gib(memory.excess_bytes)} GiB too much on each GPU."
     if not memory.host_pool_fits:
         enough_gib = -(-memory.host_bytes_per_device // 2**30) + 1
         yield f"VERDICT: does not fit, {gib(memory.host_bytes_per_device - memory.host_pool_bytes)} GiB too much in the"

@@ -61,6 +61,14 @@ def test_pool_share_without_other_buffers_is_usable_share():
     assert dataclasses.replace(alone, nvshmem_heap_bytes=0).pool_share == 0.95
 
 
+def test_fits_up_to_the_usable_bytes():
+    """The share of the pool is rounded down; a step that needs 0.2 GiB less than the usable 95 GiB still fits."""
+    full = dataclasses.replace(MEMORY, nccl_bytes=MEMORY.nccl_bytes + 20 * GIB - GIB // 5)
+    assert full.fits and full.excess_bytes <= 0 and full.pool_bytes <= full.pool_share * full.device_capacity_bytes
+    above = dataclasses.replace(full, device_temp_bytes=full.device_temp_bytes + GIB)
+    assert not above.fits and above.excess_bytes == pytest.approx(0.8 * GIB, rel=0.02)
+
+
 @pytest.mark.parametrize("part, size", [
     ("device_arguments_bytes", 41), ("device_temp_bytes", 61), ("workspace_bytes", 31), ("symmetric_used_bytes", 25),
     ("nvshmem_heap_bytes", 25), ("nccl_bytes", 22), ("host_bytes_per_node", 83), ("staging_bytes_per_node", 19),
