@@ -9,6 +9,7 @@ replace each of them.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,7 +145,7 @@ def read(text: str) -> Roofline:
     """Constants from JSON such as {"matmul_share": 0.7, "attention_share": {"cudnn": [0.62, 0.5]}}, else the defaults.
 
     Raises:
-      UserError: the text is not JSON, a key is unknown, or a value is not a positive number.
+      UserError: the text is not JSON, a key is unknown, or a value is not a number in its range.
     """
     try:
         values = json.loads(text)
@@ -159,12 +160,26 @@ def read(text: str) -> Roofline:
         raise UserError(
             f"invalid attention_share in the constants file: expected pairs [forward, backward] for {kernels}"
         )
-    numbers = [*values.values(), *(number for pair in attention.values() for number in pair)]
-    if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
-        raise UserError("invalid constants file: expected positive numbers only")
+    shares = (("attention_share", number) for pair in attention.values() for number in pair)
+    for name, number in (*values.items(), *shares):
+        _check_number(name, number)
     efficiencies = {name: Efficiency(*pair) for name, pair in attention.items()}
     return Roofline(**values, attention_share=efficiencies)
 
 
 def _is_pair(name: str, value: object) -> bool:
     return name in efficiency.KERNELS and isinstance(value, list) and len(value) == 2
+
+
+def _check_number(name: str, value: object) -> None:
+    """Raises UserError if the value of a constant is not a number in its range."""
+    if name.endswith("_share"):
+        expected, is_valid = "a fraction of the peak, greater than 0 and at most 1", lambda x: 0 < x <= 1
+    elif name in ("time_scale", "time_spread", "pair_spread"):
+        expected, is_valid = "a positive number", lambda x: 0 < x < math.inf
+    elif name == "nccl_multiprocessors":
+        expected, is_valid = "a number from 0 to 100", lambda x: 0 <= x <= 100
+    else:
+        expected, is_valid = "a number of at least 0", lambda x: 0 <= x < math.inf
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not is_valid(value):
+        raise UserError(f"invalid {name}={value} in the constants file: expected {expected}")

@@ -328,6 +328,7 @@ def test_roofline_read_replaces_defaults():
     assert measured == dataclasses.replace(
         Roofline(), matmul_share=0.5, attention_share={"cudnn": Efficiency(0.7, 0.6)}
     )
+    assert roofline_module.read('{"nccl_multiprocessors": 0}').nccl_multiprocessors == 0
     ideal_shape = dataclasses.replace(measured, matmul_ramp_seconds=0, matmul_wave_weight=0)
     assert predicted(dot(), roofline=ideal_shape).step_seconds == approx(2 * DOT + measured.kernel_gap_seconds)
 
@@ -339,6 +340,10 @@ def test_roofline_read_replaces_defaults():
         "[]",
         '{"speed": 1}',
         '{"matmul_share": 0}',
+        '{"matmul_share": 1.5}',
+        '{"attention_share": {"cudnn": [0.6, 2]}}',
+        '{"nccl_multiprocessors": 200}',
+        '{"time_scale": Infinity}',
         '{"attention_share": {"x": [1, 1]}}',
         '{"attention_share": {"cudnn": [1]}}',
     ],
