@@ -2,13 +2,15 @@
 
     python -m benchmarks.recommendations --out=runs/recommendations
     python -m benchmarks.recommendations --cases=8b_256k_8gpu,70b_128k_64gpu
+    python -m benchmarks.recommendations --cases=8b_1m_1gpu_lora --all_within=inf
 
 For each case:
 
 1. The recommendation is searched as the command does it.
 2. The formulas estimate all combinations: the full sweep.
 3. AOT compilation of the fastest combination of each layout and kind of saved activations, fastest first, until
-   `--sweep` of them fit; for two cases with one GPU, of all combinations within a share of the best time.
+   `--sweep` of them fit; for two cases with one GPU, and with `--all_within`, of all combinations within a share of the
+   best time.
 4. AOT compilation of `--random` further combinations, drawn from all with a fixed seed: the error of the formula.
 
 Every compiled step is a line of points.jsonl in `out`; the same command resumes.
@@ -192,7 +194,7 @@ def table(results: Sequence[Result]) -> str:
             f"{result.slower:.1%}",
             _errors_text(result.sweep),
             f"{result.possible:.1%}",
-            f"{min(map(_seconds, result.sample)) / _seconds(result.recommended) - 1:+.1%}",
+            f"{min(map(_seconds, result.sample)) / _seconds(result.recommended) - 1:+.1%}" if result.sample else "",
             _errors_text(result.sample),
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -209,6 +211,14 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_list("cases", [case.name for case in CASES], "cases to run", flag_values=values)
     flags.DEFINE_integer("sweep", 8, "number of steps that fit in the sweep of a case", flag_values=values)
     flags.DEFINE_integer("random", 5, "number of random steps of a case", flag_values=values)
+    flags.DEFINE_float(
+        "all_within",
+        None,
+        "compile all combinations whose time by the formula exceeds the best by at most this share; inf: all that may"
+        " fit (default: that of the case)",
+        lower_bound=0.0,
+        flag_values=values,
+    )
     flags.DEFINE_string("out", "runs/recommendations", "directory of points.jsonl", flag_values=values)
 
 
@@ -221,6 +231,8 @@ def main(_) -> None:
     log = lambda line: print(f"  {line}", file=sys.stderr, flush=True)
     results = []
     for case in CASES:
+        if values.all_within is not None:
+            case = case._replace(all_within=values.all_within)
         if case.name in values.cases:
             print(f"{case.name}, {case.topology}", file=sys.stderr, flush=True)
             try:

@@ -26,6 +26,7 @@ from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.values import parse_length
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
+from jaxlc.plan.output_files import check_output_file
 from jaxlc.plan.recommend.base_config import base_config
 
 _FLAGS = {
@@ -66,7 +67,18 @@ _PLAN_FLAGS = ("json", "html", "timeline", "evaluation", "document-lengths", "ad
 
 
 def main(command: ParsedCommand) -> int:
-    """Runs the command. The exit status is 0 whether the step fits or not; the page and the JSON have the verdict."""
+    """Runs the command. The exit status is 0 whether the step fits or not; the page and the JSON have the verdict.
+
+    It is 130 after Ctrl-C, and with --recommend 1 if nothing fits.
+    """
+    try:
+        return _run(command)
+    except KeyboardInterrupt:
+        print("interrupted; no file was written", file=sys.stderr)
+        return 130
+
+
+def _run(command: ParsedCommand) -> int:
     flags, stages = command.extra, command.stages
     if flags["transport"] is not None:
         settings = transport_settings(flags["transport"])
@@ -181,9 +193,8 @@ def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int
     if is_generation and num_stages > 1:
         raise UserError(f"unsupported: --generate for {num_stages} stages; choose one with --stage=NAME")
     for flag in ("json", "html", "timeline"):
-        path = flags[flag]
-        if path and not Path(path).resolve().parent.is_dir():
-            raise UserError(f"--{flag}={path}: the directory does not exist; create it, or choose another file")
+        if flags[flag]:
+            check_output_file(flag, flags[flag], is_image=flag == "timeline")
     for flag in ("html", "timeline"):
         if flags[flag]:
             extras.require("matplotlib", f"--{flag}")

@@ -1,5 +1,6 @@
 """`jaxlc plan --recommend`: formulas against compiled steps, the search, the config file, the command."""
 
+import collections
 import dataclasses
 import json
 import statistics
@@ -19,7 +20,7 @@ from jaxlc.plan.recommend.candidates import Candidate, Layout, layouts
 from jaxlc.plan.recommend.config_file import MARK, check_path, config_source
 from jaxlc.plan.recommend.goals import score, topologies
 from jaxlc.plan.recommend.memory_formula import MemoryEstimate, estimate_memory
-from jaxlc.plan.recommend.recommendation import MEMORY_MARGIN, recommend
+from jaxlc.plan.recommend.recommendation import MEMORY_MARGIN, recommend, variants_to_search
 from jaxlc.plan.recommend.recommendation_page import page
 from jaxlc.plan.recommend.search import Search
 from jaxlc.plan.recommend.time_formula import TimeEstimate, estimate_time
@@ -197,6 +198,8 @@ def test_topologies_of_cheapest_are_parts():
     names = [str(gpus) for gpus in topologies("cheapest", topology("h100:4x8"))]
     assert names == ["h100:4x8", "h100:2x8", "h100:1x8", "h100:1x4", "h100:1x2", "h100:1x1"]
     assert [str(gpus) for gpus in topologies("fastest", topology("h100:4x8"))] == ["h100:4x8"]
+    names = [str(gpus) for gpus in topologies("fewest_gpus", topology("h100:3x6"))]
+    assert names == ["h100:3x6", "h100:2x6", "h100:1x6", "h100:1x4", "h100:1x3", "h100:1x2", "h100:1x1"]
 
 
 @pytest.mark.gpu_compiler
@@ -223,6 +226,17 @@ def test_layouts_of_longest_sequence_of_memory_table_may_fit():
     assert any(layout.candidates for layout in layouts(config, topology("h100:1x8"), Roofline(), MEMORY_MARGIN))
 
 
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("name", ["h100:1x6", "h100:1x7"])
+def test_recommend_longest_of_odd_number_of_gpus(name):
+    """More GPUs than 4 fit longer sequences than 4 of them, also where a power of two is not divisible by them."""
+    longest = {}
+    for gpus in (topology("h100:1x4"), topology(name)):
+        variants = variants_to_search(load(model("llama3.2-1b")), gpus, "longest", Roofline())
+        longest[str(gpus)] = variants[0].data.seq_len
+    assert longest[name] > longest["h100:1x4"] > 2**20
+
+
 def test_recommend_longest_compiles_longer_sequences():
     config = with_settings(load(model("llama3.2-1b")), {"attention.document_mask": False})
     compiled = []
@@ -243,8 +257,26 @@ def test_recommend_nothing_fits_names_alternatives():
     config = with_settings(load(model("llama3.1-70b")), {"data.seq_len": 2**20, "train.global_batch_size": 1})
     result = recommend(config, topology("h100:1x1"), StubCompiler({}), roofline=Roofline(), limit_seconds=1)
     assert not result.search.trials and result.alternatives.gpus.num_gpus > 1
+    assert result.alternatives.gpus.num_domains > 1 and result.alternatives.seq_len is None
     text = page(result, None, ())
     assert "nothing fits" in text and f"--topology={result.alternatives.gpus}" in text
+
+
+@pytest.mark.gpu_compiler
+def test_recommend_nothing_fits_names_fewest_gpus():
+    config = with_settings(load(model("llama3.1-8b")), {"data.seq_len": 2**20, "train.global_batch_size": 4})
+    too_large = StubCompiler(collections.defaultdict(lambda: (1.0, 200)))
+    result = recommend(config, topology("h100:1x1"), too_large, roofline=Roofline(), limit_seconds=1)
+    assert str(result.alternatives.gpus) == "h100:1x2"
+
+
+@pytest.mark.gpu_compiler
+def test_recommend_no_mesh_names_batch_that_works():
+    config = load(base_config(None, dict(model="llama3.2-1b", seq_len="128K")))
+    with pytest.raises(UserError, match="global_batch_size=30 or 36, or --config.data.seq_len=130560 or 132096"):
+        recommend(config, topology("h100:1x6"), StubCompiler({}), roofline=Roofline(), limit_seconds=1)
+    for changed in ({"train.global_batch_size": 36}, {"data.seq_len": 132_096}):
+        assert list(layouts(with_settings(config, changed), topology("h100:1x6"), Roofline(), MEMORY_MARGIN))
 
 
 def model(name: str):
@@ -268,6 +300,7 @@ def test_base_config_model_and_length():
     changed = load(base_config(read_config("1m_1gpu:lora"), dict(model="llama3.2-1b", seq_len="64K")))
     assert changed.lora.rank == 32 and changed.model.num_layers == 16 and changed.data.seq_len == 65_536
     assert base_config(None, NO_FLAGS) is None
+    assert load(base_config(None, dict(model="llama3.1-8b", seq_len="1000"))).train.global_batch_size == 4096
 
 
 @pytest.mark.parametrize(
@@ -291,6 +324,9 @@ def test_base_config_errors(flags, message):
         (["--model=llama3.1-8b", "--recommend=true", "--goal=best"], "expected one of fastest"),
         (["--model=llama3.1-8b", "--recommend=true", "--workers=0"], "--workers=0"),
         (["--model=llama3.1-8b", "--recommend=true", "--out=recommended.txt"], "recommended.py"),
+        (["--model=llama3.1-8b", "--recommend=true", "--out=/"], "expected the name of a config file"),
+        (["--config=64k:h100", "--json=/"], "--json=/ is a directory"),
+        (["--config=64k:h100", "--timeline=plan.xyz"], "ends with .png"),
     ],
 )
 def test_command_invalid_flag_is_error(flags, message, capsys):
@@ -340,8 +376,14 @@ def test_check_path_keeps_other_files(tmp_path):
     path.write_text("print()")
     with pytest.raises(UserError, match="another name"):
         check_path(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="another name"):
+        check_path(path)
     path.write_text(f'"""{MARK}."""')
     check_path(path)
+    (tmp_path / "directory.py").mkdir()
+    with pytest.raises(UserError, match="is a directory"):
+        check_path(tmp_path / "directory.py")
 
 
 @pytest.mark.gpu_compiler

@@ -12,7 +12,7 @@ from jaxlc.config.settings import defaults
 from jaxlc.config.values import parse_length
 from jaxlc.core.errors import UserError
 
-TOKENS_PER_STEP = 4_194_304  # without --config: as the shipped configs of 8B models
+TOKENS_PER_STEP = 4_194_304  # at most, without --config: as the shipped configs of 8B models
 _DEFAULT_SEQ_LEN = 131_072
 
 
@@ -35,7 +35,8 @@ def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> C
             raise UserError("no model is given: use --model=NAME or --config=NAME with --seq_len")
         config = defaults()
         config.data.seq_len = parse_length(length, "seq_len") if length else _DEFAULT_SEQ_LEN
-        config.train.global_batch_size = max(1, TOKENS_PER_STEP // config.data.seq_len)
+        num_sequences = max(1, TOKENS_PER_STEP // config.data.seq_len)
+        config.train.global_batch_size = 2 ** (num_sequences.bit_length() - 1)  # rounded down, so that GPUs divide it
     elif length:
         if config.stages:
             raise UserError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxlc.config import PRESETS, Config, Stage, to_dict
 from jaxlc.core.errors import UserError
+from jaxlc.plan.output_files import check_output_file
 
 MARK = "Written by `jaxlc plan --recommend`"
 _OF_STAGES = ("attention", "data", "memory", "mesh", "optimizer", "train")  # sections that a stage may change
@@ -19,13 +20,12 @@ def check_path(path: Path) -> None:
     """Checks that the config file can be written.
 
     Raises:
-      UserError: there is no such directory, or a file of somebody else.
+      UserError: the file cannot be written, or this command did not write the existing file.
     """
     if path.suffix != ".py":
         raise UserError(f"invalid --out={path}: expected the name of a config file, such as recommended.py")
-    if not path.resolve().parent.is_dir():
-        raise UserError(f"--out={path}: the directory does not exist; create it, or choose another file")
-    if path.exists() and MARK not in path.read_text():
+    check_output_file("out", path)
+    if path.exists() and MARK not in path.read_text(errors="replace"):
         raise UserError(f"--out={path}: the file exists, and this command did not write it; choose another name")
 
 

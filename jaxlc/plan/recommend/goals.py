@@ -33,18 +33,22 @@ def topologies(goal: str, gpus: Topology) -> list[Topology]:
 
 
 def _parts(gpus: Topology) -> Iterator[Topology]:
-    """`gpus`, and halves of them down to one GPU."""
-    yield gpus
-    if gpus.num_domains > 1:
-        domains = [size for size in range(gpus.num_domains // 2, 0, -1) if gpus.num_domains % size == 0]
-        yield from (part_of(gpus, size, gpus.gpus_per_domain) for size in domains if (size & (size - 1)) == 0)
-    size = gpus.gpus_per_domain // 2
-    while size:
-        yield part_of(gpus, 1, size)
-        size //= 2
+    """Numbers of whole domains, and of GPUs of one domain: divisors and powers of two, down to one GPU."""
+    yield from (part_of(gpus, size, gpus.gpus_per_domain) for size in _sizes(gpus.num_domains))
+    yield from (part_of(gpus, 1, size) for size in _sizes(gpus.gpus_per_domain)[1:])
 
 
-def lengths() -> list[int]:
-    """Sequence lengths in tokens to try for "longest", longest first: four in each doubling."""
-    powers = range(12, 28)
-    return sorted({2**power * quarter // 4 for power in powers for quarter in (4, 5, 6, 7)}, reverse=True)
+def _sizes(num: int) -> list[int]:
+    return [size for size in range(num, 0, -1) if num % size == 0 or size & (size - 1) == 0]
+
+
+def lengths(num_gpus: int) -> list[int]:
+    """Sequence lengths in tokens to try for "longest", longest first: four in each doubling, up to 2^28.
+
+    They are multiples of the odd factors of `num_gpus`, so that any mesh divides them.
+    """
+    odd = num_gpus
+    while odd % 2 == 0:
+        odd //= 2
+    sizes = {odd * 2**power * quarter for power in range(10, 26) for quarter in (4, 5, 6, 7)}
+    return sorted((size for size in sizes if size < 2**28), reverse=True)

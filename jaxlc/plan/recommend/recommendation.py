@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Candidates are compiled if this fraction of their estimated memory fits: the formula's error, see tests/plan.
 MEMORY_MARGIN = 0.94
+_CHUNK_TOKENS = 256  # of a GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks
 _MAX_DOMAINS = 512  # of the search for a number of GPUs that would do
 
 
@@ -68,7 +69,7 @@ def recommend(
     """
     pool: list[Layout] = []
     for part in topologies(goal, gpus):
-        for variant in _variants(config, part, goal, roofline):
+        for variant in variants_to_search(config, part, goal, roofline):
             pool += layouts(variant, part, roofline, MEMORY_MARGIN)
     if not pool:
         raise UserError(_no_layout(config, gpus))
@@ -107,11 +108,11 @@ def compile_in_processes(num_workers: int, **options) -> Compile:
     return compile_steps
 
 
-def _variants(config: Config, gpus: Topology, goal: str, roofline: Roofline) -> list[Config]:
+def variants_to_search(config: Config, gpus: Topology, goal: str, roofline: Roofline) -> list[Config]:
     """`config`, or for the goal "longest" with the longest sequences that may fit."""
     if goal != "longest":
         return [config]
-    variants = [_with_length(config, length) for length in lengths()]
+    variants = [_with_length(config, length) for length in lengths(gpus.num_gpus)]
     index = _first(len(variants), lambda i: _may_fit(variants[i], gpus, roofline))
     return variants[index : index + 3]
 
@@ -141,26 +142,37 @@ def _may_fit(config: Config, gpus: Topology, roofline: Roofline, margin: float =
 
 def _alternatives(config: Config, gpus: Topology, roofline: Roofline) -> Alternatives:
     """Without the margin, because they are not compiled."""
-    shorter = [_with_length(config, length) for length in lengths() if length < config.data.seq_len]
+    shorter = [_with_length(config, length) for length in lengths(gpus.num_gpus) if length < config.data.seq_len]
     index = _first(len(shorter), lambda i: _may_fit(shorter[i], gpus, roofline, margin=1.0))
-    num_domains = gpus.num_domains * 2 if gpus.gpus_per_domain > 1 else 1
-    larger = part_of(gpus, num_domains, max(gpus.gpus_per_domain, min(8, gpus.gpus_per_node)))
-    while larger.num_domains <= _MAX_DOMAINS:
-        if _may_fit(config, larger, roofline, margin=1.0):
-            break
-        larger = part_of(larger, larger.num_domains * 2, larger.gpus_per_domain)
+    larger = (part for part in _larger(gpus) if _may_fit(config, part, roofline, margin=1.0))
     return Alternatives(
         seq_len=shorter[index].data.seq_len if index < len(shorter) else None,
-        gpus=larger if larger.num_domains <= _MAX_DOMAINS else None,
+        gpus=next(larger, None),
     )
+
+
+def _larger(gpus: Topology) -> Iterator[Topology]:
+    """More GPUs of this kind: doublings within a domain up to those of a node, then of the domains."""
+    size = gpus.gpus_per_domain
+    while 2 * size <= gpus.gpus_per_node and gpus.num_domains == 1:
+        size *= 2
+        yield part_of(gpus, 1, size)
+    num_domains = 2 * gpus.num_domains
+    while num_domains <= _MAX_DOMAINS:
+        yield part_of(gpus, num_domains, size)
+        num_domains *= 2
 
 
 def _no_layout(config: Config, gpus: Topology) -> str:
-    model, train = config.model, config.train
-    pieces = 2 * gpus.num_gpus
-    below = config.data.seq_len // pieces * pieces
+    num_tokens, num_sequences, num_gpus = config.data.seq_len, config.train.global_batch_size, gpus.num_gpus
     return (
-        f"no mesh of {gpus.num_gpus} GPUs divides the sequence of {config.data.seq_len:,} tokens, the"
-        f" {train.global_batch_size} sequences of a step and the {model.num_heads} query heads; use {below} or"
-        f" {below + pieces} tokens, or another --config.train.global_batch_size"
+        f"no mesh of {num_gpus} GPUs divides the sequence of {num_tokens:,} tokens, the {num_sequences} sequences of a"
+        f" step and the {config.model.num_heads} query heads; use"
+        f" --config.train.global_batch_size={_nearest_multiples(num_sequences, num_gpus)}, or"
+        f" --config.data.seq_len={_nearest_multiples(num_tokens, _CHUNK_TOKENS * num_gpus)}"
     )
+
+
+def _nearest_multiples(value: int, divisor: int) -> str:
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)
