@@ -76,6 +76,17 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
                 f" fit into config.{setting}={steps}; shorten them or train for"
                 f" {optimizer.warmup_steps + optimizer.decay_steps} steps or more"
             )
+    elif optimizer.decay_steps:
+        yield (
+            f"config.optimizer.decay_steps={optimizer.decay_steps} has no effect with config.optimizer.schedule="
+            f"{optimizer.schedule!r}, which has no separate decay; use --config.optimizer.schedule=wsd with it, or set"
+            " it to 0"
+        )
+    if optimizer.initial_learning_rate_ratio and not optimizer.warmup_steps:
+        yield (
+            f"config.optimizer.initial_learning_rate_ratio={optimizer.initial_learning_rate_ratio} has no effect"
+            " without a warm-up; set config.optimizer.warmup_steps, or set it to 0"
+        )
 
 
 def _data_problems(config: Config) -> Iterator[str]:

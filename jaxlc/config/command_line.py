@@ -24,6 +24,7 @@ from jaxlc.config.mixture import PATH as MIXTURE
 from jaxlc.config.mixture import is_source_path
 from jaxlc.config.stage_configs import with_stage_setting
 from jaxlc.config.stages import Stage, load_stages
+from jaxlc.config.unused_settings import check_used
 from jaxlc.config.values import describe_type, did_you_mean, invalid_value, parse_integer
 from jaxlc.core.errors import UserError
 
@@ -160,6 +161,8 @@ def help_text(description: str, extra_flags: Mapping[str, str] | None = None, se
 def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> ConfigDict:
     """Applies `--config.a.b=value` arguments to `config`, and returns it."""
     argv = [argv[0], *(arg for arg in argv[1:] if not _apply_nested_override(config, arg))]
+    for override in filter(None, map(_OVERRIDE.match, argv)):
+        check_used(config.get("stages") or (), override["key"])
     # The parsers of ml_collections parse "a,b" as a Python expression, and do not accept 1e3 as an integer.
     config_flags.register_flag_parser_for_type(tuple, _CommaSeparated())
     config_flags.register_flag_parser_for_type(int, _Integer())
@@ -168,7 +171,9 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
         config_flags.DEFINE_config_dict("config", config, flag_values=overrides, sys_argv=list(argv))
         positional = overrides(argv)[1:]
     except flags.UnrecognizedFlagError as error:
-        nearest = difflib.get_close_matches(error.flagname, known, n=1)
+        is_setting = error.flagname.partition(".")[0] in HELP_SECTIONS
+        candidates = [f"config.{error.flagname}"] if is_setting else known
+        nearest = difflib.get_close_matches(error.flagname, candidates, n=1)
         advice = did_you_mean(_dashed(nearest), _dashed(known))
         raise UserError(f"unknown flag --{error.flagname}: {advice}") from None
     except flags.IllegalFlagValueError as error:
@@ -205,6 +210,7 @@ def _apply_nested_override(config: ConfigDict, arg: str) -> bool:
         return False
     if "=" not in arg:
         raise UserError(f"{arg}: write it as --name=value")
+    check_used(config.get("stages") or (), key)
     config.data.mixture.set_field(key, arg.partition("=")[2])
     return True
 
@@ -214,7 +220,7 @@ class _CommaSeparated(tuple_parser.TupleParser):
 
     def parse(self, argument: str | tuple[str, ...]) -> tuple[str, ...]:
         if isinstance(argument, str) and argument[:1] not in ("(", "["):
-            return tuple(argument.split(","))
+            return tuple(argument.split(",")) if argument else ()
         return super().parse(argument)
 
 

@@ -39,8 +39,6 @@ def training_problems(config: Config) -> Iterator[str]:
     """Yields what is wrong with config.evals in a run."""
     evals = config.evals
     yield from (f"config.evals: {problem}" for problem in eval_problems(evals))
-    if evals.every_steps and not evals.tasks:
-        yield f"config.evals.every_steps={evals.every_steps} has no effect without config.evals.tasks; set tasks"
     if set(evals.tasks) - {LOSS} and config.memory.parameters == "host":
         yield (
             "unsupported: config.evals.tasks that generate text with config.memory.parameters='host'; evaluate the"

@@ -54,6 +54,11 @@ def upgraded(stored: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         model["qk_norm"] = "head" if model["qk_norm"] else "none"
     if "preset" in model:
         model["preset"] = RENAMED_PRESETS.get(model["preset"], model["preset"])
+    optimizer = current.get("optimizer", {})
+    if optimizer.get("schedule") != "wsd":
+        optimizer.pop("decay_steps", None)  # had no effect, and is now an error
+    if not optimizer.get("warmup_steps"):
+        optimizer.pop("initial_learning_rate_ratio", None)  # the same
     current["model"] = MODEL_DEFAULTS | model | _scaling(model) | (_sliding(model, window) if window else {})
     return current
 

@@ -3,6 +3,7 @@
 `jaxlc.config.stages` resolves them to complete configs.
 """
 
+import difflib
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -110,8 +111,10 @@ def _parse_stage(item: Any, index: int) -> StageConfig:
             fields[key] = typed(f"stages.{name}.{key}", value, OWN_FIELDS[key])
             continue
         if key not in SECTIONS:
-            known = [f"stages.{name}.{own}" for own in (*OWN_FIELDS, *SECTIONS)]
-            raise SettingError(f"unknown setting config.stages.{name}.{key}: {did_you_mean([], known)}")
+            known = [*OWN_FIELDS, "model", *_SECTIONS]
+            nearest = difflib.get_close_matches(key, known, n=1)
+            question = did_you_mean(*([f"config.stages.{name}.{own}" for own in names] for names in (nearest, known)))
+            raise SettingError(f"unknown setting config.stages.{name}.{key}: {question}")
         if not isinstance(value, (Mapping, ConfigDict)):
             raise SettingError(invalid_value(f"stages.{name}.{key}", value, f"a dictionary of settings of {key}"))
         for setting in value:

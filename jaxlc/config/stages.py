@@ -6,6 +6,7 @@ resolves each stage to a complete `Config`. Imports no jax.
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.loading import load
 from jaxlc.config.schema import TrainConfig
 from jaxlc.config.stage_configs import StageConfig, parse_stages
+from jaxlc.config.unused_settings import check_used, unused_settings
 from jaxlc.config.values import did_you_mean
 from jaxlc.core.errors import UserError, raise_first
 
@@ -68,10 +70,20 @@ def load_stages(config: "ConfigDict | Config | tuple[Stage, ...]") -> tuple[Stag
     if isinstance(config, tuple):
         return config
     if not isinstance(config, ConfigDict) or not config.get("stages"):
-        return (Stage(name="", config=load(config)),)
+        stages = (Stage(name="", config=load(config)),)
+    else:
+        stages = _resolved(config)
+    raise_first(unused_settings([stage.config for stage in stages]))
+    return stages
+
+
+def _resolved(config: ConfigDict) -> tuple[Stage, ...]:
+    """The stages of a config that has some."""
     values = config.to_dict()
     stage_configs = parse_stages(values.pop("stages"))
     raise_first(_contradictions(stage_configs))
+    if values.get("data", {}).get("sources", DataConfig().sources) != DataConfig().sources:
+        check_used(stage_configs, "data.sources")
     merged = [_merged(values, stage, index) for index, stage in enumerate(stage_configs)]
     num_steps = [_num_steps(stage, settings) for stage, settings in zip(stage_configs, merged)]
     stages: list[Stage] = []
@@ -91,7 +103,7 @@ def load_stages(config: "ConfigDict | Config | tuple[Stage, ...]") -> tuple[Stag
         stages.append(
             Stage(
                 name=stage.name,
-                config=_load(stage.name, settings),
+                config=_load(stage, settings),
                 first_step=first_step,
                 optimizer_state=stage.optimizer_state,
                 max_eval_loss=stage.max_eval_loss,
@@ -137,11 +149,17 @@ def _num_steps(stage: StageConfig, settings: Mapping[str, Mapping[str, Any]]) ->
     return stage.steps or -(-stage.tokens // max(1, tokens_per_step))
 
 
-def _load(name: str, settings: dict[str, dict[str, Any]]) -> Config:
+def _load(stage: StageConfig, settings: dict[str, dict[str, Any]]) -> Config:
+    """The config of a stage. Errors name the settings that the stage changes as config.stages.NAME.SECTION.KEY."""
     try:
         return load(ConfigDict(settings))
     except UserError as error:
-        raise UserError(f"stage {name}: {error}") from error
+        message = str(error)
+        for section, own in stage.overrides.items():
+            for key in own:
+                of_stage = f"config.stages.{stage.name}.{section}.{key}"
+                message = re.sub(rf"\bconfig\.{section}\.{key}\b", of_stage, message)
+        raise UserError(f"stage {stage.name}: {message}") from error
 
 
 def _contradictions(stages: Sequence[StageConfig]) -> Iterator[str]:

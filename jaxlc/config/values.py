@@ -97,14 +97,14 @@ def _as_string(value: Any) -> str | None:
 
 
 def _as_sequence(value: Any) -> Sequence[Any]:
-    """The items of a list, a tuple, one path, or a string such as "a,b" or "(0, 2)"; [None] for any other value."""
+    """The items of a list, a tuple, one path, or a string such as "a,b", "(0, 2)" or ""; [None] for any other value."""
     if isinstance(value, str) and value[:1] in ("(", "["):
         try:
             value = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             return [None]
     if isinstance(value, str):
-        return value.split(",")
+        return value.split(",") if value else []
     if isinstance(value, os.PathLike):
         return [value]
     return value if isinstance(value, (list, tuple)) else [None]

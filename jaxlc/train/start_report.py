@@ -109,6 +109,8 @@ def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, met
             "the corpus, tokenizer, data.seq_len, data.eval_fraction or data.seed changed since that checkpoint:"
             " training continues with different sequences, from the same sequence index"
         )
+    if config.profile.steps and config.profile.traced_steps[-1] <= step:
+        lines.append(f"config.profile.steps={config.profile.steps}: these steps are done, so this run traces none")
     return lines
 
 

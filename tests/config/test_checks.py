@@ -74,6 +74,12 @@ def test_check_beta_of_1_raises(name):
             dict(schedule="wsd", decay_steps=91),
             ["warmup_steps=10 and decay_steps=91", "train.steps=100", "101 steps or more"],
         ),
+        ("optimizer", dict(decay_steps=5), ["decay_steps=5 has no effect", "schedule='cosine'", "schedule=wsd"]),
+        (
+            "optimizer",
+            dict(initial_learning_rate_ratio=0.1, warmup_steps=0),
+            ["initial_learning_rate_ratio=0.1 has no effect without a warm-up"],
+        ),
         ("data", dict(sources=()), ["config.data.sources is empty"]),
         ("data", dict(sources=("a", "")), ["an empty name"]),
         ("data", dict(seq_len=4097), ["4097", "2 x mesh.context x mesh.tensor = 2", "use 4096 or 4098"]),

@@ -113,6 +113,8 @@ def test_parse_workdir_and_extra_flags(tmp_path):
         ([QUICKSTART, "--config.model.preset=llama3-8b"], "was renamed: use --config.model.preset=llama3.1-8b"),
         ([QUICKSTART, "--config.train.steps"], "Missing value for flag --config.train.steps; write it as --name=value"),
         ([QUICKSTART, "--worddir=x"], "unknown flag --worddir: did you mean --workdir?"),
+        ([QUICKSTART, "--mesh.context=8"], "unknown flag --mesh.context: did you mean --config.mesh.context?"),
+        ([QUICKSTART, "--config.data.sources="], "config.data.sources is empty"),
         ([QUICKSTART, "extra"], "'extra' is not a flag"),
         ([QUICKSTART, "--config.mesh.context=3"], "needs 6 devices but config.runtime.simulated_devices is 8"),
     ],

@@ -177,6 +177,12 @@ def test_from_dict_reads_configs_with_old_names():
     assert from_dict(values) == load(config)
 
 
+def test_from_dict_drops_schedule_settings_without_effect():
+    values = to_dict(load(defaults()))
+    values["optimizer"] |= dict(decay_steps=5, warmup_steps=0, initial_learning_rate_ratio=0.1)
+    assert from_dict(values) == load(changed("optimizer", warmup_steps=0))
+
+
 @pytest.mark.parametrize(
     "model, words",
     [

@@ -91,7 +91,8 @@ def test_schedule_of_each_stage_starts_new_or_continues():
         ([dict(steps=1)], "invalid stage 0 of config.stages: expected a dictionary with a name"),
         ([dict(name="a b", steps=1)], "expected a name of letters"),
         ([dict(name="a", steps=1), dict(name="a", steps=1)], "two stages of the same name: a, a"),
-        ([dict(name="a", step=1)], "unknown setting config.stages.a.step: expected one of"),
+        ([dict(name="a", step=1)], "unknown setting config.stages.a.step: did you mean config.stages.a.steps?"),
+        ([dict(name="a", xyz=1)], "unknown setting config.stages.a.xyz: expected one of config.stages.a.attention"),
         ([dict(name="a")], "config.stages.a has neither steps nor tokens: set one of them"),
         ([dict(name="a", steps=1, tokens=5)], "config.stages.a has both steps and tokens"),
         ([dict(name="a", steps=-1)], "invalid value -1 for config.stages.a.steps: expected at least 0"),
@@ -100,7 +101,7 @@ def test_schedule_of_each_stage_starts_new_or_continues():
         ([dict(name="a", steps=1, train=dict(steps=3))], "set config.stages.a.steps"),
         ([dict(name="a", steps=1, model=dict(num_layers=3))], "stages change only RoPE settings of the model"),
         ([dict(name="a", steps=1, runtime=dict(transport="nccl"))], "all stages share it, so set config.runtime"),
-        ([dict(name="a", steps=1, data=dict(seq_len=63))], "stage a: config.data.seq_len=63 is not divisible"),
+        ([dict(name="a", steps=1, data=dict(seq_len=63))], "stage a: config.stages.a.data.seq_len=63 is not divisible"),
         ([dict(name="a", steps=1, optimizer_state="reset")], "expected 'carry' in stage one"),
         ([dict(name="a", steps=1, max_eval_loss=2.0)], "has no effect: no stage follows"),
         (
@@ -123,6 +124,18 @@ def test_invalid_stages_raise(stages, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("steps, accepted", [("10:13", True), ("11:13", False)])
+def test_profile_steps_after_the_run_raise(steps, accepted):
+    for config in (staged(dict(name="a", steps=4), dict(name="b", steps=6)), staged()):
+        config.train.steps = 10
+        config.profile.steps = steps
+        if accepted:
+            load_stages(config)
+        else:
+            with pytest.raises(UserError, match="has no effect: the last step of the run is 10; use .*=10:11, or"):
+                load_stages(config)
+
+
 def test_load_of_config_with_stages_names_them():
     with pytest.raises(UserError, match="has the stages a, b: use jaxlc.config.load_stages"):
         load(staged(dict(name="a", steps=1), dict(name="b", steps=1)))
@@ -143,11 +156,65 @@ def test_command_line_overrides_settings_of_one_stage(tmp_path):
         ("--config.stages.a.mesh=8", "invalid value '8' for config.stages.a.mesh: expected a dictionary of settings"),
         ("--config.train.steps=3", "no effect in a config with stages: use --config.stages.a.steps, --config.stages.b"),
         ("--stage=c", "unknown --stage=c: expected one of a, b"),
+        ("--config.evals.every_steps=2", "every_steps=2 has no effect without config.evals.tasks"),
     ]:
         with pytest.raises(UserError, match=message):
             parse(["jaxlc", f"--config={path}", argument], extra_flags={"stage": ""})
     with pytest.raises(UserError, match="choose one with --stage=NAME"):
         _ = parse(["jaxlc", f"--config={path}"]).config
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("data.mixture.x.paths=docs", ""),
+        ("data.mixture.y.paths=docs", ""),
+        ("data.mixture.x.share=1", ""),
+        ("optimizer.warmup_steps=1", ""),
+        ("data.mixture.x.chunk_tokens=8", "use --config.stages.a.data.mixture.x.chunk_tokens"),
+        ("data.mixture.xx.paths=docs", "no stage has this source in its mixture; did you mean x?"),
+        ("data.mixture.books.paths=docs", "no stage has this source in its mixture; their sources are x, y"),
+        ("data.sources=docs", "the stages have mixtures; set --config.data.mixture.NAME.paths of x, y"),
+        ("data.seq_len=64", "the stages set it themselves; use --config.stages.a.data.seq_len, --config.stages.b.data"),
+    ],
+)
+def test_override_that_all_stages_replace_raises(tmp_path, override, message):
+    path = tmp_path / "staged.py"
+    path.write_text(
+        """
+from jaxlc.config import defaults
+
+def get_config(variant):
+    config = defaults()
+    config.data.mixture = dict(x=dict(paths="a"), y=dict(paths="b"))
+    a, b = dict(x=dict(chunk_tokens=4)), dict(x=dict(chunk_tokens=2, share=2), y=dict())
+    config.stages = [
+        dict(name="a", steps=4, data=dict(seq_len=64, mixture=a), optimizer=dict(warmup_steps=1)),
+        dict(name="b", steps=4, data=dict(seq_len=32, mixture=b)),
+    ]
+    return config
+"""
+    )
+    if not message:
+        parse(["jaxlc", f"--config={path}", f"--config.{override}"])
+        return
+    with pytest.raises(UserError) as error:
+        parse(["jaxlc", f"--config={path}", f"--config.{override}"])
+    assert f"config.{override.partition('=')[0]} has no effect: " in str(error.value) and message in str(error.value)
+
+
+def test_sources_of_config_whose_stages_have_mixtures_raise():
+    config = staged(dict(name="a", steps=1, data=dict(mixture=dict(x=dict(paths="a")))))
+    config.data.sources = "docs"
+    with pytest.raises(UserError, match=r"config.data.sources has no effect: the stages have mixtures; .* of x"):
+        load_stages(config)
+
+
+def test_error_names_setting_that_the_stage_changes():
+    config = staged(dict(name="a", steps=1, mesh=dict(context=3)))
+    config.runtime.simulated_devices = 2
+    with pytest.raises(UserError, match=r"stage a: the mesh .*; use --config.stages.a.mesh.context=2$"):
+        load_stages(config)
 
 
 def test_settings_with_stages_are_copied_and_printed(tmp_path):

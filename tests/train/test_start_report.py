@@ -13,8 +13,8 @@ CORPUS = SimpleNamespace(
 )
 
 
-def resume(step: int, *, old_steps: int, corpus: str = "a1b2", **optimizer) -> list[str]:
-    config = small_config(train=dict(steps=20), optimizer=optimizer)
+def resume(step: int, *, old_steps: int, corpus: str = "a1b2", traced: str = "", **optimizer) -> list[str]:
+    config = small_config(train=dict(steps=20), optimizer=optimizer, profile=dict(steps=traced))
     stored = to_dict(config)
     stored["train"]["steps"] = old_steps
     return resume_lines(config, Path("runs/x"), "a1b2", step, dict(corpus=corpus, config=stored))
@@ -50,6 +50,12 @@ def test_resume_lines_with_more_steps_name_new_end_of_schedule():
 def test_resume_lines_with_other_corpus_say_so():
     _, line = resume(8, old_steps=20, corpus="other")
     assert "training continues with different sequences" in line
+
+
+@pytest.mark.parametrize(("traced", "is_done"), [("3:9", True), ("3:10", False), ("9:10", False)])
+def test_resume_lines_name_traced_steps_that_are_done(traced, is_done):
+    lines = resume(8, old_steps=20, traced=traced)
+    assert (f"config.profile.steps={traced}: these steps are done, so this run traces none" in lines) == is_done
 
 
 def test_resume_lines_after_last_step_say_how_to_continue():
