@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxlc.cli import VERBS
-from tests.helpers import png_size
+from tests.helpers import TIMEOUT_SECONDS, png_size
 
 ROOT = Path(__file__).parents[1]
 NOT_SOURCES = shutil.ignore_patterns(
@@ -60,7 +60,12 @@ def run(
     """Runs a command in `directory` with the installed jaxlc, which precedes an editable one."""
     environment = {**environment, "PYTHONPATH": str(installed)}
     done = subprocess.run(
-        [sys.executable, *command], cwd=directory, env=environment, text=True, capture_output=True, timeout=240
+        [sys.executable, *command],
+        cwd=directory,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

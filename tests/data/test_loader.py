@@ -16,6 +16,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.loader import batches
 from jaxlc.sharding.document_layout import document_order
+from tests import helpers
 from tests.data.corpora import S, make_config
 
 NAMES = {"tokens", "targets", "loss_weights", "positions", "segment_ids"}
@@ -106,21 +107,22 @@ def test_batches_ended_iterator_ends_threads(train, end: str):
         num_built = 0
 
         def __getitem__(self, i: int):
-            time.sleep(1e-3)
+            time.sleep(1e-3 if self.num_built < 100 else 0.1)  # 8,000 take much longer than the test
             self.num_built += 1
             return train[i]
 
-    slow = Slow()
+    slow, earlier_threads = Slow(), set(threading.enumerate())
     batch_stream = stream(slow, make_mesh(1, 1, 4, 2), prefetch_steps=1000)
     next(batch_stream)
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(("grain", "place_batch"))]
+    new_threads = set(threading.enumerate()) - earlier_threads
+    threads = [thread for thread in new_threads if thread.name.startswith(("grain", "place_batch"))]
     assert {thread.name[:5] for thread in threads} == {"grain", "place"}
     if end == "close":
         batch_stream.close()
     del batch_stream
     gc.collect()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=helpers.TIMEOUT_SECONDS)
     assert not any(thread.is_alive() for thread in threads)
     assert slow.num_built < 4000
 
@@ -170,19 +172,17 @@ next(left_open)
 def test_two_processes_share_cache_and_hold_their_shards(tmp_path: Path, monkeypatch):
     """Both tokenize the corpus at the same time. They end although a stream is left open, and although absl's flags are
     never parsed and the command line has a flag of its own, as in a notebook."""
-    import portpicker
-
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     config = make_config(tmp_path)
     directory = str(Path(__file__).parent)
-    command = [sys.executable, "-c", _PROCESS, str(tmp_path), str(portpicker.pick_unused_port())]
+    command = [sys.executable, "-c", _PROCESS, str(tmp_path), str(helpers.free_port())]
     processes = [
         subprocess.Popen(
             [*command, str(i), directory, "--config=x.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for i in range(2)
     ]
-    outputs = [process.communicate(timeout=120) for process in processes]
+    outputs = [process.communicate(timeout=helpers.TIMEOUT_SECONDS) for process in processes]
     fingerprint = open_corpus(config).train.store.fingerprint
     assert [stdout for stdout, _ in outputs] == [f"equal {fingerprint}\n"] * 2, outputs
     assert [process.returncode for process in processes] == [0, 0], outputs

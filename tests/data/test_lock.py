@@ -19,7 +19,7 @@ import pathlib, sys, time
 from jaxlc.data.lock import locked
 with locked(pathlib.Path(sys.argv[1]), print):
     print("holds", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -34,23 +34,25 @@ def test_locked_file_is_gone_after_use_and_after_failure(tmp_path: Path):
 
 
 def test_locked_waits_for_other_threads_one_at_a_time(tmp_path: Path):
-    active, most, waits = [0], [0], []
+    active, most, waits, is_held = [0], [0], [], threading.Event()
 
     def work():
         with locked(tmp_path / "lock", waits.append):
             active[0] += 1
             most[0] = max(most[0], active[0])
-            threading.Event().wait(0.05)
+            is_held.set()
+            helpers.wait_until(lambda: len(waits) == 3 or most[0] > 1)
             active[0] -= 1
 
     threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
+    threads[0].start()
+    is_held.wait()  # a thread that waits before the holder has written its name reads "another process"
+    for thread in threads[1:]:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == [1] and len(waits) >= 3
-    # A thread that waits before the holder has written its name reads "another process".
-    assert any(f"process {os.getpid()} on " in message for message in waits)
+    assert most == [1] and len(waits) == 3
+    assert all(f"process {os.getpid()} on " in message for message in waits)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -79,10 +81,10 @@ def test_locked_ignores_file_of_killed_process(tmp_path: Path):
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    helpers.wait_until(lambda: waits, timeout_seconds=30)
+    helpers.wait_until(lambda: waits)
     assert f"process {holder.pid} on " in waits[0] and waiter.is_alive()
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert path.exists()
-    waiter.join(timeout=30)
+    waiter.join(timeout=helpers.TIMEOUT_SECONDS)
     assert not waiter.is_alive() and not path.exists()

@@ -139,8 +139,8 @@ def test_packing_100_000_documents_takes_seconds():
         split_hashes=np.zeros(len(lengths)),
         fingerprint="large",
     )
-    start = time.perf_counter()
+    start = time.thread_time()  # CPU seconds, which do not depend on what else the machine does
     sequences = PackedSequences(store, np.arange(len(lengths)), 1_000_000, seed=0)
     sequence = sequences[5]
-    assert time.perf_counter() - start < 10
+    assert time.thread_time() - start < 10
     assert sequence["segment_ids"].max() > 100 and sequences.num_sequences == -(-lengths.sum() // 1_000_000)

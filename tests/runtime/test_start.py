@@ -15,6 +15,7 @@ from jaxlc import runtime
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import launcher
+from tests.helpers import TIMEOUT_SECONDS
 from tests.launch import slurm
 
 pytestmark = pytest.mark.jax_version
@@ -49,7 +50,7 @@ def run_commands(*commands: list[str], variables: Sequence[Mapping[str, str]]) -
         for command, own in zip(commands, variables, strict=True)
     ]
     try:
-        outputs = [process.communicate(timeout=60) for process in running]
+        outputs = [process.communicate(timeout=TIMEOUT_SECONDS) for process in running]
     finally:
         for process in running:
             process.kill()
@@ -196,15 +197,27 @@ def test_start_two_slurm_processes_share_devices():
         assert process.stdout.splitlines()[-1] == f"{i} cpu 2 6.0 all"
 
 
-_KILL_PROCESS_1 = "if jax.process_index() == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+# The kill comes after both processes have ended their collective, which would fail in process 0.
+_KILL_PROCESS_1 = """
+marker = pathlib.Path(os.environ["MARKER"])
+if jax.process_index() == 0:
+    marker.touch()
+else:
+    while not marker.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
 
 
-def test_slurm_script_restarts_after_a_killed_process():
+def test_slurm_script_restarts_after_a_killed_process(tmp_path):
     """launch/slurm/train.sbatch with an srun that starts two processes. One is killed: the other one ends with a line
     that names it, and the script requeues the job."""
-    code = _ONE_OF_TWO.format(first_line="import os, signal, time", last_line=_KILL_PROCESS_1)
+    code = _ONE_OF_TWO.format(first_line="import os, pathlib, signal, time", last_line=_KILL_PROCESS_1)
     command = ["bash", "launch/slurm/train.sbatch", sys.executable, "-c", code]
-    (done,) = run_commands(command, variables=[slurm.job_variables(num_tasks=2)])
+    (done,) = run_commands(
+        command, variables=[slurm.job_variables(num_tasks=2) | dict(MARKER=str(tmp_path / "marker"))]
+    )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     host = socket.gethostname()
     assert errors == [f"error: process 1 of 2 on {host} ended unexpectedly; start all processes again"], done.stderr

@@ -23,7 +23,7 @@ from jaxlc.simulate import interval
 from jaxlc.sweep import ranking, runner, worker
 from jaxlc.sweep.__main__ import main
 from jaxlc.sweep.grid import Point, parse_grid, points
-from tests.helpers import record_figures, wait_until
+from tests.helpers import TIMEOUT_SECONDS, record_figures, wait_until
 from tests.plan.gpus import small_config
 from tests.sweep import fakes
 
@@ -225,7 +225,7 @@ def test_command_ctrl_c_and_kill_leave_no_worker(tmp_path):
     os.killpg(leader.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
     pids.append(_wait_for_worker(tmp_path))  # of the resumed sweep
     leader.kill()
-    stdout, stderr = leader.communicate(timeout=60)
+    stdout, stderr = leader.communicate(timeout=TIMEOUT_SECONDS)
     for pid in pids:
         stat = Path("/proc") / pid / "stat"
         wait_until(lambda stat=stat: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")

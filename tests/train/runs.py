@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import socket
 import subprocess
 import sys
 import tarfile
@@ -14,7 +13,6 @@ from jaxlc.train.metrics import METRICS_FILE, read_rows
 from tests import environment, helpers
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 240  # timeout of a run
 _OLD_RUN = Path(__file__).parents[1] / "fixtures" / "checkpoint_before_renames.tar.gz"
 _CONFIG = """
 from jaxlc.config import defaults
@@ -31,6 +29,21 @@ def get_config(variant):
     config.optimizer.learning_rate = 3e-3
     config.train.update(steps=12, global_batch_size=2, eval_every_steps=6, eval_sequences=2, checkpoint_every_steps=4)
     return config
+"""
+
+
+# A run that ends soon may end before the test has sent its signal.
+_SLOW_CONFIG = """
+import time
+from jaxlc.train.metrics import MetricsLog
+
+_write = MetricsLog.write
+
+def _write_slowly(self, **row):
+    _write(self, **row)
+    time.sleep(0.5)
+
+MetricsLog.write = _write_slowly
 """
 
 
@@ -53,6 +66,13 @@ def write_config(directory: Path) -> Path:
     return path
 
 
+def write_slow_config(config: Path) -> Path:
+    """Writes the same config to a file that makes a run in another process wait half a second after each row."""
+    path = config.with_name("slow.py")
+    path.write_text(_SLOW_CONFIG + config.read_text())
+    return path
+
+
 def _arguments(config: Path | str, workdir: Path, overrides: dict) -> list[str]:
     settings = [f"--config.{name.replace('__', '.')}={value}" for name, value in overrides.items()]
     return [f"--config={config}", f"--workdir={workdir}", *settings]
@@ -69,7 +89,7 @@ def start(config: Path | str, workdir: Path, **overrides) -> subprocess.Popen:
 def finish(run: subprocess.Popen, status: int = 0) -> str:
     """Waits for a run, checks its exit status, and returns what it printed."""
     try:
-        output, _ = run.communicate(timeout=SECONDS)
+        output, _ = run.communicate(timeout=helpers.TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         run.kill()
         raise AssertionError(f"timeout:\n{run.communicate()[0]}") from None
@@ -92,16 +112,14 @@ def train(config: Path | str, workdir: Path, status: int = 0, **overrides) -> st
 
 def start_pair(config: Path, workdir: Path, **overrides) -> list[subprocess.Popen]:
     """Starts a run of two processes with half of the devices each; the context axis spans both."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{helpers.free_port()}"
     processes = dict(runtime__num_processes=2, runtime__coordinator_address=address)
     return [start(config, workdir, **processes, runtime__process_id=i, **overrides) for i in range(2)]
 
 
 def wait_until(condition, run: subprocess.Popen) -> None:
     """Waits for a condition while a run continues."""
-    helpers.wait_until(condition, process=run, timeout_seconds=SECONDS)
+    helpers.wait_until(condition, process=run)
 
 
 def rows(workdir: Path) -> list[dict]:

@@ -2,7 +2,6 @@ import gc
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.core.errors import UserError
 from jaxlc.train.checkpoint import Checkpoints, prepare_workdir
+from tests import helpers
 
 pytestmark = pytest.mark.jax_version
 
@@ -402,12 +402,10 @@ print("RESTORED", meta["step"], checkpoints.steps())
 
 
 def test_two_processes_with_damage_use_same_older_checkpoint(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(helpers.free_port())
     processes = [start(TWO_PROCESSES, str(tmp_path), port, str(i), devices=2) for i in range(2)]
     for process in processes:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=helpers.TIMEOUT_SECONDS)
         assert process.returncode == 0, errors
         assert "RESTORED 1 [1, 2]" in output
         assert output.count("WARNED") == 1

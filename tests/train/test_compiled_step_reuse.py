@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.environment import FAST_COMPILATION
+from tests.helpers import TIMEOUT_SECONDS
 from tests.train import runs
 
 pytestmark = pytest.mark.jax_version
@@ -38,7 +39,9 @@ def compile_lines(directory: Path, *workdirs: str) -> list[str]:
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     )
     command = [sys.executable, "-c", PROGRAM, str(directory / "config.py"), *workdirs]
-    done = subprocess.run(command, cwd=runs.ROOT, env=environment, capture_output=True, text=True, timeout=runs.SECONDS)
+    done = subprocess.run(
+        command, cwd=runs.ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "aot_loader" not in done.stderr
     return re.findall(r"compiled the training step in .*", done.stdout)

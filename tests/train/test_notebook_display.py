@@ -6,6 +6,7 @@ import nbformat
 import pytest
 
 from jaxlc.train.notebook_display import NotebookDisplay
+from tests import helpers
 
 
 class Handle:
@@ -96,7 +97,7 @@ with Progress(40, flops_per_step=1e9, peak_flops_per_second=None, is_primary=Tru
 def test_progress_in_kernel_is_one_output_with_final_state():
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
     notebook.metadata.kernelspec = dict(name="python3", display_name="Python 3", language="python")
-    nbclient.NotebookClient(notebook, timeout=60).execute()
+    nbclient.NotebookClient(notebook, **helpers.NOTEBOOK_TIMEOUTS).execute()
     (output,) = notebook.cells[0].outputs
     lines = output.data["text/plain"].splitlines()
     assert lines[0] == "a line"
@@ -109,5 +110,5 @@ def test_progress_in_kernel_is_one_output_with_final_state():
 
 def test_progress_outside_a_kernel_does_not_import_ipython():
     code = CELL + "\nimport sys; assert 'IPython' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=helpers.TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr
