@@ -94,6 +94,8 @@ def _prepend_halo(x_bs: jax.Array, halo_tokens: int, ranks: Ranks) -> jax.Array:
 def _predecessors(pair, ranks: Ranks):
     """The chunks before the two chunks of `pair` on the folded line; zeros before its first chunk."""
     lo, hi = pair
+    if ranks.size == 1:  # without collectives: XLA keeps a permute that sends nothing
+        return jnp.zeros_like(lo), lo
     from_left = lax.ppermute(lo, ranks.axis, [(rank, rank + 1) for rank in range(ranks.size - 1)])
     from_right = lax.ppermute(hi, ranks.axis, [(rank + 1, rank) for rank in range(ranks.size - 1)])
     return from_left, jnp.where(lax.axis_index(ranks.axis) == ranks.size - 1, lo, from_right)
