@@ -192,7 +192,8 @@ def measure(
         device_arguments_bytes=stats.argument_size_in_bytes,
         parameters_bytes=bytes_per_device(state.params, spaces.params, DEVICE),
         optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, DEVICE),
-        batch_bytes=bytes_per_device(step.abstract_batch),
+        # Not of `step.abstract_batch`: JAX drops unused arrays, such as document ids without a document mask.
+        batch_bytes=stats.argument_size_in_bytes - bytes_per_device(state, spaces, DEVICE),
         device_temp_bytes=stats.temp_size_in_bytes - dump.symmetric_bytes + results,
         workspace_bytes=workspace_bytes(program),
         symmetric_used_bytes=dump.symmetric_bytes,

@@ -46,7 +46,8 @@ def summary(plan: PlanRecord) -> str:
 
 
 def _head(plan: PlanRecord) -> Iterator[str]:
-    yield f"{plan.topology}: {plan.num_devices} GPUs, {mesh_text(plan.mesh)}; compiled in {plan.compile_seconds:.0f} s"
+    sizes = f"{num_gpus_text(plan.num_devices)}, {mesh_text(plan.mesh)}"
+    yield f"{plan.topology}: {sizes}; compiled in {plan.compile_seconds:.0f} s"
     yield f"sequence length {plan.sequence_tokens:,}, {plan.tokens_per_step:,} tokens per step"
     yield from _wrapped(f"attention kernel: {plan.kernel_choice}")
     yield from _wrapped(f"transport: {plan.transport_choice}")
@@ -264,6 +265,16 @@ def _text_row(name: str, value: str, note: str = "") -> str:
 def format_seconds(seconds: float) -> str:
     """2.5 as "2.50 s", 0.0025 as "2.5 ms"."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def num_gpus_text(num_gpus: int) -> str:
+    """ "1 GPU", "8 GPUs"."""
+    return f"{num_gpus:,} GPU{'' if num_gpus == 1 else 's'}"
+
+
+def amount(value: float, num_decimals: int) -> str:
+    """1234.5 with 0 decimals as "1,234"; a value that would be rounded to 0 or 1 units has two digits: "0.042"."""
+    return f"{value:,.{num_decimals}f}" if value >= 10**-num_decimals else f"{value:.2g}"
 
 
 def gib(num_bytes: float) -> str:

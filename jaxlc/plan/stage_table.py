@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlc.plan.report import gib, interval_factors_text, verdict
+from jaxlc.plan.report import amount, format_seconds, gib, interval_factors_text, num_gpus_text, verdict
 from jaxlc.plan.result import Plan
 
 _HEADS = ("stage", "steps", "length", "tokens", "GiB/GPU", "host GiB", "tokens/s/GPU", "step", "hours", "GPU-hours")
@@ -52,23 +52,25 @@ class StagesPlan:
         return str(self)
 
     def table(self, command_line: str) -> str:
-        """The stages as rows, with totals, and the verdict of each.
+        """The stages as rows, with totals and the verdict of each; of a single stage, the page has the verdict.
 
         Args:
           command_line: the command that printed it, for advice.
         """
         first = self.stages[0].plan
         lines = [
-            f"{first.topology}: {first.num_devices} GPUs; memory is AOT-compiled, time is estimated",
+            f"{first.topology}: {num_gpus_text(first.num_devices)}; memory is AOT-compiled, time is estimated",
             *aligned(self._rows()),
             "",
             "Hours are those of training steps, without evaluations, checkpoints and compilation.",
             interval_factors_text(first.predicted, "hours and cost"),
-            "",
         ]
+        if len(self.stages) == 1:
+            return "\n".join(lines)
+        lines.append("")
         for stage in self.stages:
             command = f"{command_line} --stage={stage.name} --advise"
-            lines += [f"{stage.name}: {line}" if stage.name else line for line in verdict(stage.plan, command)]
+            lines += [f"{stage.name}: {line}" for line in verdict(stage.plan, command)]
         return "\n".join(lines)
 
     def _rows(self) -> Iterator[Sequence[str]]:
@@ -83,7 +85,9 @@ class StagesPlan:
                 gib(memory.device_peak_bytes),
                 gib(memory.host_bytes_per_node),
                 f"{predicted.tokens_per_second_per_device:,.0f}",
-                f"{predicted.step_seconds:,.1f} s",
+                f"{predicted.step_seconds:,.1f} s"
+                if predicted.step_seconds >= 10
+                else format_seconds(predicted.step_seconds),
                 *self._totals(stage.hours, stage.gpu_hours),
             )
         if len(self.stages) > 1:
@@ -94,7 +98,7 @@ class StagesPlan:
 
     def _totals(self, hours: float, gpu_hours: float) -> list[str]:
         cost = self.cost(gpu_hours)
-        return [f"{hours:,.1f}", f"{gpu_hours:,.0f}", *([] if cost is None else [f"{cost:,.0f}"])]
+        return [amount(hours, 1), amount(gpu_hours, 0), *([] if cost is None else [amount(cost, 0)])]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types: a list "stages" with the plan of each stage, as `Plan.to_json`."""

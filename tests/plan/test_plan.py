@@ -41,8 +41,8 @@ def test_memory_parts_add_up_to_peak(result):
     memory = result.memory
     state = memory.parameters_bytes + memory.optimizer_bytes
     assert memory.optimizer_bytes == pytest.approx(2 * memory.parameters_bytes, rel=1e-3)  # two moments of Adam
-    # Segment ids and positions are unused with one document per sequence.
-    assert 0 < memory.device_arguments_bytes - state < 2 * memory.batch_bytes
+    # Segment ids and positions are unused with one document per sequence, and no part of the batch.
+    assert 0 <= memory.device_arguments_bytes - state - memory.batch_bytes < 64  # counters
     assert memory.device_peak_bytes == (
         memory.device_arguments_bytes + memory.device_temp_bytes + memory.workspace_bytes + memory.nccl_bytes
     )

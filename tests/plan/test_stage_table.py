@@ -60,6 +60,14 @@ def test_plan_of_one_stage_prints_its_page(arguments, capsys):
     assert "MEMORY per GPU" in output and "GPU-hours" not in output
 
 
+def test_plan_of_one_stage_with_price_prints_its_verdict_once(arguments, capsys):
+    assert _run([*arguments, "--stage=short", "--price-per-gpu-hour=0.01"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("VERDICT") == 1
+    (row,) = (line.split() for line in output.splitlines() if line.startswith("short "))
+    assert row[-3:] == ["1.0", "4", "0.04"]
+
+
 def test_plan_of_stages_with_invalid_flags_exits_with_status_2(arguments, capsys):
     for flags, words in [
         (["--price-per-gpu-hour=0"], "invalid --price-per-gpu-hour=0: expected a positive number"),

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxlc.plan.recommend.recommendation import Alternatives, Recommendation
 from jaxlc.plan.recommend.search import Trial
-from jaxlc.plan.report import format_seconds, gib, interval_factors_text
+from jaxlc.plan.report import amount, format_seconds, gib, interval_factors_text
 from jaxlc.plan.stage_table import aligned
 from jaxlc.simulate.interval import is_distinguishable
 from jaxlc.simulate.timeline import Prediction
@@ -69,9 +69,9 @@ def _rows(best: Sequence[Trial], price: float | None) -> Iterator[Sequence[str]]
             f"{plan.predicted.tokens_per_second_per_device:,.0f}",
             f"{gib(plan.memory.device_peak_bytes)} of {gib(plan.memory.usable_bytes)}",
             f"{plan.memory.host_bytes_per_node / 2**30:,.0f}",
-            f"{gpu_hours:,.1f}",
+            amount(gpu_hours, 1),
         ]
-        yield cells if price is None else [*cells, f"{price * gpu_hours:,.0f}"]
+        yield cells if price is None else [*cells, amount(price * gpu_hours, 0)]
 
 
 def gpu_hours_per_billion(trial: Trial) -> float:

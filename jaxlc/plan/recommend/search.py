@@ -18,6 +18,7 @@ from jaxlc.config import Config, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.plan.recommend.candidates import Candidate, Layout
 from jaxlc.plan.recommend.goals import Score, score
+from jaxlc.plan.report import format_seconds
 
 if TYPE_CHECKING:
     from jaxlc.plan import Plan
@@ -181,4 +182,6 @@ def trial_text(trial: Trial) -> str:
     predicted, memory = trial.plan.predicted, trial.plan.memory
     fits = "" if memory.fits else ", does not fit"
     on_host = f" and {memory.host_bytes_per_node / 2**30:,.0f} GiB of host memory" if memory.host_bytes_per_node else ""
-    return f"{predicted.step_seconds:,.2f} s per step, {memory.device_peak_bytes / 2**30:,.1f} GiB{on_host}{fits}"
+    return (
+        f"{format_seconds(predicted.step_seconds)} per step, {memory.device_peak_bytes / 2**30:,.1f} GiB{on_host}{fits}"
+    )
