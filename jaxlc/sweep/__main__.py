@@ -19,7 +19,7 @@ _FLAGS = {
     "axes": "mesh axes to vary; default: context,tensor,fsdp",
     "strategies": "attention strategies to compare, such as ring,hybrid; default: the config's",
     "remat": "rematerialization policies to compare, such as attention,full; default: the config's",
-    "seq_len": "sequence lengths to compare, such as 65536,262144; default: the config's",
+    "seq_len": "sequence lengths to compare, such as 64K,262144; default: the config's",
     "transports": "transports to compare, such as nccl,nvshmem; default: the config's",
     "workers": "number of concurrent compilations; default: as many as cores and memory allow",
     "constants": "JSON file of measured efficiencies and latencies, as for jaxlc plan",

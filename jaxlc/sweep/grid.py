@@ -12,7 +12,7 @@ from itertools import product
 
 from jaxlc.config import Config, transport_settings, with_settings
 from jaxlc.config.frozen import field_types
-from jaxlc.config.values import did_you_mean
+from jaxlc.config.values import did_you_mean, parse_length
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 
@@ -63,17 +63,14 @@ def parse_grid(
     None selects the value in `config`; for `axes` it selects all axes but data.
 
     Raises:
-      UserError: an unknown name, or a sequence length that is not a whole number.
+      UserError: an unknown name, or an invalid sequence length.
     """
-    lengths = seq_len.split(",") if seq_len else [str(config.data.seq_len)]
-    for length in lengths:
-        if not length.isdigit():
-            raise UserError(f"invalid {length!r} for --seq_len: expected whole numbers, such as --seq_len=65536,262144")
+    lengths = [parse_length(text, "seq_len") for text in seq_len.split(",")] if seq_len else [config.data.seq_len]
     return Grid(
         axes=_names(axes or f"{CONTEXT},{TENSOR},{FSDP}", MESH_AXES, "axes"),
         strategies=_names(strategies or config.attention.strategy, _choices("attention", "strategy"), "strategies"),
         remats=_names(remat or config.memory.remat, _choices("memory", "remat"), "remat"),
-        seq_lens=tuple(dict.fromkeys(map(int, lengths))),
+        seq_lens=tuple(dict.fromkeys(lengths)),
         transports=_names(transports or config.runtime.transport, _choices("runtime", "transport"), "transports"),
     )
 

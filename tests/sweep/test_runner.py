@@ -145,7 +145,7 @@ def test_points_seq_lens_remats_and_transports_multiply(tmp_path):
     (dict(strategies="ring,rings"), "invalid 'rings' for --strategies: did you mean ring?"),
     (dict(remat="most"), r"invalid 'most' for --remat: .*attention, .*full"),
     (dict(transports="rdma"), r"invalid 'rdma' for --transports: .*nccl, nvshmem"),
-    (dict(seq_len="64k"), "invalid '64k' for --seq_len: expected whole numbers"),
+    (dict(seq_len="64k,1.5M"), "invalid --seq_len=1.5M: expected tokens"),
 ])  # fmt: skip
 def test_parse_grid_invalid_value_raises_user_error(tmp_path, flags, message):
     with pytest.raises(UserError, match=message.replace("n context?", r"n context\?")):
