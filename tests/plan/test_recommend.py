@@ -20,7 +20,7 @@ from jaxlc.plan.recommend.candidates import Candidate, Layout, layouts
 from jaxlc.plan.recommend.config_file import MARK, check_path, config_source
 from jaxlc.plan.recommend.goals import score, topologies
 from jaxlc.plan.recommend.memory_formula import MemoryEstimate, estimate_memory
-from jaxlc.plan.recommend.recommendation import MEMORY_MARGIN, recommend, variants_to_search
+from jaxlc.plan.recommend.recommendation import MEMORY_MARGIN, Recommendation, recommend, variants_to_search
 from jaxlc.plan.recommend.recommendation_page import page
 from jaxlc.plan.recommend.search import Search
 from jaxlc.plan.recommend.time_formula import TimeEstimate, estimate_time
@@ -184,6 +184,14 @@ def test_search_limit_ends_it_after_first_fit():
     pool = [layout(candidate(10 + key, 10, **steps(key))) for key in (1, 2, 3)]
     search, compiler = searched({1: (11.0, 10), 2: (12.0, 10)}, *pool, limit_seconds=0)
     assert compiler.compiled == [1] and search.num_left == 2
+
+
+def test_page_close_configurations_depend_on_measured_spread():
+    pool = [layout(candidate(seconds, 10, **steps(key))) for key, seconds in ((1, 10), (2, 11.5))]
+    search, _ = searched({1: (10.0, 10), 2: (11.5, 10)}, *pool)
+    result = Recommendation(base=small(), gpus=topology("h100:1x2"), search=search)
+    assert "1 and 2 are within the 80% interval" in page(result, None, ())
+    assert "within" not in page(result, None, (), pair_spread=0.05)
 
 
 def test_score_goals_order_by_their_measure():

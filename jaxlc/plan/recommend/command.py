@@ -67,7 +67,7 @@ def run(stages: Sequence[Stage], flags: Mapping[str, Any], gpus: Topology, sourc
         results.append(result)
         best = result.search.best
         costly = costly_settings(stage.config, best[0].config, best[0].candidate.gpus, roofline) if best else []
-        print(recommendation_page.page(result, flags["price_per_gpu_hour"], costly), end="\n\n")
+        print(recommendation_page.page(result, flags["price_per_gpu_hour"], costly, roofline.pair_spread), end="\n\n")
     if not all(result.search.best for result in results):
         return 1
     configs = [_final(stage.config, result.search.best[0]) for stage, result in zip(stages, results)]

@@ -7,19 +7,25 @@ from jaxlc.plan.recommend.recommendation import Alternatives, Recommendation
 from jaxlc.plan.recommend.search import Trial
 from jaxlc.plan.report import amount, format_seconds, gib, interval_factors_text
 from jaxlc.plan.stage_table import aligned
-from jaxlc.simulate.interval import is_distinguishable
+from jaxlc.simulate.interval import PAIR_SPREAD, is_distinguishable
 from jaxlc.simulate.timeline import Prediction
 
 _PARTS_SHOWN = 3  # of a difference
 _SMALL_SHARE = 0.001  # of the step; smaller differences are not named
 
 
-def page(recommendation: Recommendation, price_per_gpu_hour: float | None, costly: Sequence[str]) -> str:
+def page(
+    recommendation: Recommendation,
+    price_per_gpu_hour: float | None,
+    costly: Sequence[str],
+    pair_spread: float = PAIR_SPREAD,
+) -> str:
     """Plain text.
 
     Args:
       price_per_gpu_hour: in any currency; None: no cost is printed.
       costly: settings of the given config that cost time, as sentences.
+      pair_spread: half of the 80% interval of the logarithm of the ratio of two times.
     """
     config = recommendation.base
     goal = recommendation.search.goal.replace("_", " ")
@@ -39,7 +45,7 @@ def page(recommendation: Recommendation, price_per_gpu_hour: float | None, costl
         lines.append(f"   bound by {bound_text(trial)}")
         if rank > 1:
             lines.append(f"   {_why_not_first(best[0], trial)}")
-    close = [str(rank) for rank, trial in enumerate(best[1:], start=2) if _is_within_interval(best[0], trial)]
+    close = [str(rank) for rank, trial in enumerate(best[1:], start=2) if _is_close(best[0], trial, pair_spread)]
     if close:
         names = " and ".join([", ".join(["1", *close[:-1]]), close[-1]])
         lines += ["", f"{names} are within the 80% interval of the estimates: measure them to decide."]
@@ -48,11 +54,11 @@ def page(recommendation: Recommendation, price_per_gpu_hour: float | None, costl
     return "\n".join(lines)
 
 
-def _is_within_interval(one: Trial, other: Trial) -> bool:
+def _is_close(one: Trial, other: Trial, pair_spread: float) -> bool:
     """Whether the order of two configurations for the same GPUs and length is uncertain."""
     sizes = {(trial.plan.num_devices, trial.plan.sequence_tokens) for trial in (one, other)}
     seconds = [trial.plan.predicted.step_seconds for trial in (one, other)]
-    return len(sizes) == 1 and not is_distinguishable(*seconds)
+    return len(sizes) == 1 and not is_distinguishable(*seconds, pair_spread)
 
 
 def _rows(best: Sequence[Trial], price: float | None) -> Iterator[Sequence[str]]:
