@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from jaxlc import plan
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
 from jaxlc.config.command_line import parse, run_main
 from jaxlc.config.values import parse_length
 from jaxlc.core.errors import UserError
 from jaxlc.plan import __main__ as command
+from jaxlc.plan import aot
 from jaxlc.plan.compile import plan_step
 from jaxlc.plan.recommend import costly
 from jaxlc.plan.recommend.base_config import base_config, set_model
@@ -200,6 +202,12 @@ def test_score_goals_order_by_their_measure():
     better = {"fastest": fast, "cheapest": slow, "fewest_gpus": slow, "longest": slow}
     for goal, first in better.items():
         assert min((slow, fast), key=lambda values: score(goal, **values)) is first, goal
+
+
+def test_plan_of_part_has_fewer_devices_per_process(monkeypatch):
+    monkeypatch.setattr(plan, "plan", lambda config, topology, **options: (topology, options["devices_per_process"]))
+    for name, expected in (("h100:2x8", 8), ("h100:1x4", 4), ("h100:1x6", 2)):
+        assert aot.plan_of(small(), topology=name, devices_per_process=8)["plan"] == (name, expected)
 
 
 def test_topologies_of_cheapest_are_parts():
