@@ -279,11 +279,15 @@ def test_recommend_nothing_fits_names_alternatives():
 
 
 @pytest.mark.gpu_compiler
-def test_recommend_nothing_fits_names_fewest_gpus():
-    config = with_settings(load(model("llama3.1-8b")), {"data.seq_len": 2**20, "train.global_batch_size": 4})
+@pytest.mark.parametrize(
+    ("name", "gpus", "expected"),
+    [("llama3.1-8b", "h100:1x1", "h100:1x2"), ("llama3.1-70b", "gb200:1x4", "gb200:1x8")],
+)
+def test_recommend_nothing_fits_names_fewest_gpus(name, gpus, expected):
+    config = with_settings(load(model(name)), {"data.seq_len": 2**20, "train.global_batch_size": 4})
     too_large = StubCompiler(collections.defaultdict(lambda: (1.0, 200)))
-    result = recommend(config, topology("h100:1x1"), too_large, roofline=Roofline(), limit_seconds=1)
-    assert str(result.alternatives.gpus) == "h100:1x2"
+    result = recommend(config, topology(gpus), too_large, roofline=Roofline(), limit_seconds=1)
+    assert str(result.alternatives.gpus) == expected
 
 
 @pytest.mark.gpu_compiler

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Candidates are compiled if this fraction of their estimated memory fits: the formula's error, see tests/plan.
 MEMORY_MARGIN = 0.94
 _CHUNK_TOKENS = 256  # of a GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks
+_USUAL_DOMAINS = {"gb200": 72}  # GPUs of an NVLink domain; others: those of a node
 _MAX_DOMAINS = 512  # of the search for a number of GPUs that would do
 
 
@@ -152,9 +153,9 @@ def _alternatives(config: Config, gpus: Topology, roofline: Roofline) -> Alterna
 
 
 def _larger(gpus: Topology) -> Iterator[Topology]:
-    """More GPUs of this kind: doublings within a domain up to those of a node, then of the domains."""
-    size = gpus.gpus_per_domain
-    while 2 * size <= gpus.gpus_per_node and gpus.num_domains == 1:
+    """More GPUs of this kind: doublings within a domain up to its usual size, then of the domains."""
+    size, usual_size = gpus.gpus_per_domain, _USUAL_DOMAINS.get(gpus.device.name, gpus.gpus_per_node)
+    while 2 * size <= usual_size and gpus.num_domains == 1:
         size *= 2
         yield part_of(gpus, 1, size)
     num_domains = 2 * gpus.num_domains
