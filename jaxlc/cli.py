@@ -61,7 +61,8 @@ def help_text() -> str:
             "",
             *(f"  {name:<8} {verb.summary}" for name, verb in VERBS.items()),
             "",
-            "`jaxlc VERB --help` lists the flags of a verb and all settings.",
+            "generate, eval, export and profile take the directory of a run instead of --config.",
+            "`jaxlc VERB --help` lists the arguments of a verb, and all settings if it takes --config.",
             f"Shipped configs: {', '.join(shipped_configs())}; or give the path of a .py file.",
         ]
     )

@@ -107,6 +107,11 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
         yield "overlong='drop' contradicts pool='full_length': no document would be left; use overlong='truncate'"
     if source.token_field and source.chat_field:
         yield f"token_field={source.token_field!r} and chat_field={source.chat_field!r} are both set: set one of them"
+    if source.answer_weights != DEFAULTS["answer_weights"] and not source.chat_field:
+        yield f"answer_weights={source.answer_weights!r} has no effect without chat_field; set it, such as to messages"
+    if source.text_field != DEFAULTS["text_field"] and (source.chat_field or source.token_field):
+        other = "chat_field" if source.chat_field else "token_field"
+        yield f"text_field={source.text_field!r} has no effect with {other}={getattr(source, other)!r}; remove one"
     if source.min_tokens < 0 or source.max_tokens < 0:
         yield f"min_tokens={source.min_tokens} and max_tokens={source.max_tokens}: expected at least 0"
     if source.max_tokens and source.max_tokens < source.min_tokens:

@@ -151,6 +151,11 @@ def _document(file: SourceFile, record: Record, fields: Fields) -> Document | No
         return Document(name=name, where=record.where, ids=ids) if len(ids) else None
     if fields.chat:
         return Document(name=name, where=record.where, chat=_chat(value, record, fields.chat))
+    if _is_chat(value):
+        raise BadRecord(
+            f"{record.where}: the field {fields.text!r} is a chat; use a source of config.data.mixture with"
+            f" chat_field={fields.text}"
+        )
     if not isinstance(value, str):
         raise BadRecord(
             f"{record.where}: the field {fields.text!r} is {_kind(value)}, expected text; fix or remove this record, or"
@@ -171,14 +176,19 @@ def _ids(value: Any, record: Record, token_field: str) -> np.ndarray:
 
 
 def _chat(value: Any, record: Record, chat_field: str) -> Chat:
-    is_chat = isinstance(value, list) and value and all(isinstance(m, dict) and m.get("role") for m in value)
-    if not is_chat:
+    if not _is_chat(value):
+        is_list = isinstance(value, list) and value and isinstance(value[0], dict)
+        kind = f"a list of dictionaries with the fields {[*value[0]]}" if is_list else _kind(value)
         raise BadRecord(
-            f"{record.where}: the field {chat_field!r} is {_kind(value)}, expected a list of messages with a role"
+            f"{record.where}: the field {chat_field!r} is {kind}, expected a list of messages with role and content"
         )
     values = record.values
     tools = values.get("tools") if isinstance(values, dict) else None
     return Chat([_without_null(message) for message in value], tools or None)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and m.get("role") for m in value)
 
 
 def _without_null(message: dict[str, Any]) -> dict[str, Any]:

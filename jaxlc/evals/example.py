@@ -26,9 +26,9 @@ _MAX_TRIALS = 12
 
 
 def largest_example(
-    make: Callable[[int], Example], count_tokens: CountTokens, budget: int, *, smallest: int
+    make: Callable[[int], Example], count_tokens: CountTokens, length: int, *, new_tokens: int, smallest: int, task: str
 ) -> Example:
-    """The example with the largest size, up to about 1%, whose text has at most `budget` tokens.
+    """The example with the largest size, up to about 1%, whose text and `new_tokens` have at most `length` tokens.
 
     The number of tokens grows about linearly with the size. So the size is found by the secant method, in a few trials
     also for texts of millions of tokens; a candidate is used only if its tokens were counted.
@@ -36,13 +36,17 @@ def largest_example(
     Args:
       make: size -> example; with a larger size the text is longer.
       smallest: the first size to try.
+      task: its name, for the error.
     Raises:
       UserError: the example of size `smallest` is too long.
     """
-    best = make(smallest)
+    best, budget = make(smallest), length - new_tokens
     low, low_tokens = smallest, count_tokens(best.text)
     if low_tokens > budget:
-        raise UserError(f"the shortest example has {low_tokens:,} tokens, more than {budget:,}: use a larger length")
+        raise UserError(
+            f"invalid length {length} for the task {task}, whose shortest example has {low_tokens:,} tokens, and its"
+            f" answer {new_tokens}: use {low_tokens + new_tokens} or more"
+        )
     per_size, high = low_tokens / smallest, math.inf
     for _ in range(_MAX_TRIALS):
         size = min(low + max(1, int((budget - low_tokens) / per_size)), high - 1)

@@ -55,4 +55,4 @@ def example(
             depth=depth,
         )
 
-    return largest_example(make, count_tokens, length - NEW_TOKENS, smallest=1)
+    return largest_example(make, count_tokens, length, new_tokens=NEW_TOKENS, smallest=1, task="needle")

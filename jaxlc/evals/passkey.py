@@ -38,4 +38,4 @@ def example(length: int, depth: float, index: int, count_tokens: CountTokens, *,
             depth=depth,
         )
 
-    return largest_example(make, count_tokens, length - NEW_TOKENS, smallest=1)
+    return largest_example(make, count_tokens, length, new_tokens=NEW_TOKENS, smallest=1, task="passkey")

@@ -111,4 +111,6 @@ def example(
     else:
         questions = ruler_questions.required(getattr(materials, task.settings["dataset"]), name)
         make, smallest = functools.partial(ruler_questions.question, questions, texts, index), 1
-    return largest_example(lambda size: make(size, rng()), count_tokens, budget, smallest=smallest)
+    return largest_example(
+        lambda size: make(size, rng()), count_tokens, length, new_tokens=task.new_tokens, smallest=smallest, task=name
+    )

@@ -36,12 +36,12 @@ class ScoreRow:
 
     def __str__(self) -> str:
         depth = "" if self.depth is None else f" depth {self.depth:>4.0%}"
-        digits, examples = (1, "examples") if self.unit == "%" else (4, "documents")
+        digits, noun = (1, "example") if self.unit == "%" else (4, "document")
+        count = f"{self.num_examples} {noun}{'' if self.num_examples == 1 else 's'}"
+        error = "" if math.isnan(self.standard_error) else f" ± {self.standard_error:.{digits}f}"
         interval = "" if self.low is None else f" [{self.low:.4f}, {self.high:.4f}]"
-        score = f"{self.score:5.{digits}f} ± {self.standard_error:.{digits}f} {self.unit}{interval}"
-        return (
-            f"{self.task:<16} {self.length:>10,}{depth}  {score}, {self.num_examples} {examples}, {self.seconds:,.0f} s"
-        )
+        score = f"{self.score:5.{digits}f}{error} {self.unit}{interval}"
+        return f"{self.task:<16} {self.length:>10,}{depth}  {score}, {count}, {self.seconds:,.0f} s"
 
 
 def read_scores(directory: Path) -> list[ScoreRow]:

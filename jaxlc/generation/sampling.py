@@ -31,6 +31,11 @@ class Sampling:
             raise UserError(f"invalid value {self.temperature} for temperature: expected 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"invalid value {self.top_p} for top_p: expected more than 0 and at most 1")
+        if self.top_p < 1 and self.is_greedy:
+            raise UserError(
+                f"top_p={self.top_p} has no effect with temperature={self.temperature}, which is greedy; set a"
+                " temperature, such as 0.7"
+            )
         if not 0 <= self.seed < 2**32:
             raise UserError(f"invalid value {self.seed} for seed: expected 0 to 2^32 - 1")
 

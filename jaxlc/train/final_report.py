@@ -48,7 +48,8 @@ def write_report(
     heldout = []
     if evaluation is not None:
         losses_text = _arrow([*eval_losses[:1], evaluation.loss])
-        heldout.append(f"held-out loss   {losses_text}, over {evaluation.num_sequences} sequences")
+        plural = "" if evaluation.num_sequences == 1 else "s"
+        heldout.append(f"held-out loss   {losses_text}, over {evaluation.num_sequences} sequence{plural}")
     if baselines:
         named = ", ".join(f"{name} {loss:.3f}" for name, loss in baselines.items())
         heldout.append(f"  baselines on the same sequences: {named}")

@@ -70,6 +70,7 @@ def test_mixture_of_command_line_adds_and_changes_sources():
         ("books.share=-1", "share=-1.0: expected at least 0"),
         ("books.length_weights=1,2", "length_weights has 2 values and length_limits 0"),
         ("books.chunk_tokens=8192", "chunk_tokens=8192: expected 1 to config.data.seq_len="),
+        ("books.answer_weights=answer", "answer_weights='answer' has no effect without chat_field"),
         ("books.max_tokens=-1", "max_tokens=-1: expected at least 0"),
     ],
 )
@@ -94,6 +95,9 @@ def test_mixture_invalid_assignment_is_refused_at_once():
 def test_mixture_with_sources_or_without_shares_is_refused():
     settings = settings_with(a=dict(paths="x", share=0))
     with pytest.raises(UserError, match="all shares of config.data.mixture are 0"):
+        load(settings)
+    settings = settings_with(a=dict(paths="x", chat_field="messages", text_field="body"))
+    with pytest.raises(UserError, match="a.text_field='body' has no effect with chat_field='messages'"):
         load(settings)
     settings = settings_with()
     settings.data.sources = "x"

@@ -114,6 +114,12 @@ def test_token_ids_of_every_format_are_stored(tmp_path: Path):
         ('{"input_ids": [1, 257]}', dict(token_field="input_ids"), r"a.jsonl:3: token 257, expected 0 to 256"),
         ('{"input_ids": ["a"]}', dict(token_field="input_ids"), r"a.jsonl:3: the field 'input_ids' is a list"),
         ('{"messages": "hi"}', dict(chat_field="messages"), r"a.jsonl:3: .* is a str, expected a list of messages"),
+        (
+            '{"messages": [{"from": "gpt"}]}',
+            dict(chat_field="messages"),
+            r"with the fields \['from'\], expected .* role",
+        ),
+        ('{"text": [{"role": "user"}]}', {}, "the field 'text' is a chat; use .* chat_field=text"),
         ("{broken", {}, "a.jsonl:3: invalid JSON"),
         ('{"text": null}', {}, "a.jsonl:3: the field 'text' is null"),
     ],

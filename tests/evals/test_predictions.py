@@ -107,6 +107,7 @@ def test_standard_error_of_one_example_is_null_in_the_file(tmp_path):
     store_scores(tmp_path, [row])
     assert json.loads((tmp_path / "scores.jsonl").read_text())["standard_error"] is None
     assert math.isnan(read_scores(tmp_path)[0].standard_error)
+    assert "± nan" not in str(row) and f", {row.num_examples} example, " in str(row)
 
 
 def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):

@@ -64,3 +64,9 @@ def test_token_of_a_sequence_does_not_depend_on_its_batch():
 def test_value_out_of_range_raises(values):
     with pytest.raises(UserError, match="invalid value"):
         Sampling(**values)
+
+
+def test_top_p_of_greedy_choice_raises():
+    with pytest.raises(UserError, match="top_p=0.5 has no effect with temperature=0.0, which is greedy"):
+        Sampling(top_p=0.5)
+    assert Sampling(temperature=0.7, top_p=0.5).top_p == 0.5
