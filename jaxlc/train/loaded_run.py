@@ -16,6 +16,7 @@ from jaxlc.config.mesh_checks import working_mesh
 from jaxlc.config.pretrained import CONFIG_FILE
 from jaxlc.core.axes import BATCH_AXES, mesh_text
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import displayed
 from jaxlc.data import open_corpus
 from jaxlc.data.tokenizers import load_tokenizer
 from jaxlc.sharding.mesh import all_sizes, make_mesh
@@ -42,6 +43,9 @@ def load(
     """Loads the parameters of a run, without its optimizer state; see `jaxlc.load`."""
     workdir = Path(workdir).expanduser().absolute()
     if (workdir / CONFIG_FILE).is_file():
+        for name, value in dict(step=step, model=model).items():
+            if value is not None:
+                raise UserError(f"{name} has no effect: {displayed(workdir)} is a Hugging Face directory, not a run")
         return _load_huggingface(workdir, mesh, loss)
     directory = workdir / CHECKPOINTS_DIRECTORY
     step = existing_step(directory, step)
@@ -129,7 +133,8 @@ def _start(config: Config) -> list[jax.Device]:
     if len(devices) < config.mesh.num_devices:
         raise UserError(
             f"the mesh of the run has {config.mesh.num_devices} devices, and {len(devices)} are available: pass a"
-            " smaller mesh, such as mesh=dict(context=1)"
+            " smaller mesh, such as mesh=dict(context=1), or simulate devices on CPU with"
+            f" simulated_devices={config.mesh.num_devices}"
         )
     return devices[: config.mesh.num_devices]
 

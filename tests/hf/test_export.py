@@ -120,6 +120,8 @@ def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsy
     assert (again.step, again.config.model.rope_theta) == (0, 5e5)
     np.testing.assert_array_equal(again.params["embedding"], embedding.astype(ml_dtypes.bfloat16).astype(np.float32))
     assert np.isfinite(again.model.loss("abc def"))
+    with pytest.raises(UserError, match="step has no effect: .* is a Hugging Face directory, not a run"):
+        jaxlc.load(out, step=1)
     # The weights of a run are those of its checkpoint, and the optimizer is new.
     config = save_step_0(config_of(tmp_path / "run"), tmp_path / "second")
     assert config.data.tokenizer == str(source / "tokenizer.json")

@@ -203,7 +203,10 @@ def test_load_of_earlier_step_has_its_parameters_and_history(result):
     [
         (dict(step=3), r"no checkpoint of step 3 in .*; there are 2, 4"),
         (dict(mesh=dict(contxt=2)), "unknown mesh axis 'contxt': expected data, fsdp, context, tensor"),
-        (dict(mesh=dict(context=16)), "the mesh of the run has 16 devices, and 8 are available"),
+        (
+            dict(mesh=dict(context=16)),
+            "the mesh of the run has 16 devices, and 8 are available: .* simulated_devices=16",
+        ),
         (dict(mesh=dict(context=3)), r"does not split over the mesh .*context=3.* such as mesh=dict\(context=2\)"),
     ],
 )
