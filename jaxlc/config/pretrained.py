@@ -20,7 +20,7 @@ TEXT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-_COPY_DIRECTORY = "pretrained"  # in the workdir of a run: config.json and TEXT_FILES of the model it started from
+COPY_DIRECTORY = "pretrained"  # in the workdir of a run: config.json and TEXT_FILES of the model it started from
 _NO_SETTINGS = ("preset", "init_from")  # of a stored model config: they describe no computation
 
 
@@ -97,8 +97,8 @@ def original_of(init_from: str, workdir: Path | None = None) -> Pretrained | Non
       UserError: there is no copy, and the model or one of the runs does not exist any more.
     """
     while True:
-        if workdir is not None and (workdir / _COPY_DIRECTORY / CONFIG_FILE).is_file():
-            return Pretrained(init_from=init_from, directory=workdir / _COPY_DIRECTORY, is_run=False)
+        if workdir is not None and (workdir / COPY_DIRECTORY / CONFIG_FILE).is_file():
+            return Pretrained(init_from=init_from, directory=workdir / COPY_DIRECTORY, is_run=False)
         if not init_from:
             return None
         source = locate(init_from)
@@ -112,7 +112,7 @@ def copy_description(init_from: str, workdir: Path) -> None:
     original = original_of(init_from)
     if original is None:
         return
-    target = workdir / _COPY_DIRECTORY
+    target = workdir / COPY_DIRECTORY
     target.mkdir(exist_ok=True)
     for name in (*TEXT_FILES, CONFIG_FILE):
         if (original.directory / name).is_file():

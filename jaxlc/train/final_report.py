@@ -33,7 +33,9 @@ def write_report(
       waiting_share: share of the time of the steps that was spent waiting on data; None if it is not known.
     """
     rows = read_rows(workdir / METRICS_FILE)
-    history, earlier = History(rows), History([row for row in rows if row["step"] < step])  # without `evaluation`
+    stage = rows[-1].get("stage") if rows else None  # stages have their own held-out sequences
+    history = History(rows)
+    earlier = History([row for row in rows if row["step"] < step and row.get("stage") == stage])  # not `evaluation`
     losses, eval_losses = history.column("loss")[1], earlier.column("eval_loss")[1]
     tokens_per_second = history.median("tokens_per_second")
     speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s (median)"

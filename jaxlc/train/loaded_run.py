@@ -13,7 +13,7 @@ from jaxlc._jax_internals import backends_are_initialized
 from jaxlc.config import Config, from_dict, with_settings
 from jaxlc.config import load as load_config
 from jaxlc.config.mesh_checks import working_mesh
-from jaxlc.config.pretrained import CONFIG_FILE
+from jaxlc.config.pretrained import CONFIG_FILE, COPY_DIRECTORY, TOKENIZER_FILE
 from jaxlc.core.axes import BATCH_AXES, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
@@ -50,7 +50,7 @@ def load(
     directory = workdir / CHECKPOINTS_DIRECTORY
     step = existing_step(directory, step)
     meta = read_meta(directory, step)
-    config = _on_mesh(from_dict(meta["config"]), mesh)
+    config = _on_mesh(_with_existing_tokenizer(from_dict(meta["config"]), workdir), mesh)
     devices = _start(config)
     train_step = build_step(config, make_mesh(config.mesh, devices), model=model, loss=loss)
     params = restore_all_params(train_step, directory, step, meta)
@@ -86,6 +86,15 @@ def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: Tok
         evaluate=lambda: _evaluate(train_step, params),
         evaluation=None,
     )
+
+
+def _with_existing_tokenizer(config: Config, workdir: Path) -> Config:
+    """`config` with the copy in `workdir` if the tokenizer is that of a Hugging Face directory that is absent."""
+    path, copy = Path(config.data.tokenizer), workdir / COPY_DIRECTORY / TOKENIZER_FILE
+    is_of_model = path == Path(config.model.init_from).expanduser() / TOKENIZER_FILE
+    if not is_of_model or path.exists() or not copy.is_file():
+        return config
+    return with_settings(config, {"data.tokenizer": str(copy)})
 
 
 def _on_mesh(config: Config, mesh: Mapping[str, int] | None) -> Config:

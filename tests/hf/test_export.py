@@ -111,6 +111,7 @@ def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsy
     resumed = train(source, tmp_path / "run", 2, train__steps=2, **settings)
     assert "resuming from step 1" in capsys.readouterr().out
     shutil.rmtree(source)  # the run has copies of config.json and the tokenizer
+    assert np.isfinite(jaxlc.load(tmp_path / "run").model.loss("abc def"))
     out = jaxlc.export(tmp_path / "run", tmp_path / "out")
     content = json.loads((out / "config.json").read_text())
     assert content["rope_theta"] == content["rope_parameters"]["rope_theta"] == 5e5

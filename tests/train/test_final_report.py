@@ -34,10 +34,18 @@ BASELINES = dict(unigram=2.1, bigram=1.8)
                 "held-out loss   2.000, over",
             ],
         ),
+        (
+            [
+                dict(step=1, stage="a", eval_loss=4.5),
+                ROW | dict(step=2, stage="b"),
+                dict(step=2, stage="b", eval_loss=2.0),
+            ],
+            ["training loss   5.000 nats", "held-out loss   2.000, over"],
+        ),
         ([], ["training loss   unknown", "held-out loss   2.000"]),
         ([ROW | dict(loss=None), dict(step=1, eval_loss=None)], ["training loss   unknown", "held-out loss   2.000"]),
     ],
-    ids=["two_evaluations", "one_evaluation", "no_rows", "not_finite"],
+    ids=["two_evaluations", "one_evaluation", "two_stages", "no_rows", "not_finite"],
 )
 def test_write_report_prints_losses_and_saves_plots(tmp_path, monkeypatch, rows, words):
     figures = record_figures(monkeypatch)
