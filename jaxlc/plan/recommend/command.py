@@ -67,12 +67,15 @@ def run(stages: Sequence[Stage], flags: Mapping[str, Any], gpus: Topology, sourc
         results.append(result)
         best = result.search.best
         costly = costly_settings(stage.config, best[0].config, best[0].candidate.gpus, roofline) if best else []
+        if stage.name:
+            print(f"STAGE {stage.name}")
         print(recommendation_page.page(result, flags["price_per_gpu_hour"], costly, roofline.pair_spread), end="\n\n")
     if not all(result.search.best for result in results):
         return 1
     configs = [_final(stage.config, result.search.best[0]) for stage, result in zip(stages, results)]
     base = _base(source, flags["model"] or "", stages)
-    title = f"Recommended for {gpus}, {goal}: {trial_text(results[0].search.best[0])}."
+    texts = (": ".join(filter(None, (x.name, trial_text(y.search.best[0])))) for x, y in zip(stages, results))
+    title = f"Recommended for {gpus}, {goal}: {'; '.join(texts)}."
     path.write_text(config_source(source, flags["model"] or "", title, base, configs))
     print(f"wrote {path}: jaxlc plan --config={path}; jaxlc train --config={path} --config.data.sources=TEXTS")
     return 0
