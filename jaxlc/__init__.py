@@ -132,6 +132,17 @@ def load(
     return loaded_run.load(workdir, step=step, mesh=mesh, model=model, loss=loss)
 
 
+def _loaded(source: "str | Path | Result", step: int | None, mesh: Mapping[str, int] | None) -> "Result":
+    """`source`, or the `Result` of a path. Raises UserError for step or mesh with a `Result`, which has both."""
+    if isinstance(source, (str, os.PathLike)):
+        return load(source, step=step, mesh=mesh)
+    if step is not None or mesh is not None:
+        from jaxlc.core.errors import UserError
+
+        raise UserError("step and mesh have no effect with a Result: pass them to jaxlc.load")
+    return source
+
+
 def generate(
     source: "str | Path | Result",
     prompts: "str | Sequence[str | Sequence[int]]",
@@ -172,8 +183,7 @@ def generate(
       jaxlc.core.errors.UserError: the source cannot be read, a prompt is empty, or a value is out of range.
       jaxlc.core.errors.Unsupported: a custom model.
     """
-    is_path = isinstance(source, (str, os.PathLike))
-    result = load(source, step=step, mesh=mesh) if is_path else source
+    result = _loaded(source, step, mesh)
     from jaxlc.generation.generate_text import generate_text
     from jaxlc.generation.sampling import Sampling
 
@@ -185,7 +195,7 @@ def generate(
         stop=stop,
         chunk_tokens=chunk_tokens,
         stream=stream,
-        frees_params=is_path,
+        frees_params=result is not source,
         chat=chat,
     )
     return generations[0] if isinstance(prompts, str) else generations
@@ -232,7 +242,7 @@ def evaluate(
     from jaxlc.config.eval_checks import eval_settings
 
     checked = eval_settings(settings)
-    result = load(source, step=step, mesh=mesh) if isinstance(source, (str, os.PathLike)) else source
+    result = _loaded(source, step, mesh)
     from jaxlc.evals.evaluate_run import evaluate_run
 
     return evaluate_run(result, checked, Path(out or result.workdir / "evals"), report or (lambda row: None))

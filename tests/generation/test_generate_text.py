@@ -32,6 +32,8 @@ def test_generate_from_path_and_from_result_agree_and_stream(run):
     ids = np.frombuffer(PROMPT.encode(), np.uint8)
     (of_ids,) = jaxlc.generate(run, [ids], max_tokens=9, mesh=dict(context=4))
     np.testing.assert_array_equal(of_ids.tokens, generation.tokens)
+    with pytest.raises(UserError, match="step and mesh have no effect with a Result: pass them to jaxlc.load"):
+        jaxlc.generate(result, PROMPT, mesh=dict(context=4))
 
 
 def test_command_prints_the_text_and_one_line_about_errors(run, tmp_path, capsys):
