@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 from jaxlc.config.frozen import Config
 from jaxlc.config.mixture import is_source_path, split_source_path
-from jaxlc.config.schema import EvalsConfig
 from jaxlc.config.stage_configs import StageConfig
 from jaxlc.core.errors import UserError
 
@@ -16,11 +15,9 @@ def unused_settings(configs: Sequence[Config]) -> Iterator[str]:
     Args:
       configs: of all stages.
     """
-    if not any(config.evals.tasks for config in configs):
-        for name, default in vars(EvalsConfig()).items():
-            value = getattr(configs[0].evals, name)
-            if value != default:
-                yield f"config.evals.{name}={value} has no effect without config.evals.tasks; set tasks"
+    every_steps = max(config.evals.every_steps for config in configs)
+    if every_steps and not any(config.evals.tasks for config in configs):
+        yield f"config.evals.every_steps={every_steps} has no effect without config.evals.tasks; set tasks"
     profile, last_step = configs[0].profile, configs[-1].train.steps
     if profile.steps and profile.traced_steps[0] > last_step:
         yield (
