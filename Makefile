@@ -33,7 +33,7 @@ test-all: test test-rest test-full test-transformers  ## run everything, also wh
 
 test-rest: test-heavy test-jax0.12 smoke-jax0.11  ## run the heavy tests and the other JAX versions
 
-test-heavy: $(READY) $(VENV)/.ready-plan  ## run the tests that compile large programs for GPUs
+test-heavy: $(READY) $(VENV)/.ready-plan  ## run the tests of more than about 20 CPU seconds
 	$(VENV)/bin/python $(PYTEST) -m "heavy and not full" $(ARGS)
 
 test-full: $(READY) $(VENV)/.ready-plan  ## run the cases of which .ci/run has a sample, on two JAX versions

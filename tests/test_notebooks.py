@@ -36,6 +36,8 @@ INCOMPLETE_CACHE_ENTRY = re.compile(
     r".*Error reading persistent compilation cache entry .*incomplete or truncated stream\n( +warnings\.warn\(\n)?"
 )
 
+HEAVY = {"extend_context", "long_context_chat", "use_of_context"}  # they train two runs or more
+
 # Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer steps and less data.
 # `make test-full` runs the notebooks as they are stored.
 SHORTER = {
@@ -132,8 +134,7 @@ def check_run(path: Path, directory: Path, shorter: dict[str, str], environment:
 
 
 def _parameter(path: Path):
-    """The notebook that trains three stages twice is heavy."""
-    return pytest.param(path, id=path.stem, marks=pytest.mark.heavy if path.stem == "use_of_context" else ())
+    return pytest.param(path, id=path.stem, marks=pytest.mark.heavy if path.stem in HEAVY else ())
 
 
 @pytest.mark.parametrize("path", [_parameter(path) for path in NOTEBOOKS])

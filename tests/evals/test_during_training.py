@@ -62,6 +62,7 @@ def counts(monkeypatch):
     return counts
 
 
+@pytest.mark.heavy
 def test_interrupted_evaluation_resumes_and_does_not_change_training(config_path, tmp_path, counts):
     plain, scored = tmp_path / "plain", tmp_path / "scored"
     config = _config(config_path)
