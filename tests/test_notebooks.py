@@ -36,7 +36,7 @@ INCOMPLETE_CACHE_ENTRY = re.compile(
     r".*Error reading persistent compilation cache entry .*incomplete or truncated stream\n( +warnings\.warn\(\n)?"
 )
 
-HEAVY = {"extend_context", "long_context_chat", "use_of_context"}  # they train two runs or more
+HEAVY = {"extend_context", "long_context_chat", "own_model", "use_of_context"}  # more than 20 CPU seconds
 
 # Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer steps and less data.
 # `make test-full` runs the notebooks as they are stored.

@@ -65,6 +65,7 @@ def test_run_killed_while_saving_resumes_bitwise(config, uninterrupted, tmp_path
     assert not list(checkpoints.glob("*tmp*"))
 
 
+@pytest.mark.heavy
 def test_run_stopped_by_ctrl_c_then_sigterm_resumes_bitwise(config, uninterrupted, tmp_path):
     slow_config = runs.write_slow_config(config)
 
