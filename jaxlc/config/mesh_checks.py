@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jaxlc.config.frozen import Config
 from jaxlc.config.schema import MeshConfig
 from jaxlc.core.axes import MESH_AXES, mesh_text
+from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError, raise_first
 
 
@@ -23,8 +24,7 @@ def check_num_devices(config: Config, num_devices: int, there_are: str, config_p
     if config.mesh.num_devices == num_devices:
         return
     sizes = mesh_text(_sizes(config.mesh))
-    plural = "" if config.mesh.num_devices == 1 else "s"
-    problem = f"the mesh {sizes} needs {config.mesh.num_devices} device{plural} but {there_are} {num_devices}"
+    problem = f"the mesh {sizes} needs {count_text(config.mesh.num_devices, 'device')} but {there_are} {num_devices}"
     if config.runtime.topology and config_path:
         raise UserError(
             f"{problem}; the config is made for {config.runtime.topology}: run it there, or compile it ahead of time"
@@ -132,7 +132,7 @@ def length_problems(config: Config) -> Iterator[str]:
     if num_tokens % piece:
         yield (
             f"config.data.seq_len={num_tokens} is not divisible by 2 x mesh.context x mesh.tensor = {piece};"
-            f" use {_nearest_multiples(num_tokens, piece)}"
+            f" use {nearest_multiples(num_tokens, piece)}"
         )
     replicas = mesh.data * mesh.fsdp
     parts = train.gradient_accumulation_steps * replicas
@@ -140,7 +140,7 @@ def length_problems(config: Config) -> Iterator[str]:
         yield (
             f"config.train.global_batch_size={train.global_batch_size} is not divisible by"
             f" train.gradient_accumulation_steps x mesh.data x mesh.fsdp = {parts};"
-            f" use {_nearest_multiples(train.global_batch_size, parts)}"
+            f" use {nearest_multiples(train.global_batch_size, parts)}"
         )
 
 
@@ -159,10 +159,11 @@ def evaluation_problems(config: Config) -> Iterator[str]:
     if train.eval_sequences % replicas:
         yield (
             f"config.train.eval_sequences={train.eval_sequences} is not divisible by mesh.data x mesh.fsdp"
-            f" = {replicas}; use {_nearest_multiples(train.eval_sequences, replicas)}"
+            f" = {replicas}; use {nearest_multiples(train.eval_sequences, replicas)}"
         )
 
 
-def _nearest_multiples(value: int, divisor: int) -> str:
+def nearest_multiples(value: int, divisor: int) -> str:
+    """For messages: the multiples of `divisor` around `value`, without 0."""
     below = value // divisor * divisor
     return f"{below} or {below + divisor}" if below else f"{divisor}"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jaxlc.core.counts import count_text
+
 SCORES_FILE = "scores.jsonl"
 
 
@@ -37,10 +39,10 @@ class ScoreRow:
     def __str__(self) -> str:
         depth = "" if self.depth is None else f" depth {self.depth:>4.0%}"
         digits, noun = (1, "example") if self.unit == "%" else (4, "document")
-        count = f"{self.num_examples} {noun}{'' if self.num_examples == 1 else 's'}"
         error = "" if math.isnan(self.standard_error) else f" ± {self.standard_error:.{digits}f}"
         interval = "" if self.low is None else f" [{self.low:.4f}, {self.high:.4f}]"
         score = f"{self.score:5.{digits}f}{error} {self.unit}{interval}"
+        count = count_text(self.num_examples, noun)
         return f"{self.task:<16} {self.length:>10,}{depth}  {score}, {count}, {self.seconds:,.0f} s"
 
 

@@ -20,8 +20,9 @@ def plan_of(config: Config, topology: str = "", constants: str = "", devices_per
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # read by jax at import, here and in child processes
     from jaxlc import plan, runtime
+    from jaxlc.simulate.topology import topology as parse_topology
 
     runtime.start(RuntimeConfig(num_processes=1))
     name = topology or config.runtime.topology
-    options["devices_per_process"] = math.gcd(devices_per_process, int(name.rpartition("x")[2]))
+    options["devices_per_process"] = math.gcd(devices_per_process, parse_topology(name).gpus_per_domain)
     return dict(plan=plan.plan(config, name, constants=constants, **options))

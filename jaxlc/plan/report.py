@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator
 
 from jaxlc.core.axes import mesh_text
+from jaxlc.core.counts import count_text
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
@@ -46,7 +47,7 @@ def summary(plan: PlanRecord) -> str:
 
 
 def _head(plan: PlanRecord) -> Iterator[str]:
-    sizes = f"{num_gpus_text(plan.num_devices)}, {mesh_text(plan.mesh)}"
+    sizes = f"{count_text(plan.num_devices, 'GPU')}, {mesh_text(plan.mesh)}"
     yield f"{plan.topology}: {sizes}; compiled in {plan.compile_seconds:.0f} s"
     yield f"sequence length {plan.sequence_tokens:,}, {plan.tokens_per_step:,} tokens per step"
     yield from _wrapped(f"attention kernel: {plan.kernel_choice}")
@@ -265,11 +266,6 @@ def _text_row(name: str, value: str, note: str = "") -> str:
 def format_seconds(seconds: float) -> str:
     """2.5 as "2.50 s", 0.0025 as "2.5 ms"."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def num_gpus_text(num_gpus: int) -> str:
-    """ "1 GPU", "8 GPUs"."""
-    return f"{num_gpus:,} GPU{'' if num_gpus == 1 else 's'}"
 
 
 def amount(value: float, num_decimals: int) -> str:

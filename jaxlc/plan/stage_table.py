@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlc.plan.report import amount, format_seconds, gib, interval_factors_text, num_gpus_text, verdict
+from jaxlc.core.counts import count_text
+from jaxlc.plan.report import amount, format_seconds, gib, interval_factors_text, verdict
 from jaxlc.plan.result import Plan
 
 _HEADS = ("stage", "steps", "length", "tokens", "GiB/GPU", "host GiB", "tokens/s/GPU", "step", "hours", "GPU-hours")
@@ -59,7 +60,7 @@ class StagesPlan:
         """
         first = self.stages[0].plan
         lines = [
-            f"{first.topology}: {num_gpus_text(first.num_devices)}; memory is AOT-compiled, time is estimated",
+            f"{first.topology}: {count_text(first.num_devices, 'GPU')}; memory is AOT-compiled, time is estimated",
             *aligned(self._rows()),
             "",
             "Hours are those of training steps, without evaluations, checkpoints and compilation.",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxlc._jax_internals import backends_are_initialized
 from jaxlc.config import RuntimeConfig
+from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import compilation_cache, launcher, memory_pools, peers, stderr, transport, unified_memory
 
@@ -157,12 +158,8 @@ def _check_started(config: RuntimeConfig, platform: str, num_local_devices: int,
     num_simulated = config.simulated_devices // config.num_processes
     if num_simulated and (platform != "cpu" or num_local_devices != num_simulated):
         raise UserError(
-            f"JAX has already started with {_device_count(num_local_devices, platform)}, but"
+            f"JAX has already started with {count_text(num_local_devices, f'{platform} device')}, but"
             f" config.runtime.simulated_devices={config.simulated_devices} requires"
-            f" {_device_count(num_simulated, 'cpu')} in this process; restart Python (in a notebook, the kernel) and"
-            f" call jaxlc.start(simulated_devices={config.simulated_devices}) first"
+            f" {count_text(num_simulated, 'cpu device')} in this process; restart Python (in a notebook, the kernel)"
+            f" and call jaxlc.start(simulated_devices={config.simulated_devices}) first"
         )
-
-
-def _device_count(number: int, platform: str) -> str:
-    return f"{number} {platform} device{'' if number == 1 else 's'}"

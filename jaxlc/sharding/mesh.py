@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import CONTEXT, MESH_AXES, mesh_text
+from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.layout import token_at
 
@@ -26,9 +27,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """
     devices = jax.devices() if devices is None else devices
     if config.num_devices != len(devices):
-        plural = "" if config.num_devices == 1 else "s"
         raise UserError(
-            f"the mesh {mesh_text(vars(config))} needs {config.num_devices} device{plural} but {len(devices)} are"
+            f"the mesh {mesh_text(vars(config))} needs {count_text(config.num_devices, 'device')} but"
+            f" {len(devices)} are"
             f" given; use a mesh of that size, or pass devices=jax.devices()[:{config.num_devices}]"
         )
     shape = tuple(vars(config)[axis] for axis in MESH_AXES)

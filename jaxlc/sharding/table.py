@@ -9,6 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.core import html
 from jaxlc.core.axes import mesh_text
+from jaxlc.core.counts import count_text
 from jaxlc.sharding.rules import storage_axes, storage_spec
 
 _HEADINGS = ("parameter", "shape", "dtype", "sharded over", "bytes/device", "")
@@ -48,10 +49,9 @@ class ShardingTable:
         num_params = sum(math.prod(row.shape) for row in self.rows)
         num_bytes = sum(row.num_bytes for row in self.rows)
         device_bytes = sum(row.bytes_per_device for row in self.rows)
-        plural = "" if self.num_devices == 1 else "s"
         return (
             f"{num_params:,} parameters, {num_bytes:,} bytes; {device_bytes:,} bytes per device"
-            f" ({device_bytes / num_bytes:.1%}) on a mesh of {self.num_devices} device{plural}"
+            f" ({device_bytes / num_bytes:.1%}) on a mesh of {count_text(self.num_devices, 'device')}"
         )
 
     def __str__(self) -> str:

@@ -50,14 +50,15 @@ class _Node(NamedTuple):
 
     num_gpus: int
     memory_bytes: int
+    domain_size: int  # GPUs of a full NVLink domain
 
 
 # A DGX H100 has 2 TB; the others are assumed to have as much. A GB200 compute tray has 2 Grace CPUs of 480 GB, a GH200
 # has one.
-_NODE = _Node(num_gpus=8, memory_bytes=2 * 2**40)
+_NODE = _Node(num_gpus=8, memory_bytes=2 * 2**40, domain_size=8)
 _NODES = {
-    "gb200": _Node(num_gpus=4, memory_bytes=960 * 2**30),
-    "gh200": _Node(num_gpus=1, memory_bytes=480 * 2**30),
+    "gb200": _Node(num_gpus=4, memory_bytes=960 * 2**30, domain_size=72),
+    "gh200": _Node(num_gpus=1, memory_bytes=480 * 2**30, domain_size=1),
 }
 
 
@@ -139,6 +140,11 @@ def part_of(gpus: Topology, num_domains: int, gpus_per_domain: int) -> Topology:
     return dataclasses.replace(
         gpus, num_domains=num_domains, gpus_per_domain=gpus_per_domain, devices_per_process=per_process
     )
+
+
+def full_domain_size(gpus: Topology) -> int:
+    """GPUs of a full NVLink domain of this kind, such as 72 of GB200s; `gpus` may have fewer."""
+    return _NODES.get(gpus.device.name, _NODE).domain_size
 
 
 def make_mesh(gpus: Topology, config: MeshConfig) -> Mesh:

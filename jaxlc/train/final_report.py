@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from jaxlc.core import extras
+from jaxlc.core.counts import count_text
 from jaxlc.core.paths import displayed
 from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.train.evaluation import Evaluation
@@ -50,8 +51,7 @@ def write_report(
     heldout = []
     if evaluation is not None:
         losses_text = _arrow([*eval_losses[:1], evaluation.loss])
-        plural = "" if evaluation.num_sequences == 1 else "s"
-        heldout.append(f"held-out loss   {losses_text}, over {evaluation.num_sequences} sequence{plural}")
+        heldout.append(f"held-out loss   {losses_text}, over {count_text(evaluation.num_sequences, 'sequence')}")
     if baselines:
         named = ", ".join(f"{name} {loss:.3f}" for name, loss in baselines.items())
         heldout.append(f"  baselines on the same sequences: {named}")

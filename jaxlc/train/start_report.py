@@ -6,6 +6,7 @@ import jax
 
 from jaxlc.config import Config
 from jaxlc.core.axes import mesh_text
+from jaxlc.core.counts import count_text
 from jaxlc.data import Corpus
 from jaxlc.models import freezing
 from jaxlc.train.state import memory_lines
@@ -22,7 +23,7 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
     batch = f"global batch size {config.train.global_batch_size:,} x {config.data.seq_len:,} tokens"
     if config.train.gradient_accumulation_steps > 1:
         batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
-    devices = f"{step.mesh.size} x {device.device_kind}, {_count(jax.process_count(), 'process', 'es')}"
+    devices = f"{step.mesh.size} x {device.device_kind}, {count_text(jax.process_count(), 'process', 'es')}"
     mesh = f"mesh       {mesh_text(step.mesh.shape)}: {devices}"
     if step.model is not None:
         return [mesh, f"model      {type(step.model).__name__} (custom)", f"step       {batch}"]
@@ -63,10 +64,10 @@ def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
     train, heldout, batch_size = corpus.train, corpus.heldout, config.train.global_batch_size
     steps_per_epoch = train.num_sequences / batch_size
     return [
-        f"data       {_count(train.num_documents, 'document')}, {_count(train.num_tokens, 'token')};"
-        f" held out: {_count(heldout.num_documents, 'document')}, {_count(heldout.num_tokens, 'token')}",
-        f"epoch      {_count(train.num_sequences, 'sequence')}, {_decimal(steps_per_epoch)} steps; this run:"
-        f" {_count(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch)} epochs",
+        f"data       {count_text(train.num_documents, 'document')}, {count_text(train.num_tokens, 'token')};"
+        f" held out: {count_text(heldout.num_documents, 'document')}, {count_text(heldout.num_tokens, 'token')}",
+        f"epoch      {count_text(train.num_sequences, 'sequence')}, {_decimal(steps_per_epoch)} steps; this run:"
+        f" {count_text(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch)} epochs",
     ]
 
 
@@ -118,7 +119,3 @@ def _decimal(number: float) -> str:
     if number < 0.01:
         return "less than 0.01"
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _count(number: int, noun: str, plural_ending: str = "s") -> str:
-    return f"{number:,} {noun}{'' if number == 1 else plural_ending}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxlc.config import Config
+from jaxlc.config.mesh_checks import nearest_multiples
 from jaxlc.core.errors import UserError
 from jaxlc.plan import aot
 from jaxlc.plan.recommend.candidates import Layout, layouts
@@ -14,7 +15,7 @@ from jaxlc.plan.recommend.goals import lengths, topologies
 from jaxlc.plan.recommend.search import Compile, Search
 from jaxlc.runtime.worker_processes import run_in_processes
 from jaxlc.simulate.roofline import Roofline
-from jaxlc.simulate.topology import Topology, part_of
+from jaxlc.simulate.topology import Topology, full_domain_size, part_of
 
 if TYPE_CHECKING:
     from jaxlc.plan import Plan
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 # Candidates are compiled if this fraction of their estimated memory fits: the formula's error, see tests/plan.
 MEMORY_MARGIN = 0.94
 _CHUNK_TOKENS = 256  # of a GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks
-_USUAL_DOMAINS = {"gb200": 72}  # GPUs of an NVLink domain; others: those of a node
 _MAX_DOMAINS = 512  # of the search for a number of GPUs that would do
 
 
@@ -153,9 +153,9 @@ def _alternatives(config: Config, gpus: Topology, roofline: Roofline) -> Alterna
 
 
 def _larger(gpus: Topology) -> Iterator[Topology]:
-    """More GPUs of this kind: doublings within a domain up to its usual size, then of the domains."""
-    size, usual_size = gpus.gpus_per_domain, _USUAL_DOMAINS.get(gpus.device.name, gpus.gpus_per_node)
-    while 2 * size <= usual_size and gpus.num_domains == 1:
+    """More GPUs of this kind: doublings within a domain up to its full size, then of the domains."""
+    size = gpus.gpus_per_domain
+    while 2 * size <= full_domain_size(gpus) and gpus.num_domains == 1:
         size *= 2
         yield part_of(gpus, 1, size)
     num_domains = 2 * gpus.num_domains
@@ -169,11 +169,6 @@ def _no_layout(config: Config, gpus: Topology) -> str:
     return (
         f"no mesh of {num_gpus} GPUs divides the sequence of {num_tokens:,} tokens, the {num_sequences} sequences of a"
         f" step and the {config.model.num_heads} query heads; use"
-        f" --config.train.global_batch_size={_nearest_multiples(num_sequences, num_gpus)}, or"
-        f" --config.data.seq_len={_nearest_multiples(num_tokens, _CHUNK_TOKENS * num_gpus)}"
+        f" --config.train.global_batch_size={nearest_multiples(num_sequences, num_gpus)}, or"
+        f" --config.data.seq_len={nearest_multiples(num_tokens, _CHUNK_TOKENS * num_gpus)}"
     )
-
-
-def _nearest_multiples(value: int, divisor: int) -> str:
-    below = value // divisor * divisor
-    return f"{below} or {below + divisor}" if below else str(divisor)
