@@ -28,7 +28,7 @@ from jaxlc.hlo.op_names import PASSES, Pass
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
 from jaxlc.simulate.topology import topology as parse_topology
-from jaxlc.train.step import build_step
+from jaxlc.step.step import build_step
 
 STRATEGIES = ("ring", "hybrid", "ulysses", "all_gather")
 _PRODUCTS = {"forward": 2, "recomputation": 2, "backward": 5}  # matrix products over the head dim per visible pair

@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.ring import RingState
+from jaxlc.attention.strategies.ring import RingState
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxlc.sharding.layout import zigzag_order
 
-TILE = 128  # side of the tiles that kernels compute or skip, about equal in cuDNN and jaxlc.kernels
+TILE = 128  # side of the tiles that kernels compute or skip, about equal in cuDNN and our Pallas kernel
 
 
 def computed_pairs(num_tokens: int, context: int, num_queries: int, num_keys: int) -> list[int]:

@@ -28,10 +28,10 @@ from rich.table import Table
 from benchmarks.attention_speed import AttentionCase, compile_case
 from jaxlc import runtime
 from jaxlc.config import Config, MeshConfig, RuntimeConfig, load, read_config, with_settings
+from jaxlc.search.measure import random_batch
+from jaxlc.search.timing import environment_info
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.sweep.measure import random_batch
-from jaxlc.sweep.timing import environment_info
-from jaxlc.train.step import build_step
+from jaxlc.step.step import build_step
 
 _TORCH_CPU = Path(__file__).with_name("torch_cpu.py")
 

@@ -14,8 +14,8 @@ import numpy as np
 from absl import app, flags
 
 from jaxlc.core import plot_style
-from jaxlc.data.packing import best_fit
-from jaxlc.data.sources import PYTHON_STDLIB, list_files
+from jaxlc.data.sequences.packing import best_fit
+from jaxlc.data.texts.sources import PYTHON_STDLIB, list_files
 from jaxlc.plan.packing_estimates import mix_of_lengths
 from jaxlc.sharding.document_layout import by_ring_step, document_layout, ring_cost
 
@@ -27,7 +27,7 @@ _ORDERS = ("zigzag", "best packing order", "per-document sharding")
 
 
 def packed(lengths: np.ndarray, num_tokens: int, num_sequences: int) -> list[np.ndarray]:
-    """Lengths by sequence of a corpus, packed as the trainer does (data/packing.py): long documents are cut first."""
+    """Lengths by sequence of a corpus, packed as in data/sequences/packing.py: long documents are cut first."""
     chunks = [min(num_tokens, length - begin) for length in lengths for begin in range(0, length, num_tokens)]
     lengths, sequence_of = np.array(chunks), best_fit(np.array(chunks), num_tokens)
     rng = np.random.default_rng(0)

@@ -18,8 +18,8 @@ from jaxlc import runtime
 from jaxlc.config import with_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.core.errors import UserError
-from jaxlc.sweep.timing import environment_info
-from jaxlc.train.metrics import METRICS_FILE, read_rows
+from jaxlc.search.timing import environment_info
+from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
 
 # Name -> settings of config.precision. Each run is compared with the first one in this order.
 PRECISIONS: Mapping[str, dict] = MappingProxyType(

@@ -12,8 +12,8 @@ from jaxlc.config import Config, RuntimeConfig, defaults, load, with_settings
 from jaxlc.core.axes import CONTEXT, MESH_AXES, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.worker_processes import Row, Work
-from jaxlc.sweep import runner, worker
-from jaxlc.sweep.grid import Point, Setting
+from jaxlc.search import runner, worker
+from jaxlc.search.grid import Point, Setting
 
 Settings = dict[str, Setting]
 

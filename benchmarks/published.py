@@ -14,7 +14,7 @@ from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.plan.compile import compile_step
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import Topology, make_mesh, topology
-from jaxlc.train.step import build_step
+from jaxlc.step.step import build_step
 
 Unit = Literal["tokens/s per GPU", "TFLOP/s per GPU, full attention", "% MFU, causal", "s per step"]
 

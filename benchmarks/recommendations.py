@@ -28,11 +28,11 @@ from absl import app, flags
 
 from jaxlc import plan, runtime
 from jaxlc.config import Config, RuntimeConfig, load, read_config, to_dict, with_settings
+from jaxlc.config.base_config import base_config
 from jaxlc.core.errors import UserError
-from jaxlc.plan.recommend.base_config import base_config
-from jaxlc.plan.recommend.candidates import Candidate, Layout, layouts
-from jaxlc.plan.recommend.recommendation import MEMORY_MARGIN, compile_in_processes, recommend
-from jaxlc.plan.recommend.search import Compile, Search, Trial
+from jaxlc.search.candidate_search import Compile, Search, Trial
+from jaxlc.search.candidates import Candidate, Layout, layouts
+from jaxlc.search.recommendation import MEMORY_MARGIN, compile_in_processes, recommend
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
 

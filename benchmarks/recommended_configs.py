@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 
 from benchmarks.recommendations import StoredCompiler
 from jaxlc.config import Config, load, with_settings
-from jaxlc.plan.recommend.base_config import base_config
-from jaxlc.plan.recommend.candidates import Candidate, layouts
-from jaxlc.plan.recommend.recommendation import MEMORY_MARGIN
-from jaxlc.plan.recommend.search import Search
+from jaxlc.config.base_config import base_config
+from jaxlc.search.candidate_search import Search
+from jaxlc.search.candidates import Candidate, layouts
+from jaxlc.search.recommendation import MEMORY_MARGIN
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
 

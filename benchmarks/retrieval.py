@@ -26,8 +26,8 @@ from jaxlc.config import ModelConfig
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import AMBER, BLUE, RED, new_figure, style_axes
-from jaxlc.data.phone_book import retrieval_prompt
-from jaxlc.sweep.timing import environment_info
+from jaxlc.data.texts.phone_book import retrieval_prompt
+from jaxlc.search.timing import environment_info
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

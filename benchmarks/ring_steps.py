@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlc.attention.contract import AttentionSpec, Kernel
-from jaxlc.attention.ring import QueryResults, RingState
+from jaxlc.attention.strategies.ring import QueryResults, RingState
+from jaxlc.search.timing import seconds_of_calls
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import Ranks
-from jaxlc.sweep.timing import seconds_of_calls
 
 
 def measure(kernel: Kernel, spec: AttentionSpec, q_BTNH, k_BTKH, v_BTKH, num_ranks: int, repeats: int) -> dict:

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionProblem
-from jaxlc.attention.sharded_attention import STRATEGIES
+from jaxlc.attention.kernels.choose import KERNELS
+from jaxlc.attention.strategies.sharded_attention import STRATEGIES
 from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
 
@@ -143,7 +143,7 @@ def tables() -> str:
         "## Layer tiles",
         "",
         "With `memory.tile_tokens`, causal, on 8 context ranks, in `hybrid` with 4 inner ranks. *No* is a config",
-        "error before JAX starts (`jaxlc/config/tile_checks.py`).",
+        "error before JAX starts (`jaxlc/config/checks/tile_checks.py`).",
         "",
         *_table("", list(STRATEGIES), _joined(_tile_rows())),
         "",

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jaxlc.attention import attend
     from jaxlc.evals.score_rows import ScoreRow
     from jaxlc.generation.generator import Generation
+    from jaxlc.step.loss import TokenLoss
     from jaxlc.train import Model, Result
-    from jaxlc.train.loss import TokenLoss
 
 __version__ = "0.1.0"
 __all__ = [
@@ -67,7 +67,7 @@ def start(
     """
     from jaxlc import runtime
     from jaxlc.config import RuntimeConfig
-    from jaxlc.config.ranges import range_problems
+    from jaxlc.config.checks.ranges import range_problems
     from jaxlc.core.errors import raise_first
 
     config = RuntimeConfig(
@@ -127,7 +127,7 @@ def load(
     from jaxlc import runtime
 
     runtime.import_jax()
-    from jaxlc.train import loaded_run
+    from jaxlc.train.result import loaded_run
 
     return loaded_run.load(workdir, step=step, mesh=mesh, model=model, loss=loss)
 
@@ -239,7 +239,7 @@ def evaluate(
     """
     from pathlib import Path
 
-    from jaxlc.config.eval_checks import eval_settings
+    from jaxlc.config.checks.eval_checks import eval_settings
 
     checked = eval_settings(settings)
     result = _loaded(source, step, mesh)
@@ -278,9 +278,18 @@ def export(
     from jaxlc.config import RuntimeConfig
 
     runtime.start(RuntimeConfig(num_processes=1))
-    from jaxlc.exporting import to_huggingface
+    from jaxlc.checkpoints import to_huggingface
+    from jaxlc.train.result import loaded_run
 
-    return to_huggingface.export(workdir, out, step=step, dtype=dtype, max_shard_gb=max_shard_gb, adapters=adapters)
+    return to_huggingface.export(
+        workdir,
+        out,
+        step=step,
+        dtype=dtype,
+        max_shard_gb=max_shard_gb,
+        adapters=adapters,
+        load_params=lambda step: loaded_run.load(workdir, step=step, mesh={}).params,
+    )
 
 
 def __getattr__(name: str) -> Any:

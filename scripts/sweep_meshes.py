@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlc.sweep.__main__ import main
+from jaxlc.sweep import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

@@ -13,8 +13,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fmha
 
 from jaxlc import _jax_internals
-from jaxlc.attention.choose import choose_kernel
 from jaxlc.attention.contract import AttentionProblem
+from jaxlc.attention.kernels.choose import choose_kernel
 
 pytestmark = pytest.mark.jax_version
 

@@ -169,8 +169,8 @@ def test_installed_plan_prints_page_and_writes_files(installed, tmp_path):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_verb_has_a_main_module(verb):
-    package = ROOT / VERBS[verb].package.replace(".", "/")
-    assert (package / "__main__.py").is_file()
+    module = ROOT / VERBS[verb].package.replace(".", "/")
+    assert (module / "__main__.py").is_file() or 'if __name__ == "__main__":' in module.with_suffix(".py").read_text()
 
 
 def test_public_api_is_complete_and_typed():

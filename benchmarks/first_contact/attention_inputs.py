@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.first_contact.sizes import Heads
-from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core import hardware
 from jaxlc.core.extras import is_installed
 from jaxlc.core.hardware import Device
-from jaxlc.sweep.timing import seconds_of_calls
+from jaxlc.search.timing import seconds_of_calls
 
 
 def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, packed: bool = False) -> list[str]:

@@ -16,14 +16,14 @@ from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
 from benchmarks.first_contact.step_rows import plan_in_process, step_config
 from jaxlc import runtime
-from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.config import MeshConfig, RuntimeConfig
+from jaxlc.search.measure import measure_step, random_batch
+from jaxlc.search.timing import seconds_of_calls
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.sweep.measure import measure_step, random_batch
-from jaxlc.sweep.timing import seconds_of_calls
-from jaxlc.train.state import DEVICE, PINNED_HOST, lacks_host_memory, memory_kind_of, to_memory_kind
-from jaxlc.train.step import build_step
+from jaxlc.step.state import DEVICE, PINNED_HOST, lacks_host_memory, memory_kind_of, to_memory_kind
+from jaxlc.step.step import build_step
 
 _LIMIT, _PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 _POOL_GIB = 100  # above every row's need, below the memory of a node with 128 GiB

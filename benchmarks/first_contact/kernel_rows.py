@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from benchmarks.first_contact.attention_inputs import both_passes, random_inputs, ranges_for, supported_kernels
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Heads, Sizes
-from jaxlc.attention import reference
-from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionSpec
-from jaxlc.sweep.timing import environment_info
+from jaxlc.attention.kernels import reference
+from jaxlc.attention.kernels.choose import KERNELS
+from jaxlc.search.timing import environment_info
 
 MAX_ERROR = 1e-2  # relative norm of the error; bfloat16 rounds to 2^-9
 _PACKAGES = re.compile(r"(jax|jaxlib|flax|optax|orbax|grain|nvidia|ml.collections|triton)", re.I)

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.first_contact.attention_inputs import both_passes, random_inputs, supported_kernels
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Heads, Sizes
-from jaxlc.attention import cudnn
-from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.kernels import cudnn
+from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.simulate.topology import has_gpu_compiler, options_without_gpu, topology
 
 # The last result of a call is its workspace, whose size the compiler writes where a GPU is attached.

@@ -18,10 +18,10 @@ from benchmarks.first_contact.attention_inputs import (
 )
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
-from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.models.matmuls import fp8_product
-from jaxlc.sweep.timing import seconds_of_calls
+from jaxlc.search.timing import seconds_of_calls
 
 _NUM_LAUNCHES = 200
 _FP8_HISTORY = None  # current scaling

@@ -11,12 +11,12 @@ from benchmarks import ring_steps
 from benchmarks.first_contact.attention_inputs import random_inputs, supported_kernels
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Heads, Sizes
-from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionSpec
-from jaxlc.attention.query_tiles import make_tiled
+from jaxlc.attention.kernels.choose import KERNELS
+from jaxlc.attention.tiles.query_tiles import make_tiled
 from jaxlc.config import AttentionConfig, MeshConfig
+from jaxlc.search.timing import seconds_of_calls
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.sweep.timing import seconds_of_calls
 
 
 def ring_rows(sizes: Sizes) -> Iterator[Row]:

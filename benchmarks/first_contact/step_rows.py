@@ -21,10 +21,10 @@ from jaxlc import runtime
 from jaxlc.config import Config, defaults, load, to_dict
 from jaxlc.core import hardware
 from jaxlc.runtime import compilation_cache
+from jaxlc.search.measure import measure_step, random_batch
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.simulate.topology import has_gpu_compiler
-from jaxlc.sweep.measure import measure_step, random_batch
-from jaxlc.train.step import build_step
+from jaxlc.step.step import build_step
 from jaxlc.train.step_profiler import PROFILE_DIRECTORY, StepProfiler
 
 _ONE_DOCUMENT, _PACKED = dict(document_mask=False), dict(document_mask=True)  # the kernel is chosen by "auto"

@@ -1,10 +1,10 @@
 """Attention over a sequence that is split across devices. `attend` and `dot_product_attention` are the public API."""
 
 from jaxlc.attention.api import attend
-from jaxlc.attention.choose import KernelSelection
 from jaxlc.attention.dot_product import dot_product_attention
-from jaxlc.attention.query_tiles import make_tiled
-from jaxlc.attention.sharded_attention import choose, make
+from jaxlc.attention.kernels.choose import KernelSelection
+from jaxlc.attention.strategies.sharded_attention import choose, make
+from jaxlc.attention.tiles.query_tiles import make_tiled
 from jaxlc.sharding.layout import natural_order, zigzag_order
 
 __all__ = [

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxlc.attention.mesh_axes import (
+from jaxlc.attention.strategies.mesh_axes import (
     AttentionAxes,
     check_contiguous,
     check_shapes,
@@ -16,7 +16,7 @@ from jaxlc.attention.mesh_axes import (
     is_manual,
     resolve_axes,
 )
-from jaxlc.attention.sharded_attention import (
+from jaxlc.attention.strategies.sharded_attention import (
     TokenOrder,
     attend_shard,
     attention_spec,

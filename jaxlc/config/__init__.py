@@ -5,13 +5,13 @@ config.train.steps = 20
 frozen = load(config)
 """
 
+from jaxlc.config.checks.mesh_checks import check_evaluation, check_num_devices
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.files import check_variant, read_config, shipped_configs, shrink_for_cpu
 from jaxlc.config.frozen import Config, to_dict
 from jaxlc.config.loading import from_dict, load, transport_settings, with_settings
-from jaxlc.config.mesh_checks import check_evaluation, check_num_devices
-from jaxlc.config.model_schema import ModelConfig
-from jaxlc.config.presets import PRESETS
+from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
     EvalsConfig,

@@ -16,6 +16,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import tuple_parser
 
+from jaxlc.config.checks.unused_settings import check_used
 from jaxlc.config.files import read_config, shipped_configs
 from jaxlc.config.frozen import Config, field_types
 from jaxlc.config.help import HELP_SECTIONS, settings_help
@@ -24,7 +25,6 @@ from jaxlc.config.mixture import PATH as MIXTURE
 from jaxlc.config.mixture import is_source_path
 from jaxlc.config.stage_configs import with_stage_setting
 from jaxlc.config.stages import Stage, load_stages
-from jaxlc.config.unused_settings import check_used
 from jaxlc.config.values import describe_type, did_you_mean, invalid_value, parse_integer
 from jaxlc.core.errors import UserError
 

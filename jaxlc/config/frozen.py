@@ -9,8 +9,8 @@ from typing import Any
 from jaxlc.config import differences
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.mixture import mixture_dict
-from jaxlc.config.model_schema import ModelConfig
-from jaxlc.config.presets import PRESETS
+from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
     EvalsConfig,

@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxlc.config.checks import check
+from jaxlc.config.checks.all_checks import check
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, field_types, is_placeholder, to_dict
 from jaxlc.config.mixture import (
     is_mixture,
@@ -16,10 +16,10 @@ from jaxlc.config.mixture import (
     source_configs,
     split_source_path,
 )
+from jaxlc.config.models.presets import PRESETS, RENAMED_PRESETS
+from jaxlc.config.models.pretrained import locate, with_overrides
+from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.old_configs import REMOVED, RENAMED, upgraded
-from jaxlc.config.presets import PRESETS, RENAMED_PRESETS
-from jaxlc.config.pretrained import locate, with_overrides
-from jaxlc.config.rope_settings import with_scaling
 from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
 from jaxlc.core.errors import UserError
 

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from jaxlc.config.model_schema import ModelConfig
-from jaxlc.config.presets import RENAMED_PRESETS
+from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.presets import RENAMED_PRESETS
 from jaxlc.core.errors import Unsupported
 
 # Old path -> new path.

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from jaxlc.config.eval_checks import parse_min_scores
+from jaxlc.config.checks.eval_checks import parse_min_scores
 from jaxlc.config.frozen import SECTIONS, field_types
 from jaxlc.config.loading import check_key
 from jaxlc.config.mixture import is_mixture, is_source_path, merged_mixture, parse_mixture, split_source_path

@@ -13,13 +13,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxlc.config.checks.eval_checks import gate_names, parse_min_scores
+from jaxlc.config.checks.unused_settings import check_used, unused_settings
 from jaxlc.config.data_schema import DataConfig
-from jaxlc.config.eval_checks import gate_names, parse_min_scores
 from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.loading import load
 from jaxlc.config.schema import TrainConfig
 from jaxlc.config.stage_configs import StageConfig, parse_stages
-from jaxlc.config.unused_settings import check_used, unused_settings
 from jaxlc.config.values import did_you_mean
 from jaxlc.core.errors import UserError, raise_first
 

@@ -2,7 +2,7 @@
 
 import fnmatch
 
-from jaxlc.config.model_schema import ModelConfig
+from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
 
 FROZEN_BYTES = {"bf16": 2, "fp32": 4}  # per entry, by precision.frozen

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _report(command: ParsedCommand) -> int:
     from jaxlc.data.corpus import open_corpus
-    from jaxlc.data.data_report import report_text, source_lengths, stage_shares
+    from jaxlc.data.reports.data_report import report_text, source_lengths, stage_shares
 
     sources, stages, warnings = {}, [], {}
     for stage in command.stages:
@@ -40,7 +40,7 @@ def _report(command: ParsedCommand) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     print(report_text(list(sources.values()), stages))
     if extras.is_installed("matplotlib"):
-        from jaxlc.data.data_report_plot import report_figure
+        from jaxlc.data.reports.data_report_plot import report_figure
 
         path = Path(command.workdir) / PLOT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,16 +11,16 @@ from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.config.mixture import DEFAULTS
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus_checks import check_max_tokens, check_num_tokens, text_warnings, without_eval_files
-from jaxlc.data.documents import Fields
-from jaxlc.data.mixed import MixedSequences, PackedText
-from jaxlc.data.packing import PackedSequences
-from jaxlc.data.phone_book import PHONE_BOOK, phone_book_file
-from jaxlc.data.selection import overlong_rule, packed_source
-from jaxlc.data.sources import PYTHON_STDLIB, SourceFile, list_files
-from jaxlc.data.split import Split, split_documents
-from jaxlc.data.store import Progress, TokenStore, open_store
-from jaxlc.data.tokenized_pieces import Log
-from jaxlc.data.tokenizers import Tokenizer, load_tokenizer
+from jaxlc.data.sequences.mixed import MixedSequences, PackedText
+from jaxlc.data.sequences.packing import PackedSequences
+from jaxlc.data.sequences.selection import overlong_rule, packed_source
+from jaxlc.data.sequences.split import Split, split_documents
+from jaxlc.data.texts.documents import Fields
+from jaxlc.data.texts.phone_book import PHONE_BOOK, phone_book_file
+from jaxlc.data.texts.sources import PYTHON_STDLIB, SourceFile, list_files
+from jaxlc.data.tokens.store import Progress, TokenStore, open_store
+from jaxlc.data.tokens.tokenized_pieces import Log
+from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

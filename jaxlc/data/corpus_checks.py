@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from jaxlc.core.errors import UserError
-from jaxlc.data.records import COMPRESSED_SUFFIXES
-from jaxlc.data.sources import SourceFile
-from jaxlc.data.split import Split
-from jaxlc.data.store import TokenStore
+from jaxlc.data.sequences.split import Split
+from jaxlc.data.texts.records import COMPRESSED_SUFFIXES
+from jaxlc.data.texts.sources import SourceFile
+from jaxlc.data.tokens.store import TokenStore
 
 
 def without_eval_files(files: list[SourceFile], eval_files: list[SourceFile], setting: str) -> list[SourceFile]:

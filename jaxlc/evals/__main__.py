@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jaxlc
 from jaxlc import runtime
-from jaxlc.config.eval_checks import LOSS, NEEDLE, PASSKEY, RULER, eval_settings
+from jaxlc.config.checks.eval_checks import LOSS, NEEDLE, PASSKEY, RULER, eval_settings
 from jaxlc.config.values import parse_integer, parse_length
 from jaxlc.core.errors import UserError
 from jaxlc.generation.__main__ import mesh_sizes

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxlc.config import EvalsConfig
-from jaxlc.config.eval_checks import NEEDLE, PASSKEY, RULER
+from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY, RULER
 from jaxlc.evals import needle, passkey, ruler
 from jaxlc.evals.example import CountTokens
 from jaxlc.evals.materials import Prose, prose_of

@@ -1,7 +1,7 @@
 """Loss of documents at an exact length: by position, of the last tokens, and the gain of full context.
 
 The documents have at least the length and are cut to it, so every position has the same documents. Means over tokens
-have 95% intervals of a bootstrap over documents (`jaxlc.train.document_sums.estimate`).
+have 95% intervals of a bootstrap over documents (`jaxlc.train.evaluation.document_sums.estimate`).
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from jaxlc.config import EvalsConfig
-from jaxlc.config.eval_checks import LOSS, num_last_tokens, used_limits
+from jaxlc.config.checks.eval_checks import LOSS, num_last_tokens, used_limits
 from jaxlc.core.errors import UserError
-from jaxlc.data.documents import BadRecords, Document, Fields, read_documents
-from jaxlc.data.sources import list_files
-from jaxlc.data.tokenizers import Tokenizer
+from jaxlc.data.texts.documents import BadRecords, Document, Fields, read_documents
+from jaxlc.data.texts.sources import list_files
+from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.evals.predictions import ResultFile, stored_rows
 from jaxlc.evals.score_rows import ScoreRow
-from jaxlc.train.document_sums import DocumentSums, estimate, position_edges
+from jaxlc.train.evaluation.document_sums import DocumentSums, estimate, position_edges
 
 TokenLosses = Callable[[np.ndarray], np.ndarray]  # tokens [B, T] -> losses of tokens 1 .. T - 1 in nats [B, T - 1]
 _SETTING = "documents"  # named in errors

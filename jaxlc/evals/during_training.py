@@ -8,23 +8,23 @@ from pathlib import Path
 
 import jax
 
-from jaxlc.config.eval_checks import lengths_in_training
-from jaxlc.data.tokenizers import Tokenizer
+from jaxlc.checkpoints.checksums import checksums_of
+from jaxlc.config.checks.eval_checks import lengths_in_training
+from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.evals.evaluate_run import EvaluatedModel
 from jaxlc.evals.pictures import draw_maps, draw_overlays
 from jaxlc.evals.score_rows import ScoreRow, step_directories
 from jaxlc.generation.generate_text import stop_ids
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.prompts import prompt_encoder
-from jaxlc.train.checksums import checksums_of
-from jaxlc.train.language_model import LanguageModel
-from jaxlc.train.mixed_precision import compute_dtype
-from jaxlc.train.scorer import NamedScore
-from jaxlc.train.step import TrainStep
+from jaxlc.step.language_model import LanguageModel
+from jaxlc.step.mixed_precision import compute_dtype
+from jaxlc.step.step import TrainStep
+from jaxlc.train.evaluation.scorer import NamedScore
 
 
 class TrainingScorer:
-    """The scorer of a stage; see `jaxlc.train.scorer.Scorer`.
+    """The scorer of a stage; see `jaxlc.train.evaluation.scorer.Scorer`.
 
     Losses of documents use the live parameters. Generation copies them once in the compute dtype, sharded as they are,
     and frees the copy after the evaluation; the KV cache is sharded over context and tensor. Compiled programs remain.

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxlc.config import EvalsConfig
-from jaxlc.config.eval_checks import LOSS
+from jaxlc.config.checks.eval_checks import LOSS
 from jaxlc.evals.cases import text_cases
 from jaxlc.evals.document_loss import TokenLosses, evaluate_loss
 from jaxlc.evals.example import Example
@@ -18,7 +18,7 @@ from jaxlc.evals.score_rows import ScoreRow, store_scores
 from jaxlc.generation.generate_text import generator_of, stop_ids
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.prompts import PromptEncoder, encoder_of
-from jaxlc.train.run_result import Result
+from jaxlc.train.result.run_result import Result
 
 Report = Callable[[ScoreRow], None]
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxlc.config.eval_checks import NEEDLE, PASSKEY
+from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY
 from jaxlc.core import extras
 from jaxlc.evals.document_loss import stored_losses
 from jaxlc.evals.score_rows import ScoreRow, read_scores

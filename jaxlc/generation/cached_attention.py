@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.attention.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.merge import merge_parts
-from jaxlc.attention.strategy import repeat_heads
+from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.data.tokenizers import Tokenizer
+from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.generator import Generation, Generator, Stream
 from jaxlc.generation.prompts import encoder_of
 from jaxlc.generation.sampling import Sampling
-from jaxlc.train.language_model import LanguageModel
-from jaxlc.train.mixed_precision import compute_dtype
-from jaxlc.train.run_result import Result
+from jaxlc.step.language_model import LanguageModel
+from jaxlc.step.mixed_precision import compute_dtype
+from jaxlc.train.result.run_result import Result
 
 Prompt = str | Sequence[int] | np.ndarray
 _SETTINGS_FILE = "generation_config.json"

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.data.tokenizers import Tokenizer
+from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.cache import CacheLayout, empty_cache, layout_for
 from jaxlc.generation.cached_attention import NewTokens
 from jaxlc.generation.cached_step import BATCH_SPEC, TOKENS_SPEC, CachedStep, abstract_params, cast_params

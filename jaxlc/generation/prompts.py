@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxlc.config.pretrained import CONFIG_FILE
-from jaxlc.data.chat import ChatTemplate, load_chat_template
-from jaxlc.data.tokenizers import Tokenizer
-from jaxlc.train.run_result import Result
+from jaxlc.config.models.pretrained import CONFIG_FILE
+from jaxlc.data.tokens.chat import ChatTemplate, load_chat_template
+from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.train.result.run_result import Result
 
 _MARGIN_TOKENS = 8  # a template splits the text, which may then have a few more tokens
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlc.config.families import Family
+from jaxlc.config.models.families import Family
 from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.safetensors_files import DTYPES, TensorFiles

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxlc.config.families import Tensor
+from jaxlc.config.models.families import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

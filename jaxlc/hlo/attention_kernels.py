@@ -1,8 +1,8 @@
 """Finds the attention kernels of a compiled program, and how many FLOPs they compute.
 
     cudnn      custom calls `__cudnn$fmha...`
-    pallas     custom calls of the kernels in `jaxlc.kernels`, by the name given to `pallas_call`
-    mosaic     custom calls `mosaic_gpu...` in the scopes of `jaxlc.kernels.tokamax_kernels`; if the backward runs over
+    pallas     custom calls of the kernels in `jaxlc.attention.kernels`, by the name given to `pallas_call`
+    mosaic     custom calls `mosaic_gpu...` in the scopes of `tokamax_kernels`; if the backward runs over
                pairs of blocks, the loop over all pairs
     blockwise  XLA loops in the scope `core_attention` that contain matrix products and no collectives
 

@@ -41,7 +41,7 @@ class RunLayer(Protocol):
 
 
 class Remat(Protocol):
-    """Rematerialization of layers and of groups of layers; implemented by `jaxlc.train.remat.Remat`."""
+    """Rematerialization of layers and of groups of layers; implemented by `jaxlc.step.remat.Remat`."""
 
     of_layer: Callable[[Callable], Callable]  # wraps the function that runs one layer
     of_group: Callable[[Callable], Callable]  # wraps the function that runs `layers_per_group` layers

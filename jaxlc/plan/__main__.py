@@ -14,6 +14,7 @@ searches mesh, strategy and memory settings, prints the best three and writes a 
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -22,12 +23,12 @@ from pathlib import Path
 
 from jaxlc import plan, runtime
 from jaxlc.config import Config, RuntimeConfig, Stage, transport_settings, with_settings
+from jaxlc.config.base_config import base_config
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.values import parse_length
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 from jaxlc.plan.output_files import check_output_file
-from jaxlc.plan.recommend.base_config import base_config
 
 _FLAGS = {
     "stage": "name of one stage to plan in detail, for a config with stages",
@@ -132,7 +133,6 @@ def _run(command: ParsedCommand) -> int:
 
 
 def _recommend(command: ParsedCommand, stages: Sequence[Stage], topology: str) -> int:
-    from jaxlc.plan.recommend import command as recommend_command
     from jaxlc.simulate.topology import topology as parse_topology
 
     flags = command.extra
@@ -149,7 +149,7 @@ def _recommend(command: ParsedCommand, stages: Sequence[Stage], topology: str) -
         devices_per_process=per_process,
     )
     source = ":".join(filter(None, (command.config_path, command.variant)))
-    return recommend_command.run(stages, values, gpus, source)
+    return importlib.import_module("jaxlc.search.recommend_command").run(stages, values, gpus, source)
 
 
 def _plan_generation(flags: Mapping[str, str | None], config: Config, topology: str) -> int:

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxlc._jax_internals import kept_argument_indices
 from jaxlc.config import Config, load, to_dict
-from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
+from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
@@ -26,9 +26,9 @@ from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
 from jaxlc.simulate.timeline import predict
 from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
-from jaxlc.train import verify_compiled
-from jaxlc.train.state import HOST, PINNED_HOST
-from jaxlc.train.step import TrainStep, build_step
+from jaxlc.step import verify_compiled
+from jaxlc.step.state import HOST, PINNED_HOST
+from jaxlc.step.step import TrainStep, build_step
 
 # Of the config, in the plan and its JSON: the sections that shape the step, without paths of files.
 _RECORDED_SECTIONS = ("model", "lora", "mesh", "attention", "memory", "precision", "train")

@@ -30,9 +30,9 @@ from jaxlc.simulate.time_model import DEFAULT_ROOFLINE
 from jaxlc.simulate.timed_ops import TimedOps
 from jaxlc.simulate.timeline import Simulator
 from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
-from jaxlc.train.mixed_precision import compute_dtype
-from jaxlc.train.state import bytes_per_device
-from jaxlc.train.step import build_step
+from jaxlc.step.mixed_precision import compute_dtype
+from jaxlc.step.state import bytes_per_device
+from jaxlc.step.step import build_step
 
 CACHE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 _NUM_SIMULATED_CHUNKS = 5  # the time of a chunk is nearly linear in the number of earlier tokens

@@ -6,7 +6,7 @@ buffers are the compiler's own figures. Workspaces and NCCL's buffers are upper 
 know them without a GPU.
 
 Host memory holds the step's pinned arrays and, while a checkpoint is written, a copy of the training state in it:
-Orbax copies arrays that are on the device, and `train/checkpoint.py` needs as much for arrays that are on the host.
+Orbax copies arrays that are on the device, and `checkpoints/` needs as much for arrays that are on the host.
 """
 
 import math
@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxlc.attention import cudnn
+from jaxlc.attention.kernels import cudnn
+from jaxlc.checkpoints.base_model import checkpoint_part
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.hlo import AnalyzedProgram
@@ -28,9 +29,8 @@ from jaxlc.hlo.parser import Computation
 from jaxlc.runtime import memory_pools, unified_memory
 from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
 from jaxlc.simulate.topology import Topology
-from jaxlc.train.base_model import checkpoint_part
-from jaxlc.train.state import DEVICE, HOST, bytes_per_device
-from jaxlc.train.step import TrainStep
+from jaxlc.step.state import DEVICE, HOST, bytes_per_device
+from jaxlc.step.step import TrainStep
 
 # Fraction of the capacity that a run may use. On an H100 the rest is 4 GiB: a CUDA context with its kernels takes about
 # half a GiB, and the allocator loses some to fragmentation. Assumed; not measured on a GPU.

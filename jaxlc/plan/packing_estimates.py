@@ -22,7 +22,7 @@ from jaxlc.simulate.packed_work import (
 )
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import predict
-from jaxlc.train.step import TrainStep
+from jaxlc.step.step import TrainStep
 
 CORPUS, MIX = "corpus", "mix"
 _NUM_SEQUENCES = 64

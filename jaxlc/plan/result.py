@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
-from jaxlc.plan import html_page, report
+from jaxlc.plan import report
+from jaxlc.plan.figures import html_page
 from jaxlc.plan.record import PlanRecord
 from jaxlc.simulate.topology import topology
 
@@ -52,7 +53,7 @@ class Plan(PlanRecord):
     def memory_figure(self) -> "Figure":
         """Device memory by kind against the usable memory, and host memory if the step uses it."""
         extras.require("matplotlib", "a figure of memory")
-        from jaxlc.plan import figures  # matplotlib is slow to import
+        from jaxlc.plan.figures.plan_figures import plan_figures as figures
 
         return figures.memory_figure(self.memory, self.title)
 
@@ -74,14 +75,14 @@ class Plan(PlanRecord):
     def links_figure(self) -> "Figure":
         """Bytes by collective, mesh axes and link, and the hidden and exposed time of each link."""
         extras.require("matplotlib", "a figure of communication")
-        from jaxlc.plan import figures
+        from jaxlc.plan.figures.plan_figures import plan_figures as figures
 
         return figures.links_figure(self.collectives, self.predicted, self.title)
 
     def mesh_figure(self) -> "Figure":
         """The mesh on nodes and NVLink domains, and which GPUs communicate with each other."""
         extras.require("matplotlib", "a figure of the mesh")
-        from jaxlc.plan import mesh_plot
+        from jaxlc.plan.figures import mesh_plot
 
         return mesh_plot.mesh_figure(self.mesh, topology(self.topology), self.collectives)
 

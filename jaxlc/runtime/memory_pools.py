@@ -113,7 +113,7 @@ def _offloaded_bytes(config: Config) -> int:
         mlp_up=model.ffn_dim,
     )
     group = memory.layers_per_remat_group
-    offloaded = [name for name in memory.offload if group == 1 or name == "residual"]  # see train/remat.py
+    offloaded = [name for name in memory.offload if group == 1 or name == "residual"]  # see step/remat.py
     num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
     values = sum(values_per_token[name] for name in offloaded) * (model.num_layers // group)
     return math.ceil(num_tokens * values * itemsize / mesh.num_devices)

@@ -5,7 +5,7 @@
     symmetric  NCCL's one-sided put and signal into registered memory: its replacement in newer XLA
     peer       copy engines between the GPUs of one process
 
-XLA may ignore the selection, so `jaxlc.train.verify_compiled` checks which transport a compiled program uses.
+XLA may ignore the selection, so `jaxlc.step.verify_compiled` checks which transport a compiled program uses.
 Importing this module does not import JAX.
 """
 

@@ -97,7 +97,7 @@ def document_order(segment_ids_T: np.ndarray, context: int, inner: int = 1) -> n
       segment_ids_T: int [tokens]: the document of each token, the same number for neighboring tokens; 0 is padding.
       context: number of ranks, or of groups of ranks.
       inner: number of ranks of a group. Its tokens are split over them in zigzag order, as Ulysses expects
-        (attention/ulysses.py).
+        (attention/strategies/ulysses.py).
     Returns:
       int64 [tokens]
     Raises:

@@ -2,7 +2,7 @@
 
 A ring step ends on all ranks at the same time, because each rank waits for its next KV block. So the time of a sequence
 follows from the rank with the most pairs in each step, and depends on the lengths of the documents and on the order of
-tokens that distributes them over the ranks (`jaxlc.train.sequence_order`). NumPy only.
+tokens that distributes them over the ranks (`jaxlc.step.sequence_order`). NumPy only.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.config.mesh_checks import num_head_ranks
+from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs, document_pairs
-from jaxlc.data.loader import OrderOf
+from jaxlc.data.sequences.loader import OrderOf
 from jaxlc.sharding.document_layout import by_ring_step, ring_cost
 
 

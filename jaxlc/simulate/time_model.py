@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jaxlc.config import Config
-from jaxlc.config.mesh_checks import num_head_ranks
+from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_kernels import AttentionKernelCall

@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
     from jaxlc.config import Config
+    from jaxlc.step.custom_model import Model
+    from jaxlc.step.language_model import LanguageModel
+    from jaxlc.step.loss import TokenLoss
+    from jaxlc.step.step import TrainStep, build_step
     from jaxlc.train.callbacks import Callback, RunInfo, StopTraining
-    from jaxlc.train.custom_model import Model
-    from jaxlc.train.history import History
-    from jaxlc.train.language_model import LanguageModel
-    from jaxlc.train.loss import TokenLoss
-    from jaxlc.train.run_result import Result
-    from jaxlc.train.step import TrainStep, build_step
-    from jaxlc.train.step_reports import TrainingStopped
+    from jaxlc.train.reports.history import History
+    from jaxlc.train.reports.step_reports import TrainingStopped
+    from jaxlc.train.result.run_result import Result
 
 # Public name -> its module, which is imported when the name is first used.
 _MODULES = {
-    "Callback": "callbacks",
-    "History": "history",
-    "LanguageModel": "language_model",
-    "Model": "custom_model",
-    "Result": "run_result",
-    "RunInfo": "callbacks",
-    "StopTraining": "callbacks",
-    "TrainStep": "step",
-    "TrainingStopped": "step_reports",
-    "build_step": "step",
+    "Callback": "train.callbacks",
+    "History": "train.reports.history",
+    "LanguageModel": "step.language_model",
+    "Model": "step.custom_model",
+    "Result": "train.result.run_result",
+    "RunInfo": "train.callbacks",
+    "StopTraining": "train.callbacks",
+    "TrainStep": "step.step",
+    "TrainingStopped": "train.reports.step_reports",
+    "build_step": "step.step",
 }
 __all__ = [
     "Callback",
@@ -106,7 +106,7 @@ def run(
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(importlib.import_module(f"jaxlc.train.{_MODULES[name]}"), name)
+        return getattr(importlib.import_module(f"jaxlc.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'jaxlc.train' has no attribute {name!r}")
 
 

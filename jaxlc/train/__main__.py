@@ -32,7 +32,7 @@ def _run(command: ParsedCommand) -> int:
     pinned_bytes = max(pinned_host_bytes(stage.config) for stage in stages)
     runtime.start(stages[0].config.runtime, pinned_host_bytes=pinned_bytes)  # before jax is imported
     from jaxlc.train import loop
-    from jaxlc.train.step_reports import TrainingStopped
+    from jaxlc.train.reports.step_reports import TrainingStopped
 
     try:
         config_path = ":".join(filter(None, [command.config_path, command.variant]))
@@ -43,7 +43,7 @@ def _run(command: ParsedCommand) -> int:
 
 
 def _latest_checkpoint(workdir: Path) -> str:
-    from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps
+    from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps
 
     steps = committed_steps(workdir / CHECKPOINTS_DIRECTORY)
     if not steps:

@@ -10,20 +10,20 @@ import optax
 from ml_collections import ConfigDict
 
 from jaxlc import runtime
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.memory_pools import explained, pinned_host_bytes
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.batch import Batch
+from jaxlc.step.batch import Batch
+from jaxlc.step.custom_model import Model
+from jaxlc.step.loss import TokenLoss
+from jaxlc.step.step import TrainStep, build_step
+from jaxlc.step.verify_compiled import check_kernels, verify_compiled_step
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
-from jaxlc.train.checkpoint import Checkpoints, prepare_workdir
-from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
-from jaxlc.train.custom_model import Model
-from jaxlc.train.evaluation import Evaluation
-from jaxlc.train.loss import TokenLoss
-from jaxlc.train.metrics import open_metrics
-from jaxlc.train.pending_metrics import PendingMetrics
+from jaxlc.train.evaluation.held_out import Evaluation
 from jaxlc.train.preemption import PreemptionGuard
 from jaxlc.train.prepared_stages import (
     Position,
@@ -33,15 +33,16 @@ from jaxlc.train.prepared_stages import (
     stage_after,
     start_lines,
 )
-from jaxlc.train.progress import Progress
+from jaxlc.train.reports.metrics import open_metrics
+from jaxlc.train.reports.pending_metrics import PendingMetrics
+from jaxlc.train.reports.progress import Progress
+from jaxlc.train.reports.start_report import step_lines
+from jaxlc.train.reports.step_reports import StepReports
+from jaxlc.train.result.run_result import Result
 from jaxlc.train.run_data import Batches, open_data
-from jaxlc.train.run_result import Result
 from jaxlc.train.stage_run import StageRun
-from jaxlc.train.start_report import step_lines
-from jaxlc.train.step import TrainStep, build_step
 from jaxlc.train.step_profiler import StepProfiler
-from jaxlc.train.step_reports import StepReports
-from jaxlc.train.verify_compiled import check_kernels, verify_compiled_step
+from jaxlc.train.workdir import prepare_workdir
 
 
 def run(

@@ -13,23 +13,23 @@ from pathlib import Path
 
 import jax
 
+from jaxlc.checkpoints.base_model import with_base, without_frozen
+from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
+from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import Stage, to_dict
-from jaxlc.config.eval_checks import parse_min_scores
-from jaxlc.config.pretrained import copy_description
+from jaxlc.config.checks.eval_checks import parse_min_scores
+from jaxlc.config.models.pretrained import copy_description
 from jaxlc.core.errors import UserError
-from jaxlc.train.base_model import with_base, without_frozen
-from jaxlc.train.checkpoint import Checkpoints, RestoreTarget
-from jaxlc.train.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY
-from jaxlc.train.evaluation import Evaluator
-from jaxlc.train.frozen_names import trained_settings
-from jaxlc.train.pretrained_params import load_pretrained
-from jaxlc.train.progress import Progress
+from jaxlc.models.frozen_names import trained_settings
+from jaxlc.step.state import TrainState
+from jaxlc.step.step import TrainStep
+from jaxlc.train.evaluation.held_out import Evaluator
+from jaxlc.train.evaluation.scorer import Scorer, make_scorer
+from jaxlc.train.reports.progress import Progress
+from jaxlc.train.reports.start_report import resume_lines, sharding_lines
+from jaxlc.train.reports.step_reports import TrainingStopped
 from jaxlc.train.run_data import RunData
-from jaxlc.train.scorer import Scorer, make_scorer
-from jaxlc.train.start_report import resume_lines, sharding_lines
-from jaxlc.train.state import TrainState
-from jaxlc.train.step import TrainStep
-from jaxlc.train.step_reports import TrainingStopped
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ from jax.sharding import NamedSharding
 from jaxlc.config import Config, Stage
 from jaxlc.core.errors import UserError
 from jaxlc.data import Corpus, open_corpus
-from jaxlc.data.loader import Sequences, batches
-from jaxlc.data.ngrams import ngram_losses
-from jaxlc.data.shares import share_lines
-from jaxlc.data.tokenizers import Tokenizer, load_tokenizer
-from jaxlc.data.user_batches import EndOfBatches, ListedSequences, StreamedSequences
-from jaxlc.data.waiting import WaitingTime
-from jaxlc.train.batch import BATCH_SPEC
-from jaxlc.train.evaluation import FiniteSequences
-from jaxlc.train.progress import Progress
-from jaxlc.train.start_report import corpus_lines
-from jaxlc.train.step import TrainStep
+from jaxlc.data.reports.shares import share_lines
+from jaxlc.data.sequences.loader import Sequences, batches
+from jaxlc.data.sequences.ngrams import ngram_losses
+from jaxlc.data.sequences.user_batches import EndOfBatches, ListedSequences, StreamedSequences
+from jaxlc.data.sequences.waiting import WaitingTime
+from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
+from jaxlc.step.batch import BATCH_SPEC
+from jaxlc.step.step import TrainStep
+from jaxlc.train.evaluation.held_out import FiniteSequences
+from jaxlc.train.reports.progress import Progress
+from jaxlc.train.reports.start_report import corpus_lines
 
 CALLER_BATCHES = "batches of the caller"  # in the meta of a checkpoint instead of the fingerprint of a corpus
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import jax
 
+from jaxlc.checkpoints.base_model import base_meta, checkpoint_part
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import Config, to_dict
 from jaxlc.core.errors import UserError
-from jaxlc.train.base_model import base_meta, checkpoint_part
 from jaxlc.train.callbacks import Callbacks
-from jaxlc.train.checkpoint import Checkpoints
-from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
-from jaxlc.train.evaluation import Evaluation
-from jaxlc.train.final_report import write_report
-from jaxlc.train.metrics import METRICS_FILE, MetricsLog, read_rows
+from jaxlc.train.evaluation.held_out import Evaluation
 from jaxlc.train.prepared_stages import Position, PreparedStage, num_tokens_until
-from jaxlc.train.progress import Progress
-from jaxlc.train.run_result import Result
+from jaxlc.train.reports.final_report import write_report
+from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, read_rows
+from jaxlc.train.reports.progress import Progress
+from jaxlc.train.result.run_result import Result
 
 
 @dataclass(frozen=True, kw_only=True)

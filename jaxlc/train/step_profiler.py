@@ -21,9 +21,9 @@ import jax
 
 from jaxlc.config import Config, to_dict
 from jaxlc.core.errors import UserError
-from jaxlc.train.batch import Batch
-from jaxlc.train.state import TrainState
-from jaxlc.train.step_function import StepMetrics
+from jaxlc.step.batch import Batch
+from jaxlc.step.state import TrainState
+from jaxlc.step.step_function import StepMetrics
 
 PROFILE_DIRECTORY = "profile"  # in the workdir
 PROGRAM_FILE, RUN_FILE = "step.hlo.txt.gz", "run.json"

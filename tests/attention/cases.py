@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxlc.attention import attend, reference
+from jaxlc.attention import attend
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.kernels import reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import MeshConfig
 from jaxlc.sharding.mesh import make_mesh

@@ -2,7 +2,7 @@
 
     python -m tests.attention.compile_mosaic h100
 
-It needs tokamax and the GPU compiler. One process compiles for one GPU generation (`jaxlc.kernels.tokamax_kernels`).
+It needs tokamax and the GPU compiler. One process compiles for one GPU generation (`tokamax_kernels`).
 """
 
 import os
@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.attention import make, mosaic
+from jaxlc.attention import make
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.kernels import mosaic
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology

@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention import cudnn_packed
+from jaxlc.attention.kernels import cudnn_packed
 
 
 def install(monkeypatch) -> None:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.attention import attend, natural_order, reference, reorder, zigzag_order
+from jaxlc.attention import attend, natural_order, zigzag_order
 from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.kernels import reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
+from jaxlc.attention.strategies import reorder
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.mesh import Ranks
 from tests.attention.cases import inputs

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.attention import choose, make
-from jaxlc.attention.choose import KERNELS, choose_kernel
+from jaxlc.attention import make
 from jaxlc.attention.contract import AttentionProblem
+from jaxlc.attention.kernels import choose
+from jaxlc.attention.kernels.choose import KERNELS, choose_kernel
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 

@@ -18,8 +18,9 @@ from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fmha
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.attention import attend, choose, cudnn, make, reference
+from jaxlc.attention import attend, make
 from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.kernels import choose, cudnn, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT

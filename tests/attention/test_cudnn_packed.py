@@ -14,10 +14,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc import _jax_internals
-from jaxlc.attention import attend, choose, cudnn, cudnn_packed, make, packed_operands
+from jaxlc.attention import attend, make
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.kernels import choose, cudnn, cudnn_packed, packed_operands
+from jaxlc.attention.kernels.packed_check import check_packed_cudnn
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.packed_check import check_packed_cudnn
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError

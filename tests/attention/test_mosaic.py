@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention import mosaic, reference
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.kernels import mosaic, reference, tokamax_kernels
 from jaxlc.config import MeshConfig
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
-from jaxlc.kernels import tokamax_kernels
 from jaxlc.simulate.topology import make_mesh, topology
 from tests.attention.cases import assert_rows_match, inputs, oracle, sharded, split_mesh
 from tests.attention.compile_mosaic import HEAD_DIMS

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from jaxlc.attention.contract import AttentionSpec
-from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.packed_operands import (
+from jaxlc.attention.kernels.packed_operands import (
     DOCUMENTS_PER_ROW,
     Bucket,
     buckets,
     document_table,
     packed_operands,
 )
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 
 
 def _table(segments, sizes, causal=True, k_segments=None):

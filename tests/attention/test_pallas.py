@@ -13,8 +13,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton_dialect
 
-from jaxlc.attention import pallas, reference
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.kernels import pallas, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 from tests.attention.cases import assert_rows_match, inputs, sequence_positions
@@ -153,8 +153,8 @@ def _triton_programs(lowered) -> dict[str, str]:
 def test_triton_is_not_imported_with_other_kernels():
     """JAX 0.11 deprecates Pallas' Triton backend; importing the trainer and training with another kernel must not."""
     code = (
-        "import sys, jax, jax.numpy as jnp, jaxlc.train.step;"
-        " from jaxlc.attention.contract import AttentionSpec; from jaxlc.attention.choose import KERNELS;"
+        "import sys, jax, jax.numpy as jnp, jaxlc.step.step;"
+        " from jaxlc.attention.contract import AttentionSpec; from jaxlc.attention.kernels.choose import KERNELS;"
         " x = jnp.ones((1, 8, 1, 8)); KERNELS['blockwise'].forward(x, x, x, None, AttentionSpec());"
         " assert 'jax.experimental.pallas.triton' not in sys.modules;"
         " jax.eval_shape(lambda x: KERNELS['pallas'].forward(x, x, x, None, AttentionSpec()), x);"

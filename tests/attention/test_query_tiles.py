@@ -12,11 +12,11 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.attention import reference
-from jaxlc.attention.choose import KERNELS
-from jaxlc.attention.kv_blocks import GroupState
-from jaxlc.attention.query_tiles import TiledAttention, make_tiled
-from jaxlc.attention.tile_order import layout_of, tiles_of
+from jaxlc.attention.kernels import reference
+from jaxlc.attention.kernels.choose import KERNELS
+from jaxlc.attention.tiles.kv_blocks import GroupState
+from jaxlc.attention.tiles.query_tiles import TiledAttention, make_tiled
+from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
 from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.attention import attend, make, ring
+from jaxlc.attention import attend, make
+from jaxlc.attention.strategies import ring
 from jaxlc.config import AttentionConfig, MemoryConfig
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.layout import zigzag_order
-from jaxlc.train.remat import make_remat
+from jaxlc.step.remat import make_remat
 from tests.attention.cases import (
     BATCH,
     TOKENS,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks import support_table
-from jaxlc.attention import attend, halo
+from jaxlc.attention import attend
+from jaxlc.attention.strategies import halo
 from tests.attention.cases import assert_rows_match, inputs, oracle, sharded, split_mesh
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
 

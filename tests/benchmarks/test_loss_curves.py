@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.loss_curves import compare, settings_of
 from jaxlc.core.errors import UserError
-from jaxlc.train.metrics import METRICS_FILE
+from jaxlc.train.reports.metrics import METRICS_FILE
 from tests.helpers import record_figures
 
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import memory_cases, memory_ladder
 from benchmarks.memory_cases import Case, MaxSeqLen
 from jaxlc.core.errors import UserError
-from jaxlc.sweep import runner, worker
+from jaxlc.search import runner, worker
 from tests.benchmarks import ladder_fakes
 from tests.helpers import record_figures
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import ring_steps
-from jaxlc.attention import blockwise, reference
 from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.kernels import blockwise, reference
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from tests.attention.cases import TOKENS, assert_rows_match, inputs
 from tests.tolerances import FLOAT32_PARITY

@@ -4,8 +4,8 @@ import math
 import pytest
 
 from jaxlc.config import MeshConfig, check_evaluation, check_num_devices, load
-from jaxlc.config.mesh_checks import mesh_overrides, working_mesh
-from jaxlc.config.ranges import RANGES
+from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
+from jaxlc.config.checks.ranges import RANGES
 from jaxlc.core.errors import UserError
 from tests.config.test_loading import changed, rejected
 

@@ -6,10 +6,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxlc.config import PRESETS, defaults, from_dict, load, to_dict
+from jaxlc.config.checks.ranges import RANGES
 from jaxlc.config.loading import SECTIONS, field_types
+from jaxlc.config.models.presets import RENAMED_PRESETS
 from jaxlc.config.old_configs import RENAMED
-from jaxlc.config.presets import RENAMED_PRESETS
-from jaxlc.config.ranges import RANGES
 from jaxlc.core.errors import UserError
 
 

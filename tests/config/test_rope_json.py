@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxlc.config.families import FAMILIES
-from jaxlc.config.rope_json import max_position_embeddings, rope_fields, rope_settings
+from jaxlc.config.models.families import FAMILIES
+from jaxlc.config.models.rope_json import max_position_embeddings, rope_fields, rope_settings
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models.rope import rope_frequencies
 from tests.models.plain_rope import LLAMA, SCALINGS, scaled_model

@@ -9,7 +9,7 @@ import pytest
 from jaxlc.config import defaults, load, load_stages, read_config
 from jaxlc.config.command_line import parse
 from jaxlc.core.errors import UserError
-from jaxlc.train.optimizer import learning_rate_schedule
+from jaxlc.step.optimizer import learning_rate_schedule
 
 _SOURCE = """
 from jaxlc.config import defaults

@@ -6,7 +6,7 @@ import pytest
 from jaxlc.config.trained_params import num_adapter_params, num_frozen_params
 from jaxlc.models import freezing
 from jaxlc.models.lora import is_adapter
-from tests.train.synthetic import small_config, small_step
+from tests.step.synthetic import small_config, small_step
 
 CASES = {
     "lora": dict(lora=dict(rank=3, projections=("query", "value", "attention_projected", "mlp_down"))),

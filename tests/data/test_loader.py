@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, MESH_AXES
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.loader import batches
+from jaxlc.data.sequences.loader import batches
 from jaxlc.sharding.document_layout import document_order
 from tests import helpers
 from tests.data.corpora import S, make_config

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from jaxlc.data import ngrams
-from jaxlc.data.ngrams import ngram_losses
-from jaxlc.data.packing import PackedSequences
-from jaxlc.data.store import TokenStore
+from jaxlc.data.sequences import ngrams
+from jaxlc.data.sequences.ngrams import ngram_losses
+from jaxlc.data.sequences.packing import PackedSequences
+from jaxlc.data.tokens.store import TokenStore
 
 V = 12
 ONCE = 10  # occurs once in training; token 11 never does

@@ -3,8 +3,8 @@ import time
 import numpy as np
 import pytest
 
-from jaxlc.data.packing import PackedSequences, best_fit
-from jaxlc.data.store import TokenStore
+from jaxlc.data.sequences.packing import PackedSequences, best_fit
+from jaxlc.data.tokens.store import TokenStore
 
 S = 16
 

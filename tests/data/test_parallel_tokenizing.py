@@ -9,12 +9,12 @@ import pytest
 
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data import parallel_tokenizing
-from jaxlc.data.documents import Fields
-from jaxlc.data.parts import plan_parts
-from jaxlc.data.sources import list_files
-from jaxlc.data.store import TokenStore, open_store
-from jaxlc.data.tokenizers import load_tokenizer
+from jaxlc.data.texts.documents import Fields
+from jaxlc.data.texts.sources import list_files
+from jaxlc.data.tokens import parallel_tokenizing
+from jaxlc.data.tokens.parts import plan_parts
+from jaxlc.data.tokens.store import TokenStore, open_store
+from jaxlc.data.tokens.tokenizers import load_tokenizer
 from tests.data.chat_styles import CHATML, write_tokenizer
 
 TEXT = Fields()

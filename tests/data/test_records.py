@@ -13,8 +13,8 @@ import pytest
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.documents import BadRecords, Fields, read_documents
-from jaxlc.data.sources import list_files
+from jaxlc.data.texts.documents import BadRecords, Fields, read_documents
+from jaxlc.data.texts.sources import list_files
 
 TEXTS = ["first text", "née", "x" * 3000]
 

@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.data import documents as documents_module
-from jaxlc.data.documents import BadRecords, Fields, read_documents
-from jaxlc.data.sources import list_files, split_hash
+from jaxlc.data.texts import documents as documents_module
+from jaxlc.data.texts.documents import BadRecords, Fields, read_documents
+from jaxlc.data.texts.sources import list_files, split_hash
 
 
 def documents_of(*sources: str, text_field: str = "text") -> dict[str, bytes]:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.data.packing import PackedSequences
-from jaxlc.data.split import split_documents
-from jaxlc.data.store import TokenStore
+from jaxlc.data.sequences.packing import PackedSequences
+from jaxlc.data.sequences.split import split_documents
+from jaxlc.data.tokens.store import TokenStore
 
 
 def make_store(lengths: list[int], split_hashes: list[float]) -> TokenStore:

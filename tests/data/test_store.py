@@ -8,13 +8,14 @@ import pytest
 
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data import documents, token_writer, tokenized_pieces
-from jaxlc.data import store as store_module
-from jaxlc.data.documents import Fields
-from jaxlc.data.lock import locked
-from jaxlc.data.sources import list_files
-from jaxlc.data.store import InvalidUtf8
-from jaxlc.data.tokenizers import load_tokenizer
+from jaxlc.core.lock import locked
+from jaxlc.data.texts import documents
+from jaxlc.data.texts.documents import Fields
+from jaxlc.data.texts.sources import list_files
+from jaxlc.data.tokens import store as store_module
+from jaxlc.data.tokens import token_writer, tokenized_pieces
+from jaxlc.data.tokens.store import InvalidUtf8
+from jaxlc.data.tokens.tokenizers import load_tokenizer
 
 TEXTS = {"a.txt": b"alpha", "b.txt": b"be", "c.txt": b"gamma rays"}
 BYTES = load_tokenizer("bytes")

@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from jaxlc.data import text_pieces as text_pieces_module
-from jaxlc.data.text_pieces import safe_cuts, text_pieces
-from jaxlc.data.tokenizers import load_tokenizer
+from jaxlc.data.tokens import text_pieces as text_pieces_module
+from jaxlc.data.tokens.text_pieces import safe_cuts, text_pieces
+from jaxlc.data.tokens.tokenizers import load_tokenizer
 
 SOURCES = [path.read_text() for path in Path(text_pieces_module.__file__).parent.glob("*.py")]
 GPT2, CL100K, QWEN2, O200K, TEKKEN = None, *text_pieces_module._KNOWN_REGEXES
@@ -219,7 +219,7 @@ def test_safe_cuts_accepts_independent_added_token():
 def test_tokenizer_encodes_long_text_in_pieces(tmp_path, monkeypatch):
     make_tokenizer(CL100K).save(str(tmp_path / "tokenizer.json"))
     tokenizer, text = load_tokenizer(str(tmp_path / "tokenizer.json")), "\n".join(SOURCES)
-    monkeypatch.setattr("jaxlc.data.tokenizers.text_pieces", lambda *args: text_pieces(*args, 1000))
+    monkeypatch.setattr("jaxlc.data.tokens.tokenizers.text_pieces", lambda *args: text_pieces(*args, 1000))
     blocks = [text[begin : begin + 700].encode() for begin in range(0, len(text), 700)]
     pieces = list(tokenizer.pieces(blocks))
     assert len(pieces) > 10 and max(map(len, pieces)) < 2000

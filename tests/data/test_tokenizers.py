@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxlc.core.errors import UserError
-from jaxlc.data.tokenizers import load_tokenizer, tokenizer_file
+from jaxlc.data.tokens.tokenizers import load_tokenizer, tokenizer_file
 
 
 def write_tokenizer(path: Path, *special_tokens: str) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.data.user_batches import complete_batch
+from jaxlc.data.sequences.user_batches import complete_batch
 
 
 def test_complete_batch_derives_the_missing_arrays():

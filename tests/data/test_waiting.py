@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from jaxlc.data.waiting import WaitingTime
+from jaxlc.data.sequences.waiting import WaitingTime
 
 
 class Clock:

@@ -10,11 +10,11 @@ import pytest
 import jaxlc
 from jaxlc.config import EvalsConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data.tokenizers import load_tokenizer
+from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.evals.__main__ import main
 from jaxlc.evals.document_loss import DocumentLosses, loss_rows, read_cut_documents, stored_losses
 from jaxlc.evals.score_rows import read_scores
-from jaxlc.train.document_sums import DocumentSums
+from jaxlc.train.evaluation.document_sums import DocumentSums
 from tests.train import runs
 
 LENGTH, LIMIT, LAST = 512, 128, 256

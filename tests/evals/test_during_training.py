@@ -4,15 +4,15 @@ import shutil
 
 import pytest
 
+from jaxlc.checkpoints.checkpoint_files import read_meta
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.evals.score_rows import read_scores
 from jaxlc.generation.cached_decoder import CachedDecoder
 from jaxlc.generation.generator import Generator
 from jaxlc.train import loop
-from jaxlc.train.checkpoint_files import read_meta
-from jaxlc.train.metrics import METRICS_FILE, read_rows
-from jaxlc.train.step_reports import TrainingStopped
+from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
+from jaxlc.train.reports.step_reports import TrainingStopped
 from scripts import kill_drill
 from tests.train import runs
 

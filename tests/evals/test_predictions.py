@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jaxlc
-from jaxlc.config.eval_checks import eval_settings
+from jaxlc.config.checks.eval_checks import eval_settings
 from jaxlc.core.errors import UserError
 from jaxlc.evals.__main__ import main
 from jaxlc.evals.cases import text_cases

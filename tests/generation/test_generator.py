@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.attention.choose import KERNELS
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.core.errors import UserError
-from jaxlc.data.tokenizers import ByteTokenizer
+from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation import cached_attention
 from jaxlc.generation.generator import Generator, _Batch, _Output
 from jaxlc.simulate.topology import topology
-from jaxlc.train.language_model import LanguageModel
-from tests.train.synthetic import put_params, small_config, small_step
+from jaxlc.step.language_model import LanguageModel
+from tests.step.synthetic import put_params, small_config, small_step
 
 TOLERANCE = 1e-4
 LENGTHS = (150, 7, 201, 64)

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from jaxlc.core.errors import UserError
-from jaxlc.data.tokenizers import load_tokenizer
+from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.prompts import prompt_encoder
 from tests.data.chat_styles import CHATML, HEADERS, VARIABLES, write_tokenizer
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxlc.data.tokenizers import ByteTokenizer
+from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation.text_stream import TextStream
 
 DECODE = ByteTokenizer().decode

@@ -17,14 +17,14 @@ from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from jaxlc.config import load
-from jaxlc.config.config_json import family_of
-from jaxlc.config.pretrained import read_json
+from jaxlc.config.models.config_json import family_of
+from jaxlc.config.models.pretrained import read_json
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.models import decoder
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.batch import BATCH_SPEC, Batch
-from jaxlc.train.step import build_step
+from jaxlc.step.batch import BATCH_SPEC, Batch
+from jaxlc.step.step import build_step
 
 PYTHON = os.environ.get("JAXLC_TRANSFORMERS_PYTHON", "")
 needs_transformers = pytest.mark.skipif(

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc.data.chat import encode_chats, load_chat_template
-from jaxlc.data.tokenizers import load_tokenizer
+from jaxlc.data.tokens.chat import encode_chats, load_chat_template
+from jaxlc.data.tokens.tokenizers import load_tokenizer
 from tests.data.chat_styles import cases, without_markers, write_tokenizer
 from tests.hf.comparison import PYTHON, needs_transformers
 

@@ -11,15 +11,15 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 import jaxlc
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load, to_dict
-from jaxlc.config.config_json import settings_of
+from jaxlc.config.models.config_json import settings_of
 from jaxlc.core.errors import UserError
-from jaxlc.exporting.__main__ import main
+from jaxlc.exporting import main
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.checkpoint import Checkpoints
-from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
-from jaxlc.train.pretrained_params import load_pretrained
-from jaxlc.train.step import build_step
+from jaxlc.step.step import build_step
 from tests.hf.models import CASES, tensors_of, write_model
 
 

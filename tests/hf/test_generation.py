@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.data.tokenizers import ByteTokenizer
+from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation.generator import Generator
-from jaxlc.train.pretrained_params import load_pretrained
 from tests.hf.comparison import MESHES, needs_transformers, run_jobs, step_of, tokens_of
 from tests.hf.models import CASES, write_model
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from jaxlc.config import load
 from ml_collections import ConfigDict
-from jaxlc.config.families import FAMILIES
+from jaxlc.config.models.families import FAMILIES
 from jaxlc.hf.load import layouts_of, paths_of, read_shard
 from jaxlc.hf.safetensors_files import TensorFiles
 from jaxlc.models import decoder

@@ -13,18 +13,18 @@ import pytest
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
+from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load, with_settings
-from jaxlc.config.config_json import settings_of
-from jaxlc.config.families import FAMILIES
+from jaxlc.config.models.config_json import settings_of
+from jaxlc.config.models.families import FAMILIES
 from jaxlc.core import extras
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.load import layouts_of, paths_of, read_shard
 from jaxlc.hf.safetensors_files import TensorFiles
 from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.pretrained_params import load_pretrained
-from jaxlc.train.state import lacks_host_memory
-from jaxlc.train.step import build_step
+from jaxlc.step.state import lacks_host_memory
+from jaxlc.step.step import build_step
 from tests.hf.models import CASES, tensors_of, write_model, write_tensors
 
 

@@ -10,12 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxlc
+from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load
 from jaxlc.core.errors import UserError
 from jaxlc.models.lora import PROJECTIONS
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.pretrained_params import load_pretrained
-from jaxlc.train.step import build_step
+from jaxlc.step.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
 from tests.hf.models import write_model
 from tests.hf.test_export import batches, config_of, save_step_0, tensors_in

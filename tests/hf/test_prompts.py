@@ -6,7 +6,7 @@ Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py.
 import json
 import subprocess
 
-from jaxlc.data.tokenizers import load_tokenizer
+from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.prompts import prompt_encoder
 from tests.data.chat_styles import STYLES, write_tokenizer
 from tests.generation.test_prompts import add_bos_processor

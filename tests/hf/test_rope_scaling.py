@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load
-from jaxlc.config.config_json import ROPE_SETTINGS, config_json_of
-from jaxlc.config.families import FAMILIES
-from jaxlc.config.rope_json import max_position_embeddings, rope_fields
+from jaxlc.config.models.config_json import ROPE_SETTINGS, config_json_of
+from jaxlc.config.models.families import FAMILIES
+from jaxlc.config.models.rope_json import max_position_embeddings, rope_fields
 from jaxlc.models.rope import rope_frequencies
-from jaxlc.train.pretrained_params import load_pretrained
 from tests.hf.comparison import (
     MESHES,
     ORIGINAL_TOKENS,

@@ -13,14 +13,14 @@ import pytest
 from ml_collections import ConfigDict
 
 import jaxlc
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load, to_dict
 from jaxlc.hf.load import paths_of
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.checkpoint import Checkpoints
-from jaxlc.train.checkpoint_files import CHECKPOINTS_DIRECTORY
-from jaxlc.train.language_model import LanguageModel
-from jaxlc.train.pretrained_params import load_pretrained
-from jaxlc.train.step import build_step
+from jaxlc.step.language_model import LanguageModel
+from jaxlc.step.step import build_step
 from tests.hf.comparison import (
     MESHES,
     ORIGINAL_TOKENS,

@@ -5,7 +5,7 @@ import pytest
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.hlo.thunks import parse_thunks
-from jaxlc.train.verify_compiled import check_host_copies
+from jaxlc.step.verify_compiled import check_host_copies
 from tests.hlo.snippets import program
 
 # As JAX 0.12 writes them, of a loop that reads one slice of an array in host memory by a copy, and one by a kernel. In

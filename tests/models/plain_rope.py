@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from jaxlc.config.presets import PRESETS
+from jaxlc.config.models.presets import PRESETS
 
 # Name -> settings of ModelConfig on top of LLAMA, for every kind of scaling and every parameter.
 SCALINGS = {

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlc.config import MeshConfig
-from jaxlc.config.presets import PRESETS
+from jaxlc.config.models.presets import PRESETS
 from jaxlc.models import decoder
 from jaxlc.models.layers import run_layer
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.rules import Sharder
-from jaxlc.train.remat import Remat
+from jaxlc.step.remat import Remat
 from tests.models.plain_rope import plain_rope
 
 B, T = 2, 16

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxlc.config.presets import PRESETS
+from jaxlc.config.models.presets import PRESETS
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
 from jaxlc.core.flops import num_params
 from jaxlc.models import decoder

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxlc.attention import reference
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.kernels import reference
 from jaxlc.models import layer_tiles
 from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.layers import DecoderLayer

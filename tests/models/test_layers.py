@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxlc.config.presets import PRESETS
+from jaxlc.config.models.presets import PRESETS
 from jaxlc.models.embedding import lookup
 from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.layers import in_use, matrix, residual_depth_scale

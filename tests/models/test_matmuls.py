@@ -16,7 +16,7 @@ from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.matmuls import Fp8, Matmuls, fp8_product
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder
-from jaxlc.train.remat import Remat
+from jaxlc.step.remat import Remat
 from tests.models import small
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.config.presets import PRESETS
+from jaxlc.config.models.presets import PRESETS
 from jaxlc.models.rope import LOW_TOKENS, apply_rope, rope_frequencies, rope_tables
 from tests.models.plain_rope import SCALINGS, plain_rope, scaled_model
 

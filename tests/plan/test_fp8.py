@@ -11,7 +11,7 @@ from jaxlc.plan.compile import compile_step
 from jaxlc.plan.summary import kernels
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import make_mesh, topology
-from jaxlc.train.step import TrainStep, build_step
+from jaxlc.step.step import TrainStep, build_step
 from tests.plan.gpus import small_config
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]

@@ -5,7 +5,7 @@ import pytest
 from jaxlc.config import load
 from jaxlc.hlo import analyze
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.train.step import build_step
+from jaxlc.step.step import build_step
 from tests.plan.gpus import small_config
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]

@@ -7,8 +7,8 @@ import pytest
 from jaxlc.config import load
 from jaxlc.hlo import analyze
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.train.step import TrainStep, build_step
-from jaxlc.train.verify_compiled import describe
+from jaxlc.step.step import TrainStep, build_step
+from jaxlc.step.verify_compiled import describe
 from tests.plan.gpus import small_config
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]

@@ -7,7 +7,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import GRAY
-from jaxlc.plan import mesh_figure, mesh_plot
+from jaxlc.plan import mesh_figure
+from jaxlc.plan.figures import mesh_plot
 from jaxlc.plan.summary import CollectiveStats
 from jaxlc.simulate.topology import topology
 

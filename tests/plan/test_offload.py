@@ -6,7 +6,7 @@ import pytest
 from jaxlc.config import load
 from jaxlc.core.errors import UserError
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.train.step import TrainStep, build_step
+from jaxlc.step.step import TrainStep, build_step
 from tests.plan.gpus import small_config
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
@@ -45,6 +45,6 @@ def test_offload_attention_holds_out_and_lse():
 def test_compile_without_requested_offload_raises(monkeypatch: pytest.MonkeyPatch):
     """A remat policy that gets lost must not go unnoticed, as it did in openxla/xla#17541."""
     step = small_step(offload=("residual",))
-    monkeypatch.setattr("jaxlc.train.remat._policy", lambda *_: jax.checkpoint_policies.nothing_saveable)
+    monkeypatch.setattr("jaxlc.step.remat._policy", lambda *_: jax.checkpoint_policies.nothing_saveable)
     with pytest.raises(UserError, match=r"memory.offload=\('residual',\) has no effect: the compiled step"):
         step.compile(extra_options=dict(WITHOUT_GPU))

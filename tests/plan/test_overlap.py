@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 
 from benchmarks.attention_overlap import CompiledStep, compile_step, two_layers
-from jaxlc.attention import sharded_attention
 from jaxlc.attention.merge import merge
-from jaxlc.attention.strategy import ShardedQKV
-from jaxlc.attention.ulysses import attend_on_device
+from jaxlc.attention.strategies import sharded_attention
+from jaxlc.attention.strategies.strategy import ShardedQKV
+from jaxlc.attention.strategies.ulysses import attend_on_device
 from jaxlc.config import defaults, load
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_flops import imbalance

@@ -20,7 +20,7 @@ from jaxlc.plan.compile import hints, place_in_memory
 from jaxlc.plan.record import Change
 from jaxlc.plan.report import page
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.train.step import build_step
+from jaxlc.step.step import build_step
 from tests.plan.gpus import small_config
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]

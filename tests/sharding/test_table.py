@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxlc.config import MeshConfig
-from jaxlc.config.presets import PRESETS
+from jaxlc.config.models.presets import PRESETS
 from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.rules import storage_spec

@@ -10,7 +10,7 @@ from jaxlc.sharding.document_layout import document_layout
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.simulate.packed_work import AttentionWork, mean_of_microbatches, one_document, sequence_work
 from jaxlc.simulate.time_model import visible_fraction
-from jaxlc.train.sequence_order import zigzag
+from jaxlc.step.sequence_order import zigzag
 
 TOKENS, CONTEXT = 4096, 4
 LENGTHS = (1500, 1, 700, 90, 1205, 400)  # 200 tokens of padding

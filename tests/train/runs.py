@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxlc.config.command_line import run_main
 from jaxlc.train.__main__ import main
-from jaxlc.train.metrics import METRICS_FILE, read_rows
+from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
 from tests import environment, helpers
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def get_config(variant):
 # A run that ends soon may end before the test has sent its signal.
 _SLOW_CONFIG = """
 import time
-from jaxlc.train.metrics import MetricsLog
+from jaxlc.train.reports.metrics import MetricsLog
 
 _write = MetricsLog.write
 

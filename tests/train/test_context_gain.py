@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.train.context_gain import Pieces
-from jaxlc.train.evaluation import Evaluator
-from tests.train.synthetic import natural_rows, put_params, small_config, small_step
+from jaxlc.train.evaluation.context_gain import Pieces
+from jaxlc.train.evaluation.held_out import Evaluator
+from tests.step.synthetic import natural_rows, put_params, small_config, small_step
 
 
 class _Sequences:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxlc.config.command_line import run_main
-from jaxlc.train import step
+from jaxlc.step import step
 from jaxlc.train.__main__ import main
 from tests.train import runs
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxlc.train.document_sums import position_edges
-from jaxlc.train.evaluation import Evaluator
-from tests.train.synthetic import (
+from jaxlc.train.evaluation.document_sums import position_edges
+from jaxlc.train.evaluation.held_out import Evaluator
+from tests.step.synthetic import (
     documents_evaluation,
     make_batch,
     natural_rows,

@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from jaxlc.train.context_gain import ContextGain
-from jaxlc.train.document_sums import DocumentSums
-from jaxlc.train.evaluation import Evaluation
-from jaxlc.train.final_report import write_report
+from jaxlc.train.evaluation.context_gain import ContextGain
+from jaxlc.train.evaluation.document_sums import DocumentSums
+from jaxlc.train.evaluation.held_out import Evaluation
+from jaxlc.train.reports.final_report import write_report
 from tests.helpers import png_size, record_figures
-from tests.train.synthetic import documents_evaluation, small_config
+from tests.step.synthetic import documents_evaluation, small_config
 
 ROW = dict(step=1, loss=5.0, tokens_per_second=10.0, step_seconds=1.0, grad_norm=1.0, learning_rate=0.1)
 

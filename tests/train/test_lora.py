@@ -11,8 +11,7 @@ import pytest
 from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.core.errors import UserError
 from jaxlc.models.lora import PROJECTIONS
-from tests.tolerances import FLOAT32_PARITY, max_relative_error
-from tests.train.synthetic import (
+from tests.step.synthetic import (
     gradients_and_loss,
     make_batch,
     natural_rows,
@@ -21,6 +20,7 @@ from tests.train.synthetic import (
     small_step,
     without_padding,
 )
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 LORA = dict(rank=4, alpha=6.0)
 SCALE = 1.5

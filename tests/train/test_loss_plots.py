@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxlc.train.context_gain import ContextGain
-from jaxlc.train.document_sums import DocumentSums, position_edges
-from jaxlc.train.evaluation import Evaluation
-from jaxlc.train.loss_plots import loss_by_position_figure, loss_figure
+from jaxlc.train.evaluation.context_gain import ContextGain
+from jaxlc.train.evaluation.document_sums import DocumentSums, position_edges
+from jaxlc.train.evaluation.held_out import Evaluation
+from jaxlc.train.reports.loss_plots import loss_by_position_figure, loss_figure
 from tests.helpers import png_size
-from tests.train.synthetic import documents_evaluation
+from tests.step.synthetic import documents_evaluation
 
 BASELINES = dict(unigram=3.25, bigram=2.5)
 
@@ -133,5 +133,5 @@ def test_loss_by_position_figure_draws_gain_with_zero_line(tmp_path, gain):
 
 def test_loss_plots_import_leaves_pyplot_unloaded():
     """pyplot would replace the matplotlib backend of a notebook."""
-    code = "import jaxlc.train.loss_plots, sys; assert 'matplotlib.pyplot' not in sys.modules"
+    code = "import jaxlc.train.reports.loss_plots, sys; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)

@@ -10,7 +10,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxlc.core.errors import UserError
-from jaxlc.train.metrics import open_metrics, read_rows
+from jaxlc.train.reports.metrics import open_metrics, read_rows
 
 REPOSITORY = Path(__file__).parents[2]
 EVALUATION_STEPS = (4, 8, 10)
@@ -122,7 +122,7 @@ def test_read_rows_with_invalid_line_raises_with_line_number(tmp_path, bad):
 
 WRITE_FOREVER = """
 import itertools, sys
-from jaxlc.train.metrics import open_metrics
+from jaxlc.train.reports.metrics import open_metrics
 log = open_metrics(sys.argv[1], resume_step=None, is_primary=True)
 for step in itertools.count(1):
     log.write(step=step, loss=1.0 / step, long_value=0.123456789 * step)

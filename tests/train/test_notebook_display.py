@@ -5,7 +5,7 @@ import nbclient
 import nbformat
 import pytest
 
-from jaxlc.train.notebook_display import NotebookDisplay
+from jaxlc.train.reports.notebook_display import NotebookDisplay
 from tests import helpers
 
 
@@ -84,7 +84,7 @@ def test_display_without_text_makes_no_output(handle):
 
 
 CELL = """
-from jaxlc.train.progress import Progress
+from jaxlc.train.reports.progress import Progress
 with Progress(40, flops_per_step=1e9, peak_flops_per_second=None, is_primary=True) as progress:
     with progress.compiling("the training step"), progress.spinner("waiting"):
         progress.log("a line")

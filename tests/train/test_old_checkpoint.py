@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlc.checkpoints.checkpoint import Checkpoints
 from jaxlc.config import load, read_config, to_dict
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.train.checkpoint import Checkpoints
-from jaxlc.train.step import build_step
+from jaxlc.step.step import build_step
 from tests.train import runs
 
 pytestmark = pytest.mark.jax_version

@@ -3,7 +3,7 @@
 import json
 
 from jaxlc.core import extras
-from jaxlc.train import final_report, metrics
+from jaxlc.train.reports import final_report, metrics
 
 
 def test_metrics_without_tensorboardx_writes_jsonl_only(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from jaxlc.train.progress import Progress, _duration_text, flops_text
+from jaxlc.train.reports.progress import Progress, _duration_text, flops_text
 
 ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, learning_rate=1e-3)
 

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.attention import ring
+from jaxlc.attention.strategies import ring
 from jaxlc.sharding.layout import zigzag_order
-from jaxlc.train.batch import Batch
-from tests.train.synthetic import small_config, small_step
+from jaxlc.step.batch import Batch
+from tests.step.synthetic import small_config, small_step
 
 ROWS, TOKENS, CONTEXT, STEPS = 16, 64, 4, 120
 FACTS = 8  # tokens 0..7 are facts, 8 is the question, 9..15 are noise

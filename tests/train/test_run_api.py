@@ -13,12 +13,12 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.flops import document_pairs, step_flops
 from jaxlc.data import open_corpus
 from jaxlc.profile.__main__ import main as profile_main
-from jaxlc.train.language_model import padded_length
-from jaxlc.train.pending_metrics import PendingMetrics
-from jaxlc.train.step import TrainStep
+from jaxlc.step.language_model import padded_length
+from jaxlc.step.step import TrainStep
+from jaxlc.train.reports.pending_metrics import PendingMetrics
+from tests.step.synthetic import small_config, small_step
 from tests.tolerances import FLOAT32_PARITY
 from tests.train import runs
-from tests.train.synthetic import small_config, small_step
 
 TEXT = "seven 3 eleven 14 and some other words of a text that is not in the corpus " * 3
 STEPS = 4

@@ -10,8 +10,8 @@ import pytest
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.train import loop
-from jaxlc.train.loss_plots import loss_figure
-from jaxlc.train.step_reports import TrainingStopped
+from jaxlc.train.reports.loss_plots import loss_figure
+from jaxlc.train.reports.step_reports import TrainingStopped
 from scripts import kill_drill
 from tests.train import runs
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxlc.config import to_dict
-from jaxlc.train.start_report import corpus_lines, resume_lines, step_lines
-from tests.train.synthetic import small_config, small_step
+from jaxlc.train.reports.start_report import corpus_lines, resume_lines, step_lines
+from tests.step.synthetic import small_config, small_step
 
 CORPUS = SimpleNamespace(
     train=SimpleNamespace(num_documents=1, num_tokens=1200, num_sequences=40),

@@ -1,0 +1,1 @@
+"""Attention kernels with one contract, and their selection."""

@@ -1,0 +1,194 @@
+"""cuDNN's fused attention: the fastest kernel on NVIDIA GPUs.
+
+Without key ranges, cuDNN's masks are aligned at the first query and the first key ("top left": cuDNN frontend,
+graph_properties.h, `set_causal_mask`), so a causal call needs as many keys as queries. Then no query is fully masked,
+and no lse is -inf. With key ranges of packed documents, `cudnn_packed` passes the place and length of each document.
+
+Rounding: cuDNN returns out, dq, dk and dv in the dtype of q; they are converted to float32 here. So in a ring each
+partial result is rounded once, and all sums over ring steps are float32. The weights of a merge sum to 1, so the error
+of the merged out is that of one rounding, for any number of ring steps. The error of dq, dk and dv is at most 2^-9
+(bfloat16) of the sum of the magnitudes of the contributions. dq is summed in no fixed order, so its last bits differ
+between runs.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxlc._jax_internals import changed_cudnn_attention, cudnn_attention_backward, cudnn_attention_forward
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.kernels import cudnn_packed
+from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS
+from jaxlc.core.errors import Unsupported
+
+_DTYPES = ("bfloat16", "float16")
+_MAX_HEAD_DIM = 128  # for the backward on compute capability 8.0 and later; 256 on Hopper needs newer cuDNN versions
+_HEAD_DIM_MULTIPLE = 8
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """See `contract.Kernel.unsupported`. The limits are those of cuDNN 9.8, the oldest that JAX 0.10 accepts."""
+    if problem.platform != "gpu":
+        return f"platform {problem.platform} (supported: gpu)"
+    if (changed := changed_cudnn_attention()) is not None:
+        return f"{changed} (supported: JAX 0.10.1 to 0.12)"
+    major = (problem.compute_capability or "").partition(".")[0]
+    if not major.isdigit() or int(major) < 8:
+        return f"compute capability {problem.compute_capability} (supported: 8.0 and later)"
+    if problem.dtype not in _DTYPES:
+        return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
+    if problem.head_dim > _MAX_HEAD_DIM or problem.head_dim % _HEAD_DIM_MULTIPLE:
+        return f"head dim {problem.head_dim} (supported: multiples of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM})"
+    if problem.value_dim != problem.head_dim:
+        return f"head dim {problem.value_dim} of values (supported: head dim of queries, {problem.head_dim})"
+    return None if problem.implicit_positions else _packed_unsupported(problem, int(major))
+
+
+def _packed_unsupported(problem: AttentionProblem, major: int) -> str | None:
+    """Why packed calls do not support `problem`."""
+    if not problem.document_ranges:
+        return "key ranges of all_gather or of a sliding window (supported: those of packed documents without a window)"
+    if major < 9:
+        return f"packed documents on compute capability {problem.compute_capability} (supported: 9.0 and later)"
+    if problem.num_elements >= MAX_ELEMENTS:
+        return (
+            f"packed documents with {problem.num_elements} elements of queries or keys per device"
+            " (supported: fewer than 2^31, since offsets are int32)"
+        )
+    return None
+
+
+def forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """See `contract.Kernel.forward`.
+
+    Args:
+      ranges: those of packed documents. With a causal spec, a query at index t of k has the range [first, t + 1), where
+        first is the index of its document's first query; otherwise all queries of a document have the same range.
+    Raises:
+      Unsupported: a causal call without ranges and with T != S, or with ranges a window, or 2^31 elements of q or k.
+    """
+    if ranges is None:
+        call, operands = functools.partial(cudnn_attention_forward, **_settings(q_BTNH, k_BSKH, spec)), ()
+    else:
+        call, operands = functools.partial(cudnn_packed.forward, **_packed_settings(q_BTNH, spec)), tuple(ranges)
+    out_BTNH, lse_BNT = _fold_vmap_into_batch(call)(q_BTNH, k_BSKH, v_BSKH, *operands)
+    return out_BTNH.astype(jnp.float32), lse_BNT
+
+
+def backward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ranges: KeyRanges | None,
+    spec: AttentionSpec,
+    out_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    dout_BTNH: jax.Array,
+    dlse_BNT: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `contract.Kernel.backward`; raises as `forward`.
+
+    cuDNN has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p dlse equals the ds
+    of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1, 0, ..., 0). It is rounded to the dtype
+    of q, as dout is. Where the caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
+    """
+    if ranges is None:
+        call, operands = functools.partial(cudnn_attention_backward, **_settings(q_BTNH, k_BSKH, spec)), ()
+    else:
+        call, operands = functools.partial(cudnn_packed.backward, **_packed_settings(q_BTNH, spec)), tuple(ranges)
+    call = _fold_vmap_into_batch(call)
+
+    def gradients(v_BSKH, out_BTNH, dout_BTNH):
+        out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
+        results = call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, *operands)
+        return tuple(x.astype(jnp.float32) for x in results)
+
+    dq_BTNH, dk_BSKH, dv_BSKH = gradients(v_BSKH, out_BTNH, dout_BTNH)
+
+    def add_dlse_term(dq_BTNH, dk_BSKH):
+        is_first_H = jnp.arange(v_BSKH.shape[-1]) == 0
+        ones_BSKH = jnp.broadcast_to(is_first_H, v_BSKH.shape).astype(v_BSKH.dtype)
+        dlse_BTNH = jnp.where(is_first_H, dlse_BNT.swapaxes(1, 2)[..., None], 0.0)
+        dq_term_BTNH, dk_term_BSKH, _ = gradients(ones_BSKH, jnp.zeros_like(out_BTNH), dlse_BTNH)
+        return dq_BTNH + dq_term_BTNH, dk_BSKH + dk_term_BSKH
+
+    # XLA simplifies a dot product with zeros to zero. It would evaluate `any(dlse != 0)` at compile time instead, which
+    # takes 1.8 s per call at 8192 tokens and 32 heads, and grows in proportion.
+    has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0
+    dq_BTNH, dk_BSKH = lax.cond(has_dlse, add_dlse_term, lambda *dqk: dqk, dq_BTNH, dk_BSKH)
+    return dq_BTNH, dk_BSKH, dv_BSKH
+
+
+def workspace_bytes(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], backward: bool, documents_per_row: int = 1
+) -> int:
+    """An upper bound of the workspace of one call, in bytes. Programs compiled without a GPU report 0 for it.
+
+    The backward sums dq in float32 [B, N, T, H] and stores dout . out, float32 [B, N, T] (cuDNN frontend 1.x,
+    scaled_dot_product_flash_attention.h: `dQ_accum_size`, `softmax_sum_size`). With grouped queries it stores dk and dv
+    for every query head, in a dtype of 2 bytes (`dK_fullhead`, `dV_fullhead`), unless the engine that cuDNN selects on
+    the GPU sums them itself. The forward needs no workspace that grows with T.
+
+    A packed call stores all of these for each document with the padded lengths T and S: XLA does not pass the number of
+    tokens (`max_total_seq_len_q`), with which cuDNN frontend would pack its workspace.
+
+    Args:
+      q_shape, k_shape: [B, T, N, H] and [B, S, K, H] of one device.
+      documents_per_row: of a packed call.
+    """
+    if not backward:
+        return 0
+    batch, _, num_heads, head_dim = q_shape
+    _, num_keys, num_kv_heads, _ = k_shape
+    workspace = 4 * math.prod(q_shape) + 4 * math.prod(q_shape[:-1])
+    if num_heads != num_kv_heads:
+        workspace += 2 * 2 * batch * num_keys * num_heads * head_dim
+    return documents_per_row * workspace
+
+
+def _fold_vmap_into_batch(call: Callable) -> Callable:
+    """`call` with a rule for `vmap`, which cuDNN's primitives lack: the new dimension becomes a part of B.
+
+    B is the first dimension of all operands and results.
+    """
+    foldable = jax.custom_batching.custom_vmap(call)
+
+    @foldable.def_vmap
+    def rule(axis_size, is_batched, *operands):
+        stacked = (
+            x if has_axis else jnp.broadcast_to(x, (axis_size, *x.shape))
+            for x, has_axis in zip(operands, is_batched, strict=True)
+        )
+        results = foldable(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
+        unfolded = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+        return unfolded, jax.tree.map(lambda _: True, results)
+
+    return foldable
+
+
+def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec) -> dict:
+    """The static arguments of a call without ranges."""
+    num_queries, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
+    if spec.causal and num_queries != num_keys:
+        raise Unsupported(
+            f"unsupported by attention kernel cudnn: causal attention of {num_queries} queries over {num_keys} keys"
+            " (supported: equal numbers)"
+        )
+    # cuDNN counts a window as AttentionSpec does: the query itself and the window - 1 tokens before it.
+    return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal, window=spec.window)
+
+
+def _packed_settings(q_BTNH: jax.Array, spec: AttentionSpec) -> dict:
+    """The static arguments of a call with ranges."""
+    if spec.window is not None:
+        raise Unsupported(
+            f"unsupported by attention kernel cudnn: window of {spec.window} tokens with packed documents (supported:"
+            " no window)"
+        )
+    return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal)

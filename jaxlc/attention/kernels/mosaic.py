@@ -1,0 +1,237 @@
+"""tokamax's attention for Hopper and Blackwell (`tokamax_kernels`): any key ranges. By name only.
+
+No GPU has verified this kernel yet, so `auto` does not select it (docs/support.md). It is an optional package:
+`pip install "jaxlc[mosaic]"`, Python 3.12 and later.
+
+tokamax's forward skips KV blocks outside the ranges of a query block. Its backward does not: with ranges, it computes
+every pair of a query and a key that it is given. So the backward here calls it for pairs of blocks of
+`PAIR_BLOCK_TOKENS` tokens and skips the pairs that are fully masked.
+
+Rounding: out is float32. tokamax returns dq, dk and dv in the dtype of q, once per call; all sums over calls, here and
+over ring steps, are float32.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, implicit_ranges
+from jaxlc.attention.kernels import tokamax_kernels
+from jaxlc.attention.kernels.tokamax_kernels import BLOCK_TOKENS, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, KernelMask
+from jaxlc.core import hardware, scopes
+from jaxlc.core.errors import Unsupported
+
+# Queries and keys per call of the backward, if the mask has ranges. Assumed: a larger block computes more masked pairs,
+# a smaller one adds up dq more often.
+PAIR_BLOCK_TOKENS = 2048
+_DTYPES = ("bfloat16", "float16")
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """See `contract.Kernel.unsupported`."""
+    if problem.platform != "gpu":
+        return f"platform {problem.platform} (supported: gpu)"
+    generation = _generation(problem.compute_capability)
+    if generation not in MAX_HEAD_DIM:
+        return f"compute capability {problem.compute_capability} (supported: 9.0 and 10.x)"
+    if problem.dtype not in _DTYPES:
+        return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
+    limit = MAX_HEAD_DIM[generation]
+    for name, width in (("head dim {}", problem.head_dim), ("head dim {} of values", problem.value_dim)):
+        if width > limit or width % HEAD_DIM_MULTIPLE:
+            supported = f"multiples of {HEAD_DIM_MULTIPLE} up to {limit} on compute capability {generation}.x"
+            return f"{name.format(width)} (supported: {supported})"
+    return None
+
+
+def forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """See `contract.Kernel.forward`.
+
+    Raises:
+      UserError: tokamax is not installed.
+      Unsupported: the scale is not positive, or the target GPU is unknown.
+    """
+    num_queries = q_BTNH.shape[1]
+    mask = _mask(q_BTNH, k_BSKH, ranges, spec)
+    q_BTNH, start_BT, end_BT = (_pad(x, BLOCK_TOKENS) for x in (q_BTNH, mask.start_BT, mask.end_BT))
+    k_BSKH, v_BSKH = (_pad(x, BLOCK_TOKENS) for x in (k_BSKH, v_BSKH))
+    mask = mask._replace(start_BT=start_BT, end_BT=end_BT)
+    out_BTNH, lse_BNT = tokamax_kernels.forward(
+        q_BTNH, k_BSKH, v_BSKH, mask, scale=_scale(spec, q_BTNH), generation=target_generation()
+    )
+    return out_BTNH[:, :num_queries], lse_BNT[..., :num_queries]
+
+
+def backward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ranges: KeyRanges | None,
+    spec: AttentionSpec,
+    out_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    dout_BTNH: jax.Array,
+    dlse_BNT: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `contract.Kernel.backward`; raises as `forward`.
+
+    tokamax has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p dlse equals the
+    ds of a second call with v = 0, dout = (1, 0, ..., 0) and out = (-dlse, 0, ..., 0), which stays float32. Where the
+    caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
+    """
+    mask = _mask(q_BTNH, k_BSKH, ranges, spec)
+    lse_BNT = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT)  # of a fully masked row, whose range is empty
+    call = functools.partial(tokamax_kernels.backward, scale=_scale(spec, q_BTNH), generation=target_generation())
+
+    def gradients(v_BSKH, out_BTNH, dout_BTNH):
+        queries = _Queries(q_BTNH, out_BTNH, lse_BNT.swapaxes(1, 2), dout_BTNH.astype(q_BTNH.dtype), *mask[:2])
+        return _gradients(call, queries, k_BSKH, v_BSKH, mask.is_causal)
+
+    def add_dlse_term(dq_BTNH, dk_BSKH):
+        is_first_H = jnp.arange(v_BSKH.shape[-1]) == 0
+        out_BTNH = jnp.where(is_first_H, -dlse_BNT.swapaxes(1, 2)[..., None], 0.0)
+        dout_BTNH = jnp.broadcast_to(is_first_H, out_BTNH.shape)
+        dq_term_BTNH, dk_term_BSKH, _ = gradients(jnp.zeros_like(v_BSKH), out_BTNH, dout_BTNH)
+        return dq_BTNH + dq_term_BTNH, dk_BSKH + dk_term_BSKH
+
+    dq_BTNH, dk_BSKH, dv_BSKH = gradients(v_BSKH, out_BTNH, dout_BTNH)
+    has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0  # as in cudnn.py: XLA can evaluate it for a constant dlse
+    dq_BTNH, dk_BSKH = lax.cond(has_dlse, add_dlse_term, lambda *dqk: dqk, dq_BTNH, dk_BSKH)
+    return dq_BTNH, dk_BSKH, dv_BSKH
+
+
+def target_generation() -> str:
+    """The GPU generation that the current program is for, as the major version of its compute capability.
+
+    Inside `shard_map`, JAX knows the devices of the mesh, which may be absent ones (`simulate.topology`). Elsewhere it
+    is that of the default device.
+
+    Raises:
+      Unsupported: it is not a GPU that JAX or `core.hardware` knows.
+    """
+    target = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device_kind = jax.devices()[0].device_kind if target is None else target.device_kind
+    local = {device.device_kind: getattr(device, "compute_capability", None) for device in jax.devices()}
+    listed = hardware.find(device_kind)
+    capability = local.get(device_kind) or (listed and listed.compute_capability)
+    if capability is None:
+        raise Unsupported(f"unsupported by attention kernel mosaic: device {device_kind} (supported: NVIDIA GPUs)")
+    return _generation(capability)
+
+
+class _Queries(NamedTuple):
+    """The operands of the backward that have one row per query; all are [B, T, ...]."""
+
+    q_BTNH: jax.Array
+    out_BTNH: jax.Array
+    lse_BTN: jax.Array
+    dout_BTNH: jax.Array
+    start_BT: jax.Array | None
+    end_BT: jax.Array | None
+
+
+def _gradients(
+    call: Callable, queries: _Queries, k_BSKH: jax.Array, v_BSKH: jax.Array, is_causal: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dq_BTNH, dk_BSKH, dv_BSKH), float32: one call, or one for each pair of blocks that is not fully masked."""
+    num_queries, num_keys = queries.q_BTNH.shape[1], k_BSKH.shape[1]
+    has_pairs = queries.start_BT is not None and max(num_queries, num_keys) > PAIR_BLOCK_TOKENS
+    q_block, kv_block = (
+        PAIR_BLOCK_TOKENS
+        if has_pairs and num_tokens > PAIR_BLOCK_TOKENS
+        else -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+        for num_tokens in (num_queries, num_keys)
+    )
+    queries = _Queries(*(_pad(x, q_block) for x in queries))
+    k_BSKH, v_BSKH = (_pad(x, kv_block) for x in (k_BSKH, v_BSKH))
+
+    def of_pair(queries: _Queries, k_BSKH, v_BSKH):
+        mask = KernelMask(queries.start_BT, queries.end_BT, is_causal)
+        lse_BNT = queries.lse_BTN.swapaxes(1, 2)
+        results = call(queries.q_BTNH, k_BSKH, v_BSKH, mask, queries.out_BTNH, lse_BNT, queries.dout_BTNH)
+        return tuple(x.astype(jnp.float32) for x in results)
+
+    if has_pairs:
+        dq_BTNH, dk_BSKH, dv_BSKH = _sum_over_pairs(of_pair, queries, k_BSKH, v_BSKH, q_block, kv_block)
+    else:
+        dq_BTNH, dk_BSKH, dv_BSKH = of_pair(queries, k_BSKH, v_BSKH)
+    return dq_BTNH[:, :num_queries], dk_BSKH[:, :num_keys], dv_BSKH[:, :num_keys]
+
+
+@jax.named_scope(scopes.MOSAIC_PAIRS)
+def _sum_over_pairs(
+    of_pair: Callable, queries: _Queries, k_BSKH: jax.Array, v_BSKH: jax.Array, q_block: int, kv_block: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sums of (dq, dk, dv) over pairs of a query block and a KV block; block sizes divide T and S."""
+    num_q_blocks, num_kv_blocks = queries.q_BTNH.shape[1] // q_block, k_BSKH.shape[1] // kv_block
+
+    def kv_block_step(dq_BTNH, j):
+        first_key = j * kv_block
+        k_block, v_block = (lax.dynamic_slice_in_dim(x, first_key, kv_block, axis=1) for x in (k_BSKH, v_BSKH))
+        in_block = KeyRanges(queries.start_BT, queries.end_BT).within(first_key, kv_block)
+        start_BT, end_BT = _unordered_if_empty(in_block, kv_block)
+        in_block = queries._replace(start_BT=start_BT, end_BT=end_BT)
+
+        def q_block_step(carry, i):
+            of_block = _Queries(*(lax.dynamic_slice_in_dim(x, i * q_block, q_block, axis=1) for x in in_block))
+
+            def add(dq_BTNH, dk_block, dv_block):
+                dq, dk, dv = of_pair(of_block, k_block, v_block)
+                dq += lax.dynamic_slice_in_dim(dq_BTNH, i * q_block, q_block, axis=1)
+                return lax.dynamic_update_slice_in_dim(dq_BTNH, dq, i * q_block, axis=1), dk_block + dk, dv_block + dv
+
+            has_keys = (of_block.start_BT < of_block.end_BT).any()
+            return lax.cond(has_keys, add, lambda *carry: carry, *carry), None
+
+        zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k_block, v_block))
+        (dq_BTNH, *dkv), _ = lax.scan(q_block_step, (dq_BTNH, *zeros), jnp.arange(num_q_blocks))
+        return dq_BTNH, dkv
+
+    dq_BTNH = jnp.zeros(queries.q_BTNH.shape, jnp.float32)
+    dq_BTNH, (dk, dv) = lax.scan(kv_block_step, dq_BTNH, jnp.arange(num_kv_blocks))
+    return dq_BTNH, *(jnp.moveaxis(x, 0, 1).reshape(like.shape) for x, like in ((dk, k_BSKH), (dv, v_BSKH)))
+
+
+def _mask(q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec) -> KernelMask:
+    """The mask of a call with padding of T and S: no query attends to padding keys."""
+    (batch, num_queries, _, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
+    if ranges is None:
+        if spec.causal and spec.window is None and num_queries == num_keys:
+            return KernelMask(None, None, is_causal=True)  # keys that pad S come after all queries
+        if not spec.causal and num_keys % BLOCK_TOKENS == 0:
+            return KernelMask(None, None, is_causal=False)
+        start_T, end_T = implicit_ranges(spec, num_queries, num_keys)
+        start_T = jnp.zeros(num_queries, jnp.int32) if start_T is None else start_T
+        end_T = jnp.full(num_queries, num_keys, jnp.int32) if end_T is None else end_T
+        ranges = KeyRanges(*(jnp.broadcast_to(x, (batch, num_queries)) for x in (start_T, end_T)))
+    return KernelMask(*_unordered_if_empty(ranges, num_keys), is_causal=False)
+
+
+def _unordered_if_empty(ranges: KeyRanges, num_keys: int) -> KeyRanges:
+    """Empty ranges as (num_keys, 0). tokamax takes the minimum of all starts and the maximum of all ends of a block of
+    queries as the range of the block; these values leave both as they are."""
+    is_empty_BT = ranges.start_BT >= ranges.end_BT
+    return KeyRanges(jnp.where(is_empty_BT, num_keys, ranges.start_BT), jnp.where(is_empty_BT, 0, ranges.end_BT))
+
+
+def _pad(x_BT: jax.Array | None, multiple: int) -> jax.Array | None:
+    """Pads dimension 1 with zeros to a multiple; for queries, zeros in start and end are an empty range."""
+    missing = 0 if x_BT is None else -x_BT.shape[1] % multiple
+    return x_BT if not missing else jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
+
+
+def _scale(spec: AttentionSpec, q_BTNH: jax.Array) -> float:
+    scale = spec.scale_for(q_BTNH.shape[-1])
+    if scale <= 0:
+        raise Unsupported(f"unsupported by attention kernel mosaic: scale {spec.scale} (supported: above 0)")
+    return scale
+
+
+def _generation(compute_capability: str | None) -> str:
+    return (compute_capability or "").partition(".")[0]

@@ -1,0 +1,100 @@
+"""A GPU kernel for every mask: causal, windows, any key ranges (Pallas on Triton).
+
+Forward and backward skip fully masked blocks. On a CPU the kernel runs in Pallas' interpreter, for tests only.
+
+JAX 0.11 deprecates the Triton backend of Pallas. The kernels are imported where they are called, so that a program with
+another kernel never imports it.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.kernels.block_mask import BlockMask
+from jaxlc.attention.kernels.tuning import MAX_HEAD_DIM, MIN_BLOCK_TOKENS, tuning_params
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """See `contract.Kernel.unsupported`."""
+    if problem.platform not in ("gpu", "cpu"):
+        return f"platform {problem.platform} (supported: gpu; cpu for tests)"
+    if problem.platform == "gpu":
+        major = (problem.compute_capability or "").partition(".")[0]
+        if not major.isdigit() or int(major) < 8:
+            return f"compute capability {problem.compute_capability} (supported: 8.0 and later)"
+    if problem.dtype not in _DTYPES:
+        return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
+    for name, width in (("head dim {}", problem.head_dim), ("head dim {} of values", problem.value_dim)):
+        if width > MAX_HEAD_DIM:
+            return f"{name.format(width)} (supported: up to {MAX_HEAD_DIM})"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """See `contract.Kernel.forward`."""
+    from jaxlc.attention.kernels.flash_forward import flash_forward
+
+    return _call(flash_forward, spec, (q_BTNH, k_BSKH, v_BSKH, ranges))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def backward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ranges: KeyRanges | None,
+    spec: AttentionSpec,
+    out_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    dout_BTNH: jax.Array,
+    dlse_BNT: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `contract.Kernel.backward`."""
+    from jaxlc.attention.kernels.flash_backward import QueryStats, flash_dkv, flash_dq
+    from jaxlc.attention.kernels.triton_blocks import LOG2_E
+
+    delta_BTN = jnp.einsum("BTNH,BTNH->BTN", *(x.astype(jnp.float32) for x in (out_BTNH, dout_BTNH)))
+    stats = QueryStats(
+        dout_BTNH.astype(v_BSKH.dtype),
+        jnp.where(jnp.isneginf(lse_BNT), 0.0, LOG2_E * lse_BNT),
+        delta_BTN.swapaxes(1, 2) - dlse_BNT,
+    )
+    operands = (q_BTNH, k_BSKH, v_BSKH, ranges, stats)
+    return _call(flash_dq, spec, operands), *_call(flash_dkv, spec, operands)
+
+
+def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
+    """Runs `kernel` compiled, or interpreted on a CPU; the lowering selects by its platform."""
+    from jaxlc.attention.kernels.triton_blocks import KernelParams
+
+    q_BTNH, k_BSKH = operands[:2]
+    tuning = tuning_params(kernel.__name__, q_BTNH.dtype.name)
+    mask = BlockMask(
+        causal=spec.causal,
+        window=spec.window,
+        num_queries=q_BTNH.shape[1],
+        num_keys=k_BSKH.shape[1],
+        query_block=_block_tokens(spec.query_block_tokens, tuning.query_block_tokens),
+        kv_block=_block_tokens(spec.key_block_tokens, tuning.kv_block_tokens),
+    )
+
+    def run(interpret: bool):
+        params = KernelParams(num_warps=tuning.num_warps, num_stages=tuning.num_stages, interpret=interpret)
+        scale = spec.scale_for(q_BTNH.shape[-1])
+        return lambda *operands: kernel(*operands, mask=mask, scale=scale, params=params)
+
+    return lax.platform_dependent(*operands, cpu=run(interpret=True), default=run(interpret=False))
+
+
+def _block_tokens(limit: int, tuned: int) -> int:
+    """The tuned block size, or the largest power of 2 up to `limit` if that is smaller."""
+    return max(MIN_BLOCK_TOKENS, min(tuned, 1 << (limit.bit_length() - 1)))

@@ -1,0 +1,1 @@
+"""Strategies of context parallelism: what the ranks of a sequence exchange."""

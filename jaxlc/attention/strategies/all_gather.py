@@ -1,0 +1,105 @@
+"""All-gather context parallelism: each rank attends with its own queries to the gathered K and V (Llama 3, 3.3.2).
+
+One all-gather replaces the ring's sends, so no communication overlaps with attention, and every rank holds K and V of
+the whole sequence while its layer runs. Use it for sequences where that fits, and for few key/value heads. The order of
+the tokens balances the work of the ranks: zigzag order, or the pieces of documents in `document_layout`. In both, the
+gathered tokens of a document are not contiguous. So K and V are put into natural order before the kernel call. The
+backward pass gathers again instead of saving the gathered K and V.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
+from jaxlc.attention.strategies import halo
+from jaxlc.attention.strategies.strategy import QueryResults, ShardedQKV, attention_vjp
+from jaxlc.core import scopes
+from jaxlc.sharding.layout import natural_order, zigzag_order
+from jaxlc.sharding.mesh import Ranks
+
+
+class GatheredRanges(NamedTuple):
+    """The ranges of this rank's queries over the keys of all ranks in natural order, and that order."""
+
+    over_keys: KeyRanges | None  # None: nothing is masked
+    order_bS: jax.Array  # int32: index among the gathered keys
+    inverse_bS: jax.Array
+
+
+def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> GatheredRanges | KeyRanges | None:
+    """The `ranges` of `attend`, once per training step."""
+    if spec.window is not None:
+        return halo.prepare(tokens, spec, ranks)
+    keys = tokens.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis, axis=1, tiled=True))
+    order_bS = jax.vmap(lambda keys: jnp.lexsort([x for x in keys if x is not None]))(keys)
+    keys = keys.map(lambda x_bS: jnp.take_along_axis(x_bS, order_bS, axis=1))
+    return GatheredRanges(key_ranges(tokens, keys, spec), order_bS, jnp.argsort(order_bS, axis=1))
+
+
+def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks):
+    """The PartitionSpecs of the arrays of `prepare`."""
+    tokens, all_tokens = PartitionSpec(batch_axes, ranks.axis), PartitionSpec(batch_axes)
+    return tokens if spec.window is not None else GatheredRanges(tokens, all_tokens, all_tokens)
+
+
+def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
+    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As `ring.attend`."""
+    if spec.window is not None:  # gathers the tokens that the window needs instead of all of them
+        return halo.attend(qkv, kernel, spec, ranks)
+    return _attend(qkv, kernel, spec, ranks)
+
+
+def _forward(qkv: ShardedQKV, kernel, spec, ranks: Ranks):
+    q, k, v, _ = qkv
+    ranges = _ranges(qkv, spec, ranks)
+    return kernel.forward(q, *_gather_kv(k, v, ranges, ranks), ranges.over_keys, spec)
+
+
+def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec, ranks: Ranks):
+    q, k, v, _ = qkv
+    ranges = _ranges(qkv, spec, ranks)
+    k_bSkH, v_bSkH = _gather_kv(k, v, ranges, ranks)
+    dq, dk, dv = kernel.backward(q, k_bSkH, v_bSkH, ranges.over_keys, spec, *results)
+    # Every rank contributes to the gradient of every key. The sum is float32; each rank keeps its own shard of it.
+    with jax.named_scope(scopes.ALL_GATHER_KV):
+        dk, dv = (_reorder(x, ranges.inverse_bS) for x in (dk, dv))
+        dk, dv = (lax.psum_scatter(x, ranks.axis, scatter_dimension=1, tiled=True) for x in (dk, dv))
+    return dq, dk, dv
+
+
+_attend = attention_vjp(_forward, _backward)
+
+
+@jax.named_scope(scopes.ALL_GATHER_KV)
+def _gather_kv(
+    k_bskH: jax.Array, v_bskH: jax.Array, ranges: GatheredRanges, ranks: Ranks
+) -> tuple[jax.Array, jax.Array]:
+    """K and V of all ranks in natural order, in one collective."""
+    head_dim = k_bskH.shape[-1]
+    kv_bSkH = lax.all_gather(jnp.concatenate([k_bskH, v_bskH], axis=-1), ranks.axis, axis=1, tiled=True)
+    kv_bSkH = _reorder(kv_bSkH, ranges.order_bS)
+    return kv_bSkH[..., :head_dim], kv_bSkH[..., head_dim:]
+
+
+def _reorder(x_bSkH: jax.Array, order_bS: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x_bSkH, order_bS[:, :, None, None], axis=1, mode="promise_in_bounds")
+
+
+def _ranges(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks) -> GatheredRanges:
+    """Those of qkv, or of a sequence of one document in zigzag order."""
+    if qkv.ranges is not None:
+        return qkv.ranges
+    batch, num_tokens, _, _ = qkv.q_btnH.shape
+    zigzag_S = zigzag_order(ranks.size * num_tokens, ranks.size)
+    orders = (jnp.asarray(order_S, jnp.int32)[None] for order_S in (natural_order(zigzag_S), zigzag_S))
+    if not spec.causal:
+        return GatheredRanges(None, *orders)
+    end_bt = ranks.positions(batch, num_tokens) + 1
+    # Tied to the queries, see `attend_shard`.
+    _, ranges = lax.optimization_barrier((qkv.q_btnH, KeyRanges(jnp.zeros_like(end_bt), end_bt)))
+    return GatheredRanges(ranges, *orders)

@@ -1,0 +1,262 @@
+"""Ring attention: each rank keeps its queries; K and V go once around the context axis (Liu et al., arXiv:2310.01889).
+
+Runs inside `shard_map`. Each rank has its shard of the sequence in zigzag order: two chunks (lo, hi) of equal length.
+Then causal masking needs no control flow, and every rank does the same work in every step:
+
+    step 0   the rank's own KV block: one causal kernel call over (lo, hi)
+    step i   the KV block of rank - i. Two products of half-blocks are needed, both without a causal mask:
+             (q_hi, k_lo) always, and (q_lo, k_lo) if the block is from an earlier rank, otherwise (q_hi, k_hi). The
+             halves are selected with dynamic slices, and one kernel call computes both products, as a batch of two.
+
+A packed sequence may be in the order of per-document sharding (sharding/document_layout.py), in which the pieces of a
+rank have other lengths for each document. So with ranges of keys, one kernel call computes the whole block, and the
+kernel skips the blocks that no range reaches: a ring step whose block shares no document with the queries costs no
+matrix products.
+
+The backward goes around the ring a second time with the global out and lse; dK/dV are sent along with the KV block
+that they belong to. All running sums are float32. The order of operations makes the sends overlap with attention:
+
+    - K and V are one array. XLA runs one collective at a time, so the second of two permutes would be exposed.
+    - A send starts before the kernel call that it overlaps with. `optimization_barrier` ties the received block to the
+      result of that call. Without the barrier, the compiler runs every send first and all KV blocks are live at once.
+      With the barrier after the merge, newer XLA versions overlap the send with the merge, and both are limited by
+      memory bandwidth.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
+from jaxlc.attention.merge import merge
+from jaxlc.attention.strategies import halo
+from jaxlc.attention.strategies.strategy import QueryResults, ShardedQKV, attention_vjp
+from jaxlc.core import scopes
+from jaxlc.sharding.mesh import Ranks
+
+
+def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
+    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or [b, t] of `halo.prepare`."""
+    return ring_key_ranges(tokens, spec, ranks) if spec.window is None else halo.prepare(tokens, spec, ranks)
+
+
+def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:
+    """The PartitionSpec of both arrays of `prepare`."""
+    tokens = PartitionSpec(batch_axes, ranks.axis)
+    return PartitionSpec(None, *tokens) if spec.window is None else tokens
+
+
+def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
+    """Attention of this rank's queries over the whole sequence; call inside `shard_map`.
+
+    Args:
+      qkv: this rank's shard: in zigzag order without ranges; with ranges, in any order for which `key_ranges` holds.
+      kernel: the kernel for one KV block.
+      spec: with a window, only the tokens that it reaches are sent and computed (halo.py).
+      ranks: the mesh axis that splits the sequence, of any size from 1.
+    Returns:
+      out_btnH in q's dtype, lse_bnt float32.
+    """
+    if spec.window is not None:
+        return halo.attend(qkv, kernel, spec, ranks)
+    return _attend(qkv, kernel, spec, ranks)
+
+
+def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
+    q, k, v, ranges = qkv
+    ring = RingState.create(kernel, spec, ranks, ranges)
+    block = ring.send(_pack(k, v))  # overlaps with attention over the rank's own block
+    out_lse = kernel.forward(q, k, v, ring.own_ranges, spec)
+    block, out_lse = lax.optimization_barrier((block, out_lse))
+
+    def loop_body(step, carry):
+        block, out_lse = carry
+        return ring.forward_step(step, q, *_unpack(block, k, v), out_lse, in_flight=ring.send(block))
+
+    block, out_lse = lax.fori_loop(1, ranks.size - 1, loop_body, (block, out_lse))
+    if ranks.size > 1:  # the last block is not sent on
+        _, out_lse = ring.forward_step(ranks.size - 1, q, *_unpack(block, k, v), out_lse)
+    return out_lse
+
+
+def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
+    q, k, v, ranges = qkv
+    ring = RingState.create(kernel, spec, ranks, ranges)
+    block = ring.send(_pack(k, v))
+    dq, dk, dv = kernel.backward(q, k, v, ring.own_ranges, spec, *results)
+    block, dblock, dq = lax.optimization_barrier((block, _pack(dk, dv), dq))
+
+    def loop_body(step, carry):
+        block, dblock, dq = carry
+        in_flight = ring.send(block), ring.send(dblock)
+        (block, dblock), dq, dk, dv = ring.backward_step(step, q, *_unpack(block, k, v), results, dq, in_flight)
+        return block, dblock + _pack(dk, dv), dq
+
+    block, dblock, dq = lax.fori_loop(1, ranks.size - 1, loop_body, (block, dblock, dq))
+    if ranks.size > 1:
+        in_flight = ring.send(dblock)
+        dblock, dq, dk, dv = ring.backward_step(ranks.size - 1, q, *_unpack(block, k, v), results, dq, in_flight)
+        dblock = ring.send(dblock + _pack(dk, dv))  # send dK/dV back to the owner rank
+    return dq, *_unpack(dblock, k, v)
+
+
+_attend = attention_vjp(_forward, _backward, inline=True)
+
+
+class RingState(NamedTuple):
+    """The state of one rank of the ring: its neighbor, and the kernel calls of each ring step."""
+
+    kernel: Kernel
+    spec: AttentionSpec
+    ranks: Ranks
+    rank: jax.Array | int  # this rank's index on the axis
+    ranges: KeyRanges | None  # over the block of each ring step: [ring steps, b, t]
+
+    @classmethod
+    def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, ranges: KeyRanges | None) -> "RingState":
+        """The state of the calling rank; call inside `shard_map`."""
+        return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), ranges)
+
+    @property
+    def own_ranges(self) -> KeyRanges | None:
+        """Over the rank's own KV block."""
+        return None if self.ranges is None else KeyRanges(*(x[0] for x in self.ranges))
+
+    @property
+    def computes_whole_blocks(self) -> bool:
+        """Whether a ring step computes the product of whole blocks instead of half-blocks in zigzag order."""
+        return self.ranges is not None or not self.spec.causal
+
+    @jax.named_scope(scopes.RING_SEND)
+    def send(self, x: jax.Array) -> jax.Array:
+        """Sends x to the next rank; returns the x of the previous one."""
+        if self.ranks.size == 1:
+            return x
+        size = self.ranks.size
+        return lax.ppermute(x, self.ranks.axis, [(rank, (rank + 1) % size) for rank in range(size)])
+
+    @jax.named_scope(scopes.RING_STEP)
+    def forward_step(self, step, q, k, v, out_lse, in_flight=()):
+        """Merges attention over the KV block of rank - step into out_lse.
+
+        Args:
+          out_lse: (out_btnH, lse_bnt) over the KV blocks of the earlier steps, float32.
+          in_flight: arrays being received, whose transfer overlaps with the kernel.
+        Returns:
+          in_flight, and the new (out_btnH, lse_bnt).
+        """
+        ranges, spec = self._block_masks(step)
+        if self.computes_whole_blocks:
+            in_flight, results = _receive(in_flight, self.kernel.forward(q, k, v, ranges, spec))
+            return in_flight, merge(*out_lse, *results)
+        halves = self._select_halves(step)
+        results = self.kernel.forward(*halves.operands(q, k, v), ranges, spec)
+        in_flight, results = _receive(in_flight, results)
+        out, lse = out_lse
+        for half, *partial in zip(halves.of_queries, *(jnp.split(x, 2) for x in results)):
+            out_half, lse_half = merge(_half(out, half), _half(lse, half, axis=2), *partial)
+            out, lse = _update_half(out, half, out_half), _update_half(lse, half, lse_half, axis=2)
+        return in_flight, (out, lse)
+
+    @jax.named_scope(scopes.RING_STEP)
+    def backward_step(self, step, q, k, v, results: QueryResults, dq, in_flight=()):
+        """Gradients with respect to the KV block of rank - step.
+
+        Returns:
+          in_flight, dq with this block's contribution added, and this rank's contribution to the block's dk and dv.
+        """
+        ranges, spec = self._block_masks(step)
+        if self.computes_whole_blocks:
+            gradients = self.kernel.backward(q, k, v, ranges, spec, *results)
+            in_flight, (dq_block, dk, dv) = _receive(in_flight, gradients)
+            return in_flight, dq + dq_block, dk, dv
+        halves = self._select_halves(step)
+        operands, results = halves.operands(q, k, v), halves.results(results)
+        in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, self.kernel.backward(*operands, ranges, spec, *results))
+        dq = _add_to_halves(dq, halves.of_queries, dq_pair)
+        zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+        dk, dv = (_add_to_halves(zero, halves.of_keys, pair) for zero, pair in zip(zeros, dkv_pairs))
+        return in_flight, dq, dk, dv
+
+    def _block_masks(self, step):
+        """The ranges of this rank's queries over the block of a ring step, and the spec of the step.
+
+        The spec is not causal: a query attends to all keys of a half-block or to none, or the ranges are the mask.
+        """
+        spec = AttentionSpec(**{**vars(self.spec), "causal": False})
+        if self.ranges is None:
+            return None, spec
+        return KeyRanges(*(lax.dynamic_index_in_dim(x, step, keepdims=False) for x in self.ranges)), spec
+
+    def _select_halves(self, step) -> "_ZigzagPair":
+        source = (self.rank - step) % self.ranks.size
+        return _ZigzagPair.select(source < self.rank)
+
+
+def _receive(in_flight, results):
+    """Both arguments, available once the transfer and the kernel are done.
+
+    So the compiler cannot overlap the transfer with operations after the kernel instead of with the kernel.
+    """
+    return lax.optimization_barrier((in_flight, results))
+
+
+class _ZigzagPair(NamedTuple):
+    """The two products of half-blocks in one ring step: for each, the index of its half, 0 (lo) or 1 (hi).
+
+    Sums are updated in place: halves that a product does not use are neither read nor written.
+    """
+
+    of_queries: tuple[int, jax.Array]
+    of_keys: tuple[int, jax.Array]
+
+    @classmethod
+    def select(cls, is_earlier) -> "_ZigzagPair":
+        """The halves for a block from an earlier rank, or from a later one."""
+        second = jnp.where(is_earlier, 0, 1)
+        return cls((1, second), (0, second))
+
+    def operands(self, q, k, v):
+        return _pair(q, self.of_queries), _pair(k, self.of_keys), _pair(v, self.of_keys)
+
+    def results(self, results: QueryResults) -> QueryResults:
+        return QueryResults(
+            _pair(results.out_btnH, self.of_queries),
+            _pair(results.lse_bnt, self.of_queries, axis=2),
+            _pair(results.dout_btnH, self.of_queries),
+            _pair(results.dlse_bnt, self.of_queries, axis=2),
+        )
+
+
+def _half(x, half, axis=1):
+    size = x.shape[axis] // 2
+    return lax.dynamic_slice_in_dim(x, half * size, size, axis)
+
+
+def _update_half(x, half, new, axis=1):
+    return lax.dynamic_update_slice_in_dim(x, new, half * (x.shape[axis] // 2), axis)
+
+
+def _pair(x, halves, axis=1):
+    """Two halves of x, stacked along the batch."""
+    return jnp.concatenate([_half(x, half, axis) for half in halves])
+
+
+def _add_to_halves(x, halves, pair):
+    """x with each element of the pair added to its half; both halves may be the same one."""
+    for half, addend in zip(halves, jnp.split(pair, 2)):
+        x = _update_half(x, half, _half(x, half) + addend)
+    return x
+
+
+def _pack(k: jax.Array, v: jax.Array) -> jax.Array:
+    """K and V, whose head dims may differ, as one contiguous 1D array."""
+    return jnp.concatenate([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpack(block: jax.Array, k_like: jax.Array, v_like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return block[: k_like.size].reshape(k_like.shape), block[k_like.size :].reshape(v_like.shape)

@@ -1,0 +1,280 @@
+"""Attention over a sequence split on a mesh, as functions of global arrays: strategies, kernels, `shard_map`.
+
+`make` builds the attention that models call; `api.attend` is the public function.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel
+from jaxlc.attention.kernels.choose import KernelSelection, choose_kernel
+from jaxlc.attention.key_ranges import TokenInfo
+from jaxlc.attention.strategies import all_gather, hybrid, ring, ulysses
+from jaxlc.attention.strategies.mesh_axes import DEFAULT_AXES, AttentionAxes
+from jaxlc.attention.strategies.reorder import to_natural, to_zigzag
+from jaxlc.attention.strategies.strategy import ShardedQKV, repeat_heads
+from jaxlc.config import AttentionConfig
+from jaxlc.core import scopes
+from jaxlc.core.errors import UserError
+from jaxlc.sharding.mesh import Ranks, split_context
+
+TokenOrder = Literal["natural", "zigzag"]
+
+
+class Strategy(NamedTuple):
+    """A way to split a sequence over the context axis."""
+
+    attend: Callable  # this function and the next run inside `shard_map`; see strategy.py
+    prepare: Callable
+    ranges_specs: Callable  # `(spec, batch axes, *ranks)` -> the PartitionSpecs of the result of `prepare`
+    implicit_positions: bool  # without packed documents, its kernel calls have implicit positions
+    implicit_positions_in_windows: bool = False  # with sliding windows, too
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "ring": Strategy(ring.attend, ring.prepare, ring.ranges_specs, implicit_positions=True),
+    "all_gather": Strategy(all_gather.attend, all_gather.prepare, all_gather.ranges_specs, implicit_positions=False),
+    "ulysses": Strategy(
+        ulysses.attend,
+        ulysses.prepare,
+        ulysses.ranges_specs,
+        implicit_positions=True,
+        implicit_positions_in_windows=True,
+    ),
+    "hybrid": Strategy(hybrid.attend, hybrid.prepare, hybrid.ranges_specs, implicit_positions=True),
+}
+
+
+def choose(
+    config: AttentionConfig,
+    mesh: Mesh | None,
+    *,
+    head_dim: int,
+    dtype,
+    packed: bool,
+    window: int | None = None,
+    value_dim: int | None = None,
+    num_elements: int = 0,
+) -> KernelSelection:
+    """The kernel that `make(config, mesh, window=window)` calls for such arrays, and the reason.
+
+    Args:
+      mesh: its first device decides. None: `jax.devices()[0]`.
+      head_dim: head dim of queries and keys.
+      dtype: dtype of q, k and v.
+      packed: whether the call has key ranges.
+      window: of `make`.
+      value_dim: head dim of values. None: equal to head_dim.
+      num_elements: of a device's shard of q. 0: unknown.
+    Raises:
+      UserError, Unsupported: as `choose_kernel`.
+    """
+    strategy = STRATEGIES[known_strategy(config.strategy)]
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    implicit_positions = strategy.implicit_positions_in_windows if window else strategy.implicit_positions
+    problem = AttentionProblem(
+        platform=device.platform,
+        compute_capability=getattr(device, "compute_capability", None),
+        dtype=jnp.dtype(dtype).name,
+        head_dim=head_dim,
+        value_dim=value_dim or head_dim,
+        window=window,
+        implicit_positions=implicit_positions and not packed,
+        document_ranges=packed and strategy.implicit_positions and window is None,
+        num_elements=num_elements,
+    )
+    return choose_kernel(config.kernel, problem)
+
+
+def make(
+    config: AttentionConfig,
+    mesh: Mesh,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    axes: AttentionAxes = DEFAULT_AXES,
+    token_order: TokenOrder = "zigzag",
+) -> "ShardedAttention":
+    """Attention over a sequence split on the mesh, as functions of global arrays.
+
+    Args:
+      window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
+      axes: the axes of the mesh that split the batch, the sequence and the heads.
+      token_order: the order of the tokens of all arguments and results; see `attend`.
+    Raises:
+      UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context axis.
+    """
+    known_strategy(config.strategy)
+    inner = config.ulysses_degree if config.strategy == "hybrid" else None
+    split_mesh, ranks = split_context(mesh, inner, axes.context)
+    spec = attention_spec(config, causal, window, scale)
+    return ShardedAttention(
+        config=config, mesh=mesh, split_mesh=split_mesh, ranks=ranks, spec=spec, axes=axes, token_order=token_order
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedAttention:
+    """Attention over a sequence split on a mesh, to be called under `jit`; `make` builds it.
+
+    The tokens of all arguments and results are in `token_order`.
+    """
+
+    config: AttentionConfig
+    mesh: Mesh
+    split_mesh: Mesh  # the mesh with the context axis split into `ranks`
+    ranks: tuple[Ranks, ...]
+    spec: AttentionSpec
+    axes: AttentionAxes
+    token_order: TokenOrder
+
+    def prepare(self, positions_BT: jax.Array | None, segments_BT: jax.Array | None):
+        """The mask of packed documents as key ranges, for all layers of a training step.
+
+        Args:
+          positions_BT: int32; count from the start of the sequence, or restart with each document. None: they follow
+            from the token order.
+          segments_BT: int32. Tokens attend within their own segment only, which is contiguous; 0 is padding. None: each
+            sequence is one document.
+        Returns:
+          The `ranges` of a call, a tree of arrays; None if nothing is masked, or if the mask is implicit.
+        """
+        if segments_BT is None and (positions_BT is None or not self.spec.causal):
+            return None
+        tokens, _, _ = self.axes.specs(tuple(split.axis for split in self.ranks))
+        local = functools.partial(
+            prepare_shard, config=self.config, spec=self.spec, ranks=self.ranks, token_order=self.token_order
+        )
+        specs = STRATEGIES[self.config.strategy].ranges_specs(self.spec, self.axes.batch, *self.ranks)
+        in_specs = tuple(None if x is None else tokens for x in (positions_BT, segments_BT))
+        return self._split(local, in_specs, specs)(positions_BT, segments_BT)
+
+    def __call__(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges=None
+    ) -> tuple[jax.Array, jax.Array]:
+        """(out_BTNH, lse_BNT float32).
+
+        Where the ranks of the head axis exceed K, key/value heads are repeated here, outside `shard_map`, so that their
+        gradients are summed.
+
+        Args:
+          ranges: of `prepare`. None: each sequence is one document.
+        """
+        _, heads, lse = self.axes.specs(tuple(split.axis for split in self.ranks))
+        kernel = choose(
+            self.config, self.mesh, head_dim=q_BTNH.shape[-1], value_dim=v_BSKH.shape[-1], dtype=q_BTNH.dtype,
+            packed=ranges is not None, window=self.spec.window,
+            num_elements=math.prod(NamedSharding(self.split_mesh, heads).shard_shape(q_BTNH.shape)),
+        ).kernel  # fmt: skip
+        local = functools.partial(
+            attend_shard,
+            config=self.config,
+            kernel=kernel,
+            spec=self.spec,
+            ranks=self.ranks,
+            token_order=self.token_order,
+        )
+        num_head_ranks = self.axes.num_head_ranks(self.mesh)
+        k_BSKH, v_BSKH = (repeat_heads(x, num_head_ranks) for x in (k_BSKH, v_BSKH))
+        ranges_specs = None
+        if ranges is not None:
+            ranges_specs = STRATEGIES[self.config.strategy].ranges_specs(self.spec, self.axes.batch, *self.ranks)
+        split = self._split(local, (heads, heads, heads, ranges_specs), (heads, lse))
+        return split(q_BTNH, k_BSKH, v_BSKH, ranges)
+
+    def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
+        # check_vma: values in custom_vjp rules and in Pallas interpret mode have no tracked variance. Every operand
+        # varies over every axis here, so the tracking is not needed.
+        split = jax.shard_map(local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+        def call(*operands):
+            with _current_mesh(self.split_mesh):
+                return split(*operands)
+
+        return call
+
+
+def _current_mesh(mesh: Mesh) -> AbstractContextManager:
+    """Allows `shard_map` over `mesh` where `jax.set_mesh` has set another mesh of the same devices."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+@jax.named_scope(scopes.CORE_ATTENTION)
+def prepare_shard(
+    positions_bt: jax.Array | None,
+    segments_bt: jax.Array | None,
+    *,
+    config: AttentionConfig,
+    spec: AttentionSpec,
+    ranks: tuple[Ranks, ...],
+    token_order: TokenOrder,
+):
+    """The `ranges` of `attend_shard`; runs inside `shard_map`. See `ShardedAttention.prepare`."""
+    all_ranks = _as_one_axis(ranks)
+    tokens = TokenInfo(positions_bt, segments_bt)
+    if token_order == "natural":
+        tokens = tokens.map(lambda x_bt: to_zigzag(x_bt, all_ranks))
+    if positions_bt is None:
+        tokens = tokens._replace(positions_BT=all_ranks.positions(*segments_bt.shape))
+    return STRATEGIES[config.strategy].prepare(tokens, spec, *ranks)
+
+
+@jax.named_scope(scopes.CORE_ATTENTION)
+def attend_shard(
+    q_btnH: jax.Array,
+    k_bskH: jax.Array,
+    v_bskH: jax.Array,
+    key_ranges,
+    *,
+    config: AttentionConfig,
+    kernel: Kernel,
+    spec: AttentionSpec,
+    ranks: tuple[Ranks, ...],
+    token_order: TokenOrder,
+) -> tuple[jax.Array, jax.Array]:
+    """(out_btnH, lse_bnt float32) of this rank's shard; runs inside `shard_map`. See `ShardedAttention`."""
+    all_ranks = _as_one_axis(ranks)
+    if token_order == "natural":
+        q_btnH, k_bskH, v_bskH = (to_zigzag(x, all_ranks) for x in (q_btnH, k_bskH, v_bskH))
+    # Ranges are the same in every layer. Differentiating a scan over layers would hoist the dense masks of all blocks
+    # out of the loop: T x S entries. The barrier ties them to the queries, so they are computed inside the loop, block
+    # by block.
+    q_btnH, key_ranges = lax.optimization_barrier((q_btnH, key_ranges))
+    strategy = STRATEGIES[config.strategy]
+    with jax.named_scope(scopes.SLIDING_WINDOW) if spec.window else nullcontext():
+        out_btnH, lse_bnt = strategy.attend(ShardedQKV(q_btnH, k_bskH, v_bskH, key_ranges), kernel, spec, *ranks)
+    if token_order == "natural":
+        return to_natural(out_btnH, all_ranks), to_natural(lse_bnt, all_ranks, dim=2)
+    return out_btnH, lse_bnt
+
+
+def _as_one_axis(ranks: tuple[Ranks, ...]) -> Ranks:
+    return Ranks(tuple(split.axis for split in ranks), math.prod(split.size for split in ranks))
+
+
+def attention_spec(config: AttentionConfig, causal: bool, window: int | None, scale: float | None) -> AttentionSpec:
+    return AttentionSpec(
+        causal=causal,
+        window=window,
+        scale=scale,
+        query_block_tokens=config.query_block_tokens,
+        key_block_tokens=config.key_block_tokens,
+    )
+
+
+def known_strategy(name: str) -> str:
+    if name not in STRATEGIES:
+        raise UserError(f"unknown attention strategy {name!r}; known: {', '.join(sorted(STRATEGIES))}")
+    return name

@@ -1,0 +1,103 @@
+"""Ulysses: an all-to-all gives each rank all tokens of some of the heads; a second one returns the result.
+
+Jacobs et al. 2023, arXiv:2309.14509. The kernel gets whole sequences, so there is no ring and no zigzag order: tokens
+are put into natural order between the two exchanges. The heads are split, so the context size must divide the number of
+query heads of a rank. Where there are fewer key/value heads than ranks, they are repeated.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
+from jaxlc.attention.strategies.strategy import QueryResults, ShardedQKV, attention_vjp, repeat_heads
+from jaxlc.core import scopes
+from jaxlc.core.errors import Unsupported
+from jaxlc.sharding.layout import natural_order, zigzag_order
+from jaxlc.sharding.mesh import Ranks
+
+
+def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
+    """The `ranges` of `attend`, once per training step: int32 [b, T], of all tokens in natural order."""
+    tokens = gather_tokens(tokens, ranks)
+    return key_ranges(tokens, tokens, spec)
+
+
+def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:
+    """The PartitionSpec of both arrays of `prepare`."""
+    return PartitionSpec(batch_axes)
+
+
+def gather_tokens(tokens: TokenInfo, ranks: Ranks) -> TokenInfo:
+    """The tokens of all ranks in natural order: [b, t] -> [b, T]."""
+
+    def gather(x_bt):
+        return _to_natural(lax.all_gather(x_bt, ranks.axis, axis=1, tiled=True), ranks.size)
+
+    return tokens.map(gather)
+
+
+def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
+    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As `ring.attend`.
+
+    Raises:
+      Unsupported: the query or key/value heads of a rank do not split over the context axis.
+    """
+    return exchange(functools.partial(attend_on_device, kernel=kernel, spec=spec), qkv, ranks)
+
+
+def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: None):
+    return kernel.forward(*qkv, spec)
+
+
+def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: None):
+    return kernel.backward(*qkv, spec, *results)
+
+
+# Attention of this device's queries over this device's keys: one kernel call, without communication.
+attend_on_device = attention_vjp(_forward, _backward)
+
+
+def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
+    """`attend_tokens(qkv)` on the tokens of all ranks, in natural order, and on this rank's share of the heads.
+
+    Args:
+      qkv: this rank's tokens; its ranges are of the tokens of all ranks.
+
+    Returns:
+      out_btnH and lse_bnt of this rank's tokens, in layout order.
+    """
+    (num_heads, num_kv_heads), size = (x.shape[2] for x in qkv[:2]), ranks.size
+    if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
+        raise Unsupported(
+            f"unsupported: {num_heads} query and {num_kv_heads} key/value heads per rank do not split over {size}"
+            " ulysses ranks; use a number of ranks that divides them, or strategy ring"
+        )
+    q_btnH, k_bskH, v_bskH, ranges = qkv
+    k_bskH, v_bskH = (repeat_heads(x, size) for x in (k_bskH, v_bskH))
+    q_bTnH, k_bSkH, v_bSkH = (_heads_to_tokens(x, ranks) for x in (q_btnH, k_bskH, v_bskH))
+    out_bTnH, lse_bnT = attend_tokens(ShardedQKV(q_bTnH, k_bSkH, v_bSkH, ranges))
+    lse_bTn1 = lse_bnT.swapaxes(1, 2)[..., None]
+    out_btnH, lse_btn1 = (_tokens_to_heads(x, ranks) for x in (out_bTnH, lse_bTn1))
+    return out_btnH, lse_btn1[..., 0].swapaxes(1, 2)
+
+
+@jax.named_scope(scopes.ALL_TO_ALL)
+def _heads_to_tokens(x_btnH: jax.Array, ranks: Ranks) -> jax.Array:
+    """[b, t, n, H] -> [b, T, n / ranks, H], in natural order."""
+    return _to_natural(lax.all_to_all(x_btnH, ranks.axis, split_axis=2, concat_axis=1, tiled=True), ranks.size)
+
+
+@jax.named_scope(scopes.ALL_TO_ALL)
+def _tokens_to_heads(x_bTnH: jax.Array, ranks: Ranks) -> jax.Array:
+    """The inverse: [b, T, n / ranks, H] -> [b, t, n, H], in layout order."""
+    x_bTnH = x_bTnH[:, zigzag_order(x_bTnH.shape[1], ranks.size)]
+    return lax.all_to_all(x_bTnH, ranks.axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _to_natural(x_bT: jax.Array, num_ranks: int) -> jax.Array:
+    return x_bT[:, natural_order(zigzag_order(x_bT.shape[1], num_ranks))]

@@ -1,0 +1,1 @@
+"""Attention for layers that run in tiles of queries."""

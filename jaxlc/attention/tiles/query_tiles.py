@@ -1,0 +1,298 @@
+"""Attention of one tile of queries over all keys, for layers that scan over tiles of tokens.
+
+    tiled = make_tiled(config, mesh, tiles=n, num_kv_heads=K)
+    kv = tiled.empty(batch, num_tokens, head_dim, dtype)    K and V of the whole sequence; opaque
+    kv = tiled.put(kv, k_BtKH, v_BtKH, tile)                for each tile, before the first query
+    ranges = tiled.prepare(positions_BT, segments_BT)       once per training step
+    out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
+    dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+    dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                after the last query
+
+Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced.
+`tile_order.tiles_of` splits a sequence into tiles. dkv has the shape of kv in float32. JAX differentiates none of these
+functions: forward and backward are separate calls.
+
+A rank's chunks lo and hi (sharding/layout.py) are split into n sub-chunks each. Its tile j consists of sub-chunk j of
+lo and sub-chunk n-1-j of hi. Groups of `inner` neighboring ranks exchange heads for tokens, and the groups form a ring
+of size `outer`: inner is 1 for strategy ring, outer is 1 for ulysses. So a group has a block of J = 2 inner n
+sub-chunks in natural order. Of tile j, it has two sub-chunks of each of its ranks i: those with index p = i n + j and
+J-1-p (the mirror image) in the block. Every tile then has the same work:
+
+    own block                  sub-chunk p attends to the p sub-chunks before it and causally to itself; so does J-1-p
+    block of an earlier group  both sub-chunks attend to the first half of the block
+    block of a later group     the mirror image attends to the whole block
+
+The work is done in KV block steps (kv_blocks.py): kernel calls of a sub-chunk of queries over some sub-chunks of keys,
+so that a kernel's workspace does not grow with the sequence. Sends of K/V overlap with these steps, as in ring.py. Of K
+and V, a device stores its own block, the current one and the one in flight.
+
+In the backward pass, dK/dV are sent along with their block. The array that is sent is the sum over all tiles so far,
+the owner's accumulator itself, so that there is no second array of its size. It is sent sub-chunk by sub-chunk, in
+place, before the steps instead of overlapping with them. The time of these sends is small compared with the steps of a
+long sequence; a second float32 array would not be small.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.key_ranges import TokenInfo
+from jaxlc.attention.strategies import hybrid
+from jaxlc.attention.strategies.sharded_attention import choose
+from jaxlc.attention.strategies.strategy import repeat_heads
+from jaxlc.attention.tiles.kv_blocks import GroupState, TileQueries
+from jaxlc.config import AttentionConfig
+from jaxlc.core import scopes
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.sharding.mesh import Ranks, split_context
+
+
+def make_tiled(
+    config: AttentionConfig,
+    mesh: Mesh,
+    *,
+    tiles: int,
+    num_kv_heads: int,
+    scale: float | None = None,
+    kv_tokens_per_step: int = 16_384,
+) -> "TiledAttention":
+    """Causal attention by tiles, for a sequence split on the mesh in zigzag order.
+
+    Args:
+      tiles: n. A kernel call has as many thread blocks as a sub-chunk has query blocks, times the heads of a rank after
+        the exchange. With too many tiles, these are too few to occupy the GPU.
+      num_kv_heads: K.
+      scale: multiplies q . k. None: 1/sqrt(H).
+      kv_tokens_per_step: limit of the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
+        18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
+        TFLOP/s and 3.35 TB/s; not yet timed on a GPU).
+    Raises:
+      Unsupported: strategy all_gather, or key/value heads that do not split over the inner ranks.
+    """
+    if config.strategy == "all_gather":
+        raise Unsupported("unsupported: strategy all_gather with layer tiles (supported: ring, ulysses, hybrid)")
+    inner_size = {"ring": 1, "ulysses": mesh.shape[CONTEXT], "hybrid": config.ulysses_degree}[config.strategy]
+    split_mesh, (outer, inner) = split_context(mesh, inner_size)
+    tensor = mesh.shape[TENSOR]
+    kv_heads_stored = num_kv_heads if num_kv_heads % tensor == 0 else tensor
+    if kv_heads_stored // tensor % inner_size:
+        raise Unsupported(
+            f"unsupported: {kv_heads_stored // tensor} key/value heads per rank do not split over {inner_size} ulysses"
+            " ranks, with layer tiles; use a number of ranks that divides them, or strategy ring"
+        )
+    return TiledAttention(
+        config=config,
+        split_mesh=split_mesh,
+        outer=outer,
+        inner=inner,
+        tiles=tiles,
+        num_kv_heads=num_kv_heads,
+        kv_heads_stored=kv_heads_stored,
+        scale=scale,
+        kv_tokens_per_step=kv_tokens_per_step,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledAttention:
+    """Attention by tiles; see the docstring of the module.
+
+    Arrays without a shape suffix: kv and dkv are K and V, or their gradients, of the whole sequence, block by block,
+    [2, B, S, K, H]. kv_block and dkv_block are a rank's shard of them, [2, b, s, k, H].
+    """
+
+    config: AttentionConfig
+    split_mesh: Mesh  # the mesh with the context axis split into outer and inner
+    outer: Ranks  # the ring of groups
+    inner: Ranks  # the ranks of a group, which exchange heads for tokens
+    tiles: int
+    num_kv_heads: int
+    kv_heads_stored: int  # num_kv_heads, or the number of tensor ranks if that is larger (heads are repeated)
+    scale: float | None
+    kv_tokens_per_step: int
+
+    def empty(self, batch: int, num_tokens: int, head_dim: int, dtype) -> jax.Array:
+        """kv filled with zeros.
+
+        Raises:
+          UserError: the tokens do not split into sub-chunks.
+        """
+        context = self.outer.size * self.inner.size
+        if num_tokens % (2 * context * self.tiles):
+            raise UserError(
+                f"{num_tokens} tokens do not split into {self.tiles} tiles of 2 x {context} equal sub-chunks;"
+                f" use a multiple of {2 * context * self.tiles}"
+            )
+        zeros = jnp.zeros((2, batch, num_tokens, self.kv_heads_stored, head_dim), dtype)
+        return lax.with_sharding_constraint(zeros, NamedSharding(self.split_mesh, self._blocks))
+
+    def prepare(self, positions_BT: jax.Array, segments_BT: jax.Array) -> KeyRanges | None:
+        """The mask of packed documents as key ranges, once per training step.
+
+        Args:
+          positions_BT, segments_BT: int32, of the whole sequence in layout order.
+        Returns:
+          The ranges of each group's tokens over the block of each ring step, [ring steps, B, S].
+        """
+
+        def local(positions_bt, segments_bt):
+            return hybrid.prepare(TokenInfo(positions_bt, segments_bt), self._spec, self.outer, self.inner)
+
+        return self._split(local, (self._tokens, self._tokens), self._ranges)(positions_BT, segments_BT)
+
+    def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array:
+        """kv with the keys and values of a tile written to it."""
+
+        def local(kv_block, k_btkH, v_btkH, tile):
+            group = self._group(tile)
+            kv_subchunks = group.to_subchunks(jnp.stack([k_btkH, v_btkH]), tokens_dim=2)  # [P, 2, b, t, k, H]
+
+            def put_subchunk(kv_block, operands):
+                subchunk, kv = operands
+                return group.update_kv(kv_block, kv, group.index_in_block(subchunk)), None
+
+            return lax.scan(put_subchunk, kv_block, (jnp.arange(group.num_tile_subchunks), kv_subchunks))[0]
+
+        k_BtKH, v_BtKH = (repeat_heads(x, self.split_mesh.shape[TENSOR]) for x in (k_BtKH, v_BtKH))
+        split = self._split(local, (self._blocks, self._heads, self._heads, _REPLICATED), self._blocks)
+        return split(kv, k_BtKH, v_BtKH, tile)
+
+    def take(self, dkv: jax.Array, tile) -> tuple[jax.Array, jax.Array]:
+        """(dk_BtKH, dv_BtKH), float32: the gradients of the keys and values that `put` wrote for this tile."""
+
+        def local(dkv_block, tile):
+            group = self._group(tile)
+            indices_P = group.index_in_block(jnp.arange(group.num_tile_subchunks))
+            dkv_subchunks = lax.map(lambda index: group.slice_kv(dkv_block, index), indices_P)
+            dk_btkH, dv_btkH = group.from_subchunks(dkv_subchunks, tokens_dim=2)
+            return dk_btkH, dv_btkH
+
+        dk_BtKH, dv_BtKH = self._split(local, (self._blocks, _REPLICATED), (self._heads, self._heads))(dkv, tile)
+        return self._sum_repeated(dk_BtKH), self._sum_repeated(dv_BtKH)
+
+    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges) -> tuple[jax.Array, jax.Array]:
+        """Attention of a tile's queries over all keys.
+
+        Args:
+          q_BtNH: queries of a tile.
+          kv: after `put` of all tiles.
+          tile: index of the tile, int32.
+          ranges: of `prepare`. None: each sequence is one document.
+        Returns:
+          out_BtNH in q's dtype, lse_BNt float32.
+        """
+        group_of = self._group_with_kernel(q_BtNH, ranges)
+
+        def local(q_btnH, kv_block, tile, ranges_bs):
+            group = group_of(tile, ranges_bs)
+            out_PbtnH, lse_Pbnt = group.forward(group.to_subchunks(q_btnH), kv_block)
+            lse_btn = group.from_subchunks(lse_Pbnt.swapaxes(2, 3))
+            return group.from_subchunks(out_PbtnH.astype(q_btnH.dtype)), lse_btn.swapaxes(1, 2)
+
+        in_specs = (self._heads, self._blocks, _REPLICATED, self._ranges)
+        split = self._split(local, in_specs, (self._heads, self._lse))
+        return split(q_BtNH, kv, tile, ranges)
+
+    def backward(
+        self,
+        q_BtNH: jax.Array,
+        kv: jax.Array,
+        dkv: jax.Array,
+        tile,
+        out_BtNH: jax.Array,
+        lse_BNt: jax.Array,
+        dout_BtNH: jax.Array,
+        ranges,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The gradients of `forward`'s out.
+
+        Returns:
+          dq_BtNH in q's dtype, and dkv with this tile's contribution added.
+        """
+        group_of = self._group_with_kernel(q_BtNH, ranges)
+
+        def local(q_btnH, kv_block, dkv_block, tile, out_btnH, lse_bnt, dout_btnH, ranges_bs):
+            group = group_of(tile, ranges_bs)
+            q, out, lse_Pbtn, dout = map(group.to_subchunks, (q_btnH, out_btnH, lse_bnt.swapaxes(1, 2), dout_btnH))
+            queries = TileQueries(q, out, lse_Pbtn.swapaxes(2, 3), dout)
+            dq_PbtnH, dkv_block = group.backward(queries, kv_block, dkv_block)
+            return group.from_subchunks(dq_PbtnH.astype(q_btnH.dtype)), dkv_block
+
+        heads, blocks = self._heads, self._blocks
+        in_specs = (heads, blocks, blocks, _REPLICATED, heads, self._lse, heads, self._ranges)
+        split = self._split(local, in_specs, (heads, blocks))
+        return split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+
+    def _group_with_kernel(self, q_BtNH: jax.Array, ranges) -> Callable:
+        """A function (tile, ranges_bs) -> GroupState, to be called inside `shard_map`."""
+        head_dim, packed = q_BtNH.shape[-1], ranges is not None
+        kernel = choose(self.config, self.split_mesh, head_dim=head_dim, dtype=q_BtNH.dtype, packed=packed).kernel
+        subchunk_tokens = q_BtNH.shape[1] // (2 * self.outer.size * self.inner.size)
+        half_block_subchunks = self.inner.size * self.tiles
+        divisors = (n for n in range(1, half_block_subchunks + 1) if half_block_subchunks % n == 0)
+        subchunks_per_step = max((n for n in divisors if n * subchunk_tokens <= self.kv_tokens_per_step), default=1)
+        return functools.partial(self._group, kernel=kernel, subchunks_per_step=subchunks_per_step)
+
+    def _group(self, tile, ranges_bs=None, kernel: Kernel | None = None, subchunks_per_step: int = 1) -> GroupState:
+        return GroupState(
+            kernel=kernel,
+            spec=self._spec,
+            outer=self.outer,
+            inner=self.inner,
+            num_tiles=self.tiles,
+            subchunks_per_step=subchunks_per_step,
+            tile=tile,
+            ranges=ranges_bs,
+        )
+
+    def _sum_repeated(self, x_BtKH: jax.Array) -> jax.Array:
+        batch, tile_tokens, stored, head_dim = x_BtKH.shape
+        repeats = stored // self.num_kv_heads
+        return x_BtKH.reshape(batch, tile_tokens, self.num_kv_heads, repeats, head_dim).sum(axis=3)
+
+    @property
+    def _spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            scale=self.scale,
+            query_block_tokens=self.config.query_block_tokens,
+            key_block_tokens=self.config.key_block_tokens,
+        )
+
+    @property
+    def _context(self) -> tuple[str, str]:
+        return self.outer.axis, self.inner.axis
+
+    @property
+    def _tokens(self) -> PartitionSpec:
+        return PartitionSpec(BATCH_AXES, self._context)
+
+    @property
+    def _ranges(self) -> PartitionSpec:
+        return hybrid.ranges_specs(self._spec, BATCH_AXES, self.outer, self.inner)
+
+    @property
+    def _heads(self) -> PartitionSpec:
+        return PartitionSpec(BATCH_AXES, self._context, TENSOR, None)
+
+    @property
+    def _lse(self) -> PartitionSpec:
+        return PartitionSpec(BATCH_AXES, TENSOR, self._context)
+
+    @property
+    def _blocks(self) -> PartitionSpec:
+        return PartitionSpec(None, BATCH_AXES, self.outer.axis, (TENSOR, self.inner.axis), None)
+
+    def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
+        local = jax.named_scope(scopes.CORE_ATTENTION)(local)
+        # check_vma: see sharded_attention.py.
+        return jax.shard_map(local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+_REPLICATED = PartitionSpec()

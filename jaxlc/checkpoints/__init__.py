@@ -1,0 +1,1 @@
+"""Checkpoints: writing, reading and checking them, and the weights that a run starts from."""

@@ -1,0 +1,264 @@
+"""Checkpoints, written by Orbax. A kill at any time leaves the committed checkpoints valid.
+
+DIRECTORY/STEP/             a committed checkpoint; Orbax writes to a temporary name and renames it when it is complete
+    state/                  the arrays, readable on any mesh and by any number of processes
+    meta/                   JSON: the step, the next sequence ("next_row"), the corpus fingerprint, the config
+    checksums/              JSON: one checksum per array, to detect corruption
+DIRECTORY/STEP.unreadable/  a checkpoint that failed validation; it is never read again
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from jaxlc.checkpoints.checkpoint_files import (
+    BASE,
+    DIGEST,
+    committed_steps,
+    digest_of,
+    on_every_process,
+    read_checksums_and_shapes,
+    read_valid_meta,
+    unreadable,
+)
+from jaxlc.checkpoints.checksums import checksums_of, shapes_of
+from jaxlc.config.frozen import default_setting
+from jaxlc.config.old_configs import MODEL_DEFAULTS, upgraded
+from jaxlc.core.errors import UserError
+from jaxlc.step.state import is_on_host
+
+
+def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: int, only_these: bool = False):
+    """The parameters in the checkpoint of `step`, with the shardings of `abstract_params`; reads nothing else.
+
+    Args:
+      only_these: `abstract_params` is a part of the tree of all parameters.
+    Raises:
+      UserError: the checkpoint cannot be read, or its parameters have other shapes.
+    """
+    path, target = directory / str(step), {"params": abstract_params}
+    described, problem = on_every_process(lambda: read_checksums_and_shapes(path))
+    if problem:
+        raise unreadable(directory, step, problem)
+    checksums, stored_shapes = described
+    target_shapes = shapes_of(target)
+    stored_shapes = {
+        name: shape
+        for name, shape in stored_shapes.items()
+        if name.startswith("params/") and (name in target_shapes or not only_these)
+    }
+    if stored_shapes.keys() != target_shapes.keys():
+        raise UserError(
+            f"checkpoint {path} has other parameters than this model: pass model= as in the run, or none if it had none"
+        )
+    padded = _check_same_shapes(path, stored_shapes, target_shapes, vocab_size)
+    arguments = ocp.args.PyTreeRestore(
+        target,
+        restore_args=jax.tree.map(
+            lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=not padded),
+            target,
+        ),
+        partial_restore=True,
+    )
+    restored, problem = on_every_process(
+        lambda: ocp.PyTreeCheckpointHandler().restore(epath.Path(path) / "state", args=arguments)
+    )
+    if not problem:
+        sums = checksums_of(restored)
+        wrong = [name for name, checksum in sums.items() if name not in padded and checksum != checksums[name]]
+        problem = f"array {wrong[0]} has the wrong checksum" if wrong else None
+    if problem:
+        raise unreadable(directory, step, problem)
+    return restored["params"]
+
+
+class RestoreTarget(NamedTuple):
+    """What a checkpoint is restored to."""
+
+    abstract_state: Any  # pytree of jax.ShapeDtypeStruct with the target shardings, on any mesh
+    # Required value of `meta["config"]["model"]`; `preset` and `init_from` are only names and may differ.
+    model: dict
+    trained: dict = {}  # required values of the settings that select the trained parameters, by their paths
+    without_frozen: Any = None  # as abstract_state, for checkpoints without frozen parameters, whose meta has BASE
+
+
+class Checkpoints:
+    """The checkpoints of one run; the latest `keep` are kept. Every process must call every method."""
+
+    def __init__(
+        self, directory: str | Path, *, keep: int, warn: Callable[[str], None], keep_steps: Sequence[int] = ()
+    ):
+        """
+        Args:
+          keep_steps: steps whose checkpoints are kept as well.
+          warn: called with one line for each damaged checkpoint that `restore_latest` skips.
+        """
+        assert keep >= 1
+        self._directory, self._warn = Path(directory).absolute(), warn
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
+                [ocp.checkpoint_managers.LatestN(keep), ocp.checkpoint_managers.CustomSteps(list(keep_steps))]
+            ),
+            cleanup_tmp_directories=True,  # incomplete checkpoints of killed runs
+            lightweight_initialize=True,  # does not read old checkpoints, which may be damaged
+        )
+        # Without pinned staging: Orbax would copy every array to JAX's pool of pinned host memory first, which the step
+        # needs and which keeps its size. The files are those of `StandardSave`, which lacks this option.
+        handlers = dict(
+            state=ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False),
+            meta=ocp.JsonCheckpointHandler(),
+            checksums=ocp.JsonCheckpointHandler(),
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
+
+    def steps(self) -> list[int]:
+        """The steps of the committed checkpoints, in ascending order, without one that is still being written."""
+        return committed_steps(self._directory)
+
+    def save(self, step: int, state, meta: dict) -> None:
+        """Copies the state from the devices and returns; the checkpoint is written in the background.
+
+        If some arrays are in host memory, it returns when the checkpoint is committed. A saved step is not saved again.
+
+        Args:
+          state: a pytree of jax.Arrays, typed PRNG keys included. Its buffers may be donated afterwards.
+          meta: JSON values, among them `meta["config"]["model"]`, which `restore_latest` compares.
+        """
+        if step in self._manager.all_steps():
+            return
+        arguments = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state),
+            meta=ocp.args.JsonSave(meta | {DIGEST: digest_of(meta)}),
+            checksums=ocp.args.JsonSave(checksums_of(state)),
+        )
+        self._manager.save(step, args=arguments, force=True)  # force: the caller decides when to save
+        if is_on_host(state):  # Orbax may read these buffers later, and the caller donates them
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is committed; raises the errors of the background thread."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()  # waits first
+
+    def restore_latest(self, abstract_state, *, model: dict):
+        """`restore_latest_of` with one target, of which these are the fields."""
+        return self.restore_latest_of(lambda _: RestoreTarget(abstract_state, model))
+
+    def restore_latest_of(self, target_of: Callable[[int], RestoreTarget]):
+        """Returns (state, meta) of the latest valid checkpoint, or None if there are no checkpoints.
+
+        Later checkpoints that are damaged are renamed to STEP.unreadable, so that their steps can be saved again.
+
+        Args:
+          target_of: returns the target of the checkpoint of a step.
+
+        Raises:
+          UserError: the checkpoint has a different model or other trained parameters, or there are checkpoints and
+            none can be read.
+        """
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            restored, problem = self._restore(step, *target_of(step))
+            if problem is None:
+                self._set_aside(damaged, step)
+                return restored
+            damaged[step] = problem
+        if not damaged:
+            return None
+        newest, problem = next(iter(damaged.items()))
+        raise UserError(
+            f"none of the checkpoints in {self._directory} can be read (step {newest}: {problem}):"
+            " remove that directory to start from step 0, or use a different --workdir"
+        )
+
+    def _restore(self, step: int, abstract_state, model: dict, trained: dict, without_frozen):
+        """Returns ((state, meta), None), or (None, the problem of the checkpoint); the same on every process.
+
+        It uses Orbax's handler, not its manager: the manager's restore has a barrier, at which the other processes
+        would wait for a process that failed to read its part.
+        """
+        directory = self._directory / str(step)
+        meta, problem = on_every_process(lambda: read_valid_meta(directory))
+        if problem:
+            return None, problem
+        _check_same_model(directory, upgraded(meta["config"])["model"], MODEL_DEFAULTS | model)
+        _check_same_trained(directory, meta["config"], trained)
+        if BASE in meta:
+            abstract_state = without_frozen
+        described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))
+        if problem:
+            return None, problem
+        checksums, stored_shapes = described
+        padded = _check_same_shapes(directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"])
+        arguments = ocp.args.StandardRestore(abstract_state, strict=not padded)  # not strict: may truncate and pad
+        state, problem = on_every_process(
+            lambda: ocp.StandardCheckpointHandler().restore(epath.Path(directory) / "state", args=arguments)
+        )
+        if problem:
+            return None, problem
+        for name, checksum in checksums_of(state).items():
+            if name not in padded and checksum != checksums[name]:
+                return None, f"array {name} has the wrong checksum"
+        return (state, meta), None
+
+    def _set_aside(self, damaged: dict[int, str], restored_step: int) -> None:
+        for step, problem in damaged.items():
+            path = self._directory / str(step)
+            aside = path.with_name(f"{step}.unreadable")
+            if jax.process_index() == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+            self._warn(
+                f"checkpoint {path} cannot be read ({problem}): renamed to {aside.name};"
+                f" training resumes from the checkpoint of step {restored_step}"
+            )
+        multihost_utils.sync_global_devices("damaged checkpoints set aside")
+        self._manager.reload()
+
+
+def _check_same_model(directory: Path, stored: dict, current: dict) -> None:
+    for name in sorted((stored.keys() | current.keys()) - {"preset", "init_from"}):
+        if stored.get(name) != current.get(name):
+            raise UserError(
+                f"checkpoint {directory} has a different model: model.{name} is {stored.get(name)} there"
+                f" and {current.get(name)} in this config; use a different --workdir"
+            )
+
+
+def _check_same_trained(directory: Path, stored: dict, trained: dict) -> None:
+    for path, value in trained.items():
+        section, _, name = path.partition(".")
+        before = stored.get(section, {}).get(name, default_setting(section, name))
+        if before != value:
+            raise UserError(
+                f"checkpoint {directory} has config.{path}={before}, and this config has {value}; use a different"
+                " --workdir"
+            )
+
+
+def _check_same_shapes(directory: Path, stored: dict, current: dict, vocab_size: int) -> set[str]:
+    """Returns the names of the arrays that differ only in vocabulary padding, which depends on the mesh.
+
+    The values of the padding have no effect, so such an array may be truncated, or padded with zeros.
+    """
+    padded = set()
+    for name in sorted(stored.keys() | current.keys()):
+        old, new = stored.get(name), current.get(name)
+        if old == new:
+            continue
+        is_same_rank = old is not None and new is not None and len(old) == len(new)
+        if not is_same_rank or any(a != b and min(a, b) < vocab_size for a, b in zip(old, new)):
+            raise UserError(
+                f"checkpoint {directory} has a different model, optimizer or precision: array {name} has shape {old}"
+                f" there and {new} in this config; use a different --workdir"
+            )
+        padded.add(name)
+    return padded

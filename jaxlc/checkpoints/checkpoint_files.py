@@ -1,0 +1,161 @@
+"""Reads the files of checkpoints: which are committed, their metadata, checksums, shapes and dtypes.
+
+`jaxlc.checkpoints.checkpoint` describes the directories.
+"""
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from jaxlc.checkpoints.checksums import named_leaves, shapes_of
+from jaxlc.core.errors import UserError
+
+CHECKPOINTS_DIRECTORY = "checkpoints"
+DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
+BASE = "base"  # key of the stored meta: identifies the frozen parameters, which the checkpoint does not contain
+
+
+def committed_steps(directory: Path) -> list[int]:
+    """The steps of the committed checkpoints in `directory`, in ascending order; empty if it does not exist."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted(int(path.name) for path in paths if path.name.isdigit())
+
+
+def existing_step(directory: Path, step: int | None) -> int:
+    """`step`, or the latest one if it is None.
+
+    Raises:
+      UserError: `directory` has no committed checkpoint of that step, or none at all.
+    """
+    steps = committed_steps(directory)
+    if not steps:
+        raise UserError(f"no checkpoint in {directory}: pass the workdir of a run, which has a directory checkpoints/")
+    if step is not None and step not in steps:
+        raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
+
+
+def read_meta(directory: Path, step: int) -> dict:
+    """The meta of the checkpoint of `step`; its config is as `jaxlc.config.to_dict` returns it.
+
+    Raises:
+      UserError: the checkpoint cannot be read.
+    """
+    try:
+        return read_valid_meta(directory / str(step))
+    except (OSError, ValueError, KeyError) as error:
+        raise unreadable(directory, step, _first_words(error)) from error
+
+
+def stored_dtypes(checkpoint: Path) -> dict[str, np.dtype]:
+    """Name -> dtype of the arrays of a checkpoint directory; names as "params/embedding"."""
+    tree = ocp.StandardCheckpointHandler().metadata(epath.Path(checkpoint) / "state").tree
+    return {name: np.dtype(array.dtype) for name, array in named_leaves(tree)}
+
+
+def unreadable(directory: Path, step: int, problem: str) -> UserError:
+    """The error for a checkpoint that cannot be read; it lists the other checkpoints of the directory."""
+    others = [other for other in committed_steps(directory) if other != step]
+    return UserError(
+        f"the checkpoint of step {step} in {directory} cannot be read ({problem});"
+        f" other checkpoints: {', '.join(map(str, others)) or 'none'}"
+    )
+
+
+def on_every_process(read: Callable):
+    """Returns (read(), None), or (None, the problem) on all processes if it failed on any of them."""
+    result, problem = None, None
+    with _quiet_failures():
+        try:
+            result = read()
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise  # such as out of memory: the checkpoint is not damaged
+        except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
+            problem = _first_words(error)
+        if problem is not None:  # only then, because it takes a second in a process with many objects
+            _collect_abandoned_reads()
+    failed = multihost_utils.process_allgather(np.array(problem is not None)).reshape(-1)
+    if failed.any() and problem is None:
+        problem = f"process {failed.argmax()} could not read its part"
+    return (None, problem) if problem else (result, None)
+
+
+def _first_words(error: Exception) -> str:
+    line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line if len(line) <= 100 else line[:100] + ' ...'}"
+
+
+@contextlib.contextmanager
+def _quiet_failures() -> Iterator[None]:
+    """Suppresses the tracebacks of reads that Orbax abandons when another read fails.
+
+    Python reports an abandoned read through `sys.unraisablehook`, when TensorStore ends it and when it is garbage
+    collected. So the hook is replaced until these reads are collected. Automatic collection is off meanwhile, because
+    it could run in any thread: in one that was inside a JAX callback it crashed the process (JAX 0.12.0.1).
+    """
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        if was_enabled:
+            gc.enable()
+
+
+def _collect_abandoned_reads(seconds: float = 10.0) -> None:
+    """Collects the reads that Orbax abandoned; it waits for TensorStore, which keeps each of them until it has ended.
+
+    Such a read is an asyncio task that is not done although its event loop is closed. After `seconds` the rest is left
+    to later collections.
+    """
+    deadline = time.monotonic() + seconds
+    gc.collect()
+    while _has_abandoned_tasks() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        gc.collect()
+
+
+def _has_abandoned_tasks() -> bool:
+    # `type`, because isinstance would evaluate the lazy proxies that some modules keep
+    tasks = (candidate for candidate in gc.get_objects() if type(candidate) is asyncio.Task)
+    return any(not task.done() and task.get_loop().is_closed() for task in tasks)
+
+
+def read_valid_meta(directory: Path) -> dict:
+    """The meta of one checkpoint.
+
+    Raises:
+      ValueError: it is not JSON, or has the wrong digest.
+      OSError: the file cannot be read.
+    """
+    meta = json.loads((directory / "meta" / "metadata").read_text())
+    if meta.pop(DIGEST, None) != digest_of(meta):
+        raise ValueError("meta has the wrong checksum")
+    return meta
+
+
+def digest_of(meta: dict) -> str:
+    """The SHA-256 digest of a meta without the entry `DIGEST`."""
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Name -> checksum, and name -> shape, of all arrays of one checkpoint."""
+    checksums = json.loads((directory / "checksums" / "metadata").read_text())
+    shapes = shapes_of(ocp.StandardCheckpointHandler().metadata(epath.Path(directory) / "state").tree)
+    assert checksums.keys() == shapes.keys()
+    return checksums, shapes

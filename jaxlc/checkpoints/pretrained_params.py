@@ -1,0 +1,98 @@
+"""The parameters of `model.init_from`, sharded as the training state."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from jaxlc.checkpoints.checkpoint import restore_params
+from jaxlc.checkpoints.checkpoint_files import stored_dtypes
+from jaxlc.config.models.config_json import family_of
+from jaxlc.config.models.pretrained import Pretrained, locate, with_overrides
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.hf.load import load_params
+from jaxlc.models import freezing
+from jaxlc.models.lora import is_adapter
+from jaxlc.step.state import DEVICE, groups_of, to_memory_kind
+from jaxlc.step.step import TrainStep
+
+
+def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None = None) -> tuple[dict, str]:
+    """The parameters of config.model.init_from, with the shardings of `step`, and a line that describes them.
+
+    Adapters of LoRA have their initial values.
+
+    Args:
+      progress: called with the bytes of parameters done and in total.
+    Raises:
+      UserError: the model cannot be read, or is not that of the config.
+    """
+    config = step.config
+    if step.model is not None:
+        raise Unsupported("unsupported: config.model.init_from with a custom model, which has its own init()")
+    pretrained = locate(config.model.init_from, with_weights=True)
+    with_overrides(pretrained, vars(config.model))  # a config that was loaded before may differ
+    adapter_names = frozenset(filter(is_adapter, freezing.names_of(step.dims))) if config.lora.rank else frozenset()
+    abstract, _ = freezing.split(step.abstract_state.params, adapter_names)
+    dims, _ = freezing.split(step.dims, adapter_names)
+    if pretrained.is_run:
+        params, line = _of_run(pretrained, abstract, config.model.vocab_size)
+    else:
+        params, num_bytes = load_params(
+            pretrained.directory,
+            family_of(pretrained.config_json(), config.model),
+            abstract,
+            dims,
+            vocab_size=config.model.vocab_size,
+            progress=progress,
+        )
+        line = f"weights    {pretrained.directory}, {num_bytes:,} bytes read by this process"
+    if adapter_names:
+        params = freezing.join(params, step.init_params(adapter_names))
+    return params, line
+
+
+def _of_run(pretrained: Pretrained, abstract, vocab_size: int) -> tuple[dict, str]:
+    """The parameters in a checkpoint, converted if they are stored in another dtype.
+
+    Raises:
+      UserError: the checkpoint does not contain the parameters of the whole model.
+    """
+    path, stored = pretrained.directory.absolute(), pretrained.run_config()
+    if stored.get("lora", {}).get("rank") or not stored.get("train", {}).get("checkpoint_frozen", True):
+        raise UserError(
+            f"{path} has adapters or lacks the frozen parameters: export the run with `jaxlc export`, which gives a"
+            " whole model, and use the result as config.model.init_from"
+        )
+    params = _restored_as(path, abstract, vocab_size)
+    return params, f"weights    of the checkpoint {path}"
+
+
+def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
+    """The parameters of a checkpoint. They are restored in the dtypes in which they are stored, whose checksums the
+    checkpoint has, and converted to those of `abstract`, some at a time."""
+    dtypes = stored_dtypes(checkpoint)
+    paths, targets = zip(*jax.tree.leaves_with_path(abstract))
+    names = ["/".join(("params", *(key.key for key in path))) for path in paths]
+    stored = [
+        jax.ShapeDtypeStruct(target.shape, dtypes.get(name, target.dtype), sharding=target.sharding)
+        for name, target in zip(names, targets)
+    ]
+    if stored == list(targets):
+        return restore_params(checkpoint.parent, int(checkpoint.name), abstract, vocab_size=vocab_size)
+    converted: list[jax.Array] = []
+    for group in groups_of(stored):
+        tree: dict = {}
+        for index in group:
+            freezing.insert(tree, [key.key for key in paths[index]], stored[index])
+        params = restore_params(checkpoint.parent, int(checkpoint.name), tree, vocab_size=vocab_size, only_these=True)
+        converted += _converted(jax.tree.leaves(params), [targets[index] for index in group])
+    return jax.tree.unflatten(jax.tree.structure(abstract), converted)
+
+
+def _converted(arrays: list[jax.Array], targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    def convert(arrays):
+        return [to_memory_kind(x, DEVICE).astype(target.dtype) for x, target in zip(arrays, targets)]
+
+    shardings = [target.sharding for target in targets]
+    return jax.block_until_ready(jax.jit(convert, out_shardings=shardings)(arrays))

@@ -1,0 +1,116 @@
+"""Writes the parameters of a checkpoint as a directory that `transformers` opens."""
+
+import json
+import operator
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY, existing_step, read_meta
+from jaxlc.checkpoints.stored_params import StoredParams
+from jaxlc.config import Config, from_dict
+from jaxlc.config.models.config_json import config_json_of, family_of
+from jaxlc.config.models.families import Family
+from jaxlc.config.models.pretrained import CONFIG_FILE, TEXT_FILES, TOKENIZER_FILE, Pretrained, original_of
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.data.tokens.tokenizers import tokenizer_file
+from jaxlc.hf.adapters import read_adapter, write_adapters
+from jaxlc.hf.load import layouts_of, paths_of
+from jaxlc.hf.tensor_slices import Layout
+from jaxlc.hf.write import TensorWriter
+from jaxlc.models import decoder
+
+DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
+
+
+def export(
+    workdir: str | Path,
+    out: str | Path,
+    *,
+    step: int | None,
+    dtype: str,
+    max_shard_gb: float,
+    adapters: bool,
+    load_params: Callable[[int], Any],
+) -> Path:
+    """Writes a checkpoint; see `jaxlc.export`.
+
+    `load_params` returns all parameters of a step, for checkpoints without the frozen ones.
+    """
+    workdir = Path(workdir).expanduser().absolute()
+    directory = workdir / CHECKPOINTS_DIRECTORY
+    step = existing_step(directory, step)
+    if dtype not in DTYPES:
+        raise UserError(f"invalid dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if not max_shard_gb > 0:
+        raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
+    meta = read_meta(directory, step)
+    config = from_dict(meta["config"])
+    source = original_of(config.model.init_from, workdir)
+    base = None if source is None else source.config_json()
+    content = config_json_of(config.model, base, seq_len=config.data.seq_len, dtype=DTYPES[dtype][1])
+    load_all = (lambda: load_params(step)) if BASE in meta else None
+    params = StoredParams(workdir, step, config, load_all=load_all)
+    family = family_of(base, config.model)
+    target = Path(out).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already: remove it, or export to a different directory")
+    partial = target.with_name(target.name + ".partial")  # renamed when it is complete
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        if adapters:
+            write_adapters(config, family, params, partial)
+        else:
+            _write_weights(config, family, params, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9))
+            (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+            _write_other_files(config, source, partial)
+        if target.is_dir():
+            target.rmdir()
+        partial.rename(target)
+    except OSError as error:
+        raise UserError(f"cannot write to {partial} ({reason_of(error)}): export to a different directory") from error
+    return target
+
+
+def _write_weights(
+    config: Config, family: Family, params: StoredParams, target: Path, dtype: str, max_shard_bytes: int
+) -> None:
+    """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their tensors."""
+    model = config.model
+    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
+    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
+    with TensorWriter(target, _shapes(layouts), dtype=dtype, max_shard_bytes=max_shard_bytes) as files:
+        for paths in params.groups(abstract):
+            for path, array in params.read(paths).items():
+                layout, adapter = layouts[path], read_adapter(config, params, path)
+                of_layers = [array] if layout.layers is None else array
+                for layer, (name, weight) in enumerate(zip(layout.names, of_layers, strict=True)):
+                    merged = weight if adapter is None else adapter.merged(weight, layer)
+                    files.write(name, layout.to_stored(merged))
+
+
+def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of all tensors: embedding, layer by layer, final norm, head."""
+    single = {path: layout for path, layout in layouts.items() if layout.layers is None}
+    stacked = [(layer, x) for x in layouts.values() for layer in x.layers or ()]
+    by_layer = sorted(stacked, key=operator.itemgetter(0))
+    first = single.pop("embedding")
+    return [
+        (first.tensor.name, first.stored_shape),
+        *((x.tensor.name.format(layer=layer), x.stored_shape) for layer, x in by_layer),
+        *((x.tensor.name, x.stored_shape) for x in single.values()),
+    ]
+
+
+def _write_other_files(config: Config, source: Pretrained | None, target: Path) -> None:
+    for name in TEXT_FILES:
+        if source is not None and (source.directory / name).is_file():
+            shutil.copyfile(source.directory / name, target / name)
+    if not (target / TOKENIZER_FILE).exists() and config.data.tokenizer != "bytes":
+        tokenizer = tokenizer_file(config.data.tokenizer)
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, target / TOKENIZER_FILE)
+    if not (target / "generation_config.json").exists():
+        (target / "generation_config.json").write_text("{}\n")

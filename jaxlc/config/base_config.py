@@ -1,0 +1,67 @@
+"""The config that a recommendation starts from: that of --config, or only a model. Imports no jax."""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxlc.config.models.hub import is_model_id
+from jaxlc.config.models.presets import PRESETS, RENAMED_PRESETS
+from jaxlc.config.settings import defaults
+from jaxlc.config.values import parse_length
+from jaxlc.core.errors import UserError
+
+TOKENS_PER_STEP = 4_194_304  # at most, without --config: as the shipped configs of 8B models
+_DEFAULT_SEQ_LEN = 131_072
+
+
+def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> ConfigDict | None:
+    """`config` with the model and sequence length of the flags; without it, the defaults with a model.
+
+    Args:
+      config: None: no --config is given.
+      flags: --model and --seq_len, None if not given.
+    Returns:
+      None if there is neither a config nor a model.
+    Raises:
+      UserError: an unknown model, an invalid length, or a length for a config with stages.
+    """
+    model, length = flags["model"], flags["seq_len"]
+    if model is None and length is None:
+        return config
+    if config is None:
+        if model is None:
+            raise UserError("no model is given: use --model=NAME or --config=NAME with --seq_len")
+        config = defaults()
+        config.data.seq_len = parse_length(length, "seq_len") if length else _DEFAULT_SEQ_LEN
+        num_sequences = max(1, TOKENS_PER_STEP // config.data.seq_len)
+        config.train.global_batch_size = 2 ** (num_sequences.bit_length() - 1)  # rounded down, so that GPUs divide it
+    elif length:
+        if config.stages:
+            raise UserError(
+                "unsupported: --seq_len for a config with stages; use --config.stages.NAME.data.seq_len=TOKENS"
+            )
+        config.data.seq_len = parse_length(length, "seq_len")
+    if model is not None:
+        set_model(config, model)
+    return config
+
+
+def set_model(config: ConfigDict, model: str) -> None:
+    """Sets the model of `config` to a preset, a Hugging Face directory or hub id, or a run.
+
+    Raises:
+      UserError: `model` is none of these.
+    """
+    if model in PRESETS or model in RENAMED_PRESETS:
+        config.model.preset = model
+        return
+    if not Path(model).expanduser().is_dir() and not is_model_id(model):
+        nearest = difflib.get_close_matches(model, PRESETS, n=1)
+        question = f" (did you mean {nearest[0]}?)" if nearest else ""
+        raise UserError(
+            f"unknown --model={model}: expected a Hugging Face directory, a hub id ORGANIZATION/NAME, or one of"
+            f" {', '.join(PRESETS)}{question}"
+        )
+    config.model.init_from = model

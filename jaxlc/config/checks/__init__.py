@@ -1,0 +1,1 @@
+"""Checks of settings and of their combinations."""

@@ -1,0 +1,172 @@
+"""Checks of a config before JAX starts: ranges, and settings that contradict each other. Imports no jax."""
+
+import re
+from collections.abc import Iterator
+
+from jaxlc.config.checks.eval_checks import training_problems
+from jaxlc.config.checks.layer_checks import layer_problems
+from jaxlc.config.checks.lora_checks import lora_problems
+from jaxlc.config.checks.mesh_checks import (
+    check_num_devices,
+    length_problems,
+    mesh_overrides,
+    split_problems,
+    working_mesh,
+)
+from jaxlc.config.checks.precision_checks import precision_problems
+from jaxlc.config.checks.ranges import RANGES, range_problems
+from jaxlc.config.checks.tile_checks import tile_problems
+from jaxlc.config.data_schema import DataConfig
+from jaxlc.config.frozen import Config
+from jaxlc.config.mixture import mixture_problems
+from jaxlc.config.models.rope_settings import rope_problems
+from jaxlc.config.schema import TENSOR_NAMES
+from jaxlc.core.errors import UserError, raise_first
+
+
+def check(config: Config) -> None:
+    """Checks all values of `config`.
+
+    Raises:
+      UserError: the first value that is out of range or contradicts another one.
+    """
+    for section in RANGES:
+        raise_first(range_problems(section, getattr(config, section)))
+    for problems in (
+        _model_problems,
+        layer_problems,
+        _optimizer_problems,
+        _data_problems,
+        _memory_problems,
+        _runtime_problems,
+        _profile_problems,
+    ):
+        raise_first(problems(config))
+    # Checked before divisibility, whose advice keeps the number of devices.
+    if config.runtime.simulated_devices:
+        check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")
+    for problem in split_problems(config):
+        mesh = working_mesh(config, config.mesh.num_devices)
+        smaller = "a smaller --config.mesh.tensor or --config.mesh.context"
+        advice = f"use {mesh_overrides(config.mesh, mesh)}" if mesh else f"use {smaller}"
+        raise UserError(f"{problem}; {advice}")
+    raise_first(length_problems(config))
+    raise_first(tile_problems(config))
+    raise_first(precision_problems(config))
+    raise_first(lora_problems(config))
+    raise_first(training_problems(config))
+
+
+def _model_problems(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.num_heads % model.num_kv_heads:
+        yield (
+            f"config.model.num_heads={model.num_heads} is not a multiple of num_kv_heads={model.num_kv_heads};"
+            " every key/value head serves the same number of query heads"
+        )
+    if model.head_dim % 2:
+        yield f"config.model.head_dim={model.head_dim} is odd, and RoPE rotates pairs; use {model.head_dim + 1}"
+    yield from rope_problems(model)
+
+
+def _optimizer_problems(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    setting = "optimizer.schedule_steps" if optimizer.schedule_steps else "train.steps"
+    steps = optimizer.schedule_steps or config.train.steps
+    if optimizer.schedule == "wsd":
+        if optimizer.decay_steps == 0:
+            yield "config.optimizer.schedule='wsd' needs config.optimizer.decay_steps; a tenth of train.steps is usual"
+        if optimizer.warmup_steps + optimizer.decay_steps > steps:
+            yield (
+                f"config.optimizer.warmup_steps={optimizer.warmup_steps} and decay_steps={optimizer.decay_steps} do not"
+                f" fit into config.{setting}={steps}; shorten them or train for"
+                f" {optimizer.warmup_steps + optimizer.decay_steps} steps or more"
+            )
+    elif optimizer.decay_steps:
+        yield (
+            f"config.optimizer.decay_steps={optimizer.decay_steps} has no effect with config.optimizer.schedule="
+            f"{optimizer.schedule!r}, which has no separate decay; use --config.optimizer.schedule=wsd with it, or set"
+            " it to 0"
+        )
+    if optimizer.initial_learning_rate_ratio and not optimizer.warmup_steps:
+        yield (
+            f"config.optimizer.initial_learning_rate_ratio={optimizer.initial_learning_rate_ratio} has no effect"
+            " without a warm-up; set config.optimizer.warmup_steps, or set it to 0"
+        )
+
+
+def _data_problems(config: Config) -> Iterator[str]:
+    if not config.data.sources:
+        yield "config.data.sources is empty: give files, directories, glob patterns, or 'python-stdlib'"
+    for name, sources in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
+        if "" in sources:
+            yield f"config.data.{name} is {sources}, with an empty name in it; remove the empty name"
+    if config.data.mixture and config.data.sources != DataConfig().sources:
+        yield "config.data.sources and config.data.mixture are both set: add the sources to the mixture, as a source"
+    yield from mixture_problems(config.data)
+
+
+def _memory_problems(config: Config) -> Iterator[str]:
+    memory = config.memory
+    for setting, names in (("save", memory.save), ("offload", memory.offload)):
+        for name in names:
+            if name not in TENSOR_NAMES:
+                yield f"config.memory.{setting} names {name!r}, which is not one of {', '.join(TENSOR_NAMES)}"
+    twice = sorted(set(memory.save) & set(memory.offload))
+    if twice:
+        yield f"config.memory.save and config.memory.offload both name {twice[0]!r}; remove it from one of them"
+    if memory.remat == "none" and (memory.save or memory.offload or memory.layers_per_remat_group > 1):
+        yield (
+            "config.memory.remat='none' saves all activations on the device, so memory.save, memory.offload and"
+            " memory.layers_per_remat_group have no effect; use --config.memory.remat=full or attention with them"
+        )
+    if memory.remat == "none" and memory.parameters == "host":
+        yield (
+            "unsupported: config.memory.parameters='host' with memory.remat='none', which would keep the copied weights"
+            " of all layers on the device; use --config.memory.remat=full or attention"
+        )
+    if memory.remat == "matmuls" and memory.offload:
+        yield (
+            "unsupported: config.memory.remat='matmuls' with memory.offload; use --config.memory.remat=full and name"
+            " the tensors in memory.save and memory.offload"
+        )
+
+
+def _runtime_problems(config: Config) -> Iterator[str]:
+    runtime = config.runtime
+    if 0 < runtime.num_processes <= runtime.process_id:
+        yield (
+            f"config.runtime.process_id={runtime.process_id} is too large for num_processes={runtime.num_processes};"
+            " processes are numbered from 0"
+        )
+    if runtime.num_processes and runtime.simulated_devices % runtime.num_processes:
+        yield (
+            f"config.runtime.simulated_devices={runtime.simulated_devices} does not divide among"
+            f" num_processes={runtime.num_processes}; use a multiple of {runtime.num_processes}"
+        )
+    address = runtime.coordinator_address
+    host, _, port = address.rpartition(":")
+    if address and not (host and port.isdigit()):
+        yield f"invalid value {address!r} for config.runtime.coordinator_address: expected host:port"
+    if runtime.transport == "peer" and runtime.num_processes > 1:
+        yield (
+            "unsupported: config.runtime.transport='peer', which copies within one process, with"
+            f" num_processes={runtime.num_processes}; use 'symmetric', 'nvshmem' or 'nccl'"
+        )
+    if runtime.unified_memory_fraction and not runtime.unified_memory:
+        yield (
+            f"config.runtime.unified_memory_fraction={runtime.unified_memory_fraction} has no effect without unified"
+            " memory; use --config.runtime.unified_memory=True with it"
+        )
+    if runtime.nvshmem_heap_bytes and runtime.transport not in ("auto", "nvshmem"):
+        yield (
+            f"config.runtime.nvshmem_heap_bytes={runtime.nvshmem_heap_bytes} is for transport 'nvshmem', and"
+            f" config.runtime.transport is {runtime.transport!r}; use --config.runtime.nvshmem_heap_bytes=0"
+        )
+
+
+def _profile_problems(config: Config) -> Iterator[str]:
+    steps = config.profile.steps
+    match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", steps)
+    if steps and (match is None or int(match[1]) >= int(match[2])):
+        yield f"invalid value {steps!r} for config.profile.steps: expected FIRST:END, such as 10:13 for steps 10 to 12"

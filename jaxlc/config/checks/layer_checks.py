@@ -1,0 +1,49 @@
+"""Checks of the kinds of layers of a model. Imports no jax."""
+
+from collections.abc import Iterator
+
+from jaxlc.config.frozen import Config
+from jaxlc.config.models.model_schema import LAYER_KINDS
+from jaxlc.config.values import invalid_value
+
+
+def layer_problems(config: Config) -> Iterator[str]:
+    """Problems of model.layer_kinds, and contradictions with the settings that depend on it."""
+    model = config.model
+    unknown = [kind for kind in model.layer_kinds if kind not in LAYER_KINDS]
+    if unknown or not model.layer_kinds:
+        expected = f"one or more of {', '.join(LAYER_KINDS)}, separated by commas"
+        yield invalid_value("model.layer_kinds", unknown[0] if unknown else "", expected, LAYER_KINDS)
+    has_sliding = "sliding" in model.layer_kinds
+    if has_sliding and not model.window:
+        yield "config.model.layer_kinds has sliding layers, which need a window: set config.model.window, in tokens"
+    if model.window and not has_sliding:
+        yield (
+            f"config.model.window={model.window} has no effect, since config.model.layer_kinds names no sliding layers;"
+            " use --config.model.layer_kinds=sliding, or sliding,full for alternating layers"
+        )
+    if len(model.layer_kinds) > model.num_layers:
+        yield (
+            f"config.model.layer_kinds names {len(model.layer_kinds)} layers and config.model.num_layers is"
+            f" {model.num_layers}; use --config.model.num_layers={len(model.layer_kinds)} or more, or fewer kinds"
+        )
+    yield from _group_problems(config)
+
+
+def _group_problems(config: Config) -> Iterator[str]:
+    """Memory settings that require groups of layers, and that model.layer_kinds contradicts."""
+    memory, period = config.memory, len(config.model.layer_kinds)
+    group, num_layers = memory.layers_per_remat_group, config.model.num_layers - config.model.num_last_layers
+    setting = f"config.memory.layers_per_remat_group={group}"
+    if group > 1 and group % period:
+        yield f"{setting} is not a multiple of the {period} layers of config.model.layer_kinds; use 1 or {period}"
+    if num_layers % group:
+        layers = f"config.model.num_layers={num_layers}"
+        if config.model.num_last_layers:
+            layers = f"the {num_layers} layers in whole groups of config.model.layer_kinds"
+        yield f"{setting} does not divide {layers}; use a divisor"
+    if memory.parameters == "host" and period > 1 and group == 1:
+        yield (
+            f"unsupported: config.memory.parameters='host' with {period} layers in config.model.layer_kinds and"
+            f" config.memory.layers_per_remat_group=1; use --config.memory.layers_per_remat_group={period}"
+        )

@@ -1,0 +1,1 @@
+"""Model settings: presets, families, and Hugging Face's config.json."""

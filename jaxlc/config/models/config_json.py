@@ -1,0 +1,231 @@
+"""Converts between the config.json of a Hugging Face model and the settings of `ModelConfig`. Imports no jax.
+
+A field that changes the computation and is not known is an error. `rope_json` reads and writes RoPE.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, Family
+from jaxlc.config.models.layer_groups import repeating_group
+from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
+from jaxlc.core.errors import Unsupported, UserError
+
+ROPE_SETTINGS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_"))
+# Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and
+# not the shape of a parameter.
+CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, "sliding_rope_theta", "window")
+
+_FIELDS = {  # config.json -> ModelConfig
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "model_dim",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "ffn_dim",
+    "tie_word_embeddings": "tie_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+}
+_DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)  # of transformers, in all families
+_REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
+    attention_dropout=(0,),
+    partial_rotary_factor=(1,),
+    is_decoder=(False, True),  # both are causal
+    is_encoder_decoder=(False,),
+    add_cross_attention=(False,),
+)
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # ModelConfig -> config.json
+_IRRELEVANT = {
+    *("_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
+    *("initializer_range", "max_position_embeddings", "use_cache", "id2label", "label2id", "problem_type"),
+    *("output_attentions", "output_hidden_states", "return_dict", "torchscript", "chunk_size_feed_forward"),
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "layer_types"),
+    *("task_specific_params", "tokenizer_class", "finetuning_task", "prefix", "use_bfloat16", "pruned_heads"),
+    *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
+}
+_REASONS = {  # part of the name of a field -> what such models have
+    "quantization": "quantized weights",
+    "expert": "a mixture of experts",
+    "moe": "a mixture of experts",
+    "lora_rank": "multi-head latent attention",
+    "linear_": "linear attention",
+    "softcap": "capped logits",
+    "mamba": "state space layers",
+    "auto_map": "code of its own",
+}
+
+
+def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings of ModelConfig, without preset and init_from, of the model that `config` describes.
+
+    Args:
+      config: the content of config.json.
+      where: its path, for errors.
+    Raises:
+      UserError: a field is missing or has an invalid value.
+      Unsupported: the decoder does not compute this model; the message names the field.
+    """
+    family = _family_of(config, where)
+    _check_fields(config, family, where)
+    defaults = {**_DEFAULTS, **family.defaults}
+    settings: dict[str, Any] = {**COMMON_SETTINGS, **family.settings, "query_scale_dim": 0}
+    for name, setting in {**_FIELDS, **family.fields}.items():
+        value = config.get(name, defaults.get(name))
+        if value is None:
+            value = _derived(name, settings)
+        if value is None:
+            raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
+        settings[setting] = value
+    kinds = _layer_kinds(config, family, where)
+    window = config.get("sliding_window", defaults.get("sliding_window")) if "sliding" in kinds else 0
+    if window is None:
+        raise UserError(f"{where} has layers of type sliding_attention and no sliding_window; download it again")
+    rope = rope_settings(config, where, family, kinds)
+    return settings | dict(layer_kinds=kinds, window=window) | rope
+
+
+def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the language model in config.json: `config` itself, or text_config of a model with images."""
+    families = [family for family in FAMILIES.values() if family.multimodal_type]
+    family = next((family for family in families if family.multimodal_type == config.get("model_type")), None)
+    if family is None or not isinstance(config.get("text_config"), dict):
+        return config
+    outer = {name: config[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in config}
+    inner = dict(model_type=family.model_type, architectures=[family.architecture])
+    return {**outer, **config["text_config"], **inner}
+
+
+def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
+    """The family to export `model` as: that of the config.json it comes from, or one with the same layers.
+
+    Raises:
+      Unsupported: no family has such layers.
+    """
+    if config is not None:
+        return FAMILIES[config["model_type"]]
+    family = next((family for family in FAMILIES.values() if family.fits(model)), None)
+    if family is None:
+        settings = ", ".join(
+            f"{name}={getattr(model, name)}" for name in ("layer_kinds", "query_scale_dim", *COMMON_SETTINGS)
+        )
+        raise Unsupported(f"unsupported: no model_type of transformers has the layers of this model: {settings}")
+    return family
+
+
+def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_len: int, dtype: str) -> dict[str, Any]:
+    """The config.json of `model`. Fields that `model` does not change keep the values they have in `base`.
+
+    Args:
+      base: config.json of the model that training started from, or None.
+      seq_len: the sequence length of the run, for max_position_embeddings.
+      dtype: of the exported weights, "bfloat16" or "float32".
+    Raises:
+      UserError: `base` describes parameters of other shapes.
+      Unsupported: transformers does not compute the RoPE of `model` in this family.
+    """
+    family = family_of(base, model)
+    fields = _fields_of(model, family)
+    longest = max_position_embeddings(model, seq_len, (base or {}).get("max_position_embeddings") or 0)
+    dtype_field = "dtype" if "dtype" in (base or {}) else "torch_dtype"
+    changed = {"max_position_embeddings": longest, dtype_field: dtype}
+    if base is None:
+        first: dict[str, Any] = dict(architectures=[family.architecture], model_type=family.model_type)
+        # Of the tokenizer; the defaults of transformers are those of a published model.
+        first |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        first[family.activation_field] = _ACTIVATIONS[model.activation]
+        fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
+        return first | fields | fixed | family.write_kinds(model) | rope_fields(model, family) | changed
+    before = settings_of(base, "config.json")
+    for name, value in _fields_of(dataclasses.replace(model, **before), family).items():
+        if value != fields[name]:
+            raise UserError(
+                f"config.json of model.init_from has {name}={value} and the run {fields[name]}; restore that file"
+            )
+    if before["window"] != model.window:
+        changed |= family.write_kinds(model)
+    after = settings_of({**base, **changed}, "config.json")  # the length that the run adds may change the RoPE
+    if all(after[name] == getattr(model, name) for name in (*ROPE_SETTINGS, "sliding_rope_theta") if name in after):
+        return {**base, **changed}
+    kept = {name: value for name, value in base.items() if name not in ROPE_FIELDS}
+    return kept | rope_fields(model, family) | changed
+
+
+def _family_of(config: Mapping[str, Any], where: str) -> Family:
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise Unsupported(
+            f"unsupported: {where} has model_type {model_type!r}{_reason(config)}; supported are {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    architectures = config.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise Unsupported(
+            f"unsupported: {where} has architectures {architectures}; only {family.architecture} is supported"
+        )
+    return family
+
+
+def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None:
+    activation = {**COMMON_SETTINGS, **family.settings}["activation"]
+    required = {**_REQUIRED_VALUES, family.activation_field: (_ACTIVATIONS[activation],), **family.required_values}
+    for name, values in required.items():
+        value = config.get(name, family.defaults.get(name, values[0]))
+        if value not in values and value is not None:
+            allowed = " or ".join("null" if x is None else str(x).lower() for x in values)
+            raise Unsupported(f"unsupported: {where} has {name}={value!r}; only {allowed} is supported")
+    known = {*_FIELDS, *family.fields, *required, *ROPE_FIELDS, "sliding_window", *_IRRELEVANT, *family.irrelevant}
+    unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
+    if unknown:
+        name = unknown[0]
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        question = f" (did you mean {nearest[0]}?)" if nearest else ""
+        raise Unsupported(
+            f"unsupported: {where} has the unknown field {name}={config[name]!r}{question}{_reason({name: 0})}, which"
+            " may change the computation; remove it if it does not"
+        )
+
+
+def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple[str, ...]:
+    """The setting model.layer_kinds."""
+    kinds = family.read_kinds(config)
+    supported = frozenset().union(*family.layer_kinds)
+    unsupported = [kind for kind in kinds if kind not in supported]
+    if unsupported:
+        layer_type = {"sliding": "sliding_attention", "nope": "NoPE"}.get(unsupported[0], unsupported[0])
+        raise Unsupported(
+            f"unsupported: {where} has layers of type {layer_type}; in models of type {family.model_type} only"
+            f" {' and '.join(sorted(supported))} layers are supported"
+        )
+    if len(kinds) != config["num_hidden_layers"]:
+        raise UserError(
+            f"{where} has types of {len(kinds)} layers, and num_hidden_layers={config['num_hidden_layers']}; correct"
+            " one of them"
+        )
+    return repeating_group(kinds, where)
+
+
+def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The fields of config.json that give the sizes of `model`."""
+    values = vars(model) | dict(query_scale_dim=model.query_scale_dim or model.head_dim)
+    return {name: values[setting] for name, setting in {**_FIELDS, **family.fields}.items()}
+
+
+def _reason(config: Mapping[str, Any]) -> str:
+    """What models with such fields have, in parentheses; "" for other fields."""
+    reasons = (reason for part, reason in _REASONS.items() if any(part in name for name in config))
+    reason = next(reasons, None)
+    return f" ({reason})" if reason else ""
+
+
+def _derived(name: str, settings: Mapping[str, Any]) -> int | None:
+    """The value of a field that is null."""
+    if name == "num_key_value_heads":
+        return settings["num_heads"]
+    if name == "head_dim":
+        return settings["model_dim"] // settings["num_heads"]
+    return None

@@ -1,0 +1,19 @@
+"""Published model families: the fields of their Hugging Face config.json, and the names of their tensors.
+
+One module per family. To add one, write its module, add it to FAMILIES, and add it to the cases of tests/hf/models.py.
+"""
+
+from jaxlc.config.models.families.family import COMMON_SETTINGS, Family, Tensor
+from jaxlc.config.models.families.gemma3 import GEMMA3_TEXT
+from jaxlc.config.models.families.llama import LLAMA
+from jaxlc.config.models.families.mistral import MISTRAL
+from jaxlc.config.models.families.olmo3 import OLMO3
+from jaxlc.config.models.families.qwen2 import QWEN2
+from jaxlc.config.models.families.qwen3 import QWEN3
+from jaxlc.config.models.families.smollm3 import SMOLLM3
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA3_TEXT, OLMO3)
+}
+
+__all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Tensor"]

@@ -1,0 +1,144 @@
+"""The description of a model family. Imports no jax."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxlc.config.models.model_schema import ModelConfig
+
+Fields = Mapping[str, Any]  # the content of config.json
+
+# Settings of ModelConfig that are equal in all models of a family, with the values that most families have.
+COMMON_SETTINGS: dict[str, Any] = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name in ("qk_norm", "norm_placement", "zero_centered_norm", "qkv_bias", "activation", "scale_embeddings")
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A tensor of a Hugging Face checkpoint and the parameter that it becomes.
+
+    `nn.Linear` stores [out, in]; our parameters are [in, out], with one dimension for heads and one for head_dim. So a
+    linear weight is transposed, and reshaped to the dimensions of the parameter.
+    """
+
+    name: str  # "{layer}" stands for the index of the layer
+    param: str  # path of the parameter: "layers/attention/wq"; parameters under layers/ are stacked over the layers
+    # Number of leading dimensions of the parameter, without that of the layers, that are the inputs of an nn.Linear. 0:
+    # a vector, such as a bias; stored with its dimensions flattened. None: stored with the dimensions of the parameter.
+    num_inputs: int | None = None
+
+
+_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}  # entry of "layer_types" -> kind
+_TYPE_OF = {kind: name for name, kind in _TYPES.items()}
+
+
+def read_layer_types(config: Fields, default: Sequence[str] = ("full",)) -> list[str]:
+    """The kinds of all layers by the field layer_types; if it is absent, the group `default`, repeated."""
+    if config.get("layer_types"):
+        return [_TYPES.get(name, name) for name in config["layer_types"]]
+    return [default[i % len(default)] for i in range(config["num_hidden_layers"])]
+
+
+def write_layer_types(model: ModelConfig) -> dict[str, Any]:
+    """The fields layer_types and sliding_window."""
+    return dict(layer_types=[_TYPE_OF[kind] for kind in model.kinds_of_layers], sliding_window=model.window or None)
+
+
+def no_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of families whose layers are all full: none."""
+    del model
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A `model_type` of config.json that the decoder computes exactly."""
+
+    model_type: str
+    architecture: str  # entry of "architectures"
+    layer_kinds: tuple[frozenset[str], ...] = (frozenset({"full"}),)  # the sets of kinds that models may have
+    # The kind of each layer in config.json. An unknown type of layer is returned as it is.
+    read_kinds: Callable[[Fields], Sequence[str]] = read_layer_types
+    # The fields of config.json for the layers of a model, as `read_kinds` reads them.
+    write_kinds: Callable[[ModelConfig], dict[str, Any]] = no_fields
+    settings: Mapping[str, Any] = field(default_factory=dict)  # those of COMMON_SETTINGS that differ from it
+    fields: Mapping[str, str] = field(default_factory=dict)  # more fields of config.json -> ModelConfig
+    activation_field: str = "hidden_act"
+    # The values that transformers uses for fields that are absent; a needed field that is absent here is required.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Fields of this family that change the computation, and the only values that are supported.
+    required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Whether rope_parameters has an entry for each layer type. RoPE of sliding layers is not scaled then; its base is
+    # rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
+    rope_by_layer_type: bool = False
+    # The model_type of models with images whose text_config describes this language model; prefixes of the names of its
+    # tensors there -> prefixes in `tensors`; and prefixes of the other tensors, which are not read.
+    multimodal_type: str = ""
+    multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
+    other_prefixes: tuple[str, ...] = ()
+    irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of a checkpoint, in the order of the computation of a layer."""
+        settings = {**COMMON_SETTINGS, **self.settings}
+        return _tensors(**{name: settings[name] for name in ("qk_norm", "norm_placement", "qkv_bias")})
+
+    def fits(self, model: ModelConfig) -> bool:
+        """Whether models of this family have the layers of `model`."""
+        settings = {**COMMON_SETTINGS, **self.settings}
+        has_settings = all(vars(model)[name] == value for name, value in settings.items())
+        has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
+        return has_settings and has_scale and frozenset(model.layer_kinds) in self.layer_kinds
+
+
+def _tensors(*, qk_norm: str, norm_placement: str, qkv_bias: bool) -> tuple[Tensor, ...]:
+    """The tensors of layers with these settings, by the names that Llama introduced and all families use."""
+    prefix = "model.layers.{layer}."
+
+    def linear(name: str, param: str, num_inputs: int = 1) -> Tensor:
+        return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}", num_inputs=num_inputs)
+
+    def norm(name: str, param: str) -> Tensor:
+        return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}/scale", num_inputs=0)
+
+    before_attention, after_attention, before_mlp, after_mlp = _NORM_NAMES[norm_placement]
+    projections = [linear(f"self_attn.{x}_proj", f"attention/w{x}") for x in "qkv"]
+    biases = [
+        Tensor(name=f"{prefix}self_attn.{x}_proj.bias", param=f"layers/attention/b{x}", num_inputs=0) for x in "qkv"
+    ]
+    return (
+        Tensor(name="model.embed_tokens.weight", param="embedding"),
+        *(norm(name, "attention_norm") for name in before_attention),
+        *projections,
+        *(biases if qkv_bias else ()),
+        *(norm(f"self_attn.{x}_norm", f"attention/{x}_norm") for x in ("" if qk_norm == "none" else "qk")),
+        linear("self_attn.o_proj", "attention/wo", num_inputs=2),
+        *(norm(name, "attention_post_norm") for name in after_attention),
+        *(norm(name, "mlp_norm") for name in before_mlp),
+        linear("mlp.gate_proj", "mlp/w_gate"),
+        linear("mlp.up_proj", "mlp/w_up"),
+        linear("mlp.down_proj", "mlp/w_down"),
+        *(norm(name, "mlp_post_norm") for name in after_mlp),
+        Tensor(name="model.norm.weight", param="final_norm/scale", num_inputs=0),
+        Tensor(name="lm_head.weight", param="head", num_inputs=1),  # absent if the embeddings are tied
+    )
+
+
+# norm_placement -> names of the norms before and after attention, before and after the MLP. post_attention_layernorm
+# is before the MLP in Llama and after attention in the others.
+_NORM_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "pre": (("input_layernorm",), (), ("post_attention_layernorm",), ()),
+    "post": ((), ("post_attention_layernorm",), (), ("post_feedforward_layernorm",)),
+    "pre_and_post": (
+        ("input_layernorm",),
+        ("post_attention_layernorm",),
+        ("pre_feedforward_layernorm",),
+        ("post_feedforward_layernorm",),
+    ),
+}

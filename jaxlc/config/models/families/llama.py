@@ -1,0 +1,16 @@
+"""Llama 2 and 3, and models of the same architecture such as SmolLM2 (transformers: models/llama)."""
+
+from jaxlc.config.models.families.family import Family
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size / num_attention_heads.
+    defaults=dict(num_key_value_heads=None, head_dim=None),
+    required_values=dict(
+        attention_bias=(False,),
+        mlp_bias=(False,),
+        rope_interleaved=(False,),  # in configs of SmolLM2
+    ),
+    irrelevant=frozenset({"pretraining_tp", "is_llama_config"}),
+)

@@ -1,0 +1,90 @@
+"""The section `model` of the settings; see `jaxlc.config.schema`. Imports no jax."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# Kinds of layers that model.layer_kinds may name.
+LAYER_KINDS = ("full", "sliding", "nope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Llama-style decoder. `preset` gives the shape of a published model; the other settings override it."""
+
+    preset: str  # name of a published model in jaxlc/config/models/presets.py, such as llama3.1-8b or qwen3-8b
+    # model whose weights training starts from: a Hugging Face directory, a hub id ORGANIZATION/NAME, or the workdir of
+    # a run. It gives the shape as well, and preset has no effect; docs/pretrained.md. Empty: random weights.
+    init_from: str = ""
+    vocab_size: int  # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
+    num_layers: int  # number of decoder layers (attention and feed-forward)
+    model_dim: int  # width of the residual stream; "hidden_size" in Hugging Face configs
+    num_heads: int  # number of query heads
+    # number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query attention, 1 is
+    # multi-query attention.
+    num_kv_heads: int
+    head_dim: int  # width of each attention head; even, because RoPE rotates pairs of dimensions
+    ffn_dim: int  # width of the gated feed-forward layer; "intermediate_size" in Hugging Face configs
+    tie_embeddings: bool  # use the transposed token embedding as the output head
+    # RMSNorm of queries and keys before RoPE. head: of each head, as in Qwen 3 and Gemma 3. projection: of all heads
+    # together, as in Olmo 3.
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    # RMSNorms around attention and feed-forward. pre: of their input, as in Llama. post: of their output before it is
+    # added to the residual stream, as in Olmo 3. pre_and_post: of both, as in Gemma 3.
+    norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
+    zero_centered_norm: bool = False  # RMSNorms multiply by 1 + scale instead of scale, as in Gemma
+    norm_epsilon: float  # added to the mean square in RMSNorm
+    qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen 2.5
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate of the feed-forward layer; gelu_tanh in Gemma
+    scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
+    # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
+    # 0: head_dim.
+    query_scale_dim: int = 0
+    # kinds of the layers, a group that repeats: layer i has kind layer_kinds[i % length]. full: attention to all
+    # earlier tokens. sliding: attention to the last `window` tokens. nope: as full, without position embedding.
+    layer_kinds: tuple[str, ...] = ("full",)
+    # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
+    # model has no sliding layers.
+    window: int = 0
+    sliding_rope_theta: float = 10_000.0  # base of the RoPE frequencies of sliding layers, which are never scaled
+    rope_theta: float  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
+    # how RoPE frequencies are changed to extend the context; docs/pretrained.md. linear: divided by the factor. ntk: a
+    # larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low frequencies divided, high ones unchanged,
+    # sharper attention. longrope: each divided by a factor of its own. llama3: as in Llama 3.1.
+    rope_scaling: Literal["none", "linear", "ntk", "dynamic_ntk", "yarn", "longrope", "llama3"] = "none"
+    rope_scaling_factor: float = 1.0  # new context length divided by the original one
+    # context length in tokens that the model was trained with before scaling; dynamic_ntk, yarn, longrope and llama3.
+    rope_scaling_original_tokens: int = 0
+    # llama3: wavelengths above rope_scaling_original_tokens / this are scaled fully.
+    rope_scaling_low_freq_factor: float = 1.0
+    # llama3: wavelengths below rope_scaling_original_tokens / this are not scaled.
+    rope_scaling_high_freq_factor: float = 4.0
+    # yarn: frequencies with more turns than this within rope_scaling_original_tokens are not scaled.
+    rope_scaling_beta_fast: float = 32.0
+    # yarn: frequencies with fewer turns than this within rope_scaling_original_tokens are scaled fully.
+    rope_scaling_beta_slow: float = 1.0
+    # yarn, longrope: factor of cos and sin, whose square multiplies attention logits. 0: computed from
+    # rope_scaling_factor.
+    rope_scaling_attention_factor: float = 0.0
+    rope_scaling_truncate: bool = True  # yarn: round the limits between the frequency bands to whole dimensions
+    # longrope: divisors of the frequencies if data.seq_len is at most rope_scaling_original_tokens.
+    rope_scaling_short_factors: tuple[float, ...] = ()
+    rope_scaling_long_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies for longer sequences
+    rope_fraction: float = 1.0  # fraction of head_dim that RoPE rotates, its first dimensions; the others are unchanged
+
+    @property
+    def num_last_layers(self) -> int:
+        """Number of layers after the last whole group of layer_kinds."""
+        return self.num_layers % len(self.layer_kinds)
+
+    @property
+    def kinds_of_layers(self) -> tuple[str, ...]:
+        """The kind of each layer."""
+        return tuple(self.layer_kinds[layer % len(self.layer_kinds)] for layer in range(self.num_layers))
+
+    def num_layers_of(self, kind: str) -> int:
+        """Number of layers of this kind."""
+        return self.kinds_of_layers.count(kind)
+
+    def window_of(self, kind: str) -> int | None:
+        """The window in tokens of layers of this kind; None: attention to all earlier tokens."""
+        return self.window if kind == "sliding" else None

@@ -1,0 +1,158 @@
+"""Published model shapes by name: the values of `config.model.preset`. Data only.
+
+Source: the `config.json` that the authors of each model publish with its weights. A test compares the parameter count
+of each entry with the published one.
+"""
+
+from typing import Any
+
+from jaxlc.config.models.families import FAMILIES
+from jaxlc.config.models.model_schema import ModelConfig
+
+_LLAMA_3_1: dict[str, Any] = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)
+_LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "rope_scaling_factor": 32.0}
+_LLAMA_3: dict[str, Any] = dict(vocab_size=128_256, head_dim=128, norm_epsilon=1e-5, rope_theta=500_000.0)
+_LLAMA_3_2_1B: dict[str, Any] = {**_LLAMA_3, **_LLAMA_3_2, "head_dim": 64}
+
+_GEMMA3_GROUP = (*["sliding"] * 5, "full")
+_OLMO3: dict[str, Any] = dict(
+    tie_embeddings=False,
+    norm_epsilon=1e-6,
+    layer_kinds=(*["sliding"] * 3, "full"),
+    window=4096,
+    sliding_rope_theta=500_000.0,
+    rope_theta=500_000.0,
+    rope_scaling="yarn",
+    rope_scaling_factor=8.0,
+    rope_scaling_original_tokens=8192,
+    **FAMILIES["olmo3"].settings,
+)
+
+_PRESETS = (
+    ModelConfig(
+        preset="tiny",
+        vocab_size=512,
+        num_layers=4,
+        model_dim=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        ffn_dim=384,
+        tie_embeddings=True,
+        norm_epsilon=1e-5,
+        rope_theta=10_000.0,
+    ),
+    ModelConfig(
+        preset="llama3.2-1b",
+        num_layers=16,
+        model_dim=2048,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_dim=8192,
+        tie_embeddings=True,
+        **_LLAMA_3_2_1B,
+    ),
+    ModelConfig(
+        preset="llama3.2-3b",
+        num_layers=28,
+        model_dim=3072,
+        num_heads=24,
+        num_kv_heads=8,
+        ffn_dim=8192,
+        tie_embeddings=True,
+        **{**_LLAMA_3, **_LLAMA_3_2},
+    ),
+    ModelConfig(
+        preset="llama3.1-8b",
+        num_layers=32,
+        model_dim=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_dim=14_336,
+        tie_embeddings=False,
+        **{**_LLAMA_3, **_LLAMA_3_1},
+    ),
+    ModelConfig(
+        preset="llama3.1-70b",
+        num_layers=80,
+        model_dim=8192,
+        num_heads=64,
+        num_kv_heads=8,
+        ffn_dim=28_672,
+        tie_embeddings=False,
+        **{**_LLAMA_3, **_LLAMA_3_1},
+    ),
+    ModelConfig(
+        preset="qwen3-8b",
+        vocab_size=151_936,
+        num_layers=36,
+        model_dim=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_dim=12_288,
+        tie_embeddings=False,
+        norm_epsilon=1e-6,
+        rope_theta=1_000_000.0,
+        **FAMILIES["qwen3"].settings,
+    ),
+    ModelConfig(
+        preset="mistral-7b",  # v0.3
+        vocab_size=32_768,
+        num_layers=32,
+        model_dim=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_dim=14_336,
+        tie_embeddings=False,
+        norm_epsilon=1e-5,
+        rope_theta=1_000_000.0,
+    ),
+    ModelConfig(
+        preset="gemma3-12b",  # without the vision encoder
+        vocab_size=262_208,
+        num_layers=48,
+        model_dim=3840,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=256,
+        ffn_dim=15_360,
+        tie_embeddings=True,
+        norm_epsilon=1e-6,
+        query_scale_dim=256,
+        layer_kinds=_GEMMA3_GROUP,
+        window=1024,
+        sliding_rope_theta=10_000.0,
+        rope_theta=1_000_000.0,
+        rope_scaling="linear",
+        rope_scaling_factor=8.0,
+        **FAMILIES["gemma3_text"].settings,
+    ),
+    ModelConfig(
+        preset="olmo3-7b",
+        vocab_size=100_278,
+        num_layers=32,
+        model_dim=4096,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        ffn_dim=11_008,
+        **_OLMO3,
+    ),
+    ModelConfig(
+        preset="olmo3-32b",
+        vocab_size=100_278,
+        num_layers=64,
+        model_dim=5120,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_dim=27_648,
+        **_OLMO3,
+    ),
+)
+PRESETS: dict[str, ModelConfig] = {preset.preset: preset for preset in _PRESETS}
+
+# Old name -> new name. These shapes have the RoPE scaling of Llama 3.1, which Llama 3 does not have.
+RENAMED_PRESETS = {"llama3-8b": "llama3.1-8b", "llama3-70b": "llama3.1-70b"}

@@ -1,0 +1,150 @@
+"""Resolves `model.init_from`: a Hugging Face directory, a model of the hub, or a run. Imports no jax."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxlc.config.frozen import field_types
+from jaxlc.config.models import hub
+from jaxlc.config.models.config_json import CHANGEABLE_SETTINGS, language_model_of, settings_of
+from jaxlc.config.models.rope_settings import with_scaling
+from jaxlc.config.old_configs import upgraded
+from jaxlc.config.values import typed
+from jaxlc.core.errors import UserError
+
+CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+# Of the tokenizer, the chat template and generation.
+TEXT_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+COPY_DIRECTORY = "pretrained"  # in the workdir of a run: config.json and TEXT_FILES of the model it started from
+_NO_SETTINGS = ("preset", "init_from")  # of a stored model config: they describe no computation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A model to start from."""
+
+    init_from: str
+    directory: Path  # with config.json, or of one checkpoint of a run
+    is_run: bool
+
+    def model_settings(self) -> dict[str, Any]:
+        """The settings of ModelConfig without preset and init_from.
+
+        Raises:
+          UserError: the description of the model cannot be read, or is unsupported.
+        """
+        if self.is_run:
+            stored, hints = self.run_config()["model"], field_types("model")
+            return {
+                name: typed(f"model.{name}", value, hints[name])
+                for name, value in stored.items()
+                if name not in _NO_SETTINGS
+            }
+        return settings_of(self.config_json(), str(self.directory / CONFIG_FILE))
+
+    def tokenizer(self) -> str:
+        """The value of data.tokenizer that belongs to the model; the file may not exist."""
+        return self.run_config()["data"]["tokenizer"] if self.is_run else str(self.directory / TOKENIZER_FILE)
+
+    def config_json(self) -> dict[str, Any]:
+        """The fields of the language model in config.json; not for runs."""
+        return dict(language_model_of(read_json(self.directory / CONFIG_FILE)))
+
+    def run_config(self) -> dict[str, dict[str, Any]]:
+        """The config that a run stored in the checkpoint, with current names; not for Hugging Face models."""
+        meta = read_json(self.directory / "meta" / "metadata")
+        if "config" not in meta:
+            raise UserError(f"the checkpoint {self.directory} has no config; use a different model.init_from")
+        return upgraded(meta["config"])
+
+
+def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
+    """Finds what `init_from` names; downloads a model of the hub, its weights only if `with_weights`.
+
+    Raises:
+      UserError: there is no such directory, or it contains no model.
+    """
+    path = Path(init_from).expanduser()
+    if not path.exists() and hub.is_model_id(init_from):
+        path = hub.download(init_from, with_weights=with_weights)
+    if (path / CONFIG_FILE).is_file():
+        return Pretrained(init_from=init_from, directory=path, is_run=False)
+    if (path / "meta" / "metadata").is_file():
+        return Pretrained(init_from=init_from, directory=path, is_run=True)
+    checkpoints = path / "checkpoints"
+    steps = [int(child.name) for child in checkpoints.iterdir() if child.name.isdigit()] if checkpoints.is_dir() else []
+    if steps:
+        return Pretrained(init_from=init_from, directory=checkpoints / str(max(steps)), is_run=True)
+    problem = f"{path} contains neither config.json nor checkpoints/" if path.exists() else f"{path} does not exist"
+    raise UserError(
+        f"invalid value {init_from!r} for config.model.init_from ({problem}): expected a Hugging Face directory with"
+        " config.json and safetensors files, the workdir of a run, or a hub id ORGANIZATION/NAME"
+    )
+
+
+def original_of(init_from: str, workdir: Path | None = None) -> Pretrained | None:
+    """The Hugging Face model that training started from, directly or through other runs; None: random weights.
+
+    Args:
+      init_from: of the run.
+      workdir: of the run. If it has a copy of the model's files, the result is that copy, without weights.
+    Raises:
+      UserError: there is no copy, and the model or one of the runs does not exist any more.
+    """
+    while True:
+        if workdir is not None and (workdir / COPY_DIRECTORY / CONFIG_FILE).is_file():
+            return Pretrained(init_from=init_from, directory=workdir / COPY_DIRECTORY, is_run=False)
+        if not init_from:
+            return None
+        source = locate(init_from)
+        if not source.is_run:
+            return source
+        init_from, workdir = source.run_config()["model"]["init_from"], source.directory.parent.parent
+
+
+def copy_description(init_from: str, workdir: Path) -> None:
+    """Copies config.json and the tokenizer of the original model to `workdir`, so that an export does not need it."""
+    original = original_of(init_from)
+    if original is None:
+        return
+    target = workdir / COPY_DIRECTORY
+    target.mkdir(exist_ok=True)
+    for name in (*TEXT_FILES, CONFIG_FILE):
+        if (original.directory / name).is_file():
+            shutil.copyfile(original.directory / name, target / name)
+
+
+def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the model, with those of `explicit` that may differ from it: RoPE and the window.
+
+    Raises:
+      UserError: another setting of `explicit` differs; the message names the difference.
+    """
+    settings = pretrained.model_settings()
+    for name, value in explicit.items():
+        if name in settings and name not in CHANGEABLE_SETTINGS and settings[name] != value:
+            raise UserError(
+                f"config.model.{name}={value} contradicts {pretrained.init_from}, which has {settings[name]}: remove"
+                f" that setting, or use --config.model.{name}={settings[name]}"
+            )
+    return with_scaling(settings, explicit)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({error}); use a different model.init_from") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} contains no JSON object; use a different model.init_from")
+    return content

@@ -1,0 +1,258 @@
+"""Converts between the RoPE of a Hugging Face config.json and the settings of `ModelConfig`. Imports no jax.
+
+Two forms are read and written: `rope_theta`, `rope_scaling` and Gemma 3's `rope_local_base_freq` of transformers 4, and
+`rope_parameters` of transformers 5, which has one entry for each layer type in families with `rope_by_layer_type`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxlc.config.models.families import Family
+from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.rope_settings import DEFAULTS, PARAMETERS, attention_factor
+from jaxlc.core.errors import Unsupported, UserError
+
+# Fields of config.json; the last one is that of models such as Phi 3.
+ROPE_FIELDS = frozenset(
+    {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "original_max_position_embeddings"}
+)
+_TYPES = {  # rope_type -> model.rope_scaling
+    "default": "none",
+    "linear": "linear",
+    "dynamic": "dynamic_ntk",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "llama3": "llama3",
+}
+_PARAMETERS = {  # of rope_scaling -> of model.rope_scaling_...
+    "factor": "factor",
+    "original_max_position_embeddings": "original_tokens",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "truncate": "truncate",
+    "short_factor": "short_factors",
+    "long_factor": "long_factors",
+}
+_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+
+
+def rope_settings(config: Mapping[str, Any], where: str, family: Family, layer_kinds: Sequence[str]) -> dict[str, Any]:
+    """The RoPE settings of the model that `config` describes.
+
+    Args:
+      config: the content of config.json.
+      where: its path, for errors.
+      layer_kinds: as in ModelConfig.
+    Raises:
+      UserError: a field is missing, or the two forms differ.
+      Unsupported: a RoPE that the layers do not compute, or an unknown field.
+    """
+    theta, scaling, new = (config.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters"))
+    if "rope_theta" in config and theta is None and not new:
+        raise Unsupported(f"unsupported: {where} has rope_theta=null, a model without RoPE")
+    old = _old_form(config, where, family)
+    if not new:
+        settings = old
+    else:
+        settings = _new_form(config, where, family)
+        if (theta is not None or scaling) and settings != old:
+            raise UserError(
+                f"{where} has rope_parameters={new} and also rope_theta={theta} and rope_scaling={scaling}, which"
+                " differ; remove the wrong ones"
+            )
+    return _of_kinds(settings, where, family, layer_kinds)
+
+
+def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """Both forms of the RoPE of `model`; only the new one if the old one cannot express it.
+
+    Raises:
+      Unsupported: transformers does not compute this RoPE in models of this family.
+    """
+    _check_family(model, family)
+    theta, scaling = model.rope_theta, _scaling_of(model)
+    if model.rope_scaling == "ntk":
+        theta *= model.rope_scaling_factor ** (model.head_dim / (model.head_dim - 2))
+    old: dict[str, Any] = dict(rope_theta=theta, rope_scaling=scaling)
+    if model.rope_scaling == "longrope":  # read by transformers 4
+        old["original_max_position_embeddings"] = model.rope_scaling_original_tokens
+    full = (scaling or {"rope_type": "default"}) | {"rope_theta": theta}
+    if not family.rope_by_layer_type:
+        return old | dict(rope_parameters=full)
+    sliding = dict(rope_type="default", rope_theta=model.sliding_rope_theta)
+    new = dict(rope_parameters=dict(full_attention=full, sliding_attention=sliding))
+    if "rope_local_base_freq" in family.defaults:
+        return old | dict(rope_local_base_freq=model.sliding_rope_theta) | new
+    return old | new if model.sliding_rope_theta == theta else new
+
+
+def max_position_embeddings(model: ModelConfig, seq_len: int, base: int) -> int:
+    """The value of this field in the config.json of `model`.
+
+    transformers reads it as the original context length of dynamic NTK. For YaRN, transformers 4 divides it by the
+    original length to get the factor.
+
+    Args:
+      seq_len: sequence length of the run.
+      base: the value for the model that training started from, or 0.
+    """
+    if model.rope_scaling == "dynamic_ntk":
+        return model.rope_scaling_original_tokens
+    if model.rope_scaling == "yarn":
+        return round(model.rope_scaling_factor * model.rope_scaling_original_tokens)
+    return max(seq_len, base)
+
+
+def _old_form(config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:
+    theta = _theta(config, family)
+    settings = _one_rope(dict(config.get("rope_scaling") or {}) | dict(rope_theta=theta), config, where)
+    local = config.get("rope_local_base_freq", family.defaults.get("rope_local_base_freq"))
+    return settings | dict(sliding_rope_theta=float(theta if local is None else local))
+
+
+def _new_form(config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:
+    parameters = dict(config["rope_parameters"])
+    theta = _theta(config, family)
+    if not family.rope_by_layer_type:
+        nested = [name for name, value in parameters.items() if isinstance(value, dict)]
+        if nested:
+            raise Unsupported(f"unsupported: {where} has RoPE parameters of their own for {nested[0]} layers")
+        settings = _one_rope(dict(rope_theta=theta) | parameters, config, where)
+        return settings | dict(sliding_rope_theta=settings["rope_theta"])
+    unknown = sorted(parameters.keys() - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise Unsupported(
+            f"unsupported: {where} has rope_parameters of {unknown[0]}; only those of full_attention and"
+            " sliding_attention are supported"
+        )
+    local = family.defaults.get("rope_local_base_freq", theta)
+    full = _one_rope(dict(rope_theta=theta) | (parameters.get("full_attention") or {}), config, where)
+    sliding = _one_rope(dict(rope_theta=local) | (parameters.get("sliding_attention") or {}), config, where)
+    if sliding["rope_scaling"] != "none":
+        raise Unsupported(f"unsupported: {where} scales RoPE of sliding_attention layers; only default is supported")
+    return full | dict(sliding_rope_theta=sliding["rope_theta"])
+
+
+def _theta(config: Mapping[str, Any], family: Family) -> float:
+    theta = config.get("rope_theta")
+    return family.defaults.get("rope_theta", 10000.0) if theta is None else theta
+
+
+def _of_kinds(settings: dict[str, Any], where: str, family: Family, layer_kinds: Sequence[str]) -> dict[str, Any]:
+    """`settings`, with the default of sliding_rope_theta if there are no sliding layers."""
+    if "sliding" not in layer_kinds:
+        return {name: value for name, value in settings.items() if name != "sliding_rope_theta"}
+    if not family.rope_by_layer_type and settings["rope_scaling"] != "none":
+        raise Unsupported(
+            f"unsupported: {where} scales RoPE and has sliding_attention layers, whose RoPE is never scaled; use"
+            " rope_scaling=null"
+        )
+    if family.rope_by_layer_type and not settings["rope_scaling_truncate"]:
+        raise Unsupported(f"unsupported: {where} has truncate=false, which transformers ignores in this model_type")
+    return settings
+
+
+def _one_rope(parameters: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings rope_... that one dict of parameters gives; `type` is the older name of `rope_type`."""
+    old_type = parameters.pop("type", "default")
+    rope_type = parameters.pop("rope_type", old_type)
+    if rope_type not in _TYPES:
+        raise Unsupported(f"unsupported: {where} has RoPE of type {rope_type!r}; supported are {', '.join(_TYPES)}")
+    theta, partial = parameters.pop("rope_theta"), parameters.pop("partial_rotary_factor", 1)
+    if partial != 1:
+        raise Unsupported(f"unsupported: {where} has partial_rotary_factor={partial}; only 1 is supported")
+    scaling = _TYPES[rope_type]
+    if rope_type == "yarn":
+        _replace_mscale(parameters)
+    settings = {**DEFAULTS, "rope_theta": float(theta), "rope_fraction": 1.0, "rope_scaling": scaling}
+    for name, parameter in _names_of(rope_type).items():
+        value = parameters.pop(name, None)
+        if value is None:
+            value = _outside(name, rope_type, config)
+        if value is None and name not in _OPTIONAL:
+            raise UserError(f"{where} has RoPE of type {rope_type} without {name}; add it")
+        if value is not None:
+            settings[f"rope_scaling_{parameter}"] = _converted(parameter, value)
+    unknown = sorted(name for name, value in parameters.items() if value is not None)
+    if unknown:
+        raise Unsupported(
+            f"unsupported: {where} has the unknown RoPE parameter {unknown[0]}={parameters[unknown[0]]} for type"
+            f" {rope_type}"
+        )
+    return settings
+
+
+def _names_of(rope_type: str) -> dict[str, str]:
+    """The entries of _PARAMETERS for one type; the original length of dynamic NTK is max_position_embeddings."""
+    used = PARAMETERS[_TYPES[rope_type]]
+    names = {name: parameter for name, parameter in _PARAMETERS.items() if parameter in used}
+    if rope_type == "dynamic":
+        names["max_position_embeddings"] = names.pop("original_max_position_embeddings")
+    return names
+
+
+def _outside(name: str, rope_type: str, config: Mapping[str, Any]) -> Any:
+    """The value of a parameter outside of rope_scaling, or None."""
+    if name == "max_position_embeddings":
+        return config.get(name)
+    original, longest = config.get("original_max_position_embeddings"), config.get("max_position_embeddings")
+    if rope_type != "longrope" or original is None:
+        return None
+    if name == "original_max_position_embeddings":
+        return original
+    return longest / original if name == "factor" and longest is not None else None
+
+
+def _converted(parameter: str, value: Any) -> Any:
+    default = DEFAULTS[f"rope_scaling_{parameter}"]
+    return tuple(map(float, value)) if isinstance(default, tuple) else type(default)(value)
+
+
+def _replace_mscale(parameters: dict[str, Any]) -> None:
+    """Replaces DeepSeek's two factors by the attention factor that they give; one without the other has no effect."""
+    mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
+    if mscale and mscale_all_dim and parameters.get("attention_factor") is None and parameters.get("factor"):
+        log_factor = math.log(parameters["factor"])
+        parameters["attention_factor"] = (0.1 * mscale * log_factor + 1) / (0.1 * mscale_all_dim * log_factor + 1)
+
+
+def _check_family(model: ModelConfig, family: Family) -> None:
+    if model.rope_fraction != 1:
+        raise Unsupported(
+            f"unsupported: export with config.model.rope_fraction={model.rope_fraction}, which transformers ignores in"
+            f" models of type {family.model_type}"
+        )
+    if family.rope_by_layer_type:
+        if not model.rope_scaling_truncate:
+            raise Unsupported(
+                "unsupported: export with config.model.rope_scaling_truncate=False, which transformers ignores in"
+                f" models of type {family.model_type}"
+            )
+    elif "sliding" in model.layer_kinds and (
+        model.rope_scaling != "none" or model.sliding_rope_theta != model.rope_theta
+    ):
+        raise Unsupported(
+            f"unsupported: export of a model of type {family.model_type} with another RoPE in sliding layers than in"
+            " full ones; use the same rope_theta and sliding_rope_theta, and rope_scaling=none"
+        )
+
+
+def _scaling_of(model: ModelConfig) -> dict[str, Any] | None:
+    """The dict rope_scaling; None without scaling, and for NTK, which is another rope_theta."""
+    if model.rope_scaling in ("none", "ntk"):
+        return None
+    rope_type = next(name for name, scaling in _TYPES.items() if scaling == model.rope_scaling)
+    scaling: dict[str, Any] = {"rope_type": rope_type}
+    for name, parameter in _names_of(rope_type).items():
+        setting = f"rope_scaling_{parameter}"
+        value = getattr(model, setting)
+        is_default = name in _OPTIONAL and value == DEFAULTS[setting]
+        if name != "max_position_embeddings" and not is_default:
+            scaling[name] = list(value) if isinstance(value, tuple) else value
+    if rope_type == "longrope":
+        scaling["attention_factor"] = attention_factor(model)  # transformers 4 ignores the factor
+    return scaling

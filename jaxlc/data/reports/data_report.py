@@ -1,0 +1,100 @@
+"""The report of `jaxlc data report`: documents and tokens of each source by length, and shares and epochs per stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxlc.data.corpus import Corpus
+from jaxlc.data.reports.shares import SourceShare, source_shares
+
+# Limits in tokens between the length classes of the report.
+LENGTH_LIMITS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+CLASS_NAMES = ("< 1K", "1K-4K", "4K-16K", "16K-64K", "64K-256K", "256K-1M", ">= 1M")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceLengths:
+    """All documents of a source, training and held-out ones, by length."""
+
+    name: str
+    num_documents: np.ndarray  # int64 [classes]
+    num_tokens: np.ndarray  # int64 [classes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageShares:
+    """What the sequences of one stage contain."""
+
+    name: str  # "" for a config without stages
+    num_sequences: int
+    seq_len: int
+    shares: tuple[SourceShare, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, without padding."""
+        return sum(share.num_tokens for share in self.shares)
+
+
+def source_lengths(corpus: Corpus) -> list[SourceLengths]:
+    """The sources of a corpus by document length."""
+    lengths_of = {source.name or "data.sources": np.diff(source.train.store.offsets) for source in corpus.sources}
+    return [
+        SourceLengths(
+            name=name,
+            num_documents=np.bincount(_classes(lengths), minlength=len(CLASS_NAMES)),
+            num_tokens=np.bincount(_classes(lengths), lengths, len(CLASS_NAMES)).astype(np.int64),
+        )
+        for name, lengths in lengths_of.items()
+    ]
+
+
+def stage_shares(name: str, corpus: Corpus, num_sequences: int) -> StageShares:
+    """The first `num_sequences` training sequences of a corpus."""
+    shares = tuple(share._replace(name=share.name or "data.sources") for share in source_shares(corpus, num_sequences))
+    return StageShares(name=name, num_sequences=num_sequences, seq_len=corpus.train.seq_len, shares=shares)
+
+
+def report_text(sources: Sequence[SourceLengths], stages: Sequence[StageShares]) -> str:
+    """Two tables of the sources by length, and one per stage."""
+    header = [*CLASS_NAMES, "all"]
+    counts = [[source.name, *map(_number, [*source.num_documents, source.num_documents.sum()])] for source in sources]
+    tokens = [[source.name, *map(_number, [*source.num_tokens, source.num_tokens.sum()])] for source in sources]
+    lines = [*_table(["documents", *header], counts), "", *_table(["tokens", *header], tokens)]
+    for stage in stages:
+        padding = 1 - stage.num_tokens / (stage.num_sequences * stage.seq_len)
+        rows = [
+            [
+                share.name,
+                f"{share.share:.2%}",
+                f"{share.realized_share:.2%}",
+                _number(share.num_tokens),
+                _number(share.num_documents),
+                _number(share.epoch_tokens),
+                f"{share.num_epochs:.3g}",
+            ]
+            for share in stage.shares
+        ]
+        title = f"stage {stage.name}" if stage.name else "the run"
+        lines += [
+            "",
+            f"{title}: {stage.num_sequences:,} sequences of {stage.seq_len:,} tokens, {padding:.2%} of them padding",
+            *_table(["", "share set", "realized", "tokens", "documents/epoch", "tokens/epoch", "epochs"], rows),
+        ]
+    return "\n".join(lines)
+
+
+def _classes(lengths: np.ndarray) -> np.ndarray:
+    return np.searchsorted(np.array(LENGTH_LIMITS), lengths, side="right")
+
+
+def _number(number: float) -> str:
+    return f"{int(number):,}"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Aligned columns, the first to the left."""
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    aligned = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))] for row in [header, *rows]]
+    return ["  ".join(cells).rstrip() for cells in aligned]

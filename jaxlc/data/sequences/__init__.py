@@ -1,0 +1,1 @@
+"""Sequences of a run: splits, packing, mixtures and loading."""

@@ -1,0 +1,130 @@
+"""Mixes the packed sequences of several sources in given shares of the tokens.
+
+Sequence i of the mixture is a sequence of one source. A fixed schedule selects the source: over any first n sequences,
+each source has less than one sequence more or less than its share. It solves the chairman assignment problem (Tijdeman
+1980, "The chairman assignment problem", Discrete Mathematics 32): at each place, of the sources that may be next, the
+one with the earliest deadline is next.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+
+from jaxlc.data.sequences.packing import PackedSequences
+
+PERIOD = 10_000  # sequences after which the schedule repeats; shares are rounded to multiples of 1 / PERIOD
+
+
+class PackedText(Protocol):
+    """What `PackedSequences` and `MixedSequences` have in common."""
+
+    seq_len: int
+    num_documents: int
+    num_tokens: int  # per epoch, without padding
+    num_sequences: int  # per epoch
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Returns sequence i, for any i >= 0; see `PackedSequences`."""
+
+    def documents(self) -> Iterator[np.ndarray]:
+        """Yields the stored tokens of each document."""
+
+
+class MixedSequences:
+    """An endless dataset: `sequences[i]` for any i >= 0 is a pure function of (sources, shares, i).
+
+    An epoch of the mixture ends before the first of its sources starts its second epoch.
+    """
+
+    def __init__(self, sources: Sequence[PackedSequences], shares: Sequence[float]):
+        """`shares` > 0 of the tokens, without padding; they are divided by their sum."""
+        self.sources = tuple(sources)
+        self.seq_len = sources[0].seq_len
+        self.num_documents = sum(source.num_documents for source in sources)
+        # A source whose sequences have more padding needs more sequences for the same share of the tokens.
+        weights = [share * source.num_sequences / source.num_tokens for share, source in zip(shares, sources)]
+        self._source_of, counts = schedule(tuple(_rounded(weights)))
+        is_source = self._source_of == np.arange(len(sources))[:, None]
+        self._counts = counts
+        # int64 [sources, PERIOD + 1]: sequences of each source before a place of the schedule
+        self._before = np.concatenate([np.zeros((len(sources), 1), np.int64), np.cumsum(is_source, axis=1)], axis=1)
+        self.num_sequences = self._sequences_before_repetition()
+        self.num_tokens = sum(self.num_tokens_of_first(self.num_sequences))
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Returns sequence i; see `PackedSequences`."""
+        periods, place = divmod(i, PERIOD)
+        source = self._source_of[place]
+        return self.sources[source][int(periods * self._counts[source] + self._before[source, place])]
+
+    def documents(self) -> Iterator[np.ndarray]:
+        """Yields the stored tokens of each document: one of each source in turn, until all are used."""
+        remaining = [source.documents() for source in self.sources]
+        while remaining:
+            for documents in list(remaining):
+                document = next(documents, None)
+                if document is None:
+                    remaining.remove(documents)
+                else:
+                    yield document
+
+    def num_sequences_of_first(self, num_sequences: int) -> np.ndarray:
+        """Sequences of each source among the first ones, int64 [sources]."""
+        periods, place = divmod(num_sequences, PERIOD)
+        return periods * self._counts + self._before[:, place]
+
+    def num_tokens_of_first(self, num_sequences: int) -> list[int]:
+        """Tokens of each source in the first sequences, without padding."""
+        counts = self.num_sequences_of_first(num_sequences).tolist()
+        return [source.num_tokens_of_first(count) for source, count in zip(self.sources, counts)]
+
+    def _sequences_before_repetition(self) -> int:
+        """The largest n >= 1 for which no source has more than one epoch in the first n sequences."""
+        limits = []
+        for source, count, before in zip(self.sources, self._counts.tolist(), self._before):
+            periods, remainder = divmod(source.num_sequences, count)
+            limits.append(periods * PERIOD + int(np.searchsorted(before, remainder, side="right")) - 1)
+        return max(1, min(limits))
+
+
+def _rounded(weights: Sequence[float]) -> list[int]:
+    """Integers in proportion to `weights` > 0, at least 1 each, with the sum PERIOD."""
+    exact = np.array(weights) * (PERIOD / sum(weights))
+    counts = np.maximum(1, np.floor(exact)).astype(np.int64)
+    while counts.sum() != PERIOD:  # the source that is farthest below or above its weight
+        if counts.sum() < PERIOD:
+            counts[np.argmax(exact - counts)] += 1
+        else:
+            counts[np.argmax(np.where(counts > 1, counts - exact, -np.inf))] -= 1
+    return counts.tolist()
+
+
+@functools.lru_cache(maxsize=16)
+def schedule(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """A periodic order in which source s occurs counts[s] times per PERIOD, evenly.
+
+    Returns:
+      The source at each place, int64 [PERIOD], and the counts, int64 [sources].
+    """
+    assert sum(counts) == PERIOD and min(counts) > 0, counts
+    num_sources = len(counts)
+    if num_sources == 1:
+        return np.zeros(PERIOD, np.int64), np.array(counts)
+    # All numbers are multiplied by PERIOD and by 2 (num_sources - 1), so that they are integers.
+    scale = 2 * (num_sources - 1)
+    unit, slack = PERIOD * scale, PERIOD
+    placed, order = [0] * num_sources, []
+    for place in range(1, PERIOD + 1):
+        best, best_deadline = -1, Fraction(0)
+        for source, count in enumerate(counts):
+            # May be next: its share up to here is more than it has by at least 1 / (2 num_sources - 2).
+            if place * count * scale - placed[source] * unit >= slack:
+                deadline = Fraction((placed[source] + 1) * unit - slack, count)
+                if best < 0 or deadline < best_deadline:
+                    best, best_deadline = source, deadline
+        placed[best] += 1
+        order.append(best)
+    return np.array(order), np.array(counts)

@@ -1,0 +1,1 @@
+"""Sources of documents: files, records, and a built-in source."""

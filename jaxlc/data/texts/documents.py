@@ -1,0 +1,201 @@
+"""Reads the documents of files: text, token IDs, or chats."""
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from jaxlc.core.errors import UserError
+from jaxlc.data.texts.records import MEGATRON_SUFFIX, RECORD_SUFFIXES, BadRecord, Record, field_of, read_records
+from jaxlc.data.texts.sources import SourceFile, unreadable
+
+_BLOCK_BYTES = 1 << 20  # text of a file in memory at one time
+
+
+class Fields(NamedTuple):
+    """Which field of a record holds the document; one of `tokens` and `chat` may be set, which replaces `text`."""
+
+    text: str = "text"
+    tokens: str = ""  # token IDs
+    chat: str = ""  # a list of messages; the record may have a field `tools`
+
+    @property
+    def document(self) -> str:
+        return self.tokens or self.chat or self.text
+
+    def setting(self, files_setting: str) -> str:
+        """The setting that names the field of the files that `files_setting` lists: "data.text_field"."""
+        name = "token_field" if self.tokens else "chat_field" if self.chat else "text_field"
+        is_mixture = files_setting.startswith("data.mixture.")
+        section = files_setting if is_mixture else files_setting.rpartition(".")[0]
+        return f"{section}.{name}" if section else name
+
+
+class Chat(NamedTuple):
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A document; of `blocks`, `ids` and `chat`, one is set."""
+
+    name: str  # the file's name; `name:number` (from 1) of the line or record if a file holds several documents
+    where: str = ""  # FILE:NUMBER of its record, for errors
+    # The text, to be read once, before the next document. No UTF-8 sequence crosses the end of a block, so each can be
+    # decoded on its own, also if the text contains invalid UTF-8. The first one is not empty.
+    blocks: Iterable[bytes] = ()
+    ids: np.ndarray | None = None  # int [tokens]
+    chat: Chat | None = None
+
+
+@dataclass
+class BadRecords:
+    """Counts bad records up to a limit."""
+
+    limit: int = 0
+    num_records: int = 0
+    first: str = field(default="")  # the error of the first one
+
+    def add(self, error: BadRecord) -> None:
+        """Counts a bad record.
+
+        Raises:
+          UserError: there are more than the limit.
+        """
+        self.num_records += 1
+        self.first = self.first or str(error)
+        if self.num_records > self.limit:
+            raise UserError(str(error) + self.advice()) from None
+
+    def advice(self) -> str:
+        """The end of the error."""
+        if not self.limit:
+            return "; or skip such records with data.max_bad_records"
+        return (
+            f"; {self.num_records:,} records cannot be used, more than data.max_bad_records={self.limit} (the first:"
+            f" {self.first})"
+        )
+
+
+def read_documents(file: SourceFile, fields: Fields, bad_records: BadRecords) -> Iterator[Document]:
+    """Yields the documents of a file in order and skips empty ones. Memory: one block of text, or one batch of records.
+
+    Raises:
+      UserError: the file cannot be read or decoded, or it has more bad records than allowed.
+    """
+    try:
+        if file.path.name.endswith(RECORD_SUFFIXES):
+            yield from _record_documents(file, fields, bad_records)
+        elif fields.tokens or fields.chat:
+            raise UserError(
+                f"{file.setting}: {str(file.path)!r} is text without fields, and the documents are in the field"
+                f" {fields.document!r}; remove it from {file.setting}"
+            )
+        else:
+            yield from _text_file_documents(file)
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(file.path, error, file.setting) from error
+
+
+def _text_file_documents(file: SourceFile) -> Iterator[Document]:
+    with open(file.path, "rb") as opened:
+        if first := opened.read(_BLOCK_BYTES):
+            yield Document(name=file.name, blocks=_blocks(first, opened))
+
+
+def _blocks(first: bytes, opened: BinaryIO) -> Iterator[bytes]:
+    """Yields the rest of a file of which `first` is read; see `Document.blocks`."""
+    block = first
+    while following := opened.read(_BLOCK_BYTES):
+        # The last sequence may continue: it starts with the last byte of 0xC0 or more, at most 3 bytes before the end.
+        end = next((i for i in range(len(block) - 1, max(len(block) - 4, -1), -1) if block[i] >= 0xC0), len(block))
+        if end:
+            yield block[:end]
+        block = block[end:] + following
+    yield block
+
+
+def _record_documents(file: SourceFile, fields: Fields, bad_records: BadRecords) -> Iterator[Document]:
+    if file.path.name.endswith(MEGATRON_SUFFIX) and not fields.tokens:
+        is_mixture = file.setting.startswith("data.mixture.")
+        advice = f"set config.{file.setting}." if is_mixture else "use a source of config.data.mixture with "
+        raise UserError(f"{file.setting}: {str(file.path)!r} contains token IDs: {advice}token_field=tokens")
+    field_setting = fields.setting(file.setting)
+    records = read_records(
+        file.path, fields.document, setting=file.setting, field_setting=field_setting, lines=file.lines
+    )
+    for record in records:
+        try:
+            document = _document(file, record, fields)
+        except BadRecord as error:
+            bad_records.add(error)
+        else:
+            if document is not None:
+                yield document
+
+
+def _document(file: SourceFile, record: Record, fields: Fields) -> Document | None:
+    """The document of a record; None if it is empty.
+
+    Raises:
+      BadRecord: the record has no document.
+    """
+    field_setting = fields.setting(file.setting)
+    value = field_of(record, fields.document, field_setting)
+    name = f"{file.name}:{record.number}"
+    if fields.tokens:
+        ids = _ids(value, record, fields.tokens)
+        return Document(name=name, where=record.where, ids=ids) if len(ids) else None
+    if fields.chat:
+        return Document(name=name, where=record.where, chat=_chat(value, record, fields.chat))
+    if _is_chat(value):
+        raise BadRecord(
+            f"{record.where}: the field {fields.text!r} is a chat; use a source of config.data.mixture with"
+            f" chat_field={fields.text}"
+        )
+    if not isinstance(value, str):
+        raise BadRecord(
+            f"{record.where}: the field {fields.text!r} is {_kind(value)}, expected text; fix or remove this record, or"
+            f" set {field_setting} to another field"
+        )
+    # JSON can contain lone surrogates, which UTF-8 cannot encode.
+    return Document(name=name, where=record.where, blocks=[value.encode(errors="replace")]) if value else None
+
+
+def _ids(value: Any, record: Record, token_field: str) -> np.ndarray:
+    try:
+        ids = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        ids = np.array(None)
+    if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+        raise BadRecord(f"{record.where}: the field {token_field!r} is {_kind(value)}, expected a list of token IDs")
+    return ids
+
+
+def _chat(value: Any, record: Record, chat_field: str) -> Chat:
+    if not _is_chat(value):
+        is_list = isinstance(value, list) and value and isinstance(value[0], dict)
+        kind = f"a list of dictionaries with the fields {[*value[0]]}" if is_list else _kind(value)
+        raise BadRecord(
+            f"{record.where}: the field {chat_field!r} is {kind}, expected a list of messages with role and content"
+        )
+    values = record.values
+    tools = values.get("tools") if isinstance(values, dict) else None
+    return Chat([_without_null(message) for message in value], tools or None)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and m.get("role") for m in value)
+
+
+def _without_null(message: dict[str, Any]) -> dict[str, Any]:
+    """Columns have all fields in all records, null where a message has none."""
+    return {name: value for name, value in message.items() if value is not None or name == "content"}
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return "null" if value is None else f"an {name}" if name == "int" else f"a {name}"

@@ -1,0 +1,1 @@
+"""Tokenizers, chats, and the memory-mapped store of tokens."""

@@ -1,0 +1,236 @@
+"""Chats: renders messages with a chat template (Jinja), and finds the answers in the tokens of the rendered text.
+
+Only the answers of the assistant are trained on. Their place in the rendered text is found in one of two ways:
+
+- A template may have `{% generation %}` ... `{% endgeneration %}` around them, as those that support the assistant
+  masks of transformers.
+- Otherwise, answer k is the text between the prompt of message k, rendered from the messages before it with
+  `add_generation_prompt`, and the end of the text rendered from the messages up to it. White space behind its last
+  end-of-turn token belongs to the template and not to the answer. A template may render earlier messages differently,
+  for instance without their reasoning; then the answer ends at the next end-of-turn token.
+
+A token is trained on if it contains a character of an answer. Text is encoded as a whole, with special tokens.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxlc.core import extras
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.data.texts.records import BadRecord
+
+if TYPE_CHECKING:
+    from jaxlc.data.tokens.tokenizers import Tokenizer
+
+ASSISTANT = "assistant"
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark answers in rendered text
+_END_OF_TURN = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])$")  # such as <|im_end|>, </s>, [/INST]
+# The templates that data.chat_template can name: text only, without tools.
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LLAMA3 = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|eot_id|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+TEMPLATES = {"chatml": _CHATML, "llama3": _LLAMA3}
+
+
+class RenderedChat(NamedTuple):
+    text: str
+    answers: tuple[tuple[int, int], ...]  # begin and end of each answer in the text, in order
+
+
+class ChatTemplate:
+    """A chat template in Jinja, rendered in a sandbox with the settings and functions that transformers has."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], name: str = "the chat template"):
+        """
+        Args:
+          special_tokens: variables of the template, such as bos_token.
+          name: of the template, for errors.
+        Raises:
+          UserError: the package jinja2 is missing, or the source is not a template.
+        """
+        extras.require("jinja2", "a source of chats")
+        import jinja2
+
+        from jaxlc.data.tokens.chat_environment import environment
+
+        self._name, self._special_tokens = name, special_tokens
+        self.identity = (source, sorted(special_tokens.items()))  # what the rendered text depends on
+        try:
+            env = environment(_BEGIN, _END)
+            self._template = env.from_string(source)
+            self._has_markers = "generation" in {token for _, _, token in env.lex(source)}
+        except jinja2.TemplateError as error:
+            raise UserError(f"{name} is not a valid Jinja template ({reason_of(error)})") from error
+
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> RenderedChat:
+        """Renders a chat.
+
+        Args:
+          where: FILE:NUMBER of the record, for errors.
+        Raises:
+          BadRecord: the template raises an error for the messages, or no answer can be found.
+        """
+        text = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        if _BEGIN in text or _END in text:
+            raise BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+        if not any(message["role"] == ASSISTANT for message in messages):
+            raise BadRecord(f"{where}: no message has the role {ASSISTANT!r}, so there is nothing to train on")
+        marked = self._render(messages, tools, where)
+        parts = re.split(f"[{_BEGIN}{_END}]", marked)
+        if self._has_markers:
+            ends = np.cumsum([len(part) for part in parts]).tolist()
+            spans = list(zip(ends[0::2], ends[1::2]))
+        else:
+            spans = list(self._answers_by_prompts(marked, messages, tools, where))
+        answers = tuple((begin, end) for begin, end in spans if begin < end)
+        if not answers:
+            raise BadRecord(f"{where}: {self._name} renders no answer")
+        return RenderedChat("".join(parts), answers)
+
+    def prompt(self, text: str) -> str:
+        """The prompt of a chat whose only message is `text`, of the user, up to the start of the answer.
+
+        Raises:
+          BadRecord: the template raises an error.
+        """
+        return self._render([dict(role="user", content=text)], None, "prompt", add_generation_prompt=True)
+
+    def _answers_by_prompts(
+        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, where: str
+    ) -> Iterator[tuple[int, int]]:
+        """Yields the begin and end of each answer in the rendered text, for a template without markers."""
+        advice = "use a template with {% generation %} in data.chat_template"
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            prompt = self._render(messages[:number], tools, where, add_generation_prompt=True)
+            through = self._render(messages[: number + 1], tools, where)
+            if not text.startswith(prompt) or not through.startswith(prompt):
+                # The prompt of the template may begin the answer, for instance with an empty reasoning.
+                prompt = _common_start(prompt, through)
+                if not text.startswith(prompt):
+                    raise BadRecord(
+                        f"{where}: {self._name} renders message {number} differently in its prompt and in the chat;"
+                        f" {advice}"
+                    )
+            answer = through[len(prompt) :].rstrip()
+            if text.startswith(through):
+                yield len(prompt), len(prompt) + len(answer)
+            else:
+                end_of_turn = _END_OF_TURN.search(answer)
+                end = text.find(end_of_turn[0], len(prompt)) if end_of_turn else -1
+                if end_of_turn is None or end < 0:
+                    raise BadRecord(f"{where}: the end of message {number} cannot be found; {advice}")
+                yield len(prompt), end + len(end_of_turn[0])
+
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str, add_generation_prompt: bool = False
+    ) -> str:
+        import jinja2
+
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise BadRecord(f"{where}: {self._name} raises an error for the messages ({reason_of(error)})") from error
+
+
+def _common_start(a: str, b: str) -> str:
+    length = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return a[:length]
+
+
+def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplate:
+    """The template of data.chat_template, or else of the tokenizer.
+
+    Args:
+      setting: data.chat_template: a path, a key of TEMPLATES, or "".
+      tokenizer_file: the tokenizer.json, next to which tokenizer_config.json and chat_template.jinja are; None: bytes.
+    Raises:
+      UserError: there is no template, or it cannot be read.
+    """
+    values = _tokenizer_config(tokenizer_file)
+    special_tokens = _special_tokens(values)
+    if setting in TEMPLATES:
+        return ChatTemplate(TEMPLATES[setting], special_tokens, f"the template {setting!r}")
+    path = Path(setting).expanduser() if setting else tokenizer_file and tokenizer_file.parent / "chat_template.jinja"
+    if path and (setting or path.is_file()):
+        try:
+            return ChatTemplate(path.read_text(), special_tokens, str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"cannot read data.chat_template {str(path)!r} ({reason_of(error)}); use a Jinja file, or"
+                f" {' or '.join(TEMPLATES)}"
+            ) from error
+    template = values.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((item["template"] for item in template if item.get("name") == "default"), None)
+    if not isinstance(template, str):
+        raise UserError(
+            "data.tokenizer has no chat template, which a source of chats needs: set --config.data.chat_template to a"
+            f" Jinja file, or to {' or '.join(TEMPLATES)}"
+        )
+    return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")
+
+
+def _tokenizer_config(tokenizer_file: Path | None) -> dict[str, Any]:
+    """The content of tokenizer_config.json, empty if there is none.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    path = tokenizer_file and tokenizer_file.parent / "tokenizer_config.json"
+    if path is None or not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {str(path)!r} ({reason_of(error)}); download it again or remove it") from error
+
+
+def _special_tokens(values: dict[str, Any]) -> dict[str, str]:
+    """The special tokens that a template can name: bos_token and others."""
+    tokens = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in values.items()
+        if name.endswith("_token")
+    }
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+def encode_chats(chats: Sequence[RenderedChat], tokenizer: "Tokenizer") -> list[tuple[np.ndarray, np.ndarray]]:
+    """The token IDs, int32 [tokens], and the answers, int64 [answers, 2], begin and end in the tokens, of each chat."""
+    encoded = tokenizer.encode_with_offsets([chat.text for chat in chats])
+    return [(ids, _token_spans(offsets, chat.answers)) for (ids, offsets), chat in zip(encoded, chats)]
+
+
+def _token_spans(offsets: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The spans of tokens that contain a character of each span of characters.
+
+    Args:
+      offsets: int [tokens, 2], begin and end of each token in the text, increasing.
+    """
+    spans = np.array(answers, np.int64).reshape(-1, 2)
+    begins = np.searchsorted(offsets[:, 1], spans[:, 0], side="right")
+    ends = np.searchsorted(offsets[:, 0], spans[:, 1], side="left")
+    begins[1:] = np.maximum(begins[1:], ends[:-1])  # a token belongs to one answer
+    return np.stack([begins, ends], axis=1)[begins < ends]

@@ -1,0 +1,135 @@
+"""Tokenizes the parts of a large corpus in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxlc.config.data_schema import DataConfig
+from jaxlc.core.errors import UserError
+from jaxlc.data.texts.documents import BadRecords, Fields
+from jaxlc.data.texts.records import BadRecord
+from jaxlc.data.texts.sources import SourceFile
+from jaxlc.data.tokens.chat import load_chat_template
+from jaxlc.data.tokens.parts import Part, files_from_json, part_arrays, plan_parts, read_part, save_part, write_manifest
+from jaxlc.data.tokens.tokenized_pieces import Log, Reader, TokenizedPiece, tokenized_pieces
+from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
+
+MIN_BYTES = 64 << 20  # a smaller corpus is tokenized by the threads of one process, which starts sooner
+_PART_BYTES = 32 << 20
+_MAX_WORKER_BYTES = 128 << 20
+_SECONDS_BETWEEN_POLLS = 0.05
+
+
+def parallel_pieces(
+    directory: Path, files: Sequence[SourceFile], reader: Reader, config: DataConfig, tokenizer: Tokenizer, log: Log
+) -> Iterator[TokenizedPiece]:
+    """Yields the documents of all files in order, as `tokenized_pieces`; several processes tokenize them.
+
+    Args:
+      directory: of the files of the parts; complete parts in it, of an earlier process, are used.
+    Raises:
+      UserError: as `tokenized_pieces`.
+    """
+    directory.mkdir(exist_ok=True)
+    parts = plan_parts(files, _PART_BYTES, _MAX_WORKER_BYTES)
+    write_manifest(directory / "manifest.json", parts, tokenizer=tokenizer.name, fields=reader.fields)
+    paths = [directory / f"{number:06d}.npz" for number in range(len(parts))]
+    waiting = [number for number, part in enumerate(parts) if not part.is_inline and not paths[number].exists()]
+    num_processes = min(config.tokenizing_processes or os.cpu_count() or 1, len(waiting) or 1)
+    num_complete = sum(not part.is_inline for part in parts) - len(waiting)
+    if num_complete:
+        log(f"continuing to tokenize: {num_complete:,} of {len(parts):,} parts are complete")
+    running: dict[int, subprocess.Popen] = {}
+    try:
+        for number, part in enumerate(parts):
+            if part.is_inline:
+                yield from tokenized_pieces(part.files, reader, tokenizer, log)
+                continue
+            while True:
+                _poll(running)
+                while waiting and len(running) < num_processes:
+                    started = waiting.pop(0)
+                    running[started] = _start(parts[started], paths[started], reader, config)
+                if paths[number].exists():
+                    break
+                time.sleep(_SECONDS_BETWEEN_POLLS)
+            with np.load(paths[number]) as arrays:
+                _add_bad_records(reader.bad_records, int(arrays["num_bad_records"]), str(arrays["first_bad_record"]))
+            yield from read_part(paths[number], bool(reader.fields.chat))
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+
+
+def _add_bad_records(bad_records: BadRecords, num_records: int, first: str) -> None:
+    for _ in range(num_records):
+        bad_records.add(BadRecord(first))
+
+
+def _poll(running: dict[int, subprocess.Popen]) -> None:
+    """Removes the processes that ended.
+
+    Raises:
+      UserError: one of them failed.
+    """
+    for number, process in list(running.items()):
+        if process.poll() is None:
+            continue
+        del running[number]
+        assert process.stderr is not None
+        if process.returncode:
+            message = process.stderr.read().strip()
+            if process.returncode == 2:
+                raise UserError(message)
+            raise UserError(f"a process that tokenizes ended with status {process.returncode}: {message[-2000:]}")
+
+
+def _start(part: Part, path: Path, reader: Reader, config: DataConfig) -> subprocess.Popen:
+    job = part.to_json() | dict(
+        path=str(path),
+        fields=list(reader.fields),
+        tokenizer=config.tokenizer,
+        end_token=config.end_token,
+        chat_template=config.chat_template,
+        max_bad_records=config.max_bad_records,
+    )
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {
+        "RAYON_NUM_THREADS": "1",  # of the package tokenizers
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
+    command = [sys.executable, "-m", "jaxlc.data.tokens.parallel_tokenizing", json.dumps(job)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def tokenize_part(job: dict[str, Any]) -> None:
+    """Tokenizes one part, in a process of its own.
+
+    Raises:
+      UserError: as `tokenized_pieces`.
+    """
+    fields = Fields(*job["fields"])
+    tokenizer = load_tokenizer(job["tokenizer"], job["end_token"])
+    template = load_chat_template(job["chat_template"], tokenizer.file) if fields.chat else None
+    reader = Reader(fields, BadRecords(job["max_bad_records"]), template)
+    tokenized = tokenized_pieces(files_from_json(job["files"]), reader, tokenizer, lambda line: None)
+    arrays = part_arrays(tokenized, np.min_scalar_type(tokenizer.vocab_size - 1))
+    arrays["num_bad_records"] = np.array(reader.bad_records.num_records)
+    arrays["first_bad_record"] = np.array(reader.bad_records.first.encode(errors="replace").decode())
+    save_part(Path(job["path"]), arrays)
+
+
+if __name__ == "__main__":
+    try:
+        tokenize_part(json.loads(sys.argv[1]))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

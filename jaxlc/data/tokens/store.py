@@ -1,0 +1,244 @@
+"""The token store: a corpus that is tokenized once and then memory-mapped.
+
+It consists of these files in the cache directory. KEY is a hash of the source files, the tokenizer and the settings:
+
+    KEY.tokens.npy      the tokens of every document, each document followed by its end-of-document token
+    KEY.index.npz       document offsets, split hashes, answers of chats, counts of invalid UTF-8 and of bad records,
+                        and a fingerprint of the content
+    KEY.manifest.json   the parts of a large corpus that several processes have tokenized; see `data.parts`
+
+Making it takes memory for two batches of text with their tokens, and 24 bytes per document.
+"""
+
+import functools
+import hashlib
+import os
+import shutil
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from jaxlc.config.data_schema import DataConfig
+from jaxlc.core.atomic_files import replacing
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.lock import locked
+from jaxlc.data.texts.documents import BadRecords, Fields
+from jaxlc.data.texts.sources import SourceFile, split_hash
+from jaxlc.data.tokens import parallel_tokenizing
+from jaxlc.data.tokens.chat import load_chat_template
+from jaxlc.data.tokens.token_writer import TokenWriter
+from jaxlc.data.tokens.tokenized_pieces import Log, Reader, TokenizedPiece, tokenized_pieces
+from jaxlc.data.tokens.tokenizers import Tokenizer
+
+Progress = Callable[[int, int], None]  # (bytes of text tokenized, total bytes)
+
+_FORMAT = 2  # increment it when the stored content changes; files of an older format are then ignored
+_LEFTOVER_SECONDS = 3600  # temporary files that no process has written to for this time are deleted
+_SAMPLED_DOCUMENTS = 1000  # checked when a store is opened, to detect a damaged file
+
+
+class InvalidUtf8(NamedTuple):
+    """Text that is not UTF-8, e.g. latin-1 or UTF-16. The byte tokenizer stores its bytes; others get U+FFFD."""
+
+    num_documents: int = 0
+    num_characters: int = 0  # that decoding replaces with U+FFFD
+    first_document: str = ""
+
+    def with_document(self, name: str, num_characters: int) -> "InvalidUtf8":
+        if not num_characters:
+            return self
+        return InvalidUtf8(self.num_documents + 1, self.num_characters + num_characters, self.first_document or name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStore:
+    """Document d is `tokens[offsets[d] : offsets[d + 1]]`; its last token is the end-of-document token."""
+
+    tokens: np.ndarray  # [tokens of the corpus] memory-mapped, the smallest unsigned dtype for the vocabulary size
+    offsets: np.ndarray  # int64 [documents + 1]
+    split_hashes: np.ndarray  # float64 [documents] in [0, 1)
+    fingerprint: str  # hash of document names and tokens: equal on machines that hold the same corpus
+    invalid_utf8: InvalidUtf8 = field(default_factory=InvalidUtf8)
+    # int64 [answers, 2]: begin and end in `tokens` of the answers of chats, in order; None: text without answers
+    answers: np.ndarray | None = None
+    num_bad_records: int = 0  # skipped
+    first_bad_record: str = ""  # the error of the first one
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.split_hashes)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """`tokens[begin:end]`, read from the file: page faults of the mapping cost several times more in a large file,
+        and its pages count as memory of the process."""
+        if self._file is None:
+            return self.tokens[begin:end]
+        itemsize, offset = self.tokens.itemsize, self.tokens.offset
+        data = os.pread(self._file.fileno(), (end - begin) * itemsize, offset + begin * itemsize)
+        return np.frombuffer(data, self.tokens.dtype)
+
+    @functools.cached_property
+    def _file(self) -> BinaryIO | None:
+        """The file that `tokens` maps; None: they are an array in memory."""
+        return open(self.tokens.filename, "rb") if isinstance(self.tokens, np.memmap) else None
+
+
+def open_store(
+    files: Sequence[SourceFile],
+    config: DataConfig,
+    fields: Fields,
+    tokenizer: Tokenizer,
+    progress: Progress | None = None,
+    log: Log | None = None,
+) -> TokenStore:
+    """Opens the tokenized corpus of `files` from the cache; tokenizes it first if the cache has no valid copy.
+
+    Files that changed since (size or modification time) make another store. Of several processes that share the cache,
+    one tokenizes and the others wait for it. If it fails or is killed, the next one tokenizes.
+
+    Args:
+      log: prints that this process waits, and warnings.
+    Raises:
+      UserError: files cannot be read or contain no text, or the cache directory cannot be written.
+    """
+    directory = Path(os.path.expanduser(config.cache_dir))
+    template = load_chat_template(config.chat_template, tokenizer.file) if fields.chat else None
+    reader = Reader(fields, BadRecords(config.max_bad_records), template)
+    key = _cache_key(files, reader, tokenizer)
+    tokens_path, index_path = directory / f"{key}.tokens.npy", directory / f"{key}.index.npz"
+    log = log or (lambda line: None)
+
+    def on_wait(holder: str) -> None:
+        log(f"waiting for {holder}, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}")
+
+    store = _read(tokens_path, index_path, tokenizer)
+    if store is None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with locked(directory / f"{key}.lock.tmp", on_wait):
+                if _read(tokens_path, index_path, tokenizer) is None:  # no other process has written it meanwhile
+                    _delete_leftovers(directory, key)
+                    parts = directory / f"{key}.parts"
+                    if sum(file.size_bytes for file in files) < parallel_tokenizing.MIN_BYTES:
+                        stream = tokenized_pieces(files, reader, tokenizer, log)
+                    else:
+                        stream = parallel_tokenizing.parallel_pieces(parts, files, reader, config, tokenizer, log)
+                    _write(tokens_path, index_path, files, stream, reader, tokenizer, progress)
+                    _keep_manifest(parts, directory / f"{key}.manifest.json")
+        except OSError as error:
+            raise UserError(
+                f"cannot write to data.cache_dir {config.cache_dir!r} ({reason_of(error)}); use a writable"
+                " directory with enough space for the tokenized corpus"
+            ) from error
+        store = _read(tokens_path, index_path, tokenizer)
+        assert store is not None, f"{tokens_path} was just written"
+    if store.num_bad_records > config.max_bad_records:  # it was written with a higher limit
+        raise UserError(
+            f"{store.first_bad_record}; {store.num_bad_records:,} records cannot be used, more than"
+            f" data.max_bad_records={config.max_bad_records}"
+        )
+    return store
+
+
+def _cache_key(files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer) -> str:
+    described = [(file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files]
+    fields = reader.fields
+    # As in older versions for text.
+    read = fields.text if fields == Fields(text=fields.text) else (*fields[1:], reader.chat_template_identity)
+    return hashlib.sha256(repr((_FORMAT, tokenizer.fingerprint, read, described)).encode()).hexdigest()[:24]
+
+
+def _read(tokens_path: Path, index_path: Path, tokenizer: Tokenizer) -> TokenStore | None:
+    """Returns the store in these files, or None if they are missing or damaged."""
+    try:
+        with np.load(index_path) as index:
+            offsets, split_hashes, fingerprint = index["offsets"], index["split_hashes"], str(index["fingerprint"])
+            num_documents, num_characters = index["invalid_utf8_counts"].tolist()
+            invalid_utf8 = InvalidUtf8(num_documents, num_characters, str(index["first_invalid_utf8"]))
+            answers = index.get("answers")
+            num_bad_records = int(index["num_bad_records"]) if "num_bad_records" in index else 0
+            first_bad_record = str(index["first_bad_record"]) if num_bad_records else ""
+        tokens = np.load(tokens_path, mmap_mode="r")
+    except Exception:  # NumPy raises many types for damaged files: OSError, ValueError, BadZipFile, TokenError...
+        return None
+    if len(tokens) != offsets[-1] or len(offsets) != len(split_hashes) + 1:
+        return None
+    stride = -(-len(split_hashes) // _SAMPLED_DOCUMENTS)
+    last_tokens = tokens[offsets[:0:-stride] - 1]
+    if (last_tokens != tokenizer.end_of_document_id).any():  # a machine crash can leave pages of zeros
+        return None
+    return TokenStore(
+        tokens=tokens,
+        offsets=offsets,
+        split_hashes=split_hashes,
+        fingerprint=fingerprint,
+        invalid_utf8=invalid_utf8,
+        answers=answers,
+        num_bad_records=num_bad_records,
+        first_bad_record=first_bad_record,
+    )
+
+
+def _delete_leftovers(directory: Path, key: str) -> None:
+    """Deletes the temporary files of processes that were killed."""
+    for path in directory.glob(f"{key}.*.np?.*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
+                path.unlink()
+
+
+def _write(
+    tokens_path: Path,
+    index_path: Path,
+    files: Sequence[SourceFile],
+    stream: Iterator[TokenizedPiece],
+    reader: Reader,
+    tokenizer: Tokenizer,
+    progress: Progress | None,
+) -> None:
+    total_bytes, ended_bytes, piece_bytes = sum(file.size_bytes for file in files), 0, 0
+    split_hashes, invalid, answers = array("d"), InvalidUtf8(), array("q")
+    with replacing(tokens_path) as out:
+        tokens = TokenWriter(out, np.min_scalar_type(tokenizer.vocab_size - 1))
+        for piece, ids, spans in stream:
+            if spans is not None:
+                answers.frombytes((spans + tokens.num_tokens).tobytes())
+            tokens.add(ids)
+            piece_bytes += piece.size
+            if piece.is_last:
+                tokens.end_document(piece.document, tokenizer.end_of_document_id)
+                split_hashes.append(split_hash(piece.document))
+                invalid = invalid.with_document(piece.document, piece.counts.num_invalid)
+                ended_bytes, piece_bytes = ended_bytes + piece.counts.num_bytes, 0
+            if progress is not None:  # a compressed file contains more text than its size
+                progress(min(ended_bytes + piece_bytes, total_bytes), total_bytes)
+        if not split_hashes:
+            raise UserError(f"{files[0].setting}: no text, all documents are empty; use different sources")
+        tokens.finish()
+    with replacing(index_path) as out:
+        np.savez(
+            out,
+            offsets=np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)]),
+            split_hashes=np.array(split_hashes),
+            fingerprint=tokens.content_hash.hexdigest(),
+            invalid_utf8_counts=np.array([invalid.num_documents, invalid.num_characters]),
+            first_invalid_utf8=invalid.first_document.encode(errors="replace").decode(),
+            num_bad_records=reader.bad_records.num_records,
+            first_bad_record=reader.bad_records.first.encode(errors="replace").decode(),
+            **({"answers": np.array(answers).reshape(-1, 2)} if reader.fields.chat else {}),
+        )
+    if progress is not None:
+        progress(total_bytes, total_bytes)
+
+
+def _keep_manifest(parts: Path, path: Path) -> None:
+    """Deletes the files of the parts, except for the manifest, if there are any."""
+    if parts.is_dir():
+        os.replace(parts / "manifest.json", path)
+        shutil.rmtree(parts)

@@ -1,0 +1,189 @@
+"""Tokenizes documents in parallel, in memory that does not depend on their length."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxlc.data.texts.documents import BadRecords, Document, Fields, read_documents
+from jaxlc.data.texts.records import BadRecord
+from jaxlc.data.texts.sources import SourceFile
+from jaxlc.data.tokens.chat import ChatTemplate, RenderedChat, encode_chats
+from jaxlc.data.tokens.tokenizers import Tokenizer
+
+Log = Callable[[str], None]  # prints one line
+
+_BATCH_CHARACTERS = 4 << 20  # tokenized at once, over all threads
+_BYTES_PER_CHARACTER = 180  # of memory that the package tokenizers needs
+_LONG_PIECE = 4 * _BATCH_CHARACTERS  # a warning comes before a longer piece is tokenized
+
+
+class Counts(NamedTuple):
+    """Of a document."""
+
+    num_bytes: int
+    num_invalid: int = 0  # characters that are not valid UTF-8
+
+
+class DocumentCounts:
+    """The blocks of a document, counted while they are read."""
+
+    def __init__(self, blocks: Iterable[bytes]):
+        self.num_bytes = self.num_invalid = 0
+        self._blocks = blocks
+
+    def __iter__(self) -> Iterator[bytes]:
+        for block in self._blocks:
+            self.num_bytes += len(block)
+            self.num_invalid += _num_invalid_characters(block)
+            yield block
+
+
+class Piece(NamedTuple):
+    """A part of a document that is tokenized on its own: text, token IDs, or a chat."""
+
+    content: bytes | str | np.ndarray | RenderedChat
+    document: str  # name
+    counts: DocumentCounts | Counts  # complete at the last piece
+    is_last: bool
+
+    @property
+    def size(self) -> int:
+        """Characters, bytes or tokens."""
+        return len(self.content.text if isinstance(self.content, RenderedChat) else self.content)
+
+
+class TokenizedPiece(NamedTuple):
+    piece: Piece
+    ids: np.ndarray  # int [tokens]
+    answers: np.ndarray | None = None  # int64 [answers, 2], begin and end in `ids`; None: not a chat
+
+
+@dataclass
+class Reader:
+    """How the documents of a store are read."""
+
+    fields: Fields
+    bad_records: BadRecords
+    chat_template: ChatTemplate | None = None  # if fields.chat is set
+
+    @property
+    def chat_template_identity(self) -> tuple:
+        """What the text of chats depends on."""
+        return () if self.chat_template is None else self.chat_template.identity
+
+
+def tokenized_pieces(
+    files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer, log: Log
+) -> Iterator[TokenizedPiece]:
+    """Yields the pieces of all documents with their token IDs, in order.
+
+    Each batch of pieces is tokenized by all cores, while the caller uses the batch before it.
+    """
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        pending = None
+        for batch in _batches(_pieces(files, reader, tokenizer, log)):
+            following = executor.submit(_tokenized, batch, tokenizer)
+            if pending is not None:
+                yield from pending.result()
+            pending = following
+        if pending is not None:
+            yield from pending.result()
+
+
+def _tokenized(batch: list[Piece], tokenizer: Tokenizer) -> list[TokenizedPiece]:
+    chats = [piece.content for piece in batch if isinstance(piece.content, RenderedChat)]
+    texts = [piece.content for piece in batch if isinstance(piece.content, (bytes, str))]
+    of_chats = iter(encode_chats(chats, tokenizer) if chats else ())
+    of_texts = iter(tokenizer.encode_pieces(texts) if texts else ())
+    tokenized = []
+    for piece in batch:
+        if isinstance(piece.content, RenderedChat):
+            tokenized.append(TokenizedPiece(piece, *next(of_chats)))
+        elif isinstance(piece.content, np.ndarray):
+            tokenized.append(TokenizedPiece(piece, piece.content))
+        else:
+            tokenized.append(TokenizedPiece(piece, next(of_texts)))
+    return tokenized
+
+
+def _pieces(files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer, log: Log) -> Iterator[Piece]:
+    for file in files:
+        for document in read_documents(file, reader.fields, reader.bad_records):
+            if document.ids is not None:
+                yield from _id_pieces(document, reader, tokenizer)
+            elif document.chat is not None:
+                yield from _chat_pieces(document, reader)
+            else:
+                yield from _text_pieces(document, tokenizer, log)
+
+
+def _text_pieces(document: Document, tokenizer: Tokenizer, log: Log) -> Iterator[Piece]:
+    counts = DocumentCounts(document.blocks)
+    texts = tokenizer.pieces(counts)
+    text = next(texts)
+    while text is not None:
+        following = next(texts, None)
+        if len(text) > _LONG_PIECE:
+            log(_long_piece_warning(document.name, len(text), tokenizer))
+        yield Piece(text, document.name, counts, is_last=following is None)
+        text = following
+
+
+def _id_pieces(document: Document, reader: Reader, tokenizer: Tokenizer) -> Iterator[Piece]:
+    """The token IDs of a document without its end-of-document token, which the store appends."""
+    ids = document.ids
+    assert ids is not None
+    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        reader.bad_records.add(
+            BadRecord(f"{document.where}: token {wrong}, expected 0 to {tokenizer.vocab_size - 1} of data.tokenizer")
+        )
+        return
+    counts = Counts(ids.nbytes)
+    yield Piece(ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids, document.name, counts, is_last=True)
+
+
+def _chat_pieces(document: Document, reader: Reader) -> Iterator[Piece]:
+    assert document.chat is not None and reader.chat_template is not None
+    try:
+        rendered = reader.chat_template.render(document.chat.messages, document.chat.tools, document.where)
+    except BadRecord as error:
+        reader.bad_records.add(error)
+        return
+    yield Piece(rendered, document.name, Counts(len(rendered.text)), is_last=True)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    num_characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        num_characters += piece.size
+        if num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _num_invalid_characters(block: bytes) -> int:
+    """Characters that decoding replaces with U+FFFD."""
+    try:
+        block.decode()
+    except UnicodeDecodeError:
+        return block.decode(errors="replace").count("\ufffd") - block.count("\ufffd".encode())
+    return 0
+
+
+def _long_piece_warning(document: str, num_characters: int, tokenizer: Tokenizer) -> str:
+    reason = f"data.tokenizer {tokenizer.name!r} {tokenizer.no_pieces_reason}"
+    if not tokenizer.no_pieces_reason:
+        reason = "it has no place to cut it, such as a letter before a newline or punctuation"
+    gib = _BYTES_PER_CHARACTER * num_characters / 2**30
+    return (
+        f"warning: {num_characters / 1e6:,.0f} million characters of {document!r} are tokenized at once, because"
+        f" {reason}; this needs about {gib:,.0f} GiB of host memory"
+    )

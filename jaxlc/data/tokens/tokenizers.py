@@ -1,0 +1,247 @@
+"""Tokenizers: plain bytes, or any Hugging Face `tokenizer.json`."""
+
+import difflib
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from jaxlc.config.models import hub
+from jaxlc.config.models.pretrained import TOKENIZER_FILE
+from jaxlc.config.values import invalid_value
+from jaxlc.core import extras
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.data.tokens.text_pieces import safe_cuts, text_pieces
+
+# Names of the end-of-document token in published models, in order of preference.
+_END_OF_DOCUMENT = (
+    "<|end_of_text|>",  # Llama 3
+    "<|endoftext|>",  # GPT-2, Qwen, Phi
+    "</s>",  # Llama 2, Mistral
+    "<eos>",  # Gemma
+    "<｜end▁of▁sentence｜>",  # DeepSeek
+    "[EOS]",
+    "<|eos|>",
+)
+_EXPECTED = 'use "bytes", a tokenizer.json, a Hugging Face directory with one, or a hub id ORGANIZATION/NAME'
+
+
+class Tokenizer(Protocol):
+    """`encode` adds no special tokens; the token store appends `end_of_document_id` to each document."""
+
+    name: str  # the value of config.data.tokenizer
+    fingerprint: str  # equal for two tokenizers if the same documents give the same IDs
+    vocab_size: int  # every ID is smaller
+    end_of_document_id: int
+    file: Path | None  # its tokenizer.json; None: it has no file
+    # Why long text is not cut into pieces, for a warning; empty if it is cut.
+    no_pieces_reason: str
+    # IDs that transformers puts before a text, int32, such as a token for the start of a text; `encode` adds none.
+    start_ids: np.ndarray
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Converts UTF-8 text to int32 IDs [tokens]."""
+
+    def pieces(self, blocks: Iterable[bytes]) -> Iterator[bytes | str]:
+        """Cuts a document, given in blocks as `documents.Document` has them, into pieces whose IDs, one after the
+        other, equal those of the entire text."""
+
+    def encode_pieces(self, pieces: Sequence[bytes | str]) -> list[np.ndarray]:
+        """Converts pieces to int32 IDs [tokens] each, in parallel."""
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Converts texts with special tokens, such as rendered chats.
+
+        Returns:
+          For each text, int32 IDs [tokens], and the begin and end of each token in its characters, int [tokens, 2].
+        """
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Converts IDs [tokens] to text: without special tokens, invalid UTF-8 replaced with U+FFFD."""
+
+
+def load_tokenizer(name: str, end_token: str = "") -> Tokenizer:
+    """Loads a tokenizer.
+
+    Args:
+      name: "bytes", the path of a tokenizer.json or of a Hugging Face directory, or a hub id.
+      end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or the
+        eos_token of tokenizer_config.json in the same directory.
+    Raises:
+      UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such end-of-document token.
+    """
+    if name != "bytes":
+        return HuggingFaceTokenizer(name, end_token)
+    if end_token:
+        raise UserError(
+            f"config.data.end_token={end_token!r} is for Hugging Face tokenizers, and config.data.tokenizer is 'bytes',"
+            " which has its own end-of-document token: remove end_token"
+        )
+    return ByteTokenizer()
+
+
+class ByteTokenizer:
+    """IDs 0..255 are the bytes of the text, 256 is the end-of-document token."""
+
+    name = fingerprint = "bytes"
+    vocab_size = 257
+    end_of_document_id = 256
+    no_pieces_reason = ""
+    file = None
+    start_ids = np.empty(0, np.int32)
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8).astype(np.int32)
+
+    def pieces(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
+        return iter(blocks)
+
+    def encode_pieces(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
+        return [self.encode(piece) for piece in pieces]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(self.encode(text.encode(errors="replace")), _byte_offsets(text)) for text in texts]
+
+    def decode(self, ids: np.ndarray) -> str:
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+
+def _byte_offsets(text: str) -> np.ndarray:
+    """The begin and end in characters of the character of each byte, int [bytes, 2]."""
+    num_bytes = [len(character.encode(errors="replace")) for character in text]
+    begins = np.repeat(np.arange(len(text)), num_bytes)
+    return np.stack([begins, begins + 1], axis=1)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, loaded with the package `tokenizers`."""
+
+    def __init__(self, name: str, end_token: str = ""):
+        extras.require("tokenizers", f"data.tokenizer {name!r}")
+        import tokenizers
+
+        self.file = path = tokenizer_file(name)
+        content = _read(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the package raises plain Exception if it cannot parse the content
+            raise UserError(
+                f"data.tokenizer {name!r} is not a valid tokenizer.json ({reason_of(error)}); {_EXPECTED}"
+            ) from error
+        self._tokenizer.no_truncation()  # many files contain the length limit of their model
+        self._tokenizer.no_padding()
+        self._content = content.decode()
+        self._tokenizer.encode_special_tokens = True  # the text "</s>" in a document is not a special token
+        self.name = name
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1  # IDs may have gaps
+        self._cuts = safe_cuts(json.loads(self._tokenizer.to_str()))
+        self.no_pieces_reason = "" if self._cuts else "is not known to give the same tokens for text in pieces"
+        usual = self._usual_end_token(path)
+        self.end_of_document_id = self._end_token_id(end_token or usual)
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        if end_token not in ("", usual):
+            identity = (self.fingerprint, self.end_of_document_id)
+            self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.concatenate(self.encode_pieces(list(self.pieces([text]))))
+
+    def pieces(self, blocks: Iterable[bytes]) -> Iterator[str]:
+        decoded = (block.decode(errors="replace") for block in blocks)
+        return iter(["".join(decoded)]) if self._cuts is None else text_pieces(decoded, self._cuts)
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        except Exception as error:  # the package raises plain Exception
+            raise UserError(
+                f"data.tokenizer {self.name!r} cannot encode the corpus ({reason_of(error)}); use a different tokenizer"
+            ) from None
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encodings = self._with_special_tokens.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64)) for encoding in encodings]
+
+    @functools.cached_property
+    def _with_special_tokens(self):
+        """Encodes the text of special tokens as these tokens."""
+        import tokenizers
+
+        tokenizer = tokenizers.Tokenizer.from_str(self._content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @functools.cached_property
+    def start_ids(self) -> np.ndarray:
+        """Those of the post-processor; transformers 5 ignores add_bos_token if there is a tokenizer.json."""
+        encoding = self._with_special_tokens.encode("a", add_special_tokens=True)
+        return np.array(encoding.ids[: (*encoding.special_tokens_mask, 0).index(0)], np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    def _usual_end_token(self, path: Path) -> str:
+        """The end-of-document token of this tokenizer, or "" if it has none."""
+        special = self._special_tokens()
+        usual = next((token for token in _END_OF_DOCUMENT if token in special), "")
+        return usual or _eos_token(path.parent / "tokenizer_config.json")
+
+    def _end_token_id(self, token: str) -> int:
+        if not token:
+            raise UserError(
+                f"data.tokenizer {self.name!r} has no end-of-document token: its special tokens are"
+                f" {self._special_tokens()[:8]}; add one of {', '.join(_END_OF_DOCUMENT)} to them, or set"
+                " --config.data.end_token to one of its tokens"
+            )
+        number = self._tokenizer.token_to_id(token)
+        if number is None:
+            added = sorted(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+            expected = f"a token of {self.name}, such as {', '.join(map(repr, self._special_tokens()[:4]))}"
+            names = added if difflib.get_close_matches(token, added) else self._tokenizer.get_vocab()
+            raise UserError(invalid_value("data.end_token", token, expected, names))
+        return number
+
+    def _special_tokens(self) -> list[str]:
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        return sorted(token.content for token in tokens if token.special)
+
+
+def tokenizer_file(name: str) -> Path:
+    """The tokenizer.json that `name` means, a path or a hub id; a file at a path may not exist.
+
+    Raises:
+      UserError: a tokenizer of the hub cannot be downloaded.
+    """
+    path = Path(os.path.expanduser(name))
+    if not path.exists() and hub.is_model_id(name) and not name.endswith(".json"):
+        path = hub.download_tokenizer(name)
+    return path / TOKENIZER_FILE if path.is_dir() else path
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        advice = _EXPECTED
+        if (path.parent / "tokenizer.model").is_file():
+            advice = "convert its tokenizer.model: transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        raise UserError(f"cannot read data.tokenizer {str(path)!r} ({reason_of(error)}); {advice}") from error
+
+
+def _eos_token(path: Path) -> str:
+    """The eos_token in a tokenizer_config.json, or "" if there is none."""
+    try:
+        token = json.loads(path.read_bytes())["eos_token"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""

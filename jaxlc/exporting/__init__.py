@@ -1,1 +1,0 @@
-"""Export of a run as a Hugging Face directory: `jaxlc.export` and the command `jaxlc export`."""

@@ -1,1 +1,0 @@
-"""Pallas GPU kernels, without mesh or config."""

@@ -1,0 +1,1 @@
+"""Searches of settings: sweeps, recommendations, and advice for a step that does not fit."""

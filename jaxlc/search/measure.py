@@ -1,0 +1,67 @@
+"""Times the training step of a config: the same `TrainStep` that the training loop runs, on random tokens."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxlc.config import Config
+from jaxlc.core import hardware
+from jaxlc.search.timing import seconds_of_calls
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.step.batch import Batch
+from jaxlc.step.step import TrainStep, build_step
+
+
+def measure_step(config: Config, repeats: int) -> dict:
+    """Compiles and times the training step of `config` on the first devices of this machine.
+
+    Returns:
+      seconds: the minimum over `repeats` calls.
+      tokens_per_second_per_device.
+      mfu_causal: model FLOP/s with causal attention over peak FLOP/s; None if the peak of the device is unknown.
+      arguments_bytes, temp_bytes: of the compiled program, per device.
+      peak_bytes: peak memory in use on the first device since the process started; None if the backend does not report
+        it.
+      loss: of one more call.
+      model, seq_len, global_batch_size, kernel, remat: the measured configuration.
+    """
+    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
+    step = build_step(config, mesh)
+    compiled = step.compile()
+    state, batch = step.init(), random_batch(step)
+
+    def run():
+        nonlocal state  # its buffers are donated to the new state
+        state, metrics = compiled(state, batch)
+        return metrics
+
+    seconds = min(seconds_of_calls(run, repeats=repeats))
+    device, memory = mesh.devices.flat[0], compiled.memory_analysis()
+    chip = hardware.find(device.device_kind)
+    flops_per_second = config.flops_per_step / seconds
+    return dict(
+        model=config.model.preset,
+        seq_len=config.data.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        kernel=step.kernel_names,
+        remat=config.memory.remat,
+        seconds=seconds,
+        tokens_per_second_per_device=config.tokens_per_step / seconds / mesh.size,
+        mfu_causal=flops_per_second / mesh.size / chip.bf16_flops_per_second if chip else None,
+        loss=float(run().loss),
+        arguments_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        peak_bytes=(device.memory_stats() or {}).get("peak_bytes_in_use"),
+    )
+
+
+def random_batch(step: TrainStep) -> Batch:
+    """Random tokens; each sequence is one document."""
+    like = step.abstract_batch
+    shape, vocab_size = like.tokens.shape, step.config.model.vocab_size
+
+    def make():
+        tokens = jax.random.randint(jax.random.key(0), shape, 0, vocab_size)
+        positions = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), shape)
+        return Batch(tokens, jnp.roll(tokens, -1, axis=-1), jnp.ones(shape), positions, jnp.ones(shape, jnp.int32))
+
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))()

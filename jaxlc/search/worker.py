@@ -1,0 +1,83 @@
+"""The work on one point of a sweep, in its own process (`jaxlc.runtime.worker_processes`).
+
+Imports no jax, so that a worker process can set the environment before it imports jax.
+"""
+
+from typing import TYPE_CHECKING
+
+from jaxlc.config import Config
+from jaxlc.runtime.memory_pools import pinned_host_bytes
+from jaxlc.runtime.worker_processes import Row
+from jaxlc.search import aot
+
+if TYPE_CHECKING:
+    from jaxlc.plan import Plan
+
+_TIMED_STEPS = 5
+
+
+def estimate(config: Config, topology: str, constants: str) -> Row:
+    """AOT-compiles the training step for `topology` and returns the values of its plan; see `plan.plan`."""
+    from jaxlc.plan.memory import USABLE_HOST_SHARE
+
+    result: Plan = aot.plan_of(config, topology=topology, constants=constants)["plan"]
+    time_of_step, memory, ring = result.predicted, result.memory, result.ring
+    low, high = time_of_step.step_seconds_interval or (None, None)
+    return dict(
+        step_seconds=time_of_step.step_seconds,
+        step_seconds_low=low,
+        step_seconds_high=high,
+        tokens_per_second_per_device=time_of_step.tokens_per_second_per_device,
+        mfu_causal=time_of_step.mfu_causal,
+        recomputed_share=time_of_step.recomputed_share,
+        exposed_communication_seconds=time_of_step.exposed_communication_seconds,
+        exposed_host_copy_seconds=time_of_step.exposed_host_copy_seconds,
+        bound_by=time_of_step.bound_by,
+        fits=memory.fits,
+        device_fits=memory.device_fits,
+        device_peak_bytes=memory.device_peak_bytes,
+        device_compiled_bytes=memory.device_arguments_bytes + memory.device_temp_bytes + memory.symmetric_used_bytes,
+        device_usable_bytes=memory.usable_bytes,
+        device_capacity_bytes=memory.device_capacity_bytes,
+        symmetric_used_bytes=memory.symmetric_used_bytes,
+        host_bytes_per_node=memory.host_bytes_per_node,
+        staging_bytes_per_node=memory.staging_bytes_per_node,
+        host_usable_bytes_per_node=USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes,
+        largest="; ".join(
+            f"{array.shape} {array.bytes / 2**30:.2f} GiB {array.made_by}" for array in memory.largest[:3]
+        ),
+        hops=ring.hops,
+        hops_exposed=ring.exposed,
+        hops_by=", ".join(sorted(ring.by_backend)),
+        kernel=result.kernel_choice.partition(" ")[0],
+        compile_seconds=result.compile_seconds,
+    )
+
+
+def local_devices(config: Config) -> Row:
+    """The kind and number of the devices of this machine."""
+    from jaxlc import runtime
+
+    runtime.start(config.runtime, pinned_host_bytes=pinned_host_bytes(config))
+    import jax
+
+    return dict(device=jax.devices()[0].device_kind, num_devices=jax.device_count())
+
+
+def measure(config: Config) -> Row:
+    """Times the training step on the devices of this machine. Raises JAX's error if they run out of memory."""
+    from jaxlc import runtime
+
+    runtime.start(config.runtime, pinned_host_bytes=pinned_host_bytes(config))
+    from jaxlc.search.measure import measure_step
+
+    figures = measure_step(config, _TIMED_STEPS)
+    return dict(
+        step_seconds=figures["seconds"],
+        tokens_per_second_per_device=figures["tokens_per_second_per_device"],
+        mfu_causal=figures["mfu_causal"],
+        fits=True,
+        device_peak_bytes=figures["peak_bytes"] or figures["arguments_bytes"] + figures["temp_bytes"],
+        kernel=figures["kernel"],
+        loss=figures["loss"],
+    )

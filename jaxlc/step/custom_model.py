@@ -1,0 +1,193 @@
+"""Custom models: their interface, and their loss and gradients in the training step."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxlc.config import Config
+from jaxlc.core.axes import TENSOR
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.step.accumulation import accumulate
+from jaxlc.step.batch import Batch
+from jaxlc.step.loss import LossSpec, LossSums, TokenLoss, check_losses, loss_sums, token_losses
+
+NATURAL, ZIGZAG = "natural", "zigzag"
+
+
+class Model(Protocol):
+    """A model that `jaxlc.train.run` and `jaxlc.train.build_step` train instead of the decoder of config.model.
+
+    Two attributes are optional:
+
+    token_order: "natural" (the default), or "zigzag" for a model that calls `jaxlc.attend` on tokens in zigzag order.
+    dims: the tree of the parameters with a tuple of dimension names per leaf, as in `jaxlc.sharding.rules`. By default
+      the largest dimension of each matrix is sharded over fsdp and context, vectors are replicated, and weight decay
+      applies to matrices only.
+    """
+
+    def init(self, key: jax.Array) -> Any:
+        """The parameters of step 0, a pytree of float32 arrays; called under `jit`."""
+
+    def apply(self, params: Any, batch: Batch, mesh: Mesh) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """The output for one microbatch; called under `jit`.
+
+        Args:
+          batch: arrays [B, T], B sharded over data and fsdp, T over context, in `token_order`.
+          mesh: the mesh of the run, for `jaxlc.attend`.
+        Returns:
+          Final hidden states [B, T, D] and the output head [D, V], of which the loss computes logits in chunks; or
+          logits [B, T, V], which need B x T x V x 4 bytes.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomObjective:
+    """The loss of `model` on `mesh`, with the interface of `objective.Objective`."""
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    token_loss: TokenLoss | None = None
+
+    @cached_property
+    def dims(self):
+        """The parameter tree with a tuple of dimension names per leaf."""
+        declared = getattr(self.model, "dims", None)
+        if declared is not None:
+            return declared
+        return jax.tree.map(_default_dims, jax.eval_shape(self.init_params, jax.random.key(0)))
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """All parameters are trained; see `check_supported`."""
+        return frozenset()
+
+    @property
+    def token_order(self) -> str:
+        """The order of tokens in the arrays of a batch."""
+        order = getattr(self.model, "token_order", NATURAL)
+        if order not in (NATURAL, ZIGZAG):
+            raise UserError(f"invalid token_order={order!r} of the model: expected {NATURAL!r} or {ZIGZAG!r}")
+        return order
+
+    def init_params(self, key: jax.Array):
+        """The parameters of step 0."""
+        return self.model.init(key)
+
+    def loss_and_grads(self, params, batch: Batch, histories: dict | None = None):
+        """See `Objective.loss_and_grads`."""
+
+        def objective(params, _histories, part: Batch):
+            sums = self._loss_sums(params, part)
+            return sums.objective, sums.cross_entropy
+
+        return accumulate(objective, params, batch, self.dims, histories)
+
+    def token_losses(self, params, batch: Batch) -> jax.Array:
+        """Loss of each token, float32 [B, T]; for evaluation."""
+        output = self._output(params, batch)
+        if isinstance(output, tuple):
+            return token_losses(output[0], None, self._padded_head(output[1]), batch.targets, self._loss_spec)
+        return self._losses_of_logits(output, batch.targets)[0]
+
+    def features(self, params, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
+        """The model's hidden states [B, T, D] and output head [D, V]; or its logits [B, T, V] and None."""
+        output = self._output(params, batch)
+        return output if isinstance(output, tuple) else (output, None)
+
+    @cached_property
+    def _loss_spec(self) -> LossSpec:
+        return LossSpec.of_config(self.config, self.mesh, self.token_loss)
+
+    def _output(self, params, batch: Batch):
+        """The output of the model; checks its shapes.
+
+        Raises:
+          UserError: the shapes do not match the `Model` protocol.
+        """
+        output, vocab_size = self.model.apply(params, batch, self.mesh), self.config.model.vocab_size
+        arrays = output if isinstance(output, tuple) else (output,)
+        first, last = arrays[0], arrays[-1]
+        is_valid = len(arrays) <= 2 and first.ndim == 3 and first.shape[:2] == batch.tokens.shape
+        if not is_valid or last.shape[-1] != vocab_size or (len(arrays) == 2 and last.shape[:-1] != first.shape[2:]):
+            raise UserError(
+                f"the model returned {' and '.join(str(x.shape) for x in arrays)}: expected logits"
+                f" {(*batch.tokens.shape, vocab_size)} (config.model.vocab_size={vocab_size}), or hidden states"
+                f" {(*batch.tokens.shape, 'D')} and an output head ('D', {vocab_size})"
+            )
+        return output
+
+    def _loss_sums(self, params, batch: Batch) -> LossSums:
+        output, weights_BT = self._output(params, batch), batch.loss_weights
+        if isinstance(output, tuple):
+            hidden_BTD, head_DV = output[0], self._padded_head(output[1])
+            return loss_sums(hidden_BTD, None, head_DV, batch.targets, weights_BT, self._loss_spec)
+        losses_BT, penalties_BT = self._losses_of_logits(output, batch.targets)
+        return LossSums(
+            objective=(weights_BT * (losses_BT + penalties_BT)).sum(), cross_entropy=(weights_BT * losses_BT).sum()
+        )
+
+    def _losses_of_logits(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(loss of each token, its z-loss), float32 [B, T] each."""
+        logits_BTV = logits_BTV.astype(jnp.float32)
+        if self.token_loss is not None:
+            losses_N = self.token_loss(logits_BTV.reshape(-1, logits_BTV.shape[-1]), targets_BT.reshape(-1))
+            check_losses(losses_N, targets_BT.reshape(-1))
+            return losses_N.reshape(targets_BT.shape), jnp.zeros(targets_BT.shape, jnp.float32)
+        log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+        target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+        return log_z_BT - target_logits_BT, self.config.train.z_loss * log_z_BT**2
+
+    def _padded_head(self, head_DV: jax.Array) -> jax.Array:
+        """The head with zero columns up to a multiple of tensor, which `loss_sums` requires and masks."""
+        padding = -head_DV.shape[1] % self.mesh.shape[TENSOR]
+        return jnp.pad(head_DV, ((0, 0), (0, padding)))
+
+
+def check_methods(argument: str, value, methods: tuple[str, ...]) -> None:
+    """Raises UserError if the `value` of an optional argument lacks one of the methods."""
+    if value is not None and not all(callable(getattr(value, method, None)) for method in methods):
+        raise UserError(f"invalid {argument} {value!r}: expected an object with methods {' and '.join(methods)}")
+
+
+def check_supported(config: Config, *, has_model: bool, has_loss: bool, has_optimizer: bool) -> None:
+    """Checks that the settings support a custom model, loss or optimizer.
+
+    Raises:
+      UserError: a setting does not support it; the message names the setting.
+    """
+    memory = config.memory
+    on_host = [name for name in ("parameters", "optimizer") if vars(memory)[name] == "host"]
+    if (has_model or has_optimizer) and on_host:
+        custom = "model" if has_model else "optimizer"
+        raise Unsupported(
+            f"config.memory.{on_host[0]}='host' is unsupported with a custom {custom}: the layer-wise update in host"
+            " memory needs the decoder of config.model and AdamW; use 'device'"
+        )
+    if has_model and (config.lora.rank or config.train.trainable or config.train.frozen):
+        raise Unsupported(
+            "config.lora.rank, config.train.trainable and config.train.frozen are unsupported with a custom model: they"
+            " select parameters of the decoder of config.model; freeze parameters with an optax optimizer of your own"
+        )
+    if has_model and config.precision.compute == "fp8":
+        raise Unsupported(
+            "config.precision.compute='fp8' is unsupported with a custom model: it selects matrix products of the"
+            " decoder of config.model; use 'bf16' or 'fp32'"
+        )
+    if has_loss and config.train.z_loss:
+        raise UserError(
+            f"config.train.z_loss={config.train.z_loss:g} has no effect with a custom loss: set it to 0, and add the"
+            " term to your loss"
+        )
+
+
+def _default_dims(leaf: jax.ShapeDtypeStruct) -> tuple[str, ...]:
+    """Dimension names of a parameter without declared ones: the largest dimension of a matrix is sharded."""
+    if len(leaf.shape) < 2:
+        return ("norm",) * len(leaf.shape)
+    largest = max(range(len(leaf.shape)), key=leaf.shape.__getitem__)
+    return tuple("model" if dim == largest else "unsharded" for dim in range(len(leaf.shape)))

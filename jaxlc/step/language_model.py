@@ -1,0 +1,202 @@
+"""Hidden states, logits and token losses of a trained model, for text or tokens, also for very long sequences."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlc.config import Config
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.data.sequences.user_batches import complete_batch
+from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.sharding.layout import natural_order
+from jaxlc.step.batch import BATCH_SPEC, Batch
+from jaxlc.step.loss_chunk import loss_chunk_tokens
+from jaxlc.step.step import TrainStep
+
+_MAX_LOGITS_BYTES = 8 * 2**30  # of one call, in host memory
+_MIN_TOKENS = 256  # shorter sequences are padded to it: they cost little more than their compilation
+
+Tokens = str | Sequence[int] | np.ndarray | jax.Array
+
+
+class _Padded(NamedTuple):
+    """Sequences with padding, so that they split over the mesh."""
+
+    batch: Batch  # [sequences, tokens] in the order of the step
+    natural_order: np.ndarray  # int64 [tokens]: index of each token in the batch
+    shape: tuple[int, int]  # sequences and tokens without padding
+    is_single: bool  # the caller passed text or one sequence: results have no batch dimension
+
+
+class LanguageModel:
+    """A trained model. Its methods take tokens and run on the mesh of the run.
+
+    Tokens are a string, which is encoded with the tokenizer of the run, or integers [T] or [B, T] in natural order.
+    Results have the same leading dimensions, without B for a string and for [T]. Each sequence is one document and may
+    be longer than data.seq_len. Sequences are padded so that they split over the mesh; each padded length is compiled
+    once. Every process of a run must make the same calls.
+    """
+
+    def __init__(self, step: TrainStep, params, tokenizer: Tokenizer):
+        self.config, self.mesh, self.params, self.tokenizer = step.config, step.mesh, params, tokenizer
+        self._step = step
+
+    def hidden_states(self, tokens: Tokens) -> jax.Array:
+        """Final hidden states after the final norm, [B, T, D] in the compute dtype, T sharded over context and tensor.
+
+        Raises:
+          Unsupported: a custom model that returns logits only.
+          UserError: a token is not in the vocabulary.
+        """
+        padded = self._padded(tokens)
+        hidden_BTD, head = self._functions(padded.batch.tokens.shape[1]).features(self.params, padded.batch)
+        if head is None:
+            raise Unsupported("hidden states are unsupported: apply() of this model returns logits only")
+        num_sequences, num_tokens = padded.shape
+        hidden_BTD = hidden_BTD[:num_sequences, padded.natural_order[:num_tokens]]
+        return hidden_BTD[0] if padded.is_single else hidden_BTD
+
+    def logits(self, tokens: Tokens, positions: int | Sequence[int] | slice | np.ndarray | None = None) -> np.ndarray:
+        """Logits of the next token, float32 [B, T, V]; logits[t] are those of token t + 1.
+
+        They are computed in chunks of memory.loss_chunk_tokens tokens per context rank and copied to the host.
+
+        Args:
+          positions: compute only the logits at these token indices, e.g. `slice(-256, None)`, which replaces the
+            dimension T as in NumPy indexing; `-1` gives the logits of the last token, without T. None: all tokens.
+        Raises:
+          UserError: the logits would take more than 8 GiB, or a token is not in the vocabulary.
+        """
+        padded = self._padded(tokens)
+        num_sequences, num_tokens = padded.shape
+        chosen = np.arange(num_tokens)[slice(None) if positions is None else positions]
+        chosen_n = np.atleast_1d(chosen)
+        vocab_size = self.config.model.vocab_size
+        num_bytes = 4 * num_sequences * len(chosen_n) * vocab_size
+        if num_bytes > _MAX_LOGITS_BYTES:
+            raise UserError(
+                f"the logits of {num_sequences} x {len(chosen_n):,} tokens take {num_bytes / 2**30:,.0f} GiB: pass"
+                " positions=, such as slice(-256, None), or use token_losses"
+            )
+        functions = self._functions(padded.batch.tokens.shape[1])
+        features_BTX, head_DV = functions.features(self.params, padded.batch)
+        chunk_tokens = loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT]
+        chunks = np.split(padded.natural_order[chosen_n], range(chunk_tokens, len(chosen_n), chunk_tokens))
+        logits_BnV = np.concatenate(
+            [np.asarray(self._logits(features_BTX, head_DV, chunk_n)) for chunk_n in chunks], axis=1
+        )[:num_sequences]
+        logits_BnV = logits_BnV[:, 0] if np.ndim(chosen) == 0 else logits_BnV
+        return logits_BnV[0] if padded.is_single else logits_BnV
+
+    def token_losses(self, tokens: Tokens) -> np.ndarray:
+        """The loss of each token but the first, float32 [B, T - 1], cross entropy in nats, or the custom loss.
+
+        Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks only.
+        """
+        padded = self._padded(tokens)
+        losses_BT = np.asarray(self._functions(padded.batch.tokens.shape[1]).token_losses(self.params, padded.batch))
+        num_sequences, num_tokens = padded.shape
+        losses_BT = losses_BT[:num_sequences, padded.natural_order[: num_tokens - 1]]
+        return losses_BT[0] if padded.is_single else losses_BT
+
+    def loss(self, tokens: Tokens) -> float:
+        """The mean of `token_losses`, in nats per token."""
+        losses = self.token_losses(tokens)
+        if not losses.size:
+            raise UserError("the loss of one token: expected at least 2 tokens, since the first token has no loss")
+        return float(losses.mean(dtype=np.float64))
+
+    def __repr__(self) -> str:
+        num_parameters = sum(x.size for x in jax.tree.leaves(self.params))
+        methods = "logits, token_losses, loss, hidden_states"
+        return f"LanguageModel({num_parameters:,} parameters on {mesh_text(self.mesh.shape)}; methods: {methods})"
+
+    @functools.cached_property
+    def _logits(self):
+        vocab_size, everywhere = self.config.model.vocab_size, NamedSharding(self.mesh, PartitionSpec())
+
+        def of_features(features_BTX, head_DV, index_n):
+            features_BnX = features_BTX[:, index_n]
+            if head_DV is None:
+                return features_BnX.astype(jnp.float32)
+            logits_BnV = jnp.einsum("BnD,DV->BnV", features_BnX, head_DV, preferred_element_type=jnp.float32)
+            return logits_BnV[..., :vocab_size]
+
+        return jax.jit(of_features, out_shardings=everywhere)
+
+    @functools.cache  # noqa: B019
+    def _functions(self, num_tokens: int) -> "_Functions":
+        step = dataclasses.replace(self._step, config=_for_sequences_of(self.config, num_tokens, self.mesh))
+        everywhere, options = NamedSharding(self.mesh, PartitionSpec()), step.compiler_options
+        return _Functions(
+            features=jax.jit(step.objective.features, compiler_options=options),
+            token_losses=jax.jit(step.objective.token_losses, out_shardings=everywhere, compiler_options=options),
+        )
+
+    def _padded(self, tokens: Tokens) -> _Padded:
+        ids = self.tokenizer.encode(tokens.encode()) if isinstance(tokens, str) else np.asarray(tokens)
+        ids_BT = np.atleast_2d(ids)
+        if ids_BT.ndim > 2 or not ids_BT.size or not np.issubdtype(ids_BT.dtype, np.integer):
+            raise UserError(f"invalid tokens {ids.dtype}{list(ids.shape)}: expected a text, or integers [T] or [B, T]")
+        num_sequences, num_tokens = ids_BT.shape
+        is_custom = self._step.model is not None  # a custom model may limit the length
+        padded_tokens = padded_length(num_tokens if is_custom else max(num_tokens, _MIN_TOKENS), self.config, self.mesh)
+        padded_sequences = num_sequences + -num_sequences % math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        step = dataclasses.replace(self._step, config=_for_sequences_of(self.config, padded_tokens, self.mesh))
+        widths = ((0, padded_sequences - num_sequences), (0, padded_tokens - num_tokens))
+        arrays = complete_batch(
+            {"tokens": np.pad(ids_BT, widths), "segment_ids": np.pad(np.ones(ids_BT.shape, np.int32), widths)},
+            (padded_sequences, padded_tokens),
+            self.config.model.vocab_size,
+            "tokens",
+        )
+        # All sequences have as many tokens as the first, except those that are only padding.
+        order = step.sequence_order.of({name: array[0] for name, array in arrays.items()})
+        sharding = NamedSharding(self.mesh, PartitionSpec(*BATCH_SPEC[1:]))
+        batch = Batch(**{name: _global_array(x[:, order], sharding) for name, x in arrays.items()})
+        return _Padded(batch, natural_order(order), (num_sequences, num_tokens), is_single=ids.ndim == 1)
+
+
+class _Functions(NamedTuple):
+    """The compiled functions of one padded length."""
+
+    features: jax.stages.Wrapped
+    token_losses: jax.stages.Wrapped
+
+
+def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:
+    """The length to which `num_tokens` are padded: at most a quarter more, and a multiple of what the mesh requires.
+
+    There are four lengths per power of two, so that few lengths are compiled.
+    """
+    unit = math.lcm(2 * mesh.shape[CONTEXT], mesh.shape[CONTEXT] * mesh.shape[TENSOR])
+    if num_tokens > mesh.shape[CONTEXT] * config.memory.tile_tokens:
+        unit = math.lcm(unit, mesh.shape[CONTEXT] * max(1, config.memory.tile_tokens))
+    num_units = -(-num_tokens // unit)
+    granularity = max(1, 2 ** (num_units.bit_length() - 3))
+    return unit * -(-num_units // granularity) * granularity
+
+
+def _for_sequences_of(config: Config, num_tokens: int, mesh: Mesh) -> Config:
+    """`config` for sequences of `num_tokens`, each one document; tiles only if they divide the sequence."""
+    tile_tokens = config.memory.tile_tokens
+    if tile_tokens and num_tokens % (mesh.shape[CONTEXT] * tile_tokens):
+        tile_tokens = 0
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, seq_len=num_tokens),
+        attention=dataclasses.replace(config.attention, document_mask=True),
+        memory=dataclasses.replace(config.memory, tile_tokens=tile_tokens),
+    )
+
+
+def _global_array(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

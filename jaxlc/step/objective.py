@@ -1,0 +1,170 @@
+"""Loss and gradients of one batch.
+
+batch -> decoder -> hidden states -> final norm, output head and loss, chunk by chunk
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxlc import attention
+from jaxlc.attention.strategies.sharded_attention import ShardedAttention
+from jaxlc.attention.tiles.query_tiles import TiledAttention
+from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
+from jaxlc.config import Config, MemoryConfig
+from jaxlc.core.axes import CONTEXT, TENSOR
+from jaxlc.models import decoder, freezing, layer_tiles, layers
+from jaxlc.models.frozen_names import frozen_names
+from jaxlc.models.layer_stack import RunLayer
+from jaxlc.models.norms import rms_norm
+from jaxlc.models.rope import rope_tables
+from jaxlc.sharding.rules import Sharder, is_vector
+from jaxlc.step import mixed_precision
+from jaxlc.step.accumulation import accumulate
+from jaxlc.step.batch import Batch, sequence_positions
+from jaxlc.step.loss import LossSpec, TokenLoss, loss_sums, token_losses
+from jaxlc.step.remat import make_remat, saves_attention
+from jaxlc.step.state import is_on_host, lacks_host_memory, padded_vocab_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The loss of `config` on `mesh`, as functions to call under `jit`."""
+
+    config: Config
+    mesh: Mesh
+    token_loss: TokenLoss | None = None
+
+    @cached_property
+    def dims(self):
+        """The parameter tree with a tuple of dimension names per leaf."""
+        return decoder.dims_of(self.config.model, self.config.lora)
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The names of the parameters that are not trained."""
+        return frozen_names(self.config, freezing.names_of(self.dims))
+
+    def init_params(self, key: jax.Array) -> dict:
+        """The parameters of step 0, equal on every mesh up to vocabulary padding: float32, but frozen matrices have the
+        dtype of config.precision.frozen."""
+        model = self.config.model
+        vocab_size_padded = padded_vocab_size(model.vocab_size, self.mesh.shape[TENSOR])
+        params = decoder.init(model, vocab_size_padded, key, self.config.lora)
+        trainable, frozen = freezing.split(params, self.frozen)
+        _, frozen_dims = freezing.split(self.dims, self.frozen)
+        dtype = jnp.bfloat16 if self.config.precision.frozen == "bf16" else jnp.float32
+        frozen = jax.tree.map(lambda x, dims: x if is_vector(dims) else x.astype(dtype), frozen, frozen_dims)
+        return freezing.join(trainable, frozen) if self.frozen else params
+
+    def loss_and_grads(self, params, batch: Batch, histories: dict | None = None):
+        """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens]; see `accumulate`.
+
+        Returns:
+          The sum of weight x cross entropy in nats (or of `token_loss`), float32; its gradients with respect to the
+          trainable part of `params`, with z-loss; the next histories.
+        """
+        trainable, frozen = freezing.split(params, self.frozen)
+        trainable_dims, _ = freezing.split(self.dims, self.frozen)
+
+        def objective(trainable, histories, part: Batch):
+            hidden_and_head = self._hidden_and_head(trainable, part, histories, frozen)
+            targets, weights = self._in_tiles(part.targets), self._in_tiles(part.loss_weights)
+            sums = loss_sums(*hidden_and_head, targets, weights, self._loss_spec)
+            return sums.objective, sums.cross_entropy
+
+        return accumulate(objective, trainable, batch, trainable_dims, histories)
+
+    def token_losses(self, params, batch: Batch) -> jax.Array:
+        """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable."""
+        losses = token_losses(*self._hidden_and_head(params, batch), self._in_tiles(batch.targets), self._loss_spec)
+        return self._in_sequences(losses)
+
+    def features(self, params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Hidden states after the final norm [sequences, tokens, D], and the output head [D, V padded].
+
+        Both are in the compute dtype. The product of the two, without the padding, gives the logits.
+        """
+        x_BTD, scale_D, head_DV = self._hidden_and_head(params, batch)
+        return rms_norm(self._in_sequences(x_BTD), scale_D, epsilon=self.config.model.norm_epsilon), head_DV
+
+    @cached_property
+    def _loss_spec(self) -> LossSpec:
+        return LossSpec.of_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
+
+    def _hidden_and_head(self, params, batch: Batch, histories: dict | None = None, frozen: dict | None = None):
+        """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""
+        attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
+        if self.config.attention.document_mask:
+            positions = batch.positions
+            ranges = {kind: split.prepare(positions, batch.segment_ids) for kind, split in attentions.items()}
+        else:  # a sequence is one document: its mask is implicit
+            positions, ranges = sequence_positions(batch.positions.shape, self.mesh), dict.fromkeys(attentions)
+        return decoder.apply(
+            params,
+            self.config.model,
+            self._in_tiles(batch.tokens),
+            self._in_tiles(positions),
+            run_layer={kind: self._run_layer(kind, split) for kind, split in attentions.items()},
+            ranges=ranges,
+            shard=self._sharder(params),
+            remat=make_remat(self._memory, period=len(self.config.model.layer_kinds)),
+            compute_dtype=self._compute_dtype,
+            fp8=mixed_precision.make_fp8(self.config.precision, histories),
+            histories=histories,
+            frozen=frozen,
+            lora=self.config.lora,
+        )
+
+    def _sharder(self, params) -> Sharder:
+        reduces_in_float32 = self.config.precision.reduce == "fp32"
+        return Sharder(self.mesh, weights_on_host=is_on_host(params), reduces_in_float32=reduces_in_float32)
+
+    @property
+    def _compute_dtype(self) -> jnp.dtype:
+        return mixed_precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
+
+    @property
+    def _memory(self) -> MemoryConfig:
+        """config.memory; tensors to offload are saved on the device if the devices cannot use host memory."""
+        memory = self.config.memory
+        if lacks_host_memory(self.mesh) is None:
+            return memory
+        return dataclasses.replace(memory, save=(*memory.save, *memory.offload), offload=())
+
+    @property
+    def _num_tiles(self) -> int:
+        """Tiles per sequence; 0: layers run on whole sequences."""
+        tile_tokens = self.config.memory.tile_tokens
+        return tile_tokens and self.config.data.seq_len // (self.mesh.shape[CONTEXT] * tile_tokens)
+
+    def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
+        return tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles) if self._num_tiles else x_BT
+
+    def _in_sequences(self, x: jax.Array) -> jax.Array:
+        """The inverse of `_in_tiles`."""
+        return layout_of(x, self.mesh.shape[CONTEXT]) if self._num_tiles else x
+
+    def _attention(self, kind: str) -> ShardedAttention | TiledAttention:
+        """The attention of layers of this kind; by tiles if memory.tile_tokens is set."""
+        model, settings = self.config.model, self.config.attention
+        if self._num_tiles:
+            return attention.make_tiled(settings, self.mesh, tiles=self._num_tiles, num_kv_heads=model.num_kv_heads)
+        return attention.make(settings, self.mesh, window=model.window_of(kind))
+
+    def _run_layer(self, kind: str, attend: ShardedAttention | TiledAttention) -> RunLayer:
+        """A decoder layer of this kind, with its attention and RoPE bound."""
+        tables = rope_tables(self.config.model, kind, self.config.data.seq_len)
+        if isinstance(attend, TiledAttention):
+            return functools.partial(
+                layer_tiles.run_layer,
+                attention=attend,
+                saves_attention=saves_attention(self._memory),
+                tables=tables,
+            )
+        return functools.partial(layers.run_layer, attend=lambda *operands: attend(*operands)[0], tables=tables)

@@ -1,0 +1,95 @@
+"""Rematerialization: which activations are saved, offloaded to host memory, or recomputed (`jax.checkpoint`).
+
+Activations are named where they are computed: `attention_out` and `attention_lse` in attention/strategies/, the rest in
+models/layers.py (`config.schema.TENSOR_NAMES`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlc.config import MemoryConfig
+
+_SAVED_BY = {
+    "full": (),  # only the layer input
+    # Attention is the most expensive part to recompute, and its output is one of the smallest activations.
+    "attention": ("attention_out", "attention_lse"),
+    # Also all matrix products with weights (`_checkpoint`): only cheap operations are recomputed.
+    "matmuls": ("attention_out", "attention_lse"),
+}
+_GROUP_INPUT = "residual"
+
+
+class Remat(NamedTuple):
+    """How the decoder wraps its layers in `jax.checkpoint`."""
+
+    of_layer: Callable[[Callable], Callable]  # wraps the function of one layer
+    of_group: Callable[[Callable], Callable]  # wraps the function of `layers_per_group` layers, if that is not 1
+    layers_per_group: int
+
+
+def make_remat(memory: MemoryConfig, period: int = 1) -> Remat:
+    """The rematerialization policy of config.memory, for layers of which `period` run in an iteration of a scan.
+
+    With groups of layers, a group saves only its input. When the backward pass recomputes the group, its layers save
+    what `memory` selects, all on the device. So layers are recomputed from the group's input once, and attention runs
+    as often as with single layers and remat "full", independent of what `memory` saves.
+    """
+    if memory.remat == "none":
+        return Remat(lambda layer: layer, lambda group: group, 1)
+    if memory.layers_per_remat_group == 1:
+        return Remat(_checkpoint(memory, memory.save, memory.offload, period), lambda group: group, 1)
+    of_layer = _checkpoint(memory, (*memory.save, *memory.offload), (), period)
+    of_group = _group_checkpoint(_GROUP_INPUT in memory.offload, period)
+    return Remat(of_layer, of_group, memory.layers_per_remat_group)
+
+
+def saves_attention(memory: MemoryConfig) -> bool:
+    """Whether attention_out and attention_lse are saved for the backward pass, on the device or the host."""
+    return {"attention_out", "attention_lse"} <= {*_SAVED_BY[memory.remat], *memory.save, *memory.offload}
+
+
+def _checkpoint(memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str, ...], period: int) -> Callable:
+    saved = {*_SAVED_BY[memory.remat], *save} - set(offload)
+    policy = _policy(saved, offload)
+    if memory.remat == "matmuls":
+        policy = jax.checkpoint_policies.save_from_both_policies(
+            policy, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        )
+    return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=_needs_barriers(period))
+
+
+def _needs_barriers(period: int) -> bool:
+    """Whether a recomputation has to wait for the gradients of its results (`prevent_cse`).
+
+    A scan with one layer per iteration does not need it. If an iteration has several layers, XLA could recompute all of
+    them first. It could also merge recomputations with the forward pass, if the scan has one iteration and is inlined.
+    """
+    return period > 1
+
+
+def _group_checkpoint(offloads_input: bool, period: int) -> Callable:
+    # Not "residual": every layer names its input that, and a group saves only its own.
+    name = "group_residual"
+    policy = _policy((), (name,) if offloads_input else ())
+
+    def of_group(group):
+        def named(x_BTD, *operands):
+            return group(checkpoint_name(x_BTD, name), *operands)
+
+        return jax.checkpoint(named, policy=policy, prevent_cse=_needs_barriers(period))
+
+    return of_group
+
+
+def _policy(saved, offloaded):
+    if not offloaded:
+        return jax.checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(saved),
+        names_which_can_be_offloaded=list(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )

@@ -1,0 +1,69 @@
+"""The choice of the order of tokens in the arrays of a batch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxlc.config import Config
+from jaxlc.data.sequences.loader import OrderOf
+from jaxlc.sharding.document_layout import document_order
+from jaxlc.sharding.layout import zigzag_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceOrder:
+    """The order of tokens in the arrays of a batch."""
+
+    description: str  # for the start report
+    # arrays [S] in natural order, "segment_ids" among them -> int64 [S]: index i of the batch holds token of(...)[i].
+    of: OrderOf
+
+
+def natural(num_tokens: int) -> SequenceOrder:
+    """Tokens are not reordered."""
+    order_T = np.arange(num_tokens)
+    return SequenceOrder(description="tokens in natural order", of=lambda _: order_T)
+
+
+def zigzag(num_tokens: int, context: int, reason: str = "") -> SequenceOrder:
+    """Zigzag order over the whole sequence, the same for all sequences."""
+    order_T = zigzag_order(num_tokens, context)
+    because = f" ({reason})" if reason else ""
+    return SequenceOrder(description=f"tokens in zigzag order{because}", of=lambda _: order_T)
+
+
+def choose(config: Config, context: int) -> SequenceOrder:
+    """Per-document sharding, or zigzag order where it is switched off or unsupported.
+
+    Args:
+      context: number of context ranks.
+    """
+    reason = _zigzag_reason(config, context)
+    if reason is not None:
+        return zigzag(config.data.seq_len, context, reason)
+    inner = config.attention.ulysses_degree if config.attention.strategy == "hybrid" else 1
+    return SequenceOrder(
+        description="tokens in the order of per-document sharding",
+        of=lambda sequence: document_order(sequence["segment_ids"], context // inner, inner),
+    )
+
+
+def _zigzag_reason(config: Config, context: int) -> str | None:
+    """Why sequences are in zigzag order; None: per-document sharding."""
+    attention = config.attention
+    if context == 1:
+        return "one context rank"
+    if not attention.document_mask:
+        return "attention.document_mask=False"
+    if not attention.document_sharding:
+        return "attention.document_sharding=False"
+    if attention.strategy == "ulysses" or (attention.strategy == "hybrid" and attention.ulysses_degree == context):
+        return "each rank attends over whole sequences"
+    unsupported = {
+        "sliding windows": any(config.model.window_of(kind) for kind in config.model.layer_kinds),
+        "memory.tile_tokens": bool(config.memory.tile_tokens),
+    }
+    for setting, is_set in unsupported.items():
+        if is_set:
+            return f"per-document sharding is unsupported with {setting}"
+    return None

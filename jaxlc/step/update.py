@@ -1,0 +1,170 @@
+"""The optimizer update: of the whole state at once, or streamed if part of the state is in host memory.
+
+A streamed update is a scan over layers: it copies the weights, gradients and moments of one layer to the device,
+updates them, and writes them back, so that at most one layer of the host state is on the device. Parameters
+outside the layers (embedding, head, final norm) follow one by one. As in ZeRO-Offload (Ren et al. 2021,
+arXiv:2101.06840), but the arithmetic is done on the device. The memory of an array is part of its type,
+`jax.typeof(x).memory_space`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxlc.core import scopes
+from jaxlc.models.offloaded_layers import layer_of
+from jaxlc.step.state import DEVICE, is_on_host, memory_kind_of, to_memory_kind
+
+
+class ParamsAndOptState(NamedTuple):
+    """What an update changes: of the whole model, or of one entry of the parameter dictionary."""
+
+    params: dict
+    opt_state: optax.OptState
+
+
+@jax.named_scope(scopes.GRADIENT_NORM)
+def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
+    """The global norm of `scale` times the gradients, float32."""
+
+    def squares(_, gradients):
+        return optax.tree.norm(jax.tree.map(lambda g: g * scale, gradients), squared=True)
+
+    if not is_on_host(gradients):
+        return jnp.sqrt(squares(None, gradients))
+    sums = [
+        _stream(squares, dims[name], jnp.zeros(_num_layers(dims[name], part)), part).sum()
+        for name, part in gradients.items()
+    ]
+    return jnp.sqrt(sum(sums))
+
+
+@jax.named_scope(scopes.ACCUMULATE_GRADIENTS)
+def add(gradients: dict, others: dict, dims: dict) -> dict:
+    """The sum of both trees, in the memory of `gradients`."""
+
+    def add_part(a, b):
+        return jax.tree.map(jnp.add, a, b)
+
+    if not is_on_host(gradients):
+        return add_part(gradients, others)
+    return {name: _stream(add_part, dims[name], part, others[name]) for name, part in gradients.items()}
+
+
+@jax.named_scope(scopes.OPTIMIZER)
+def update(
+    make_optimizer: Callable[[dict], optax.GradientTransformationExtraArgs],
+    dims: dict,
+    old: ParamsAndOptState,
+    gradients: dict,
+    *,
+    scale: jax.Array,
+    grad_norm: jax.Array,
+    is_finite: jax.Array,
+) -> ParamsAndOptState:
+    """Parameters and optimizer state after an update with `scale` times the gradients; `old` if `is_finite` is False.
+
+    Args:
+      make_optimizer: returns the optimizer of all parameters, or of a part of them, given their dims.
+      grad_norm: global norm of the scaled gradients, for clipping.
+    """
+
+    def update_part(dims):
+        optimizer = make_optimizer(dims)
+
+        def run(old: ParamsAndOptState, gradients) -> ParamsAndOptState:
+            gradients = jax.tree.map(lambda g: g * scale, gradients)
+            updates, opt_state = optimizer.update(gradients, old.opt_state, old.params, grad_norm=grad_norm)
+            new = ParamsAndOptState(optax.apply_updates(old.params, updates), opt_state)
+            return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, old)
+
+        return run
+
+    if not is_on_host(old):
+        return update_part(dims)(old, gradients)
+    parts = {}
+    # A streamed update does not write the optimizer's count, and all parts may be streamed: an update of no parameters
+    # gives it.
+    shared = update_part({})(ParamsAndOptState({}, _without_params(old.opt_state)), {}).opt_state
+    for name in sorted(old.params, key=lambda name: _is_stacked(dims[name]), reverse=True):  # layers first
+        part = ParamsAndOptState(old.params[name], _of_part(old.opt_state, name))
+        parts[name] = _stream(update_part(dims[name]), dims[name], part, gradients[name])
+    return _joined(old, parts, shared)
+
+
+def _stream(function: Callable, dims, results, *operands):
+    """`function(results, *operands)`, in the memory of `results`: on whole arrays, or layer by layer if stacked.
+
+    The function gets its arrays on the device. Layers are updated in place; scalars among `results` are not written,
+    since all layers share them.
+    """
+    if not _is_stacked(dims):
+        results, operands = lax.optimization_barrier((results, operands))
+        new_results = function(*jax.tree.map(_to_device, (results, *operands)))
+        return jax.tree.map(lambda old, new: to_memory_kind(new, memory_kind_of(old)), results, new_results)
+
+    def run_layer(layer, results):
+        @jax.named_scope(scopes.HOST_STATE)
+        def fetch(x):
+            return _to_device(layer_of(x, layer)) if x.ndim else x
+
+        @jax.named_scope(scopes.HOST_STATE)
+        def write(stack, new):
+            if not stack.ndim:
+                return stack
+            new = to_memory_kind(new, memory_kind_of(stack))[None]
+            return lax.dynamic_update_slice_in_dim(stack, new, layer, 0, allow_negative_indices=False)
+
+        new_results = function(*jax.tree.map(fetch, (results, *operands)))
+        return jax.tree.map(write, results, new_results)
+
+    # XLA compiles copies only if the index is the loop counter; see `jaxlc.models.offloaded_layers`.
+    return lax.fori_loop(0, _num_layers(dims, operands), run_layer, results)
+
+
+def _is_stacked(dims) -> bool:
+    return _first(dims)[0] == "layers"
+
+
+def _num_layers(dims, part) -> tuple[int, ...] | int:
+    """L of stacked parameters; () of others, the shape of a scalar."""
+    return jax.tree.leaves(part)[0].shape[0] if _is_stacked(dims) else ()
+
+
+def _first(dims) -> tuple[str, ...]:
+    return jax.tree.leaves(dims, is_leaf=lambda x: isinstance(x, tuple))[0]
+
+
+def _of_part(opt_state: optax.OptState, name: str) -> optax.OptState:
+    """The optimizer state of one entry of the parameters; moments are dictionaries with the same keys."""
+    return jax.tree.map(lambda x: x[name] if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
+
+
+def _without_params(opt_state: optax.OptState) -> optax.OptState:
+    """The optimizer state of a model without parameters."""
+    return jax.tree.map(lambda x: {} if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
+
+
+def _joined(whole: ParamsAndOptState, parts: dict[str, ParamsAndOptState], shared: optax.OptState) -> ParamsAndOptState:
+    """Joins parts of the parameters and of the optimizer state; other optimizer state is that of `shared`."""
+
+    def join(in_whole, of_all, *states):
+        return dict(zip(parts, states)) if _is_dict(in_whole) else of_all
+
+    opt_states = [part.opt_state for part in parts.values()]
+    return ParamsAndOptState(
+        params={name: part.params for name, part in parts.items()},
+        opt_state=jax.tree.map(join, whole.opt_state, shared, *opt_states, is_leaf=_is_dict),
+    )
+
+
+def _is_dict(x) -> bool:
+    return isinstance(x, dict)
+
+
+def _to_device(x: jax.Array) -> jax.Array:
+    return to_memory_kind(x, DEVICE)

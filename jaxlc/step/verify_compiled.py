@@ -1,0 +1,233 @@
+"""Checks the compiled step against the config: the transport of attention's collectives, and host memory."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import jax
+
+from jaxlc.attention.kernels.packed_check import check_packed_cudnn
+from jaxlc.core.axes import LAYER_STACKS
+from jaxlc.core.errors import UserError
+from jaxlc.hlo import AnalyzedProgram, Program, analyze
+from jaxlc.hlo.attention_collectives import AttentionCollective
+from jaxlc.hlo.host_transfers import device_arrays, has_constant_offset, host_arguments
+from jaxlc.hlo.op_names import PASSES
+from jaxlc.runtime.transport import TransportSelection
+from jaxlc.sharding.rules import is_vector
+from jaxlc.step import mixed_precision
+from jaxlc.step.state import HOST
+from jaxlc.step.step import TrainStep
+
+_TITLES = {"nccl": "NCCL", "nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL", "peer": "peer copies"}
+_HOP = "collective-permute"  # the only collective of attention to which a transport applies
+
+
+def describe(
+    attention_collectives: Sequence[AttentionCollective], *, strategy: str, num_layers: int, num_sliding: int = 0
+) -> list[str]:
+    """One line per kind of collective: "ring: 448 hops (14 x 32 layers), all NVSHMEM; unoverlapped: 0 of 224 forward".
+
+    A hop is unoverlapped if no attention kernel runs between its start and its done.
+
+    Args:
+      num_sliding: number of layers with a sliding window, which have lines of their own.
+    """
+    lines, groups = [], {}
+    for hop in attention_collectives:
+        groups.setdefault((hop.has_window, hop.collective.kind), []).append(hop)
+    for (is_sliding, kind), same_kind in groups.items():
+        noun = "hop" if kind == _HOP else kind
+        count = _count(same_kind, noun, num_sliding if is_sliding else num_layers - num_sliding)
+        where = f"{strategy}, sliding layers" if is_sliding else strategy
+        lines.append(f"{where}: {count}, {_transports(same_kind)}; unoverlapped: {_unoverlapped(same_kind)}")
+    return lines or [f"{strategy}: nothing to send"]
+
+
+def mismatch(
+    attention_collectives: Sequence[AttentionCollective], requested: TransportSelection, *, strategy: str
+) -> str | None:
+    """How the transports of the program differ from `requested`; None if they do not, or if nothing is sent."""
+    times_by_transport = Counter()
+    for hop in attention_collectives:
+        if hop.collective.kind == _HOP:
+            times_by_transport[hop.collective.transport] += hop.times
+    others = {name: times for name, times in times_by_transport.items() if name != requested.name}
+    if others:
+        sent = " and ".join(f"{times} by {_TITLES[name]}" for name, times in others.items())
+        return f"of {times_by_transport.total()} hops the compiled step sends {sent}, and {_request(requested)}"
+    if attention_collectives and not times_by_transport and requested.name != "nccl" and not requested.is_auto:
+        return f"attention.strategy={strategy!r} makes no hops, and {_request(requested)}, which applies only to hops"
+    return None
+
+
+def check_kernels(step: TrainStep) -> str | None:
+    """Compares cuDNN's calls for packed documents with the reference on a GPU of this process, if the step has them.
+
+    Returns:
+      A line with the error; None without such calls.
+    Raises:
+      UserError: as `check_packed_cudnn`.
+    """
+    config, device = step.config, jax.local_devices()[0]
+    kernels = step.kernels if step.model is None and config.attention.document_mask else {}
+    if device.platform != "gpu" or not any(kernel.name == "cudnn" for kernel in kernels.values()):
+        return None
+    model = config.model
+    return check_packed_cudnn(
+        device,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=mixed_precision.compute_dtype(config.precision.compute, device.platform),
+    )
+
+
+def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:
+    """Returns lines that describe the compiled `step`; none on CPU, and none for a custom model.
+
+    Raises:
+      UserError: as `check` and `check_memory`.
+    """
+    if step.transport is None or step.model is not None:
+        return []
+    program = analyze(compiled.as_text())
+    check_memory(step, program)
+    attention_collectives = program.attention_collectives
+    model = step.config.model
+    lines = describe(
+        attention_collectives,
+        strategy=step.config.attention.strategy,
+        num_layers=model.num_layers,
+        num_sliding=model.num_layers_of("sliding"),
+    )
+    return lines + check(step, attention_collectives)
+
+
+def verify_evaluation(step: TrainStep, compiled: jax.stages.Compiled) -> None:
+    """Checks the transport of the compiled evaluation of `step`; not on CPU, and not for a custom model.
+
+    Raises:
+      UserError: it uses another transport, unless config.runtime.transport_mismatch is "warn".
+    """
+    if step.transport is not None and step.model is None:
+        check(step, analyze(compiled.as_text()).attention_collectives)
+
+
+def check(step: TrainStep, attention_collectives: Sequence[AttentionCollective]) -> list[str]:
+    """Returns a warning if the compiled `step` does not use the requested transport.
+
+    Raises:
+      UserError: it does not, and config.runtime.transport_mismatch is "error".
+    """
+    problem = mismatch(attention_collectives, step.transport, strategy=step.config.attention.strategy)
+    if problem is None:
+        return []
+    if step.config.runtime.transport_mismatch == "error":
+        raise UserError(
+            f"{problem}; use --config.runtime.transport=nccl, or accept it with"
+            " --config.runtime.transport_mismatch=warn"
+        )
+    return [f"warning: {problem}"]
+
+
+def check_memory(step: TrainStep, program: Program) -> None:
+    """Checks that the state that config.memory puts in host memory is there, and that its layers are never all copied
+    to the GPU at the same time. Arrays outside the layers (embedding, head, final norm) are copied one by one.
+
+    Raises:
+      UserError: the compiled `step` does not satisfy this.
+    """
+    spaces, state = step.memory_spaces, step.abstract_state
+    leaves = list(zip(*map(jax.tree.leaves, (state, spaces)), strict=True))
+    requested = Counter(_shard_shape(x) for x, space in leaves if space is HOST)
+    if not requested:
+        return
+    memory = step.config.memory
+    settings = f"config.memory.parameters={memory.parameters!r} and .optimizer={memory.optimizer!r}"
+    missing = requested - Counter(array.dims for array in host_arguments(program))
+    if missing:
+        raise UserError(
+            f"{settings}, but {missing.total()} of {requested.total()} arrays of the compiled step's state are not in"
+            " host memory: this compiler does not support it"
+        )
+    # Norm scales and biases are skipped: they are small, and other arrays may have their shapes. If only the weights or
+    # only the moments are in host memory, the others have the same shapes on the device. A stack of one layer is copied
+    # as a whole, and if there are several kinds of layers, so is a remat group.
+    num_at_once = memory.layers_per_remat_group if len(step.config.model.layer_kinds) > 1 else 1
+    layers = [name for name in LAYER_STACKS if name in state.params]
+    params = jax.tree.leaves([state.params[name] for name in layers])
+    dims = jax.tree.leaves([step.dims[name] for name in layers], is_leaf=lambda x: isinstance(x, tuple))
+    matrices = [x for x, names in zip(params, dims, strict=True) if not is_vector(names)]
+    stacks = {_shard_shape(x) for x in matrices if len(x) > num_at_once}
+    stacks -= {_shard_shape(x) for x, space in leaves if space is not HOST}
+    for array in device_arrays(program):
+        if array.dtype == "f32" and array.dims in stacks:
+            raise UserError(
+                f"{settings}, but the compiled step copies all layers' {list(array.dims)} to the GPU at once;"
+                " use --config.memory.layers_per_remat_group=1, or keep them on the device"
+            )
+
+
+def check_host_copies(program: AnalyzedProgram) -> None:
+    """Checks that copy engines, not kernels, move what loops copy between device and host memory.
+
+    A kernel that accesses host memory takes the multiprocessors for as long as the link does, so that no attention runs
+    meanwhile. XLA compiles a slice of a host array to one where it does not know the offset as a function of the loop
+    counter; see `jaxlc.models.offloaded_layers`. The fetch of one layer before a loop over layers may be a kernel.
+
+    Raises:
+      UserError: the program, with known thunks, has such kernels in loops.
+    """
+    whiles = (x for computation in program for x in computation if x.opcode == "while")
+    bodies = {x.attributes["body"].lstrip("%") for x in whiles}
+    copies = [
+        copy
+        for name in sorted(bodies)
+        if program.execution_counts[name]
+        for copy in program.host_copies[name]
+        if not has_constant_offset(program.computations[name], copy)
+    ]
+    kernels = [copy for copy in copies if copy.is_kernel]
+    if kernels:
+        names = ", ".join(sorted({copy.start.op_name or copy.start.name for copy in kernels}))
+        raise UserError(
+            f"{len(kernels)} of {len(copies)} host copies in loops of the compiled step are kernels instead of copies"
+            f" by the copy engines: {names}; use another JAX version or keep these arrays on the device (config.memory)"
+        )
+
+
+def _shard_shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of one device's shard."""
+    return x.sharding.shard_shape(x.shape)
+
+
+def _request(requested: TransportSelection) -> str:
+    return f"config.runtime.transport {'chose' if requested.is_auto else 'is'} {requested.name!r}"
+
+
+def _count(attention_collectives: Sequence[AttentionCollective], noun: str, num_layers: int) -> str:
+    """ "448 hops (14 x 32 layers)"."""
+    total = sum(hop.times for hop in attention_collectives)
+    layers = f" ({total // num_layers} x {num_layers} layers)" if total % num_layers == 0 else ""
+    return f"{total} {noun}s{layers}"
+
+
+def _transports(attention_collectives: Sequence[AttentionCollective]) -> str:
+    """ "all NVSHMEM", or "3 NVSHMEM and 3 NCCL"."""
+    times = Counter()
+    for hop in attention_collectives:
+        times[_TITLES[hop.collective.transport]] += hop.times
+    if len(times) == 1:
+        return f"all {next(iter(times))}"
+    return " and ".join(f"{count} {title}" for title, count in times.items())
+
+
+def _unoverlapped(attention_collectives: Sequence[AttentionCollective]) -> str:
+    """ "0 of 224 forward, 32 of 224 backward"."""
+    parts = []
+    for which in PASSES:
+        times = [(hop.times, hop.is_unoverlapped) for hop in attention_collectives if hop.pass_name == which]
+        if times:
+            unoverlapped = sum(count for count, is_unoverlapped in times if is_unoverlapped)
+            parts.append(f"{unoverlapped} of {sum(count for count, _ in times)} {which}")
+    return ", ".join(parts)

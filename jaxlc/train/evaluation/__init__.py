@@ -1,0 +1,1 @@
+"""Evaluation of held-out sequences, and scores during training."""

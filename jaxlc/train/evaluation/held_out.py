@@ -1,0 +1,170 @@
+"""Held-out loss, also by position: as a function of the number of earlier tokens of the same document."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxlc.core import html
+from jaxlc.core.axes import DATA, FSDP
+from jaxlc.data.sequences.loader import Sequences, batches
+from jaxlc.sharding.layout import natural_order
+from jaxlc.step.batch import BATCH_SPEC, Batch
+from jaxlc.step.step import TrainStep
+from jaxlc.step.verify_compiled import verify_evaluation
+from jaxlc.train.evaluation.context_gain import OFFSETS, PIECE_TOKENS, ContextGain, Pieces, context_gain, scored
+from jaxlc.train.evaluation.document_sums import DocumentSums, concatenate, position_edges, sum_documents
+
+
+class PositionSums(NamedTuple):
+    """float64 [bins] each; bin b holds tokens with edges[b] <= position < edges[b + 1]."""
+
+    weight: np.ndarray
+    loss: np.ndarray  # sum of weight x loss, in nats
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Evaluation:
+    """Held-out loss and its sums by document and position."""
+
+    documents: DocumentSums
+    num_sequences: int
+    # None if it was not evaluated or does not apply: see `Evaluator.with_context_gain`.
+    context_gain: ContextGain | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean over all held-out target tokens, in nats."""
+        return float(self.sums.loss.sum() / self.sums.weight.sum())
+
+    @property
+    def edges(self) -> np.ndarray:
+        """Edges of the position bins, int64 [bins + 1]: numbers of earlier tokens of the same document."""
+        return self.documents.edges
+
+    @property
+    def sums(self) -> PositionSums:
+        """Sums over all documents, by position."""
+        return PositionSums(self.documents.weight.sum(0), self.documents.loss.sum(0))
+
+    def by_position(self) -> dict[str, np.ndarray]:
+        """Loss by position as columns of equal length, for `pandas.DataFrame`.
+
+        One row per bin of positions that has target tokens: first_position, last_position, tokens, documents, loss,
+        low, high. The loss is in nats per token. low and high are the ends of its 95% interval, of a bootstrap over
+        documents; they are NaN for fewer than 5 documents (`document_sums.estimate`).
+        """
+        return self.documents.by_position("loss")
+
+    def __repr__(self) -> str:
+        return (
+            f"Evaluation(loss={self.loss:.3f}, {self.num_sequences:,} sequences,"
+            f" {self.documents.num_documents:,} documents, {self.sums.weight.sum():,.0f} tokens)"
+        )
+
+    def _repr_html_(self) -> str:
+        tables = [_html_table(repr(self), self.by_position())]
+        if self.context_gain is not None:
+            tables.append(_html_table(repr(self.context_gain), self.context_gain.by_position()))
+        return "\n".join(tables)
+
+
+class FiniteSequences(Sequences, Protocol):
+    num_sequences: int  # distinct sequences: those with indices from 0
+
+
+class Evaluator:
+    """Evaluates parameters on the first held-out sequences, the same in every evaluation."""
+
+    def __init__(self, step: TrainStep, heldout: FiniteSequences, num_sequences: int):
+        """
+        Args:
+          heldout: `heldout[i]` returns sequence i, in every process of the run.
+          num_sequences: sequences to evaluate, at most those that `heldout` has.
+        """
+        self._step, self._heldout = step, heldout
+        self.num_sequences = min(num_sequences, heldout.num_sequences)
+        self.edges = position_edges(step.config.data.seq_len)
+
+    @cached_property
+    def _token_losses(self) -> jax.stages.Compiled:
+        """Returns the losses of all tokens to every process. Its transport is checked as that of the step."""
+        compiled = self._step.compile_evaluation()
+        verify_evaluation(self._step, compiled)
+        return compiled
+
+    def __call__(self, params) -> Evaluation:
+        losses = self._losses(params, self._heldout)
+        sums = concatenate([sum_documents(sequence, losses_S, self.edges) for sequence, losses_S in losses])
+        return Evaluation(documents=sums, num_sequences=self.num_sequences)
+
+    def with_context_gain(self, params, evaluation: Evaluation) -> Evaluation:
+        """Adds the gain of full context to the evaluation of `params`, with two more passes over the sequences.
+
+        The gain stays None if sequences have at most 512 tokens or no document is longer. Limited context is evaluated
+        as shorter documents, so it also stays None without attention.document_mask and for a custom model, which
+        may ignore the segment ids of the batch.
+        """
+        config = self._step.config
+        if config.data.seq_len <= PIECE_TOKENS or not config.attention.document_mask or self._step.model is not None:
+            return evaluation
+        limited = []
+        for offset in OFFSETS:
+            losses = self._losses(params, Pieces(self._heldout, offset))
+            sums = [
+                sum_documents(sequence, np.where(scored(sequence["positions"], offset), losses_S, 0.0), self.edges)
+                for sequence, losses_S in losses
+            ]
+            limited.append(concatenate(sums))
+        both_passes = dataclasses.replace(limited[0], loss=limited[0].loss + limited[1].loss)
+        return dataclasses.replace(evaluation, context_gain=context_gain(evaluation.documents, both_passes))
+
+    def _losses(self, params, inputs: Sequences) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+        """Yields each held-out sequence, and the loss of each of its tokens, float32 [S]; both in natural order.
+
+        Args:
+          inputs: the held-out sequences, or a variant of them with other positions and segment ids.
+        """
+        mesh, order_of = self._step.mesh, self._step.sequence_order.of
+        batch_size = mesh.shape[DATA] * mesh.shape[FSDP]
+        stream = batches(
+            _Repeated(inputs, self.num_sequences),
+            first_sequence=0,
+            global_batch_size=batch_size,
+            gradient_accumulation_steps=1,
+            seq_len=self._step.config.data.seq_len,
+            order_of=order_of,
+            sharding=NamedSharding(mesh, BATCH_SPEC),
+            prefetch_steps=1,
+        )
+        for begin, arrays in zip(range(0, self.num_sequences, batch_size), stream):
+            losses = self._token_losses(params, jax.tree.map(lambda x: x[0], Batch(**arrays)))
+            indices = range(begin, min(begin + batch_size, self.num_sequences))
+            for i, losses_S in zip(indices, np.asarray(losses)):  # the last batch may have more rows
+                yield self._heldout[i], losses_S[natural_order(order_of(inputs[i]))]
+
+
+class _Repeated:
+    """The first sequences, again and again; the repeated ones fill the last batch."""
+
+    def __init__(self, sequences: Sequences, num_sequences: int):
+        self._sequences, self._num_sequences = sequences, num_sequences
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return self._sequences[i % self._num_sequences]
+
+
+def _html_table(title: str, columns: dict[str, np.ndarray]) -> str:
+    rows = zip(*(map(_cell, column) for column in columns.values()))
+    return html.table(list(columns), rows, caption=title, align="r" * len(columns))
+
+
+def _cell(value) -> str:
+    if isinstance(value, np.integer):
+        return f"{value:,}"
+    return f"{value:.3f}" if np.isfinite(value) else ""

@@ -1,0 +1,105 @@
+"""The report at the end of a run: two plots, and a summary that is printed."""
+
+from pathlib import Path
+
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
+from jaxlc.core import extras
+from jaxlc.core.counts import count_text
+from jaxlc.core.paths import displayed
+from jaxlc.train.evaluation.held_out import Evaluation
+from jaxlc.train.reports.history import History
+from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
+from jaxlc.train.reports.progress import flops_text
+
+LOSS_PLOT, LOSS_BY_POSITION_PLOT = "loss.png", "loss_by_position.png"
+
+
+def write_report(
+    workdir: Path,
+    step: int,
+    num_tokens: int,
+    evaluation: Evaluation | None,
+    baselines: dict[str, float],
+    waiting_share: float | None = None,
+) -> str:
+    """Writes the plots to `workdir` and returns the summary, plain text.
+
+    Without matplotlib no plots are written, and without tensorboardX there are no event files; the summary then has the
+    command that installs them.
+
+    Args:
+      num_tokens: of these steps, over all devices, padding included.
+      evaluation: of the parameters after `step` optimizer steps; None if there are no held-out sequences.
+      baselines: name -> loss of n-gram models on the same sequences, in nats.
+      waiting_share: share of the time of the steps that was spent waiting on data; None if it is not known.
+    """
+    rows = read_rows(workdir / METRICS_FILE)
+    stage = rows[-1].get("stage") if rows else None  # stages have their own held-out sequences
+    history = History(rows)
+    earlier = History([row for row in rows if row["step"] < step and row.get("stage") == stage])  # not `evaluation`
+    losses, eval_losses = history.column("loss")[1], earlier.column("eval_loss")[1]
+    tokens_per_second = history.median("tokens_per_second")
+    speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s (median)"
+    rate, utilization = history.median("flops_per_second_documents"), history.median("mfu_documents")
+    flops = []
+    if rate is not None:
+        of_peak = "" if utilization is None else f", {utilization:.1%} of the bf16 peak"
+        flops.append(f"model FLOP/s    {flops_text(rate)} (documents{of_peak}; median)")
+    tensorboard = f", tensorboard --logdir {displayed(workdir / TENSORBOARD_DIRECTORY)}"
+    if not extras.is_installed("tensorboardX"):
+        tensorboard = f"; TensorBoard event files skipped: {extras.install_hint('tensorboardX')}"
+    heldout = []
+    if evaluation is not None:
+        losses_text = _arrow([*eval_losses[:1], evaluation.loss])
+        heldout.append(f"held-out loss   {losses_text}, over {count_text(evaluation.num_sequences, 'sequence')}")
+    if baselines:
+        named = ", ".join(f"{name} {loss:.3f}" for name, loss in baselines.items())
+        heldout.append(f"  baselines on the same sequences: {named}")
+    if evaluation is not None:
+        heldout += _gain_lines(evaluation)
+    return "\n".join(
+        [
+            "",
+            f"trained         {step} steps, {num_tokens:,} tokens{speed}",
+            *flops,
+            *([] if waiting_share is None else [f"waiting         {waiting_share:.2%} of the time, for data"]),
+            f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} nats per token",
+            *heldout,
+            *write_plots(workdir, rows, baselines, evaluation),
+            f"metrics         {displayed(workdir / METRICS_FILE)}{tensorboard}",
+            f"checkpoints     {displayed(workdir / CHECKPOINTS_DIRECTORY)}",
+        ]
+    )
+
+
+def write_plots(
+    workdir: Path, rows: list[Row], baselines: dict[str, float], evaluation: Evaluation | None
+) -> list[str]:
+    """Writes loss.png and, with an evaluation, loss_by_position.png; returns lines with their paths.
+
+    If plots are skipped, the only line has the reason.
+    """
+    if not extras.is_installed("matplotlib"):
+        return [f"plots           skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}"]
+    from jaxlc.train.reports.loss_plots import loss_by_position_figure, loss_figure  # imported here: matplotlib is slow
+
+    figures = {LOSS_PLOT: loss_figure(rows, baselines)}
+    if evaluation is not None:
+        figures[LOSS_BY_POSITION_PLOT] = loss_by_position_figure(evaluation)
+    for name, figure in figures.items():
+        figure.savefig(workdir / name, bbox_inches="tight")
+    return [f"{'' if index else 'plots':<15} {displayed(workdir / name)}" for index, name in enumerate(figures)]
+
+
+def _gain_lines(evaluation: Evaluation) -> list[str]:
+    """One line with the gain of full context, none if it was not evaluated."""
+    if evaluation.context_gain is None:
+        return []
+    return [
+        f"context gain    {evaluation.context_gain}: full context against the last 256 to 511 tokens, beyond token 512"
+    ]
+
+
+def _arrow(losses: list[float]) -> str:
+    """ "5.118 -> 2.491", "2.491" if there is one loss, "unknown" if there is none, as after a lost metrics file."""
+    return " -> ".join(f"{loss:.3f}" for loss in losses) or "unknown"

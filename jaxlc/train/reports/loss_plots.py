@@ -1,0 +1,184 @@
+"""The figures of loss over steps and of held-out loss by position. Needs matplotlib.
+
+Import this module only where a figure is drawn, because matplotlib is slow to import.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from jaxlc.core.plot_style import BLUE, FAINT, GRAY, RED, TEAL, new_figure, style_axes
+from jaxlc.train.evaluation.context_gain import PIECE_TOKENS, ContextGain
+from jaxlc.train.evaluation.document_sums import MIN_DOCUMENTS
+from jaxlc.train.evaluation.held_out import Evaluation
+from jaxlc.train.reports.history import History
+from jaxlc.train.reports.metrics import Row
+
+_ZERO_BIN = (0.3, 0.5)  # where the logarithmic axis shows the tokens at position 0
+_COUNT = FuncFormatter(lambda value, _: f"{value:,.0f}")
+
+
+def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
+    """Training and held-out loss over steps, with the losses of n-gram models as baselines.
+
+    Args:
+      rows: of metrics.jsonl.
+      baselines: name -> held-out loss in nats.
+    """
+    figure = new_figure(7.5, 4.4, dpi=150)
+    axes = figure.subplots()
+    history = History(rows)
+    axes.plot(*history.column("loss"), color=BLUE, linewidth=1.2, label="training")
+    _draw_stages(axes, history)
+    steps, losses = history.column("eval_loss")
+    if len(losses):
+        label = f"held out, {losses[-1]:.2f} at the end"
+        axes.plot(steps, losses, "o:", color=RED, markersize=6, linewidth=1.0, label=label)
+    for name, loss in baselines.items():
+        axes.axhline(loss, color=GRAY, linewidth=0.9, linestyle=(0, (5, 4)), zorder=1)
+        is_highest = loss == max(baselines.values())
+        axes.annotate(
+            f"{name} {loss:.2f}",
+            (1.0, loss),
+            (5, 1 if is_highest else -1),  # points; one label above its line and one below
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="bottom" if is_highest else "top",
+            fontsize=9,
+            color=GRAY,
+        )
+    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.set_title("Loss in training", loc="left")
+    axes.legend(frameon=False)
+    style_axes(axes, grid="y")
+    return figure
+
+
+def _draw_stages(axes: Axes, history: History) -> None:
+    """Lines at the borders of stages, and the names of the stages at the top."""
+    if "stage" not in history or not history.num_rows:
+        return
+    names, steps = history["stage"], history["step"]
+    starts = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1)]
+    for index in starts:
+        border = steps[index - 1] + 0.5 if index else steps[0]
+        if index:
+            axes.axvline(border, color=GRAY, linewidth=0.9, zorder=1)
+        axes.annotate(
+            str(names[index]),
+            (border, 1.0),
+            (3, -3),  # points
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            va="top",
+            fontsize=9,
+            color=GRAY,
+        )
+
+
+def loss_by_position_figure(evaluation: Evaluation) -> Figure:
+    """Held-out loss against the number of earlier tokens of the same document in the sequence.
+
+    The band is the 95% interval of the mean, of a bootstrap over documents; means over fewer than 5 documents have none
+    and are hollow points. The bars show the number of documents per point. A second panel shows the gain of full
+    context over the last 256 to 511 tokens, if it was evaluated.
+    """
+    gain = evaluation.context_gain
+    figure = new_figure(7.5 if gain is None else 10.4, 4.8, dpi=150)
+    figure.get_layout_engine().set(hspace=0.02)
+    panels = figure.subplots(
+        2,
+        1 if gain is None else 2,
+        sharex="col",
+        squeeze=False,
+        height_ratios=(5, 1),
+        width_ratios=None if gain is None else (3, 2),
+    )
+    axes, below = panels[:, 0]
+    columns = evaluation.by_position()
+    _draw_means(axes, below, columns, columns["loss"], BLUE)
+    axes.set_ylabel("held-out loss, nats per token")
+    axes.set_title("Held-out loss by position in the document", loc="left", fontsize=11)
+    below.set_xlabel("earlier tokens of the same document in the sequence")
+    below.set_ylabel("documents")
+    if len(columns["loss"]):
+        _show_zero(below, columns["last_position"][-1] + 0.5)
+    if gain is not None:
+        _draw_gain(*panels[:, 1], gain)
+    for panel in panels.flat:
+        style_axes(panel, grid="y")
+    return figure
+
+
+def _draw_gain(axes: Axes, below: Axes, gain: ContextGain) -> None:
+    columns = gain.by_position()
+    axes.axhline(0, color=GRAY, linewidth=0.9)
+    _draw_means(axes, below, columns, columns["gain"], TEAL)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0 - 0.1 * high), max(high, 0 - 0.1 * low))  # with the line at zero in view
+    axes.set_ylabel("loss with limited - full context, nats per token")
+    (mean,), (low,), (high,), _ = gain.overall
+    interval = f" [{low:.3f}, {high:.3f}]" if np.isfinite(low) else ""
+    axes.set_title(f"Gain of full context: {mean:.3f}{interval}", loc="left", fontsize=11)
+    below.set_xlabel("earlier tokens (limited context: the last 256 to 511)")
+    last = columns["last_position"][-1] + 0.5
+    below.set_xscale("log")
+    below.set_xlim(0.95 * PIECE_TOKENS, 1.05 * last)
+    powers = 2.0 ** np.arange(np.log2(PIECE_TOKENS), np.log2(last) + 0.01)
+    below.xaxis.set(
+        major_locator=FixedLocator(powers[:: 1 + len(powers) // 6]),
+        major_formatter=_COUNT,
+        minor_locator=NullLocator(),
+    )
+
+
+def _draw_means(axes: Axes, below: Axes, columns: dict[str, np.ndarray], mean: np.ndarray, color: str) -> None:
+    """Draws one point per bin with its band in `axes`, and the number of documents as bars in `below`."""
+    first, last = columns["first_position"], columns["last_position"]
+    documents, low, high = columns["documents"], columns["low"], columns["high"]
+    left = np.where(first == 0, _ZERO_BIN[0], first - 0.5)  # half a token more on both sides, so that bars touch
+    center = np.where(first == 0, np.sqrt(np.prod(_ZERO_BIN)), np.sqrt(first * last))
+    has_band = np.isfinite(low)
+    label = "95% interval, bootstrap over documents"
+    axes.fill_between(center, low, high, where=has_band, color=color, alpha=0.18, linewidth=0, label=label)
+    axes.plot(center, mean, "o-", color=color, markersize=3.5, linewidth=1.3)
+    if not has_band.all():
+        label = f"no interval: fewer than {MIN_DOCUMENTS} documents"
+        axes.plot(center[~has_band], mean[~has_band], "o", color="white", mec=color, markersize=4, label=label)
+    axes.legend(frameon=False, fontsize=8)
+    limits = _limits(mean, low, high)
+    if limits is not None:
+        axes.set_ylim(*limits)
+    below.bar(left, documents, width=last + 0.5 - left, align="edge", color=FAINT, edgecolor="white", linewidth=0.8)
+    below.set(yscale="log", ylim=(0.5, 2 * max(documents, default=1)))
+    below.yaxis.set(major_formatter=_COUNT, minor_locator=NullLocator())
+    axes.tick_params(axis="x", length=0)
+
+
+def _limits(mean: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[float, float] | None:
+    """Limits of the loss axis; None if no mean is finite.
+
+    Bins of few documents may have bands of several nats: they are clipped, so that they do not flatten the curve.
+    """
+    is_finite, has_band = np.isfinite(mean), np.isfinite(low)
+    if not is_finite.any():
+        return None
+    lowest, highest = mean[is_finite].min(), mean[is_finite].max()
+    margin = max(0.15 * (highest - lowest), 1e-3)
+    if has_band.any():
+        clipped = 1.5 * np.median((high - low)[has_band])
+        lowest = min(lowest, max(low[has_band].min(), lowest - clipped))
+        highest = max(highest, min(high[has_band].max(), highest + clipped))
+    return lowest - margin, highest + margin
+
+
+def _show_zero(below: Axes, largest: float) -> None:
+    """Makes the x axis logarithmic in token counts, and shows 0 on it too."""
+    powers = 10.0 ** np.arange(0, np.log10(largest))
+    below.set_xscale("log")
+    below.set_xlim(0.9 * _ZERO_BIN[0], 1.1 * largest)
+    below.xaxis.set(major_locator=FixedLocator([np.sqrt(np.prod(_ZERO_BIN)), *powers]), minor_locator=NullLocator())
+    below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "0"))

@@ -1,0 +1,155 @@
+"""Progress output of a run. Only the primary process prints.
+
+A terminal has a live line, a notebook one display that is updated, and other outputs have plain lines.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as LiveBars
+
+from jaxlc.runtime import compilation_cache
+from jaxlc.train.reports.notebook_display import NotebookDisplay
+
+_MIN_SECONDS_BETWEEN_LINES = 5.0  # between two plain progress lines
+
+
+class Progress:
+    """The progress of one run of `total_steps`; a context manager that shows the live line while it is entered."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        flops_per_step: float | None,
+        peak_flops_per_second: float | None,
+        is_primary: bool,
+        console: Console | None = None,
+    ):
+        """
+        Args:
+          flops_per_step: model FLOPs with causal attention, over all devices; None if unknown.
+          peak_flops_per_second: bf16 peak, over all devices; None if unknown, as for CPUs.
+        """
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console.quiet = not is_primary
+        self._is_live = is_primary and self._console.is_terminal
+        self._notebook = NotebookDisplay() if is_primary and self._console.is_jupyter else None
+        self._total_steps, self._flops_per_step = total_steps, flops_per_step
+        self.peak_flops_per_second = peak_flops_per_second
+        columns = SpinnerColumn(), BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn()
+        self._bars = LiveBars(*columns, console=self._console, transient=True)
+        self._steps_bar = None  # created at the first step
+        self._last_line_seconds = float("-inf")
+        self._stage = ""
+
+    def start_stage(self, name: str, total_steps: int, flops_per_step: float | None) -> None:
+        """Shows the steps of a stage from now on; `name` is "" in a run without stages."""
+        self._stage = f"{name}: " if name else ""
+        self._total_steps, self._flops_per_step = total_steps, flops_per_step
+        self._last_line_seconds = float("-inf")
+        if self._steps_bar is not None:
+            self._bars.update(self._steps_bar, total=total_steps)
+
+    def __enter__(self) -> "Progress":
+        if self._is_live:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._is_live:
+            self._bars.stop()
+        if self._notebook is not None:
+            self._notebook.close()
+
+    def log(self, text: str) -> None:
+        """Prints above the live line."""
+        if self._notebook is not None:
+            self._notebook.log(text)
+        else:
+            self._console.print(text, markup=False)
+
+    @contextmanager
+    def spinner(self, what: str) -> Iterator[None]:
+        """Shows a spinner with the elapsed time; prints nothing to a file."""
+        with self.progress_bar(what):
+            yield
+
+    @contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """A spinner, and permanent lines before and after: compilation may take minutes, also without a terminal."""
+        if not self._is_live and self._notebook is None:
+            self.log(f"compiling {what} ...")
+        start_seconds = time.perf_counter()
+        with self.spinner(f"compiling {what}"), compilation_cache.watch() as came_from_cache:
+            yield
+            source = " (from the cache)" if came_from_cache() else ""
+        self.log(f"compiled {what} in {time.perf_counter() - start_seconds:.1f} s{source}")
+
+    @contextmanager
+    def progress_bar(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Shows a progress bar; yields a function (done, total) that updates it."""
+        if self._notebook is not None:
+            with self._notebook.activity(what) as set_progress:
+                yield set_progress
+            return
+        bar = self._bars.add_task(what, total=None)
+        try:
+            yield lambda done, total: self._bars.update(bar, completed=done, total=total)
+        finally:
+            self._bars.remove_task(bar)
+
+    def update(
+        self,
+        *,
+        step: int,
+        loss: float,
+        tokens_per_second: float,
+        step_seconds: float,
+        flops_per_second_documents: float | None = None,
+        **_,
+    ) -> None:
+        """Shows the progress after one or more steps. Accepts a whole metrics row and ignores its other values."""
+        text = (
+            f"{self._stage}step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            f"{self._utilization_text(step_seconds, flops_per_second_documents)}"
+            f"  {_duration_text((self._total_steps - step) * step_seconds)} left"
+        )
+        if self._is_live:
+            if self._steps_bar is None:
+                self._steps_bar = self._bars.add_task("", total=self._total_steps)
+            self._bars.update(self._steps_bar, completed=step, description=text)
+            return
+        if self._notebook is not None:
+            self._notebook.step(text, step / self._total_steps)
+            return
+        now_seconds = time.perf_counter()
+        if step == self._total_steps or now_seconds - self._last_line_seconds >= _MIN_SECONDS_BETWEEN_LINES:
+            self._last_line_seconds = now_seconds
+            self.log(text)
+
+    def _utilization_text(self, step_seconds: float, document_rate: float | None) -> str:
+        if self._flops_per_step is None:
+            return ""
+        pairs, rate = "documents", document_rate
+        if rate is None:
+            pairs, rate = "causal", self._flops_per_step / step_seconds
+        peak = self.peak_flops_per_second
+        utilization = f", {rate / peak:.1%} of the bf16 peak" if peak else ""
+        return f"  {flops_text(rate)} (model, {pairs}{utilization})"
+
+
+def flops_text(flops_per_second: float) -> str:
+    """Three significant digits and a unit: 5.43 GFLOP/s, 3.2 PFLOP/s."""
+    units = (("P", 1e15), ("T", 1e12), ("G", 1e9))
+    unit, size = next((pair for pair in units if flops_per_second >= pair[1]), units[-1])
+    return f"{flops_per_second / size:.3g} {unit}FLOP/s"
+
+
+def _duration_text(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,121 @@
+"""The lines that a run prints before training: devices, kernel, memory, batch, data, shardings, and how it resumes."""
+
+from pathlib import Path
+
+import jax
+
+from jaxlc.config import Config
+from jaxlc.core.axes import mesh_text
+from jaxlc.core.counts import count_text
+from jaxlc.data import Corpus
+from jaxlc.models import freezing
+from jaxlc.step.state import memory_lines
+from jaxlc.step.step import TrainStep
+
+
+def step_lines(config: Config, step: TrainStep) -> list[str]:
+    """The mesh, the attention kernel, the transport, host memory and the global batch.
+
+    Raises:
+      UserError: no attention kernel supports the config on these devices.
+    """
+    device = step.mesh.devices.flat[0]
+    batch = f"global batch size {config.train.global_batch_size:,} x {config.data.seq_len:,} tokens"
+    if config.train.gradient_accumulation_steps > 1:
+        batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
+    devices = f"{step.mesh.size} x {device.device_kind}, {count_text(jax.process_count(), 'process', 'es')}"
+    mesh = f"mesh       {mesh_text(step.mesh.shape)}: {devices}"
+    if step.model is not None:
+        return [mesh, f"model      {type(step.model).__name__} (custom)", f"step       {batch}"]
+    return [
+        mesh,
+        f"attention  {config.attention.strategy}, {step.sequence_order.description}; kernel {step.kernel_choice}",
+        *_transport_lines(config, step),
+        *memory_lines(config.memory, step.mesh),
+        *_frozen_lines(config, step),
+        f"step       {batch}, {config.flops_per_step / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
+    ]
+
+
+def _frozen_lines(config: Config, step: TrainStep) -> list[str]:
+    if not step.frozen:
+        return []
+    params = step.abstract_state.params
+    num_trained, num_params = (
+        sum(x.size for x in jax.tree.leaves(tree)) for tree in (freezing.split(params, step.frozen)[0], params)
+    )
+    adapters = f", adapters of rank {config.lora.rank} included" if config.lora.rank else ""
+    return [
+        f"trained    {num_trained:,} of {num_params:,} parameters{adapters}; frozen matrices are"
+        f" {config.precision.frozen}"
+    ]
+
+
+def _transport_lines(config: Config, step: TrainStep) -> list[str]:
+    if step.transport is not None:
+        return [f"transport  {step.transport.name} ({step.transport.reason})"]
+    if config.runtime.transport != "auto":
+        return [f"transport  {config.runtime.transport} has no effect on simulated devices"]
+    return []
+
+
+def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
+    """The size of the corpus, of an epoch, and the number of epochs in `num_steps` steps."""
+    train, heldout, batch_size = corpus.train, corpus.heldout, config.train.global_batch_size
+    steps_per_epoch = train.num_sequences / batch_size
+    return [
+        f"data       {count_text(train.num_documents, 'document')}, {count_text(train.num_tokens, 'token')};"
+        f" held out: {count_text(heldout.num_documents, 'document')}, {count_text(heldout.num_tokens, 'token')}",
+        f"epoch      {count_text(train.num_sequences, 'sequence')}, {_decimal(steps_per_epoch)} steps; this run:"
+        f" {count_text(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch)} epochs",
+    ]
+
+
+def sharding_lines(step: TrainStep) -> list[str]:
+    """The shape, sharding and bytes per device of each parameter."""
+    return [str(step.sharding_table)]
+
+
+def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, meta: dict, stage: str = "") -> list[str]:
+    """What a run that resumes from the checkpoint of `step` prints; `meta` is stored in that checkpoint.
+
+    Args:
+      fingerprint: of the data of this run.
+      stage: the name of the stage of this step, "" in a run without stages.
+    """
+    steps = config.train.steps
+    if step >= steps:
+        more = f"a larger --config.stages.{stage}.steps" if stage else f"--config.train.steps={2 * step}"
+        line = (
+            f"{workdir} is already trained to step {step}: continue with {more},"
+            " or use a different --workdir to start over"
+        )
+    else:
+        line = (
+            f"resuming from step {step} (latest valid checkpoint) of {workdir}; use a different --workdir to start over"
+        )
+    lines = [line]
+    setting, schedule_steps = "train.steps", config.optimizer.schedule_steps
+    old_steps, ends = meta["config"]["train"]["steps"], f"ends at step {steps}"
+    if schedule_steps:
+        setting, steps, ends = "optimizer.schedule_steps", schedule_steps, f"has {schedule_steps} steps"
+        old_steps = meta["config"]["optimizer"].get(setting.partition(".")[2]) or old_steps
+    if step < config.train.steps and steps != old_steps and config.optimizer.schedule != "constant":
+        lines.append(
+            f"{setting} changed from {old_steps} to {steps}: the {config.optimizer.schedule} learning-rate schedule"
+            f" now {ends}, so the learning rate differs from that of the earlier run"
+        )
+    if meta["corpus"] != fingerprint:
+        lines.append(
+            "the corpus, tokenizer, data.seq_len, data.eval_fraction or data.seed changed since that checkpoint:"
+            " training continues with different sequences, from the same sequence index"
+        )
+    if config.profile.steps and config.profile.traced_steps[-1] <= step:
+        lines.append(f"config.profile.steps={config.profile.steps}: these steps are done, so this run traces none")
+    return lines
+
+
+def _decimal(number: float) -> str:
+    if number < 0.01:
+        return "less than 0.01"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,0 +1,1 @@
+"""The result of a run, also of one that is loaded."""

@@ -1,0 +1,162 @@
+"""Loads a finished or interrupted run from its workdir."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxlc import runtime
+from jaxlc._jax_internals import backends_are_initialized
+from jaxlc.checkpoints.base_model import restore_all_params
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, existing_step, read_meta
+from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.config import Config, from_dict, with_settings
+from jaxlc.config import load as load_config
+from jaxlc.config.checks.mesh_checks import working_mesh
+from jaxlc.config.models.pretrained import CONFIG_FILE, COPY_DIRECTORY, TOKENIZER_FILE
+from jaxlc.core.axes import BATCH_AXES, mesh_text
+from jaxlc.core.errors import UserError
+from jaxlc.core.paths import displayed
+from jaxlc.data import open_corpus
+from jaxlc.data.tokens.tokenizers import load_tokenizer
+from jaxlc.sharding.mesh import all_sizes, make_mesh
+from jaxlc.step.custom_model import Model
+from jaxlc.step.loss import TokenLoss
+from jaxlc.step.step import TrainStep, build_step
+from jaxlc.train.evaluation.held_out import Evaluation, Evaluator
+from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
+from jaxlc.train.result.run_result import Result
+from jaxlc.train.run_data import CALLER_BATCHES, load_matching_tokenizer
+
+
+def load(
+    workdir: str | Path,
+    *,
+    step: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    model: Model | None = None,
+    loss: TokenLoss | None = None,
+) -> Result:
+    """Loads the parameters of a run, without its optimizer state; see `jaxlc.load`."""
+    workdir = Path(workdir).expanduser().absolute()
+    if (workdir / CONFIG_FILE).is_file():
+        for name, value in dict(step=step, model=model).items():
+            if value is not None:
+                raise UserError(f"{name} has no effect: {displayed(workdir)} is a Hugging Face directory, not a run")
+        return _load_huggingface(workdir, mesh, loss)
+    directory = workdir / CHECKPOINTS_DIRECTORY
+    step = existing_step(directory, step)
+    meta = read_meta(directory, step)
+    config = _on_mesh(_with_existing_tokenizer(from_dict(meta["config"]), workdir), mesh)
+    devices = _start(config)
+    train_step = build_step(config, make_mesh(config.mesh, devices), model=model, loss=loss)
+    params = restore_all_params(train_step, directory, step, meta)
+    metrics = workdir / METRICS_FILE
+    rows = read_rows(metrics) if metrics.exists() else []
+    return Result(
+        step=step,
+        exit_status=0,
+        params=params,
+        tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token),
+        workdir=workdir,
+        rows=[row for row in rows if row["step"] <= step],
+        train_step=train_step,
+        evaluate=lambda: _evaluate(train_step, params, meta["corpus"]),
+        evaluation=None,
+    )
+
+
+def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: TokenLoss | None) -> Result:
+    """The model in a Hugging Face directory, as a run of no steps."""
+    config = _on_mesh(load_config(ConfigDict({"model": {"init_from": str(directory)}})), mesh)
+    tokenizer = load_matching_tokenizer(config)
+    train_step = build_step(config, make_mesh(config.mesh, _start(config)), loss=loss)
+    params, _ = load_pretrained(train_step)
+    return Result(
+        step=0,
+        exit_status=0,
+        params=params,
+        tokenizer=tokenizer,
+        workdir=directory,
+        rows=[],
+        train_step=train_step,
+        evaluate=lambda: _evaluate(train_step, params),
+        evaluation=None,
+    )
+
+
+def _with_existing_tokenizer(config: Config, workdir: Path) -> Config:
+    """`config` with the copy in `workdir` if the tokenizer is that of a Hugging Face directory that is absent."""
+    path, copy = Path(config.data.tokenizer), workdir / COPY_DIRECTORY / TOKENIZER_FILE
+    is_of_model = path == Path(config.model.init_from).expanduser() / TOKENIZER_FILE
+    if not is_of_model or path.exists() or not copy.is_file():
+        return config
+    return with_settings(config, {"data.tokenizer": str(copy)})
+
+
+def _on_mesh(config: Config, mesh: Mapping[str, int] | None) -> Config:
+    """`config` on a mesh of these sizes; axes that `mesh` does not name have size 1.
+
+    The settings that depend on the mesh change with it. None of them changes the result.
+    """
+    if mesh is None:
+        return config
+    sizes = all_sizes(mesh)
+    num_replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
+    settings = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+        "attention.strategy": "ring",
+        "attention.ulysses_degree": 1,
+        "memory.tile_tokens": 0,
+        "train.gradient_accumulation_steps": 1,
+        "train.global_batch_size": num_replicas,
+        "train.eval_sequences": -(-config.train.eval_sequences // num_replicas) * num_replicas,
+    }
+    if config.runtime.simulated_devices:
+        settings["runtime.simulated_devices"] = math.prod(sizes.values())
+    try:
+        return with_settings(config, settings)
+    except UserError as error:  # its advice is about settings of a new run, such as data.seq_len
+        one_device = settings | {f"mesh.{axis}": 1 for axis in sizes} | {"train.global_batch_size": 1}
+        fallback = with_settings(config, one_device | {"runtime.simulated_devices": 0})
+        meshes = (working_mesh(fallback, number) for number in range(math.prod(sizes.values()), 0, -1))
+        nearest = next(asdict(mesh) for mesh in meshes if mesh is not None)
+        arguments = ", ".join(f"{axis}={size}" for axis, size in nearest.items() if size > 1) or "context=1"
+        raise UserError(
+            f"the run does not split over the mesh {mesh_text(sizes)} ({str(error).partition(';')[0]}): pass another"
+            f" mesh, such as mesh=dict({arguments})"
+        ) from None
+
+
+def _start(config: Config) -> list[jax.Device]:
+    """Starts JAX if it has not started; returns the devices of the mesh.
+
+    Raises:
+      UserError: there are fewer devices than the mesh has.
+    """
+    if not backends_are_initialized():
+        runtime.start(config.runtime)
+    devices = jax.devices()
+    if len(devices) < config.mesh.num_devices:
+        raise UserError(
+            f"the mesh of the run has {config.mesh.num_devices} devices, and {len(devices)} are available: pass a"
+            " smaller mesh, such as mesh=dict(context=1), or simulate devices on CPU with"
+            f" simulated_devices={config.mesh.num_devices}"
+        )
+    return devices[: config.mesh.num_devices]
+
+
+def _evaluate(train_step: TrainStep, params, fingerprint: str = "") -> Evaluation:
+    """Reads the corpus of the config and evaluates on its held-out sequences.
+
+    Raises:
+      UserError: the run had its own batches, which are not stored.
+    """
+    if fingerprint == CALLER_BATCHES:
+        raise UserError("the run had its own batches, which are not stored: use model.token_losses on held-out tokens")
+    config = train_step.config
+    heldout = open_corpus(config.data).heldout
+    evaluator = Evaluator(train_step, heldout, config.train.eval_sequences)
+    return evaluator.with_context_gain(params, evaluator(params))

@@ -1,0 +1,90 @@
+"""A lock that several processes share: one works, the others wait, and the lock of a killed process is released."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxlc.core.lock import locked
+from tests import helpers
+
+_HOLDER = """
+import pathlib, sys, time
+from jaxlc.core.lock import locked
+with locked(pathlib.Path(sys.argv[1]), print):
+    print("holds", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_locked_file_is_gone_after_use_and_after_failure(tmp_path: Path):
+    path = tmp_path / "lock"
+    with locked(path, pytest.fail):
+        assert path.exists()
+    assert not path.exists()
+    with pytest.raises(KeyError), locked(path, pytest.fail):
+        raise KeyError
+    assert not path.exists()
+
+
+def test_locked_waits_for_other_threads_one_at_a_time(tmp_path: Path):
+    active, most, waits, is_held = [0], [0], [], threading.Event()
+
+    def work():
+        with locked(tmp_path / "lock", waits.append):
+            active[0] += 1
+            most[0] = max(most[0], active[0])
+            is_held.set()
+            helpers.wait_until(lambda: len(waits) == 3 or most[0] > 1)
+            active[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads[0].start()
+    is_held.wait()  # a thread that waits before the holder has written its name reads "another process"
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] and len(waits) == 3
+    assert all(f"process {os.getpid()} on " in message for message in waits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locked_opens_file_again_if_deleted_on_nfs(tmp_path: Path, monkeypatch):
+    """Another machine has deleted the file that this process has open and waits for."""
+    flock, errors = fcntl.flock, [errno.EWOULDBLOCK, errno.ESTALE]
+
+    def flock_on_nfs(file, operation):
+        if errors:
+            raise OSError(errors.pop(0), "of NFS")
+        flock(file, operation)
+
+    monkeypatch.setattr("jaxlc.core.lock.fcntl.flock", flock_on_nfs)
+    with locked(tmp_path / "lock", lambda holder: None):
+        assert errors == [] and (tmp_path / "lock").exists()
+
+
+def test_locked_ignores_file_of_killed_process(tmp_path: Path):
+    path, waits = tmp_path / "lock", []
+    holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "holds\n"
+
+    def wait():
+        with locked(path, waits.append):
+            pass
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    helpers.wait_until(lambda: waits)
+    assert f"process {holder.pid} on " in waits[0] and waiter.is_alive()
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert path.exists()
+    waiter.join(timeout=helpers.TIMEOUT_SECONDS)
+    assert not waiter.is_alive() and not path.exists()

@@ -1,0 +1,380 @@
+"""The mesh sweep: its grid of points, one process per point, resuming, interrupting, and the ranking."""
+
+import csv
+import functools
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxlc import sweep
+from jaxlc.config import Config, defaults, load
+from jaxlc.core.errors import UserError
+from jaxlc.runtime import worker_processes
+from jaxlc.search import ranking, runner, worker
+from jaxlc.search.grid import Point, parse_grid, points
+from jaxlc.simulate import interval
+from jaxlc.sweep import main
+from tests.helpers import TIMEOUT_SECONDS, record_figures, wait_until
+from tests.plan.gpus import small_config
+from tests.search import fakes
+
+ROOT = Path(__file__).parents[2]
+
+
+def small(tmp_path, model: dict | None = None, **mesh) -> Config:
+    config = defaults()
+    config.model.update(model or {})
+    config.mesh.update(mesh)
+    config.data.update(seq_len=4096, cache_dir=str(tmp_path))
+    config.train.update(global_batch_size=4, gradient_accumulation_steps=4)
+    return load(config)
+
+
+def three_points(tmp_path) -> list[Point]:
+    """context x tensor: 1 x 4, 2 x 2, 4 x 1."""
+    config = small(tmp_path)
+    return points(config, 4, parse_grid(config, axes="context,tensor"))[0]
+
+
+ABOUT = dict(figures="estimated", topology="h100:1x4", model="tiny")
+
+
+def run(tmp_path, work, *, console: Console | None = None, num_workers: int = 3) -> list[dict]:
+    console = console or Console(file=io.StringIO())
+    return runner.run(three_points(tmp_path), work, about=ABOUT, out=tmp_path, num_workers=num_workers, console=console)
+
+
+def mesh_of(row: dict) -> tuple[int, int]:
+    return row["context"], row["tensor"]
+
+
+def written(tmp_path) -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / runner.ROWS).read_text().splitlines()]
+
+
+class InterruptingConsole(Console):
+    """Raises KeyboardInterrupt at the line of the first finished point."""
+
+    def print(self, text, **kwargs):
+        if "1/3" in text:
+            raise KeyboardInterrupt
+
+
+def test_points_all_meshes_keep_microbatch_per_replica(tmp_path):
+    config = small(tmp_path)
+    all_points, num_duplicates = points(config, 4, parse_grid(config))
+    meshes = [point.columns() for point in all_points]
+    assert sorted((mesh["fsdp"], mesh["context"], mesh["tensor"]) for mesh in meshes) == [
+        (1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)
+    ]  # fmt: skip
+    assert num_duplicates == 0
+    for point in all_points:
+        train, mesh = point.config.train, point.config.mesh
+        assert train.global_batch_size // train.gradient_accumulation_steps // (mesh.data * mesh.fsdp) == 1
+    overrides = all_points[-1].overrides
+    assert (
+        "--config.mesh.context=4 --config.mesh.tensor=1" in overrides and "gradient_accumulation_steps=4" in overrides
+    )
+
+
+def test_points_axis_not_listed_keeps_its_size(tmp_path):
+    config = small(tmp_path, tensor=2)
+    all_points, _ = points(config, 8, parse_grid(config, axes="context,data"))
+    assert {(p.config.mesh.context, p.config.mesh.data, p.config.mesh.tensor) for p in all_points} == {
+        (1, 4, 2), (2, 2, 2), (4, 1, 2)
+    }  # fmt: skip
+    with pytest.raises(
+        UserError, match="no mesh of 9 devices: --axes=context cannot complete data=1 x fsdp=1 x tensor=2"
+    ):
+        points(config, 9, parse_grid(config, axes="context"))
+    with pytest.raises(UserError, match="no points: hybrid needs a context axis that splits"):
+        points(small(tmp_path), 2, parse_grid(config, axes="context", strategies="hybrid"))
+
+
+def test_points_duplicates_counted_and_rejected_with_reason(tmp_path):
+    config = small(tmp_path)
+    all_points, num_duplicates = points(config, 8, parse_grid(config, axes="context,tensor", strategies="ring,hybrid"))
+    by_name = {(p.columns()["context"], p.columns()["strategy"]): p for p in all_points}
+    # The duplicates: hybrid at context 1, where ring communicates nothing either, and at 2, which has no divisor.
+    assert set(by_name) == {(1, "ring"), (2, "ring"), (4, "ring"), (4, "hybrid"), (8, "ring"), (8, "hybrid")}
+    assert num_duplicates == 2
+    assert "num_heads=4 is not divisible by config.mesh.tensor=8" in by_name[1, "ring"].refusal
+    assert by_name[1, "ring"].config is None
+
+
+@pytest.mark.parametrize("num_kv_heads, context, degree", [
+    (8, 16, 8),
+    (8, 8, 4),  # degree 8 would be ulysses
+    (2, 8, 2),  # degree 4 would repeat KV heads
+    (1, 8, 2),  # both repeat the KV head, degree 4 more often
+])  # fmt: skip
+def test_ulysses_degree_largest_without_repeated_kv_heads(tmp_path, num_kv_heads, context, degree):
+    config = small(tmp_path, dict(num_heads=8, num_kv_heads=num_kv_heads))
+    ((point,), _) = points(config, context, parse_grid(config, axes="context", strategies="hybrid"))
+    assert point.config.attention.ulysses_degree == degree
+
+
+def test_points_batch_not_divisible_by_replicas_rejected(tmp_path):
+    config = small(tmp_path)
+    all_points, _ = points(config, 8, parse_grid(config, axes="fsdp"))
+    assert [point.refusal for point in all_points] == [
+        "config.train.global_batch_size=4 is not divisible by"
+        " train.gradient_accumulation_steps x mesh.data x mesh.fsdp = 8; use 8"
+    ]
+
+
+def test_points_seq_lens_remats_and_transports_multiply(tmp_path):
+    config = small(tmp_path)
+    grid = parse_grid(config, axes="context", remat="full,attention", seq_len="2048,4096", transports="nccl,nvshmem")
+    all_points, _ = points(config, 4, grid)
+    assert len(all_points) == 8
+    assert {p.config.data.seq_len for p in all_points} == {2048, 4096}
+
+
+@pytest.mark.parametrize("flags, message", [
+    (dict(axes="contxt"), "invalid 'contxt' for --axes: did you mean context?"),
+    (dict(strategies="ring,rings"), "invalid 'rings' for --strategies: did you mean ring?"),
+    (dict(remat="most"), r"invalid 'most' for --remat: .*attention, .*full"),
+    (dict(transports="rdma"), r"invalid 'rdma' for --transports: .*nccl, nvshmem"),
+    (dict(seq_len="64k,1.5M"), "invalid --seq_len=1.5M: expected tokens"),
+])  # fmt: skip
+def test_parse_grid_invalid_value_raises_user_error(tmp_path, flags, message):
+    with pytest.raises(UserError, match=message.replace("n context?", r"n context\?")):
+        parse_grid(small(tmp_path), **flags)
+
+
+def test_run_interrupted_resumes_without_repeating_points(tmp_path):
+    with pytest.raises(KeyboardInterrupt, match=r"^interrupted: 1 of 3 points are in .*points.jsonl; the same command"):
+        run(tmp_path, fakes.figures, console=InterruptingConsole(), num_workers=1)
+    first = (tmp_path / runner.ROWS).read_text()
+    assert len(first.splitlines()) == 1
+    (tmp_path / runner.ROWS).write_text(first + '{"key": "half a li')
+    rows = run(tmp_path, fakes.figures, num_workers=1)
+    assert (tmp_path / runner.ROWS).read_text().startswith(first)
+    assert len(written(tmp_path)) == 3 and {mesh_of(row) for row in rows} == {(1, 4), (2, 2), (4, 1)}
+    run(tmp_path, fakes.figures)
+    assert len(written(tmp_path)) == 3
+    done_first = written(tmp_path)[0]
+    assert (tmp_path / "calls-{}x{}".format(*mesh_of(done_first))).read_text() == "x"
+    assert (tmp_path / "calls-4x1").read_text() == "x"
+
+
+def test_run_other_config_adds_rows(tmp_path):
+    run(tmp_path, fakes.figures)
+    config = small(tmp_path)
+    longer = points(config, 4, parse_grid(config, axes="context,tensor", seq_len="8192"))[0]
+    console = Console(file=io.StringIO())
+    rows = runner.run(longer, fakes.figures, about=ABOUT, out=tmp_path, num_workers=3, console=console)
+    assert [row["seq_len"] for row in rows] == [8192] * 3 and len(written(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("work, status, reason", [
+    (fakes.killed_at_context_2, "failed",
+     "the process was killed by SIGKILL (possibly out of host memory); its last line of output: allocating the logits"),
+    (fakes.exits_at_context_2, "failed", "the process exited with status 3"),
+    (fakes.raises_at_context_2, "failed", "RuntimeError: RESOURCE_EXHAUSTED: out of memory"),
+    (fakes.refuses_at_context_2, "refused", "unsupported: kernel cudnn"),
+])  # fmt: skip
+def test_run_failing_point_is_a_row_and_others_finish(tmp_path, work, status, reason):
+    rows = run(tmp_path, work)
+    assert [mesh_of(row) for row in rows] == [(4, 1), (1, 4), (2, 2)]  # (1, 4) is fast and does not fit
+    assert (rows[-1]["status"], rows[-1]["reason"].replace("\n", "")) == (status, reason)
+    assert len(written(tmp_path)) == 3
+    assert list(ranking.failures(rows)) == [f"{status}: context=2 tensor=2 ring: {reason}"]
+
+
+# Runs the command twice in one process, with fake work: the first run is interrupted, the second one killed.
+# A shell starts background jobs, such as a CI job, with SIGINT ignored, and their children inherit that.
+_COMMAND_TWICE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxlc.search import worker
+from jaxlc.sweep import main
+from tests.search import fakes
+if __name__ == "__main__":
+    worker.local_devices, worker.measure = fakes.four_devices, fakes.hangs_at_context_2
+    print("status", main(["sweep", *sys.argv[1:]]), flush=True)
+    main(["sweep", *sys.argv[1:]])
+"""
+
+
+def test_command_ctrl_c_and_kill_leave_no_worker(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from jaxlc.config import defaults\n"
+        "def get_config(variant):\n"
+        "    config = defaults()\n"
+        f"    config.data.cache_dir = {str(tmp_path)!r}\n"
+        "    config.runtime.simulated_devices = config.mesh.context = 4\n"
+        "    return config\n"
+    )
+    flags = ["--run", f"--config={config}", f"--out={tmp_path}", "--axes=context,tensor"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", _COMMAND_TWICE, *flags]
+    leader = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    pids = [_wait_for_worker(tmp_path)]
+    os.killpg(leader.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
+    pids.append(_wait_for_worker(tmp_path))  # of the resumed sweep
+    leader.kill()
+    stdout, stderr = leader.communicate(timeout=TIMEOUT_SECONDS)
+    for pid in pids:
+        stat = Path("/proc") / pid / "stat"
+        wait_until(lambda stat=stat: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    assert "status 130" in stdout and "Traceback" not in stderr
+    interrupted = [line for line in stderr.splitlines() if line.startswith("interrupted")]
+    assert interrupted == [f"interrupted: 1 of 3 points are in {tmp_path / runner.ROWS}; the same command resumes"]
+    assert stderr.splitlines()[0] == "starting JAX" and f"1 of 3 points are already in {tmp_path}" in stderr
+
+
+def _wait_for_worker(tmp_path) -> str:
+    """Waits until a worker hangs; returns its process id."""
+    path = tmp_path / "pid"
+    wait_until(lambda: path.exists() and path.read_text())
+    pid = path.read_text()
+    path.unlink()
+    return pid
+
+
+def test_load_ranks_stored_points_and_shows_them(tmp_path):
+    rows = run(tmp_path, fakes.refuses_at_context_2)
+    for path in (tmp_path, tmp_path / runner.ROWS):
+        loaded = sweep.load(path)
+        assert list(loaded.rows) == rows and len(loaded) == 3
+    assert "context=2 tensor=2 ring: unsupported: kernel cudnn" in str(loaded)
+    assert loaded[:1].rows == loaded.rows[:1]
+    assert repr(loaded).splitlines()[1].startswith(" first: --config.mesh.data=1")
+    shown = loaded._repr_html_()
+    assert shown.count("<tr") == 3 and "does not fit" in shown and "unsupported: kernel cudnn" in shown
+    speed, memory = loaded.figure().axes
+    assert [bar.get_width() for bar in speed.patches[:2]] == [row["tokens_per_second_per_device"] for row in rows[:2]]
+    with pytest.raises(UserError, match="no points in"):
+        sweep.load(tmp_path / "missing.jsonl")
+
+
+def test_ranked_fitting_points_first_then_by_speed():
+    def row(name, status="done", fits=True, rate=0.0):
+        return dict(name=name, status=status, fits=fits, tokens_per_second_per_device=rate)
+
+    fitting = [row("slow", rate=1.0), row("fast", rate=2.0)]
+    rows = [row("broken", status="failed"), row("large", fits=False, rate=9.0), *fitting]
+    assert [ranked["name"] for ranked in ranking.ranked(rows)] == ["fast", "slow", "large", "broken"]
+
+
+def test_estimate_note_counts_points_within_the_error():
+    def row(rate, status="done", fits=True, seq_len=4096):
+        return dict(status=status, fits=fits, tokens_per_second_per_device=rate, seq_len=seq_len)
+
+    spread = math.log(1.25)
+    rows = [row(100.0), row(80.1), row(79.0), row(99.0, fits=False), row(99.0, seq_len=8192), dict(status="failed")]
+    assert "1 of the other 2 of this length that fit may be as fast" in ranking.estimate_note(rows, spread)
+    assert "may be as fast" not in ranking.estimate_note([row(100.0), row(79.0)], spread)
+    assert "within a factor of 1.25 of each other are within the 80%" in ranking.estimate_note([row(1.0)], spread)
+    default = ranking.estimate_note([row(1.0, fits=False)])
+    assert f"within a factor of {math.exp(interval.PAIR_SPREAD):.2f} of each other" in default
+
+
+@pytest.mark.gpu_compiler
+def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
+    for name in ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
+    monkeypatch.setattr(worker, "estimate", fakes.figures_for)
+    figures = record_figures(monkeypatch)
+    grid = dict(axes="context,tensor", transports="nccl,nvshmem", seq_len="2048,4096")
+    assert runner.estimate(small(tmp_path), tmp_path, topology="h100:1x4", workers="4", **grid) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("starting the GPU compiler for h100:1x4\n12 points\n")
+    assert "tiny, estimated for h100:1x4" in printed.out and "does not fit" in printed.out
+    assert "Estimates, not measurements" in printed.out
+    best = "first: --config.mesh.data=1 --config.mesh.fsdp=1 --config.mesh.context=2 --config.mesh.tensor=2"
+    assert best in printed.out
+    with (tmp_path / ranking.RANKING).open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12 and rows[0]["rank"] == "1" and rows[0]["transport"] == "nvshmem"
+    assert float(rows[0]["tokens_per_second_per_device"]) == 205.0
+    _check_mesh_plot(figures[0])
+    _check_transport_plot(figures[1])
+    assert (tmp_path / "meshes.png").exists() and (tmp_path / "transports.png").exists()
+
+
+def _check_mesh_plot(figure) -> None:
+    """Six points have the longest sequence; best first, and those that do not fit are paler."""
+    speed, memory = figure.axes
+    assert speed.get_xlabel() == "tokens/s per device" and "GiB" in memory.get_xlabel()
+    assert [bar.get_width() for bar in speed.patches[:6]] == [205, 204, 105, 104, 405, 404]
+    assert [bar.get_width() for bar in memory.patches[:6]] == [2, 2, 4, 4, 1, 1]
+    assert [bar.get_alpha() for bar in speed.patches[:6]] == [1, 1, 1, 1, 0.35, 0.35]
+    assert speed.get_yticklabels()[0].get_text() == "context 2 x tensor 2, nvshmem"
+    assert memory.lines[0].get_xdata()[0] == 80  # capacity
+    assert "4,096" in figure.get_suptitle()
+
+
+def _check_transport_plot(figure) -> None:
+    """A line per transport for the best mesh; a line per mesh for the speedup."""
+    speed, gain = figure.axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in speed.lines}
+    assert lines == {"nccl": ([2048, 4096], [202, 204]), "nvshmem": ([2048, 4096], [203, 205])}
+    speedups = [[100 / rate, 100 / (rate + 2)] for rate in (202, 102, 402)]
+    np.testing.assert_allclose([line.get_ydata() for line in gain.lines], speedups)
+    assert speed.get_ylabel() == "tokens/s per device" and gain.get_ylabel() == "speedup, %"
+
+
+def test_command_run_measures_simulated_devices(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from jaxlc.config import defaults\n"
+        "def get_config(variant):\n"
+        "    config = defaults()\n"
+        "    config.model.update(vocab_size=32, num_layers=1, model_dim=16, ffn_dim=16, head_dim=4)\n"
+        "    config.mesh.context = config.runtime.simulated_devices = 8\n"
+        "    config.data.seq_len = 64\n"
+        "    return config\n"
+    )
+    command = [sys.executable, "scripts/sweep_meshes.py", f"--config={config}", f"--out={tmp_path}", "--run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, "--axes=context"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "tiny, measured on 8 x cpu" in done.stdout and "stimate" not in done.stdout
+    (row,) = written(tmp_path)
+    assert (row["status"], row["figures"], row["context"]) == ("done", "measured", 8)
+    assert row["tokens_per_second_per_device"] > 0 and row["device_peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--run", "--topology=h100:1x8"], "--topology=h100:1x8 is unsupported with --run"),
+    (["--topology=h100:1x8", "--workers=0"], "invalid '0' for --workers: expected a whole number, at least 1"),
+    ([], "no target GPUs: set --topology"),
+    (["--run=false"], "invalid --run=false: expected --run without a value"),
+    (["--run", "--constants=c.json"], "--constants=c.json is unsupported with --run"),
+])  # fmt: skip
+def test_command_invalid_flags_exit_with_status_2(monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(ROOT)
+    assert main(["sweep", "--config=configs/quickstart.py", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_command_help_lists_own_flags_before_settings(capsys):
+    assert main(["sweep", "--help"]) == 0
+    text = capsys.readouterr().out
+    settings = text.index("Settings")
+    assert all(text.index(f"\n  --{flag} ") < settings for flag in ("topology", "axes", "seq_len", "run"))
+    assert settings < text.index("--config.mesh.context")
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.heavy
+def test_estimate_small_config_has_all_figures():
+    work = functools.partial(worker.estimate, topology="h100:1x4", constants="")
+    ((_, row),) = worker_processes.run_in_processes([load(small_config())], work, num_workers=1)
+    assert row["status"] == "done", row["reason"]
+    assert row["fits"] and row["hops"] > 0 and row["hops_by"] == "NCCL" and row["kernel"] == "cudnn"
+    assert row["tokens_per_second_per_device"] > 0 and 0 < row["mfu_causal"] < 1
+    assert row["host_peak_bytes"] > 2**28

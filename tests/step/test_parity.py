@@ -1,0 +1,231 @@
+"""Context, tensor and fsdp parallelism against one device: equal loss and gradients."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlc.config import load
+from tests.step.synthetic import (
+    gradients_and_loss,
+    make_batch,
+    natural_rows,
+    put_params,
+    small_config,
+    small_step,
+    with_mesh,
+    without_padding,
+)
+from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_PARITY, max_relative_error
+
+# Tensor parallelism alone, an odd and the largest ring, and three axes together.
+_IN_EVERY_RUN = {(1, 2, 1), (3, 2, 1), (8, 1, 1), (2, 2, 2)}
+MESHES = [
+    pytest.param(
+        dict(context=context, tensor=tensor, fsdp=fsdp),
+        id=f"context{context}-tensor{tensor}-fsdp{fsdp}",
+        marks=[] if (context, tensor, fsdp) in _IN_EVERY_RUN else [pytest.mark.full],
+    )
+    for context, tensor, fsdp in itertools.product((1, 2, 3, 4, 6, 8), (1, 2), (1, 2))
+    if context * tensor * fsdp <= 8
+]
+
+
+@functools.cache
+def _on_one_device(**overrides):
+    """(parameters, gradients, cross entropy) of one device; overrides are config sections as sorted tuples."""
+    config = small_config(**{section: dict(values) for section, values in overrides.items()})
+    step = small_step(config)
+    params = step.init().params
+    gradients, loss = jax.jit(gradients_and_loss(step))(params, make_batch(step, natural_rows()))
+    return params, gradients, loss
+
+
+def _assert_close(got, gradients, tolerance=FLOAT32_PARITY):
+    """Compares with `gradients` of one device, without padding."""
+    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
+    assert max(jax.tree.leaves(errors)) <= tolerance, errors
+
+
+def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), **overrides):
+    """Compares steps with equal parameters.
+
+    Args:
+      split, memory: settings of the attention strategy and of memory, which the step on one device does not have.
+    """
+    frozen = {section: tuple(sorted(values.items())) for section, values in overrides.items()}
+    params, gradients, loss = _on_one_device(**frozen)
+    config = with_mesh(small_config(**overrides), **axes)
+    config = dataclasses.replace(
+        config,
+        attention=dataclasses.replace(config.attention, **dict(split)),
+        memory=dataclasses.replace(config.memory, **dict(memory)),
+    )
+    step = small_step(load(config))
+    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
+    np.testing.assert_allclose(got_loss, loss, rtol=tolerance)
+    _assert_close(got, gradients, tolerance)
+
+
+@pytest.mark.parametrize("axes", MESHES)
+def test_loss_and_gradients_on_mesh_equal_one_device(axes):
+    _assert_same(axes)
+
+
+@pytest.mark.parametrize("axes", [dict(context=2, data=2), dict(context=2, fsdp=2, tensor=2)], ids=str)
+def test_accumulation_of_unequal_microbatches_equals_one_device(axes):
+    """Microbatches have 95 + 91 and 9 + 0 targets: the sums are added and divided once."""
+    _assert_same(axes, train=dict(gradient_accumulation_steps=2))
+
+
+def test_accumulation_on_one_device_equals_one_batch():
+    _, gradients, loss = _on_one_device()
+    _, accumulated, accumulated_loss = _on_one_device(train=(("gradient_accumulation_steps", 4),))
+    np.testing.assert_allclose(accumulated_loss, loss, rtol=FLOAT32_PARITY)
+    _assert_close(accumulated, gradients)
+
+
+@pytest.mark.parametrize("axes", [dict(tensor=4), dict(context=2, tensor=4)], ids=str)
+def test_more_tensor_ranks_than_kv_heads_equals_one_device(axes):
+    _assert_same(axes)
+
+
+# Every strategy with all kinds of layers, for packed documents and for one document per sequence. The other settings
+# cover pairs of a strategy with whole groups of layers and with last layers, and pairs of remat settings with both.
+_ONE_DOCUMENT = dict(attention=dict(document_mask=False), model=dict(num_layers=3))
+_PACKED = dict(model=dict(num_layers=4))
+KINDS = [
+    ("ring", dict(context=4, tensor=2), _PACKED, dict(remat="attention")),
+    ("ring", dict(context=4, fsdp=2), _ONE_DOCUMENT, dict(remat="full", layers_per_remat_group=3)),
+    ("all_gather", dict(context=4, fsdp=2), _PACKED, dict(remat="none")),
+    ("all_gather", dict(context=2, tensor=2), _ONE_DOCUMENT, dict(remat="full", offload=("residual",))),
+    ("ulysses", dict(context=4, fsdp=2), _PACKED, dict(remat="full", layers_per_remat_group=3)),
+    ("ulysses", dict(context=2, tensor=2), _ONE_DOCUMENT, dict(remat="matmuls")),
+    ("hybrid", dict(context=4, fsdp=2), _PACKED, dict(remat="full", offload=("attention_out", "attention_lse"))),
+    ("hybrid", dict(context=4, tensor=2), _ONE_DOCUMENT, dict(remat="none")),
+]
+
+
+# Every strategy, two of them with packed documents.
+@pytest.mark.parametrize(
+    "strategy, axes, settings, memory",
+    [pytest.param(*case, marks=[] if index in (1, 2, 5, 6) else pytest.mark.full) for index, case in enumerate(KINDS)],
+    ids=str,
+)
+def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
+    kinds = dict(layer_kinds=("sliding", "full", "nope"), window=20, rope_scaling="linear", rope_scaling_factor=8.0)
+    split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
+    settings = settings | dict(model=settings["model"] | kinds)
+    _assert_same(axes, split=split, memory=memory, **settings)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        dict(qk_norm="projection", norm_placement="pre_and_post", qkv_bias=True, zero_centered_norm=True),
+        dict(
+            tie_embeddings=True,
+            vocab_size=64,
+            rope_scaling="llama3",
+            rope_scaling_factor=8.0,
+            rope_scaling_original_tokens=32,
+        ),
+    ],
+    ids=["norms_and_biases", "tied_and_rope_scaling"],
+)
+def test_model_variants_equal_one_device(model):
+    _assert_same(dict(context=2, tensor=2, fsdp=2), model=model)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        dict(remat="none"),
+        pytest.param(dict(remat="full"), marks=pytest.mark.full),
+        dict(remat="matmuls"),
+        dict(remat="full", save=("mlp_gate", "query")),
+        pytest.param(
+            dict(remat="full", offload=("residual", "attention_out", "attention_lse")), marks=pytest.mark.full
+        ),
+        dict(remat="attention", layers_per_remat_group=2),
+        dict(remat="full", layers_per_remat_group=2, offload=("residual",), save=("attention_out", "attention_lse")),
+    ],
+    ids=str,
+)  # all other tests use remat "attention"
+def test_remat_settings_equal_one_device(memory):
+    params, gradients, _ = _on_one_device()
+    step = small_step(small_config(memory=memory, mesh=dict(context=2, tensor=2)))
+    got, _ = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
+    _assert_close(got, gradients)
+
+
+@pytest.mark.parametrize("context", [1, *(pytest.param(x, marks=pytest.mark.full) for x in (2, 4)), 8])
+def test_bfloat16_error_does_not_grow_with_the_ring(context):
+    """bfloat16 on a ring against float32 on one device: the same bound for every ring size."""
+    params, gradients, loss = _on_one_device()
+    step = small_step(small_config(precision=dict(compute="bf16"), mesh=dict(context=context)))
+    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
+    np.testing.assert_allclose(got_loss, loss, rtol=BFLOAT16_GRADIENT)
+    _assert_close(got, gradients, BFLOAT16_GRADIENT)
+
+
+def test_gradients_equal_finite_differences():
+    """The gradient of the whole model along one random direction, on a mesh."""
+    step = small_step(small_config(mesh=dict(context=2, tensor=2)))
+    params, batch = step.init().params, make_batch(step, natural_rows())
+    gradients, _ = jax.jit(gradients_and_loss(step))(params, batch)
+    keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
+    keys = jax.tree.unflatten(jax.tree.structure(params), list(keys))
+    direction = jax.tree.map(lambda p, key: jax.random.normal(key, p.shape) * np.abs(p).mean(), params, keys)
+    loss = jax.jit(lambda params: step.objective.loss_and_grads(params, batch)[0])
+
+    def at(distance):
+        return float(loss(jax.tree.map(lambda p, d: p + distance * d, params, direction)))
+
+    slope = sum(float((g * d).sum()) for g, d in zip(jax.tree.leaves(gradients), jax.tree.leaves(direction)))
+    assert abs((at(1e-2) - at(-1e-2)) / 2e-2 - slope) <= 2e-2 * abs(slope)
+
+
+_WHOLE_TENSORS = ("residual", "attention_out", "attention_lse")
+
+
+_COMBINATIONS = [  # every pair of a mesh, a strategy and two settings of memory, fastest compile first
+    (dict(context=2, tensor=2, fsdp=2), dict(), dict(remat="attention", tile_tokens=16, parameters="host")),
+    (dict(context=4, fsdp=2), dict(strategy="hybrid", ulysses_degree=2),
+     dict(remat="full", tile_tokens=8, offload=_WHOLE_TENSORS, parameters="host", loss_chunk_tokens=7)),
+    (dict(context=6), dict(document_mask=False), dict(remat="full", tile_tokens=8)),
+    (dict(context=2, tensor=2, fsdp=2), dict(),
+     dict(remat="attention", layers_per_remat_group=2, offload=_WHOLE_TENSORS, parameters="host", optimizer="host")),
+    (dict(), dict(), dict(remat="full", tile_tokens=24)),
+    (dict(context=2, fsdp=2), dict(strategy="ulysses"), dict(remat="attention", tile_tokens=12, loss_chunk_tokens=7)),
+    (dict(context=2, tensor=4), dict(), dict(remat="full", tile_tokens=24, offload=("residual",), optimizer="host")),
+    (dict(context=2), dict(strategy="ulysses", document_mask=False),
+     dict(remat="full", tile_tokens=48, layers_per_remat_group=2, parameters="host", optimizer="host",
+          loss_chunk_tokens=7)),
+    (dict(context=4, data=2), dict(),
+     dict(remat="full", tile_tokens=6, layers_per_remat_group=2, offload=("residual",))),
+    (dict(context=8), dict(strategy="hybrid", ulysses_degree=2),
+     dict(remat="attention", tile_tokens=4, layers_per_remat_group=2, optimizer="host")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "axes, attention, memory",
+    [
+        *_COMBINATIONS[1:4],
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (_COMBINATIONS[0], *_COMBINATIONS[4:-1])),
+        pytest.param(*_COMBINATIONS[-1], marks=pytest.mark.heavy),
+    ],
+    ids=str,
+)
+def test_memory_settings_equal_one_device(axes, attention, memory):
+    """Gradients against one device with the state on the device; `test_host_state.py` tests the update."""
+    mask = {key: value for key, value in attention.items() if key == "document_mask"}
+    params, gradients, loss = _on_one_device(**({"attention": tuple(mask.items())} if mask else {}))
+    step = small_step(small_config(mesh=axes, attention=attention, memory=memory))
+    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
+    np.testing.assert_allclose(got_loss, loss, rtol=FLOAT32_PARITY)
+    _assert_close(got, gradients)
