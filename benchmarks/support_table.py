@@ -201,6 +201,7 @@ def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
         "float32": dict(dtype="float32"),
         "on A100": dict(compute_capability="8.0"),
         "packed documents on A100": dict(compute_capability="8.0", implicit_positions=False, document_ranges=True),
+        "packed documents, cuDNN 9.17": dict(cudnn_version=(9, 17, 0), implicit_positions=False, document_ranges=True),
         "packed documents on B200": dict(compute_capability="10.0", implicit_positions=False, document_ranges=True),
         "head dim 256 on B200": dict(compute_capability="10.0", head_dim=256, value_dim=256),
         "on CPU": dict(platform="cpu", compute_capability=None),

@@ -61,6 +61,22 @@ def replace_argument_residuals(vjp: Callable, first: int, residuals: Sequence[An
     vjp.args_res[first:] = residuals
 
 
+def cudnn_version() -> tuple[int, ...]:
+    """The version of the cuDNN library that JAX's GPU plugin loads, such as (9, 18, 1); () if it finds none.
+
+    Private: `jax._src.lib.cuda_versions`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    from jax._src.lib import cuda_versions
+
+    if cuda_versions is None:  # the plugin is not installed
+        return ()
+    try:
+        code = cuda_versions.cudnn_get_version()
+    except RuntimeError:  # "cuDNN not found."
+        return ()
+    return code // 10_000, code // 100 % 100, code % 100
+
+
 def cudnn_attention_forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, scale: float, causal: bool, window: int | None
 ) -> tuple[jax.Array, jax.Array]:

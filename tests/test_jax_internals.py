@@ -5,12 +5,15 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import lib
 from jax._src.cudnn import fused_attention_stablehlo as fmha
+from jax._src.lib import cuda_versions
 
 from jaxlc import _jax_internals
 from jaxlc.attention.contract import AttentionProblem
@@ -46,6 +49,21 @@ def test_replace_argument_residuals_changes_gradient():
     _jax_internals.replace_argument_residuals(vjp, 1, [{"a": jnp.float32(7)}, jnp.float32(0)])
     dx, dweights, _ = vjp(jnp.float32(1))
     np.testing.assert_array_equal([dx, dweights["a"]], [7.0, 3.0])
+
+
+def test_cudnn_version_is_decoded_from_the_library(monkeypatch):
+    """The plugin has the function also without a GPU, where it finds no library."""
+    if cuda_versions is not None:
+        assert callable(cuda_versions.cudnn_get_version) and isinstance(_jax_internals.cudnn_version(), tuple)
+
+    def not_found():
+        raise RuntimeError("cuDNN not found.")
+
+    for get_version, version in ((lambda: 91801, (9, 18, 1)), (not_found, ())):
+        monkeypatch.setattr(lib, "cuda_versions", SimpleNamespace(cudnn_get_version=get_version))
+        assert _jax_internals.cudnn_version() == version
+    monkeypatch.setattr(lib, "cuda_versions", None)
+    assert _jax_internals.cudnn_version() == ()
 
 
 def _cudnn_parameters(implementation) -> set[str]:

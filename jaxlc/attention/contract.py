@@ -87,6 +87,7 @@ class AttentionProblem:
     implicit_positions: bool  # no ranges are passed; see KeyRanges
     document_ranges: bool = False  # the ranges are those of packed documents over a rank's own tokens or a ring step
     num_elements: int = 0  # of q or k, the larger, in one call; 0: unknown
+    cudnn_version: tuple[int, ...] | None = None  # installed; (): not found. None: the GPU is absent, any is assumed
 
 
 class Kernel(Protocol):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxlc.attention.kernels.cudnn import check_deterministic
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn
 from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.core.errors import UserError
@@ -61,16 +62,21 @@ def mismatch(
 
 
 def check_kernels(step: TrainStep) -> str | None:
-    """Compares cuDNN's calls for packed documents with the reference on a GPU of this process, if the step has them.
+    """Checks cuDNN's attention on a GPU of this process, if the step has it: compares its calls for packed documents
+    with the reference, and its version with what config.runtime.deterministic needs.
 
     Returns:
       A line with the error; None without such calls.
     Raises:
-      UserError: as `check_packed_cudnn`.
+      UserError: as `check_packed_cudnn` and `check_deterministic`.
     """
     config, device = step.config, jax.local_devices()[0]
-    kernels = step.kernels if step.model is None and config.attention.document_mask else {}
-    if device.platform != "gpu" or not any(kernel.name == "cudnn" for kernel in kernels.values()):
+    kernels = step.kernels if device.platform == "gpu" and step.model is None else {}
+    if not any(kernel.name == "cudnn" for kernel in kernels.values()):
+        return None
+    if config.runtime.deterministic:
+        check_deterministic(device)
+    if not config.attention.document_mask:
         return None
     model = config.model
     return check_packed_cudnn(

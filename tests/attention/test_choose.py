@@ -1,13 +1,15 @@
 """Kernel selection and the reasons that it reports."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.attention import make
+from jaxlc.attention import choose, make
 from jaxlc.attention.contract import AttentionProblem
-from jaxlc.attention.kernels import choose
+from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS, choose_kernel
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
@@ -16,6 +18,8 @@ H100 = dict(platform="gpu", compute_capability="9.0")
 A100 = dict(platform="gpu", compute_capability="8.0")
 V100 = dict(platform="gpu", compute_capability="7.0")
 MI300 = dict(platform="gpu", compute_capability="gfx942")
+B200 = dict(platform="gpu", compute_capability="10.0")
+RTX5090 = dict(platform="gpu", compute_capability="12.0")
 CPU = dict(platform="cpu", compute_capability=None)
 
 
@@ -46,6 +50,17 @@ UNSUPPORTED_BY_CUDNN = {
         "packed documents with 2147483648 elements of queries or keys per device"
         " (supported: fewer than 2^31, since offsets are int32)",
     ),
+    "packed on Hopper with cuDNN 9.17": (
+        _problem(cudnn_version=(9, 17, 9), **PACKED),
+        "packed documents with cuDNN 9.17.9 on compute capability 9.0 (supported: 9.18.0 and later; before, gaps"
+        " between documents may give NaN or wrong gradients: TransformerEngine#2186)",
+    ),
+    "packed on RTX 5090 with cuDNN 9.18.0": (
+        _problem(RTX5090, cudnn_version=(9, 18, 0), **PACKED),
+        "packed documents with cuDNN 9.18.0 on compute capability 12.0 (supported: 9.18.1 and later; before, gradients"
+        " may be wrong: TransformerEngine#3333)",
+    ),
+    "without cuDNN": (_problem(cudnn_version=()), "cuDNN is not installed (supported: 9.8 and later)"),
 }
 unsupported_by_cudnn = pytest.mark.parametrize(
     ("problem", "limit"), UNSUPPORTED_BY_CUDNN.values(), ids=UNSUPPORTED_BY_CUDNN.keys()
@@ -60,12 +75,36 @@ unsupported_by_cudnn = pytest.mark.parametrize(
         _problem(dtype="float16"),
         _problem(head_dim=64, value_dim=64),
         _problem(window=100),
-        _problem(num_elements=2**31 - 1, **PACKED),
+        _problem(num_elements=2**31 - 1, cudnn_version=(9, 18, 0), **PACKED),
+        _problem(cudnn_version=(9, 8, 0)),
+        _problem(B200, cudnn_version=(9, 8, 0), **PACKED),
+        _problem(B200, **PACKED),
+        _problem(RTX5090, cudnn_version=(9, 18, 1), **PACKED),
     ],
-    ids=["H100", "A100", "float16", "head dim 64", "window", "packed"],
-)
+    ids=[
+        "H100", "A100", "float16", "head dim 64", "window", "packed on H100 with cuDNN 9.18", "H100 with cuDNN 9.8",
+        "packed on B200 with cuDNN 9.8", "packed on B200", "packed on RTX 5090 with cuDNN 9.18.1",
+    ],
+)  # fmt: skip
 def test_auto_with_supported_problem_is_cudnn(problem):
     assert choose_kernel("auto", problem) == ("cudnn", "fastest supported kernel on gpu")
+
+
+@pytest.mark.parametrize("name", ["auto", "cudnn"])
+def test_packed_documents_on_absent_hopper_assume_cudnn_version(name):
+    """A plan has no cuDNN to ask, so it says what it assumes."""
+    assert choose_kernel(name, _problem(**PACKED)).reason.endswith("; assumes cuDNN 9.18.0 or later")
+    assert choose_kernel(name, _problem(RTX5090, **PACKED)).reason.endswith("; assumes cuDNN 9.18.1 or later")
+
+
+@pytest.mark.gpu_compiler
+def test_choose_reads_cudnn_version_of_attached_devices_only(monkeypatch):
+    mesh = make_mesh(topology("h100:1x1"), MeshConfig())
+    packed = functools.partial(choose, AttentionConfig(), mesh, head_dim=128, dtype=jnp.bfloat16, packed=True)
+    monkeypatch.setattr(cudnn, "cudnn_version", lambda: (9, 17, 0))
+    assert packed().name == "cudnn" and "assumes cuDNN 9.18.0" in packed().reason
+    monkeypatch.setattr(jax, "devices", lambda: list(mesh.devices.flat))
+    assert packed().name == "pallas" and "cuDNN 9.17.0 on compute capability 9.0" in packed().reason
 
 
 @unsupported_by_cudnn

@@ -10,6 +10,8 @@ reference.
 
 import functools
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +20,13 @@ from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fmha
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.attention import attend, make
+from jaxlc.attention import attend, choose, make
 from jaxlc.attention.contract import AttentionSpec
-from jaxlc.attention.kernels import choose, cudnn, reference
+from jaxlc.attention.kernels import cudnn, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
+from jaxlc.core.errors import UserError
 from jaxlc.hlo import parse
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention.cases import assert_rows_match, inputs, oracle, sharded, split_mesh
@@ -265,3 +268,13 @@ def test_unused_lse_gradient_is_removed_by_xla(ring_on_h100s):
     program = ring_on_h100s(uses_lse=True)
     assert len(_instructions(program, "conditional")) == 3
     assert _calls(program, BACKWARD).total() == 6
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "is_supported"),
+    [("9.0", (9, 8, 0), True), ("10.0", (9, 17, 1), False), ("10.0", (9, 18, 0), True), ("12.0", (9, 10, 2), False)],
+)
+def test_deterministic_backward_on_blackwell_needs_new_cudnn(capability, version, is_supported, monkeypatch):
+    monkeypatch.setattr(cudnn, "cudnn_version", lambda: version)
+    with nullcontext() if is_supported else pytest.raises(UserError, match=r"cuDNN 9\.1.* 9\.18\.0 and later.*pallas"):
+        cudnn.check_deterministic(SimpleNamespace(compute_capability=capability))

@@ -6,6 +6,7 @@ keys. scripts/gpu_first_contact.py compares those with the reference.
 
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc import _jax_internals
-from jaxlc.attention import attend, make
+from jaxlc.attention import attend, choose, make
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
-from jaxlc.attention.kernels import choose, cudnn, cudnn_packed, packed_operands
+from jaxlc.attention.kernels import cudnn, cudnn_packed, packed_check, packed_operands
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
@@ -142,13 +143,102 @@ def test_packed_tiles_match_reference(stand_in, case):
     assert_rows_match(run(case), oracle(packed=True, **case.heads), FLOAT32_PARITY)
 
 
-def test_check_before_training_passes_and_finds_wrong_results(stand_in, monkeypatch):
-    """Two buckets, and other offsets of queries than of keys; then with rows of other documents, and a failing call."""
-    monkeypatch.setattr(packed_operands, "MIN_BUCKET_TOKENS", 128)
-    check = functools.partial(
-        check_packed_cudnn, jax.devices()[0], num_heads=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32
-    )
-    assert "relative error" in check()
+@pytest.fixture
+def check(stand_in, monkeypatch):
+    """The check before training with 128 tokens and two buckets, and with 256 tokens in the large problem.
+
+    Args:
+      problem: the only problem to compute: 0 is a rank's own KV block, 1 a ring step, 2 the large problem. None: all.
+    """
+    monkeypatch.setattr(packed_operands, "MIN_BUCKET_TOKENS", 16)
+    problems = packed_check._problems
+    device, heads = jax.devices()[0], dict(num_heads=4, num_kv_heads=2, head_dim=8)
+
+    def run(problem=None, documents=(25, -1, 58, -1, 1, 3, 12, -2, 14, -2, 9)) -> str:
+        def selected(*args):
+            return problems(*args)[0][problem : None if problem is None else problem + 1], ""
+
+        packed_check._Problem.cudnn_results.clear_cache()  # the stand-in may have changed
+        monkeypatch.setattr(packed_check, "_problems", selected)
+        settings = dict(document_tokens=documents, large_elements=256 * 4 * 8)
+        return check_packed_cudnn(device, **heads, dtype=jnp.float32, **settings)
+
+    return run
+
+
+def test_check_before_training_passes_in_memory_filled_with_nan(check, monkeypatch):
+    """Three problems, each of them after the memory is filled. On a CPU only little is filled."""
+    events = []
+
+    def traced(name, function):
+        def call(*args, **settings):
+            events.append(name)
+            return function(*args, **settings)
+
+        return call
+
+    monkeypatch.setattr(packed_check, "_nan_array", traced("fill", packed_check._nan_array))
+    monkeypatch.setattr(cudnn, "forward", traced("call", cudnn.forward))
+    assert re.search(r"relative error .*e-0\d on cpu, measured now$", check())
+    assert events == 3 * ["fill", "call"]
+    assert jnp.isnan(packed_check._nan_array(4)).all()
+
+
+@pytest.mark.parametrize(("max_arrays", "num_arrays"), [(100, 12), (5, 5)], ids=["free", "fragmented"])
+def test_check_before_training_fills_the_pool_of_a_gpu(monkeypatch, max_arrays, num_arrays):
+    """Four fifths of the free memory, or what can be allocated, in arrays that exist at the same time."""
+    monkeypatch.setattr(packed_check, "_POISON_BYTES", 2**12)
+    stats = dict(bytes_limit=9 * 2**13, bytes_in_use=2**13)
+    alive, deleted = [], []
+
+    def nan_array(size):
+        if len(alive) == max_arrays:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+        alive.append(2 * size)
+        return SimpleNamespace(delete=lambda: deleted.append(sum(alive)))
+
+    monkeypatch.setattr(packed_check, "_nan_array", nan_array)
+    packed_check.fill_free_memory_with_nan(SimpleNamespace(platform="gpu", memory_stats=lambda: stats))
+    assert deleted == [num_arrays * 2**12] * num_arrays
+
+
+_memories = cudnn_stand_in._memories
+
+
+def _cumulated_q_offsets(q, k, q_lengths, kv_lengths, q_offsets, kv_offsets):
+    """Documents of q one after the other, as in engines that derive their starts from lengths."""
+    elements = jnp.cumsum(q_lengths.reshape(-1)) * q.shape[2] * q.shape[3]
+    num_rows, documents = q_lengths.shape
+    starts = q_offsets[0, 0] + jnp.pad(elements, (1, num_rows - 1)).reshape(num_rows, documents + 1)
+    return _memories(q, k, q_lengths, kv_lengths, starts, kv_offsets)
+
+
+def test_check_before_training_finds_ignored_offsets(check, monkeypatch):
+    """Without gaps and descending offsets such an engine passes."""
+    monkeypatch.setattr(cudnn_stand_in, "_memories", _cumulated_q_offsets)
+    assert "relative error" in check(0, documents=(58, 1, 3, 12, 14, 9, 25, -6))
+    for problem in (0, 2):
+        with pytest.raises(UserError, match="cuDNN is wrong on packed documents .*attention.kernel=pallas"):
+            check(problem)
+
+
+def test_check_before_training_finds_stale_memory_of_gaps(check, monkeypatch):
+    """A backward that adds up memory between documents that it has not written: no error while that is zero."""
+    stale_value = 0.0
+
+    def stale(*args, **settings):
+        dq, dk, dv = cudnn_stand_in.packed_backward(*args, **settings)
+        rows = jnp.where(jnp.isnan(dk), stale_value, dk).reshape(-1, dk.shape[2] * dk.shape[3])
+        return dq, dk + 0 * jnp.roll(rows, 1, axis=0).reshape(dk.shape), dv
+
+    monkeypatch.setattr(cudnn_packed, "cudnn_packed_backward", stale)
+    assert "relative error" in check(0)
+    stale_value = jnp.nan
+    with pytest.raises(UserError, match="cuDNN is wrong on packed documents .*relative error inf"):
+        check(0)
+
+
+def test_check_before_training_finds_wrong_and_failing_calls(check, monkeypatch):
     operands = packed_operands.packed_operands
 
     def shifted(*arguments):
@@ -157,10 +247,26 @@ def test_check_before_training_passes_and_finds_wrong_results(stand_in, monkeypa
 
     monkeypatch.setattr(cudnn_packed, "packed_operands", shifted)
     with pytest.raises(UserError, match="cuDNN is wrong on packed documents .*attention.kernel=pallas"):
-        check()
+        check(1)
     monkeypatch.setattr(cudnn_packed, "cudnn_packed_forward", lambda *_, **__: _refuse())
     with pytest.raises(UserError, match="cuDNN fails on packed documents .*no plan.*attention.kernel=pallas"):
         check()
+
+
+def test_check_without_memory_skips_large_problem():
+    """With it, the last document starts above 2^27 elements, and the first call has descending offsets."""
+    stats = dict(bytes_limit=9 * 2**30, bytes_in_use=2**30)
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    sizes = (32, 8), 128, packed_check._DOCUMENT_TOKENS, packed_check._LARGE_ELEMENTS
+    problems, note = packed_check._problems(gpu, *sizes)
+    assert [x.num_tokens for x in problems] == [1024, 1024] and "2^27 elements: only 8.0 GiB are free" in note
+    stats["bytes_limit"] *= 4
+    (*_, large), note = packed_check._problems(gpu, *sizes)
+    assert note == "" and (large.num_tokens - large.lengths[-1]) * 32 * 128 > 2**27
+    for problem in (problems[0], large):
+        calls = packed_operands.buckets(1, problem.num_tokens, problem.num_tokens)
+        table = packed_operands.document_table(*problem.ranges(), problem.num_tokens, calls, causal=True)
+        assert table.q_start_D[0] > table.q_start_D[1] + table.q_length_D[1]  # also a gap between them
 
 
 def _refuse():

@@ -1,8 +1,11 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 
+from jaxlc.attention.kernels import cudnn
 from jaxlc.config import to_dict
 from jaxlc.train.reports.start_report import corpus_lines, resume_lines, step_lines
 from tests.step.synthetic import small_config, small_step
@@ -26,6 +29,16 @@ def test_step_lines_name_mesh_kernel_and_batch():
     assert "data=1 x fsdp=1 x context=2 x tensor=1: 2 x cpu, 1 process\n" in text
     assert "global batch size 4 x 96 tokens in 2 gradient accumulation steps" in text
     assert "kernel blockwise" in text
+
+
+def test_step_lines_name_cudnn_on_gpus_only(monkeypatch):
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    step = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([gpu]), shape=dict(context=1), size=1), model=object())
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    for version, line in (((9, 18, 1), "cudnn      9.18.1"), ((), "cudnn      not found")):
+        monkeypatch.setattr(cudnn, "cudnn_version", lambda version=version: version)
+        assert line in step_lines(small_config(), step)
+    assert "cudnn" not in "\n".join(step_lines(small_config(), small_step(small_config())))
 
 
 @pytest.mark.parametrize("steps, epochs", [(5, "5 steps, 0.5 epochs"), (1, "1 step, 0.1 epochs"), (10_000, "1,000")])

@@ -46,7 +46,7 @@ def choose_kernel(name: str, problem: AttentionProblem) -> KernelSelection:
     limit = KERNELS[name].unsupported(problem)
     if limit is not None:
         raise Unsupported(f"unsupported by attention kernel {name}: {limit}; use kernel auto")
-    return KernelSelection(name, "set by attention.kernel")
+    return _selection(name, ["set by attention.kernel"], problem)
 
 
 def _fastest(problem: AttentionProblem) -> KernelSelection:
@@ -54,6 +54,11 @@ def _fastest(problem: AttentionProblem) -> KernelSelection:
     for name in _AUTO_ORDER.get(problem.platform, _AUTO_ORDER_OTHER):
         limit = KERNELS[name].unsupported(problem)
         if limit is None:
-            return KernelSelection(name, "; ".join(reasons))
+            return _selection(name, reasons, problem)
         reasons.append(f"{name} unsupported: {limit}")
     raise AssertionError(reasons)
+
+
+def _selection(name: str, reasons: list[str], problem: AttentionProblem) -> KernelSelection:
+    assumption = cudnn.assumption(problem) if name == "cudnn" else None
+    return KernelSelection(name, "; ".join([*reasons, *([assumption] if assumption else [])]))

@@ -19,15 +19,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc._jax_internals import changed_cudnn_attention, cudnn_attention_backward, cudnn_attention_forward
+from jaxlc._jax_internals import (
+    changed_cudnn_attention,
+    cudnn_attention_backward,
+    cudnn_attention_forward,
+    cudnn_version,
+)
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
 from jaxlc.attention.kernels import cudnn_packed
 from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS
-from jaxlc.core.errors import Unsupported
+from jaxlc.core.errors import Unsupported, UserError
 
 _DTYPES = ("bfloat16", "float16")
 _MAX_HEAD_DIM = 128  # for the backward on compute capability 8.0 and later; 256 on Hopper needs newer cuDNN versions
 _HEAD_DIM_MULTIPLE = 8
+# The first cuDNN whose packed calls are correct, by major compute capability, and the defect of those before.
+_FIRST_VERSION_FOR_PACKED = {
+    9: ((9, 18, 0), "gaps between documents may give NaN or wrong gradients: TransformerEngine#2186"),
+    12: ((9, 18, 1), "gradients may be wrong: TransformerEngine#3333"),
+}
+_FIRST_VERSION_WITH_DETERMINISTIC_BLACKWELL = (9, 18, 0)
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
@@ -39,6 +50,8 @@ def unsupported(problem: AttentionProblem) -> str | None:
     major = (problem.compute_capability or "").partition(".")[0]
     if not major.isdigit() or int(major) < 8:
         return f"compute capability {problem.compute_capability} (supported: 8.0 and later)"
+    if problem.cudnn_version == ():
+        return "cuDNN is not installed (supported: 9.8 and later)"
     if problem.dtype not in _DTYPES:
         return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
     if problem.head_dim > _MAX_HEAD_DIM or problem.head_dim % _HEAD_DIM_MULTIPLE:
@@ -59,7 +72,46 @@ def _packed_unsupported(problem: AttentionProblem, major: int) -> str | None:
             f"packed documents with {problem.num_elements} elements of queries or keys per device"
             " (supported: fewer than 2^31, since offsets are int32)"
         )
+    first, defect = _FIRST_VERSION_FOR_PACKED.get(major, ((), ""))
+    if problem.cudnn_version is not None and problem.cudnn_version < first:
+        return (
+            f"packed documents with cuDNN {version_text(problem.cudnn_version)} on compute capability"
+            f" {problem.compute_capability} (supported: {version_text(first)} and later; before, {defect})"
+        )
     return None
+
+
+def assumption(problem: AttentionProblem) -> str | None:
+    """What `unsupported` assumes of the cuDNN of an absent GPU, for calls that older versions compute wrongly."""
+    if problem.cudnn_version is not None or not problem.document_ranges:
+        return None
+    major = int((problem.compute_capability or "0").partition(".")[0])
+    first, _ = _FIRST_VERSION_FOR_PACKED.get(major, (None, ""))
+    return first and f"assumes cuDNN {version_text(first)} or later"
+
+
+def version_for(device: jax.Device) -> tuple[int, ...] | None:
+    """The cuDNN that programs for `device` call; () if none is found, None if the device is absent or not a GPU."""
+    return cudnn_version() if device.platform == "gpu" and device in jax.devices() else None
+
+
+def version_text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def check_deterministic(device: jax.Device) -> None:
+    """Checks that the attached `device` can run cuDNN's deterministic backward.
+
+    Raises:
+      UserError: it is a Blackwell GPU, and cuDNN is too old.
+    """
+    first, version = _FIRST_VERSION_WITH_DETERMINISTIC_BLACKWELL, cudnn_version()
+    if int(device.compute_capability.partition(".")[0]) >= 10 and version < first:
+        raise UserError(
+            "config.runtime.deterministic=True is unsupported by attention kernel cudnn on compute capability"
+            f" {device.compute_capability} with cuDNN {version_text(version)} (supported: {version_text(first)} and"
+            " later); upgrade nvidia-cudnn-cu12 or -cu13, or set --config.attention.kernel=pallas"
+        )
 
 
 def forward(

@@ -1,87 +1,218 @@
 """A check of cuDNN's calls for packed documents on the GPU that is about to train.
 
 Whether cuDNN accepts their offsets, and computes what they say, depends on its version and on the GPU. So a run
-compares them with the reference on a small problem before it trains.
+compares them with the reference before it trains:
+
+    - in free memory that is filled with NaN, since memory that no program has used yet is often zero, and an
+      uninitialized workspace then has no effect
+    - with documents of several calls, gaps between them, and a call whose offsets descend
+    - for all rows of a small problem, of a rank's own KV block and of a ring step; and for a few rows of a problem with
+      offsets above 2^27 elements, as long sequences have
 """
+
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, Kernel
+from jaxlc.attention.contract import AttentionSpec, KeyRanges
 from jaxlc.attention.kernels import cudnn, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core.errors import UserError, reason_of
 
 MAX_ERROR = 1e-2  # norm of the error relative to that of the result; bfloat16 rounds to 2^-9
-_DOCUMENT_TOKENS = (460, 1, 3, 120, 130, 70, 200)  # long and short ones: calls of two buckets
-_PADDING_TOKENS = 40
+# Tokens of the documents, negative for gaps. The first call takes the longest one and then the one before it, so its
+# offsets descend; the second call takes the others, with gaps. The last one ends with the arrays.
+_DOCUMENT_TOKENS = (200, -5, 460, -3, 1, 3, 120, -20, 130, -12, 70)
+_LARGE_ELEMENTS = 5 * 2**25  # of the queries of the large problem: its last document starts above 2^27
+_MAX_LARGE_TOKENS = 2**18  # models with few heads have no offsets above 2^27
+_LARGE_BYTES_PER_ELEMENT = 64  # an upper bound of the memory of the large problem
+_SAMPLE_TOKENS = 16  # rows that are compared at the start and at the end of each document of the large problem
+_POISON_BYTES = 2**28  # of one array
+_MAX_POISON_BYTES = 2**37  # with unified memory the pool is larger than the GPU's memory
 _ADVICE = "set --config.attention.kernel=pallas, and report the GPU and the versions of JAX and cuDNN"
 
 
-def check_packed_cudnn(device: jax.Device, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype) -> str:
-    """Compares packed calls with the reference: out, lse and gradients, for a rank's own KV block and for a ring step.
+def check_packed_cudnn(
+    device: jax.Device,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype,
+    document_tokens: tuple[int, ...] = _DOCUMENT_TOKENS,
+    large_elements: int = _LARGE_ELEMENTS,
+) -> str:
+    """Compares packed calls with the reference: out, lse and gradients.
 
     Args:
-      num_heads, num_kv_heads: of the model; one or two groups of heads are used.
+      num_heads, num_kv_heads: of the model.
+      document_tokens: lengths of the documents of the small problems, negative for gaps between them.
+      large_elements: of the queries of the large problem.
     Returns:
       A line with the largest error.
     Raises:
       UserError: a call fails, or a result is wrong.
     """
-    num_groups = min(2, num_kv_heads)
-    heads = (num_heads // num_kv_heads * num_groups, num_groups, num_groups, num_heads // num_kv_heads * num_groups)
-    segments = np.repeat(np.arange(1, len(_DOCUMENT_TOKENS) + 1), _DOCUMENT_TOKENS)
-    segments = np.concatenate([segments, np.zeros(_PADDING_TOKENS)]).astype(np.int32)[None]
-    keys = jax.random.split(jax.random.key(0), 4)
     largest = 0.0
     with jax.default_device(device):
-        inputs = [
-            jax.random.normal(key, (1, segments.shape[1], num, head_dim)).astype(dtype) for key, num in zip(keys, heads)
-        ]
-        # Of a ring step the documents are in the opposite order: offsets of queries and keys differ.
-        for causal, k_segments in ((True, segments), (False, segments[:, ::-1])):
-            spec = AttentionSpec(causal=causal)
+        problems, skipped = _problems(device, (num_heads, num_kv_heads), head_dim, document_tokens, large_elements)
+        for problem in problems:
+            ranges, inputs = problem.ranges(), problem.inputs(head_dim, dtype)
+            fill_free_memory_with_nan(device)
             try:
-                actual = jax.device_get(_both_passes(cudnn, spec, segments, k_segments, inputs))
+                results = jax.block_until_ready(problem.cudnn_results(ranges, *inputs))
             except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
                 raise UserError(
                     f"cuDNN fails on packed documents on {device} ({reason_of(error)}): {_ADVICE}"
                 ) from error
-            float32 = [x.astype(jnp.float32) for x in inputs]
-            expected = jax.device_get(_both_passes(reference, spec, segments, k_segments, float32))
-            largest = max(largest, *(_error(a, b) for a, b in zip(actual, expected, strict=True)))
+            largest = max(largest, problem.error(ranges, inputs, results))
     if not largest <= MAX_ERROR:
         raise UserError(
             f"cuDNN is wrong on packed documents on {device}: relative error {largest:.2g}, expected at most"
             f" {MAX_ERROR:g}: {_ADVICE}"
         )
-    return f"kernel     cudnn on packed documents: relative error {largest:.1e} on {device.device_kind}, measured now"
+    line = f"kernel     cudnn on packed documents: relative error {largest:.1e} on {device.device_kind}, measured now"
+    return line + skipped
 
 
-def _both_passes(kernel: Kernel, spec: AttentionSpec, q_segments, k_segments, inputs) -> tuple[jax.Array, ...]:
-    """(out, lse, dq, dk, dv), float32."""
+class _Problem(NamedTuple):
+    """Packed documents and their heads."""
 
-    def compute(q, k, v, dout):
-        def info(segments):
-            positions = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
-            return TokenInfo(positions if spec.causal else None, jnp.asarray(segments))
+    num_heads: int
+    num_kv_heads: int
+    lengths: tuple[int, ...]  # of the documents in tokens, negative for gaps
+    causal: bool  # a rank's own KV block, otherwise a ring step
+    samples_rows: bool = False  # only some rows are compared
 
-        ranges = key_ranges(info(q_segments), info(k_segments), spec)
-        out, lse = kernel.forward(q, k, v, ranges, spec)
-        return (
-            out,
-            lse,
-            *kernel.backward(q, k, v, ranges, spec, out, lse, dout.astype(jnp.float32), jnp.zeros_like(lse)),
-        )
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(causal=self.causal)
 
-    return jax.jit(compute)(*inputs)
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(abs, self.lengths))
+
+    def ranges(self) -> KeyRanges:
+        lengths = np.array(self.lengths)
+        ids = np.where(lengths > 0, np.arange(1, len(lengths) + 1), 0)
+        segments = np.repeat(ids, abs(lengths)).astype(np.int32)[None]
+        positions = np.arange(self.num_tokens, dtype=np.int32)[None] if self.causal else None
+        # In a ring step keys have the documents in the opposite order, so offsets of queries and keys differ.
+        k_segments = segments if self.causal else segments[:, ::-1]
+        return key_ranges(TokenInfo(positions, segments), TokenInfo(positions, k_segments), self.spec)
+
+    def inputs(self, head_dim: int, dtype) -> list[jax.Array]:
+        """q, k, v and dout."""
+        keys = jax.random.split(jax.random.key(0), 4)
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
+        shapes = [(1, self.num_tokens, num, head_dim) for num in heads]
+        return jax.block_until_ready([jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def cudnn_results(self, ranges: KeyRanges, q, k, v, dout) -> tuple[jax.Array, ...]:
+        """(out, lse, dq, dk, dv), float32."""
+        out, lse = cudnn.forward(q, k, v, ranges, self.spec)
+        return out, lse, *cudnn.backward(q, k, v, ranges, self.spec, out, lse, dout, jnp.zeros_like(lse))
+
+    def error(self, ranges: KeyRanges, inputs, results) -> float:
+        """The largest error of the results, relative to the reference; infinite if any of them is NaN.
+
+        The reference takes out and lse of the results, which are compared themselves.
+        """
+        if any(bool(jnp.isnan(x).any()) for x in results):
+            return np.inf
+
+        actual, expected = jax.device_get(self._compared_rows(ranges, inputs, results))
+        return max(_relative_error(a, b) for a, b in zip(actual, expected, strict=True))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _compared_rows(self, ranges: KeyRanges, inputs, results):
+        """(rows of the results, the same rows of the reference)."""
+        return lax.map(lambda first: self._rows(first, ranges, inputs, results), self._first_rows())
+
+    def _rows(self, first, ranges: KeyRanges, inputs, results):
+        """The rows from `first` on of the results, and of the reference."""
+        (q, k, v, dout), (out, lse, *gradients) = inputs, results
+        all_results, num_rows = (out, lse, dout, jnp.zeros_like(lse)), self._num_rows
+
+        def rows(x, axis=1):
+            return lax.dynamic_slice_in_dim(x, first, num_rows, axis)
+
+        q_rows, q_ranges = rows(q), KeyRanges(*map(rows, ranges))
+        q_results = tuple(map(rows, all_results, (1, 2, 1, 2)))
+        expected = reference.forward(q_rows, k, v, q_ranges, self.spec)
+        dq, _, _ = reference.backward(q_rows, k, v, q_ranges, self.spec, *q_results)
+        kv_ranges = ranges.within(first, num_rows)
+        _, dk, dv = reference.backward(q, rows(k), rows(v), kv_ranges, self.spec, *all_results)
+        return (*q_results[:2], *map(rows, gradients)), (*expected, dq, dk, dv)
+
+    @property
+    def _num_rows(self) -> int:
+        return _SAMPLE_TOKENS if self.samples_rows else self.num_tokens
+
+    def _first_rows(self) -> jax.Array:
+        """The first of each `_num_rows` rows to compare."""
+        if not self.samples_rows:
+            return jnp.zeros(1, jnp.int32)
+        lengths = np.array(self.lengths)
+        ends = np.cumsum(abs(lengths))
+        firsts = np.concatenate([ends - abs(lengths), ends - _SAMPLE_TOKENS])
+        return jnp.asarray(firsts[np.tile(lengths > 0, 2)], jnp.int32)
 
 
-def _error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Relative norm over finite entries. Infinite unless the same entries are -inf: the lse of fully masked rows."""
-    is_finite = np.isfinite(expected)
-    if not (np.isfinite(actual) == is_finite).all():
+def _problems(
+    device: jax.Device, heads: tuple[int, int], head_dim: int, lengths: tuple[int, ...], large_elements: int
+) -> tuple[list[_Problem], str]:
+    """The problems that fit the free memory, and a note if the large one does not."""
+    num_heads, num_kv_heads = heads
+    num_groups = min(2, num_kv_heads)
+    small = [
+        _Problem(num_heads // num_kv_heads * num_groups, num_groups, lengths, causal=causal) for causal in (True, False)
+    ]
+    free_bytes = _free_bytes(device)
+    if free_bytes is not None and free_bytes < _LARGE_BYTES_PER_ELEMENT * large_elements:
+        return small, f"; not for offsets above 2^27 elements: only {free_bytes / 2**30:.1f} GiB are free"
+    num_tokens = min(-(-large_elements // (num_heads * head_dim)), _MAX_LARGE_TOKENS)
+    factor = -(-num_tokens // small[0].num_tokens)
+    return [*small, _Problem(*heads, tuple(factor * length for length in lengths), causal=True, samples_rows=True)], ""
+
+
+def fill_free_memory_with_nan(device: jax.Device) -> None:
+    """Writes NaN to most of the free memory of a GPU's pool, and frees it again; elsewhere to little memory.
+
+    A repeated bfloat16 NaN is also a NaN in float16 and in float32.
+    """
+    free_bytes = _free_bytes(device)
+    num_arrays = 0 if free_bytes is None else int(0.8 * min(free_bytes, _MAX_POISON_BYTES)) // _POISON_BYTES
+    arrays = []
+    for size in [_POISON_BYTES // 2] * num_arrays or [2**10]:
+        try:
+            arrays.append(_nan_array(size))
+        except jax.errors.JaxRuntimeError:  # the pool is fragmented
+            break
+    for array in arrays:
+        array.delete()
+
+
+def _nan_array(size: int) -> jax.Array:
+    return jax.block_until_ready(jnp.full(size, jnp.nan, jnp.bfloat16))
+
+
+def _free_bytes(device: jax.Device) -> int | None:
+    """Free memory of the GPU's pool; None on other devices, and for allocators without a pool."""
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+
+
+def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Relative norm of the error. Infinite unless the same entries are -inf: the lse of fully masked rows."""
+    is_masked = np.isneginf(expected)
+    if (np.isneginf(actual) != is_masked).any():
         return np.inf
-    difference, expected = (np.where(is_finite, x, 0) for x in (actual - np.where(is_finite, expected, 0), expected))
-    return float(np.linalg.norm(difference) / np.linalg.norm(expected))
+    actual, expected = (np.where(is_masked, 0, x) for x in (actual, expected))
+    error = float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+    return error if np.isfinite(error) else np.inf

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel
+from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KernelSelection, choose_kernel
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies import all_gather, hybrid, ring, ulysses
@@ -91,6 +92,7 @@ def choose(
         implicit_positions=implicit_positions and not packed,
         document_ranges=packed and strategy.implicit_positions and window is None,
         num_elements=num_elements,
+        cudnn_version=cudnn.version_for(device),
     )
     return choose_kernel(config.kernel, problem)
 

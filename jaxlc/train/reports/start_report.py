@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 
+from jaxlc.attention.kernels import cudnn
 from jaxlc.config import Config
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.counts import count_text
@@ -24,17 +25,23 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
     if config.train.gradient_accumulation_steps > 1:
         batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
     devices = f"{step.mesh.size} x {device.device_kind}, {count_text(jax.process_count(), 'process', 'es')}"
-    mesh = f"mesh       {mesh_text(step.mesh.shape)}: {devices}"
+    mesh = [f"mesh       {mesh_text(step.mesh.shape)}: {devices}", *_cudnn_lines(device)]
     if step.model is not None:
-        return [mesh, f"model      {type(step.model).__name__} (custom)", f"step       {batch}"]
+        return [*mesh, f"model      {type(step.model).__name__} (custom)", f"step       {batch}"]
     return [
-        mesh,
+        *mesh,
         f"attention  {config.attention.strategy}, {step.sequence_order.description}; kernel {step.kernel_choice}",
         *_transport_lines(config, step),
         *memory_lines(config.memory, step.mesh),
         *_frozen_lines(config, step),
         f"step       {batch}, {config.flops_per_step / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
     ]
+
+
+def _cudnn_lines(device: jax.Device) -> list[str]:
+    if device.platform != "gpu":
+        return []
+    return [f"cudnn      {cudnn.version_text(cudnn.version_for(device) or ()) or 'not found'}"]
 
 
 def _frozen_lines(config: Config, step: TrainStep) -> list[str]:
