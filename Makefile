@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan notebooks docs test test-rest test-full test-transformers test-heavy test-jax0.12 smoke-jax0.11 test-all lint format lock clean
+.PHONY: help train plan notebooks docs test test-rest test-full test-transformers test-heavy test-jax0.12 smoke-jax0.11 plan-jax0.11 test-all lint format lock clean
 
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,9 @@ smoke-jax0.11:  ## train a few steps on JAX 0.11.2, which GPU machines often hav
 	@rm -rf .cache/smoke
 	$(call WITH_PYTHON_312,.venv-jax0.11,-m jaxlc.train --config=quickstart --workdir=.cache/smoke \
 	  --config.train.steps=3 --config.data.seq_len=512)
+
+plan-jax0.11:  ## plan 64k:h100 on JAX 0.11.2, without a GPU (needs Python 3.12 or newer; .ci/run does not run it)
+	$(call WITH_PYTHON_312,.venv-jax0.11,-m jaxlc.plan --config=64k:h100 --topology=h100:1x8,-plan)
 
 lint: $(READY)  ## check lint rules, format and types
 	$(VENV)/bin/python -m ruff check .
@@ -121,6 +124,10 @@ $(READY) .venv-jax0.12/.ready: requirements.lock pyproject.toml
 # The GPU compiler; it needs neither a GPU nor NVIDIA's libraries.
 %/.ready-plan: %/.ready requirements-plan.lock
 	$*/bin/python -m pip install --quiet --no-deps --requirement requirements-plan.lock
+	@touch $@
+
+.venv-jax0.11/.ready-plan: .venv-jax0.11/.ready
+	$(@D)/bin/python -m pip install --quiet --no-deps jax-cuda12-plugin==0.11.2 jax-cuda12-pjrt==0.11.2
 	@touch $@
 
 .venv-jax0.11/.ready: requirements.lock pyproject.toml

@@ -3,38 +3,25 @@ r"""Llama 3.1 8B with sequences of 131,072 tokens on 16 GPUs of one GB200 NVL72 
     jaxlc train --config=128k:mini                        # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=128k --topology=gb200:1x16        # ahead-of-time compilation, without a GPU
 
-To train, start one process per GPU; docs/clusters.md has other launchers:
-
-    sbatch --nodes=2 launch/slurm/train.sbatch jaxlc train --config=128k:h100 --workdir=DIRECTORY \
-      --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
+Other settings are those of configs/64k.py, which also shows how to train.
 """
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import check_variant, defaults, shrink_for_cpu
+from jaxlc.config import check_variant, read_config
 
 VARIANTS = ("h100", "70b", "mini")
 
 
 def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, VARIANTS)
-    config = defaults()
-    config.model.preset = "llama3.1-8b"
-    config.mesh.update(context=8, tensor=2)
-    config.runtime.update(topology="gb200:1x16", transport="nvshmem")
-    config.data.seq_len = 131_072
-    config.optimizer.warmup_steps = 100
-    config.train.update(steps=1000, global_batch_size=32, gradient_accumulation_steps=32)  # 4,194,304 tokens a step
-    config.train.update(eval_sequences=4, eval_every_steps=100, checkpoint_every_steps=100)
-
-    if variant == "h100":  # 2 nodes of 8
-        config.runtime.topology = "h100:2x8"
-    elif variant == "70b":
-        config.model.preset = "llama3.1-70b"
-        config.mesh.update(context=8, tensor=8)
-        config.runtime.topology = "gb200:1x64"
-        config.memory.remat = "full"
-    elif variant == "mini":
-        shrink_for_cpu(config)
+    config = read_config(f"64k:{variant}")
+    if variant == "mini":
         config.mesh.update(context=4, tensor=2)
+        return config
+    config.data.seq_len = 131_072
+    config.train.update(global_batch_size=32, gradient_accumulation_steps=32)
+    if variant != "70b":
+        config.mesh.tensor = 2
+        config.runtime.topology = "h100:2x8" if variant == "h100" else "gb200:1x16"
     return config

@@ -21,7 +21,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config = defaults()
     config.model.preset = "llama3.1-8b"
     config.mesh.update(context=8)
-    config.runtime.update(topology="gb200:1x8", transport="nvshmem")
+    config.runtime.topology = "gb200:1x8"
     config.data.seq_len = 65_536
     config.optimizer.warmup_steps = 100
     config.train.update(steps=1000, global_batch_size=64, gradient_accumulation_steps=64)  # 4,194,304 tokens a step

@@ -169,9 +169,11 @@ def _with_dump(step: TrainStep, compile_with: Callable[[dict], Compiled]) -> tup
             compiled = compile_with({**options, "xla_dump_to": directory})
         except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
             first_line = str(error).partition("\n")[0]
+            advice = "use a shorter sequence or a larger config.mesh.context"
+            if first_line.startswith("INTERNAL"):
+                advice = f"this is a defect of the compiler of JAX {jax.__version__}: use another version"
             raise UserError(
-                f"compilation failed with config.data.seq_len={step.config.data.seq_len}: {first_line}; use a shorter"
-                " sequence or a larger config.mesh.context"
+                f"compilation failed with config.data.seq_len={step.config.data.seq_len}: {first_line}; {advice}"
             ) from error
         return compiled, read(Path(directory))
 

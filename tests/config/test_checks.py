@@ -94,7 +94,6 @@ def test_check_beta_of_1_raises(name):
         ("runtime", dict(simulated_devices=5, num_processes=2), ["simulated_devices=5", "a multiple of 2"]),
         ("runtime", dict(num_processes=2, coordinator_address="here"), ["'here'", "host:port"]),
         ("runtime", dict(num_processes=2, transport="peer"), ["'peer'", "num_processes=2", "'symmetric'"]),
-        ("runtime", dict(nvshmem_heap_bytes=1, transport="nccl"), ["nvshmem_heap_bytes=1", "'nccl'"]),
         ("runtime", dict(unified_memory_fraction=2.0), ["unified_memory_fraction=2.0", "unified_memory=True"]),
         ("runtime", dict(unified_memory_fraction=0.9), ["invalid value 0.9", "expected 0 or greater than 1"]),
     ],

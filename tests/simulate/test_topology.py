@@ -69,6 +69,16 @@ def test_every_known_gpu_is_a_compile_target(device):
     assert "is_scheduled=true" in compiled.as_text() and compiled.memory_analysis().argument_size_in_bytes == 64 * 64
 
 
+@pytest.mark.parametrize(
+    ("version", "compute", "uses_triton"),
+    [((0, 10, 1), "bf16", True), ((0, 10, 1), "fp8", False), ((0, 11, 2), "bf16", False), ((0, 12, 0), "bf16", True)],
+)
+def test_options_without_gpu_avoid_triton_where_it_fails(version, compute, uses_triton, monkeypatch):
+    """`make plan-jax0.11` compiles a config that needs it."""
+    monkeypatch.setattr(topology_module, "xla_version", lambda: version)
+    assert topology_module.options_without_gpu(compute).get("xla_gpu_enable_triton_gemm", True) == uses_triton
+
+
 @pytest.mark.gpu_compiler
 def test_devices_are_ordered_by_process_and_domain():
     gpus = topology("h100:2x4", devices_per_process=2)

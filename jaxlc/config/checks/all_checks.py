@@ -158,11 +158,6 @@ def _runtime_problems(config: Config) -> Iterator[str]:
             f"config.runtime.unified_memory_fraction={runtime.unified_memory_fraction} has no effect without unified"
             " memory; use --config.runtime.unified_memory=True with it"
         )
-    if runtime.nvshmem_heap_bytes and runtime.transport not in ("auto", "nvshmem"):
-        yield (
-            f"config.runtime.nvshmem_heap_bytes={runtime.nvshmem_heap_bytes} is for transport 'nvshmem', and"
-            f" config.runtime.transport is {runtime.transport!r}; use --config.runtime.nvshmem_heap_bytes=0"
-        )
 
 
 def _profile_problems(config: Config) -> Iterator[str]:
