@@ -9,8 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.contract import AttentionSpec, Kernel
-from jaxlc.attention.strategies.ring import QueryResults, RingState
+from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
+from jaxlc.attention.strategies.ring import RingState
 from jaxlc.search.timing import seconds_of_calls
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.sharding.mesh import Ranks
@@ -55,7 +55,7 @@ def run_rank(kernel: Kernel, spec: AttentionSpec, q_blocks, k_blocks, v_blocks, 
     out, lse = out_lse
     out = out.astype(q.dtype)
     rows = QueryResults(out, lse, out, jnp.zeros_like(lse))
-    dq, *dkv = kernel.backward(q, k, v, None, spec, *rows)
+    dq, *dkv = kernel.backward(q, k, v, None, spec, rows)
     gradients = [tuple(dkv)]
     for s, k_s, v_s in steps:
         _, dq, *dkv = ring.backward_step(s, q, k_s, v_s, rows, dq)
@@ -66,7 +66,7 @@ def run_rank(kernel: Kernel, spec: AttentionSpec, q_blocks, k_blocks, v_blocks, 
 def _one_call(kernel: Kernel, spec: AttentionSpec, q, k, v):
     out, lse = kernel.forward(q, k, v, None, spec)
     out = out.astype(q.dtype)
-    return out, lse, kernel.backward(q, k, v, None, spec, out, lse, out, jnp.zeros_like(lse))
+    return out, lse, kernel.backward(q, k, v, None, spec, QueryResults(out, lse, out, jnp.zeros_like(lse)))
 
 
 def _blocks(x_BT: jax.Array, num_ranks: int) -> list[jax.Array]:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.first_contact.sizes import Heads
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges, QueryResults
+from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core import hardware
@@ -33,6 +34,7 @@ def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, pa
         window=window,
         implicit_positions=not packed,
         document_ranges=packed and window is None,
+        cudnn_version=cudnn.version_for(device),
     )
     skipped = {"reference"} if is_installed("tokamax") else {"reference", "mosaic"}
     if device.platform == "cpu" and not packed:
@@ -66,7 +68,7 @@ def both_passes(kernel: Kernel, spec: AttentionSpec, ranges: KeyRanges | None, q
     """(out, lse, dq, dk, dv) of a kernel; a dlse of None is zero."""
     out, lse = kernel.forward(q, k, v, ranges, spec)
     dlse = jnp.zeros_like(lse) if dlse is None else dlse
-    return out, lse, *kernel.backward(q, k, v, ranges, spec, out.astype(q.dtype), lse, dout, dlse)
+    return out, lse, *kernel.backward(q, k, v, ranges, spec, QueryResults(out.astype(q.dtype), lse, dout, dlse))
 
 
 def seconds_per_call(call: Callable, carry, *operands, num_calls: int, repeats: int) -> float:

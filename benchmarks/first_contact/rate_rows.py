@@ -18,7 +18,7 @@ from benchmarks.first_contact.attention_inputs import (
 )
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.models.matmuls import fp8_product
 from jaxlc.search.timing import seconds_of_calls
@@ -97,7 +97,7 @@ def _ours(name: str, kernel: Kernel, spec: AttentionSpec, ranges: KeyRanges | No
         return kernel.forward(q, k, v, ranges, spec)[0]
 
     def backward(q, k, v, dout, out, lse):
-        return kernel.backward(q, k, v, ranges, spec, out, lse, dout, jnp.zeros_like(lse))
+        return kernel.backward(q, k, v, ranges, spec, QueryResults(out, lse, dout, jnp.zeros_like(lse)))
 
     return _Candidate(name, forward, backward, lambda q, k, v: kernel.forward(q, k, v, ranges, spec))
 

@@ -1,7 +1,7 @@
 """The contract of attention kernels: arguments, results, masks.
 
     forward:  (q_BTNH, k_BSKH, v_BSKH, ranges, spec) -> (out_BTNH, lse_BNT)
-    backward: (q, k, v, ranges, spec, out, lse, dout, dlse) -> (dq, dk, dv)
+    backward: (q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse)) -> (dq, dk, dv)
 
 `ranges` is the mask: one contiguous range of keys per query. Causal masks, packed documents, sliding windows, and the
 blocks of these that strategies compute, all have this form. Kernels get neither positions nor segment ids.
@@ -66,6 +66,15 @@ class KeyRanges(NamedTuple):
         return KeyRanges(*(jnp.where(is_empty_BT, 0, x) for x in (start_BT, end_BT)))
 
 
+class QueryResults(NamedTuple):
+    """The inputs of the backward that have one row per query: the results over all keys, and their gradients."""
+
+    out_BTNH: jax.Array
+    lse_BNT: jax.Array
+    dout_BTNH: jax.Array
+    dlse_BNT: jax.Array
+
+
 def implicit_ranges(spec: AttentionSpec, num_queries: int, num_keys: int) -> tuple[jax.Array | None, jax.Array | None]:
     """(start_T, end_T) of a call without ranges, int32. A start of None is 0, an end of None is num_keys."""
     if not spec.causal:
@@ -111,9 +120,6 @@ class Kernel(Protocol):
         v_BSKH: jax.Array,
         ranges: KeyRanges | None,
         spec: AttentionSpec,
-        out_BTNH: jax.Array,
-        lse_BNT: jax.Array,
-        dout_BTNH: jax.Array,
-        dlse_BNT: jax.Array,
+        results: QueryResults,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns (dq_BTNH, dk_BSKH, dv_BSKH), all float32."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.attention import make
-from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import mosaic
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
@@ -42,7 +42,9 @@ def compile_kernel(gpu: str, head_dim: int, value_dim: int) -> str:
 
     def both(q, k, v, ranges, out, lse):
         spec = AttentionSpec()
-        return mosaic.forward(q, k, v, ranges, spec), mosaic.backward(q, k, v, ranges, spec, out, lse, out, lse)
+        return mosaic.forward(q, k, v, ranges, spec), mosaic.backward(
+            q, k, v, ranges, spec, QueryResults(out, lse, out, lse)
+        )
 
     on_device = jax.shard_map(both, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
     lowered = jax.jit(on_device).lower(q, k, v, ranges, out, lse)

@@ -21,7 +21,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fmha
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.attention import attend, choose, make
-from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.contract import AttentionSpec, QueryResults
 from jaxlc.attention.kernels import cudnn, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
@@ -65,7 +65,7 @@ def _backward_jax_0_10(
     assert fwd_output.dtype == grad_output.dtype == query.dtype and activation.dtype == jnp.float32
     ranges, spec = _top_left(query, key, scale, mask_type, sliding_window_length)
     results = fwd_output, activation, grad_output, jnp.zeros_like(activation)
-    return [x.astype(query.dtype) for x in reference.backward(query, key, value, ranges, spec, *results)]
+    return [x.astype(query.dtype) for x in reference.backward(query, key, value, ranges, spec, QueryResults(*results))]
 
 
 def _forward_jax_0_12(*operands, score_mod_args, score_mod, **settings):
@@ -103,9 +103,9 @@ def test_cudnn_operands_give_reference_results(fake_cudnn, spec):
     q, k, v, dout = inputs(batch=2)
     dlse = jax.random.normal(jax.random.key(9), (2, q.shape[2], q.shape[1]))
     out, lse = reference.forward(q, k, v, None, spec)
-    gradients = reference.backward(q, k, v, None, spec, out, lse, dout, dlse)
+    gradients = reference.backward(q, k, v, None, spec, QueryResults(out, lse, dout, dlse))
     actual = cudnn.forward(q, k, v, None, spec)
-    actual_gradients = cudnn.backward(q, k, v, None, spec, out, lse, dout, dlse)
+    actual_gradients = cudnn.backward(q, k, v, None, spec, QueryResults(out, lse, dout, dlse))
     assert all(x.dtype == jnp.float32 for x in (*actual, *actual_gradients))
     assert_rows_match(actual, (out, lse), FLOAT32_PARITY)
     assert_rows_match(actual_gradients, gradients, FLOAT32_PARITY)
@@ -121,7 +121,7 @@ def test_cudnn_under_vmap_matches_reference(fake_cudnn):
     def results_of(kernel):
         def of_set(q):
             out, lse = kernel.forward(q, k, v, None, spec)
-            return out, lse, *kernel.backward(q, k, v, None, spec, out, lse, dout, dlse)
+            return out, lse, *kernel.backward(q, k, v, None, spec, QueryResults(out, lse, dout, dlse))
 
         return jax.vmap(of_set)(queries)
 
@@ -196,7 +196,7 @@ def test_h100_call_is_one_kernel_plus_conversions():
     spec = AttentionSpec(window=32)
 
     def backward(q, k, v, out, lse, dout):
-        return cudnn.backward(q, k, v, None, spec, out, lse, dout, jnp.zeros_like(lse))
+        return cudnn.backward(q, k, v, None, spec, QueryResults(out, lse, dout, jnp.zeros_like(lse)))
 
     programs = (
         _compiled(lambda q, k, v: cudnn.forward(q, k, v, None, spec), q, k, k),

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc import _jax_internals
 from jaxlc.attention import attend, choose, make
-from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn, cudnn_packed, packed_check, packed_operands
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
@@ -277,7 +277,7 @@ def _kernel_results(segments_BT, q, k, v, dout, dlse):
     """Forward and backward of one causal kernel call."""
     ranges = own_ranges(segments_BT)
     out, lse = cudnn.forward(q, k, v, ranges, AttentionSpec())
-    return out, lse, *cudnn.backward(q, k, v, ranges, AttentionSpec(), out, lse, dout, dlse)
+    return out, lse, *cudnn.backward(q, k, v, ranges, AttentionSpec(), QueryResults(out, lse, dout, dlse))
 
 
 @pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.full)])

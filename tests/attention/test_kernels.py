@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.support_table import cpu_kernels
-from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
@@ -39,7 +39,7 @@ def _check(kernel, q, k, v, dout, ranges, spec, tolerance=FLOAT32_PARITY):
     actual_out, actual_lse = jax.jit(kernel.forward, static_argnums=4)(q, k, v, ranges, spec)
     assert_rows_match(actual_out, out, tolerance)
     _assert_lse_match(actual_lse, lse, tolerance)
-    actual = jax.jit(kernel.backward, static_argnums=4)(q, k, v, ranges, spec, out, lse, dout, dlse)
+    actual = jax.jit(kernel.backward, static_argnums=4)(q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse))
     assert all(x.dtype == jnp.float32 for x in (actual_out, actual_lse, *actual))
     assert_rows_match(actual, gradients, tolerance)
 
@@ -93,7 +93,9 @@ def test_kernel_over_two_kv_blocks_merges_to_reference(kernel, causal):
     merged_out, merged_lse = merge(*parts[0], *parts[1])
     assert_rows_match(merged_out, out, FLOAT32_PARITY)
     _assert_lse_match(merged_lse, lse, FLOAT32_PARITY)
-    block_gradients = [kernel.backward(q, k[:, s], v[:, s], block(s), spec, out, lse, dout, dlse) for s in blocks]
+    block_gradients = [
+        kernel.backward(q, k[:, s], v[:, s], block(s), spec, QueryResults(out, lse, dout, dlse)) for s in blocks
+    ]
     dk, dv = (jnp.concatenate([x[i] for x in block_gradients], axis=1) for i in (1, 2))
     assert_rows_match((block_gradients[0][0] + block_gradients[1][0], dk, dv), gradients, FLOAT32_PARITY)
 
@@ -110,7 +112,7 @@ def test_kernel_with_large_scores_is_finite(kernel):
     row, spec = ranges(packed=False, spec=AttentionSpec()), AttentionSpec(key_block_tokens=32)
     row = KeyRanges(*(x[:2] for x in row))
     out, lse = kernel.forward(40 * q, 40 * k, v, row, spec)
-    gradients = kernel.backward(40 * q, 40 * k, v, row, spec, out, lse, dout, 0 * lse)
+    gradients = kernel.backward(40 * q, 40 * k, v, row, spec, QueryResults(out, lse, dout, 0 * lse))
     assert all(np.isfinite(x).all() for x in (out, lse, *gradients))
 
 
@@ -130,7 +132,7 @@ def test_reference_matches_finite_differences():
     out, lse = (jnp.float32(x) for x in attend(q))
     float32 = [jnp.float32(x) for x in (q, k, v)]
     np.testing.assert_allclose(reference.forward(*float32, None, spec)[0], out, rtol=1e-5, atol=1e-6)
-    dq, _, _ = reference.backward(*float32, None, spec, out, lse, jnp.float32(dout), 0 * lse)
+    dq, _, _ = reference.backward(*float32, None, spec, QueryResults(out, lse, jnp.float32(dout), 0 * lse))
     assert abs((np.asarray(dq) * direction).sum() - slope) <= 1e-4 * abs(slope)
 
 
@@ -141,7 +143,7 @@ def test_reference_products_have_the_highest_precision():
     out, lse = jax.eval_shape(lambda x: reference.forward(x, x, x, None, spec), x)
     passes = (
         jax.make_jaxpr(lambda x: reference.forward(x, x, x, None, spec))(x),
-        jax.make_jaxpr(lambda *args: reference.backward(x, x, x, None, spec, *args))(out, lse, out, lse),
+        jax.make_jaxpr(lambda *args: reference.backward(x, x, x, None, spec, QueryResults(*args)))(out, lse, out, lse),
     )
     for jaxpr in passes:
         products = [equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import mosaic, reference, tokamax_kernels
 from jaxlc.config import MeshConfig
 from jaxlc.core import extras
@@ -130,9 +130,9 @@ def test_mosaic_operands_give_reference_results(fake_tokamax, num_queries, num_k
     _, k, v, _ = inputs(batch=2, num_tokens=num_keys, value_dim=24, seed=1)
     dlse = jax.random.normal(jax.random.key(9), (2, q.shape[2], num_queries))
     out, lse = jax.jit(reference.forward, static_argnums=4)(q, k, v, ranges, spec)
-    gradients = jax.jit(reference.backward, static_argnums=4)(q, k, v, ranges, spec, out, lse, dout, dlse)
+    gradients = jax.jit(reference.backward, static_argnums=4)(q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse))
     actual_out, actual_lse = jax.jit(mosaic.forward, static_argnums=4)(q, k, v, ranges, spec)
-    actual = jax.jit(mosaic.backward, static_argnums=4)(q, k, v, ranges, spec, out, lse, dout, dlse)
+    actual = jax.jit(mosaic.backward, static_argnums=4)(q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse))
     assert all(x.dtype == jnp.float32 for x in (actual_out, actual_lse, *actual))
     np.testing.assert_array_equal(np.isneginf(actual_lse), np.isneginf(lse))
     finite_lse = (jnp.maximum(x, -1e3) for x in (actual_lse, lse))
@@ -155,7 +155,7 @@ def test_mosaic_without_dlse_has_one_backward_per_pair(fake_tokamax, monkeypatch
 
     def gradients(q, k, v):
         out, lse = mosaic.forward(q, k, v, ranges, AttentionSpec())
-        return mosaic.backward(q, k, v, ranges, AttentionSpec(), out, lse, dout, jnp.zeros_like(lse))
+        return mosaic.backward(q, k, v, ranges, AttentionSpec(), QueryResults(out, lse, dout, jnp.zeros_like(lse)))
 
     jax.block_until_ready(jax.jit(gradients)(q, k, v))
     jax.effects_barrier()

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton_dialect
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import pallas, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
@@ -31,8 +31,8 @@ def _check(q, k, v, dout, ranges, spec, tolerance=FLOAT32_PARITY):
     np.testing.assert_array_equal(np.isneginf(actual_lse), np.isneginf(lse))
     assert_rows_match(jnp.maximum(actual_lse, -1e3), jnp.maximum(lse, -1e3), tolerance)
     dlse = jnp.ones_like(lse)
-    actual = pallas.backward(q, k, v, ranges, spec, out, lse, dout, dlse)
-    assert_rows_match(actual, reference.backward(*float32, ranges, spec, out, lse, dout, dlse), tolerance)
+    actual = pallas.backward(q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse))
+    assert_rows_match(actual, reference.backward(*float32, ranges, spec, QueryResults(out, lse, dout, dlse)), tolerance)
 
 
 def _lengths(num_queries: int, num_keys: int, **other):
@@ -68,7 +68,7 @@ def test_more_ranges_than_the_list_holds_match_reference():
 def test_backward_is_bitwise_reproducible():
     q, k, v, dout = _lengths(40, 40, dtype=jnp.bfloat16)
     out, lse = pallas.forward(q, k, v, None, SPEC)
-    first, again = (pallas.backward(q, k, v, None, SPEC, out, lse, dout, lse) for _ in range(2))
+    first, again = (pallas.backward(q, k, v, None, SPEC, QueryResults(out, lse, dout, lse)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
@@ -81,7 +81,7 @@ def test_fully_masked_blocks_are_skipped():
     for broken, healthy in ((slice(32, 64), slice(0, 32)), (slice(0, 32), slice(32, 64))):
         q, k, v, dout = (x.at[:, broken].set(jnp.nan) for x in inputs(batch=1, num_tokens=64))
         out, lse = pallas.forward(q, k, v, ranges, SPEC)
-        gradients = pallas.backward(q, k, v, ranges, SPEC, out, lse, dout, 0 * lse)
+        gradients = pallas.backward(q, k, v, ranges, SPEC, QueryResults(out, lse, dout, 0 * lse))
         for x in (out, lse.swapaxes(1, 2), *gradients):
             assert np.isfinite(x[:, healthy]).all() and np.isnan(x[:, broken]).any()
 
@@ -90,7 +90,7 @@ def test_blocks_after_the_diagonal_are_skipped():
     q, k, v, dout = inputs(batch=1, num_tokens=64)
     k, v = (x.at[:, 32:].set(jnp.nan) for x in (k, v))
     out, lse = pallas.forward(q, k, v, None, SPEC)
-    dq, _, _ = pallas.backward(q, k, v, None, SPEC, out, lse, dout, 0 * lse)
+    dq, _, _ = pallas.backward(q, k, v, None, SPEC, QueryResults(out, lse, dout, 0 * lse))
     assert np.isfinite(out[:, :32]).all() and np.isfinite(dq[:, :32]).all() and np.isnan(out[:, 32:]).all()
 
 
@@ -121,7 +121,7 @@ def _abstract_operands(num_tokens: int, num_heads: int, num_kv_heads: int, head_
 
 def _both(q, k, ranges, out, lse):
     """Forward and backward as in a training step."""
-    gradients = pallas.backward(q, k, k, ranges, AttentionSpec(), out, lse, q, lse)
+    gradients = pallas.backward(q, k, k, ranges, AttentionSpec(), QueryResults(out, lse, q, lse))
     return pallas.forward(q, k, k, ranges, AttentionSpec()), gradients
 
 

@@ -182,8 +182,8 @@ def test_number_and_size_of_kernel_calls(case: Case, keys: int, monkeypatch: pyt
     def kernel_forward(q, k, v, ranges, spec):
         return reference.forward(q, k, v, ranges, spec)
 
-    def kernel_backward(q, k, v, ranges, spec, *results):
-        return reference.backward(q, k, v, ranges, spec, *results)
+    def kernel_backward(q, k, v, ranges, spec, results):
+        return reference.backward(q, k, v, ranges, spec, results)
 
     named = (jax.jit(function, static_argnums=4) for function in (kernel_forward, kernel_backward))
     kernel = SimpleNamespace(**dict(zip(("forward", "backward"), named)), unsupported=lambda problem: None)

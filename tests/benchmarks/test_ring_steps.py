@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import ring_steps
-from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.contract import AttentionSpec, QueryResults
 from jaxlc.attention.kernels import blockwise, reference
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from tests.attention.cases import TOKENS, assert_rows_match, inputs
@@ -19,7 +19,7 @@ def test_run_rank_all_ranks_match_reference():
     q, k, v, _ = inputs(batch=1)
     spec = AttentionSpec()
     out, lse = reference.forward(q, k, v, None, spec)
-    expected = out, *reference.backward(q, k, v, None, spec, out, lse, out, 0 * lse)
+    expected = out, *reference.backward(q, k, v, None, spec, QueryResults(out, lse, out, 0 * lse))
 
     blocks = [ring_steps._blocks(x, RANKS) for x in (q, k, v)]
     outs, dqs, dkvs = [], [], [0.0] * RANKS

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import reference
 from jaxlc.models import layer_tiles
 from jaxlc.models.init_keys import InitKeys
@@ -44,8 +44,8 @@ class _TileAttention:
 
     def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges):
         key_ranges = self._key_ranges(q_BtNH, tile)
-        rows = out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt)
-        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *kv, key_ranges, AttentionSpec(), *rows)
+        results = QueryResults(out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt))
+        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *kv, key_ranges, AttentionSpec(), results)
         return dq_BtNH, dkv + jnp.stack([dk_BSKH, dv_BSKH])
 
 

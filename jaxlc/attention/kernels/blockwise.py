@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels.blockwise_operands import (
     Keys,
     Queries,
@@ -53,26 +53,16 @@ def forward(
     return join_blocks(out, q_BTNH), join_blocks(lse, q_BTNH)[..., 0].swapaxes(1, 2)
 
 
-def backward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    ranges: KeyRanges | None,
-    spec: AttentionSpec,
-    out_BTNH: jax.Array,
-    lse_BNT: jax.Array,
-    dout_BTNH: jax.Array,
-    dlse_BNT: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
     """See `contract.Kernel.backward`."""
     if ranges is not None and len(q_BTNH) > 1:
 
-        def one_sequence(q, k, v, ranges, *results):
-            return backward(q, k, v, ranges, spec, *results)
+        def one_sequence(q, k, v, ranges, results):
+            return backward(q, k, v, ranges, spec, results)
 
-        return _map_sequences(one_sequence, q_BTNH, k_BSKH, v_BSKH, ranges, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT)
+        return _map_sequences(one_sequence, q_BTNH, k_BSKH, v_BSKH, ranges, results)
     queries, keys = block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
-    stats = query_stats(k_BSKH.shape[2], out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, spec)
+    stats = query_stats(k_BSKH.shape[2], results, spec)
 
     def one_head(operands):
         *qkv, stats = operands

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, KeyRanges, implicit_ranges
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults, implicit_ranges
 
 
 class Queries(NamedTuple):
@@ -65,15 +65,9 @@ def block_operands(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: Atten
     return Queries(q, _block_ranges(start_BT, end_BT, q_block_tokens, num_heads // num_kv_heads)), Keys(k, v, first_J)
 
 
-def query_stats(
-    num_kv_heads: int,
-    out_BTNH: jax.Array,
-    lse_BNT: jax.Array,
-    dout_BTNH: jax.Array,
-    dlse_BNT: jax.Array,
-    spec: AttentionSpec,
-) -> QueryStats:
+def query_stats(num_kv_heads: int, results: QueryResults, spec: AttentionSpec) -> QueryStats:
     """For all key/value heads: each array with a leading K."""
+    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
     block_tokens = _block_tokens(spec.query_block_tokens, out_BTNH.shape[1], spec)
     delta_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)).sum(axis=-1)
     delta_BTN -= dlse_BNT.swapaxes(1, 2)

@@ -25,7 +25,7 @@ from jaxlc._jax_internals import (
     cudnn_attention_forward,
     cudnn_version,
 )
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn_packed
 from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS
 from jaxlc.core.errors import Unsupported, UserError
@@ -133,23 +133,14 @@ def forward(
     return out_BTNH.astype(jnp.float32), lse_BNT
 
 
-def backward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    ranges: KeyRanges | None,
-    spec: AttentionSpec,
-    out_BTNH: jax.Array,
-    lse_BNT: jax.Array,
-    dout_BTNH: jax.Array,
-    dlse_BNT: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
     """See `contract.Kernel.backward`; raises as `forward`.
 
     cuDNN has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p dlse equals the ds
     of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1, 0, ..., 0). It is rounded to the dtype
     of q, as dout is. Where the caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
     """
+    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
     if ranges is None:
         call, operands = functools.partial(cudnn_attention_backward, **_settings(q_BTNH, k_BSKH, spec)), ()
     else:
@@ -158,8 +149,8 @@ def backward(
 
     def gradients(v_BSKH, out_BTNH, dout_BTNH):
         out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
-        results = call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, *operands)
-        return tuple(x.astype(jnp.float32) for x in results)
+        dqkv = call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, *operands)
+        return tuple(x.astype(jnp.float32) for x in dqkv)
 
     dq_BTNH, dk_BSKH, dv_BSKH = gradients(v_BSKH, out_BTNH, dout_BTNH)
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, implicit_ranges
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults, implicit_ranges
 from jaxlc.attention.kernels import tokamax_kernels
 from jaxlc.attention.kernels.tokamax_kernels import BLOCK_TOKENS, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, KernelMask
 from jaxlc.core import hardware, scopes
@@ -68,17 +68,7 @@ def forward(
     return out_BTNH[:, :num_queries], lse_BNT[..., :num_queries]
 
 
-def backward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    ranges: KeyRanges | None,
-    spec: AttentionSpec,
-    out_BTNH: jax.Array,
-    lse_BNT: jax.Array,
-    dout_BTNH: jax.Array,
-    dlse_BNT: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
     """See `contract.Kernel.backward`; raises as `forward`.
 
     tokamax has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p dlse equals the
@@ -86,6 +76,7 @@ def backward(
     caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
     """
     mask = _mask(q_BTNH, k_BSKH, ranges, spec)
+    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
     lse_BNT = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT)  # of a fully masked row, whose range is empty
     call = functools.partial(tokamax_kernels.backward, scale=_scale(spec, q_BTNH), generation=target_generation())
 

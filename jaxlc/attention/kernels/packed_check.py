@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core.errors import UserError, reason_of
@@ -116,7 +116,7 @@ class _Problem(NamedTuple):
     def cudnn_results(self, ranges: KeyRanges, q, k, v, dout) -> tuple[jax.Array, ...]:
         """(out, lse, dq, dk, dv), float32."""
         out, lse = cudnn.forward(q, k, v, ranges, self.spec)
-        return out, lse, *cudnn.backward(q, k, v, ranges, self.spec, out, lse, dout, jnp.zeros_like(lse))
+        return out, lse, *cudnn.backward(q, k, v, ranges, self.spec, QueryResults(out, lse, dout, jnp.zeros_like(lse)))
 
     def error(self, ranges: KeyRanges, inputs, results) -> float:
         """The largest error of the results, relative to the reference; infinite if any of them is NaN.
@@ -137,17 +137,17 @@ class _Problem(NamedTuple):
     def _rows(self, first, ranges: KeyRanges, inputs, results):
         """The rows from `first` on of the results, and of the reference."""
         (q, k, v, dout), (out, lse, *gradients) = inputs, results
-        all_results, num_rows = (out, lse, dout, jnp.zeros_like(lse)), self._num_rows
+        all_results, num_rows = QueryResults(out, lse, dout, jnp.zeros_like(lse)), self._num_rows
 
         def rows(x, axis=1):
             return lax.dynamic_slice_in_dim(x, first, num_rows, axis)
 
         q_rows, q_ranges = rows(q), KeyRanges(*map(rows, ranges))
-        q_results = tuple(map(rows, all_results, (1, 2, 1, 2)))
+        q_results = QueryResults(*map(rows, all_results, (1, 2, 1, 2)))
         expected = reference.forward(q_rows, k, v, q_ranges, self.spec)
-        dq, _, _ = reference.backward(q_rows, k, v, q_ranges, self.spec, *q_results)
+        dq, _, _ = reference.backward(q_rows, k, v, q_ranges, self.spec, q_results)
         kv_ranges = ranges.within(first, num_rows)
-        _, dk, dv = reference.backward(q, rows(k), rows(v), kv_ranges, self.spec, *all_results)
+        _, dk, dv = reference.backward(q, rows(k), rows(v), kv_ranges, self.spec, all_results)
         return (*q_results[:2], *map(rows, gradients)), (*expected, dq, dk, dv)
 
     @property

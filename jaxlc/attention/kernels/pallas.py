@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels.block_mask import BlockMask
 from jaxlc.attention.kernels.tuning import MAX_HEAD_DIM, MIN_BLOCK_TOKENS, tuning_params
 
@@ -47,21 +47,12 @@ def forward(
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def backward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    ranges: KeyRanges | None,
-    spec: AttentionSpec,
-    out_BTNH: jax.Array,
-    lse_BNT: jax.Array,
-    dout_BTNH: jax.Array,
-    dlse_BNT: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
     """See `contract.Kernel.backward`."""
     from jaxlc.attention.kernels.flash_backward import QueryStats, flash_dkv, flash_dq
     from jaxlc.attention.kernels.triton_blocks import LOG2_E
 
+    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
     delta_BTN = jnp.einsum("BTNH,BTNH->BTN", *(x.astype(jnp.float32) for x in (out_BTNH, dout_BTNH)))
     stats = QueryStats(
         dout_BTNH.astype(v_BSKH.dtype),

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, implicit_ranges
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults, implicit_ranges
 
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # the default on GPUs is TF32
 
@@ -45,12 +45,13 @@ def forward(
     return out_BTNH, jnp.where(is_empty_BNT, -jnp.inf, max_BNT + jnp.log(total_BNT))
 
 
-def backward(q_BTNH, k_BSKH, v_BSKH, ranges, spec, out_BTNH, lse_BNT, dout_BTNH, dlse_BNT):
+def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
     """See `contract.Kernel.backward`. Returns (dq_BTNH, dk_BSKH, dv_BSKH) of this KV block, all float32.
 
     With the global lse, p = exp(scores - lse) are the attention weights of this block's keys, and
     ds = p (dout . v - dout . out + dlse) (FlashAttention, section 3.1 and appendix B.2).
     """
+    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
     scale = spec.scale_for(q_BTNH.shape[-1])
     q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH = (
         x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)

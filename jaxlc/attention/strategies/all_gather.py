@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.strategies import halo
-from jaxlc.attention.strategies.strategy import QueryResults, ShardedQKV, attention_vjp
+from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
@@ -64,7 +64,7 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec, ranks: Ranks
     q, k, v, _ = qkv
     ranges = _ranges(qkv, spec, ranks)
     k_bSkH, v_bSkH = _gather_kv(k, v, ranges, ranks)
-    dq, dk, dv = kernel.backward(q, k_bSkH, v_bSkH, ranges.over_keys, spec, *results)
+    dq, dk, dv = kernel.backward(q, k_bSkH, v_bSkH, ranges.over_keys, spec, results)
     # Every rank contributes to the gradient of every key. The sum is float32; each rank keeps its own shard of it.
     with jax.named_scope(scopes.ALL_GATHER_KV):
         dk, dv = (_reorder(x, ranges.inverse_bS) for x in (dk, dv))

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.strategies.strategy import QueryResults, ShardedQKV, attention_vjp
+from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
@@ -41,7 +41,7 @@ def _forward(qkv: ShardedQKV, kernel, spec: AttentionSpec, ranks: Ranks):
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpec, ranks: Ranks):
     q, k, v, _ = qkv
     operands = _chunk_operands(qkv, spec, ranks)
-    dq, dk, dv = kernel.backward(*operands, spec, *map(_split_chunks, results, (1, 2, 1, 2)))
+    dq, dk, dv = kernel.backward(*operands, spec, QueryResults(*map(_split_chunks, results, (1, 2, 1, 2))))
     # A token's gradient is the sum over its own chunk and every halo that contains it. The transpose of the exchange
     # sends these gradients back along the same line, in float32.
     kv_like = jax.ShapeDtypeStruct((*k.shape[:3], k.shape[3] + v.shape[3]), jnp.float32)

@@ -30,11 +30,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
 from jaxlc.attention.strategies import halo
-from jaxlc.attention.strategies.strategy import QueryResults, ShardedQKV, attention_vjp
+from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
@@ -87,7 +87,7 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: Atte
     q, k, v, ranges = qkv
     ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))
-    dq, dk, dv = kernel.backward(q, k, v, ring.own_ranges, spec, *results)
+    dq, dk, dv = kernel.backward(q, k, v, ring.own_ranges, spec, results)
     block, dblock, dq = lax.optimization_barrier((block, _pack(dk, dv), dq))
 
     def loop_body(step, carry):
@@ -171,12 +171,12 @@ class RingState(NamedTuple):
         """
         ranges, spec = self._block_masks(step)
         if self.computes_whole_blocks:
-            gradients = self.kernel.backward(q, k, v, ranges, spec, *results)
+            gradients = self.kernel.backward(q, k, v, ranges, spec, results)
             in_flight, (dq_block, dk, dv) = _receive(in_flight, gradients)
             return in_flight, dq + dq_block, dk, dv
         halves = self._select_halves(step)
         operands, results = halves.operands(q, k, v), halves.results(results)
-        in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, self.kernel.backward(*operands, ranges, spec, *results))
+        in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, self.kernel.backward(*operands, ranges, spec, results))
         dq = _add_to_halves(dq, halves.of_queries, dq_pair)
         zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
         dk, dv = (_add_to_halves(zero, halves.of_keys, pair) for zero, pair in zip(zeros, dkv_pairs))
@@ -224,12 +224,7 @@ class _ZigzagPair(NamedTuple):
         return _pair(q, self.of_queries), _pair(k, self.of_keys), _pair(v, self.of_keys)
 
     def results(self, results: QueryResults) -> QueryResults:
-        return QueryResults(
-            _pair(results.out_btnH, self.of_queries),
-            _pair(results.lse_bnt, self.of_queries, axis=2),
-            _pair(results.dout_btnH, self.of_queries),
-            _pair(results.dlse_bnt, self.of_queries, axis=2),
-        )
+        return QueryResults(*(_pair(x, self.of_queries, axis) for x, axis in zip(results, (1, 2, 1, 2))))
 
 
 def _half(x, half, axis=1):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.attention.contract import AttentionSpec, Kernel
+from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
 from jaxlc.sharding.mesh import Ranks
 
 
@@ -27,15 +27,6 @@ class ShardedQKV(NamedTuple):
     k_bskH: jax.Array
     v_bskH: jax.Array
     ranges: Any  # arrays that the strategy's `prepare` returns. None: an implicit mask
-
-
-class QueryResults(NamedTuple):
-    """Per-query inputs of the backward pass, computed over the keys of all ranks."""
-
-    out_btnH: jax.Array
-    lse_bnt: jax.Array
-    dout_btnH: jax.Array
-    dlse_bnt: jax.Array
 
 
 def repeat_heads(x_BSKH: jax.Array, num_ranks: int) -> jax.Array:

@@ -12,9 +12,9 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.strategies.strategy import QueryResults, ShardedQKV, attention_vjp, repeat_heads
+from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp, repeat_heads
 from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported
 from jaxlc.sharding.layout import natural_order, zigzag_order
@@ -55,7 +55,7 @@ def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: None):
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: None):
-    return kernel.backward(*qkv, spec, *results)
+    return kernel.backward(*qkv, spec, results)
 
 
 # Attention of this device's queries over this device's keys: one kernel call, without communication.

@@ -21,21 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
 from jaxlc.attention.merge import merge
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 _TOKENS_DIM = 2  # of a block
-
-
-class TileQueries(NamedTuple):
-    """Inputs of the backward pass for a tile's queries; out and lse are over all keys."""
-
-    q_PbtnH: jax.Array
-    out_PbtnH: jax.Array
-    lse_Pbnt: jax.Array
-    dout_PbtnH: jax.Array
 
 
 class KVBlockStep(NamedTuple):
@@ -132,16 +123,21 @@ class GroupState(NamedTuple):
         block, results = lax.fori_loop(1, self.outer.size - 1, loop_body, carry)
         return attend_block(self.outer.size - 1, block, results)
 
-    def backward(self, queries: TileQueries, kv_block: jax.Array, dkv_block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(dq_PbtnH float32, dkv_block with the contribution of these queries, from every group, added)."""
+    def backward(self, q_PbtnH, out_PbtnH, lse_Pbnt, dout_PbtnH, kv_block, dkv_block) -> tuple[jax.Array, jax.Array]:
+        """(dq_PbtnH float32, dkv_block with the contribution of these queries, from every group, added).
+
+        Args:
+          out_PbtnH, lse_Pbnt: over all keys.
+        """
+        queries = q_PbtnH, out_PbtnH, lse_Pbnt, dout_PbtnH
         block = self._send(kv_block, after=queries)
 
         def gradients_of_step(step: KVBlockStep, block, dblock):
             """dq_btnH of this step, and dblock with this step's dk and dv added."""
             k_bskH, v_bskH = self.slice_kv(block, step.first_kv_subchunk, step.num_kv_subchunks)
-            q, *results = (_at(x, step.query_subchunk) for x in queries)
-            ranges, no_dlse = self._ranges(step), jnp.zeros_like(_at(queries.lse_Pbnt, step.query_subchunk))
-            dq, dk, dv = self.kernel.backward(q, k_bskH, v_bskH, ranges, step.spec, *results, no_dlse)
+            q, out, lse, dout = (_at(x, step.query_subchunk) for x in queries)
+            ranges, results = self._ranges(step), QueryResults(out, lse, dout, jnp.zeros_like(lse))
+            dq, dk, dv = self.kernel.backward(q, k_bskH, v_bskH, ranges, step.spec, results)
             total = self.slice_kv(dblock, step.first_kv_subchunk, step.num_kv_subchunks) + jnp.stack([dk, dv])
             return dq, self.update_kv(dblock, total, step.first_kv_subchunk)
 

@@ -46,7 +46,7 @@ from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies import hybrid
 from jaxlc.attention.strategies.sharded_attention import choose
 from jaxlc.attention.strategies.strategy import repeat_heads
-from jaxlc.attention.tiles.kv_blocks import GroupState, TileQueries
+from jaxlc.attention.tiles.kv_blocks import GroupState
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
@@ -221,8 +221,7 @@ class TiledAttention:
         def local(q_btnH, kv_block, dkv_block, tile, out_btnH, lse_bnt, dout_btnH, ranges_bs):
             group = group_of(tile, ranges_bs)
             q, out, lse_Pbtn, dout = map(group.to_subchunks, (q_btnH, out_btnH, lse_bnt.swapaxes(1, 2), dout_btnH))
-            queries = TileQueries(q, out, lse_Pbtn.swapaxes(2, 3), dout)
-            dq_PbtnH, dkv_block = group.backward(queries, kv_block, dkv_block)
+            dq_PbtnH, dkv_block = group.backward(q, out, lse_Pbtn.swapaxes(2, 3), dout, kv_block, dkv_block)
             return group.from_subchunks(dq_PbtnH.astype(q_btnH.dtype)), dkv_block
 
         heads, blocks = self._heads, self._blocks
