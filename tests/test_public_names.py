@@ -61,7 +61,7 @@ CLASSES = {  # name -> attributes
     "jaxlc.train.TrainStep": "",
     "jaxlc.train.TrainingStopped": "",
 }
-MODULES = ["data", "evals", "exporting", "generation", "plan", "profile", "sweep", "train"]  # of `python -m jaxlc.X`
+MODULES = ["data", "evals", "exporting", "generation", "plan", "profile", "sweep", "train"]  # `python -m jaxlc.X`
 COMMANDS = ["data", "eval", "export", "generate", "plan", "profile", "sweep", "train"]
 CONFIGS = [
     *("quickstart", "64k", "128k", "256k", "1m", "1m_1gpu", "8m_8gpu", "32m_32gpu", "retrieval"),
