@@ -31,7 +31,7 @@ PRECISIONS: Mapping[str, dict] = MappingProxyType(
         "fp32": dict(compute="fp32"),
     }
 )
-_WINDOW_STEPS = 20  # for the running means and the mean loss at the end
+_WINDOW_STEPS = 20  # of the running means, and of the mean loss at the end
 _FLAGS = {
     "precisions": "comma-separated, of bf16,fp8,fp8-delayed,fp16,fp32; default: all",
     "out": "output directory; default: runs/precision",

@@ -91,8 +91,8 @@ def run_stack(
         return jax.lax.scan(lambda x_BTD, params: runs[0](x_BTD, params, shared), x_BTD, stacked)[0]
 
     def run_period(x_BTD, params):
-        for run, wrap_layer in zip(runs, _unstacked(params), strict=True):
-            x_BTD, _ = run(x_BTD, wrap_layer, shared)
+        for run, layer_params in zip(runs, _unstacked(params), strict=True):
+            x_BTD, _ = run(x_BTD, layer_params, shared)
         return x_BTD, None
 
     return jax.lax.scan(run_period, x_BTD, _grouped(stacked, period))[0]

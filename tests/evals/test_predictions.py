@@ -125,8 +125,8 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
     assert len([line for line in lines if "2 examples" in line]) == 5
     directory = tmp_path / "run" / "evals"
     rows = [json.loads(line) for line in (directory / "step-6" / "scores.jsonl").read_text().splitlines()]
-    at_depths = [(task, depth) for task in ("needle", "passkey") for depth in (0.0, 1.0)]
-    assert [(row["task"], row["depth"]) for row in rows] == [*at_depths, ("niah_single_1", None)]
+    of_depths = [(task, depth) for task in ("needle", "passkey") for depth in (0.0, 1.0)]
+    assert [(row["task"], row["depth"]) for row in rows] == [*of_depths, ("niah_single_1", None)]
     assert [row["haystack"] for row in rows] == ["python-docstrings"] * 2 + [""] * 2 + ["python-docstrings"]
     assert all(row["num_examples"] == 2 and row["standard_error"] >= 0 and row["seconds"] >= 0 for row in rows)
     assert all((directory / name).stat().st_size > 5000 for name in ("needle.png", "passkey.png", "scores.png"))
