@@ -170,6 +170,7 @@ def test_keys_of_plan_json_are_read_and_written():
     values["hints"], values["collectives"][0]["axes"] = ["x"], ["context"]
     values["memory"]["largest"] = [dict.fromkeys(LARGEST, 0)]
     values["memory"]["device_capacity_bytes"] = 1
+    values["predicted"]["step_seconds_interval"] = [1, 2]
     values["packing"] = dict.fromkeys(PACKING, 0) | {"estimates": [dict.fromkeys(PACKING_ESTIMATES, 0)]}
     written = json.loads(json.dumps(Plan.from_json(values).to_json()))
     assert missing(values, written) == []
