@@ -140,7 +140,7 @@ def parse(
 def _selected(stages: tuple[Stage, ...], name: str | None) -> tuple[Stage, ...]:
     """The stage with this name, or all stages."""
     selected = tuple(stage for stage in stages if name in (None, stage.name))
-    if not selected:
+    if name is not None and not selected:
         names = [stage.name for stage in stages if stage.name]
         advice = did_you_mean(name, names) if names else "the config has no stages"
         raise UserError(f"unknown --stage={name}: {advice}")
