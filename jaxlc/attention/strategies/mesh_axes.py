@@ -35,7 +35,7 @@ class AttentionAxes(NamedTuple):
         return 1 if self.head is None else mesh.shape[self.head]
 
 
-DEFAULT_AXES = AttentionAxes(BATCH_AXES, CONTEXT, TENSOR)  # of jaxlc's own meshes
+DEFAULT_AXES = AttentionAxes(BATCH_AXES, CONTEXT, TENSOR)  # the axes of jaxlc's own meshes
 
 
 def resolve_axes(
