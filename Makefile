@@ -22,9 +22,8 @@ notebooks: $(READY) $(VENV)/.ready-plan  ## run all notebooks and store their ou
 	$(VENV)/bin/python scripts/run_notebooks.py $(ARGS)
 
 docs: $(READY) .venv-docs/.ready  ## build the documentation site in build/site; broken links are errors
-	$(VENV)/bin/python -m benchmarks.site build/pages build/text
+	$(VENV)/bin/python -m benchmarks.site build/pages
 	.venv-docs/bin/zensical build --strict
-	cp -R build/text/. build/site
 
 test: $(READY) $(VENV)/.ready-plan  ## run the tests on one JAX version
 	$(VENV)/bin/python $(PYTEST) -m "not heavy and not full" $(ARGS)

@@ -17,7 +17,7 @@ class Residual(NamedTuple):
     """One published run."""
 
     source: str
-    log_ratio: float  # of published over estimated time
+    log_ratio: float  # logarithm of published over estimated time
     group: str = ""  # runs that a user would compare: the same model on the same GPUs; "" compares with none
     seq_len: int = 0
 

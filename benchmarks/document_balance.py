@@ -46,7 +46,7 @@ def zigzag_ring_work(lengths: np.ndarray, num_tokens: int, context: int) -> np.n
     ends = np.cumsum(lengths)
     chunks = np.arange(2 * context + 1) * (num_tokens // (2 * context))
     begins_DC, ends_DC = np.maximum((ends - lengths)[:, None], chunks[:-1]), np.minimum(ends[:, None], chunks[1:])
-    tokens_DC = np.maximum(ends_DC - begins_DC, 0)  # of each document in each chunk
+    tokens_DC = np.maximum(ends_DC - begins_DC, 0)  # tokens of each document in each chunk
     work_CC = np.tril(tokens_DC.T @ tokens_DC, -1)
     np.fill_diagonal(work_CC, (tokens_DC * (tokens_DC + 1) // 2).sum(axis=0))
     pairs = np.concatenate([np.arange(context), np.arange(context)[::-1]])  # the rank of each chunk

@@ -17,6 +17,7 @@ from benchmarks import memory_cases
 from benchmarks.memory_cases import Baseline, Case, MaxSeqLen
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.worker_processes import Row
+from jaxlc.simulate.interval import TIME_SCALE
 
 TABLES = ("ablation", "baselines", "max_seq_len")
 PLOT = "memory_longest.png"
@@ -105,7 +106,7 @@ def max_seq_len_table(results: dict[int, MaxSeqLen]) -> Iterator[str]:
             row["strategy"] if num_gpus > 1 else "",
             *_memory(row),
             _gib(row["staging_bytes_per_node"]),
-            f"{row['step_seconds'] / 3600:,.2f}",
+            _median(row["step_seconds"] / 3600),
             result.bottleneck,
         )
 
@@ -153,7 +154,12 @@ def _memory(row: Row) -> tuple[str, str, str]:
 
 
 def _time(row: Row) -> tuple[str, str]:
-    return f"{row['step_seconds']:,.1f}", f"{row['exposed_host_copy_seconds']:,.1f}"
+    return _median(row["step_seconds"]), _median(row["exposed_host_copy_seconds"])
+
+
+def _median(time: float) -> str:
+    """The median of an estimated time, with two significant digits."""
+    return f"{float(f'{TIME_SCALE * time:.1e}'):,g}"
 
 
 def _gib(num_bytes: float) -> str:

@@ -122,7 +122,7 @@ def score(result: "Result", distance: int, num_examples: int) -> float:
     Args:
       distance: tokens from the only entry of a name to the question. Those that the sequence does not contain give NaN.
     """
-    num_tokens = result.config.data.seq_len - 3  # of the prompt; the others are the number
+    num_tokens = result.config.data.seq_len - 3  # length of the prompt; the others are the number
     if distance >= num_tokens:
         return float("nan")
     rng = random.Random(f"questions {distance}")

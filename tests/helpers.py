@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TIMEOUT_SECONDS = 600  # of a process or a wait; only failures take that long, also on a slow machine that is busy
+TIMEOUT_SECONDS = 600  # limit of a process or a wait; only failures take that long, also on a slow machine that is busy
 NOTEBOOK_TIMEOUTS = dict(timeout=TIMEOUT_SECONDS, startup_timeout=TIMEOUT_SECONDS, iopub_timeout=TIMEOUT_SECONDS)
 
 

@@ -42,7 +42,7 @@ _DEVICE_FAILED = 75  # exit status of a process whose GPU no longer works; the r
 
 
 class Part(NamedTuple):
-    rows: Callable[[Sizes, Path], Iterator[Row]]  # of the sizes and the directory of the output file
+    rows: Callable[[Sizes, Path], Iterator[Row]]  # called with the sizes and the directory of the output file
     has_process_per_row: bool  # for rows that need a new process: its variables, or the memory that JAX has reserved
 
 

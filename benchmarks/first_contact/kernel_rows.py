@@ -99,7 +99,7 @@ def _errors(sizes: Sizes, name: str, case: _Case) -> dict:
 
 
 def _relative_error(actual: jax.Array, expected: jax.Array) -> float:
-    """Of the finite entries; the lse of a fully masked row is -inf in both."""
+    """The difference of the finite entries; the lse of a fully masked row is -inf in both."""
     is_finite = jnp.isfinite(expected)
     if not bool((jnp.isfinite(actual) == is_finite).all()):
         return float("inf")

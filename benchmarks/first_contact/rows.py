@@ -33,7 +33,7 @@ class StartedRow(NamedTuple):
     index: int  # in its part
     labels: dict[str, Any]
     seconds: float  # estimated
-    start_seconds: float  # of time.monotonic, which is the same clock in all processes
+    start_seconds: float  # from time.monotonic, which is the same clock in all processes
 
 
 class RowFile:

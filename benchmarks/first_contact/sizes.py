@@ -21,8 +21,8 @@ class Sizes:
 
     is_dry_run: bool = False
     dtype: str = "bfloat16"
-    heads: Heads = Heads(num_heads=32, num_kv_heads=8, head_dim=128)  # of Llama 3 8B
-    num_calls: int = 20  # of a kernel in one jitted loop; fewer for sequences above `full_calls_tokens`
+    heads: Heads = Heads(num_heads=32, num_kv_heads=8, head_dim=128)  # as in Llama 3 8B
+    num_calls: int = 20  # kernel calls in one jitted loop; fewer for sequences above `full_calls_tokens`
     full_calls_tokens: int = 16_384
     repeats: int = 3
     # Correctness.
@@ -74,10 +74,10 @@ class Sizes:
     memory_tokens: tuple[int, ...] = (16_384, 32_768, 65_536, 131_072)
     profile_tokens: tuple[int, ...] = (8192, 131_072)
     # Host memory.
-    memory_fractions: tuple[str, ...] = ("0.75", "0.92")  # of the GPU, in JAX's pool
+    memory_fractions: tuple[str, ...] = ("0.75", "0.92")  # fractions of GPU memory in JAX's pool
     pinned_gib: tuple[float, ...] = (8, 32, 64, 96)
     host_stack: tuple[int, int] = (16, 2**28)  # arrays, and float32 elements of each
-    overlap_tokens: int = 65_536  # of attention next to copies: about 50 ms on an H100
+    overlap_tokens: int = 65_536  # attention next to copies: about 50 ms on an H100
     long_host_tokens: int = 262_144
     host_tile_tokens: int = 32_768
     large_host_tokens: int = 65_536

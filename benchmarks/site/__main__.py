@@ -1,6 +1,6 @@
-"""Writes the pages of the documentation site and their plain text; `make docs` runs it and then the site generator.
+"""Writes the pages of the documentation site; `make docs` runs it and then the site generator.
 
-python -m benchmarks.site build/pages build/text
+python -m benchmarks.site build/pages
 python -m benchmarks.site --figures             # docs/images/zigzag_ring.svg and layer_tiles.svg
 """
 
@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks.site import pages, plain_text
+from benchmarks.site import pages
 
 
 def main(arguments: list[str]) -> None:
@@ -17,11 +17,9 @@ def main(arguments: list[str]) -> None:
 
         figures.write(pages.ROOT / "docs" / "images")
         return
-    target, text = map(Path, arguments)
-    for directory in (target, text):
-        shutil.rmtree(directory, ignore_errors=True)
+    (target,) = map(Path, arguments)
+    shutil.rmtree(target, ignore_errors=True)
     pages.write(target)
-    plain_text.write(target, text)
 
 
 if __name__ == "__main__":

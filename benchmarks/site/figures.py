@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _RANKS = 4
-_COLORS = (BLUE, TEAL, AMBER, RED)  # of ring steps
+_COLORS = (BLUE, TEAL, AMBER, RED)  # one per ring step
 _RANK_COLORS = ("#c9daee", "#e3dcf0", "#dfe7d3", "#f3dfd0")
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "jaxlc", "font.family": "sans-serif", "font.size": 9}
 

@@ -1,7 +1,7 @@
-"""Collects the pages of the site: docs/, notebooks/, benchmarks/, CONTRIBUTING.md and CHANGELOG.md.
+"""Collects the pages of the site: README.md (its start), docs/, notebooks/, benchmarks/, CONTRIBUTING.md, CHANGELOG.md.
 
 Pages stay where they are in the repository, with links that work there. Here their links are rewritten to the places of
-the pages on the site, and comments are replaced by generated tables and by sections of other pages.
+the pages on the site, and comments are replaced by generated tables.
 """
 
 import functools
@@ -24,16 +24,15 @@ _GENERATED = {
     "plan fields": reference.plan_fields,
     "attention support": support_table.tables,
 }
-# The rest of the line after these two is for readers of the file; the site has the tables and sections instead.
+# The rest of the line is for readers of the file; the site has the table instead.
 _MARKER = re.compile(r"<!-- generated: (.*?) -->.*")
-_SECTION = re.compile(r"<!-- section of (?P<page>\S+): (?P<heading>.+?) -->.*")
 
 
 def write(target: Path) -> None:
     """Writes all pages and the files that they show or link to.
 
     Raises:
-      ValueError: a link to a file that does not exist, or a section that a page includes is missing.
+      ValueError: a link to a file that does not exist.
     """
     for source, page in sources().items():
         path = target / page
@@ -51,7 +50,8 @@ def write(target: Path) -> None:
 @functools.cache
 def sources() -> dict[Path, str]:
     """Files of the repository -> their paths on the site."""
-    paths = {ROOT / "CONTRIBUTING.md": "contributing.md", ROOT / "CHANGELOG.md": "changelog.md"}
+    paths = {ROOT / "README.md": "index.md"}
+    paths |= {ROOT / f"{name}.md": f"{name.lower()}.md" for name in ("CONTRIBUTING", "CHANGELOG")}
     for folder in ("docs", "notebooks", "benchmarks"):
         top = ROOT if folder != "docs" else ROOT / "docs"
         for path in sorted((ROOT / folder).rglob("*")):
@@ -67,26 +67,10 @@ def page_text(text: str, source: Path) -> str:
     Args:
       source: its file, to which links are relative.
     """
-    text = _SECTION.sub(lambda match: _section(ROOT / match["page"], match["heading"], source), text)
     text = _MARKER.sub(lambda match: _GENERATED[match[1]](), text)
     text = _COMMENT.sub("", _BADGE.sub("", text))
     parts = _FENCE.split(text)  # text, fence, text, ...
     return "".join(part if index % 2 else _with_site_links(part, source) for index, part in enumerate(parts))
-
-
-def _section(page: Path, heading: str, source: Path) -> str:
-    """The text below a heading of another page, with links relative to `source`."""
-    match = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page.read_text(), re.DOTALL | re.MULTILINE)
-    if match is None:
-        raise ValueError(f"{source.name} includes the section {heading!r} of {page.name}, which has none")
-
-    def relative(link: re.Match) -> str:
-        if _is_external(link["target"]):
-            return link.group()
-        target = os.path.relpath(page.parent / link["target"], source.parent)
-        return f"{link['image']}[{link['text']}]({target})"
-
-    return _LINK.sub(relative, match[1]).strip()
 
 
 def _with_site_links(text: str, source: Path) -> str:
@@ -103,7 +87,7 @@ def _site_link(link: re.Match, source: Path) -> str:
         return link.group()
     path, _, anchor = link["target"].partition("#")
     file = (source.parent / path).resolve()
-    places = sources() | {ROOT / "README.md": "index.md"}
+    places = sources()
     if file not in places:
         if not file.exists():
             raise ValueError(f"{source.name} links to {link['target']}, which does not exist")

@@ -119,21 +119,21 @@ def _causal_window(is_causal: bool, local_window_size: int | tuple[int, int] | N
     return True, left + 1
 
 
-def _sequence_lengths(query: jax.Array, causal: bool, of_queries, of_keys) -> jax.Array | None:
+def _sequence_lengths(query: jax.Array, causal: bool, query_lengths, key_lengths) -> jax.Array | None:
     """The number of tokens of each sequence that are not padding. None: all.
 
     Segment ids mask padded queries and keys together. That is exact if both have the same length, and if queries attend
     to earlier keys only.
     """
-    if of_queries is None and of_keys is None:
+    if query_lengths is None and key_lengths is None:
         return None
-    is_exact = _are_equal(of_queries, of_keys) or (causal and of_keys is None)
+    is_exact = _are_equal(query_lengths, key_lengths) or (causal and key_lengths is None)
     if not is_exact:
         raise Unsupported(
             "unsupported: key_value_seq_lengths other than query_seq_lengths (supported: the same array for both, or"
             " query_seq_lengths alone with is_causal=True)"
         )
-    lengths = jnp.asarray(of_queries)
+    lengths = jnp.asarray(query_lengths)
     batch = query.shape[0] if query.ndim == 4 else 1
     if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
         raise UserError(f"invalid query_seq_lengths {lengths.dtype}{lengths.shape}: expected int32 of shape ({batch},)")

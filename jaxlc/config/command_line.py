@@ -3,7 +3,6 @@
 absl and ml_collections parse; their errors become one line that names the setting.
 """
 
-import difflib
 import os
 import re
 import signal
@@ -25,8 +24,9 @@ from jaxlc.config.mixture import PATH as MIXTURE
 from jaxlc.config.mixture import is_source_path
 from jaxlc.config.stage_configs import with_stage_setting
 from jaxlc.config.stages import Stage, load_stages
-from jaxlc.config.values import describe_type, did_you_mean, invalid_value, parse_integer
+from jaxlc.config.values import describe_type, invalid_value, parse_integer
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import did_you_mean
 
 _OVERRIDE = re.compile(r"--?(no)?config\.(?P<key>[^=]*)")
 _STAGE_OVERRIDE = re.compile(r"--?config\.stages\.(?P<path>[^=]*)=(?P<value>.*)", re.DOTALL)
@@ -140,9 +140,9 @@ def parse(
 def _selected(stages: tuple[Stage, ...], name: str | None) -> tuple[Stage, ...]:
     """The stage with this name, or all stages."""
     selected = tuple(stage for stage in stages if name in (None, stage.name))
-    if not selected:
+    if name is not None and not selected:
         names = [stage.name for stage in stages if stage.name]
-        advice = did_you_mean([], names) if names else "the config has no stages"
+        advice = did_you_mean(name, names) if names else "the config has no stages"
         raise UserError(f"unknown --stage={name}: {advice}")
     return selected
 
@@ -173,8 +173,7 @@ def _override(config: ConfigDict, argv: Sequence[str], known: list[str]) -> Conf
     except flags.UnrecognizedFlagError as error:
         is_setting = error.flagname.partition(".")[0] in HELP_SECTIONS
         candidates = [f"config.{error.flagname}"] if is_setting else known
-        nearest = difflib.get_close_matches(error.flagname, candidates, n=1)
-        advice = did_you_mean(_dashed(nearest), _dashed(known))
+        advice = did_you_mean(error.flagname, candidates, "--{}")
         raise UserError(f"unknown flag --{error.flagname}: {advice}") from None
     except flags.IllegalFlagValueError as error:
         raise UserError(_wrong_type(str(error))) from None
@@ -229,10 +228,6 @@ class _Integer(flags.IntegerParser):
 
     def convert(self, argument: str | int) -> int:
         return parse_integer(argument) if isinstance(argument, str) else super().convert(argument)
-
-
-def _dashed(names: list[str]) -> list[str]:
-    return [f"--{name}" for name in names]
 
 
 def _wrong_type(message: str) -> str:

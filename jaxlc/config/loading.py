@@ -1,7 +1,6 @@
 """Converts an editable ConfigDict to checked and frozen dataclasses. Imports no jax."""
 
 import dataclasses
-import difflib
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -20,8 +19,9 @@ from jaxlc.config.models.presets import PRESETS, RENAMED_PRESETS
 from jaxlc.config.models.pretrained import locate, with_overrides
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.old_configs import REMOVED, RENAMED, upgraded
-from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
+from jaxlc.config.values import SettingError, invalid_value, typed
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import nearest_name
 
 
 def load(config: ConfigDict | Config) -> Config:
@@ -112,11 +112,12 @@ def _nearest_key(path: str) -> str:
     keys = [f"{section}.{name}" for section in SECTIONS for name in field_types(section)]
     section, _, name = path.rpartition(".")
     same_name = [key for key in keys if key.endswith("." + name)]
-    if section:
-        same_name = difflib.get_close_matches(path, same_name, n=1) or same_name
-    nearest = same_name or difflib.get_close_matches(path, [*keys, *SECTIONS], n=1)
+    if same_name and not (section and nearest_name(path, same_name)):
+        return f"did you mean {' or '.join(f'config.{key}' for key in same_name)}?"
+    if nearest := nearest_name(path, same_name or [*keys, *SECTIONS]):
+        return f"did you mean config.{nearest}?"
     known = [f"{section}.{field}" for field in field_types(section)] if section in SECTIONS else SECTIONS
-    return did_you_mean([f"config.{key}" for key in nearest], [f"config.{key}" for key in known])
+    return f"expected one of {', '.join(sorted(f'config.{key}' for key in known))}"
 
 
 def _checked_section(section: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ A dictionary has only the fields that are set, so that two of them can be merged
 """
 
 import dataclasses
-import difflib
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxlc.config.data_schema import DataConfig, SourceConfig
-from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
+from jaxlc.config.values import SettingError, invalid_value, typed
+from jaxlc.core.suggestions import did_you_mean, nearest_name
 
 PATH = "data.mixture"
 FIELDS = {name: hint for name, hint in typing.get_type_hints(SourceConfig).items() if name != "name"}
@@ -94,8 +94,8 @@ def mixture_problems(data: DataConfig) -> Iterator[str]:
 def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> Iterator[str]:
     if not source.paths or "" in source.paths:
         others = [name for name in names if name != source.name]
-        nearest = difflib.get_close_matches(source.name, others, n=1)
-        question = f"; did you mean the source {nearest[0]}?" if nearest else ""
+        nearest = nearest_name(source.name, others)
+        question = f"; did you mean the source {nearest}?" if nearest else ""
         yield f"paths is {source.paths}: give files, directories or glob patterns{question}"
     if source.share < 0:
         yield f"share={source.share}: expected at least 0"
@@ -146,9 +146,7 @@ def _check_name(name: Any) -> None:
 
 def _check_field(name: str, field: str) -> None:
     if field not in FIELDS:
-        nearest = difflib.get_close_matches(field, FIELDS, n=1)
-        known = [f"config.{_PREFIX}{name}.{other}" for other in FIELDS]
-        question = did_you_mean([f"config.{_PREFIX}{name}.{other}" for other in nearest], known)
+        question = did_you_mean(field, FIELDS, f"config.{_PREFIX}{name}.{{}}")
         raise SettingError(f"unknown setting config.{_PREFIX}{name}.{field}: {question}")
 
 
@@ -170,7 +168,7 @@ class MixtureSettings(ConfigDict):
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute not in self.keys() and not attribute.startswith("_"):
-            question = did_you_mean(difflib.get_close_matches(attribute, self.keys(), n=1), self.keys() or ["(none)"])
+            question = did_you_mean(attribute, self.keys() or ["(none)"])
             raise SettingError(
                 f"unknown source config.{_PREFIX}{attribute}: {question}; add it with"
                 f" config.{_PREFIX}{attribute} = dict(paths=...)"

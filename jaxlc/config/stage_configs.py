@@ -3,7 +3,6 @@
 `jaxlc.config.stages` resolves them to complete configs.
 """
 
-import difflib
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,8 @@ from jaxlc.config.checks.eval_checks import parse_min_scores
 from jaxlc.config.frozen import SECTIONS, field_types
 from jaxlc.config.loading import check_key
 from jaxlc.config.mixture import is_mixture, is_source_path, merged_mixture, parse_mixture, split_source_path
-from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
+from jaxlc.config.values import SettingError, invalid_value, typed
+from jaxlc.core.suggestions import did_you_mean
 
 # Settings that a stage may change: whole sections, and single settings of others. The rest belongs to the run.
 _SECTIONS = ("attention", "data", "evals", "memory", "mesh", "optimizer", "train")
@@ -86,7 +86,7 @@ def with_stage_setting(stages: Sequence[StageConfig], path: str, value: Any) -> 
     name, _, setting = path.partition(".")
     names = [stage.name for stage in stages]
     if name not in names:
-        known = did_you_mean([], names) if names else "this config has no stages"
+        known = did_you_mean(name, names) if names else "this config has no stages"
         raise SettingError(f"unknown stage config.stages.{name}: {known}")
     section, _, key = setting.partition(".")
     stage = stages[names.index(name)]
@@ -112,8 +112,7 @@ def _parse_stage(item: Any, index: int) -> StageConfig:
             continue
         if key not in SECTIONS:
             known = [*OWN_FIELDS, "model", *_SECTIONS]
-            nearest = difflib.get_close_matches(key, known, n=1)
-            question = did_you_mean(*([f"config.stages.{name}.{own}" for own in names] for names in (nearest, known)))
+            question = did_you_mean(key, known, f"config.stages.{name}.{{}}")
             raise SettingError(f"unknown setting config.stages.{name}.{key}: {question}")
         if not isinstance(value, (Mapping, ConfigDict)):
             raise SettingError(invalid_value(f"stages.{name}.{key}", value, f"a dictionary of settings of {key}"))

@@ -5,7 +5,6 @@ stage changes: `dict(name="64k", steps=5000, data=dict(seq_len=65_536), model=di
 resolves each stage to a complete `Config`. Imports no jax.
 """
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.loading import load
 from jaxlc.config.schema import TrainConfig
 from jaxlc.config.stage_configs import StageConfig, parse_stages
-from jaxlc.config.values import did_you_mean
 from jaxlc.core.errors import UserError, raise_first
+from jaxlc.core.suggestions import did_you_mean
 
 # Settings of the optimizer that make up a learning-rate schedule.
 _SCHEDULE = (
@@ -212,5 +211,5 @@ def _missing_scores(stages: Sequence[Stage]) -> Iterator[str]:
         names = gate_names(stage.config)
         for name in parse_min_scores(stage.min_scores, "min_scores"):
             if name not in names:
-                known = did_you_mean(difflib.get_close_matches(name, names, n=1), names) if names else "no evals.tasks"
+                known = did_you_mean(name, names) if names else "no evals.tasks"
                 yield f"config.stages.{stage.name}.min_scores: no score {name!r} in this stage: {known}"

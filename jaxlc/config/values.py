@@ -1,7 +1,6 @@
 """Values of settings: conversion to their declared types, and the errors for invalid ones. Imports no jax."""
 
 import ast
-import difflib
 import math
 import numbers
 import os
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import suggestion
 
 _LENGTH_UNITS = {"": 1, "K": 2**10, "M": 2**20}
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
@@ -20,19 +20,13 @@ class SettingError(UserError, AttributeError):
     """An unknown setting, or an invalid value of a setting. It is also an AttributeError, so that `hasattr` works."""
 
 
-def did_you_mean(nearest: list[str], known: Iterable[str]) -> str:
-    """A question with the nearest names, or the list of the known names if none is near."""
-    return f"did you mean {' or '.join(nearest)}?" if nearest else f"expected one of {', '.join(sorted(known))}"
-
-
 def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = ()) -> str:
     """The error for a value: "invalid value VALUE for SETTING: expected ... (did you mean X?)".
 
     Args:
       names: the valid values, if they are strings; the nearest one is suggested.
     """
-    nearest = difflib.get_close_matches(value, list(names), n=1) if isinstance(value, str) else []
-    question = f" (did you mean {nearest[0]}?)" if nearest else ""
+    question = suggestion(value, names) if isinstance(value, str) else ""
     return f"invalid value {value!r} for config.{path}: expected {expected}{question}"
 
 

@@ -20,7 +20,7 @@ class Device:
     memory_bytes: int
     memory_bandwidth_bytes_per_second: float
     nvlink_bandwidth_bytes_per_second: float  # to all peers in total, in one direction
-    network_bandwidth_bytes_per_second: float  # of the network card of each GPU, in one direction
+    network_bandwidth_bytes_per_second: float  # one network card per GPU, in one direction
     host_bandwidth_bytes_per_second: float  # between a GPU and the memory of its host, in one direction
 
 

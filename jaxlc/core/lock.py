@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _SECONDS_BETWEEN_ATTEMPTS = 0.2
-_STALE = (errno.ESTALE, errno.ENOENT)  # of NFS: another machine has deleted the file
+_STALE = (errno.ESTALE, errno.ENOENT)  # NFS errors: another machine has deleted the file
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
 
 

@@ -20,7 +20,7 @@ ALL_TO_ALL = "all_to_all_heads"  # Ulysses: exchange of heads for tokens, and ba
 SLIDING_WINDOW = "sliding_window"  # attention with a window, exchanges included
 WINDOW_HALO = "window_halo"  # sliding windows: exchange of the tokens before each chunk
 MORE_DOCUMENTS = "more_documents"  # loop over calls of packed attention; runs if one call cannot take all documents
-REORDER = "zigzag_reorder"  # of arrays in natural order: exchange of chunks to zigzag order, and back
+REORDER = "zigzag_reorder"  # exchanges chunks: natural to zigzag order, and back
 
 # Calls of tokamax's kernels, whose custom calls have no name.
 MOSAIC_FORWARD = "mosaic_forward"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxlc.config.command_line import ParsedCommand, run_main
-from jaxlc.config.values import did_you_mean
 from jaxlc.core import extras
 from jaxlc.core.paths import displayed
+from jaxlc.core.suggestions import did_you_mean
 
 PLOT_FILE = "data.png"
 
@@ -20,7 +20,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status."""
     actions = [argument for argument in argv[1:] if not argument.startswith("-")]
     if actions != ["report"] and not any(argument in ("--help", "-help", "-h") for argument in argv):
-        print(f"error: unknown command {' '.join(actions)!r}: {did_you_mean([], ['report'])}", file=sys.stderr)
+        command = " ".join(actions)
+        print(f"error: unknown command {command!r}: {did_you_mean(command, ['report'])}", file=sys.stderr)
         return 2
     return run_main(_report, [argument for argument in argv if argument != "report"], description=__doc__)
 

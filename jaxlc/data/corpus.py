@@ -28,7 +28,7 @@ class CorpusSource:
     """One source of a corpus."""
 
     name: str  # "" for data.sources
-    share: float  # of the training tokens, as set; all shares of a corpus together are 1
+    share: float  # fraction of the training tokens, as set; the shares of a corpus sum to 1
     train: PackedSequences
     heldout: PackedSequences | None  # None: held-out text is from data.eval_sources, or no document is selected
 

@@ -57,15 +57,15 @@ def text_cases(settings: EvalsConfig, count_tokens: CountTokens) -> Iterator[Tex
 
 def _cases_at_depths(settings: EvalsConfig, prose: Prose, length: int, options: dict) -> Iterator[TextCase]:
     """Yields the cases of needle and passkey. `options` are further arguments of their examples."""
-    of_needle = dict(prose=prose, num_needles=settings.num_needles)
+    needle_settings = dict(prose=prose, num_needles=settings.num_needles)
     for task, module, materials, haystack, num_needles in (
-        (NEEDLE, needle, of_needle, prose.name, settings.num_needles),
+        (NEEDLE, needle, needle_settings, prose.name, settings.num_needles),
         (PASSKEY, passkey, {}, "", None),
     ):
-        of_number = "" if num_needles is None else f"-of-{num_needles}"
+        suffix = "" if num_needles is None else f"-of-{num_needles}"
         for depth in settings.depths if task in settings.tasks else ():
             case = Case(
-                name=f"{task}-{length}-{100 * depth:g}{of_number}",
+                name=f"{task}-{length}-{100 * depth:g}{suffix}",
                 make=partial(module.example, length, depth, **materials, **options),
                 match=match_all,
                 num_examples=settings.num_examples,

@@ -150,14 +150,14 @@ def loss_rows(losses: DocumentLosses, documents: str, seconds: float) -> Iterato
     num_tokens = losses.by_position.weight[0].sum()
     values = {LOSS: losses.by_position.loss.sum(1) / num_tokens, f"{LOSS}_last_{num_last}": losses.last}
     values |= {f"context_gain_{limit}": losses.gain(limit) for limit in losses.limited}
-    for task, of_documents in values.items():
-        count = len(of_documents)
-        interval = estimate(of_documents[:, None], np.ones((count, 1)))
+    for task, means in values.items():
+        count = len(means)
+        interval = estimate(means[:, None], np.ones((count, 1)))
         low, high = (None if np.isnan(end[0]) else float(end[0]) for end in (interval.low, interval.high))
-        error = of_documents.std(ddof=1) / np.sqrt(count) if count > 1 else np.nan
+        error = means.std(ddof=1) / np.sqrt(count) if count > 1 else np.nan
         yield ScoreRow(
             task=task, haystack=documents, length=losses.length, depth=None, num_needles=None,
-            score=float(of_documents.mean()), standard_error=float(error), num_examples=count,
+            score=float(means.mean()), standard_error=float(error), num_examples=count,
             seconds=round(seconds, 1), unit="nats", low=low, high=high,
         )  # fmt: skip
 

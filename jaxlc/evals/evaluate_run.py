@@ -31,7 +31,7 @@ class EvaluatedModel:
     token_losses: TokenLosses
     generator: Callable[[], Generator]  # the same one in every call
     stop_ids: Sequence[int]
-    directory: Path  # of its results
+    directory: Path  # where its results are written
     identity: dict  # in the first line of its results, which must be equal if an evaluation resumes
     replaces: bool = False  # results of another identity are replaced instead of refused
 

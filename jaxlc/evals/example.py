@@ -14,7 +14,7 @@ class Example:
     prompt: str  # without `answer_prefix`
     answer_prefix: str  # the start of the answer, which the model continues
     references: tuple[str, ...]
-    depth: float | None = None  # of the first answer in the prompt: 0 at the start, 1 at the end
+    depth: float | None = None  # position of the first answer in the prompt: 0 at the start, 1 at the end
 
     @property
     def text(self) -> str:

@@ -17,9 +17,11 @@ def draw_maps(rows: Sequence[ScoreRow], out: Path) -> list[Path]:
         return []
     from jaxlc.evals import score_plots
 
-    of_tasks = {task: [row for row in rows if row.task == task] for task in _MAPS}
+    rows_by_task = {task: [row for row in rows if row.task == task] for task in _MAPS}
     figures = {
-        f"{task}.png": score_plots.depth_figure(of_task, _MAPS[task]) for task, of_task in of_tasks.items() if of_task
+        f"{task}.png": score_plots.depth_figure(task_rows, _MAPS[task])
+        for task, task_rows in rows_by_task.items()
+        if task_rows
     }
     return _saved(figures, out)
 

@@ -14,14 +14,14 @@ from jaxlc.evals.example import Example
 from jaxlc.evals.scoring import Score, cleaned, score_of
 
 Generate = Callable[[Sequence[Example], int], Sequence[str]]  # (examples, new tokens) -> continuations
-_SHOWN_CHARACTERS = 400  # of a prompt, at its end
+_SHOWN_CHARACTERS = 400  # last characters of a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A set of examples that has one score."""
 
-    name: str  # of its file
+    name: str  # file name without directory
     make: Callable[[int], Example]  # index -> example
     match: Callable[[str, Sequence[str]], float]
     num_examples: int

@@ -22,7 +22,7 @@ from jaxlc.evals.scoring import match_all, match_any
 
 @dataclass(frozen=True)
 class Materials:
-    """What fills the prompts."""
+    """Filler text and questions for the prompts."""
 
     prose: Prose
     squad: Questions | None = None  # None: qa_1 is not available
@@ -33,7 +33,7 @@ class Materials:
 class Task:
     """One of RULER's tasks; `settings` are the arguments of scripts/synthetic.yaml."""
 
-    kind: str  # of ruler_templates.json
+    kind: str  # a key of ruler_templates.json
     settings: dict = field(default_factory=dict)
 
     @property

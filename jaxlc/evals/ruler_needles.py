@@ -10,7 +10,7 @@ from jaxlc.evals.materials import Prose, compound_words, sentences_of
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
 _NUM_DEPTHS = 40  # equidistant depths at which needles are inserted into prose
-_WORDS_PER_SIZE = 20  # of prose; other haystacks have one line per size
+_WORDS_PER_SIZE = 20  # words of prose; other haystacks have one line per size
 
 
 def needles(settings: dict, texts: tuple[str, str], prose: Prose, size: int, rng: random.Random) -> Example:
@@ -23,8 +23,8 @@ def needles(settings: dict, texts: tuple[str, str], prose: Prose, size: int, rng
     chosen = rng.sample(range(num_keys), num_queries)
     hidden = [
         _NEEDLE.format(type_needle_v=value_kind, key=key, value=value)
-        for key, of_key in zip(keys, values)
-        for value in of_key
+        for key, key_values in zip(keys, values)
+        for value in key_values
     ]
     rng.shuffle(hidden)
 

@@ -62,11 +62,11 @@ def read_hotpotqa(path: str) -> Questions:
 
     def parse(data: Any) -> Questions:
         texts = [[f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]] for item in data]
-        documents = sorted({text for of_item in texts for text in of_item})
+        documents = sorted({text for item_texts in texts for text in item_texts})
         index = {document: i for i, document in enumerate(documents)}
         questions = [
-            Question(item["question"], (item["answer"],), tuple(index[text] for text in of_item), ())
-            for item, of_item in zip(data, texts, strict=True)
+            Question(item["question"], (item["answer"],), tuple(index[text] for text in item_texts), ())
+            for item, item_texts in zip(data, texts, strict=True)
         ]
         return Questions(tuple(documents), tuple(questions))
 

@@ -44,9 +44,9 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
     axes = figure.subplots()
     for color, (label, rows) in zip(_COLORS * len(runs), runs.items()):
         lengths = sorted({row.length for row in rows})
-        of_length = [[row for row in rows if row.length == length] for length in lengths]
-        means = [np.mean([row.score for row in group]) for group in of_length]
-        errors = [np.sqrt(np.nansum([row.standard_error**2 for row in group])) / len(group) for group in of_length]
+        groups = [[row for row in rows if row.length == length] for length in lengths]
+        means = [np.mean([row.score for row in group]) for group in groups]
+        errors = [np.sqrt(np.nansum([row.standard_error**2 for row in group])) / len(group) for group in groups]
         axes.errorbar(lengths, means, yerr=errors, fmt="o-", color=color, capsize=3, linewidth=1.2, label=label)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(_TOKENS)

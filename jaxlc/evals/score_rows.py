@@ -19,12 +19,12 @@ class ScoreRow:
     task: str
     haystack: str  # name of the prose or of the documents; empty: none
     length: int  # in tokens
-    depth: float | None  # of needle and passkey
-    num_needles: int | None  # of needle
+    depth: float | None  # needle and passkey only
+    num_needles: int | None  # needle only
     score: float
-    standard_error: float  # of the mean over examples; NaN for one example
+    standard_error: float  # standard error of the mean over examples; NaN for one example
     num_examples: int
-    seconds: float  # of this call; predictions of earlier calls take none
+    seconds: float  # time of this call; stored predictions take none
     unit: Literal["%", "nats"] = "%"  # nats: per token
     chat: bool = False  # the prompt was in a chat template
     # Ends of the 95% interval of a bootstrap over documents; None: no documents, or fewer than 5.

@@ -13,7 +13,7 @@ class Score:
     """The mean over examples, in percent."""
 
     mean: float
-    standard_error: float  # of the mean; NaN for one example
+    standard_error: float  # standard error of the mean; NaN for one example
     num_examples: int
 
     def __str__(self) -> str:

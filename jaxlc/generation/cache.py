@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import ModelConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
 
-BLOCK_TOKENS = 64  # of consecutive tokens on one rank
+BLOCK_TOKENS = 64  # consecutive tokens on one rank
 
 
 class KV(NamedTuple):
@@ -33,7 +33,7 @@ class KV(NamedTuple):
 class CacheLayout:
     """Where token i of a sequence is stored; functions of arrays of any shape."""
 
-    num_ranks: int  # of the context axis
+    num_ranks: int  # size of the context axis
     max_tokens: int  # per sequence; a multiple of num_ranks * block_tokens
     block_tokens: int = BLOCK_TOKENS
 

@@ -48,7 +48,7 @@ class CachedAttention:
     config: AttentionConfig
     mesh: Mesh
     layout: CacheLayout
-    window: int | None  # of sliding layers. None: all earlier tokens
+    window: int | None  # tokens that a query of a sliding layer attends to. None: all earlier tokens
 
     def __call__(
         self, q_BCNH: jax.Array, k_BCKH: jax.Array, v_BCKH: jax.Array, cache: KV, layer: jax.Array, new: NewTokens
@@ -72,14 +72,14 @@ class CachedAttention:
             key_block_tokens=self.config.key_block_tokens,
         )
         heads = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None)
-        of_cache = kv_spec("sliding" if self.window else "full")
-        of_batch = PartitionSpec(BATCH_AXES)
-        specs = (heads, heads, heads, KV(of_cache, of_cache), PartitionSpec(), NewTokens(of_batch, of_batch))
+        cache_spec = kv_spec("sliding" if self.window else "full")
+        batch_spec = PartitionSpec(BATCH_AXES)
+        specs = (heads, heads, heads, KV(cache_spec, cache_spec), PartitionSpec(), NewTokens(batch_spec, batch_spec))
         split = jax.shard_map(
             functools.partial(local, forward=forward, spec=spec),
             mesh=self.mesh,
             in_specs=specs,
-            out_specs=(heads, KV(of_cache, of_cache)),
+            out_specs=(heads, KV(cache_spec, cache_spec)),
             check_vma=False,
         )
         k_BCKH, v_BCKH = (repeat_heads(x, self.mesh.shape[TENSOR]) for x in (k_BCKH, v_BCKH))
@@ -126,9 +126,9 @@ def forward_in_parts(
     q_BRKH = q_BTNH.reshape(batch, num_queries, num_kv_heads, groups, width).swapaxes(2, 3)
     q_BRKH = q_BRKH.reshape(batch, num_queries * groups, num_kv_heads, width)
     part_keys = num_keys // parts
-    of_parts = [ranges.within(part * part_keys, part_keys) for part in range(parts)]
+    part_ranges = [ranges.within(part * part_keys, part_keys) for part in range(parts)]
     # [B, P, ...] -> [BP, ...]
-    ranges = KeyRanges(*(jnp.repeat(jnp.stack(x, axis=1), groups, axis=2) for x in zip(*of_parts, strict=True)))
+    ranges = KeyRanges(*(jnp.repeat(jnp.stack(x, axis=1), groups, axis=2) for x in zip(*part_ranges, strict=True)))
     ranges = KeyRanges(*(x.reshape(batch * parts, -1) for x in ranges))
     k, v = (x.reshape(batch * parts, part_keys, num_kv_heads, -1) for x in (k_BSKH, v_BSKH))
     out, lse = kernel.forward(jnp.repeat(q_BRKH, parts, axis=0), k, v, ranges, spec)

@@ -14,9 +14,9 @@ from jaxlc.generation.cached_attention import NewTokens
 from jaxlc.generation.cached_decoder import CachedDecoder
 from jaxlc.sharding.rules import is_vector, storage_spec
 
-CHUNK_TOKENS = 2048  # of prefill, per context rank
-TOKENS_SPEC = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR))  # of int32 [B, C]
-BATCH_SPEC = PartitionSpec(BATCH_AXES)  # of int32 [B]
+CHUNK_TOKENS = 2048  # tokens per prefill chunk and context rank
+TOKENS_SPEC = PartitionSpec(BATCH_AXES, (CONTEXT, TENSOR))  # for int32 [B, C]
+BATCH_SPEC = PartitionSpec(BATCH_AXES)  # for int32 [B]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,9 +140,9 @@ class _Batch:
         lengths_B = np.array([len(prompt) for prompt in self._prompts], np.int32)
         for first in range(0, int(lengths_B.max()), self._chunk_tokens):
             new_B = np.clip(lengths_B - first, 0, self._chunk_tokens)
-            of_chunk_BV = self._run([prompt[first : first + self._chunk_tokens] for prompt in self._prompts], new_B)
+            chunk_logits_BV = self._run([prompt[first : first + self._chunk_tokens] for prompt in self._prompts], new_B)
             ends_B1 = ((new_B > 0) & (lengths_B <= first + self._chunk_tokens))[:, None]
-            logits_BV = of_chunk_BV if logits_BV is None else jnp.where(ends_B1, of_chunk_BV, logits_BV)
+            logits_BV = chunk_logits_BV if logits_BV is None else jnp.where(ends_B1, chunk_logits_BV, logits_BV)
         return logits_BV
 
     def decode(self, tokens_B: np.ndarray) -> jax.Array:

@@ -121,9 +121,9 @@ def _tensors(
             yield f"{module}.lora_A.weight", a.reshape(-1, rank).T
             yield f"{module}.lora_B.weight", b.reshape(rank, -1).T
     for path, array in params.read(trained).items() if trained else ():
-        of_layers = [array] if trained[path].layers is None else array
-        for name, of_layer in zip(trained[path].names, of_layers, strict=True):
-            yield _PREFIX + name, trained[path].to_stored(of_layer)
+        arrays = [array] if trained[path].layers is None else array
+        for name, layer_array in zip(trained[path].names, arrays, strict=True):
+            yield _PREFIX + name, trained[path].to_stored(layer_array)
 
 
 def _module(layout: Layout) -> str:

@@ -117,7 +117,7 @@ def _check(files: TensorFiles, layouts: Mapping[str, Layout]) -> None:
                 f"{name} in {tensor.path} has shape {list(tensor.shape)}, and config.json implies"
                 f" {list(layout.stored_shape)}: they are of different models"
             )
-    ignored = {"lm_head.weight"}  # of a tied model: a copy of the embedding
+    ignored = {"lm_head.weight"}  # a copy of the embedding in a tied model
     unknown = sorted(name for name in files.tensors.keys() - needed.keys() - ignored if not name.endswith(_BUFFERS))
     if unknown:
         raise Unsupported(

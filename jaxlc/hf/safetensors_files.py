@@ -43,7 +43,7 @@ class TensorFiles:
           UserError: a file is missing, truncated, or not a safetensors file.
         """
         self.directory = directory
-        self.bytes_read = 0  # of tensor data
+        self.bytes_read = 0  # bytes of tensor data
         self.tensors: dict[str, StoredTensor] = {}
         for path, names in _files_of(directory).items():
             header = _read_header(path)

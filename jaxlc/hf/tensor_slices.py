@@ -14,8 +14,8 @@ class Layout:
     """A tensor, or those of consecutive layers, and the parameter that they become."""
 
     tensor: Tensor
-    shape: tuple[int, ...]  # of the parameter, for one layer
-    layers: range | None = None  # of a stacked parameter: the indices of its layers in the model
+    shape: tuple[int, ...]  # shape of the parameter, for one layer
+    layers: range | None = None  # for a stacked parameter: the indices of its layers in the model
 
     @property
     def names(self) -> list[str]:

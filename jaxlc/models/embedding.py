@@ -77,7 +77,7 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def _token_specs(tokens_BT: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
-    """Of tokens and of the residual stream; dimensions before B are replicated."""
+    """The sharding of tokens and of the residual stream; dimensions before B are replicated."""
     tokens = (*(None,) * (tokens_BT.ndim - 2), BATCH_AXES, (CONTEXT, TENSOR))
     return PartitionSpec(*tokens), PartitionSpec(*tokens, None)
 

@@ -95,7 +95,7 @@ def run_layer(
 class _TiledLayer:
     """The forward and backward rules of a layer; see `run_layer` for the fields."""
 
-    layer_def: nnx.GraphDef  # of a DecoderLayer
+    layer_def: nnx.GraphDef  # definition of a DecoderLayer
     shard: Sharder
     tables: RopeTables | None
     attention: TileAttention
@@ -131,7 +131,7 @@ class _TiledLayer:
         x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
         kv = self._keys_values(weights, x_nBtD, positions_nBt)
 
-        def backward_of_tile(carry, operands):
+        def tile_backward(carry, operands):
             dx_nBtD, dkv, dweights = carry
             tile, x_BtD, positions_Bt, saved = operands
             q_BtNH, queries_vjp = jax.vjp(lambda w, x: self._queries(all_of(w), x, positions_Bt), trainable, x_BtD)
@@ -143,11 +143,11 @@ class _TiledLayer:
             dweights = _add(_add(dweights, dweights_rest), dweights_queries)
             return (_put(dx_nBtD, dx_rest + dx_queries, tile), dkv, dweights), None
 
-        def backward_of_keys_values(carry, operands):
+        def keys_values_backward(carry, operands):
             dx_nBtD, dweights = carry
             tile, x_BtD, positions_Bt = operands
             k_v, keys_values_vjp = jax.vjp(
-                lambda w, x: self._keys_values_of_tile(all_of(w), x, positions_Bt), trainable, x_BtD
+                lambda w, x: self._tile_keys_values(all_of(w), x, positions_Bt), trainable, x_BtD
             )
             dk_dv = jax.tree.map(lambda d, like: d.astype(like.dtype), attention.take(dkv, tile), k_v)
             dweights_tile, dx_BtD = keys_values_vjp(dk_dv)
@@ -156,12 +156,12 @@ class _TiledLayer:
         tiles = _tiles(x_nBtD)
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
         carry = dy_nBtD, jnp.zeros(kv.shape, jnp.float32) + zero, dweights
-        carry, _ = lax.scan(backward_of_tile, carry, (tiles, x_nBtD, positions_nBt, saved))
+        carry, _ = lax.scan(tile_backward, carry, (tiles, x_nBtD, positions_nBt, saved))
         if prefetch is not None:
             carry, next_weights = schedule_after(carry, prefetch.in_backward)
             prefetch = Prefetch(None, next_weights)
         dx_nBtD, dkv, dweights = carry
-        carry, _ = lax.scan(backward_of_keys_values, (dx_nBtD, dweights), (tiles, x_nBtD, positions_nBt))
+        carry, _ = lax.scan(keys_values_backward, (dx_nBtD, dweights), (tiles, x_nBtD, positions_nBt))
         dx_nBtD, dweights = carry
         dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
         return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
@@ -169,11 +169,11 @@ class _TiledLayer:
     def _keys_values(self, weights, x_nBtD, positions_nBt) -> jax.Array:
         """K and V of all tokens, in the layout of the tile attention."""
         attention = self.attention
-        abstract_tile = jax.eval_shape(self._keys_values_of_tile, weights, x_nBtD[0], positions_nBt[0])
+        abstract_tile = jax.eval_shape(self._tile_keys_values, weights, x_nBtD[0], positions_nBt[0])
 
         def put(kv, operands):
             tile, x_BtD, positions_Bt = operands
-            return attention.put(kv, *self._keys_values_of_tile(weights, x_BtD, positions_Bt), tile), None
+            return attention.put(kv, *self._tile_keys_values(weights, x_BtD, positions_Bt), tile), None
 
         batch, tile_tokens, _, head_dim = abstract_tile[0].shape
         empty = attention.empty(batch, len(x_nBtD) * tile_tokens, head_dim, x_nBtD.dtype)
@@ -184,7 +184,7 @@ class _TiledLayer:
     def _layer(self, weights) -> DecoderLayer:
         return nnx.merge(self.layer_def, *weights)
 
-    def _keys_values_of_tile(self, weights, x_BtD, positions_Bt):
+    def _tile_keys_values(self, weights, x_BtD, positions_Bt):
         layer = self._layer(weights)
         input_BtD = layer.attention_input(x_BtD, shard=self.shard)
         return layer.attention.keys_values(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)

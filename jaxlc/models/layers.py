@@ -25,7 +25,7 @@ from jaxlc.models.offloaded_layers import LayerParams, Prefetch, overlap_with_pr
 from jaxlc.models.rope import RopeTables, apply_rope
 from jaxlc.sharding.rules import Sharder
 
-_TRUNCATED_STD = 0.87962566  # of a standard normal cut at -2 and 2
+_TRUNCATED_STD = 0.87962566  # standard deviation of a standard normal cut at -2 and 2
 
 
 def matrix(keys: InitKeys, *, fan_in: int, depth_scale: float = 1.0, **dims: int) -> nnx.Param:

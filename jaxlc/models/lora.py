@@ -61,24 +61,24 @@ class Adapter(nnx.Module):
             ffn=model.ffn_dim,
         )
         inputs, outputs = ({name: sizes[name] for name in names} for names in (projection.inputs, projection.outputs))
-        rank_of_a, rank_of_b = ({_rank_name(names): lora.rank} for names in (projection.inputs, projection.outputs))
+        rank_a, rank_b = ({_rank_name(names): lora.rank} for names in (projection.inputs, projection.outputs))
         shape = *inputs.values(), lora.rank
         bound = math.prod(inputs.values()) ** -0.5
         a = jax.random.uniform(keys.lora(), shape, minval=-bound, maxval=bound)
-        self.a = nnx.Param(a, dims=(*inputs, *rank_of_a))
-        self.b = nnx.Param(jnp.zeros((lora.rank, *outputs.values())), dims=(*rank_of_b, *outputs))
+        self.a = nnx.Param(a, dims=(*inputs, *rank_a))
+        self.b = nnx.Param(jnp.zeros((lora.rank, *outputs.values())), dims=(*rank_b, *outputs))
         self.scale = lora.scale
 
     def __call__(self, subscripts: str, x: jax.Array, *, shard: Sharder) -> jax.Array:
         """scale (x a) b, in the dtype of x; `subscripts` are those of the product of the projection."""
-        operands, _, of_out = subscripts.partition("->")
-        of_x, _, of_w = operands.partition(",")
-        of_tokens = of_x[:2]
-        x_BTR = product(f"{of_x},{of_x[2:]}R->{of_tokens}R", x, in_use(self.a, shard, x.dtype))
+        operands, _, out_dims = subscripts.partition("->")
+        x_dims, _, w_dims = operands.partition(",")
+        token_dims = x_dims[:2]
+        x_BTR = product(f"{x_dims},{x_dims[2:]}R->{token_dims}R", x, in_use(self.a, shard, x.dtype))
         if "model" in self.b.dims:  # the sum over tensor, scattered along the sequence as the output
             x_BTR = shard.residual(x_BTR)
         x_BTR = (self.scale * x_BTR.astype(jnp.float32)).astype(x.dtype)
-        return product(f"{of_tokens}R,R{of_w[len(of_x) - 2 :]}->{of_out}", x_BTR, in_use(self.b, shard, x.dtype))
+        return product(f"{token_dims}R,R{w_dims[len(x_dims) - 2 :]}->{out_dims}", x_BTR, in_use(self.b, shard, x.dtype))
 
 
 def _rank_name(names: Sequence[str]) -> str:

@@ -92,10 +92,10 @@ def _float32_gradient_forward(subscripts, x, w):
 
 def _float32_gradient_backward(subscripts, residuals, dout):
     x, w = residuals
-    operands, _, of_out = subscripts.partition("->")
-    of_x, _, of_w = operands.partition(",")
-    dx = jnp.einsum(f"{of_out},{of_w}->{of_x}", dout, w)
-    return dx, jnp.einsum(f"{of_x},{of_out}->{of_w}", x, dout, preferred_element_type=jnp.float32)
+    operands, _, out_dims = subscripts.partition("->")
+    x_dims, _, w_dims = operands.partition(",")
+    dx = jnp.einsum(f"{out_dims},{w_dims}->{x_dims}", dout, w)
+    return dx, jnp.einsum(f"{x_dims},{out_dims}->{w_dims}", x, dout, preferred_element_type=jnp.float32)
 
 
 float32_gradient_product.defvjp(_float32_gradient_forward, _float32_gradient_backward)

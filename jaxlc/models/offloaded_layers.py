@@ -43,8 +43,8 @@ class LayerParams(NamedTuple):
 class Prefetch(NamedTuple):
     """Weights of the layers that follow, copied to the device while a layer runs."""
 
-    in_forward: Any  # of the next layer
-    in_backward: Any  # of the previous layer, which the backward pass runs next
+    in_forward: Any  # parameters of the next layer
+    in_backward: Any  # parameters of the previous layer, which the backward pass runs next
 
 
 def overlap_with_prefetch(work: Callable, operands: tuple, prefetch: Prefetch | None) -> tuple[Any, Any]:

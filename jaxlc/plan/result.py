@@ -53,7 +53,7 @@ class Plan(PlanRecord):
     def memory_figure(self) -> "Figure":
         """Device memory by kind against the usable memory, and host memory if the step uses it."""
         extras.require("matplotlib", "a figure of memory")
-        from jaxlc.plan.figures.plan_figures import plan_figures as figures
+        from jaxlc.plan.figures import plan_figures as figures
 
         return figures.memory_figure(self.memory, self.title)
 
@@ -75,7 +75,7 @@ class Plan(PlanRecord):
     def links_figure(self) -> "Figure":
         """Bytes by collective, mesh axes and link, and the hidden and exposed time of each link."""
         extras.require("matplotlib", "a figure of communication")
-        from jaxlc.plan.figures.plan_figures import plan_figures as figures
+        from jaxlc.plan.figures import plan_figures as figures
 
         return figures.links_figure(self.collectives, self.predicted, self.title)
 

@@ -39,7 +39,7 @@ class TransportEnvironment(NamedTuple):
 
     num_processes: int
     devices_per_process: int
-    xla_version: Version  # of the GPU plugin
+    xla_version: Version  # version of the GPU plugin
     nccl_version: Version | None  # None: NCCL is not installed
     has_nvshmem: bool  # whether the library is installed
     is_nvshmem_started: bool  # whether JAX was started with NVSHMEM, when XLA selects the allocator of its buffers

@@ -32,7 +32,7 @@ POOLED = ("", "default", "bfc")  # other allocators ignore the fraction and _FOR
 
 class Machine(NamedTuple):
     gpu_kinds: tuple[str, ...]  # names from the driver, e.g. "NVIDIA GH200 480GB"; () if unknown
-    gpu_memory_bytes: int  # of the GPU with the least memory; 0 if unknown
+    gpu_memory_bytes: int  # memory of the GPU with the least; 0 if unknown
     host_memory_bytes: int  # without the GPUs' memory
 
 

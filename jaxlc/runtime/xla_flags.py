@@ -28,8 +28,8 @@ _TRANSPORTS: Mapping[str, Options] = MappingProxyType(
 )
 
 SLOP_OPTION = "xla_gpu_memory_limit_slop_factor"
-SCHEDULED_SHARE = 0.80  # of the device's memory, which the scheduler's limit refers to
-_POOL_FILL = 0.98  # of JAX's pool that arguments and temporaries may take; the rest is lost to fragmentation
+SCHEDULED_SHARE = 0.80  # fraction of device memory to which the scheduler's limit refers
+_POOL_FILL = 0.98  # fraction of JAX's pool for arguments and temporaries; the rest is lost to fragmentation
 
 _OVERLAP: Options = {
     # Schedules by estimated latencies: a collective starts early, and compute runs until it is done. Without it the

@@ -80,7 +80,7 @@ class Assignment:
         self.whole[target] = sorted([*self.whole[target], document])
 
     def _shift_pieces(self, rank: int, flow: int) -> bool:
-        """As `_move`, by moving the borders between the pieces of the longest sharded document."""
+        """As `_move`, by moving the boundaries between the pieces of the longest sharded document."""
         if not len(self.sizes):
             return False
         last = self.sizes.shape[1] - 1
@@ -145,10 +145,10 @@ class Assignment:
         next_padding = int(self.lengths.sum())
         parts = []
         for rank in range(context):
-            of_rank = pieces[pieces[:, 3] == rank]
-            first = self.begins[of_rank[:, 0]] + of_rank[:, 1]
-            parts += [np.arange(begin, begin + tokens) for begin, tokens in zip(first, of_rank[:, 2], strict=True)]
-            num_padding = self.rank_tokens - int(of_rank[:, 2].sum())
+            rank_pieces = pieces[pieces[:, 3] == rank]
+            first = self.begins[rank_pieces[:, 0]] + rank_pieces[:, 1]
+            parts += [np.arange(begin, begin + tokens) for begin, tokens in zip(first, rank_pieces[:, 2], strict=True)]
+            num_padding = self.rank_tokens - int(rank_pieces[:, 2].sum())
             parts.append(np.arange(next_padding, next_padding + num_padding))
             next_padding += num_padding
         return np.concatenate(parts)

@@ -67,9 +67,9 @@ def compute_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: Sharding
     return _fit(compute_axes, shape, mesh)
 
 
-def _fit(axes_of_dims, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    assert len(axes_of_dims) == len(shape), (axes_of_dims, shape)
-    return PartitionSpec(*(_largest_divisor(axes, size, mesh) for axes, size in zip(axes_of_dims, shape)))
+def _fit(dim_axes, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    assert len(dim_axes) == len(shape), (dim_axes, shape)
+    return PartitionSpec(*(_largest_divisor(axes, size, mesh) for axes, size in zip(dim_axes, shape)))
 
 
 def _largest_divisor(axes: Axes, dim_size: int, mesh: Mesh) -> Axes | str | None:
@@ -162,8 +162,8 @@ class Sharder:
     def ffn(self, x_BTF: jax.Array) -> jax.Array:
         return self._activation(x_BTF, self.rules.ffn_out)
 
-    def _activation(self, x: jax.Array, axes_of_dims: tuple[Axes, ...]) -> jax.Array:
-        return self._constrain(x, _fit(axes_of_dims, x.shape, self.mesh))
+    def _activation(self, x: jax.Array, dim_axes: tuple[Axes, ...]) -> jax.Array:
+        return self._constrain(x, _fit(dim_axes, x.shape, self.mesh))
 
     def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))

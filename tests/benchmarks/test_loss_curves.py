@@ -26,8 +26,8 @@ def test_compare_reports_differences_of_steps_and_means(tmp_path, monkeypatch):
     write_losses(tmp_path / "fp8", losses)
     table = compare(tmp_path)
     assert "| fp8 | 2.0200 | +1.00% | 1.00% | 10.00% |" in table
-    of_bf16, of_fp8 = (json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines())
-    assert (of_bf16["largest_difference_of_means"], of_fp8["steps"]) == (0, 60)
+    bf16, fp8 = (json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines())
+    assert (bf16["largest_difference_of_means"], fp8["steps"]) == (0, 60)
     losses_axes, difference_axes = figures[0].axes
     assert [line.get_label() for line in losses_axes.lines] == ["bf16", "fp8"]
     fp8 = difference_axes.lines[1]

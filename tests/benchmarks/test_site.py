@@ -1,31 +1,31 @@
 """The pages that `python -m benchmarks.site` writes for the site generator; `make docs` builds the site itself."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import support_table
-from benchmarks.site import notebook_page, pages, plain_text, reference
+from benchmarks.site import notebook_page, pages, reference
 from jaxlc.config.frozen import SECTIONS, field_types
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> tuple[Path, Path]:
-    """The directories of the pages and of their plain text."""
-    target, text = tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("text")
+def written(tmp_path_factory) -> Path:
+    """The directory of the pages."""
+    target = tmp_path_factory.mktemp("pages")
     pages.write(target)
-    plain_text.write(target, text)
-    return target, text
+    return target
 
 
 def test_pages_contain_every_setting_and_plan_field(written):
-    settings = (written[0] / "config.md").read_text()
+    settings = (written / "config.md").read_text()
     keys = [f"{section}.{name}" for section in SECTIONS for name in field_types(section)]
     assert [key for key in keys if f"\n| `{key}` | " not in settings] == []
-    fields = (written[0] / "plan_fields.md").read_text()
+    fields = (written / "plan_fields.md").read_text()
     plan = json.loads(next((ROOT / "notebooks" / "data").glob("plan*.json")).read_text())
     names = (
         set(plan) - {"command"}
@@ -38,44 +38,32 @@ def test_pages_contain_every_setting_and_plan_field(written):
 
 
 def test_support_page_contains_tables_of_tests(written):
-    page = (written[0] / "support.md").read_text()
+    page = (written / "support.md").read_text()
     assert support_table.tables() in page and "|  | `ring` | `all_gather` | `ulysses` | `hybrid` |" in page
     assert "| float32 | dtype float32 (supported: bfloat16, float16) | yes | yes | yes |" in page
 
 
-def test_pages_include_sections_and_site_links(written):
-    start = (written[0] / "index.md").read_text()
+def test_start_page_is_the_readme_with_site_links(written):
+    start = (written / "index.md").read_text()
     assert "| result | value | label | source |" in start and "(notebooks/first_run.md)" in start
     assert "`tests/goldens/plans.txt`" in start and "<!--" not in start
-    notebook = (written[0] / "notebooks" / "context_parallelism.md").read_text()
+    notebook = (written / "notebooks" / "context_parallelism.md").read_text()
     assert "(../overlap.md#packed-documents)" in notebook and "colab" not in notebook
-    assert (written[0] / "notebooks" / "context_parallelism-1.png").exists()
-
-
-def test_plain_text_lists_pages_with_purpose(written):
-    index = (written[1] / "llms.txt").read_text()
-    assert "- [Glossary](glossary.md): This page defines the terms" in index and index.startswith("# jaxlc\n\n> ")
-    api = (written[1] / "api.md").read_text()
-    assert "## jaxlc.attend(" in api and ":::" not in api and api in (written[1] / "llms-full.txt").read_text()
-    assert not any("<img" in path.read_text() for path in written[1].rglob("*.md"))
+    assert (written / "notebooks" / "context_parallelism-1.png").exists()
 
 
 def test_page_with_broken_link_raises():
     with pytest.raises(ValueError, match="links to absent.md"):
         pages.page_text("[x](absent.md)", ROOT / "docs" / "plan.md")
-    with pytest.raises(ValueError, match="which has none"):
-        pages.page_text("<!-- section of README.md: Absent -->", ROOT / "docs" / "plan.md")
     text = "[x](../README.md)\n```sh\n[x](absent.md)\n```\n"
     assert pages.page_text(text, ROOT / "docs" / "plan.md") == "[x](index.md)\n```sh\n[x](absent.md)\n```\n"
 
 
-def test_unlisted_page_raises(written, tmp_path):
-    (tmp_path / "pages").symlink_to(written[0])
-    extra = written[0] / "extra.md"
-    extra.write_text("# Extra\n")
-    with pytest.raises(ValueError, match=r"does not list: extra\.md"):
-        plain_text.write(tmp_path / "pages", tmp_path / "text")
-    extra.unlink()
+def test_navigation_lists_every_page(written):
+    listed = set(re.findall(r'= "(.*\.md)"', (ROOT / "zensical.toml").read_text()))
+    found = {str(path.relative_to(written)) for path in written.rglob("*.md")}
+    dated = {name for name in found if re.match(r"benchmarks/\d", name)}  # benchmarks/index.md lists them
+    assert found - dated == listed
 
 
 def test_notebook_outputs_become_text_and_html(tmp_path):

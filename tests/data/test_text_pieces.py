@@ -55,9 +55,9 @@ def make_sentencepiece(normalizer, pre_tokenizer) -> Tokenizer:
     special_tokens = ["<unk>", "<|endoftext|>", *byte_tokens]
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special_tokens, show_progress=False)
     tokenizer.train_from_iterator([*SOURCES, "\n\n\n"], trainer)
-    of_bytes = content(tokenizer)
-    of_bytes["added_tokens"] = [token for token in of_bytes["added_tokens"] if token["content"] not in byte_tokens]
-    tokenizer = Tokenizer.from_str(json.dumps(of_bytes))
+    stored = content(tokenizer)
+    stored["added_tokens"] = [token for token in stored["added_tokens"] if token["content"] not in byte_tokens]
+    tokenizer = Tokenizer.from_str(json.dumps(stored))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
     tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in ("\n\n", "▁▁", "<tag>")])
     return tokenizer
@@ -167,9 +167,9 @@ def with_pre_tokenizer(pre_tokenizer) -> dict:
 
 
 def with_model(**options) -> dict:
-    of_sentencepiece = content(make_sentencepiece(REPLACE, None))
-    of_sentencepiece["model"] |= options
-    return of_sentencepiece
+    sentencepiece = content(make_sentencepiece(REPLACE, None))
+    sentencepiece["model"] |= options
+    return sentencepiece
 
 
 def with_prepended(content_of_token: str) -> dict:

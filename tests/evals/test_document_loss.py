@@ -102,8 +102,8 @@ def test_gain_is_paired_by_document():
     losses = DocumentLosses(
         length=100, by_position=sums, last=last, limited={16: last + rng.normal(0.1, 0.01, 40)}
     )  # fmt: skip
-    loss, of_last, gain = loss_rows(losses, "texts", seconds=1.0)
-    assert loss.high - loss.low > 0.4 and of_last.score == pytest.approx(loss.score)
+    loss, last_tokens, gain = loss_rows(losses, "texts", seconds=1.0)
+    assert loss.high - loss.low > 0.4 and last_tokens.score == pytest.approx(loss.score)
     assert gain.high - gain.low < 0.02 and gain.low < 0.1 < gain.high
     assert gain.standard_error == pytest.approx((gain.high - gain.low) / 4, rel=0.2)
 

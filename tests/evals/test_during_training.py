@@ -70,7 +70,7 @@ def test_interrupted_evaluation_resumes_and_does_not_change_training(config_path
     loop.run(config, plain)
     assert counts["generators"] == 0
 
-    counts["interrupted"] = 10  # of 4 predictions at each of the steps 0, 1 and 2
+    counts["interrupted"] = 10  # out of 12: 4 predictions at each of the steps 0, 1 and 2
     with pytest.raises(KeyboardInterrupt):
         loop.run(_config(config_path), scored)
     assert counts == dict(generators=1, calls=10, traces=2, interrupted=10)  # prefill and decoding, compiled once

@@ -30,8 +30,8 @@ def test_generate_from_path_and_from_result_agree_and_stream(run):
     assert generation.num_prompt_tokens == len(PROMPT) and generation.finish_reason in ("length", "stop")
     assert "".join(text for _, text in streamed) == generation.text and {index for index, _ in streamed} <= {0}
     ids = np.frombuffer(PROMPT.encode(), np.uint8)
-    (of_ids,) = jaxlc.generate(run, [ids], max_tokens=9, mesh=dict(context=4))
-    np.testing.assert_array_equal(of_ids.tokens, generation.tokens)
+    (from_ids,) = jaxlc.generate(run, [ids], max_tokens=9, mesh=dict(context=4))
+    np.testing.assert_array_equal(from_ids.tokens, generation.tokens)
     with pytest.raises(UserError, match="step and mesh have no effect with a Result: pass them to jaxlc.load"):
         jaxlc.generate(result, PROMPT, mesh=dict(context=4))
 

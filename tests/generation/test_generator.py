@@ -63,9 +63,9 @@ def test_prefill_and_decode_equal_one_forward_pass(mesh, model, one_device):
     for index in range(NUM_DECODED):
         following = [tokens[min(len(p) + index, len(tokens) - 1)] for tokens, p in zip(sequences, prompts)]
         logits.append(np.asarray(batch.decode(np.array(following))))
-    for row, (of_all, prompt, count) in enumerate(zip(expected, prompts, num_decoded)):
-        got = np.stack([of_step[row] for of_step in logits[: count + 1]])
-        np.testing.assert_allclose(got, of_all[len(prompt) - 1 :], atol=TOLERANCE, rtol=TOLERANCE)
+    for row, (full_logits, prompt, count) in enumerate(zip(expected, prompts, num_decoded)):
+        got = np.stack([step_logits[row] for step_logits in logits[: count + 1]])
+        np.testing.assert_allclose(got, full_logits[len(prompt) - 1 :], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_generation_of_several_prompts_equals_single_ones(one_device):

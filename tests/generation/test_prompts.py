@@ -44,10 +44,13 @@ def test_start_ids_follow_the_tokenizer_files(tmp_path, has_processor, values, h
     start = Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id(VARIABLES["bos_token"])
     assert tokenizer.start_ids.tolist() == [start] * has_start
     text = tokenizer.encode(b"ab cd").tolist()
-    of_pretrained, of_run = (
+    encode_for_pretrained, encode_for_run = (
         prompt_encoder(tokenizer, is_pretrained=value, chat_template=None) for value in (True, False)
     )
-    assert of_pretrained("ab", " cd").tolist() == [start] * has_start + text and of_run("ab", " cd").tolist() == text
+    assert (
+        encode_for_pretrained("ab", " cd").tolist() == [start] * has_start + text
+        and encode_for_run("ab", " cd").tolist() == text
+    )
 
 
 def test_chat_prompt_ends_with_prefix_and_fits_its_overhead(tmp_path):
@@ -59,9 +62,9 @@ def test_chat_prompt_ends_with_prefix_and_fits_its_overhead(tmp_path):
             plain = tokenizer.encode(f"{text} The answer is".encode())
             assert 0 < len(ids) - len(plain) <= encode.overhead_tokens
             assert tokenizer.decode(ids).endswith("assistant\n The answer is" if name == "a" else "The answer is")
-    of_bytes = prompt_encoder(load_tokenizer("bytes"), is_pretrained=False, chat_template="chatml")
+    encode = prompt_encoder(load_tokenizer("bytes"), is_pretrained=False, chat_template="chatml")
     expected = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n It"
-    np.testing.assert_array_equal(of_bytes("Hello", " It"), list(expected.encode()))
+    np.testing.assert_array_equal(encode("Hello", " It"), list(expected.encode()))
 
 
 def test_chat_without_template_raises():

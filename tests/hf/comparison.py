@@ -102,8 +102,8 @@ def by_names_in_files(step, params) -> dict[str, np.ndarray]:
     for path, param in paths_of(params):
         layout = layouts[path]
         array = np.asarray(param)[tuple(slice(size) for size in abstract[path].shape)]  # without vocabulary padding
-        of_layers = array if layout.layers is not None else [array]
-        by_name |= {name: layout.to_stored(x) for name, x in zip(layout.names, of_layers, strict=True)}
+        arrays = array if layout.layers is not None else [array]
+        by_name |= {name: layout.to_stored(x) for name, x in zip(layout.names, arrays, strict=True)}
     return by_name
 
 

@@ -186,7 +186,7 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
-    of_layer: dict[str, tuple[int, ...]] = {
+    layer_shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (N * H, D),
         "self_attn.k_proj.weight": (K * H, D),
         "self_attn.v_proj.weight": (K * H, D),
@@ -195,14 +195,14 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         "mlp.up_proj.weight": (F, D),
         "mlp.down_proj.weight": (D, F),
     }
-    of_layer |= {f"{name}.weight": (D,) for name in CASES[case].norms}
+    layer_shapes |= {f"{name}.weight": (D,) for name in CASES[case].norms}
     if CASES[case].qkv_bias:
-        of_layer |= {f"self_attn.{x}_proj.bias": (n * H,) for x, n in zip("qkv", (N, K, K))}
+        layer_shapes |= {f"self_attn.{x}_proj.bias": (n * H,) for x, n in zip("qkv", (N, K, K))}
     if CASES[case].qk_norm != "none":
         heads = (1, 1) if CASES[case].qk_norm == "head" else (N, K)
-        of_layer |= {f"self_attn.{x}_norm.weight": (n * H,) for x, n in zip("qk", heads)}
+        layer_shapes |= {f"self_attn.{x}_norm.weight": (n * H,) for x, n in zip("qk", heads)}
     for layer in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
     center = -1 if config["model_type"].startswith("gemma") else 0  # the factor of a norm is 1 + its weight
     return {name: (_draw(rng, name, shape) + center * ("norm" in name)).astype(dtype) for name, shape in shapes.items()}
 

@@ -50,7 +50,7 @@ def write_sparse_model(directory: Path) -> int:
     (directory / "config.json").write_text(json.dumps(config))
     shapes = {"model.embed_tokens.weight": [V, D], "model.norm.weight": [D], "lm_head.weight": [V, D]}
     for layer in range(SHAPE["num_hidden_layers"]):
-        of_layer = {
+        layer_shapes = {
             "input_layernorm": [D],
             "post_attention_layernorm": [D],
             "self_attn.q_proj": [64 * H, D],
@@ -61,7 +61,7 @@ def write_sparse_model(directory: Path) -> int:
             "mlp.up_proj": [F, D],
             "mlp.down_proj": [D, F],
         }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in layer_shapes.items()}
     names, file_of, total = list(shapes), {}, 0
     for number in range(15):
         header, end = {}, 0

@@ -70,10 +70,10 @@ def expected_params(name, tensors=None):
     if not config["tie_word_embeddings"]:
         params["head"] = tensors["lm_head.weight"].T
     for path, (name, convert) in conversions.items():
-        of_layers = [convert(tensors[f"model.layers.{i}.{name}"]) for i in range(L)]
-        params[f"layers/{path}"] = np.stack(of_layers[: L - last])
+        converted = [convert(tensors[f"model.layers.{i}.{name}"]) for i in range(L)]
+        params[f"layers/{path}"] = np.stack(converted[: L - last])
         if last:
-            params[f"last_layers/{path}"] = np.stack(of_layers[L - last :])
+            params[f"last_layers/{path}"] = np.stack(converted[L - last :])
     return {path: value.astype(np.float32) for path, value in params.items()}
 
 

@@ -131,9 +131,9 @@ def test_generation_with_adapters_equals_that_of_merged_weights(run, model, tmp_
     def generate(source):
         return jaxlc.generate(source, list(prompt), max_tokens=8, mesh=dict(context=2))[0]
 
-    with_adapters, of_merged = generate(workdir), generate(merged)
-    np.testing.assert_array_equal(with_adapters.tokens, of_merged.tokens)
-    np.testing.assert_allclose(with_adapters.log_probs, of_merged.log_probs, atol=1e-4)
+    with_adapters, from_merged = generate(workdir), generate(merged)
+    np.testing.assert_array_equal(with_adapters.tokens, from_merged.tokens)
+    np.testing.assert_allclose(with_adapters.log_probs, from_merged.log_probs, atol=1e-4)
     assert np.abs(with_adapters.log_probs - generate(model).log_probs).max() > 1e-2
 
 

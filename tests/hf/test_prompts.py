@@ -49,12 +49,12 @@ def test_prompts_equal_those_of_transformers(tmp_path):
     done = subprocess.run([PYTHON, "-c", _SCRIPT, str(tmp_path / "jobs.json")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lengths = set()
-    for directory, (of_text, of_chat) in zip(directories, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for directory, (text_ids, chat_ids) in zip(directories, json.loads(done.stdout.splitlines()[-1]), strict=True):
         tokenizer = load_tokenizer(str(directory), end_token="</s>")
         encode = prompt_encoder(tokenizer, is_pretrained=True, chat_template=None)
-        assert encode(TEXT).tolist() == of_text, directory
-        lengths.add(len(of_text))
-        if of_chat is not None:
+        assert encode(TEXT).tolist() == text_ids, directory
+        lengths.add(len(text_ids))
+        if chat_ids is not None:
             chat = prompt_encoder(tokenizer, is_pretrained=True, chat_template="")
-            assert chat(TEXT, PREFIX).tolist() == of_chat, directory
+            assert chat(TEXT, PREFIX).tolist() == chat_ids, directory
     assert len(lengths) == 2  # with and without a start token

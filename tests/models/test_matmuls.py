@@ -114,7 +114,7 @@ def hidden(params, histories=None, fp8=None):
         run_layer=small.run_layer_of(MODEL),
         ranges=dict.fromkeys(MODEL.layer_kinds),
         shard=Sharder(small.small_mesh()),
-        remat=Remat(of_layer=lambda layer: layer, of_group=lambda group: group, layers_per_group=1),
+        remat=Remat(wrap_layer=lambda layer: layer, wrap_group=lambda group: group, layers_per_group=1),
         compute_dtype=jnp.float32,
         fp8=fp8,
         histories=histories,
@@ -161,9 +161,9 @@ def test_bf16_layers_have_empty_histories():
     histories = decoder.first_histories(MODEL, mixed)
     _, (_, seen) = result_and_gradients(functools.partial(hidden, fp8=mixed), params, histories)
     for stack in ("layers", "last_layers"):
-        assert len(jax.tree.leaves(seen[stack])) == 2  # of the attention and the MLP block
-    for of_block in jax.tree.leaves(seen["layers"]):
-        np.testing.assert_array_equal(of_block[0], np.zeros_like(of_block[0]))
-        assert of_block[1:, :, :, 0].any(axis=(1, 2)).all()
-    for of_block in jax.tree.leaves(seen["last_layers"]):
-        assert of_block[:, :, :, 0].any(axis=(1, 2)).all()
+        assert len(jax.tree.leaves(seen[stack])) == 2  # the attention and the MLP block
+    for block in jax.tree.leaves(seen["layers"]):
+        np.testing.assert_array_equal(block[0], np.zeros_like(block[0]))
+        assert block[1:, :, :, 0].any(axis=(1, 2)).all()
+    for block in jax.tree.leaves(seen["last_layers"]):
+        assert block[:, :, :, 0].any(axis=(1, 2)).all()

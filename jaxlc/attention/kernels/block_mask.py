@@ -89,7 +89,7 @@ def _implicit_ranges(own: _Side, other: _Side, back: int | None, ahead: int | No
     last = jnp.minimum(first + own.block, own.num_tokens) - 1
     first, last = (x + own.offset - other.offset for x in (first, last))
 
-    def blocks_before(index, rounding):  # of the other side
+    def blocks_before(index, rounding):  # counts blocks of the other side
         return (jnp.clip(index, 0, other.num_tokens) + rounding) // other.block
 
     start, end = blocks_before(first - back, 0), blocks_before(last + ahead + 1, other.block - 1)

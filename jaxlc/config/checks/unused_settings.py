@@ -1,12 +1,12 @@
 """Settings of a run that no stage uses, which are errors. Imports no jax."""
 
-import difflib
 from collections.abc import Iterator, Sequence
 
 from jaxlc.config.frozen import Config
 from jaxlc.config.mixture import is_source_path, split_source_path
 from jaxlc.config.stage_configs import StageConfig
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import nearest_name
 
 
 def unused_settings(configs: Sequence[Config]) -> Iterator[str]:
@@ -42,10 +42,8 @@ def check_used(stages: Sequence[StageConfig], path: str) -> None:
         settings = ", ".join(f"--config.stages.{name}.{path}" for name in own)
         reason = f"the stages set it themselves; use {settings}"
     elif is_source_path(path):
-        nearest = difflib.get_close_matches(split_source_path(path)[0], sources, n=1)
-        known = (
-            f"did you mean {nearest[0]}?" if nearest else f"their sources are {', '.join(sources) or 'data.sources'}"
-        )
+        nearest = nearest_name(split_source_path(path)[0], sources)
+        known = f"did you mean {nearest}?" if nearest else f"their sources are {', '.join(sources) or 'data.sources'}"
         reason = f"no stage has this source in its mixture; {known}"
     else:
         reason = f"the stages have mixtures; set --config.data.mixture.NAME.paths of {', '.join(sources)}"

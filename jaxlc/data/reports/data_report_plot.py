@@ -30,10 +30,10 @@ def report_figure(sources: Sequence[SourceLengths], stages: Sequence[StageShares
     height = 0.8 / len(stages)
     for number, stage in enumerate(stages):
         color = _STAGE_COLORS[number % len(_STAGE_COLORS)]
-        of_stage = {share.name: share for share in stage.shares}
+        by_name = {share.name: share for share in stage.shares}
         at = rows + (number - (len(stages) - 1) / 2) * height
-        realized = [100 * of_stage[name].realized_share if name in of_stage else 0 for name in names]
-        num_epochs = [of_stage[name].num_epochs if name in of_stage else 0 for name in names]
+        realized = [100 * by_name[name].realized_share if name in by_name else 0 for name in names]
+        num_epochs = [by_name[name].num_epochs if name in by_name else 0 for name in names]
         shares.barh(at, realized, 0.9 * height, color=color, label=stage.name or "the run")
         bars = epochs.barh(at, num_epochs, 0.9 * height, color=color)
         epochs.bar_label(bars, [f"{count:.3g}" if count else "" for count in num_epochs], padding=3, fontsize=8)

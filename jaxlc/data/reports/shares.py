@@ -9,8 +9,8 @@ class SourceShare(NamedTuple):
     """The part of a source in the first sequences of a run."""
 
     name: str  # "" for data.sources
-    share: float  # of the tokens, as set
-    realized_share: float  # of the tokens in those sequences
+    share: float  # fraction of the tokens, as set
+    realized_share: float  # fraction of the tokens in those sequences
     num_tokens: int  # in those sequences, without padding
     num_epochs: float
     num_documents: int  # per epoch

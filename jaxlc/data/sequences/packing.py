@@ -107,10 +107,9 @@ class PackedSequences:
         }
 
     def _weigh_answers(self, weights: np.ndarray, begin: int, is_document_end: bool) -> None:
-        """Sets the weights [chunk] of a chunk of chats that begins at `begin` of the store, and whose targets are the
-        tokens after it."""
+        """Sets the loss weights [chunk] of one chunk of chat tokens that starts at `begin` of the store."""
         answers = self.store.answers
-        end = begin + len(weights) + (not is_document_end)  # of the targets
+        end = begin + len(weights) + (not is_document_end)  # end of the targets
         first = int(np.searchsorted(answers[:, 1], begin + 1, side="right"))
         last = int(np.searchsorted(answers[:, 0], end, side="left"))
         weights[:] = 0
@@ -184,7 +183,7 @@ def _chunks(begins: np.ndarray, ends: np.ndarray, chunk_tokens: int) -> tuple[np
     return chunk_begins, np.minimum(chunk_begins + chunk_tokens, ends[documents]), documents
 
 
-@functools.lru_cache(maxsize=64)  # one per source of a mixture, and two at an epoch's border
+@functools.lru_cache(maxsize=64)  # one per source of a mixture, and two at an epoch's boundary
 def _sequence_order(num_sequences: int, seed: int | None, epoch: int) -> np.ndarray:
     # RandomState, not default_rng: its stream is frozen, so every NumPy version gives the same order (NEP 19).
     generator = np.random.RandomState([0] if seed is None else [seed % 2**32, epoch])

@@ -51,11 +51,11 @@ def num_copies(
     copies = is_used.astype(np.int64)
     classes = np.searchsorted(np.array(source.length_limits, np.int64), lengths, side="right")
     for index, weight in enumerate(source.length_weights):
-        of_class = np.flatnonzero(is_used & (classes == index))
-        copies[of_class] = int(weight)
-        num_more = round((weight - int(weight)) * len(of_class))
-        by_hash = np.argsort(store.split_hashes[document_ids[of_class]], kind="stable")
-        copies[of_class[by_hash[:num_more]]] += 1
+        members = np.flatnonzero(is_used & (classes == index))
+        copies[members] = int(weight)
+        num_more = round((weight - int(weight)) * len(members))
+        by_hash = np.argsort(store.split_hashes[document_ids[members]], kind="stable")
+        copies[members[by_hash[:num_more]]] += 1
     return copies
 
 

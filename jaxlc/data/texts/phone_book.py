@@ -43,10 +43,10 @@ together asked house world going wish
 """
 FILLERS = tuple(_FILLERS.split())
 _FORMAT = 1  # increment it when documents change
-_NUM_TOKENS = 4 << 20  # of all documents together
+_NUM_TOKENS = 4 << 20  # tokens of all documents together
 _MIN_DOCUMENTS = 64
 _TOKENS_PER_NAME = 16  # at least, of a document
-_ALL_NAMES_TOKENS = 4096  # of a document that always has as many names as fit
+_ALL_NAMES_TOKENS = 4096  # length of a document with as many names as fit
 _MAX_FILLER = 0.3  # largest probability of a run of filler words before an entry
 
 

@@ -210,7 +210,7 @@ def _megatron_records(path: Path) -> Iterator[Record]:
     """The documents of an indexed dataset of Megatron-LM, as arrays in the field `tokens`.
 
     The .idx file has a magic number, the version (u8), the code of the dtype (u1), the numbers of sequences and of
-    document borders (u8 each), the length of each sequence (i4), its offset in bytes in the .bin file (i8), and the
+    document boundaries (u8 each), the length of each sequence (i4), its offset in bytes in the .bin file (i8), and the
     index of the first sequence of each document (i8), with one more at the end.
 
     Raises:
@@ -224,15 +224,15 @@ def _megatron_records(path: Path) -> Iterator[Record]:
             f"{str(path)!r} is not an index of Megatron-LM of version 1 with integer tokens; convert it to Parquet"
             " or JSON lines"
         )
-    num_sequences, num_borders = (int.from_bytes(header[at : at + 8], "little") for at in (18, 26))
+    num_sequences, num_boundaries = (int.from_bytes(header[at : at + 8], "little") for at in (18, 26))
     try:
         lengths = np.memmap(path, "<i4", "r", 34, (num_sequences,))
         offsets = np.memmap(path, "<i8", "r", 34 + 4 * num_sequences, (num_sequences,))
-        borders = np.memmap(path, "<i8", "r", 34 + 12 * num_sequences, (num_borders,))
+        boundaries = np.memmap(path, "<i8", "r", 34 + 12 * num_sequences, (num_boundaries,))
         tokens = np.memmap(path.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<"), "r")
     except ValueError as error:  # a file that is shorter than the array, or empty
         raise UserError(f"{str(path)!r} or its .bin file is truncated ({reason_of(error)}); copy both again") from error
-    for number, (first, end) in enumerate(zip(borders[:-1], borders[1:]), start=1):
+    for number, (first, end) in enumerate(zip(boundaries[:-1], boundaries[1:]), start=1):
         begins = offsets[first:end] // tokens.itemsize
         parts = [tokens[begin : begin + length] for begin, length in zip(begins, lengths[first:end])]
         yield Record(f"{path}:{number}", number, {"tokens": np.concatenate(parts) if parts else tokens[:0]})

@@ -103,7 +103,7 @@ def _start(part: Part, path: Path, reader: Reader, config: DataConfig) -> subpro
     )
     root = str(Path(__file__).parents[2])
     environment = os.environ | {
-        "RAYON_NUM_THREADS": "1",  # of the package tokenizers
+        "RAYON_NUM_THREADS": "1",  # threads of the package tokenizers
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
     }
     command = [sys.executable, "-m", "jaxlc.data.tokens.parallel_tokenizing", json.dumps(job)]

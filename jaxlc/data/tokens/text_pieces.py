@@ -108,7 +108,7 @@ def _sentencepiece_cuts(model: dict, stages: list[dict], normalizer: dict) -> re
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _UNDERSCORE}
     prepend = {"type": "Prepend", "prepend": _UNDERSCORE}
     no_effect = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-    scheme = None  # of a Metaspace pre-tokenizer
+    scheme = None  # the scheme of a Metaspace pre-tokenizer
     if len(stages) == 1 and stages[0].get("type") == "Metaspace" and stages[0]["replacement"] == _UNDERSCORE:
         scheme = stages[0]["prepend_scheme"]
         is_known = normalizers in ([], [{}])

@@ -17,9 +17,9 @@ class TokenWriter:
     def __init__(self, out: BinaryIO, dtype: np.dtype):
         self.lengths = array("q")  # tokens of each document
         self.content_hash = hashlib.sha256()
-        self.num_tokens = 0  # of all documents
+        self.num_tokens = 0  # tokens of all documents
         self._out, self._dtype = out, dtype
-        self._document_bytes = 0  # of the current document
+        self._document_bytes = 0  # bytes of the current document
         self._kept: list[bytes] = []  # its tokens, to be hashed; empty for a long document, which is read again
         _write_header(out, dtype, 0)
 

@@ -16,12 +16,12 @@ from jaxlc.data.tokens.tokenizers import Tokenizer
 Log = Callable[[str], None]  # prints one line
 
 _BATCH_CHARACTERS = 4 << 20  # tokenized at once, over all threads
-_BYTES_PER_CHARACTER = 180  # of memory that the package tokenizers needs
+_BYTES_PER_CHARACTER = 180  # memory that the package tokenizers needs
 _LONG_PIECE = 4 * _BATCH_CHARACTERS  # a warning comes before a longer piece is tokenized
 
 
 class Counts(NamedTuple):
-    """Of a document."""
+    """Sizes of one document."""
 
     num_bytes: int
     num_invalid: int = 0  # characters that are not valid UTF-8
@@ -96,16 +96,16 @@ def tokenized_pieces(
 def _tokenized(batch: list[Piece], tokenizer: Tokenizer) -> list[TokenizedPiece]:
     chats = [piece.content for piece in batch if isinstance(piece.content, RenderedChat)]
     texts = [piece.content for piece in batch if isinstance(piece.content, (bytes, str))]
-    of_chats = iter(encode_chats(chats, tokenizer) if chats else ())
-    of_texts = iter(tokenizer.encode_pieces(texts) if texts else ())
+    encoded_chats = iter(encode_chats(chats, tokenizer) if chats else ())
+    encoded_texts = iter(tokenizer.encode_pieces(texts) if texts else ())
     tokenized = []
     for piece in batch:
         if isinstance(piece.content, RenderedChat):
-            tokenized.append(TokenizedPiece(piece, *next(of_chats)))
+            tokenized.append(TokenizedPiece(piece, *next(encoded_chats)))
         elif isinstance(piece.content, np.ndarray):
             tokenized.append(TokenizedPiece(piece, piece.content))
         else:
-            tokenized.append(TokenizedPiece(piece, next(of_texts)))
+            tokenized.append(TokenizedPiece(piece, next(encoded_texts)))
     return tokenized
 
 
