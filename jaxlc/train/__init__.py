@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from jaxlc.step.language_model import LanguageModel
     from jaxlc.step.loss import TokenLoss
     from jaxlc.step.step import TrainStep, build_step
+    from jaxlc.train.actions import TrainingStopped
     from jaxlc.train.callbacks import Callback, RunInfo, StopTraining
     from jaxlc.train.reports.history import History
-    from jaxlc.train.reports.step_reports import TrainingStopped
     from jaxlc.train.result.run_result import Result
 
 # Public name -> its module, which is imported when the name is first used.
@@ -33,7 +33,7 @@ _MODULES = {
     "RunInfo": "train.callbacks",
     "StopTraining": "train.callbacks",
     "TrainStep": "step.step",
-    "TrainingStopped": "train.reports.step_reports",
+    "TrainingStopped": "train.actions",
     "build_step": "step.step",
 }
 __all__ = [

@@ -10,8 +10,8 @@ import pytest
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.train import loop
+from jaxlc.train.actions import TrainingStopped
 from jaxlc.train.reports.loss_plots import loss_figure
-from jaxlc.train.reports.step_reports import TrainingStopped
 from scripts import kill_drill
 from tests.train import runs
 
@@ -84,7 +84,10 @@ def test_checkpoint_at_the_end_of_a_stage_is_kept(undisturbed):
 
 
 def test_gate_stops_before_the_next_stage(config_path, undisturbed, tmp_path):
-    """Also when the run is started again, which changes nothing; a larger limit continues bitwise equal."""
+    """Also when the run is started again, which changes nothing. A larger limit continues bitwise equal.
+
+    Also if the checkpoint at the end of the stage is damaged: the run resumes in that stage, after compiling the next.
+    """
     workdir = tmp_path / "run"
     for _ in range(2):
         with pytest.raises(TrainingStopped) as stopped:
@@ -93,6 +96,7 @@ def test_gate_stops_before_the_next_stage(config_path, undisturbed, tmp_path):
         assert "limit is max_eval_loss=0.1: stage long was not started" in message
         assert str(workdir / "checkpoints" / "4") in message and "--config.stages.short.max_eval_loss=" in message
         assert runs.rows(workdir) == [row for row in runs.rows(undisturbed) if row["stage"] == "short"]
+    runs.damage(workdir / "checkpoints" / "4")
     _run(config_path, workdir)
     assert kill_drill.differences(undisturbed, workdir, 7) == []
 
