@@ -107,7 +107,7 @@ class Checkpoints:
             lightweight_initialize=True,  # does not read old checkpoints, which may be damaged
         )
         # Without pinned staging: Orbax would copy every array to JAX's pool of pinned host memory first, which the step
-        # needs and which keeps its size. The files are those of `StandardSave`, which lacks this option.
+        # needs and which keeps its size. `StandardSave` writes the same files, but lacks this option.
         handlers = dict(
             state=ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False),
             meta=ocp.JsonCheckpointHandler(),

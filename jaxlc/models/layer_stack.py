@@ -43,8 +43,8 @@ class RunLayer(Protocol):
 class Remat(Protocol):
     """Rematerialization of layers and of groups of layers; implemented by `jaxlc.step.remat.Remat`."""
 
-    of_layer: Callable[[Callable], Callable]  # wraps the function that runs one layer
-    of_group: Callable[[Callable], Callable]  # wraps the function that runs `layers_per_group` layers
+    wrap_layer: Callable[[Callable], Callable]  # wraps the function that runs one layer
+    wrap_group: Callable[[Callable], Callable]  # wraps the function that runs `layers_per_group` layers
     layers_per_group: int
 
 
@@ -76,13 +76,13 @@ def run_stack(
         params = LayerParams(params.trainable, jax.lax.stop_gradient(params.frozen))  # for `offloaded_layers`
         return run_layer[kind](layer_def, params, x_BTD, positions_BT, ranges[kind], prefetch, shard=shard)
 
-    of_kind = {kind: remat.of_layer(functools.partial(run_one, kind)) for kind in run_layer}
-    runs = [of_kind[kind] for kind in layer_kinds[:period]]
+    run_kind = {kind: remat.wrap_layer(functools.partial(run_one, kind)) for kind in run_layer}
+    runs = [run_kind[kind] for kind in layer_kinds[:period]]
     if len(layer_kinds) > 1:
         runs = [_in_backward_order(run) for run in runs]
     if remat.layers_per_group > 1:
         group_size = min(remat.layers_per_group, num_layers)
-        runs = [remat.of_group(_group_of([runs[index % period] for index in range(group_size)]))]
+        runs = [remat.wrap_group(_group_of([runs[index % period] for index in range(group_size)]))]
         stacked = _grouped(stacked, group_size)
     if shard.weights_on_host:
         (run,) = runs  # `config.layer_checks` requires remat groups if layers differ
@@ -91,8 +91,8 @@ def run_stack(
         return jax.lax.scan(lambda x_BTD, params: runs[0](x_BTD, params, shared), x_BTD, stacked)[0]
 
     def run_period(x_BTD, params):
-        for run, of_layer in zip(runs, _unstacked(params), strict=True):
-            x_BTD, _ = run(x_BTD, of_layer, shared)
+        for run, layer_params in zip(runs, _unstacked(params), strict=True):
+            x_BTD, _ = run(x_BTD, layer_params, shared)
         return x_BTD, None
 
     return jax.lax.scan(run_period, x_BTD, _grouped(stacked, period))[0]

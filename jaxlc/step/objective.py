@@ -95,7 +95,7 @@ class Objective:
 
     @cached_property
     def _loss_spec(self) -> LossSpec:
-        return LossSpec.of_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
+        return LossSpec.from_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
 
     def _hidden_and_head(self, params, batch: Batch, histories: dict | None = None, frozen: dict | None = None):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""

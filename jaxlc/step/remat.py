@@ -25,8 +25,8 @@ _GROUP_INPUT = "residual"
 class Remat(NamedTuple):
     """How the decoder wraps its layers in `jax.checkpoint`."""
 
-    of_layer: Callable[[Callable], Callable]  # wraps the function of one layer
-    of_group: Callable[[Callable], Callable]  # wraps the function of `layers_per_group` layers, if that is not 1
+    wrap_layer: Callable[[Callable], Callable]  # wraps the function of one layer
+    wrap_group: Callable[[Callable], Callable]  # wraps the function of `layers_per_group` layers, if that is not 1
     layers_per_group: int
 
 
@@ -41,9 +41,9 @@ def make_remat(memory: MemoryConfig, period: int = 1) -> Remat:
         return Remat(lambda layer: layer, lambda group: group, 1)
     if memory.layers_per_remat_group == 1:
         return Remat(_checkpoint(memory, memory.save, memory.offload, period), lambda group: group, 1)
-    of_layer = _checkpoint(memory, (*memory.save, *memory.offload), (), period)
-    of_group = _group_checkpoint(_GROUP_INPUT in memory.offload, period)
-    return Remat(of_layer, of_group, memory.layers_per_remat_group)
+    wrap_layer = _checkpoint(memory, (*memory.save, *memory.offload), (), period)
+    wrap_group = _group_checkpoint(_GROUP_INPUT in memory.offload, period)
+    return Remat(wrap_layer, wrap_group, memory.layers_per_remat_group)
 
 
 def saves_attention(memory: MemoryConfig) -> bool:
@@ -75,13 +75,13 @@ def _group_checkpoint(offloads_input: bool, period: int) -> Callable:
     name = "group_residual"
     policy = _policy((), (name,) if offloads_input else ())
 
-    def of_group(group):
+    def wrap_group(group):
         def named(x_BTD, *operands):
             return group(checkpoint_name(x_BTD, name), *operands)
 
         return jax.checkpoint(named, policy=policy, prevent_cse=_needs_barriers(period))
 
-    return of_group
+    return wrap_group
 
 
 def _policy(saved, offloaded):

@@ -25,7 +25,14 @@ from jaxlc.step.verify_compiled import check_kernels, verify_compiled_step
 from jaxlc.train.actions import Position, Stop, run_due
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
 from jaxlc.train.preemption import PreemptionGuard
-from jaxlc.train.prepared_stages import PreparedStage, check_same_state, first_position, stage_after, start_lines
+from jaxlc.train.prepared_stages import (
+    Outputs,
+    PreparedStage,
+    check_same_state,
+    first_position,
+    stage_after,
+    start_lines,
+)
 from jaxlc.train.reports.metrics import open_metrics
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import step_lines
@@ -68,7 +75,7 @@ def run(
             "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"
         )
     workdir, callbacks = prepare_workdir(workdir), Callbacks(callbacks)
-    with explained(first.runtime), _make_progress(first, has_custom_model=model is not None) as progress:
+    with explained(first.runtime), _make_progress() as progress:
         # Training steps, with shapes and shardings. Nothing is allocated or compiled yet.
         build = functools.partial(build_step, model=model, loss=loss, optimizer=optimizer)
         steps = [build(stage.config, make_mesh(stage.config.mesh)) for stage in stages]
@@ -82,51 +89,44 @@ def run(
         ]
         progress.log("\n".join(start_lines(prepared, lines)))
 
-        directory = workdir / CHECKPOINTS_DIRECTORY
-        stage_ends = [stage.end_step for stage in stages[:-1]]
         checkpoints = Checkpoints(
-            directory, keep=first.train.keep_checkpoints, keep_steps=stage_ends, warn=progress.log
+            workdir / CHECKPOINTS_DIRECTORY,
+            keep=first.train.keep_checkpoints,
+            keep_steps=[stage.end_step for stage in stages[:-1]],
+            warn=progress.log,
         )
-        result = _run_stages(prepared, workdir, progress, checkpoints, callbacks)
+        outputs = Outputs(workdir=workdir, progress=progress, checkpoints=checkpoints, callbacks=callbacks)
+        result = _run_stages(prepared, outputs)
         if result.exit_status:
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
     callbacks("on_end", result)
     return result
 
 
-def _run_stages(
-    stages: Sequence[PreparedStage], workdir: Path, progress: Progress, checkpoints: Checkpoints, callbacks: Callbacks
-) -> Result:
+def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
     """Trains the stages that are not done, each from the checkpoint of the stage before, and writes the report."""
     steps = {stage.name: stage.step for stage in stages}
-    compiled = functools.lru_cache(maxsize=1)(lambda name: _compile(steps[name], progress))
+    compiled = functools.lru_cache(maxsize=1)(lambda name: _compile(steps[name], outputs.progress))
 
     def next_position() -> Position:
-        """The position of the latest valid checkpoint. Training normally continues with the step compiled here."""
-        # Compilation, before the state takes memory: XLA's autotuner runs on the devices, and an error comes early.
-        latest_step = max(checkpoints.steps(), default=0)
+        """The position of the latest valid checkpoint, or of step 0."""
+        # Compilation, before the state is allocated: XLA's autotuner runs on the devices, and errors surface early.
+        latest_step = max(outputs.checkpoints.steps(), default=0)
         if latest_step < stages[-1].end_step:
             compiled(stage_after(stages, latest_step).name)
-        return first_position(stages, workdir, checkpoints, progress)
+        return first_position(stages, outputs)
 
     position, stop = next_position(), Stop.DONE
-    metrics = open_metrics(workdir, resume_step=position.step or None, is_primary=jax.process_index() == 0)
+    metrics = open_metrics(outputs.workdir, resume_step=position.step or None, is_primary=jax.process_index() == 0)
     for stage in stages:
         if position.step >= stage.end_step and stage is not stages[-1]:
             continue
-        run = StageRun(
-            stage=stage,
-            workdir=workdir,
-            progress=progress,
-            checkpoints=checkpoints,
-            metrics=metrics.of_stage(stage.name),
-            callbacks=callbacks,
-        )
+        run = StageRun(**vars(outputs), stage=stage, metrics=metrics.for_stage(stage.name))
         if position.step < stage.end_step:
             position, stop = _train(run, position, compiled(stage.name))
-        if stop is not Stop.DONE or callbacks.stop_requested or stage is stages[-1]:
+        if stop is not Stop.DONE or run.callbacks.stop_requested or stage is stages[-1]:
             break
-        checkpoints.wait()
+        run.checkpoints.wait()
         del position  # frees the memory of the state
         position = next_position()
     return run.finish(stages, position, stop)
@@ -173,14 +173,10 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     )
 
 
-def _make_progress(config: Config, *, has_custom_model: bool) -> Progress:
+def _make_progress() -> Progress:
     device = hardware.find(jax.devices()[0].device_kind)
-    return Progress(
-        config.train.steps,
-        flops_per_step=None if has_custom_model else config.flops_per_step,
-        peak_flops_per_second=device and device.bf16_flops_per_second * jax.device_count(),
-        is_primary=jax.process_index() == 0,
-    )
+    peak = device and device.bf16_flops_per_second * jax.device_count()
+    return Progress(peak_flops_per_second=peak, is_primary=jax.process_index() == 0)
 
 
 def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:

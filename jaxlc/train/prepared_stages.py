@@ -1,7 +1,7 @@
 """The stages of a run, prepared: each with its training step and data, and where it starts.
 
-A stage starts from the checkpoint of the last step of the stage before, also within one process. So a run that is
-killed at a border does the same as one that is not, and the arrays get the shardings of the new stage's mesh.
+A stage starts from the checkpoint at the end of the stage before, also within one process. So a run that is killed at a
+stage boundary resumes exactly like an uninterrupted one, and the arrays get the shardings of the new stage's mesh.
 """
 
 import functools
@@ -25,6 +25,7 @@ from jaxlc.models.frozen_names import trained_settings
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import TrainStep
 from jaxlc.train.actions import Position, TrainingStopped
+from jaxlc.train.callbacks import Callbacks
 from jaxlc.train.evaluation.held_out import Evaluator
 from jaxlc.train.evaluation.scorer import Scorer, make_scorer
 from jaxlc.train.reports.progress import Progress
@@ -50,6 +51,16 @@ class PreparedStage(Stage):
     def scorer(self) -> Scorer | None:
         """None: there are no config.evals.tasks."""
         return make_scorer(self.step, self.data.tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Where a run reports and saves, in all stages."""
+
+    workdir: Path
+    progress: Progress
+    checkpoints: Checkpoints
+    callbacks: Callbacks
 
 
 def stage_after(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
@@ -145,15 +156,14 @@ def _first_state(stage: PreparedStage, state: TrainState) -> TrainState:
     return stage.step.init(state.params)._replace(step=state.step, rng=state.rng, scaling=state.scaling)
 
 
-def first_position(
-    stages: Sequence[PreparedStage], workdir: Path, checkpoints: Checkpoints, progress: Progress
-) -> Position:
+def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Position:
     """The position of the latest valid checkpoint, or of step 0, with the weights of model.init_from if it is set.
 
     Raises:
       TrainingStopped: the gate of the stage before is closed.
     """
-    restored = checkpoints.restore_latest_of(functools.partial(_restore_target, stages))
+    workdir, progress = outputs.workdir, outputs.progress
+    restored = outputs.checkpoints.restore_latest_of(functools.partial(_restore_target, stages))
     if restored is None:
         return Position(state=_initial_state(stages[0], workdir, progress), step=0, next_sequence=0)
     state, meta = restored

@@ -4,35 +4,27 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 
 from jaxlc.checkpoints.base_model import base_meta, checkpoint_part
-from jaxlc.checkpoints.checkpoint import Checkpoints
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.train.actions import Action, Position, Stop
-from jaxlc.train.callbacks import Callbacks
 from jaxlc.train.evaluation.held_out import Evaluation
-from jaxlc.train.prepared_stages import PreparedStage, num_tokens_until
+from jaxlc.train.prepared_stages import Outputs, PreparedStage, num_tokens_until
 from jaxlc.train.reports.final_report import write_report
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, read_rows
-from jaxlc.train.reports.progress import Progress
 from jaxlc.train.result.run_result import Result
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageRun:
+class StageRun(Outputs):
     """A prepared stage and the outputs of the run; none of them changes from step to step."""
 
     stage: PreparedStage
-    workdir: Path
-    progress: Progress
-    checkpoints: Checkpoints
     metrics: MetricsLog
-    callbacks: Callbacks
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -86,10 +78,10 @@ class StageRun:
     def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:
         """Writes the plots and prints the summary, unless a signal stopped the run; waits for the checkpoints."""
         baselines: dict[str, float] = {}
-        evaluation, evaluator, data = None, self.stage.evaluator, self.stage.data
+        evaluation, evaluator, data = end.evaluation, self.stage.evaluator, self.stage.data
         if stop is Stop.DONE:
             if evaluator is not None:
-                evaluation = end.evaluation or evaluator(end.state.params)
+                evaluation = evaluation or evaluator(end.state.params)
                 with self.progress.spinner("evaluating with limited context"):
                     evaluation = evaluator.with_context_gain(end.state.params, evaluation)
             if jax.process_index() == 0:
@@ -110,7 +102,7 @@ class StageRun:
             rows=read_rows(metrics) if metrics.exists() else [],
             train_step=self.stage.step,
             evaluate=functools.partial(self._evaluate_again, end),
-            evaluation=evaluation,
+            evaluation=evaluation if stop is Stop.DONE else None,
             baselines=baselines,
         )
 

@@ -88,7 +88,7 @@ def test_remat_recomputes_forward_ring_only_if_full(remat, rings):
     q, k, v, dout = inputs()
     ranges = attention.prepare(sequence_positions()[:, zigzag_order(TOKENS, context)], None)
 
-    @make_remat(MemoryConfig(remat=remat)).of_layer
+    @make_remat(MemoryConfig(remat=remat)).wrap_layer
     def layer(q, k, v):
         return attention(2.0 * q, k, v, ranges)[0] * dout
 
@@ -120,7 +120,7 @@ def test_scan_over_layers_saves_no_dense_mask(packed, remat):
     ranges = attention.prepare(positions, positions) if packed else None
 
     def loss(x):
-        @make_remat(MemoryConfig(remat=remat)).of_layer
+        @make_remat(MemoryConfig(remat=remat)).wrap_layer
         def layer(x, _):
             return x + attention(2 * x, 3 * x, 4 * x, ranges)[0], None
 

@@ -85,7 +85,7 @@ def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.
         run_layer=run_layer_of(model),
         ranges=dict.fromkeys(model.layer_kinds),
         shard=Sharder(small_mesh() if mesh is None else mesh),
-        remat=Remat(of_layer=remat, of_group=lambda group: group, layers_per_group=1),
+        remat=Remat(wrap_layer=remat, wrap_group=lambda group: group, layers_per_group=1),
         compute_dtype=compute_dtype,
     )
     return rms_norm(x_BTD, factor_D, model.norm_epsilon), head_DV

@@ -114,7 +114,7 @@ def hidden(params, histories=None, fp8=None):
         run_layer=small.run_layer_of(MODEL),
         ranges=dict.fromkeys(MODEL.layer_kinds),
         shard=Sharder(small.small_mesh()),
-        remat=Remat(of_layer=lambda layer: layer, of_group=lambda group: group, layers_per_group=1),
+        remat=Remat(wrap_layer=lambda layer: layer, wrap_group=lambda group: group, layers_per_group=1),
         compute_dtype=jnp.float32,
         fp8=fp8,
         histories=histories,

@@ -1,4 +1,4 @@
-"""Runs with stages: borders, gates, resets, and kills."""
+"""Runs with stages: boundaries, gates, resets, and kills."""
 
 import json
 import shutil
@@ -102,7 +102,7 @@ def test_gate_stops_before_the_next_stage(config_path, undisturbed, tmp_path):
 
 
 @pytest.mark.full
-def test_run_resumed_on_another_mesh_crosses_the_border(config_path, undisturbed, tmp_path):
+def test_run_resumed_on_another_mesh_crosses_the_boundary(config_path, undisturbed, tmp_path):
     """The losses are equal within the rounding of sums in another order."""
     workdir = shutil.copytree(undisturbed, tmp_path / "copy")
     for step in ("6", "7"):
@@ -123,7 +123,7 @@ def test_checkpoint_of_other_stages_raises(config_path, undisturbed, tmp_path):
 
 @pytest.mark.heavy
 def test_killed_run_equals_the_undisturbed_run(config_path, undisturbed, tmp_path):
-    """A kill after a step, one inside a save, and one at the border. The comparison detects a changed row and array."""
+    """Kills after a step, inside a save, and at the boundary. A changed row and a changed array are detected."""
     lines = []
     arguments = [f"--config={config_path}"]
     equal = kill_drill.drill(arguments, tmp_path, num_kills=3, seed=3, log=lines.append, undisturbed=undisturbed)
@@ -142,7 +142,7 @@ def test_killed_run_equals_the_undisturbed_run(config_path, undisturbed, tmp_pat
 
 
 @pytest.mark.full
-def test_two_processes_cross_the_border_with_equal_losses(config_path, undisturbed, tmp_path):
+def test_two_processes_cross_the_boundary_with_equal_losses(config_path, undisturbed, tmp_path):
     for run in runs.start_pair(config_path, tmp_path):
         runs.finish(run)
     losses, others = ([row["loss"] for row in runs.rows(run) if "loss" in row] for run in (undisturbed, tmp_path))
