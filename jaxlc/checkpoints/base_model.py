@@ -1,6 +1,6 @@
 """The frozen parameters of a run whose checkpoints do not contain them (config.train.checkpoint_frozen).
 
-They are those of config.model.init_from, or the initial values of config.train.seed. A checkpoint stores their
+They come from config.model.init_from, or are the initial values of config.train.seed. A checkpoint stores their
 fingerprint, so that a run does not resume, and is not loaded, with another base model.
 """
 
@@ -42,7 +42,7 @@ def with_base(step: TrainStep, trainable, base: dict[str, str], checkpoint: Path
       base: meta of the checkpoint, as `base_meta` returns it.
       checkpoint: its directory, for errors.
     Raises:
-      UserError: the frozen parameters are not those of the checkpoint.
+      UserError: the frozen parameters differ from the ones that the checkpoint was trained on.
     """
     params = load_pretrained(step)[0] if step.config.model.init_from else step.init_params(step.frozen)
     if _fingerprint(step, params) != base["fingerprint"]:

@@ -28,8 +28,6 @@ from jaxlc.checkpoints.checkpoint_files import (
     unreadable,
 )
 from jaxlc.checkpoints.checksums import checksums_of, shapes_of
-from jaxlc.config.frozen import default_setting
-from jaxlc.config.old_configs import MODEL_DEFAULTS, upgraded
 from jaxlc.core.errors import UserError
 from jaxlc.step.state import is_on_host
 
@@ -109,7 +107,7 @@ class Checkpoints:
             lightweight_initialize=True,  # does not read old checkpoints, which may be damaged
         )
         # Without pinned staging: Orbax would copy every array to JAX's pool of pinned host memory first, which the step
-        # needs and which keeps its size. The files are those of `StandardSave`, which lacks this option.
+        # needs and which keeps its size. `StandardSave` writes the same files, but lacks this option.
         handlers = dict(
             state=ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False),
             meta=ocp.JsonCheckpointHandler(),
@@ -189,7 +187,7 @@ class Checkpoints:
         meta, problem = on_every_process(lambda: read_valid_meta(directory))
         if problem:
             return None, problem
-        _check_same_model(directory, upgraded(meta["config"])["model"], MODEL_DEFAULTS | model)
+        _check_same_model(directory, meta["config"]["model"], model)
         _check_same_trained(directory, meta["config"], trained)
         if BASE in meta:
             abstract_state = without_frozen
@@ -236,7 +234,7 @@ def _check_same_model(directory: Path, stored: dict, current: dict) -> None:
 def _check_same_trained(directory: Path, stored: dict, trained: dict) -> None:
     for path, value in trained.items():
         section, _, name = path.partition(".")
-        before = stored.get(section, {}).get(name, default_setting(section, name))
+        before = stored[section].get(name)
         if before != value:
             raise UserError(
                 f"checkpoint {directory} has config.{path}={before}, and this config has {value}; use a different"

@@ -25,7 +25,7 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
     Args:
       progress: called with the bytes of parameters done and in total.
     Raises:
-      UserError: the model cannot be read, or is not that of the config.
+      UserError: the model cannot be read, or differs from the config.
     """
     config = step.config
     if step.model is not None:
@@ -70,7 +70,7 @@ def _of_run(pretrained: Pretrained, abstract, vocab_size: int) -> tuple[dict, st
 
 def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
     """The parameters of a checkpoint. They are restored in the dtypes in which they are stored, whose checksums the
-    checkpoint has, and converted to those of `abstract`, some at a time."""
+    checkpoint has, and converted to the dtypes of `abstract`, some at a time."""
     dtypes = stored_dtypes(checkpoint)
     paths, targets = zip(*jax.tree.leaves_with_path(abstract))
     names = ["/".join(("params", *(key.key for key in path))) for path in paths]

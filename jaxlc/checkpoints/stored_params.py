@@ -15,7 +15,7 @@ from jaxlc.config import Config
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, freezing
 
-_GROUP_BYTES = 2**30  # of parameters that are read together
+_GROUP_BYTES = 2**30  # parameters that are read together
 
 
 class StoredParams:
@@ -24,7 +24,7 @@ class StoredParams:
     def __init__(self, workdir: Path, step: int, config: Config, *, load_all: Callable[[], Any] | None = None):
         """
         Args:
-          load_all: returns all parameters, with those of the base model. None: the checkpoint contains the frozen
+          load_all: returns all parameters, with the base model. None: the checkpoint contains the frozen
             parameters, and only those that are asked for are read.
         """
         self._workdir, self._step, self._config, self._load_all = workdir, step, config, load_all

@@ -85,8 +85,8 @@ def _write_weights(
         for paths in params.groups(abstract):
             for path, array in params.read(paths).items():
                 layout, adapter = layouts[path], read_adapter(config, params, path)
-                of_layers = [array] if layout.layers is None else array
-                for layer, (name, weight) in enumerate(zip(layout.names, of_layers, strict=True)):
+                arrays = [array] if layout.layers is None else array
+                for layer, (name, weight) in enumerate(zip(layout.names, arrays, strict=True)):
                     merged = weight if adapter is None else adapter.merged(weight, layer)
                     files.write(name, layout.to_stored(merged))
 

@@ -1,10 +1,10 @@
 """The decoder as pure functions; parameters are a nested dict of arrays.
 
     init(model, vocab_size_padded, key) -> params        dims_of(model) -> the same tree of dimension names
-    apply(params, model, tokens, positions, ...) -> final hidden states, factor of the final norm, output head
+    apply(params, model, tokens, positions, context) -> final hidden states, factor of the final norm, output head
 
 It computes no logits: the loss computes them chunk by chunk. The decoder is independent of attention strategies and
-tiling, which are inside `run_layer`, and of the mesh, which is inside `Sharder`.
+tiling, which are inside `LayerContext.run_layer`, and of the mesh, which is inside its `Sharder`.
 
 The kinds of layers (model.layer_kinds) repeat with a period. Their parameters are stacked in "layers", of which a scan
 runs one period per iteration (`layer_stack`). If the period does not divide the number of layers, the rest is in
@@ -12,8 +12,8 @@ runs one period per iteration (`layer_stack`). If the period does not divide the
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.models.embedding import lookup
 from jaxlc.models.freezing import join, paths_in_layer
 from jaxlc.models.init_keys import InitKeys
-from jaxlc.models.layer_stack import IsFrozen, Remat, RunLayer, run_stack
+from jaxlc.models.layer_stack import IsFrozen, LayerContext, run_stack
 from jaxlc.models.layers import DecoderLayer, matrix
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.models.norms import RMSNorm
@@ -61,22 +61,15 @@ class Decoder(nnx.Module):
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        *,
         layer_kinds: Sequence[str],
-        run_layer: Mapping[str, RunLayer],
-        ranges: Mapping[str, Any],
-        shard: Sharder,
-        remat: Remat,
-        compute_dtype,
+        context: LayerContext,
         is_frozen: IsFrozen,
     ) -> jax.Array:
         """Returns the final hidden states x_BTD, before the final norm; see `apply`."""
-        shared = positions_BT, ranges  # arrays that are equal for all layers
-        x_BTD = self.embedded(tokens_BT, shard, compute_dtype)
+        x_BTD = self.embedded(tokens_BT, context.shard, context.compute_dtype)
         for layers in (self.layers, self.last_layers):
             if layers is not None:
-                options = dict(run_layer=run_layer, shard=shard, remat=remat, is_frozen=is_frozen)
-                x_BTD = run_stack(layers, x_BTD, shared, layer_kinds, **options)
+                x_BTD = run_stack(layers, x_BTD, positions_BT, layer_kinds, context, is_frozen)
         return x_BTD
 
     def embedded(self, tokens_BT: jax.Array, shard: Sharder, compute_dtype) -> jax.Array:
@@ -122,60 +115,44 @@ def dims_of(model: ModelConfig, lora: LoraConfig | None = None) -> dict:
     return nnx.traversals.unflatten_mapping(stacked)
 
 
+class Params(NamedTuple):
+    """The parameters of a decoder: the tree that `init` returns, in two parts, and the state of FP8."""
+
+    trainable: dict
+    frozen: dict = {}  # parameters that are not differentiated
+    # amax histories of delayed scaling, the tree that `first_histories` returns; their gradients are their next values
+    histories: dict | None = None
+
+
 def apply(
-    params: dict,
+    params: Params,
     model: ModelConfig,
     tokens_BT: jax.Array,
     positions_BT: jax.Array,
+    context: LayerContext,
     *,
-    run_layer: Mapping[str, RunLayer],
-    ranges: Mapping[str, Any],
-    shard: Sharder,
-    remat: Remat,
-    compute_dtype,
     fp8: Fp8 | None = None,
-    histories: dict | None = None,
-    frozen: dict | None = None,
     lora: LoraConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the decoder, under `jit`.
 
     Args:
-      params: the tree that `init` returns, without the parameters in `frozen`.
       tokens_BT, positions_BT: int32, both in the same sequence order, which may be any; T is a multiple of context x
-        tensor. If `run_layer` runs tiles, they are [n, B, t], and so is the x that is returned.
-      run_layer: runs one layer, attention included; by the kind of the layer.
-      ranges: by the kind of the layer: passed to its `run_layer`. The mask as key ranges, which attention prepares;
-        None: each sequence is one document.
-      remat: rematerialization of layers and groups of layers.
-      compute_dtype: dtype of matrix products and of the residual stream.
+        tensor. If `context.run_layer` runs tiles, they are [n, B, t], and so is the x that is returned.
       fp8: which matrix products are in FP8; None: none.
-      histories: amax histories of delayed scaling, the tree that `first_histories` returns; their gradients are their
-        next values.
-      frozen: parameters that are not differentiated.
       lora: the adapters that `params` contains.
     Returns:
       x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; factor_D of the final norm,
       float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor.
     """
-    params = join(params, frozen or {})
-    params = {name: part if name in LAYER_STACKS else shard.fetched(part) for name, part in params.items()}
-    vocab_size_padded = params["embedding"].shape[0]
+    shard, frozen_in_layer = context.shard, paths_in_layer(params.frozen)
+    joined = join(params.trainable, params.frozen)
+    joined = {name: part if name in LAYER_STACKS else shard.fetched(part) for name, part in joined.items()}
+    vocab_size_padded = joined["embedding"].shape[0]
     graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8, lora)
-    frozen_in_layer = paths_in_layer(frozen or {})
-    decoder = nnx.merge(graph_def, params, histories or {}, _bf16_flags(model, state, fp8))
-    x_BTD = decoder(
-        tokens_BT,
-        positions_BT,
-        layer_kinds=model.layer_kinds,
-        run_layer=run_layer,
-        ranges=ranges,
-        shard=shard,
-        remat=remat,
-        compute_dtype=compute_dtype,
-        is_frozen=lambda path, _: path in frozen_in_layer,
-    )
-    return x_BTD, decoder.final_norm.factor, decoder.head_DV(shard, compute_dtype)
+    decoder = nnx.merge(graph_def, joined, params.histories or {}, _bf16_flags(model, state, fp8))
+    x_BTD = decoder(tokens_BT, positions_BT, model.layer_kinds, context, lambda path, _: path in frozen_in_layer)
+    return x_BTD, decoder.final_norm.factor, decoder.head_DV(shard, context.compute_dtype)
 
 
 def bind(params: dict, model: ModelConfig, lora: LoraConfig | None = None) -> Decoder:

@@ -7,7 +7,7 @@ iteration of the scan runs one period of them, or one remat group.
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import nnx
@@ -48,28 +48,37 @@ class Remat(Protocol):
     layers_per_group: int
 
 
+class LayerContext(NamedTuple):
+    """What all layers of a decoder share, besides the positions."""
+
+    run_layer: Mapping[str, RunLayer]  # runs one layer, attention included; by the kind of the layer
+    # Passed to `run_layer` of the kind: the mask as key ranges, which attention prepares. None: each sequence is one
+    # document.
+    ranges: Mapping[str, Any]
+    shard: Sharder
+    remat: Remat
+    compute_dtype: Any  # the dtype of matrix products and of the residual stream
+
+
 def run_stack(
     layers: DecoderLayer,
     x_BTD: jax.Array,
-    shared: tuple,
+    positions_BT: jax.Array,
     layer_kinds: Sequence[str],
-    *,
-    run_layer: Mapping[str, RunLayer],
-    shard: Sharder,
-    remat: Remat,
+    context: LayerContext,
     is_frozen: IsFrozen,
 ) -> jax.Array:
     """Returns x_BTD after the layers of one of LAYER_STACKS; the first one has the kind layer_kinds[0].
 
     Args:
-      shared: (positions_BT, ranges by kind), the arrays that are equal for all layers.
-      run_layer: by kind; this and the other arguments as in `decoder.apply`.
       is_frozen: selects the parameters that are not differentiated.
     """
     layer_def, frozen, trainable = nnx.split(layers, is_frozen, ...)
     stacked = LayerParams(trainable, frozen)
     num_layers = len(jax.tree.leaves(stacked)[0])
     period = min(len(layer_kinds), num_layers)
+    run_layer, shard, remat = context.run_layer, context.shard, context.remat
+    shared = positions_BT, context.ranges  # arrays that are equal for all layers
 
     def run_one(kind, x_BTD, params, shared, prefetch=None):
         positions_BT, ranges = shared

@@ -101,7 +101,7 @@ class CustomObjective:
 
     @cached_property
     def _loss_spec(self) -> LossSpec:
-        return LossSpec.of_config(self.config, self.mesh, self.token_loss)
+        return LossSpec.from_config(self.config, self.mesh, self.token_loss)
 
     def _output(self, params, batch: Batch):
         """The output of the model; checks its shapes.

@@ -21,7 +21,7 @@ from jaxlc.step.batch import BATCH_SPEC, Batch
 from jaxlc.step.loss_chunk import loss_chunk_tokens
 from jaxlc.step.step import TrainStep
 
-_MAX_LOGITS_BYTES = 8 * 2**30  # of one call, in host memory
+_MAX_LOGITS_BYTES = 8 * 2**30  # in host memory, for one call
 _MIN_TOKENS = 256  # shorter sequences are padded to it: they cost little more than their compilation
 
 Tokens = str | Sequence[int] | np.ndarray | jax.Array
@@ -65,7 +65,7 @@ class LanguageModel:
         return hidden_BTD[0] if padded.is_single else hidden_BTD
 
     def logits(self, tokens: Tokens, positions: int | Sequence[int] | slice | np.ndarray | None = None) -> np.ndarray:
-        """Logits of the next token, float32 [B, T, V]; logits[t] are those of token t + 1.
+        """Logits of the next token, float32 [B, T, V]; logits[t] predict token t + 1.
 
         They are computed in chunks of memory.loss_chunk_tokens tokens per context rank and copied to the host.
 
@@ -123,14 +123,14 @@ class LanguageModel:
     def _logits(self):
         vocab_size, everywhere = self.config.model.vocab_size, NamedSharding(self.mesh, PartitionSpec())
 
-        def of_features(features_BTX, head_DV, index_n):
+        def project(features_BTX, head_DV, index_n):
             features_BnX = features_BTX[:, index_n]
             if head_DV is None:
                 return features_BnX.astype(jnp.float32)
             logits_BnV = jnp.einsum("BnD,DV->BnV", features_BnX, head_DV, preferred_element_type=jnp.float32)
             return logits_BnV[..., :vocab_size]
 
-        return jax.jit(of_features, out_shardings=everywhere)
+        return jax.jit(project, out_shardings=everywhere)
 
     @functools.cache  # noqa: B019
     def _functions(self, num_tokens: int) -> "_Functions":

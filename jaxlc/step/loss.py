@@ -28,7 +28,7 @@ from jaxlc.step.loss_chunk import loss_chunk_tokens
 
 _TOKENS = (BATCH_AXES, (CONTEXT, TENSOR))  # the last two dimensions of targets and weights
 _HEAD = PartitionSpec(None, TENSOR)
-_HEAD_DIMS = ("model", "vocab")  # of head_DV, as `sharding.rules` names them
+_HEAD_DIMS = ("model", "vocab")  # the dimensions of head_DV, as `sharding.rules` names them
 _SUM_AXES = (*BATCH_AXES, CONTEXT)
 
 # `(logits float32 [tokens, vocab_size], targets int32 [tokens]) -> losses float32 [tokens]`, differentiable. It is
@@ -48,7 +48,7 @@ class LossSpec:
     token_loss: TokenLoss | None = None  # None: cross entropy
 
     @classmethod
-    def of_config(
+    def from_config(
         cls, config: Config, mesh: Mesh, token_loss: TokenLoss | None, norm_epsilon: float = 0.0
     ) -> "LossSpec":
         """The arguments for `config` on `mesh`; norm_epsilon is used only with a scale of the final norm."""
@@ -73,7 +73,7 @@ class _ChunkCarry(NamedTuple):
     losses_t: jax.Array  # float32
     x_tD: jax.Array  # with gradients: the processed chunks hold dx_tD
     dscale_D: jax.Array | None  # float32, as dhead_Dv; None if it is not differentiated
-    dhead_Dv: jax.Array | None  # of this rank's tokens
+    dhead_Dv: jax.Array | None  # the gradient from this rank's tokens
 
 
 def token_losses(
@@ -161,7 +161,7 @@ def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, d
             lax.dynamic_slice_in_dim(x, start, size) for x in (carry.x_tD, targets_t, weights_t)
         )
         normed_cD, norm_vjp = jax.vjp(functools.partial(_norm, spec=spec), x_cD, scale_D)
-        sums, losses_c, *gradients = _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec, differentiated)
+        sums, losses_c, *gradients = _chunk_loss(normed_cD, head_Dv, targets_c, weights_c, spec, differentiated)
         carry = carry._replace(losses_t=lax.dynamic_update_slice_in_dim(carry.losses_t, losses_c, start, 0))
         if differentiated is None:
             return carry, sums
@@ -196,8 +196,8 @@ def _sum_to_storage(dhead_Dv: jax.Array, mesh: Mesh) -> jax.Array:
     return lax.psum(dhead_Dv, tuple(axis for axis in _SUM_AXES if axis not in axes))
 
 
-def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differentiated: _Differentiated | None):
-    """Of a chunk of this rank's tokens: (sums over the chunks of all tensor ranks, losses_c and, unless
+def _chunk_loss(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differentiated: _Differentiated | None):
+    """The loss of a chunk of this rank's tokens: (sums over the chunks of all tensor ranks, losses_c and, unless
     `differentiated` is None, dnormed_cD of this rank's tokens, dhead_Dv, None if it is frozen)."""
     num_own = len(targets_c)
     # One gather for the forward and the gradient of the chunk. From here on c counts the tokens of all tensor ranks.
@@ -205,8 +205,8 @@ def _of_chunk(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differen
         lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in (normed_cD, targets_c, weights_c)
     )
     logits_cv = _logits(normed_cD, head_Dv, spec.vocab_size)
-    of_logits = _cross_entropy if spec.token_loss is None else _custom_loss
-    sums, losses_c, dlogits = of_logits(logits_cv, targets_c, weights_c, spec)
+    losses_of = _cross_entropy if spec.token_loss is None else _custom_loss
+    sums, losses_c, dlogits = losses_of(logits_cv, targets_c, weights_c, spec)
     own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
     if differentiated is None:
         return sums, own_losses_c

@@ -13,7 +13,7 @@ from jaxlc.core.axes import CONTEXT, FSDP, TENSOR
 from jaxlc.core.flops import num_params
 
 _SMALLEST, *_LARGER = 1024, 2048, 4096  # beyond 4096 the traffic is below a quarter of the products' time
-_SHARE_OF_FREE_MEMORY = 0.04  # of the float32 logits of a chunk, the largest of its arrays
+_FREE_MEMORY_FRACTION = 0.04  # for the float32 logits of a chunk, the largest of its arrays
 
 
 def loss_chunk_tokens(config: Config, mesh: Mesh) -> int:
@@ -36,5 +36,5 @@ def loss_chunk_tokens(config: Config, mesh: Mesh) -> int:
     num_shards = mesh.shape[FSDP] * mesh.shape[CONTEXT] * mesh.shape[TENSOR]
     free_bytes = device.memory_bytes - state_bytes / num_shards
     bytes_per_token = 4 * config.model.vocab_size / mesh.shape[TENSOR]
-    fitting = [tokens for tokens in _LARGER if tokens * bytes_per_token <= _SHARE_OF_FREE_MEMORY * free_bytes]
+    fitting = [tokens for tokens in _LARGER if tokens * bytes_per_token <= _FREE_MEMORY_FRACTION * free_bytes]
     return max(fitting, default=_SMALLEST)

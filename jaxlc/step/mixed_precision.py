@@ -85,7 +85,7 @@ def after_step(now: Scaling, next_histories: dict | None, is_finite: jax.Array, 
 
 
 def is_retried(loss_scale: float | None, config: PrecisionConfig) -> bool:
-    """Whether reducing the loss scale can fix a step that was not finite; `loss_scale` is that of the step."""
+    """Whether reducing `loss_scale`, with which a step was not finite, can fix such a step."""
     return loss_scale is not None and loss_scale > config.loss_scale_min
 
 

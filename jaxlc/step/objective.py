@@ -20,7 +20,7 @@ from jaxlc.config import Config, MemoryConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.models import decoder, freezing, layer_tiles, layers
 from jaxlc.models.frozen_names import frozen_names
-from jaxlc.models.layer_stack import RunLayer
+from jaxlc.models.layer_stack import LayerContext, RunLayer
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder, is_vector
@@ -73,7 +73,7 @@ class Objective:
         trainable_dims, _ = freezing.split(self.dims, self.frozen)
 
         def objective(trainable, histories, part: Batch):
-            hidden_and_head = self._hidden_and_head(trainable, part, histories, frozen)
+            hidden_and_head = self._hidden_and_head(decoder.Params(trainable, frozen, histories), part)
             targets, weights = self._in_tiles(part.targets), self._in_tiles(part.loss_weights)
             sums = loss_sums(*hidden_and_head, targets, weights, self._loss_spec)
             return sums.objective, sums.cross_entropy
@@ -82,7 +82,9 @@ class Objective:
 
     def token_losses(self, params, batch: Batch) -> jax.Array:
         """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable."""
-        losses = token_losses(*self._hidden_and_head(params, batch), self._in_tiles(batch.targets), self._loss_spec)
+        losses = token_losses(
+            *self._hidden_and_head(decoder.Params(params), batch), self._in_tiles(batch.targets), self._loss_spec
+        )
         return self._in_sequences(losses)
 
     def features(self, params, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -90,14 +92,14 @@ class Objective:
 
         Both are in the compute dtype. The product of the two, without the padding, gives the logits.
         """
-        x_BTD, scale_D, head_DV = self._hidden_and_head(params, batch)
+        x_BTD, scale_D, head_DV = self._hidden_and_head(decoder.Params(params), batch)
         return rms_norm(self._in_sequences(x_BTD), scale_D, epsilon=self.config.model.norm_epsilon), head_DV
 
     @cached_property
     def _loss_spec(self) -> LossSpec:
-        return LossSpec.of_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
+        return LossSpec.from_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
 
-    def _hidden_and_head(self, params, batch: Batch, histories: dict | None = None, frozen: dict | None = None):
+    def _hidden_and_head(self, params: decoder.Params, batch: Batch):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""
         attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
         if self.config.attention.document_mask:
@@ -105,19 +107,20 @@ class Objective:
             ranges = {kind: split.prepare(positions, batch.segment_ids) for kind, split in attentions.items()}
         else:  # a sequence is one document: its mask is implicit
             positions, ranges = sequence_positions(batch.positions.shape, self.mesh), dict.fromkeys(attentions)
+        context = LayerContext(
+            run_layer={kind: self._run_layer(kind, split) for kind, split in attentions.items()},
+            ranges=ranges,
+            shard=self._sharder(params.trainable),
+            remat=make_remat(self._memory, period=len(self.config.model.layer_kinds)),
+            compute_dtype=self._compute_dtype,
+        )
         return decoder.apply(
             params,
             self.config.model,
             self._in_tiles(batch.tokens),
             self._in_tiles(positions),
-            run_layer={kind: self._run_layer(kind, split) for kind, split in attentions.items()},
-            ranges=ranges,
-            shard=self._sharder(params),
-            remat=make_remat(self._memory, period=len(self.config.model.layer_kinds)),
-            compute_dtype=self._compute_dtype,
-            fp8=mixed_precision.make_fp8(self.config.precision, histories),
-            histories=histories,
-            frozen=frozen,
+            context,
+            fp8=mixed_precision.make_fp8(self.config.precision, params.histories),
             lora=self.config.lora,
         )
 

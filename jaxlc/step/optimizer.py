@@ -78,7 +78,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> o
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptimizer:
-    """The optimizer of a training step: that of config.optimizer, or a custom one."""
+    """The optimizer of a training step: config.optimizer, or a custom one."""
 
     config: OptimizerConfig
     schedule: optax.Schedule

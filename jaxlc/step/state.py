@@ -25,7 +25,7 @@ InitParams = Callable[[jax.Array], Any]  # from a PRNG key to the parameters of 
 class TrainState(NamedTuple):
     step: jax.Array  # int32: optimizer steps done
     params: dict  # float32 master weights; frozen matrices may be bf16
-    opt_state: optax.OptState  # of the trainable parameters
+    opt_state: optax.OptState  # for the trainable parameters
     rng: jax.Array  # PRNG key data, uint32; a new key each step, for random operations of the model
     scaling: Scaling = Scaling()  # state of fp16 loss scaling and of fp8 delayed scaling
 
@@ -62,7 +62,7 @@ def first_state(
     groups, since each is computed on the device first.
 
     Args:
-      params: the parameters of step 0, with the shardings of `abstract`. None: those of `init_params`.
+      params: the parameters of step 0, with the shardings of `abstract`. None: `init_params` makes them.
       frozen: as in `make_state`.
     """
     if params is not None:
@@ -72,7 +72,7 @@ def first_state(
     groups = groups_of(leaves) if on_host else [range(len(leaves))]
 
     def make(group) -> list[jax.Array]:
-        def of_group(params):
+        def init_group(params):
             if params is None:
                 state = make_state(config, init_params, optimizer, frozen)
             else:
@@ -82,7 +82,7 @@ def first_state(
             return [state[index] for index in group]
 
         shardings = [leaves[index].sharding for index in group]
-        return jax.block_until_ready(jax.jit(of_group, out_shardings=shardings)(params))
+        return jax.block_until_ready(jax.jit(init_group, out_shardings=shardings)(params))
 
     state = tree.unflatten([leaf for group in groups for leaf in make(group)])
     return state if params is None else state._replace(params=params)

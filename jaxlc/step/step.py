@@ -56,7 +56,7 @@ def build_step(
       model: a model to train instead of the decoder of config.model; see `custom_model.Model`.
       loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
         [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
-      optimizer: an optax optimizer instead of that of config.optimizer, gradient clipping included.
+      optimizer: an optax optimizer that replaces config.optimizer, gradient clipping included.
     Raises:
       UserError: the devices do not support config.precision, or a setting does not support the custom model, loss or
         optimizer.

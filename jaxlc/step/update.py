@@ -150,10 +150,10 @@ def _without_params(opt_state: optax.OptState) -> optax.OptState:
 
 
 def _joined(whole: ParamsAndOptState, parts: dict[str, ParamsAndOptState], shared: optax.OptState) -> ParamsAndOptState:
-    """Joins parts of the parameters and of the optimizer state; other optimizer state is that of `shared`."""
+    """Joins parts of the parameters and of the optimizer state; other optimizer state comes from `shared`."""
 
-    def join(in_whole, of_all, *states):
-        return dict(zip(parts, states)) if _is_dict(in_whole) else of_all
+    def join(in_whole, common, *states):
+        return dict(zip(parts, states)) if _is_dict(in_whole) else common
 
     opt_states = [part.opt_state for part in parts.values()]
     return ParamsAndOptState(

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from jaxlc.step.language_model import LanguageModel
     from jaxlc.step.loss import TokenLoss
     from jaxlc.step.step import TrainStep, build_step
+    from jaxlc.train.actions import TrainingStopped
     from jaxlc.train.callbacks import Callback, RunInfo, StopTraining
     from jaxlc.train.reports.history import History
-    from jaxlc.train.reports.step_reports import TrainingStopped
     from jaxlc.train.result.run_result import Result
 
 # Public name -> its module, which is imported when the name is first used.
@@ -33,7 +33,7 @@ _MODULES = {
     "RunInfo": "train.callbacks",
     "StopTraining": "train.callbacks",
     "TrainStep": "step.step",
-    "TrainingStopped": "train.reports.step_reports",
+    "TrainingStopped": "train.actions",
     "build_step": "step.step",
 }
 __all__ = [
@@ -74,7 +74,7 @@ def run(
         `jaxlc.train.Model`.
       loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
         [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
-      optimizer: an optax optimizer instead of that of config.optimizer, gradient clipping and schedule included.
+      optimizer: an optax optimizer that replaces config.optimizer, gradient clipping and schedule included.
       batches: one dictionary per step instead of the corpus of config.data: "tokens", integers [global_batch_size,
         seq_len] in natural order, and optionally "segment_ids" (1, 2, ... by document, 0 is padding), "positions",
         "targets" and "loss_weights" of that shape. By default a sequence is one document and the target is the next

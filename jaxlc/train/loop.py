@@ -22,11 +22,11 @@ from jaxlc.step.custom_model import Model
 from jaxlc.step.loss import TokenLoss
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.step.verify_compiled import check_kernels, verify_compiled_step
+from jaxlc.train.actions import Position, Stop, run_due
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
-from jaxlc.train.evaluation.held_out import Evaluation
 from jaxlc.train.preemption import PreemptionGuard
 from jaxlc.train.prepared_stages import (
-    Position,
+    Outputs,
     PreparedStage,
     check_same_state,
     first_position,
@@ -34,7 +34,6 @@ from jaxlc.train.prepared_stages import (
     start_lines,
 )
 from jaxlc.train.reports.metrics import open_metrics
-from jaxlc.train.reports.pending_metrics import PendingMetrics
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import step_lines
 from jaxlc.train.reports.step_reports import StepReports
@@ -76,7 +75,7 @@ def run(
             "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"
         )
     workdir, callbacks = prepare_workdir(workdir), Callbacks(callbacks)
-    with explained(first.runtime), _make_progress(first, has_custom_model=model is not None) as progress:
+    with explained(first.runtime), _make_progress() as progress:
         # Training steps, with shapes and shardings. Nothing is allocated or compiled yet.
         build = functools.partial(build_step, model=model, loss=loss, optimizer=optimizer)
         steps = [build(stage.config, make_mesh(stage.config.mesh)) for stage in stages]
@@ -85,126 +84,99 @@ def run(
 
         # Data. Errors in it come before anything is printed.
         data = [open_data(stage, progress, batches, eval_batches) for stage in stages]
-        prepared = [PreparedStage(*parts) for parts in zip(stages, steps, data)]
+        prepared = [
+            PreparedStage(**vars(stage), step=step, data=data) for stage, step, data in zip(stages, steps, data)
+        ]
         progress.log("\n".join(start_lines(prepared, lines)))
 
-        directory = workdir / CHECKPOINTS_DIRECTORY
-        stage_ends = [stage.end_step for stage in stages[:-1]]
         checkpoints = Checkpoints(
-            directory, keep=first.train.keep_checkpoints, keep_steps=stage_ends, warn=progress.log
+            workdir / CHECKPOINTS_DIRECTORY,
+            keep=first.train.keep_checkpoints,
+            keep_steps=[stage.end_step for stage in stages[:-1]],
+            warn=progress.log,
         )
-        result = _run_stages(prepared, workdir, progress, checkpoints, callbacks)
+        outputs = Outputs(workdir=workdir, progress=progress, checkpoints=checkpoints, callbacks=callbacks)
+        result = _run_stages(prepared, outputs)
         if result.exit_status:
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
     callbacks("on_end", result)
     return result
 
 
-def _run_stages(
-    stages: Sequence[PreparedStage], workdir: Path, progress: Progress, checkpoints: Checkpoints, callbacks: Callbacks
-) -> Result:
+def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
     """Trains the stages that are not done, each from the checkpoint of the stage before, and writes the report."""
-    metrics = None
-    while True:
-        # Compilation, before the state takes memory: XLA's autotuner runs on the devices, and an error comes early.
-        latest_step = max(checkpoints.steps(), default=0)
-        stage = compiled_stage = stage_after(stages, latest_step)
-        run_step = _compile(stage.step, progress) if latest_step < stage.stage.end_step else None
+    steps = {stage.name: stage.step for stage in stages}
+    compiled = functools.lru_cache(maxsize=1)(lambda name: _compile(steps[name], outputs.progress))
 
-        # State: restored from the latest valid checkpoint, or initialized.
-        start, stage = first_position(stages, workdir, checkpoints, progress)
-        if stage is not compiled_stage:  # the checkpoints of its later steps are damaged
-            run_step = None
-        if metrics is None:
-            is_primary = jax.process_index() == 0
-            metrics = open_metrics(workdir, resume_step=start.step or None, is_primary=is_primary)
-        run = StageRun(
-            stage=stage,
-            workdir=workdir,
-            progress=progress,
-            checkpoints=checkpoints,
-            metrics=metrics.of_stage(stage.stage.name),
-            callbacks=callbacks,
-        )
+    def next_position() -> Position:
+        """The position of the latest valid checkpoint, or of step 0."""
+        # Compilation, before the state is allocated: XLA's autotuner runs on the devices, and errors surface early.
+        latest_step = max(outputs.checkpoints.steps(), default=0)
+        if latest_step < stages[-1].end_step:
+            compiled(stage_after(stages, latest_step).name)
+        return first_position(stages, outputs)
 
-        # Training, and the report after the last step.
-        end, evaluation, exit_status = start, None, 0
-        if start.step < stage.stage.end_step:
-            end, evaluation, exit_status = _train(run, start, run_step or _compile(stage.step, progress))
-        is_end_of_stage = end.step == stage.stage.end_step and not exit_status and not callbacks.stop_requested
-        if not is_end_of_stage or stage is stages[-1]:
-            return run.finish(stages, end, evaluation, exit_status)
-        checkpoints.wait()
-        del start, end  # frees the memory of the state
+    position, stop = next_position(), Stop.DONE
+    metrics = open_metrics(outputs.workdir, resume_step=position.step or None, is_primary=jax.process_index() == 0)
+    for stage in stages:
+        if position.step >= stage.end_step and stage is not stages[-1]:
+            continue
+        run = StageRun(**vars(outputs), stage=stage, metrics=metrics.for_stage(stage.name))
+        if position.step < stage.end_step:
+            position, stop = _train(run, position, compiled(stage.name))
+        if stop is not Stop.DONE or run.callbacks.stop_requested or stage is stages[-1]:
+            break
+        run.checkpoints.wait()
+        del position  # frees the memory of the state
+        position = next_position()
+    return run.finish(stages, position, stop)
 
 
-def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tuple[Position, Evaluation | None, int]:
-    """Runs the steps after `start`; returns where training ended, the last evaluation, and the exit status."""
-    config, state, next_sequence = run.config.train, start.state, start.next_sequence
-    stage, num_steps = run.stage, config.steps - start.step
-    flops_per_step = None if stage.step.model is not None else run.config.flops_per_step
-    run.progress.start_stage(stage.stage.name, config.steps, flops_per_step)
-    run.callbacks("on_start", RunInfo(run.config, stage.step.mesh, run.workdir, start.step))
-
-    # The loop over steps. Metrics are fetched after the next step is dispatched, so that the devices always have work.
-    # Callbacks get them before, so that StopTraining ends the run at the step that raised it.
-    evaluation = None
-    if start.step == 0 and config.eval_every_steps:
-        evaluation = run.evaluate(start)
-    if start.step == 0 and run.config.evals.every_steps:
-        run.score(start)
-    reports = StepReports(
-        config=run.config,
-        workdir=run.workdir,
-        progress=run.progress,
-        metrics_log=run.metrics,
-        callbacks=run.callbacks,
-        checkpoints=run.checkpoints,
-        pending=PendingMetrics(start.step),
-    )
+def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tuple[Position, Stop]:
+    """Runs the steps of a stage after `start`; returns where training stopped, and why."""
+    stage, batch_size = run.stage, run.stage.config.train.global_batch_size
+    flops_per_step = None if stage.step.model is not None else stage.config.flops_per_step
+    run.progress.start_stage(stage.name, stage.end_step, flops_per_step)
+    run.callbacks("on_start", RunInfo(stage.config, stage.step.mesh, run.workdir, start.step))
+    actions, position = run.actions, start
+    if start.step == 0:
+        position = run_due(actions, position)
+    reports = StepReports(run, start.step)
     with (
         PreemptionGuard() as guard,
-        contextlib.closing(stage.data.batches(stage.step, next_sequence, num_steps)) as stream,
-        StepProfiler(run.config, run.workdir, run_step, run.progress.log) as profiled_step,
+        contextlib.closing(stage.data.batches(stage.step, start.next_sequence, stage.end_step - start.step)) as stream,
+        StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):
         for step, (arrays, is_last) in enumerate(stream, start.step + 1):
-            state, metrics = profiled_step(step, state, Batch(**arrays))
-            next_sequence += config.global_batch_size
-            position = Position(state=state, step=step, next_sequence=next_sequence)
+            state, metrics = profiled_step(step, position.state, Batch(**arrays))
+            position = Position(state=state, step=step, next_sequence=position.next_sequence + batch_size)
             reports.pending.add(step, metrics)
-            stops = guard.requested(step)
-            reports.report(step if run.callbacks else step - 1, is_last=is_last)
-            is_last = is_last or run.callbacks.stop_requested
-            evaluates = is_last or _is_due(step, config.eval_every_steps)
-            scores = is_last or _is_due(step, run.config.evals.every_steps)
-            saves = is_last or stops or _is_due(step, config.checkpoint_every_steps)
-            if evaluates or scores or saves:
-                reports.report(step, is_last=is_last, fetches=True)
-                if run.callbacks.stop_requested and not is_last:
-                    is_last = evaluates = scores = saves = True
-                    reports.report(step, is_last=True)
-            if evaluates:
-                evaluation = run.evaluate(position)
-            of_tasks = run.score(position) if scores else {}
-            if saves:  # after this step's metrics are written: see metrics.py
-                run.save(position, evaluation if evaluates else None, of_tasks)
-            if evaluates or scores or saves:
+            stop = guard.stop_after(step)
+            if is_last:
+                stop = Stop.DONE
+
+            # Metrics are fetched after the next step is dispatched, so that the devices always have work. Actions and
+            # callbacks wait for them: a checkpoint follows the rows of its step, and StopTraining stops at that step.
+            waits = any(action.is_due(step, stop) for action in actions)
+            reports.report(step if waits or run.callbacks else step - 1, waits=waits)
+            if run.callbacks.stop_requested:
+                stop = Stop.DONE
+            if stop is Stop.DONE:
+                reports.report_last(step)
+            position = run_due(actions, position, stop)
+            if stop is not None:
+                return position, stop
+            if waits:
                 reports.pending.restart_clock(step)
-            if is_last or stops:
-                return position, evaluation, 0 if is_last else guard.exit_status
     raise UserError(
         f"batches ended before step {start.step + 1}: pass an iterable that starts with the batch of step 1"
     )
 
 
-def _make_progress(config: Config, *, has_custom_model: bool) -> Progress:
+def _make_progress() -> Progress:
     device = hardware.find(jax.devices()[0].device_kind)
-    return Progress(
-        config.train.steps,
-        flops_per_step=None if has_custom_model else config.flops_per_step,
-        peak_flops_per_second=device and device.bf16_flops_per_second * jax.device_count(),
-        is_primary=jax.process_index() == 0,
-    )
+    peak = device and device.bf16_flops_per_second * jax.device_count()
+    return Progress(peak_flops_per_second=peak, is_primary=jax.process_index() == 0)
 
 
 def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:
@@ -216,7 +188,3 @@ def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:
     for line in verify_compiled_step(step, compiled):
         progress.log(line)
     return compiled
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

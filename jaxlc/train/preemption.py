@@ -8,15 +8,17 @@ import threading
 import jax
 from jax.experimental import multihost_utils
 
+from jaxlc.train.actions import Stop
+
 _CTRL_C_MESSAGE = b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to stop now without saving\n"
 
 
 class PreemptionGuard:
-    """While it is entered, the first SIGTERM or SIGINT sets `requested`; a second SIGINT raises KeyboardInterrupt.
+    """While it is entered, the first SIGTERM or SIGINT asks for a stop; a second SIGINT raises KeyboardInterrupt.
 
     With several processes, a signal to any of them stops all of them after the same step: JAX's preemption service
     catches SIGTERM, and SIGINT is passed on as SIGTERM. Outside the main thread signals cannot be caught; with one
-    process `requested` is then always False.
+    process `stop_after` is then always None.
     """
 
     def __init__(self):
@@ -44,13 +46,10 @@ class PreemptionGuard:
                 signal.raise_signal(signal.SIGTERM)
         self._signal = signal.Signals(number)
 
-    def requested(self, step: int) -> bool:
-        """Whether the run should stop after `step`. Every process must call it for every step."""
+    def stop_after(self, step: int) -> Stop | None:
+        """The signal that stops the run after `step`, if there was one. Every process must call it for every step."""
         if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._signal is not None
-
-    @property
-    def exit_status(self) -> int:
-        """128 + the number of the signal, as shells report it: 143 for SIGTERM, 130 for SIGINT."""
-        return 128 + (self._signal or signal.SIGTERM)
+            is_requested = multihost_utils.reached_preemption_sync_point(step)
+        else:
+            is_requested = self._signal is not None
+        return Stop(128 + (self._signal or signal.SIGTERM)) if is_requested else None

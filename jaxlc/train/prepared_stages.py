@@ -1,7 +1,7 @@
 """The stages of a run, prepared: each with its training step and data, and where it starts.
 
-A stage starts from the checkpoint of the last step of the stage before, also within one process. So a run that is
-killed at a border does the same as one that is not, and the arrays get the shardings of the new stage's mesh.
+A stage starts from the checkpoint at the end of the stage before, also within one process. So a run that is killed at a
+stage boundary resumes exactly like an uninterrupted one, and the arrays get the shardings of the new stage's mesh.
 """
 
 import functools
@@ -24,19 +24,19 @@ from jaxlc.core.errors import UserError
 from jaxlc.models.frozen_names import trained_settings
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import TrainStep
+from jaxlc.train.actions import Position, TrainingStopped
+from jaxlc.train.callbacks import Callbacks
 from jaxlc.train.evaluation.held_out import Evaluator
 from jaxlc.train.evaluation.scorer import Scorer, make_scorer
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import resume_lines, sharding_lines
-from jaxlc.train.reports.step_reports import TrainingStopped
 from jaxlc.train.run_data import RunData
 
 
-@dataclass(frozen=True)
-class PreparedStage:
+@dataclass(frozen=True, kw_only=True)
+class PreparedStage(Stage):
     """A stage with its training step and its data. Nothing is allocated or compiled yet."""
 
-    stage: Stage
     step: TrainStep
     data: RunData
 
@@ -45,7 +45,7 @@ class PreparedStage:
         """None: there are no held-out sequences."""
         if self.data.heldout is None:
             return None
-        return Evaluator(self.step, self.data.heldout, self.stage.config.train.eval_sequences)
+        return Evaluator(self.step, self.data.heldout, self.config.train.eval_sequences)
 
     @cached_property
     def scorer(self) -> Scorer | None:
@@ -54,38 +54,34 @@ class PreparedStage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where training is: what a checkpoint holds."""
+class Outputs:
+    """Where a run reports and saves, in all stages."""
 
-    state: TrainState
-    step: int  # optimizer steps done
-    next_sequence: int  # index of the first training sequence of the stage that no step has used
+    workdir: Path
+    progress: Progress
+    checkpoints: Checkpoints
+    callbacks: Callbacks
 
 
 def stage_after(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
     """The stage that trains after `step`; the last one if all steps are done."""
-    return next((prepared for prepared in stages if step < prepared.stage.end_step), stages[-1])
+    return next((stage for stage in stages if step < stage.end_step), stages[-1])
 
 
 def _stage_until(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
     """The stage of `step`, which wrote its checkpoint; the first one for step 0."""
-    return next((prepared for prepared in stages if step <= prepared.stage.end_step), stages[-1])
+    return next((stage for stage in stages if step <= stage.end_step), stages[-1])
 
 
 def _restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:
     """What the checkpoint of `step` contains, and the shardings with which training continues."""
-    written_by, continued_by = _stage_until(stages, step).stage.config, stage_after(stages, step).step
+    written_by, continued_by = _stage_until(stages, step).config, stage_after(stages, step).step
     return RestoreTarget(
         continued_by.abstract_state,
         to_dict(written_by)["model"],
         trained_settings(written_by),
         without_frozen(continued_by, continued_by.abstract_state),
     )
-
-
-def _is_border(prepared: PreparedStage, step: int) -> bool:
-    """Whether `step` is the last one of the stage before."""
-    return 0 < step == prepared.stage.first_step
 
 
 def check_same_state(stages: Sequence[Stage], steps: Sequence[TrainStep]) -> None:
@@ -111,7 +107,7 @@ def _check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> N
     Raises:
       UserError: the stages have changed.
     """
-    now, stored = _stage_until(stages, step).stage, meta.get("stage", dict(name="", first_step=0))
+    now, stored = _stage_until(stages, step), meta["stage"]
     if (now.name, now.first_step) != (stored["name"], stored["first_step"]):
         before, after = (
             f"stage {name}, which starts after step {first}" if name else "a run without stages"
@@ -123,16 +119,16 @@ def _check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> N
         )
 
 
-def _check_gate(stages: Sequence[PreparedStage], prepared: PreparedStage, meta: dict, checkpoints: Path) -> None:
-    """Checks the gates of the stage before `prepared`.
+def _check_gate(stages: Sequence[PreparedStage], stage: PreparedStage, meta: dict, checkpoints: Path) -> None:
+    """Checks the gates of the stage before `stage`.
 
     Args:
       meta: of the checkpoint at the end of the stage before.
     Raises:
       TrainingStopped: its held-out loss is above the limit, or a score below; the message names the checkpoint.
     """
-    before, step = _stage_until(stages, prepared.stage.first_step).stage, prepared.stage.first_step
-    stopped = f"stage {prepared.stage.name} was not started; the checkpoint is {checkpoints / str(step)}"
+    before, step = _stage_until(stages, stage.first_step), stage.first_step
+    stopped = f"stage {stage.name} was not started; the checkpoint is {checkpoints / str(step)}"
     advice = f"train stage {before.name} longer, or continue with --config.stages.{before.name}"
     limit, loss = before.max_eval_loss, meta["eval_loss"]
     if limit and (loss is None or loss > limit):
@@ -141,7 +137,7 @@ def _check_gate(stages: Sequence[PreparedStage], prepared: PreparedStage, meta: 
             f"stage {before.name} ended with held-out loss {'unknown' if loss is None else format(loss, '.4f')}, and"
             f" its limit is max_eval_loss={limit:g}: {stopped}; {advice}.max_eval_loss={enough:g}"
         )
-    scores = meta.get("scores", {})  # checkpoints of older versions have none
+    scores = meta["scores"]
     for name, least in parse_min_scores(before.min_scores, "min_scores").items():
         if scores.get(name) is None or scores[name] < least:
             score = "unknown" if scores.get(name) is None else format(scores[name], ".4g")
@@ -151,48 +147,43 @@ def _check_gate(stages: Sequence[PreparedStage], prepared: PreparedStage, meta: 
             )
 
 
-def _first_state_of_stage(prepared: PreparedStage, state: TrainState) -> TrainState:
-    """The state at the start of a stage, from that at the end of the stage before."""
-    if prepared.stage.optimizer_state == "carry":
+def _first_state(stage: PreparedStage, state: TrainState) -> TrainState:
+    """The state at the start of a stage, from the state at the end of the stage before."""
+    if stage.optimizer_state == "carry":
         return state
     for moments in jax.tree.leaves(state.opt_state):
         moments.delete()  # before the new ones are allocated
-    return prepared.step.init(state.params)._replace(step=state.step, rng=state.rng, scaling=state.scaling)
+    return stage.step.init(state.params)._replace(step=state.step, rng=state.rng, scaling=state.scaling)
 
 
-def first_position(
-    stages: Sequence[PreparedStage], workdir: Path, checkpoints: Checkpoints, progress: Progress
-) -> tuple[Position, PreparedStage]:
+def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Position:
     """The position of the latest valid checkpoint, or of step 0, with the weights of model.init_from if it is set.
-
-    Also returns the stage that trains from there.
 
     Raises:
       TrainingStopped: the gate of the stage before is closed.
     """
-    restored = checkpoints.restore_latest_of(functools.partial(_restore_target, stages))
+    workdir, progress = outputs.workdir, outputs.progress
+    restored = outputs.checkpoints.restore_latest_of(functools.partial(_restore_target, stages))
     if restored is None:
-        return Position(state=_initial_state(stages[0], workdir, progress), step=0, next_sequence=0), stages[0]
+        return Position(state=_initial_state(stages[0], workdir, progress), step=0, next_sequence=0)
     state, meta = restored
-    step = int(state.step)
+    step, directory = int(state.step), workdir / CHECKPOINTS_DIRECTORY
     _check_position(stages, step, meta)
     stage = stage_after(stages, step)
     if BASE in meta:
-        checkpoint = workdir / CHECKPOINTS_DIRECTORY / str(step)
-        state = state._replace(params=with_base(stage.step, state.params, meta[BASE], checkpoint))
-    config, name = stage.stage.config, stage.stage.name
-    if _is_border(stage, step):
-        _check_gate(stages, stage, meta, workdir / CHECKPOINTS_DIRECTORY)
-        progress.log(f"stage {name} starts from the checkpoint of step {step}")
-        return Position(state=_first_state_of_stage(stage, state), step=step, next_sequence=0), stage
-    for line in resume_lines(config, workdir, stage.data.fingerprint, step, meta, name):
+        state = state._replace(params=with_base(stage.step, state.params, meta[BASE], directory / str(step)))
+    if 0 < step == stage.first_step:
+        _check_gate(stages, stage, meta, directory)
+        progress.log(f"stage {stage.name} starts from the checkpoint of step {step}")
+        return Position(state=_first_state(stage, state), step=step, next_sequence=0)
+    for line in resume_lines(stage.config, workdir, stage.data.fingerprint, step, meta, stage.name):
         progress.log(line)
-    return Position(state=state, step=step, next_sequence=meta["next_row"]), stage
+    return Position(state=state, step=step, next_sequence=meta["next_row"])
 
 
 def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> TrainState:
     """The state of step 0."""
-    params, init_from = None, stage.stage.config.model.init_from
+    params, init_from = None, stage.config.model.init_from
     if init_from:
         with progress.progress_bar(f"reading {init_from}") as update:
             params, line = load_pretrained(stage.step, update)
@@ -204,10 +195,7 @@ def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> T
 
 def num_tokens_until(stages: Sequence[PreparedStage], step: int) -> int:
     """Tokens of the first `step` optimizer steps, over all devices, padding included."""
-    return sum(
-        max(0, min(step, stage.stage.end_step) - stage.stage.first_step) * stage.stage.config.tokens_per_step
-        for stage in stages
-    )
+    return sum(max(0, min(step, stage.end_step) - stage.first_step) * stage.config.tokens_per_step for stage in stages)
 
 
 def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[str]]) -> list[str]:
@@ -217,10 +205,9 @@ def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[s
       step_lines: of each stage; see `start_report.step_lines`.
     """
     lines: list[str] = []
-    for prepared, lines_of_step in zip(stages, step_lines):
-        stage = prepared.stage
+    for stage, lines_of_step in zip(stages, step_lines):
         if stage.name:
             reset = ", optimizer state reset" if stage.optimizer_state == "reset" else ""
             lines.append(f"STAGE {stage.name}: steps {stage.first_step + 1:,} to {stage.end_step:,}{reset}")
-        lines += [*lines_of_step, *prepared.data.lines, ""]
+        lines += [*lines_of_step, *stage.data.lines, ""]
     return [*lines, *sharding_lines(stages[0].step)]

@@ -38,7 +38,7 @@ class RunData:
     fingerprint: str  # equal for two runs if all sequences are equal
     lines: list[str]  # description, printed at the start of the run
     corpus: Corpus | None = field(default=None, repr=False)  # None: user-provided batches
-    waiting: WaitingTime = field(default_factory=WaitingTime, repr=False)  # of the loop over `batches`
+    waiting: WaitingTime = field(default_factory=WaitingTime, repr=False)  # while the loop waits for `batches`
 
     def baselines(self, config: Config) -> dict[str, float]:
         """Held-out losses of n-gram models, in nats; empty without a corpus."""
@@ -96,11 +96,11 @@ def open_data(
     if user_batches is None and eval_batches is not None:
         raise UserError("eval_batches without batches: pass both, or neither to train on the corpus of config.data")
     if user_batches is not None:
-        return _of_batches(stage.config, user_batches, eval_batches)
-    return _of_corpus(stage.config, progress, stage.num_steps)
+        return _from_batches(stage.config, user_batches, eval_batches)
+    return _from_corpus(stage.config, progress, stage.num_steps)
 
 
-def _of_corpus(config: Config, progress: Progress, num_steps: int) -> RunData:
+def _from_corpus(config: Config, progress: Progress, num_steps: int) -> RunData:
     tokenizer = load_matching_tokenizer(config)
     with progress.progress_bar("reading the corpus") as update:
         corpus = open_corpus(config.data, progress=update, log=progress.log, tokenizer=tokenizer)
@@ -137,7 +137,7 @@ def load_matching_tokenizer(config: Config) -> Tokenizer:
     return tokenizer
 
 
-def _of_batches(config: Config, user_batches: Batches, eval_batches: Batches | None) -> RunData:
+def _from_batches(config: Config, user_batches: Batches, eval_batches: Batches | None) -> RunData:
     seq_len, vocab_size = config.data.seq_len, config.model.vocab_size
     heldout = None if eval_batches is None else ListedSequences(eval_batches, seq_len=seq_len, vocab_size=vocab_size)
     evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"

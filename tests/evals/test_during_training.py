@@ -11,8 +11,8 @@ from jaxlc.evals.score_rows import read_scores
 from jaxlc.generation.cached_decoder import CachedDecoder
 from jaxlc.generation.generator import Generator
 from jaxlc.train import loop
+from jaxlc.train.actions import TrainingStopped
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
-from jaxlc.train.reports.step_reports import TrainingStopped
 from scripts import kill_drill
 from tests.train import runs
 

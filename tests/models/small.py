@@ -12,6 +12,7 @@ import numpy as np
 from jaxlc.config import MeshConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.models import decoder
+from jaxlc.models.layer_stack import LayerContext
 from jaxlc.models.layers import run_layer
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import rope_tables
@@ -75,18 +76,21 @@ def small_mesh(**axes):
     return make_mesh(config, jax.devices()[: config.num_devices])
 
 
-def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: layer):
-    """(normed x_BTD, head_DV) of the decoder; call under `jit`."""
-    x_BTD, factor_D, head_DV = decoder.apply(
-        params,
-        model,
-        tokens_BT,
-        positions_BT,
+def context_of(model, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: layer):
+    """Layers with dense attention."""
+    return LayerContext(
         run_layer=run_layer_of(model),
         ranges=dict.fromkeys(model.layer_kinds),
         shard=Sharder(small_mesh() if mesh is None else mesh),
         remat=Remat(wrap_layer=remat, wrap_group=lambda group: group, layers_per_group=1),
         compute_dtype=compute_dtype,
+    )
+
+
+def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: layer):
+    """(normed x_BTD, head_DV) of the decoder; call under `jit`."""
+    x_BTD, factor_D, head_DV = decoder.apply(
+        decoder.Params(params), model, tokens_BT, positions_BT, context_of(model, mesh, compute_dtype, remat)
     )
     return rms_norm(x_BTD, factor_D, model.norm_epsilon), head_DV
 

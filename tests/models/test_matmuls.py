@@ -16,7 +16,6 @@ from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.matmuls import Fp8, Matmuls, fp8_product
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder
-from jaxlc.step.remat import Remat
 from tests.models import small
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
@@ -107,18 +106,8 @@ RECIPE = dict(matmuls=("query", "mlp_down"), history_steps=2)
 
 def hidden(params, histories=None, fp8=None):
     """x_BTD after three layers, float32 except FP8 products."""
-    return decoder.apply(
-        params,
-        MODEL,
-        *small.small_inputs(MODEL),
-        run_layer=small.run_layer_of(MODEL),
-        ranges=dict.fromkeys(MODEL.layer_kinds),
-        shard=Sharder(small.small_mesh()),
-        remat=Remat(wrap_layer=lambda layer: layer, wrap_group=lambda group: group, layers_per_group=1),
-        compute_dtype=jnp.float32,
-        fp8=fp8,
-        histories=histories,
-    )[0]
+    params = decoder.Params(params, histories=histories)
+    return decoder.apply(params, MODEL, *small.small_inputs(MODEL), small.context_of(MODEL), fp8=fp8)[0]
 
 
 def hidden_layer_by_layer(params, recipes):

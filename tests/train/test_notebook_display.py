@@ -85,9 +85,10 @@ def test_display_without_text_makes_no_output(handle):
 
 CELL = """
 from jaxlc.train.reports.progress import Progress
-with Progress(40, flops_per_step=1e9, peak_flops_per_second=None, is_primary=True) as progress:
+with Progress(peak_flops_per_second=None, is_primary=True) as progress:
     with progress.compiling("the training step"), progress.spinner("waiting"):
         progress.log("a line")
+    progress.start_stage("", 40, flops_per_step=1e9)
     for step in range(1, 41):
         progress.update(step=step, loss=2.5, tokens_per_second=100.0, step_seconds=0.5)
     progress.log("the end")

@@ -5,18 +5,20 @@ import pytest
 from jaxlc.config.command_line import run_main
 from jaxlc.train import loop
 from jaxlc.train.__main__ import main
+from jaxlc.train.actions import Stop
 from jaxlc.train.preemption import PreemptionGuard
 from tests.train import runs
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_guard_after_signal_requests_stop(number, status):
+@pytest.mark.parametrize(
+    "number, stop, status", [(signal.SIGTERM, Stop.SIGTERM, 143), (signal.SIGINT, Stop.SIGINT, 130)]
+)
+def test_guard_after_signal_stops_with_its_exit_status(number, stop, status):
     previous = signal.getsignal(number)
     with PreemptionGuard() as guard:
-        assert not guard.requested(1)
+        assert guard.stop_after(1) is None
         signal.raise_signal(number)
-        assert guard.requested(2)
-    assert guard.exit_status == status
+        assert guard.stop_after(2) is stop and stop.value == status
     assert signal.getsignal(number) is previous
 
 
@@ -28,11 +30,11 @@ def test_guard_after_second_ctrl_c_raises():
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_guard_after_sigterm_and_ctrl_c_requests_stop():
+def test_guard_after_sigterm_and_ctrl_c_stops():
     with PreemptionGuard() as guard:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
-        assert guard.requested(1)
+        assert guard.stop_after(1) is Stop.SIGINT
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, 
 def make_progress(total_steps=130, *, is_primary=True, is_terminal=False, peak=None) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, force_terminal=is_terminal, width=160, highlight=False, soft_wrap=True)
-    flops = dict(flops_per_step=2e9, peak_flops_per_second=peak)
-    return Progress(total_steps, **flops, is_primary=is_primary, console=console), out
+    progress = Progress(peak_flops_per_second=peak, is_primary=is_primary, console=console)
+    progress.start_stage("", total_steps, flops_per_step=2e9)
+    return progress, out
 
 
 def test_update_without_terminal_prints_one_line(clock):
@@ -42,10 +43,11 @@ def test_update_without_terminal_prints_every_few_seconds(clock):
 
 def test_progress_to_pipe_prints_plain_text(capsys, monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    with Progress(2, flops_per_step=1e9, peak_flops_per_second=None, is_primary=True) as progress:
+    with Progress(peak_flops_per_second=None, is_primary=True) as progress:
         with progress.compiling("the step"), progress.progress_bar("reading") as count:
             count(1, 2)
         progress.log("[bold]not markup[/bold] " + 200 * "x")
+        progress.start_stage("", 2, flops_per_step=1e9)
         progress.update(step=2, **ROW)
     out = capsys.readouterr().out
     assert "\x1b" not in out

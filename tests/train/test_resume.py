@@ -10,8 +10,8 @@ import pytest
 
 import jaxlc
 from jaxlc.config import read_config
+from jaxlc.train.reports.metrics import MetricsLog
 from tests.helpers import png_size
-from tests.hf.test_export import save_step_0
 from tests.train import runs
 
 
@@ -65,27 +65,46 @@ def test_run_killed_while_saving_resumes_bitwise(config, uninterrupted, tmp_path
     assert not list(checkpoints.glob("*tmp*"))
 
 
-@pytest.mark.heavy
-def test_run_stopped_by_ctrl_c_then_sigterm_resumes_bitwise(config, uninterrupted, tmp_path):
-    slow_config = runs.write_slow_config(config)
+@pytest.fixture
+def signal_after(monkeypatch):
+    """A function that raises signals in this process after the row of a step is written, while the next step runs."""
+    write = MetricsLog.write
 
-    def stop(number: signal.Signals, after_step: int) -> tuple[int, str]:
-        """Signals a run after that step; returns the step that it saved, and its output."""
-        run = runs.start(slow_config, tmp_path, train__checkpoint_every_steps=0)
-        runs.wait_until(lambda: runs.step_of(tmp_path) > after_step, run)
-        run.send_signal(number)
-        output = runs.finish(run, status=128 + number)
+    def set_signals(after_step: int, *numbers: signal.Signals) -> None:
+        def write_and_raise(self, *, step, **values):
+            write(self, step=step, **values)
+            for number in numbers if step == after_step and "loss" in values else ():
+                signal.raise_signal(number)
+
+        monkeypatch.setattr(MetricsLog, "write", write_and_raise)
+
+    return set_signals
+
+
+def test_run_stopped_by_ctrl_c_then_sigterm_resumes_bitwise(config, uninterrupted, tmp_path, signal_after, capfd):
+    def stop(number: signal.Signals, after_step: int) -> str:
+        """Stops a run, which saves the step that follows the next one, and returns its output."""
+        signal_after(after_step, number)
+        output = runs.train(config, tmp_path, status=128 + number, train__checkpoint_every_steps=0)
         saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
-        assert saved == runs.step_of(tmp_path)
+        assert saved == runs.step_of(tmp_path) == after_step + 2
         assert f"stopped after step {saved}, saved a checkpoint; run the same command again to resume" in output
-        return saved, output
+        return output
 
-    first, output = stop(signal.SIGINT, after_step=0)
-    assert "Ctrl-C: saving a checkpoint after this step; press Ctrl-C again to stop now without saving" in output
-    second, output = stop(signal.SIGTERM, after_step=first)
-    assert f"resuming from step {first} " in output
-    assert f"resuming from step {second} " in runs.train(config, tmp_path, train__checkpoint_every_steps=0)
+    stop(signal.SIGINT, after_step=1)
+    message = "Ctrl-C: saving a checkpoint after this step; press Ctrl-C again to stop now without saving"
+    assert message in capfd.readouterr().err
+    assert "resuming from step 3 " in stop(signal.SIGTERM, after_step=5)
+    signal_after(0)
+    assert "resuming from step 7 " in runs.train(config, tmp_path, train__checkpoint_every_steps=0)
     assert runs.rows(tmp_path) == uninterrupted
+
+
+def test_second_ctrl_c_ends_the_run_at_once(config, tmp_path, signal_after):
+    signal_after(10, signal.SIGINT, signal.SIGINT)
+    output = runs.train(config, tmp_path, status=130)
+    assert runs.step_of(tmp_path) == 10
+    assert re.search(r"interrupted; the latest checkpoint in .* is of step [48]; run the same command", output), output
 
 
 def _assert_same_losses(got: list[dict], expected: list[dict], tolerance: float) -> None:
@@ -133,7 +152,7 @@ def test_run_of_two_processes_has_equal_losses(config, uninterrupted, tmp_path):
 
     Each reads its shards of the initial weights from a Hugging Face directory.
     """
-    save_step_0(read_config(str(config)), tmp_path / "initial")
+    runs.save_step_0(read_config(str(config)), tmp_path / "initial")
     weights = jaxlc.export(tmp_path / "initial", tmp_path / "weights", dtype="fp32")
     for run in runs.start_pair(config, tmp_path, model__init_from=weights, data__tokenizer="bytes"):
         assert runs.finish(run).count("bytes read by this process") <= 1
@@ -160,9 +179,7 @@ def test_run_with_damaged_checkpoint_resumes_from_older_one(config, uninterrupte
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     *_, older, latest = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
     newest = workdir / "checkpoints" / str(latest)
-    for file in (newest / "state").rglob("*"):
-        if file.is_file():
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    runs.damage(newest)
     output = runs.train(config, workdir)
     assert f"checkpoint {newest} cannot be read" in output and f"resuming from step {older} " in output, output
     assert runs.rows(workdir) == uninterrupted

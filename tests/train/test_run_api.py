@@ -234,9 +234,7 @@ def test_load_without_checkpoints_raises(tmp_path):
 
 def test_load_with_damaged_checkpoint_names_other_checkpoints(result, tmp_path):
     shutil.copytree(result.workdir, tmp_path / "w")
-    for path in (tmp_path / "w" / "checkpoints" / "4" / "state").rglob("*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    runs.damage(tmp_path / "w" / "checkpoints" / "4")
     with pytest.raises(UserError, match="step 4 in .* cannot be read .*; other checkpoints: 2"):
         jaxlc.load(tmp_path / "w")
 

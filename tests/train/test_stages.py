@@ -1,4 +1,4 @@
-"""Runs with stages: borders, gates, resets, and kills."""
+"""Runs with stages: boundaries, gates, resets, and kills."""
 
 import json
 import shutil
@@ -10,8 +10,8 @@ import pytest
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.train import loop
+from jaxlc.train.actions import TrainingStopped
 from jaxlc.train.reports.loss_plots import loss_figure
-from jaxlc.train.reports.step_reports import TrainingStopped
 from scripts import kill_drill
 from tests.train import runs
 
@@ -84,7 +84,10 @@ def test_checkpoint_at_the_end_of_a_stage_is_kept(undisturbed):
 
 
 def test_gate_stops_before_the_next_stage(config_path, undisturbed, tmp_path):
-    """Also when the run is started again, which changes nothing; a larger limit continues bitwise equal."""
+    """Also when the run is started again, which changes nothing. A larger limit continues bitwise equal.
+
+    Also if the checkpoint at the end of the stage is damaged: the run resumes in that stage, after compiling the next.
+    """
     workdir = tmp_path / "run"
     for _ in range(2):
         with pytest.raises(TrainingStopped) as stopped:
@@ -93,12 +96,13 @@ def test_gate_stops_before_the_next_stage(config_path, undisturbed, tmp_path):
         assert "limit is max_eval_loss=0.1: stage long was not started" in message
         assert str(workdir / "checkpoints" / "4") in message and "--config.stages.short.max_eval_loss=" in message
         assert runs.rows(workdir) == [row for row in runs.rows(undisturbed) if row["stage"] == "short"]
+    runs.damage(workdir / "checkpoints" / "4")
     _run(config_path, workdir)
     assert kill_drill.differences(undisturbed, workdir, 7) == []
 
 
 @pytest.mark.full
-def test_run_resumed_on_another_mesh_crosses_the_border(config_path, undisturbed, tmp_path):
+def test_run_resumed_on_another_mesh_crosses_the_boundary(config_path, undisturbed, tmp_path):
     """The losses are equal within the rounding of sums in another order."""
     workdir = shutil.copytree(undisturbed, tmp_path / "copy")
     for step in ("6", "7"):
@@ -119,7 +123,7 @@ def test_checkpoint_of_other_stages_raises(config_path, undisturbed, tmp_path):
 
 @pytest.mark.heavy
 def test_killed_run_equals_the_undisturbed_run(config_path, undisturbed, tmp_path):
-    """A kill after a step, one inside a save, and one at the border. The comparison detects a changed row and array."""
+    """Kills after a step, inside a save, and at the boundary. A changed row and a changed array are detected."""
     lines = []
     arguments = [f"--config={config_path}"]
     equal = kill_drill.drill(arguments, tmp_path, num_kills=3, seed=3, log=lines.append, undisturbed=undisturbed)
@@ -138,7 +142,7 @@ def test_killed_run_equals_the_undisturbed_run(config_path, undisturbed, tmp_pat
 
 
 @pytest.mark.full
-def test_two_processes_cross_the_border_with_equal_losses(config_path, undisturbed, tmp_path):
+def test_two_processes_cross_the_boundary_with_equal_losses(config_path, undisturbed, tmp_path):
     for run in runs.start_pair(config_path, tmp_path):
         runs.finish(run)
     losses, others = ([row["loss"] for row in runs.rows(run) if "loss" in row] for run in (undisturbed, tmp_path))

@@ -9,7 +9,7 @@ from jaxlc.train.evaluation.document_sums import MIN_DOCUMENTS, DocumentSums, Es
 
 LIMIT = 256  # limited context: at least this many earlier tokens, and fewer than twice as many
 PIECE_TOKENS = 2 * LIMIT
-OFFSETS = (0, LIMIT)  # of the two passes
+OFFSETS = (0, LIMIT)  # one for each pass
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -93,7 +93,8 @@ class Evaluator:
 
     @cached_property
     def _token_losses(self) -> jax.stages.Compiled:
-        """Returns the losses of all tokens to every process. Its transport is checked as that of the step."""
+        """Returns the losses of all tokens to every process. The compiled evaluation must use the transport of the
+        training step."""
         compiled = self._step.compile_evaluation()
         verify_evaluation(self._step, compiled)
         return compiled
@@ -150,7 +151,7 @@ class Evaluator:
 
 
 class _Repeated:
-    """The first sequences, again and again; the repeated ones fill the last batch."""
+    """Cycles through the first sequences; repeats pad the last batch."""
 
     def __init__(self, sequences: Sequences, num_sequences: int):
         self._sequences, self._num_sequences = sequences, num_sequences

@@ -43,8 +43,8 @@ def write_report(
     rate, utilization = history.median("flops_per_second_documents"), history.median("mfu_documents")
     flops = []
     if rate is not None:
-        of_peak = "" if utilization is None else f", {utilization:.1%} of the bf16 peak"
-        flops.append(f"model FLOP/s    {flops_text(rate)} (documents{of_peak}; median)")
+        peak = "" if utilization is None else f", {utilization:.1%} of the bf16 peak"
+        flops.append(f"model FLOP/s    {flops_text(rate)} (documents{peak}; median)")
     tensorboard = f", tensorboard --logdir {displayed(workdir / TENSORBOARD_DIRECTORY)}"
     if not extras.is_installed("tensorboardX"):
         tensorboard = f"; TensorBoard event files skipped: {extras.install_hint('tensorboardX')}"

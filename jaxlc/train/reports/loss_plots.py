@@ -58,18 +58,18 @@ def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
 
 
 def _draw_stages(axes: Axes, history: History) -> None:
-    """Lines at the borders of stages, and the names of the stages at the top."""
+    """Lines at the boundaries of stages, and the names of the stages at the top."""
     if "stage" not in history or not history.num_rows:
         return
     names, steps = history["stage"], history["step"]
     starts = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1)]
     for index in starts:
-        border = steps[index - 1] + 0.5 if index else steps[0]
+        boundary = steps[index - 1] + 0.5 if index else steps[0]
         if index:
-            axes.axvline(border, color=GRAY, linewidth=0.9, zorder=1)
+            axes.axvline(boundary, color=GRAY, linewidth=0.9, zorder=1)
         axes.annotate(
             str(names[index]),
-            (border, 1.0),
+            (boundary, 1.0),
             (3, -3),  # points
             xycoords=("data", "axes fraction"),
             textcoords="offset points",

@@ -1,7 +1,7 @@
 """Metrics on disk: WORKDIR/metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard.
 
 The loop writes the rows of a step before it saves the checkpoint of that step. So if the checkpoint of step n exists,
-all rows up to n exist, and a run that resumes from it drops the later rows: its file equals that of an uninterrupted
+all rows up to n exist. A run that resumes from it drops the later rows, so its file equals the file of an uninterrupted
 run. A row is passed to the operating system in one write, so killing the process truncates at most the last line.
 """
 
@@ -50,7 +50,7 @@ class MetricsLog:
     def __init__(self, file: TextIO | None, tensorboard: "_TensorBoard | None", stage: str = ""):
         self._file, self._tensorboard, self._stage = file, tensorboard, stage
 
-    def of_stage(self, name: str) -> "MetricsLog":
+    def for_stage(self, name: str) -> "MetricsLog":
         """The same log, whose rows name a stage; "": none."""
         return MetricsLog(self._file, self._tensorboard, name)
 

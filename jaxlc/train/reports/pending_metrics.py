@@ -15,7 +15,6 @@ class PendingMetrics:
     Attributes:
       last: metrics of the newest fetched step, numpy; None before the first fetch.
       last_step: the newest fetched step.
-      logged_step: the newest step whose metrics the caller has logged.
     """
 
     def __init__(self, step: int):
@@ -24,7 +23,7 @@ class PendingMetrics:
           step: the step after which the clock starts.
         """
         self.last: StepMetrics | None = None
-        self.last_step = self.logged_step = step
+        self.last_step = step
         self._pending: list[tuple[int, StepMetrics]] = []
         self.restart_clock(step)
 
@@ -35,11 +34,6 @@ class PendingMetrics:
 
     def add(self, step: int, metrics: StepMetrics) -> None:
         self._pending.append((step, metrics))
-
-    @property
-    def newest_step(self) -> int:
-        """The step that was added last, or `last_step` if all were fetched."""
-        return self._pending[-1][0] if self._pending else self.last_step
 
     def fetch(self, until: int) -> list[tuple[int, StepMetrics]]:
         """Waits for the steps up to `until` and returns (step, numpy metrics) of each that was not fetched."""

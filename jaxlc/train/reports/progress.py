@@ -18,36 +18,30 @@ _MIN_SECONDS_BETWEEN_LINES = 5.0  # between two plain progress lines
 
 
 class Progress:
-    """The progress of one run of `total_steps`; a context manager that shows the live line while it is entered."""
+    """The progress of one run; a context manager that shows the live line while it is entered.
 
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        flops_per_step: float | None,
-        peak_flops_per_second: float | None,
-        is_primary: bool,
-        console: Console | None = None,
-    ):
-        """
-        Args:
-          flops_per_step: model FLOPs with causal attention, over all devices; None if unknown.
-          peak_flops_per_second: bf16 peak, over all devices; None if unknown, as for CPUs.
-        """
+    Attributes:
+      peak_flops_per_second: bf16 peak, over all devices; None if unknown, as for CPUs.
+    """
+
+    def __init__(self, *, peak_flops_per_second: float | None, is_primary: bool, console: Console | None = None):
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._console.quiet = not is_primary
         self._is_live = is_primary and self._console.is_terminal
         self._notebook = NotebookDisplay() if is_primary and self._console.is_jupyter else None
-        self._total_steps, self._flops_per_step = total_steps, flops_per_step
         self.peak_flops_per_second = peak_flops_per_second
         columns = SpinnerColumn(), BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn()
         self._bars = LiveBars(*columns, console=self._console, transient=True)
         self._steps_bar = None  # created at the first step
-        self._last_line_seconds = float("-inf")
-        self._stage = ""
 
     def start_stage(self, name: str, total_steps: int, flops_per_step: float | None) -> None:
-        """Shows the steps of a stage from now on; `name` is "" in a run without stages."""
+        """Shows the steps of a stage from now on.
+
+        Args:
+          name: "" in a run without stages.
+          total_steps: the step at which the stage ends.
+          flops_per_step: model FLOPs with causal attention, over all devices; None if unknown.
+        """
         self._stage = f"{name}: " if name else ""
         self._total_steps, self._flops_per_step = total_steps, flops_per_step
         self._last_line_seconds = float("-inf")
@@ -112,7 +106,7 @@ class Progress:
         flops_per_second_documents: float | None = None,
         **_,
     ) -> None:
-        """Shows the progress after one or more steps. Accepts a whole metrics row and ignores its other values."""
+        """Shows the progress after a step of the stage. Accepts a whole metrics row and ignores its other values."""
         text = (
             f"{self._stage}step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
             f"{self._utilization_text(step_seconds, flops_per_second_documents)}"

@@ -89,7 +89,7 @@ def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: Tok
 
 
 def _with_existing_tokenizer(config: Config, workdir: Path) -> Config:
-    """`config` with the copy in `workdir` if the tokenizer is that of a Hugging Face directory that is absent."""
+    """`config`, with the tokenizer copied to `workdir` if its original Hugging Face directory is gone."""
     path, copy = Path(config.data.tokenizer), workdir / COPY_DIRECTORY / TOKENIZER_FILE
     is_of_model = path == Path(config.model.init_from).expanduser() / TOKENIZER_FILE
     if not is_of_model or path.exists() or not copy.is_file():
