@@ -10,7 +10,8 @@ from jaxlc.core.axes import mesh_text
 from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import USABLE_SHARE
-from jaxlc.plan.report import format_seconds, gib
+from jaxlc.plan.report import gib
+from jaxlc.simulate.interval import Interval, estimate_text, range_text, two_digits
 
 _WIDTH = 118
 
@@ -24,9 +25,16 @@ class ProgramPlan:
     workspace_bytes: int  # of kernels; upper bound
     nccl_bytes: int  # upper bound
     seconds: float  # prefill: of the whole prompt. Decoding: of one step, one token per sequence
+    seconds_interval: tuple[float, float]  # 80% of published training runs, lowest first; generation was not compared
     seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting" for communication
     kernels: dict[str, int]  # executions in one run of the program
     largest: tuple[LiveTensor, ...]  # largest arrays at the peak
+
+    @property
+    def interval(self) -> Interval:
+        """`seconds_interval` as factors."""
+        low, high = self.seconds_interval
+        return Interval(low / self.seconds, high / self.seconds)
 
     @property
     def peak_bytes(self) -> int:
@@ -137,17 +145,19 @@ def _kernels(plan: GenerationPlan) -> Iterator[str]:
 
 
 def _time(plan: GenerationPlan) -> Iterator[str]:
-    yield "ESTIMATED TIME (analytical, not validated on hardware)"
-    of_prefill = f"{plan.prefill_tokens_per_second:,.0f} tokens/s"
-    of_decode = f"per token of each sequence, {plan.decode_tokens_per_second:,.1f} tokens/s"
-    for name, program, rate in (("prefill", plan.prefill, of_prefill), ("decode", plan.decode, of_decode)):
-        yield f"  {name:<12} {format_seconds(program.seconds):>10}  {rate}"
+    yield "ESTIMATED TIME: the median, and in brackets 80% of published training runs; generation was not compared"
+    for name, program, num_tokens, unit in (
+        ("prefill", plan.prefill, plan.batch_size * plan.prompt_tokens, ""),
+        ("decode", plan.decode, plan.batch_size, " per token of each sequence"),
+    ):
+        rate = range_text(num_tokens / program.seconds, "tokens/s", program.interval.inverse)
+        yield f"  {name:<12} {estimate_text(program.seconds, program.interval)}{unit}, {rate}"
         yield f"  {'':<12} {_shares(program)}"
     yield "  Without the choice of tokens and the work of the host between two programs."
 
 
 def _shares(program: ProgramPlan) -> str:
-    shares = (f"{kind} {seconds / program.seconds:.1%}" for kind, seconds in program.seconds_by_kind.items())
+    shares = (f"{kind} {two_digits(100 * x / program.seconds)}%" for kind, x in program.seconds_by_kind.items())
     return ", ".join(shares)
 
 

@@ -85,25 +85,21 @@ class PlanRecord:
             memory = dict(values["memory"])
             memory["largest"] = tuple(_construct(LiveTensor, tensor) for tensor in memory["largest"])
             collectives = ({**stats, "axes": tuple(stats["axes"])} for stats in values["collectives"])
-            advice = values["advice"]
+            advice, predicted = values["advice"], values["predicted"]
+            interval = tuple(predicted["step_seconds_interval"])
             parts = dict(
-                predicted=_predicted(values["predicted"]),
+                predicted=_construct(Prediction, {**predicted, "step_seconds_interval": interval}),
                 memory=_construct(Memory, memory),
                 collectives=tuple(_construct(CollectiveStats, stats) for stats in collectives),
                 ring=_construct(Ring, values["ring"]),
                 hints=tuple(values["hints"]),
                 advice=None if advice is None else tuple(_construct(Change, change) for change in advice),
-                layer_timeline=tuple(_construct(LayerEvent, event) for event in values.get("layer_timeline", ())),
-                packing=_packing(values.get("packing")),
+                layer_timeline=tuple(_construct(LayerEvent, event) for event in values["layer_timeline"]),
+                packing=_packing(values["packing"]),
             )
             return _construct(cls, {**values, **parts})
         except (KeyError, TypeError) as error:
             raise UserError(f"invalid plan: {name} cannot be read ({error}); write it again with --json") from error
-
-
-def _predicted(values: Mapping[str, Any]) -> Prediction:
-    interval = values.get("step_seconds_interval")
-    return _construct(Prediction, {**values, "step_seconds_interval": tuple(interval) if interval else None})
 
 
 def _packing(values: Mapping[str, Any] | None) -> PackingEstimates | None:

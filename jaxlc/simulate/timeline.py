@@ -20,14 +20,14 @@ overlaps less; its estimate is pessimistic.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlc.core.flops import matmul_flops
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.hlo.trip_counts import trip_count
-from jaxlc.simulate.interval import time_interval
+from jaxlc.simulate.interval import Interval, time_interval
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timed_ops import LINKS, OTHER_KERNELS, PRODUCTS, QUEUES, Kernel, TimedOp, TimedOps, TimedTransfer
 
@@ -56,10 +56,15 @@ class Prediction:
     transfer_seconds_by_resource: dict[str, float]  # sums as above, by resource: "NVLink", "network", "host"
     # Time outside of attention kernels and of the model's own matrix products: waiting for "NVLink", "network" and
     # "host", "recomputed matrix products" (all FLOPs of products above the model's), and other kernels by their
-    # innermost scope, such as "mlp kernels". Largest first. Plans of older versions lack it.
-    overhead_seconds: dict[str, float] = field(default_factory=dict)
-    # Seconds between which the step is expected in 80% of cases (`interval`), lowest first. Older plans lack it.
-    step_seconds_interval: tuple[float, float] | None = None
+    # innermost scope, such as "mlp kernels". Largest first.
+    overhead_seconds: dict[str, float]
+    step_seconds_interval: tuple[float, float]  # in which the step is expected in 80% of cases, lowest first
+
+    @property
+    def interval(self) -> Interval:
+        """`step_seconds_interval` as factors on `step_seconds`; for its parts as well."""
+        low, high = self.step_seconds_interval
+        return Interval(low / self.step_seconds, high / self.step_seconds)
 
     @property
     def overhead_share(self) -> float:
