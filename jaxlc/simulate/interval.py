@@ -75,12 +75,12 @@ def estimate_text(seconds: float, interval: Interval = PUBLISHED) -> str:
 
 
 def range_text(value: float, unit: str, interval: Interval) -> str:
-    """The same for a point estimate in any unit, such as hours: "about 12 h (6.7 to 22)".
+    """The same for a point estimate in any unit: "about 12 h (6.7 to 22)", "about 41% (23 to 74)".
 
     Args:
       unit: printed after the median; "" if it stands elsewhere.
     """
-    middle = f"{two_digits(interval.median * value)} {unit}".rstrip()
+    middle = two_digits(interval.median * value) + (f" {unit}" if unit not in ("", "%") else unit)
     return f"about {middle} ({two_digits(interval.low * value)} to {two_digits(interval.high * value)})"
 
 

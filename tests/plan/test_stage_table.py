@@ -7,7 +7,7 @@ import pytest
 from jaxlc import plan
 from jaxlc.config.command_line import run_main
 from jaxlc.plan import __main__ as command
-from tests.search.test_advise import plan_of, with_temporaries
+from tests.plan.sample_plan import plan_of, with_temporaries
 
 CONFIG = """
 from tests.plan.gpus import small_config

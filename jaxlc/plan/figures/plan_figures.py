@@ -8,7 +8,9 @@ from matplotlib.figure import Figure
 from jaxlc.core import plot_style
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, SILVER, SKY, TEAL, VIOLET
 from jaxlc.plan.memory import USABLE_HOST_SHARE, Memory
+from jaxlc.plan.report import step_text
 from jaxlc.plan.summary import CollectiveStats
+from jaxlc.simulate.interval import seconds_text
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.timeline_plot import LINK_COLORS
 
@@ -128,20 +130,22 @@ def _collective_rows(collectives: Sequence[CollectiveStats]) -> list[tuple[str, 
 
 def _seconds_by_link(axes: Axes, predicted: Prediction) -> None:
     """For each link: seconds of its transfers, and the part in which kernels wait for them."""
-    links = [link for link in LINK_COLORS if predicted.transfer_seconds_by_resource.get(link)]
+    totals, median = predicted.transfer_seconds_by_resource, predicted.interval.median
+    links = [link for link in LINK_COLORS if totals.get(link)]
     for place, link in enumerate(links):
-        total = predicted.transfer_seconds_by_resource[link]
-        exposed = predicted.seconds_by_resource.get(link, 0.0)
-        hidden = max(0.0, total - exposed)
+        exposed = median * predicted.seconds_by_resource.get(link, 0.0)
+        hidden = max(0.0, median * totals[link] - exposed)
         first = place == 0
         axes.barh(place, hidden, height=0.5, color=SILVER, linewidth=0, label="hidden" if first else None)
         axes.barh(place, exposed, left=hidden, height=0.5, color=RED, linewidth=0, label="exposed" if first else None)
-        axes.annotate(f"{hidden + exposed:,.3g} s, {exposed:,.3g} exposed", (hidden + exposed, place), (4, 0),
-                      textcoords="offset points", va="center", fontsize=7.5, color=GRAY)  # fmt: skip
-    longest = max((predicted.transfer_seconds_by_resource[link] for link in links), default=1.0)
+        note = f"{seconds_text(hidden + exposed)}, {seconds_text(exposed)} exposed"
+        axes.annotate(
+            note, (hidden + exposed, place), (4, 0), textcoords="offset points", va="center", fontsize=7.5, color=GRAY
+        )
+    longest = median * max((totals[link] for link in links), default=1.0)
     axes.set(xlim=(0, 1.6 * longest), ylim=(max(len(links), 1) - 0.5, -0.5))
     axes.set_yticks(range(len(links)), links, fontsize=8)
-    axes.set_title(f"estimated time; the step takes {predicted.step_seconds:,.3g} s", loc="left", fontsize=9)
+    axes.set_title(f"estimated time; the step takes {step_text(predicted)}", loc="left", fontsize=9)
     axes.set_xlabel("s", fontsize=8)
 
 
