@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlc.core.counts import count_text
-from jaxlc.plan.report import gib, verdict
+from jaxlc.core.counts import count_text, gib
+from jaxlc.plan.report import verdict
 from jaxlc.plan.result import Plan
 from jaxlc.simulate.interval import seconds_text, two_digits
 
