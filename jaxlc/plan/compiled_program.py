@@ -24,7 +24,7 @@ class CompiledProgram:
     compiled: Compiled
     dump: Dump  # the compiler's reports of arrays in memory and of thunks
     program: AnalyzedProgram
-    compile_seconds: float  # of this machine
+    compile_seconds: float  # on this machine
 
     @property
     def temp_bytes(self) -> int:

@@ -20,9 +20,9 @@ _WIDTH = 118
 class ProgramPlan:
     """A compiled program: memory per GPU, besides weights and cache, and the estimated time."""
 
-    tokens: int  # of each sequence in one run of the program, padding included
+    tokens: int  # per sequence in one run of the program, padding included
     temp_bytes: int  # temporaries and results
-    workspace_bytes: int  # of kernels; upper bound
+    workspace_bytes: int  # scratch memory of kernels; upper bound
     nccl_bytes: int  # upper bound
     seconds: float  # prefill: of the whole prompt. Decoding: of one step, one token per sequence
     seconds_interval: tuple[float, float]  # 80% of published training runs, lowest first; generation was not compared
@@ -49,19 +49,19 @@ class GenerationPlan:
     topology: str  # NVLink domains x GPUs per domain: "h100:8x8"
     num_devices: int  # GPUs of the topology
     mesh: dict[str, int]  # size of each mesh axis
-    prompt_tokens: int  # of each sequence
-    new_tokens: int  # of each sequence
+    prompt_tokens: int  # per sequence
+    new_tokens: int  # per sequence
     batch_size: int  # sequences
-    cache_dtype: str  # of keys and values
-    cache_tokens: int  # of each sequence
-    compile_seconds: float  # of this machine, for both programs
+    cache_dtype: str  # dtype of keys and values
+    cache_tokens: int  # per sequence
+    compile_seconds: float  # on this machine, for both programs
     kernel_choice: str  # the attention kernel, and why it was selected
     weights_bytes: int  # per GPU, in the compute dtype
     float32_params_bytes: int  # per GPU: of a `Result`; generation from a path frees them
     cache_bytes: int  # per GPU
-    device_capacity_bytes: int  # of a GPU, of which generation may use 95%
-    prefill: ProgramPlan  # of a chunk of the prompt
-    decode: ProgramPlan  # of one new token per sequence
+    device_capacity_bytes: int  # memory of a GPU; generation may use 95%
+    prefill: ProgramPlan  # a chunk of the prompt
+    decode: ProgramPlan  # one new token per sequence
 
     @property
     def device_peak_bytes(self) -> int:

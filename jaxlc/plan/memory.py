@@ -56,7 +56,7 @@ _POINT_TO_POINT = ("collective-permute", "all-to-all", "ragged-all-to-all")
 class Memory:
     """Bytes per GPU and per node. Parameters, optimizer state and batch are parts of the arguments."""
 
-    device_capacity_bytes: int  # of a GPU, of which a step may use 95%
+    device_capacity_bytes: int  # memory of a GPU; a step may use 95%
     device_arguments_bytes: int  # parameters, optimizer state and batch on the GPU
     parameters_bytes: int  # on the GPU
     optimizer_bytes: int  # on the GPU
@@ -79,7 +79,7 @@ class Memory:
     # The sizes of JAX's pools in a run.
     memory_fraction: float  # config.runtime.memory_fraction
     host_pool_bytes: int  # pinned host memory per GPU
-    host_pools_per_node_bytes: int  # that a run allocates: for all GPUs and processes of a node; 0: none
+    host_pools_per_node_bytes: int  # allocated by a run for all GPUs and processes of a node; 0: none
 
     @property
     def symmetric_bytes(self) -> int:
@@ -119,7 +119,7 @@ class Memory:
     def pool_share(self) -> float:
         """Largest possible runtime.memory_fraction: more leaves too little for the buffers outside of the pool."""
         free_bytes = self.usable_bytes - self.symmetric_bytes - self.nccl_bytes
-        steps = 10_000 * free_bytes / self.device_capacity_bytes  # of less than 0.02 GiB each
+        steps = 10_000 * free_bytes / self.device_capacity_bytes  # steps of less than 0.02 GiB
         return max(0, math.floor(steps + 1e-7)) / 10_000  # 0.95 x 10,000 is 9,499.999999999998
 
     @property
@@ -271,7 +271,7 @@ class _Communicator(NamedTuple):
 
 
 def nccl_bytes(collectives: Sequence[Collective]) -> int:
-    """Upper bound of NCCL's own buffers on a device: for each communicator, those of all its peers."""
+    """Upper bound of NCCL's own buffers on a device: for each communicator, the buffers of all its peers."""
     peers: dict[_Communicator, set[int]] = {}
     for collective in collectives:
         if collective.backend == "NVSHMEM":

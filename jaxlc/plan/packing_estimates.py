@@ -24,22 +24,22 @@ from jaxlc.simulate.timeline import predict
 
 CORPUS, MIX = "corpus", "mix"
 _NUM_SEQUENCES = 64
-_MIX_LONG_SHARE = 0.6  # of the tokens of a sequence of the mix
+_MIX_LONG_SHARE = 0.6  # fraction of the tokens of a sequence of the mix
 _MIX_MIN_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingEstimate:
-    """A step in which all sequences are like one sequence, or the mean step. Everything is estimated."""
+    """Estimates for one representative sequence (best, typical, worst), or for the mean step."""
 
     name: str  # "best", "typical", "worst" or "mean"; "each" if there is one sequence
-    num_documents: float  # of a sequence
+    num_documents: float  # documents per sequence
     longest_document: int  # tokens
-    padding_share: float  # of the tokens
+    padding_share: float  # fraction of the tokens
     pairs_share: float  # pairs of a query and a key, relative to one document of the same number of tokens
     ring_cost: float  # sum over ring steps of the slowest rank's pairs, relative to the mean of the ranks
     replica_cost: float  # pairs of the slowest replica of each microbatch, relative to the mean of the replicas
-    attention_seconds: float  # of all attention kernels of the step
+    attention_seconds: float  # all attention kernels of the step
     step_seconds: float  # one optimizer step
     tokens_per_second_per_device: float  # padding included
     mfu_documents: float  # model FLOPs with the pairs of the documents, over the bf16 peak of all devices
@@ -50,7 +50,7 @@ class PackingEstimates:
     """Estimates for sequences of one source; best, typical (median) and worst by attention work."""
 
     source: str  # "corpus", "mix", or lengths of documents
-    order: str  # of the tokens
+    order: str  # order of the tokens
     num_sequences: int  # whose documents were counted
     estimates: tuple[PackingEstimate, ...]
 

@@ -16,7 +16,12 @@ from jaxlc.plan.summary import CollectiveStats, Ring
 from jaxlc.simulate.layer_timeline import LayerEvent
 from jaxlc.simulate.timeline import Prediction
 
-DERIVED_MEMORY = ("symmetric_bytes", "device_peak_bytes", "pool_share", "fits")  # of Memory, in the JSON only
+DERIVED_MEMORY = (
+    "symmetric_bytes",
+    "device_peak_bytes",
+    "pool_share",
+    "fits",
+)  # of the JSON only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,7 @@ class PlanRecord:
     mesh: dict[str, int]  # size of each mesh axis
     sequence_tokens: int  # data.seq_len
     tokens_per_step: int  # over all GPUs, padding included
-    compile_seconds: float  # of this machine, for the step
+    compile_seconds: float  # on this machine, for the step
     predicted: Prediction
     memory: Memory
     collectives: tuple[CollectiveStats, ...]

@@ -18,7 +18,7 @@ class StagePlan:
 
     name: str  # "": a config without stages
     num_steps: int  # optimizer steps
-    plan: Plan  # of the stage's step, with the fields of `Plan`
+    plan: Plan  # the stage's step, with the fields of `Plan`
 
     @property
     def num_tokens(self) -> int:

@@ -47,8 +47,8 @@ class RingStepTime:
     pass_name: str
     runs_per_step: float
     measured_seconds: float  # mean time in flight of one run
-    exposed_seconds: float  # of one step: in flight while no kernel runs
-    estimated_seconds: float | None  # of one run
+    exposed_seconds: float  # per step: in flight while no kernel runs
+    estimated_seconds: float | None  # one run
     is_estimated_hidden: bool | None
 
 
@@ -66,7 +66,7 @@ class Comparison:
     communication_seconds: float  # per step, exposed or not; concurrent transfers count once
     host_copy_seconds: float  # as above
     median_gap_seconds: float | None  # between two kernels of a device; None with one kernel
-    unknown_seconds: float  # of events whose class follows from their names, because the program does not have them
+    unknown_seconds: float  # events that the program does not have; their class follows from their names
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -20,7 +20,7 @@ class Rates(NamedTuple):
     """Fractions of a GPU's peaks that large kernels achieve, and its number of multiprocessors."""
 
     bf16_matmul: float
-    f8_matmul: float  # of the FP8 peak
+    f8_matmul: float  # fraction of the FP8 peak
     memory: float
     attention: Mapping[str, Efficiency]  # by kernel; long sequences, head dim 128, unmasked
     num_multiprocessors: int
@@ -40,7 +40,7 @@ class Rates(NamedTuple):
 #     146.
 # [4] FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, H100, forward at 16K: Triton 395, plain PyTorch 139 (8K);
 #     backward: FlashAttention-2 322, plain PyTorch 181 (8K) TFLOP/s. For our Pallas kernel the figures of Triton are
-#     used, and of FlashAttention-2 in the backward; for plain XLA those of plain PyTorch.
+#     used, and of FlashAttention-2 in the backward; for plain XLA the figures of plain PyTorch.
 # Assumed: bf16 products on Blackwell between [2] and the FP8 share of [1]; packed documents in cuDNN a little below its
 # rate without; Mosaic between Triton and cuDNN; kernels other than cuDNN achieve an H100's fractions on all GPUs.
 _ATTENTION_ON_HOPPER = {
@@ -86,7 +86,7 @@ NCCL_MULTIPROCESSORS = 20
 
 
 def rates(device: Device) -> Rates:
-    """Rates of a GPU; those of Hopper if its architecture has no entry."""
+    """Rates of a GPU; the rates of Hopper if its architecture has no entry."""
     return _RATES.get(device.compute_capability, _RATES["9.0"])
 
 

@@ -150,9 +150,9 @@ class Simulator:
     ):
         self.timed_ops = timed_ops
         self.now = 0.0
-        self.flops = 0.0  # of attention and matrix products
-        self.product_flops = 0.0  # of matrix products
-        self.other_seconds: Counter[str] = Counter()  # of other kernels, by scope
+        self.flops = 0.0  # attention and matrix products
+        self.product_flops = 0.0  # matrix products
+        self.other_seconds: Counter[str] = Counter()  # other kernels, by scope
         self.seconds: Counter[tuple[str, str]] = Counter()  # by kind and resource; they add up to `now`
         self.transfer_seconds: Counter[str] = Counter()  # by resource, each transfer alone on its link
         self.num_transfers: Counter[str] = Counter()  # by resource
@@ -259,7 +259,7 @@ class _Queue:
         self.in_flight[transfer.start] = _InFlight(transfer, transfer.seconds, None)
 
     def seconds_until_done(self, start: Instruction) -> float:
-        """Seconds until `start` is done: its own and those of the transfers before it; 0 if it is not in flight."""
+        """Seconds until `start` is done: its own seconds and those of earlier transfers; 0 if it is not in flight."""
         seconds = 0.0
         for earlier, transfer in self.in_flight.items():
             seconds += transfer.remaining_seconds
@@ -301,5 +301,5 @@ class _InFlight(NamedTuple):
 
 
 _MAX_EVENTS = 100_000  # recorded run by run
-_JOINED_RUNS = 10  # of a loop, if it is not recorded run by run
+_JOINED_RUNS = 10  # runs of a loop, if it is not recorded run by run
 _ROUNDING_SECONDS = 1e-15  # rounding error of the remaining time of a transfer that has ended

@@ -20,10 +20,10 @@ from jaxlc.simulate.topology import Topology
 
 _AXIS_COLORS = {DATA: GRAY, FSDP: AMBER, CONTEXT: RED, TENSOR: TEAL}
 _RANK_COLORS = LinearSegmentedColormap.from_list("ranks", ["#d3e3f3", "#8fb4dc", "#1f5fa8", "#12325a"])
-_MAX_GPUS = 256  # of a figure: it shows the first domains of a larger cluster
+_MAX_GPUS = 256  # in a figure, which shows the first domains of a larger cluster
 _MAX_COLUMNS, _MAX_LINES = 16, 14  # GPUs next to each other in a domain; lines of GPUs in domains above each other
-_SQUARE, _WIDTH = 0.76, 8.5  # of a GPU, in units of the distance between two; of the figure, in inches
-_LEGEND_CHARS = 120  # of a line of the legend that fits the width
+_SQUARE, _WIDTH = 0.76, 8.5  # GPU, in units of the distance between two; figure, in inches
+_LEGEND_CHARS = 120  # characters that fit a line of the legend
 
 
 def mesh_figure(mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[CollectiveStats] = ()) -> Figure:
@@ -62,7 +62,7 @@ def mesh_figure(mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[C
         axes.add_patch(Rectangle(*box, facecolor=FAINT, linewidth=0, zorder=0))
     _draw_gpus(axes, centers, active, inches)
     for pad, axis in enumerate(active):
-        members = np.moveaxis(devices, pad, 0).reshape(mesh[axis], -1)[:, 0]  # of GPU 0's group
+        members = np.moveaxis(devices, pad, 0).reshape(mesh[axis], -1)[:, 0]  # GPU 0's group
         if axis == CONTEXT and is_ring:
             _draw_ring(axes, centers, members)
             continue

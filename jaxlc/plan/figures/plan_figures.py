@@ -16,7 +16,7 @@ from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.timeline_plot import LINK_COLORS
 
 _GIB = 2**30
-_MAX_ROWS = 10  # of collectives; the rest is summed
+_MAX_ROWS = 10  # rows of collectives; the rest is summed
 _Parts = dict[str, tuple[float, str]]  # name -> (bytes, color)
 
 
