@@ -145,7 +145,7 @@ def _kernels(plan: GenerationPlan) -> Iterator[str]:
 
 
 def _time(plan: GenerationPlan) -> Iterator[str]:
-    yield "ESTIMATED TIME: the median, and in brackets 80% of published training runs; generation was not compared"
+    yield "ESTIMATED TIME: median (80% interval of published training runs; generation was not compared)"
     for name, program, num_tokens, unit in (
         ("prefill", plan.prefill, plan.batch_size * plan.prompt_tokens, ""),
         ("decode", plan.decode, plan.batch_size, " per token of each sequence"),

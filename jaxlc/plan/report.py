@@ -37,10 +37,11 @@ def page(plan: PlanRecord, advise_command: str) -> str:
 
 def summary(plan: PlanRecord) -> str:
     """Estimated time and verdict in one line."""
-    memory = plan.memory
+    memory, predicted = plan.memory, plan.predicted
     fits = "fits" if memory.fits else "does not fit"
+    rate = two_digits(predicted.tokens_per_second_per_device / predicted.interval.median)
     return (
-        f"estimated: {step_text(plan.predicted)} per step, {rate_text(plan.predicted)} tokens/s per GPU;"
+        f"estimated: {step_text(predicted)} per step, {rate} tokens/s per GPU;"
         f" {fits}, {gib(memory.device_peak_bytes)} of {gib(memory.usable_bytes)} GiB per GPU"
     )
 
@@ -146,7 +147,7 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
 
 
 def _time(predicted: Prediction) -> Iterator[str]:
-    yield "ESTIMATED TIME per step: the median, and in brackets 80% of published runs (docs/calibration.md)"
+    yield "ESTIMATED TIME per step: median (80% interval of published runs, docs/calibration.md)"
     yield _text_row("step", f"{step_text(predicted)}, bound by {predicted.bound_by}")
     yield _text_row("tokens/s per GPU", rate_text(predicted))
     yield _text_row("MFU", f"{mfu_text(predicted)}, causal model FLOPs over the bf16 peak")
@@ -179,12 +180,12 @@ def _shares(predicted: Prediction, parts: Mapping[str, float]) -> str:
 def _packing(packing: PackingEstimates, interval: Interval) -> Iterator[str]:
     source = f"document lengths: {packing.source}, {count_text(packing.num_sequences, 'sequence')}"
     yield from _wrapped(f"ESTIMATED TIME of packed sequences, medians ({source}; {packing.order})")
-    yield "             documents  longest  pairs  ring cost  replicas  attention     step  tokens/s   MFU"
+    yield "             documents  longest  pairs  ring cost  replicas  attention     step  tokens/s    MFU"
     for row in packing.estimates:
         times = [seconds_text(interval.median * seconds) for seconds in (row.attention_seconds, row.step_seconds)]
         rate, mfu = row.tokens_per_second_per_device / interval.median, 100 * row.mfu_documents / interval.median
         costs = f"{row.pairs_share:>6.1%} {row.ring_cost:>10.2f} {row.replica_cost:>9.2f}"
-        estimates = f"{times[0]:>10} {times[1]:>8} {two_digits(rate):>9} {two_digits(mfu):>4}%"
+        estimates = f"{times[0]:>10} {times[1]:>8} {two_digits(rate):>9} {two_digits(mfu):>5}%"
         yield f"  {row.name:<10} {row.num_documents:>9,.5g} {row.longest_document:>8,} {costs} {estimates}"
     yield "  pairs: of one document of the same length. ring cost, replicas: the slowest rank or replica over the mean."
     yield "  MFU: model FLOPs with the pairs of the documents, over the bf16 peak."

@@ -247,7 +247,7 @@ def _notes(result: Comparison) -> str:
         lines.append(f"{1e3 * result.unknown_seconds:,.2f} ms are of events that the compiled step does not contain")
     if result.estimated_step_seconds is not None and result.estimated_interval is not None:
         step = estimate_text(result.estimated_step_seconds, result.estimated_interval)
-        lines.append(f"estimated step: {step}, the median and 80% of published runs; all estimates are medians")
+        lines.append(f"estimated step: {step}, median (80% interval of published runs); others are medians too")
     else:
         lines.append("no estimate: pass --plan=FILE, or trace with --config.profile.steps on a GPU that the plan knows")
     return "\n".join(lines)

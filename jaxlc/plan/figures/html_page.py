@@ -82,8 +82,8 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     cells = (_tile(name, value) for name, value in tiles.items())
     yield f'<div style="display:flex;flex-wrap:wrap;gap:8px;margin:12px 0">{"".join(cells)}</div>'
     yield _note(
-        "Memory: the compiler's report for this step, plus upper bounds of library buffers. Times: the median, and in"
-        " brackets 80% of published runs (docs/calibration.md)."
+        "Memory: the compiler's report for this step, plus upper bounds of library buffers. Times: median (80% interval"
+        " of published runs, docs/calibration.md)."
     )
     if not memory.fits and plan.advice:
         rows = [

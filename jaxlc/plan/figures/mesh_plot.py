@@ -140,7 +140,8 @@ def _legend(
 
 
 def _sent(names: tuple[str, ...], collectives: Sequence[CollectiveStats]) -> list[str]:
-    """The bytes of the collectives over these axes, if there are 1 MiB or more."""
+    """The bytes of the collectives over these axes, if there are 0.1 GiB or more."""
     large = [stats for stats in collectives if stats.axes == names and stats.bytes >= 2**20]
     kinds = ", ".join(dict.fromkeys(stats.kind for stats in large))
-    return [f"{sum(stats.bytes for stats in large) / 2**30:,.1f} GiB per GPU and step ({kinds})"] if large else []
+    gib = sum(stats.bytes for stats in large) / 2**30
+    return [f"{gib:,.1f} GiB per GPU and step ({kinds})"] if gib >= 0.1 else []

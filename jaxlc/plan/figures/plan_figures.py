@@ -146,5 +146,5 @@ def _seconds_by_link(axes: Axes, predicted: Prediction) -> None:
     longest = median * max((totals[link] for link in links), default=1.0)
     axes.set(xlim=(0, 1.6 * longest), ylim=(max(len(links), 1) - 0.5, -0.5))
     axes.set_yticks(range(len(links)), links, fontsize=8)
-    axes.set_title(f"estimated time; the step takes {step_text(predicted)}", loc="left", fontsize=9)
+    axes.set_title(f"estimated; step: {step_text(predicted)}", loc="left", fontsize=9)
     axes.set_xlabel("s", fontsize=8)
