@@ -37,5 +37,6 @@ def test_estimates_are_medians_with_interval_and_two_digits():
     slower = dataclasses.replace(plan, predicted=dataclasses.replace(PREDICTED, step_seconds_interval=(2.0, 8.0)))
     text = page(slower, "")
     assert "about 4.0 s (2.0 to 8.0)" in text and "1.0 s, exposed (kernels wait): 200 ms" in text
-    assert slower._repr_html_().count("about 4.0 s (2.0 to 8.0)") == 3  # tile, figure of links, text
+    html = dataclasses.replace(slower, mesh=dict(context=4))._repr_html_()
+    assert html.count("about 4.0 s (2.0 to 8.0)") == 3  # tile, figure of links, text
     assert "attention 95%, waiting 5.0%" in text
