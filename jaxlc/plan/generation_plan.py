@@ -1,10 +1,9 @@
 """Compiles the programs of generation ahead of time for absent GPUs: a prefill chunk and a decoding step."""
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config
@@ -13,7 +12,6 @@ from jaxlc.core.errors import UserError
 from jaxlc.generation.cache import layout_for, num_cached_heads
 from jaxlc.generation.cached_attention import kernel_for
 from jaxlc.generation.cached_step import CachedStep, abstract_params
-from jaxlc.hlo import AnalyzedProgram
 from jaxlc.models import decoder
 from jaxlc.plan import memory, summary
 from jaxlc.plan.cached_time import CachedTimeModel, CachedWork
@@ -31,7 +29,6 @@ from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import build_step
 
 CACHE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
-_NUM_SIMULATED_CHUNKS = 5  # the time of a chunk is nearly linear in the number of earlier tokens
 
 
 def plan_generation(
@@ -69,8 +66,12 @@ def plan_generation(
 
     chunk_tokens = step.prefill_tokens(prompt_tokens, chunk_tokens)
     prefill, decode = compiled("a prefill chunk", chunk_tokens), compiled("a decoding step", step.decode_tokens)
-    decoding = _work(step, batch, num_past=prompt_tokens + new_tokens // 2)  # at half of the new tokens
-    time_model = CachedTimeModel(gpus, config, roofline, cached_work=decoding)
+    # The time of a run grows linearly with the tokens in the cache, so the mean run stands for all.
+    decoding = _work(step, batch, num_past=prompt_tokens + new_tokens // 2, num_new=1)
+    num_chunks = -(-prompt_tokens // chunk_tokens)
+    num_new = round(prompt_tokens / num_chunks)
+    chunk = _work(step, batch, num_past=(prompt_tokens - num_new) // 2, num_new=num_new)
+    decode_time, chunk_time = (CachedTimeModel(gpus, config, roofline, cached_work=x) for x in (decoding, chunk))
     return GenerationPlan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
@@ -86,8 +87,8 @@ def plan_generation(
         float32_params_bytes=bytes_per_device(stored),
         cache_bytes=bytes_per_device(step.abstract_cache(layout, batch)),
         device_capacity_bytes=gpus.device.memory_bytes,
-        prefill=_program_plan(prefill, chunk_tokens, time_model, list(_chunks(decoding, prompt_tokens, chunk_tokens))),
-        decode=_program_plan(decode, step.decode_tokens, time_model, [decoding]),
+        prefill=_program_plan(prefill, chunk_tokens, chunk_time, num_chunks),
+        decode=_program_plan(decode, step.decode_tokens, decode_time),
     )
 
 
@@ -103,12 +104,11 @@ def _step(config: Config, gpus: Topology, cache_dtype: str) -> CachedStep:
     )
 
 
-def _work(step: CachedStep, batch_size: int, num_past: int) -> CachedWork:
-    """The work of one new token."""
+def _work(step: CachedStep, batch_size: int, *, num_past: int, num_new: int) -> CachedWork:
     model, shape = step.config.model, step.mesh.shape
     return CachedWork(
         num_past=num_past,
-        num_new=1,
+        num_new=num_new,
         batch_size=batch_size // step.padded_batch_size(1),
         num_heads=model.num_heads // shape[TENSOR],
         num_kv_heads=num_cached_heads(model, step.mesh) // shape[TENSOR],
@@ -119,12 +119,6 @@ def _work(step: CachedStep, batch_size: int, num_past: int) -> CachedWork:
     )
 
 
-def _chunks(work: CachedWork, prompt_tokens: int, chunk_tokens: int) -> Iterator[CachedWork]:
-    for first in range(0, prompt_tokens, chunk_tokens):
-        num_new = min(chunk_tokens, prompt_tokens - first)
-        yield dataclasses.replace(work, num_past=first, num_new=num_new)
-
-
 def _kernel_choice(step: CachedStep) -> str:
     config = step.config
     device = step.mesh.devices.flat[0]
@@ -133,26 +127,15 @@ def _kernel_choice(step: CachedStep) -> str:
 
 
 def _program_plan(
-    compiled: CompiledProgram, num_tokens: int, time_model: CachedTimeModel, works: list[CachedWork]
+    compiled: CompiledProgram, num_tokens: int, time_model: CachedTimeModel, num_runs: int = 1
 ) -> ProgramPlan:
-    """The plan of a program for `num_tokens` tokens that runs once for each of `works`.
-
-    Some runs are simulated, among them the last one, which may have fewer new tokens; the others are interpolated.
-    """
-    last = len(works) - 1
-    simulated = sorted({last} | {round(index) for index in np.linspace(0, max(0, last - 1), _NUM_SIMULATED_CHUNKS)})
-    models = (dataclasses.replace(time_model, cached_work=works[index]) for index in simulated)
-    runs = [_simulated(compiled.program, model) for model in models]
-
-    def total(values: list[float]) -> float:
-        return float(np.interp(np.arange(len(works)), simulated, values).sum())
-
-    kinds = {kind for run in runs for kind, _ in run.seconds}
-    by_kind = {
-        kind: total([sum(seconds for (of, _), seconds in run.seconds.items() if of == kind) for run in runs])
-        for kind in kinds
-    }
-    seconds = total([run.now for run in runs])
+    """The plan of a program for `num_tokens` tokens that runs `num_runs` times with the work of `time_model`."""
+    simulator = Simulator(TimedOps(compiled.program, time_model))
+    simulator.run(compiled.program.entry)
+    by_kind = Counter()
+    for (kind, _), seconds in simulator.seconds.items():
+        by_kind[kind] += num_runs * seconds
+    seconds = num_runs * simulator.now
     low, high = time_interval(time_model.roofline.time_scale, time_model.roofline.time_spread)
     return ProgramPlan(
         tokens=num_tokens,
@@ -161,13 +144,7 @@ def _program_plan(
         nccl_bytes=memory.nccl_bytes(compiled.program.collectives),
         seconds=seconds,
         seconds_interval=(low * seconds, high * seconds),
-        seconds_by_kind=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
+        seconds_by_kind=dict(by_kind.most_common()),
         kernels=summary.kernels(compiled.program),
         largest=compiled.dump.largest(5),
     )
-
-
-def _simulated(program: AnalyzedProgram, time_model: CachedTimeModel) -> Simulator:
-    simulator = Simulator(TimedOps(program, time_model))
-    simulator.run(program.entry)
-    return simulator
