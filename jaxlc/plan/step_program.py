@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from jaxlc.plan import memory, summary
+from jaxlc.plan import summary
 from jaxlc.plan.compiled_program import CompiledProgram, compile_evaluation, compile_step
+from jaxlc.plan.memory import Memory, evaluation_peak_bytes, measure
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import Prediction, predict
 from jaxlc.step import verify_compiled
@@ -35,8 +36,8 @@ class StepProgram(CompiledProgram):
         return cls(**vars(compiled), step=step, model=model, warnings=tuple(warnings))
 
     @cached_property
-    def memory(self) -> memory.Memory:
-        return memory.measure(self.step, self.model.gpus, self)
+    def memory(self) -> Memory:
+        return measure(self.step, self.model.gpus, self)
 
     @cached_property
     def ring(self) -> summary.Ring:
@@ -53,4 +54,4 @@ class StepProgram(CompiledProgram):
         evaluation = compile_evaluation(self.step)
         verify_compiled.check(self.step, evaluation.program.attention_collectives)
         verify_compiled.check_host_copies(evaluation.program)
-        return memory.evaluation_peak_bytes(self.step, self.memory, evaluation)
+        return evaluation_peak_bytes(self.step, self.memory, evaluation)
