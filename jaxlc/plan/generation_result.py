@@ -11,7 +11,8 @@ from jaxlc.core.counts import gib
 from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import USABLE_SHARE
-from jaxlc.simulate.interval import Interval, estimate_text, range_text, two_digits
+from jaxlc.plan.report import percent_text
+from jaxlc.simulate.interval import Interval, estimate_text, range_text
 
 _WIDTH = 118
 
@@ -152,13 +153,8 @@ def _time(plan: GenerationPlan) -> Iterator[str]:
     ):
         rate = range_text(num_tokens / program.seconds, "tokens/s", program.interval.inverse)
         yield f"  {name:<12} {estimate_text(program.seconds, program.interval)}{unit}, {rate}"
-        yield f"  {'':<12} {_shares(program)}"
+        yield f"  {'':<12} {percent_text(program.seconds_by_kind, program.seconds)}"
     yield "  Without the choice of tokens and the work of the host between two programs."
-
-
-def _shares(program: ProgramPlan) -> str:
-    shares = (f"{kind} {two_digits(100 * x / program.seconds)}%" for kind, x in program.seconds_by_kind.items())
-    return ", ".join(shares)
 
 
 def _row(name: str, num_bytes: list[float], note: str = "") -> str:

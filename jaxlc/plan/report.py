@@ -159,11 +159,11 @@ def _time(predicted: Prediction) -> Iterator[str]:
         exposed, total = predicted.exposed_host_copy_seconds, predicted.host_copy_seconds
         note = f"exposed: {_median_text(predicted, exposed)}, {predicted.exposed_host_copies:,}"
         yield _text_row("host copies", f"{_median_text(predicted, total)}, {note} of {predicted.host_copies:,} copies")
-    yield from _text_rows("by kind", _shares(predicted, predicted.seconds_by_kind))
-    yield from _text_rows("by resource", _shares(predicted, predicted.seconds_by_resource))
+    yield from _text_rows("by kind", percent_text(predicted.seconds_by_kind, predicted.step_seconds))
+    yield from _text_rows("by resource", percent_text(predicted.seconds_by_resource, predicted.step_seconds))
     total = two_digits(100 * predicted.overhead_share)
     yield _text_row("overhead", f"{total}%, outside attention kernels and model matrix products:")
-    yield from _text_rows("", _shares(predicted, predicted.overhead_seconds))
+    yield from _text_rows("", percent_text(predicted.overhead_seconds, predicted.step_seconds))
 
 
 def _median_text(predicted: Prediction, seconds: float) -> str:
@@ -171,10 +171,10 @@ def _median_text(predicted: Prediction, seconds: float) -> str:
     return seconds_text(predicted.interval.median * seconds)
 
 
-def _shares(predicted: Prediction, parts: Mapping[str, float]) -> str:
-    """Parts of at least 0.1% of the step."""
-    shares = {part: seconds / predicted.step_seconds for part, seconds in parts.items()}
-    return ", ".join(f"{part} {two_digits(100 * share)}%" for part, share in shares.items() if share >= 0.001)
+def percent_text(parts: Mapping[str, float], total_seconds: float) -> str:
+    """Parts of at least 0.1% of the total: "attention 82%, waiting 0.71%"."""
+    percent = {part: 100 * seconds / total_seconds for part, seconds in parts.items()}
+    return ", ".join(f"{part} {two_digits(value)}%" for part, value in percent.items() if value >= 0.1)
 
 
 def _packing(packing: PackingEstimates, interval: Interval) -> Iterator[str]:
