@@ -74,7 +74,7 @@ def compile_program(
     Args:
       compile_with: compiles it with additional compiler options.
       compute: config.precision.compute.
-      problem, advice: start and end of the message if the compilation fails.
+      problem, advice: start and end of the message if the compilation fails, unless the compiler has a defect.
     Raises:
       UserError: arrays too large for the compiler, or not enough memory on this machine.
     """
@@ -84,6 +84,8 @@ def compile_program(
             compiled = compile_with({**options_without_gpu(compute), "xla_dump_to": directory})
         except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
             first_line = str(error).partition("\n")[0]
+            if first_line.startswith("INTERNAL"):
+                advice = f"this is a defect of the compiler of JAX {jax.__version__}: use another version"
             raise UserError(f"{problem}: {first_line}; {advice}") from error
         dump = read(Path(directory))
     seconds = time.perf_counter() - start_seconds

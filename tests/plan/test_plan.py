@@ -21,7 +21,7 @@ from jaxlc.plan.record import Change
 from jaxlc.plan.report import page
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step.absent_memory import place_in_memory
-from jaxlc.step.step import build_step
+from jaxlc.step.step import TrainStep, build_step
 from tests.plan.gpus import small_config
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
@@ -319,6 +319,19 @@ def test_plan_of_unsupported_settings_raises_one_line(settings, words):
     with pytest.raises(UserError, match=words) as raised:
         plan.plan(load(config), "h100:2x2")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("status, advice", [
+    ("INTERNAL: No supported config found for HLO: %gemm_fusion_dot", "a defect of the compiler of JAX"),
+    ("RESOURCE_EXHAUSTED: too many elements", "use a shorter sequence or a larger config.mesh.context"),
+], ids=["internal", "size"])  # fmt: skip
+def test_plan_with_failing_compiler_advises_by_status(status, advice, monkeypatch):
+    def fail(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError(f"{status}\nmore lines")
+
+    monkeypatch.setattr(TrainStep, "compile", fail)
+    with pytest.raises(UserError, match=f"{status}; .*{advice}"):
+        plan.plan(small_config(), "h100:2x2")
 
 
 def test_place_in_memory_moves_arguments_to_host_memory():
