@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jaxlc.config import Config, defaults, load
 from jaxlc.core.flops import training_flops
 from jaxlc.hlo import AnalyzedProgram, analyze
-from jaxlc.plan.compile import compile_step
+from jaxlc.plan.compiled_program import compile_step
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import Topology, make_mesh, topology
 from jaxlc.step.step import build_step
@@ -89,7 +89,7 @@ def program(run: PublishedRun, directory: Path | None = None) -> AnalyzedProgram
     if path is not None and path.exists():
         return analyze(gzip.decompress(path.read_bytes()).decode())
     config = run.config
-    text = compile_step(build_step(config, make_mesh(topology(run.topology), config.mesh)))[0].as_text()
+    text = compile_step(build_step(config, make_mesh(topology(run.topology), config.mesh))).compiled.as_text()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(text.encode()))

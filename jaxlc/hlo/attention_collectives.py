@@ -17,7 +17,7 @@ class AttentionCollective(NamedTuple):
     # Attention kernels between its start and its done; of kernels in a loop, one entry with the FLOPs of all rounds.
     overlapped_calls: tuple[AttentionKernelCall, ...]
     has_window: bool  # it belongs to a layer with a sliding window
-    link_bytes: int  # sent between its start and its done: its own bytes and those of overlapping attention collectives
+    link_bytes: int  # sent between its start and its done: its own bytes and the bytes of overlapping ones
 
     @property
     def times(self) -> int:

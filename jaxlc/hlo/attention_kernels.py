@@ -49,12 +49,12 @@ class AttentionKernelCall(NamedTuple):
     instruction: Instruction
     kernel: str  # "cudnn", "cudnn_packed" (with lengths and offsets of documents), "pallas", "mosaic" or "blockwise"
     pass_name: Pass
-    full_flops: float  # of one run, over all pairs of a query and a key
+    full_flops: float  # one run, over all pairs of a query and a key
     is_masked: bool  # the kernel may skip masked pairs
     sizes: Sizes | None  # None for blockwise loops, whose operands may have any layout
     has_window: bool = False  # it belongs to a layer with a sliding window
     is_ring_step: bool = False  # its keys are the KV block of another rank
-    head_dim: int = 128  # of queries and keys; 128 for a blockwise loop, whose operands do not show it
+    head_dim: int = 128  # queries and keys; 128 for a blockwise loop, whose operands do not show it
 
     @property
     def is_backward(self) -> bool:

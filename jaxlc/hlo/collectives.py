@@ -20,7 +20,7 @@ class Collective(NamedTuple):
     transfer: Transfer
     kind: str
     groups: Groups  # replica groups; of a permute, its (source, target) pairs
-    sent_bytes: int  # that each device sends in one execution
+    sent_bytes: int  # sent by each device in one execution
     backend: str  # "NVSHMEM", or "DEFAULT", which is NCCL
     mode: str  # e.g. "COLLECTIVES_SYMMETRIC_MEMORY"; "" if the compiler noted none
     times: int  # executions in one run of the program

@@ -31,7 +31,7 @@ ALLOCATE_BUFFER = "AllocateBuffer"
 class Product(NamedTuple):
     """Matrix product of [batch, rows, depth] and [batch, depth, columns]."""
 
-    dtype: str  # of the operands, XLA's name
+    dtype: str  # XLA's name of the operands' type
     rows: int
     columns: int
     depth: int
@@ -43,8 +43,8 @@ class Product(NamedTuple):
 
 
 class Cost(NamedTuple):
-    flops: float  # of matrix products
-    dtype: str  # of their operands, XLA's name; "" without matrix products
+    flops: float  # matrix products
+    dtype: str  # XLA's name of their operands' type; "" without matrix products
     bytes: int  # read from and written to device memory
     products: tuple[Product, ...] = ()
 

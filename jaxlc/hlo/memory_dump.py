@@ -24,7 +24,7 @@ _MAX_STEPS = 16  # through instructions that only pass an array on
 class LiveTensor(NamedTuple):
     """An array in device memory at the peak."""
 
-    bytes: int  # of each GPU
+    bytes: int  # per GPU
     shape: str  # as XLA writes it: "bf16[32,1,4096,4096]"
     made_by: str  # op_name of the instruction that made it, or the name of an argument
 
@@ -35,7 +35,7 @@ class Dump(NamedTuple):
     program: Program
     bytes_by_space: dict[int, int]  # by XLA's memory space
     alive_at_peak: tuple[tuple[str, tuple[int, ...], int], ...]  # instruction, index into its result, bytes
-    thunks: Thunks  # of the instructions
+    thunks: Thunks  # by instruction
 
     @property
     def symmetric_bytes(self) -> int:
@@ -90,7 +90,7 @@ def maker(program: Program, computation: Computation, instruction: Instruction, 
             computation = program.computations[instruction.attributes["body"].lstrip("%")]
             instruction = tuple(computation)[-1]
         elif instruction.opcode == "parameter" and index and computation is not program.entry:
-            instruction = tuple(computation)[-1]  # of the previous round
+            instruction = tuple(computation)[-1]  # result of the previous round
         if instruction.opcode == "tuple" and index:
             instruction, index = computation.operands(instruction)[index[0]], index[1:]
         elif instruction.opcode == "get-tuple-element":

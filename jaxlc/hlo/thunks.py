@@ -23,7 +23,7 @@ from collections.abc import Mapping
 
 _COMMAND = re.compile(r"^( *)(\d+): (k\w+)", re.MULTILINE)
 _INSTRUCTION = re.compile(r'profile_annotation: "([^"]*)"\s*thunk_id: (\d+)')
-_WRAPPERS = ("kAsyncStart", "kDynamicSliceFusion")  # of the command below them
+_WRAPPERS = ("kAsyncStart", "kDynamicSliceFusion")  # wrappers of the command below them
 _KERNELS = ("kKernel", "kCustomKernel")
 
 Thunks = Mapping[str, str]  # name of an instruction -> kind of its thunk, as XLA names it: "kCopy", "kCustomKernel"

@@ -16,7 +16,7 @@ class CachedWork:
     num_heads: int  # query heads on a rank
     num_kv_heads: int
     head_dim: int
-    num_ranks: int  # of the context axis
+    num_ranks: int  # ranks of the context axis
     window: int
     cache_itemsize: int
 
@@ -52,6 +52,6 @@ class CachedTimeModel(TimeModel):
         return 4.0 * work.head_dim * work.num_heads * work.batch_size * work.pairs(call.has_window)
 
     def attention_seconds(self, call: AttentionKernelCall) -> float:
-        """That of the FLOPs, or of reading the keys and values if that is longer, as in decoding."""
+        """The larger of the compute time and the time to read keys and values, as in decoding."""
         read_seconds = self.roofline.memory_seconds(self.gpus.device, self.cached_work.key_value_bytes(call.has_window))
         return max(super().attention_seconds(call), read_seconds)

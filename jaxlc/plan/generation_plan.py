@@ -1,15 +1,9 @@
 """Compiles the programs of generation ahead of time for absent GPUs: a prefill chunk and a decoding step."""
 
-import dataclasses
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config
@@ -18,31 +12,23 @@ from jaxlc.core.errors import UserError
 from jaxlc.generation.cache import layout_for, num_cached_heads
 from jaxlc.generation.cached_attention import kernel_for
 from jaxlc.generation.cached_step import CachedStep, abstract_params
-from jaxlc.hlo import AnalyzedProgram, analyze
-from jaxlc.hlo.memory_dump import LiveTensor, read
 from jaxlc.models import decoder
 from jaxlc.plan import memory, summary
 from jaxlc.plan.cached_time import CachedTimeModel, CachedWork
 from jaxlc.plan.compile import on_gpus
+from jaxlc.plan.compiled_program import CompiledProgram, compile_program
 from jaxlc.plan.generation_result import GenerationPlan, ProgramPlan
+from jaxlc.simulate.interval import time_interval
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE
 from jaxlc.simulate.timed_ops import TimedOps
 from jaxlc.simulate.timeline import Simulator
-from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
+from jaxlc.simulate.topology import Topology, make_mesh
 from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import build_step
 
 CACHE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
-_NUM_SIMULATED_CHUNKS = 5  # the time of a chunk is nearly linear in the number of earlier tokens
-
-
-class _Compiled(NamedTuple):
-    program: AnalyzedProgram
-    tokens: int
-    temp_bytes: int
-    largest: tuple[LiveTensor, ...]
 
 
 def plan_generation(
@@ -67,17 +53,25 @@ def plan_generation(
     params = abstract_params(stored, decoder.dims_of(config.model, config.lora), mesh, step.compute_dtype)
     layout = layout_for(prompt_tokens + new_tokens, mesh)
     batch = step.padded_batch_size(batch_size)
-    start_seconds = time.perf_counter()
 
-    def compiled(name: str, num_tokens: int) -> _Compiled:
+    def compiled(name: str, num_tokens: int) -> CompiledProgram:
         starting(f"{name} for {gpus}")
         lowered = step.lower(params, layout, batch_size=batch, num_tokens=num_tokens)
-        return _compile(lowered, num_tokens, options_without_gpu(config.precision.compute))
+        return compile_program(
+            lambda options: lowered.compile(compiler_options=options),
+            config.precision.compute,
+            problem="compilation of generation failed",
+            advice="use fewer prompt tokens",
+        )
 
-    prefill = compiled("a prefill chunk", step.prefill_tokens(prompt_tokens, chunk_tokens))
-    decode = compiled("a decoding step", step.decode_tokens)
-    decoding = _work(step, batch, num_past=prompt_tokens + new_tokens // 2)  # at half of the new tokens
-    time_model = CachedTimeModel(gpus, config, roofline, cached_work=decoding)
+    chunk_tokens = step.prefill_tokens(prompt_tokens, chunk_tokens)
+    prefill, decode = compiled("a prefill chunk", chunk_tokens), compiled("a decoding step", step.decode_tokens)
+    # The time of a run grows linearly with the tokens in the cache, so the mean run stands for all.
+    decoding = _work(step, batch, num_past=prompt_tokens + new_tokens // 2, num_new=1)
+    num_chunks = -(-prompt_tokens // chunk_tokens)
+    num_new = round(prompt_tokens / num_chunks)
+    chunk = _work(step, batch, num_past=(prompt_tokens - num_new) // 2, num_new=num_new)
+    decode_time, chunk_time = (CachedTimeModel(gpus, config, roofline, cached_work=x) for x in (decoding, chunk))
     return GenerationPlan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
@@ -87,14 +81,14 @@ def plan_generation(
         batch_size=batch_size,
         cache_dtype=step.cache_dtype.name,
         cache_tokens=layout.max_tokens,
-        compile_seconds=time.perf_counter() - start_seconds,
+        compile_seconds=prefill.compile_seconds + decode.compile_seconds,
         kernel_choice=_kernel_choice(step),
         weights_bytes=bytes_per_device(params),
         float32_params_bytes=bytes_per_device(stored),
         cache_bytes=bytes_per_device(step.abstract_cache(layout, batch)),
         device_capacity_bytes=gpus.device.memory_bytes,
-        prefill=_program_plan(prefill, time_model, list(_chunks(decoding, prompt_tokens, prefill.tokens))),
-        decode=_program_plan(decode, time_model, [decoding]),
+        prefill=_program_plan(prefill, chunk_tokens, chunk_time, num_chunks),
+        decode=_program_plan(decode, step.decode_tokens, decode_time),
     )
 
 
@@ -110,30 +104,11 @@ def _step(config: Config, gpus: Topology, cache_dtype: str) -> CachedStep:
     )
 
 
-def _compile(lowered: jax.stages.Lowered, num_tokens: int, options: dict) -> _Compiled:
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            compiled = lowered.compile(compiler_options={**options, "xla_dump_to": directory})
-        except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
-            first_line = str(error).partition("\n")[0]
-            raise UserError(f"compilation of generation failed: {first_line}; use fewer prompt tokens") from error
-        dump = read(Path(directory))
-    stats = compiled.memory_analysis()
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes  # the logits: the cache is updated in place
-    return _Compiled(
-        program=analyze(compiled.as_text(), dump.thunks),
-        tokens=num_tokens,
-        temp_bytes=stats.temp_size_in_bytes + results,
-        largest=dump.largest(5),
-    )
-
-
-def _work(step: CachedStep, batch_size: int, num_past: int) -> CachedWork:
-    """The work of one new token."""
+def _work(step: CachedStep, batch_size: int, *, num_past: int, num_new: int) -> CachedWork:
     model, shape = step.config.model, step.mesh.shape
     return CachedWork(
         num_past=num_past,
-        num_new=1,
+        num_new=num_new,
         batch_size=batch_size // step.padded_batch_size(1),
         num_heads=model.num_heads // shape[TENSOR],
         num_kv_heads=num_cached_heads(model, step.mesh) // shape[TENSOR],
@@ -144,12 +119,6 @@ def _work(step: CachedStep, batch_size: int, num_past: int) -> CachedWork:
     )
 
 
-def _chunks(work: CachedWork, prompt_tokens: int, chunk_tokens: int) -> Iterator[CachedWork]:
-    for first in range(0, prompt_tokens, chunk_tokens):
-        num_new = min(chunk_tokens, prompt_tokens - first)
-        yield dataclasses.replace(work, num_past=first, num_new=num_new)
-
-
 def _kernel_choice(step: CachedStep) -> str:
     config = step.config
     device = step.mesh.devices.flat[0]
@@ -157,35 +126,25 @@ def _kernel_choice(step: CachedStep) -> str:
     return f"{kernel.name} ({kernel.reason})"
 
 
-def _program_plan(compiled: _Compiled, time_model: CachedTimeModel, works: list[CachedWork]) -> ProgramPlan:
-    """The plan of a program that runs once for each of `works`. Some are simulated, among them the last one, which may
-    have fewer new tokens; the others are interpolated."""
-    last = len(works) - 1
-    simulated = sorted({last} | {round(index) for index in np.linspace(0, max(0, last - 1), _NUM_SIMULATED_CHUNKS)})
-    models = (dataclasses.replace(time_model, cached_work=works[index]) for index in simulated)
-    runs = [_simulated(compiled.program, model) for model in models]
-
-    def total(values: list[float]) -> float:
-        return float(np.interp(np.arange(len(works)), simulated, values).sum())
-
-    kinds = {kind for run in runs for kind, _ in run.seconds}
-    by_kind = {
-        kind: total([sum(seconds for (of, _), seconds in run.seconds.items() if of == kind) for run in runs])
-        for kind in kinds
-    }
+def _program_plan(
+    compiled: CompiledProgram, num_tokens: int, time_model: CachedTimeModel, num_runs: int = 1
+) -> ProgramPlan:
+    """The plan of a program for `num_tokens` tokens that runs `num_runs` times with the work of `time_model`."""
+    simulator = Simulator(TimedOps(compiled.program, time_model))
+    simulator.run(compiled.program.entry)
+    by_kind = Counter()
+    for (kind, _), seconds in simulator.seconds.items():
+        by_kind[kind] += num_runs * seconds
+    seconds = num_runs * simulator.now
+    low, high = time_interval(time_model.roofline.time_scale, time_model.roofline.time_spread)
     return ProgramPlan(
-        tokens=compiled.tokens,
+        tokens=num_tokens,
         temp_bytes=compiled.temp_bytes,
         workspace_bytes=memory.workspace_bytes(compiled.program),
         nccl_bytes=memory.nccl_bytes(compiled.program.collectives),
-        seconds=total([run.now for run in runs]),
-        seconds_by_kind=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
+        seconds=seconds,
+        seconds_interval=(low * seconds, high * seconds),
+        seconds_by_kind=dict(by_kind.most_common()),
         kernels=summary.kernels(compiled.program),
-        largest=compiled.largest,
+        largest=compiled.dump.largest(5),
     )
-
-
-def _simulated(program: AnalyzedProgram, time_model: CachedTimeModel) -> Simulator:
-    simulator = Simulator(TimedOps(program, time_model))
-    simulator.run(program.entry)
-    return simulator

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlc.core.axes import mesh_text
+from jaxlc.core.counts import gib
 from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import USABLE_SHARE
-from jaxlc.plan.report import format_seconds, gib
+from jaxlc.plan.report import percent_text
+from jaxlc.simulate.interval import Interval, estimate_text, range_text
 
 _WIDTH = 118
 
@@ -19,14 +21,21 @@ _WIDTH = 118
 class ProgramPlan:
     """A compiled program: memory per GPU, besides weights and cache, and the estimated time."""
 
-    tokens: int  # of each sequence in one run of the program, padding included
+    tokens: int  # per sequence in one run of the program, padding included
     temp_bytes: int  # temporaries and results
-    workspace_bytes: int  # of kernels; upper bound
+    workspace_bytes: int  # scratch memory of kernels; upper bound
     nccl_bytes: int  # upper bound
     seconds: float  # prefill: of the whole prompt. Decoding: of one step, one token per sequence
+    seconds_interval: tuple[float, float]  # 80% of published training runs, lowest first; generation was not compared
     seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting" for communication
     kernels: dict[str, int]  # executions in one run of the program
     largest: tuple[LiveTensor, ...]  # largest arrays at the peak
+
+    @property
+    def interval(self) -> Interval:
+        """`seconds_interval` as factors."""
+        low, high = self.seconds_interval
+        return Interval(low / self.seconds, high / self.seconds)
 
     @property
     def peak_bytes(self) -> int:
@@ -41,19 +50,19 @@ class GenerationPlan:
     topology: str  # NVLink domains x GPUs per domain: "h100:8x8"
     num_devices: int  # GPUs of the topology
     mesh: dict[str, int]  # size of each mesh axis
-    prompt_tokens: int  # of each sequence
-    new_tokens: int  # of each sequence
+    prompt_tokens: int  # per sequence
+    new_tokens: int  # per sequence
     batch_size: int  # sequences
-    cache_dtype: str  # of keys and values
-    cache_tokens: int  # of each sequence
-    compile_seconds: float  # of this machine, for both programs
+    cache_dtype: str  # dtype of keys and values
+    cache_tokens: int  # per sequence
+    compile_seconds: float  # on this machine, for both programs
     kernel_choice: str  # the attention kernel, and why it was selected
     weights_bytes: int  # per GPU, in the compute dtype
     float32_params_bytes: int  # per GPU: of a `Result`; generation from a path frees them
     cache_bytes: int  # per GPU
-    device_capacity_bytes: int  # of a GPU, of which generation may use 95%
-    prefill: ProgramPlan  # of a chunk of the prompt
-    decode: ProgramPlan  # of one new token per sequence
+    device_capacity_bytes: int  # memory of a GPU; generation may use 95%
+    prefill: ProgramPlan  # a chunk of the prompt
+    decode: ProgramPlan  # one new token per sequence
 
     @property
     def device_peak_bytes(self) -> int:
@@ -137,18 +146,15 @@ def _kernels(plan: GenerationPlan) -> Iterator[str]:
 
 
 def _time(plan: GenerationPlan) -> Iterator[str]:
-    yield "ESTIMATED TIME (analytical, not validated on hardware)"
-    of_prefill = f"{plan.prefill_tokens_per_second:,.0f} tokens/s"
-    of_decode = f"per token of each sequence, {plan.decode_tokens_per_second:,.1f} tokens/s"
-    for name, program, rate in (("prefill", plan.prefill, of_prefill), ("decode", plan.decode, of_decode)):
-        yield f"  {name:<12} {format_seconds(program.seconds):>10}  {rate}"
-        yield f"  {'':<12} {_shares(program)}"
+    yield "ESTIMATED TIME: median (80% interval of published training runs; generation was not compared)"
+    for name, program, num_tokens, unit in (
+        ("prefill", plan.prefill, plan.batch_size * plan.prompt_tokens, ""),
+        ("decode", plan.decode, plan.batch_size, " per token of each sequence"),
+    ):
+        rate = range_text(num_tokens / program.seconds, "tokens/s", program.interval.inverse)
+        yield f"  {name:<12} {estimate_text(program.seconds, program.interval)}{unit}, {rate}"
+        yield f"  {'':<12} {percent_text(program.seconds_by_kind, program.seconds)}"
     yield "  Without the choice of tokens and the work of the host between two programs."
-
-
-def _shares(program: ProgramPlan) -> str:
-    shares = (f"{kind} {seconds / program.seconds:.1%}" for kind, seconds in program.seconds_by_kind.items())
-    return ", ".join(shares)
 
 
 def _row(name: str, num_bytes: list[float], note: str = "") -> str:

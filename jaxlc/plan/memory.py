@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
-
 from jaxlc.attention.kernels import cudnn
 from jaxlc.checkpoints.base_model import checkpoint_part
 from jaxlc.config import RuntimeConfig
@@ -24,8 +22,9 @@ from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, documents_per_row
 from jaxlc.hlo.collectives import Collective
-from jaxlc.hlo.memory_dump import Dump, LiveTensor
+from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.hlo.parser import Computation
+from jaxlc.plan.compiled_program import CompiledProgram
 from jaxlc.runtime import memory_pools, unified_memory
 from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
 from jaxlc.simulate.topology import Topology
@@ -57,7 +56,7 @@ _POINT_TO_POINT = ("collective-permute", "all-to-all", "ragged-all-to-all")
 class Memory:
     """Bytes per GPU and per node. Parameters, optimizer state and batch are parts of the arguments."""
 
-    device_capacity_bytes: int  # of a GPU, of which a step may use 95%
+    device_capacity_bytes: int  # memory of a GPU; a step may use 95%
     device_arguments_bytes: int  # parameters, optimizer state and batch on the GPU
     parameters_bytes: int  # on the GPU
     optimizer_bytes: int  # on the GPU
@@ -77,10 +76,10 @@ class Memory:
     unified_host_bytes: int  # host memory that the pool may use too, with runtime.unified_memory
     is_unified_over_pcie: bool  # requested but not counted, because it is too slow
     largest: tuple[LiveTensor, ...]  # largest arrays in device memory at the peak
-    # The sizes of JAX's pools in a run; plans of older versions lack them.
-    memory_fraction: float = RuntimeConfig.memory_fraction
-    host_pool_bytes: int = 0  # pinned host memory per GPU; 0: unknown
-    host_pools_per_node_bytes: int = 0  # that a run allocates: of all GPUs and processes of a node; 0: none
+    # The sizes of JAX's pools in a run.
+    memory_fraction: float  # config.runtime.memory_fraction
+    host_pool_bytes: int  # pinned host memory per GPU
+    host_pools_per_node_bytes: int  # allocated by a run for all GPUs and processes of a node; 0: none
 
     @property
     def symmetric_bytes(self) -> int:
@@ -120,7 +119,7 @@ class Memory:
     def pool_share(self) -> float:
         """Largest possible runtime.memory_fraction: more leaves too little for the buffers outside of the pool."""
         free_bytes = self.usable_bytes - self.symmetric_bytes - self.nccl_bytes
-        steps = 10_000 * free_bytes / self.device_capacity_bytes  # of less than 0.02 GiB each
+        steps = 10_000 * free_bytes / self.device_capacity_bytes  # steps of less than 0.02 GiB
         return max(0, math.floor(steps + 1e-7)) / 10_000  # 0.95 x 10,000 is 9,499.999999999998
 
     @property
@@ -146,7 +145,7 @@ class Memory:
 
     @property
     def host_pool_fits(self) -> bool:
-        return not self.host_pool_bytes or self.host_bytes_per_device <= self.host_pool_bytes
+        return self.host_bytes_per_device <= self.host_pool_bytes
 
     @property
     def host_fits(self) -> bool:
@@ -165,16 +164,9 @@ class Memory:
         return self.device_fits and self.host_fits and self.host_pool_fits
 
 
-def measure(
-    step: TrainStep,
-    gpus: Topology,
-    compiled: jax.stages.Compiled,
-    program: AnalyzedProgram,
-    dump: Dump,
-) -> Memory:
-    """Memory of a compiled step; `program` is the analyzed text of `compiled`, `dump` the compiler's memory reports."""
-    stats = compiled.memory_analysis()
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memory:
+    """Memory of a compiled step."""
+    stats, program, dump = compiled.compiled.memory_analysis(), compiled.program, compiled.dump
     host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
     host_bytes = stats.host_argument_size_in_bytes + host_results + stats.host_temp_size_in_bytes
     heap = step.config.runtime.nvshmem_heap_bytes or DEFAULT_NVSHMEM_HEAP_BYTES
@@ -194,7 +186,7 @@ def measure(
         optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, DEVICE),
         # Not of `step.abstract_batch`: JAX drops unused arrays, such as document ids without a document mask.
         batch_bytes=stats.argument_size_in_bytes - bytes_per_device(state, spaces, DEVICE),
-        device_temp_bytes=stats.temp_size_in_bytes - dump.symmetric_bytes + results,
+        device_temp_bytes=compiled.temp_bytes,
         workspace_bytes=workspace_bytes(program),
         symmetric_used_bytes=dump.symmetric_bytes,
         nvshmem_heap_bytes=heap if uses_nvshmem else 0,
@@ -215,19 +207,15 @@ def measure(
     )
 
 
-def evaluation_peak_bytes(
-    step: TrainStep, memory: Memory, compiled: jax.stages.Compiled, program: AnalyzedProgram, dump: Dump
-) -> int:
+def evaluation_peak_bytes(step: TrainStep, memory: Memory, evaluation: CompiledProgram) -> int:
     """Peak memory of an evaluation on one GPU, between two steps: with the state, and with the buffers of collectives.
 
     Args:
-      memory: that of the step.
-      compiled, program, dump: of the evaluation, as in `measure`.
+      memory: the memory of the step.
     """
-    stats = compiled.memory_analysis()
     state_bytes = memory.parameters_bytes + memory.optimizer_bytes + bytes_per_device(step.abstract_evaluation_batch)
-    temporaries = stats.temp_size_in_bytes - dump.symmetric_bytes + stats.output_size_in_bytes
-    return state_bytes + temporaries + workspace_bytes(program) + memory.symmetric_bytes + memory.nccl_bytes
+    program_bytes = evaluation.temp_bytes + workspace_bytes(evaluation.program)
+    return state_bytes + program_bytes + memory.symmetric_bytes + memory.nccl_bytes
 
 
 def unified_host_bytes(config: RuntimeConfig, gpus: Topology, needed_bytes_per_node: int) -> int | None:
@@ -283,7 +271,7 @@ class _Communicator(NamedTuple):
 
 
 def nccl_bytes(collectives: Sequence[Collective]) -> int:
-    """Upper bound of NCCL's own buffers on a device: for each communicator, those of all its peers."""
+    """Upper bound of NCCL's own buffers on a device: for each communicator, the buffers of all its peers."""
     peers: dict[_Communicator, set[int]] = {}
     for collective in collectives:
         if collective.backend == "NVSHMEM":

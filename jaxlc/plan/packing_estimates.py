@@ -12,7 +12,7 @@ from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import document_pairs, step_flops
 from jaxlc.data import open_corpus
-from jaxlc.hlo import AnalyzedProgram
+from jaxlc.plan.step_program import StepProgram
 from jaxlc.simulate.packed_work import (
     AttentionWork,
     SequenceWork,
@@ -20,28 +20,26 @@ from jaxlc.simulate.packed_work import (
     num_ring_steps,
     sequence_work,
 )
-from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import predict
-from jaxlc.step.step import TrainStep
 
 CORPUS, MIX = "corpus", "mix"
 _NUM_SEQUENCES = 64
-_MIX_LONG_SHARE = 0.6  # of the tokens of a sequence of the mix
+_MIX_LONG_SHARE = 0.6  # fraction of the tokens of a sequence of the mix
 _MIX_MIN_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingEstimate:
-    """A step in which all sequences are like one sequence, or the mean step. Everything is estimated."""
+    """Estimates for one representative sequence (best, typical, worst), or for the mean step."""
 
     name: str  # "best", "typical", "worst" or "mean"; "each" if there is one sequence
-    num_documents: float  # of a sequence
+    num_documents: float  # documents per sequence
     longest_document: int  # tokens
-    padding_share: float  # of the tokens
+    padding_share: float  # fraction of the tokens
     pairs_share: float  # pairs of a query and a key, relative to one document of the same number of tokens
     ring_cost: float  # sum over ring steps of the slowest rank's pairs, relative to the mean of the ranks
     replica_cost: float  # pairs of the slowest replica of each microbatch, relative to the mean of the replicas
-    attention_seconds: float  # of all attention kernels of the step
+    attention_seconds: float  # all attention kernels of the step
     step_seconds: float  # one optimizer step
     tokens_per_second_per_device: float  # padding included
     mfu_documents: float  # model FLOPs with the pairs of the documents, over the bf16 peak of all devices
@@ -52,7 +50,7 @@ class PackingEstimates:
     """Estimates for sequences of one source; best, typical (median) and worst by attention work."""
 
     source: str  # "corpus", "mix", or lengths of documents
-    order: str  # of the tokens
+    order: str  # order of the tokens
     num_sequences: int  # whose documents were counted
     estimates: tuple[PackingEstimate, ...]
 
@@ -124,22 +122,20 @@ def _lengths(sequence: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.diff(begins, append=len(segment_ids_T))[segment_ids_T[begins] > 0]
 
 
-def estimate_packing(
-    documents: Documents, step: TrainStep, program: AnalyzedProgram, model: TimeModel
-) -> PackingEstimates:
+def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstimates:
     """Estimates of the compiled step for these sequences.
 
     In the mean, each microbatch takes as long as the replica with the most work, since replicas wait for each other.
     """
-    config, order = model.config, step.sequence_order
+    config, order = program.model.config, program.step.sequence_order
     sequences = [sequence_work(config, order.of, lengths) for lengths in documents.sequences]
     by_work = sorted(sequences, key=lambda sequence: sequence.work.total(num_ring_steps(config)))
     chosen = {"best": by_work[0], "typical": by_work[len(by_work) // 2], "worst": by_work[-1]}
     if len(by_work) == 1:
         chosen = {"each": by_work[0]}
-    estimates = [_estimate(name, [sequence], sequence.work, program, model) for name, sequence in chosen.items()]
+    estimates = [_estimate(name, [sequence], sequence.work, program) for name, sequence in chosen.items()]
     if len(by_work) > 1:
-        estimates.append(_estimate("mean", sequences, mean_of_microbatches(config, sequences), program, model))
+        estimates.append(_estimate("mean", sequences, mean_of_microbatches(config, sequences), program))
     return PackingEstimates(
         source=documents.source,
         order=order.description,
@@ -149,10 +145,11 @@ def estimate_packing(
 
 
 def _estimate(
-    name: str, sequences: Sequence[SequenceWork], work: AttentionWork, program: AnalyzedProgram, model: TimeModel
+    name: str, sequences: Sequence[SequenceWork], work: AttentionWork, program: StepProgram
 ) -> PackingEstimate:
-    config, gpus, num_tokens = model.config, model.gpus, model.config.data.seq_len
-    predicted = predict(program, dataclasses.replace(model, work=work))
+    config, gpus = program.model.config, program.model.gpus
+    num_tokens = config.data.seq_len
+    predicted = predict(program.program, dataclasses.replace(program.model, work=work))
     pairs = _mean(sequence.pairs for sequence in sequences)
     flops = config.train.global_batch_size * step_flops(config.model, num_tokens=num_tokens, num_pairs=pairs)
     steps = num_ring_steps(config)

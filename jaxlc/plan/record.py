@@ -16,7 +16,12 @@ from jaxlc.plan.summary import CollectiveStats, Ring
 from jaxlc.simulate.layer_timeline import LayerEvent
 from jaxlc.simulate.timeline import Prediction
 
-DERIVED_MEMORY = ("symmetric_bytes", "device_peak_bytes", "pool_share", "fits")  # of Memory, in the JSON only
+DERIVED_MEMORY = (
+    "symmetric_bytes",
+    "device_peak_bytes",
+    "pool_share",
+    "fits",
+)  # of the JSON only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,7 @@ class PlanRecord:
     mesh: dict[str, int]  # size of each mesh axis
     sequence_tokens: int  # data.seq_len
     tokens_per_step: int  # over all GPUs, padding included
-    compile_seconds: float  # of this machine, for the step
+    compile_seconds: float  # on this machine, for the step
     predicted: Prediction
     memory: Memory
     collectives: tuple[CollectiveStats, ...]
@@ -85,25 +90,21 @@ class PlanRecord:
             memory = dict(values["memory"])
             memory["largest"] = tuple(_construct(LiveTensor, tensor) for tensor in memory["largest"])
             collectives = ({**stats, "axes": tuple(stats["axes"])} for stats in values["collectives"])
-            advice = values["advice"]
+            advice, predicted = values["advice"], values["predicted"]
+            interval = tuple(predicted["step_seconds_interval"])
             parts = dict(
-                predicted=_predicted(values["predicted"]),
+                predicted=_construct(Prediction, {**predicted, "step_seconds_interval": interval}),
                 memory=_construct(Memory, memory),
                 collectives=tuple(_construct(CollectiveStats, stats) for stats in collectives),
                 ring=_construct(Ring, values["ring"]),
                 hints=tuple(values["hints"]),
                 advice=None if advice is None else tuple(_construct(Change, change) for change in advice),
-                layer_timeline=tuple(_construct(LayerEvent, event) for event in values.get("layer_timeline", ())),
-                packing=_packing(values.get("packing")),
+                layer_timeline=tuple(_construct(LayerEvent, event) for event in values["layer_timeline"]),
+                packing=_packing(values["packing"]),
             )
             return _construct(cls, {**values, **parts})
         except (KeyError, TypeError) as error:
             raise UserError(f"invalid plan: {name} cannot be read ({error}); write it again with --json") from error
-
-
-def _predicted(values: Mapping[str, Any]) -> Prediction:
-    interval = values.get("step_seconds_interval")
-    return _construct(Prediction, {**values, "step_seconds_interval": tuple(interval) if interval else None})
 
 
 def _packing(values: Mapping[str, Any] | None) -> PackingEstimates | None:

@@ -1,14 +1,15 @@
 """The plan as a page of plain text."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxlc.core.axes import mesh_text
-from jaxlc.core.counts import count_text
+from jaxlc.core.counts import count_text, gib
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
 from jaxlc.plan.record import PlanRecord
+from jaxlc.simulate.interval import Interval, estimate_text, range_text, seconds_text, two_digits
 from jaxlc.simulate.timeline import Prediction
 
 _WIDTH = 118
@@ -28,7 +29,7 @@ def page(plan: PlanRecord, advise_command: str) -> str:
         _ring(plan),
         _kernels(plan),
         _time(plan.predicted),
-        *([_packing(plan.packing)] if plan.packing else []),
+        *([_packing(plan.packing, plan.predicted.interval)] if plan.packing else []),
     )
     lines = [line for section in sections for line in (*section, "")]
     return "\n".join([*lines, *verdict(plan, advise_command)])
@@ -36,14 +37,27 @@ def page(plan: PlanRecord, advise_command: str) -> str:
 
 def summary(plan: PlanRecord) -> str:
     """Estimated time and verdict in one line."""
-    predicted, memory = plan.predicted, plan.memory
+    memory, predicted = plan.memory, plan.predicted
     fits = "fits" if memory.fits else "does not fit"
-    interval = interval_text(predicted)
+    rate = two_digits(predicted.tokens_per_second_per_device / predicted.interval.median)
     return (
-        f"estimated {format_seconds(predicted.step_seconds)} per step{f' ({interval})' if interval else ''},"
-        f" {predicted.tokens_per_second_per_device:,.0f} tokens/s per GPU;"
+        f"estimated: {step_text(predicted)} per step, {rate} tokens/s per GPU;"
         f" {fits}, {gib(memory.device_peak_bytes)} of {gib(memory.usable_bytes)} GiB per GPU"
     )
+
+
+def step_text(predicted: Prediction) -> str:
+    """The estimated time of a step, "about 40 s (23 to 73)"."""
+    return estimate_text(predicted.step_seconds, predicted.interval)
+
+
+def rate_text(predicted: Prediction) -> str:
+    """The estimated tokens per second of a GPU."""
+    return range_text(predicted.tokens_per_second_per_device, "", predicted.interval.inverse)
+
+
+def mfu_text(predicted: Prediction) -> str:
+    return range_text(100 * predicted.mfu_causal, "%", predicted.interval.inverse)
 
 
 def _head(plan: PlanRecord) -> Iterator[str]:
@@ -72,7 +86,7 @@ def _memory(memory: Memory) -> Iterator[str]:
     if memory.is_unified_over_pcie:
         yield "  runtime.unified_memory is ignored: over PCIe it would be too slow"
     if memory.host_bytes_per_device:
-        pool = f"in a pool of {gib(memory.host_pool_bytes)} (runtime.pinned_host_gib)" if memory.host_pool_bytes else ""
+        pool = f"in a pool of {gib(memory.host_pool_bytes)} (runtime.pinned_host_gib)"
         yield _row("pinned host memory", memory.host_bytes_per_device, pool)
         yield _row("  parameters", memory.host_parameters_bytes)
         yield _row("  optimizer state", memory.host_optimizer_bytes)
@@ -133,72 +147,46 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
 
 
 def _time(predicted: Prediction) -> Iterator[str]:
-    yield "ESTIMATED TIME per step (80%: the interval of published runs, docs/calibration.md)"
-    yield _text_row("step", format_seconds(predicted.step_seconds), _step_note(predicted))
-    rate = predicted.tokens_per_second_per_device
-    yield _text_row("tokens/s per GPU", f"{rate:,.0f}", _rate_interval(predicted))
-    yield _text_row("MFU", f"{predicted.mfu_causal:.1%}", "causal model FLOPs over the bf16 peak")
-    yield _text_row("recomputed", f"{predicted.recomputed_share:.0%}", "additional FLOPs, relative to the model's")
+    yield "ESTIMATED TIME per step: median (80% interval of published runs, docs/calibration.md)"
+    yield _text_row("step", f"{step_text(predicted)}, bound by {predicted.bound_by}")
+    yield _text_row("tokens/s per GPU", rate_text(predicted))
+    yield _text_row("MFU", f"{mfu_text(predicted)}, causal model FLOPs over the bf16 peak")
+    yield _text_row("recomputed", f"{predicted.recomputed_share:.0%} additional FLOPs, relative to the model's")
     exposed, total = predicted.exposed_communication_seconds, predicted.communication_seconds
-    yield _text_row("communication", format_seconds(total), f"exposed (kernels wait): {format_seconds(exposed)}")
+    note = f"exposed (kernels wait): {_median_text(predicted, exposed)}"
+    yield _text_row("communication", f"{_median_text(predicted, total)}, {note}")
     if predicted.host_copies:
         exposed, total = predicted.exposed_host_copy_seconds, predicted.host_copy_seconds
-        counts = f"{predicted.exposed_host_copies:,} of {predicted.host_copies:,} copies"
-        yield _text_row("host copies", format_seconds(total), f"exposed: {format_seconds(exposed)}, {counts}")
-    for name, seconds in (("by kind", predicted.seconds_by_kind), ("by resource", predicted.seconds_by_resource)):
-        shares = (f"{key} {value / predicted.step_seconds:.1%}" for key, value in seconds.items())
-        yield f"  {name:<20} {', '.join(shares)}"
-    yield _text_row(
-        "overhead", f"{predicted.overhead_share:.1%}", "outside attention kernels and model matrix products"
-    )
-    yield from _overhead_parts(predicted)
+        note = f"exposed: {_median_text(predicted, exposed)}, {predicted.exposed_host_copies:,}"
+        yield _text_row("host copies", f"{_median_text(predicted, total)}, {note} of {predicted.host_copies:,} copies")
+    yield from _text_rows("by kind", percent_text(predicted.seconds_by_kind, predicted.step_seconds))
+    yield from _text_rows("by resource", percent_text(predicted.seconds_by_resource, predicted.step_seconds))
+    total = two_digits(100 * predicted.overhead_share)
+    yield _text_row("overhead", f"{total}%, outside attention kernels and model matrix products:")
+    yield from _text_rows("", percent_text(predicted.overhead_seconds, predicted.step_seconds))
 
 
-def interval_text(predicted: Prediction) -> str:
-    """The interval of the step, such as "80%: 8.9 s to 16.1 s"; empty for plans of versions without one."""
-    if predicted.step_seconds_interval is None:
-        return ""
-    low, high = predicted.step_seconds_interval
-    return f"80%: {format_seconds(low)} to {format_seconds(high)}"
+def _median_text(predicted: Prediction, seconds: float) -> str:
+    """An estimated part of the step."""
+    return seconds_text(predicted.interval.median * seconds)
 
 
-def interval_factors_text(predicted: Prediction, what: str) -> str:
-    """The same as factors: "80% interval: 0.6 to 2.0 times the estimated step"."""
-    if predicted.step_seconds_interval is None:
-        return ""
-    low, high = (seconds / predicted.step_seconds for seconds in predicted.step_seconds_interval)
-    return f"80% interval: {low:.2f} to {high:.2f} times the estimated {what} (docs/calibration.md)."
+def percent_text(parts: Mapping[str, float], total_seconds: float) -> str:
+    """Parts of at least 0.1% of the total: "attention 82%, waiting 0.71%"."""
+    percent = {part: 100 * seconds / total_seconds for part, seconds in parts.items()}
+    return ", ".join(f"{part} {two_digits(value)}%" for part, value in percent.items() if value >= 0.1)
 
 
-def _step_note(predicted: Prediction) -> str:
-    return ", ".join(filter(None, (interval_text(predicted), f"bound by {predicted.bound_by}")))
-
-
-def _rate_interval(predicted: Prediction) -> str:
-    if predicted.step_seconds_interval is None:
-        return ""
-    tokens = predicted.tokens_per_second_per_device * predicted.step_seconds
-    low, high = (tokens / seconds for seconds in reversed(predicted.step_seconds_interval))
-    return f"80%: {low:,.0f} to {high:,.0f}"
-
-
-def _overhead_parts(predicted: Prediction) -> list[str]:
-    """Parts of the overhead of at least 0.1% of the step."""
-    shares = {part: seconds / predicted.step_seconds for part, seconds in predicted.overhead_seconds.items()}
-    text = ", ".join(f"{part} {share:.1%}" for part, share in shares.items() if share >= 0.001)
-    return textwrap.wrap(text, _WIDTH, initial_indent=" " * 23, subsequent_indent=" " * 23)
-
-
-def _packing(packing: PackingEstimates) -> Iterator[str]:
-    count = f"{packing.num_sequences} sequence{'s' if packing.num_sequences > 1 else ''}"
-    source = f"document lengths: {packing.source}, {count}"
-    yield from _wrapped(f"ESTIMATED TIME of packed sequences ({source}; {packing.order})")
-    yield "             documents  longest  pairs  ring cost  replicas  attention      step  tokens/s    MFU"
+def _packing(packing: PackingEstimates, interval: Interval) -> Iterator[str]:
+    source = f"document lengths: {packing.source}, {count_text(packing.num_sequences, 'sequence')}"
+    yield from _wrapped(f"ESTIMATED TIME of packed sequences, medians ({source}; {packing.order})")
+    yield "             documents  longest  pairs  ring cost  replicas  attention     step  tokens/s    MFU"
     for row in packing.estimates:
-        times = f"{format_seconds(row.attention_seconds):>9} {format_seconds(row.step_seconds):>9}"
-        rates = f"{row.tokens_per_second_per_device:>9,.0f}  {row.mfu_documents:>5.1%}"
+        times = [seconds_text(interval.median * seconds) for seconds in (row.attention_seconds, row.step_seconds)]
+        rate, mfu = row.tokens_per_second_per_device / interval.median, 100 * row.mfu_documents / interval.median
         costs = f"{row.pairs_share:>6.1%} {row.ring_cost:>10.2f} {row.replica_cost:>9.2f}"
-        yield f"  {row.name:<10} {row.num_documents:>9,.5g} {row.longest_document:>8,} {costs} {times:>19} {rates}"
+        estimates = f"{times[0]:>10} {times[1]:>8} {two_digits(rate):>9} {two_digits(mfu):>5}%"
+        yield f"  {row.name:<10} {row.num_documents:>9,.5g} {row.longest_document:>8,} {costs} {estimates}"
     yield "  pairs: of one document of the same length. ring cost, replicas: the slowest rank or replica over the mean."
     yield "  MFU: model FLOPs with the pairs of the documents, over the bf16 peak."
 
@@ -259,8 +247,19 @@ def _count_row(name: str, count: int, note: str = "") -> str:
     return f"  {name:<24} {count:>9,}  {note}".rstrip()
 
 
-def _text_row(name: str, value: str, note: str = "") -> str:
-    return f"  {name:<20} {value:>10}  {note}".rstrip()
+def _text_row(name: str, text: str) -> str:
+    return f"  {name:<18} {text}"
+
+
+def _text_rows(name: str, text: str) -> list[str]:
+    """As `_text_row`, of any length."""
+    return textwrap.wrap(text, _WIDTH, initial_indent=_text_row(name, ""), subsequent_indent=" " * 21)
+
+
+def interval_factors_text(predicted: Prediction, what: str) -> str:
+    """The interval of the step as factors: "80% interval: 0.6 to 2.0 times the estimated step"."""
+    low, high = predicted.interval
+    return f"80% interval: {low:.2f} to {high:.2f} times the estimated {what} (docs/calibration.md)."
 
 
 def format_seconds(seconds: float) -> str:
@@ -271,8 +270,3 @@ def format_seconds(seconds: float) -> str:
 def amount(value: float, num_decimals: int) -> str:
     """1234.5 with 0 decimals as "1,234"; a value that would be rounded to 0 or 1 units has two digits: "0.042"."""
     return f"{value:,.{num_decimals}f}" if value >= 10**-num_decimals else f"{value:.2g}"
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes in GiB with two decimals, without the unit."""
-    return f"{num_bytes / 2**30:,.2f}"

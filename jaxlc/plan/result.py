@@ -2,18 +2,23 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
+from jaxlc.config import to_dict
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
-from jaxlc.plan import report
+from jaxlc.plan import report, summary
 from jaxlc.plan.figures import html_page
 from jaxlc.plan.record import PlanRecord
+from jaxlc.plan.step_program import StepProgram
+from jaxlc.simulate.layer_timeline import layer_timeline
 from jaxlc.simulate.topology import topology
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# The sections of the config that shape the step; the JSON has no paths of files.
+_RECORDED_SECTIONS = ("model", "lora", "mesh", "attention", "memory", "precision", "train")
 _ADVISE_CALL = "jaxlc.plan.plan(config, topology, advise=True)"  # for notebooks
 
 
@@ -21,9 +26,34 @@ _ADVISE_CALL = "jaxlc.plan.plan(config, topology, advise=True)"  # for notebooks
 class Plan(PlanRecord):
     """A training step compiled ahead of time.
 
-    `print(plan)` prints it as text, and a notebook shows it as one page with figures, which `save` writes to a file.
-    The methods named `*_figure` return the figures of that page; they raise UserError if matplotlib is not installed.
+    `of` makes one from a compiled step, `from_json` reads a stored one. `print(plan)` prints it as text, and a notebook
+    shows it as one page with figures, which `save` writes to a file. The methods named `*_figure` return the figures of
+    that page; they raise UserError if matplotlib is not installed.
     """
+
+    @classmethod
+    def of(cls, program: StepProgram) -> Self:
+        """The plan of a compiled step. Evaluation, packed sequences, hints and advice are added by `compile.plan_step`
+        and `jaxlc.plan.plan`."""
+        step, gpus, shape = program.step, program.model.gpus, dict(program.step.mesh.shape)
+        choice = f"{step.transport.name} ({step.transport.reason})"
+        return cls(
+            topology=str(gpus),
+            num_devices=gpus.num_gpus,
+            mesh=shape,
+            sequence_tokens=step.config.data.seq_len,
+            tokens_per_step=step.config.tokens_per_step,
+            compile_seconds=program.compile_seconds,
+            predicted=program.prediction,
+            memory=program.memory,
+            collectives=summary.collective_stats(program.program.collectives, shape, gpus.gpus_per_domain),
+            ring=program.ring,
+            kernels=summary.kernels(program.program),
+            kernel_choice=step.kernel_choice,
+            transport_choice="; ".join([choice, *program.warnings]),
+            config={name: values for name, values in to_dict(step.config).items() if name in _RECORDED_SECTIONS},
+            layer_timeline=layer_timeline(program.program, program.model),
+        )
 
     def __str__(self) -> str:
         return report.page(self, _ADVISE_CALL)
@@ -70,7 +100,12 @@ class Plan(PlanRecord):
             raise UserError("unsupported: a timeline of this plan, whose program has no loop over layers")
         is_recomputed = self.config.get("memory", {}).get("remat", "none") != "none"
         title = f"{self._layers_of_timeline.capitalize()}, estimated: {self.title}"
-        return timeline_plot.timeline_figure(self.layer_timeline, title, is_recomputed=is_recomputed)
+        median = self.predicted.interval.median
+        events = [
+            event._replace(start_seconds=median * event.start_seconds, end_seconds=median * event.end_seconds)
+            for event in self.layer_timeline
+        ]
+        return timeline_plot.timeline_figure(events, title, is_recomputed=is_recomputed)
 
     def links_figure(self) -> "Figure":
         """Bytes by collective, mesh axes and link, and the hidden and exposed time of each link."""

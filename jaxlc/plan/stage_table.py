@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlc.core.counts import count_text
-from jaxlc.plan.report import amount, format_seconds, gib, interval_factors_text, verdict
+from jaxlc.core.counts import count_text, gib
+from jaxlc.plan.report import verdict
 from jaxlc.plan.result import Plan
+from jaxlc.simulate.interval import seconds_text, two_digits
 
 _HEADS = ("stage", "steps", "length", "tokens", "GiB/GPU", "host GiB", "tokens/s/GPU", "step", "hours", "GPU-hours")
 
@@ -17,7 +18,7 @@ class StagePlan:
 
     name: str  # "": a config without stages
     num_steps: int  # optimizer steps
-    plan: Plan  # of the stage's step, with the fields of `Plan`
+    plan: Plan  # the stage's step, with the fields of `Plan`
 
     @property
     def num_tokens(self) -> int:
@@ -59,12 +60,14 @@ class StagesPlan:
           command_line: the command that printed it, for advice.
         """
         first = self.stages[0].plan
+        (low, high), median = first.predicted.interval, first.predicted.interval.median
         lines = [
             f"{first.topology}: {count_text(first.num_devices, 'GPU')}; memory is AOT-compiled, time is estimated",
             *aligned(self._rows()),
             "",
-            "Hours are those of training steps, without evaluations, checkpoints and compilation.",
-            interval_factors_text(first.predicted, "hours and cost"),
+            "Hours of training steps, without evaluations, checkpoints and compilation. Times and costs are medians;",
+            f"80% of published runs take {two_digits(low / median)} to {two_digits(high / median)} times as long"
+            " (docs/calibration.md).",
         ]
         if len(self.stages) == 1:
             return "\n".join(lines)
@@ -78,6 +81,7 @@ class StagesPlan:
         yield (*_HEADS, *(() if self.price_per_gpu_hour is None else ("cost",)))
         for stage in self.stages:
             memory, predicted = stage.plan.memory, stage.plan.predicted
+            median = predicted.interval.median
             yield (
                 stage.name or "all",
                 f"{stage.num_steps:,}",
@@ -85,10 +89,8 @@ class StagesPlan:
                 _billions(stage.num_tokens),
                 gib(memory.device_peak_bytes),
                 gib(memory.host_bytes_per_node),
-                f"{predicted.tokens_per_second_per_device:,.0f}",
-                f"{predicted.step_seconds:,.1f} s"
-                if predicted.step_seconds >= 10
-                else format_seconds(predicted.step_seconds),
+                two_digits(predicted.tokens_per_second_per_device / median),
+                seconds_text(median * predicted.step_seconds),
                 *self._totals(stage.hours, stage.gpu_hours),
             )
         if len(self.stages) > 1:
@@ -98,8 +100,9 @@ class StagesPlan:
             yield "total", f"{num_steps:,}", "", _billions(num_tokens), *blank, *self._totals(hours, gpu_hours)
 
     def _totals(self, hours: float, gpu_hours: float) -> list[str]:
-        cost = self.cost(gpu_hours)
-        return [amount(hours, 1), amount(gpu_hours, 0), *([] if cost is None else [amount(cost, 0)])]
+        """The medians, of the same interval in all stages."""
+        median, cost = self.stages[0].plan.predicted.interval.median, self.cost(gpu_hours)
+        return [two_digits(median * x) for x in (hours, gpu_hours, *([] if cost is None else [cost]))]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types: a list "stages" with the plan of each stage, as `Plan.to_json`."""

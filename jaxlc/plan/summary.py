@@ -20,7 +20,7 @@ class CollectiveStats(NamedTuple):
     axes: tuple[str, ...]  # mesh axes along which the members of a replica group differ
     backend: str  # "NCCL" or "NVSHMEM"
     mode: str  # "symmetric" is NCCL's one-sided put, "peer" a copy; "" the default
-    count: int  # of collectives
+    count: int  # number of collectives
     bytes: int  # sent by each device, in all of them together
     crosses_domains: bool  # some leave an NVLink domain and use the network
 
@@ -37,7 +37,7 @@ class Ring:
     hops: int  # all permutes, between two ranks each
     hidden: int  # estimated
     exposed: int  # hops - hidden
-    exposed_forward: int  # of those, in the forward pass
+    exposed_forward: int  # exposed hops in the forward pass
     by_backend: dict[str, int]  # hops by backend and mode: "NCCL", "NVSHMEM", "NCCL symmetric"
 
 

@@ -23,8 +23,9 @@ from jaxlc.profile.event_classes import (
     OTHER,
     EventClasses,
 )
-from jaxlc.profile.time_use import GAP, Interval, TimeUse
+from jaxlc.profile.time_use import GAP, TimeUse
 from jaxlc.profile.trace_events import Trace
+from jaxlc.simulate.interval import Interval, estimate_text, two_digits
 
 _NAMES = {COMMUNICATION: "exposed communication", HOST_COPY: "exposed host copies", GAP: "gaps between kernels"}
 
@@ -46,8 +47,8 @@ class RingStepTime:
     pass_name: str
     runs_per_step: float
     measured_seconds: float  # mean time in flight of one run
-    exposed_seconds: float  # of one step: in flight while no kernel runs
-    estimated_seconds: float | None  # of one run
+    exposed_seconds: float  # per step: in flight while no kernel runs
+    estimated_seconds: float | None  # one run
     is_estimated_hidden: bool | None
 
 
@@ -59,12 +60,13 @@ class Comparison:
     num_steps: int
     step_seconds: float
     estimated_step_seconds: float | None
+    estimated_interval: Interval | None  # factors on all estimates; 80% of published runs
     classes: tuple[ClassTime, ...]
     ring_steps: tuple[RingStepTime, ...]  # empty without the compiled step
     communication_seconds: float  # per step, exposed or not; concurrent transfers count once
     host_copy_seconds: float  # as above
     median_gap_seconds: float | None  # between two kernels of a device; None with one kernel
-    unknown_seconds: float  # of events whose class follows from their names, because the program does not have them
+    unknown_seconds: float  # events that the program does not have; their class follows from their names
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -73,7 +75,7 @@ class Comparison:
         console = Console(file=io.StringIO(), width=120, highlight=False)
         console.print(_class_table(self))
         if self.ring_steps:
-            console.print(_ring_table(self.ring_steps))
+            console.print(_ring_table(self))
         text = console.file.getvalue().rstrip()
         return f"{text}\n{_notes(self)}"
 
@@ -101,7 +103,7 @@ def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_step
             if kind is None or event.end_seconds <= start or event.start_seconds >= end:
                 continue
             label = classes.instruction_of(event) or event.instruction
-            intervals.append(Interval(kind, label, event.start_seconds, event.end_seconds))
+            intervals.append(time_use.Interval(kind, label, event.start_seconds, event.end_seconds))
             if kind == COMMUNICATION:
                 durations[label].append(event.end_seconds - event.start_seconds)
             if run.program is not None and event.instruction and classes.instruction_of(event) is None:
@@ -115,6 +117,7 @@ def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_step
         num_steps=num_steps,
         step_seconds=sum(spans) / num_runs,
         estimated_step_seconds=estimate and estimate.prediction.step_seconds,
+        estimated_interval=estimate and estimate.prediction.interval,
         classes=_class_times(uses, num_runs, estimate),
         ring_steps=_ring_steps(uses, durations, num_runs, run, estimate),
         communication_seconds=sum(use.busy_by_class[COMMUNICATION] for use in uses) / num_runs,
@@ -134,7 +137,7 @@ def _step_module(trace: Trace) -> str:
     return max(seconds, key=seconds.get, default="")
 
 
-def _gaps(intervals: Iterable[Interval]) -> list[float]:
+def _gaps(intervals: Iterable[time_use.Interval]) -> list[float]:
     """Time from the end of each kernel to the start of the next, where they do not overlap."""
     kernels = sorted(
         (interval.start_seconds, interval.end_seconds)
@@ -197,28 +200,34 @@ def _class_table(result: Comparison) -> Table:
         name="step", measured_seconds=result.step_seconds, estimated_seconds=result.estimated_step_seconds
     )
     for row in (*result.classes, total):
-        estimated = row.estimated_seconds
+        estimated = _median(result, row.estimated_seconds)
         table.add_row(
             row.name,
             f"{1e3 * row.measured_seconds:,.2f}",
             f"{row.measured_seconds / result.step_seconds:.1%}",
-            "" if estimated is None else f"{1e3 * estimated:,.2f}",
-            f"{row.measured_seconds / estimated:.2f}" if estimated else "",
+            "" if estimated is None else two_digits(1e3 * estimated),
+            two_digits(row.measured_seconds / estimated) if estimated else "",
         )
     return table
 
 
-def _ring_table(rows: Sequence[RingStepTime]) -> Table:
+def _median(result: Comparison, seconds: float | None) -> float | None:
+    """The middle of the interval of an estimate; None if there is none."""
+    return None if seconds is None or result.estimated_interval is None else result.estimated_interval.median * seconds
+
+
+def _ring_table(result: Comparison) -> Table:
     table = Table(title="Collectives of attention")
     for heading in ("instruction", "pass", "runs a step", "measured ms", "estimated ms", "exposed ms a step", "plan"):
         table.add_column(heading, justify="left" if heading in ("instruction", "pass", "plan") else "right")
-    for row in rows:
+    for row in result.ring_steps:
+        estimated = _median(result, row.estimated_seconds)
         table.add_row(
             row.instruction,
             row.pass_name,
             f"{row.runs_per_step:g}",
             f"{1e3 * row.measured_seconds:,.3f}",
-            "" if row.estimated_seconds is None else f"{1e3 * row.estimated_seconds:,.3f}",
+            "" if estimated is None else two_digits(1e3 * estimated),
             f"{1e3 * row.exposed_seconds:,.3f}",
             {None: "", True: "hidden", False: "exposed"}[row.is_estimated_hidden],
         )
@@ -236,6 +245,9 @@ def _notes(result: Comparison) -> str:
         )
     if result.unknown_seconds:
         lines.append(f"{1e3 * result.unknown_seconds:,.2f} ms are of events that the compiled step does not contain")
-    if result.estimated_step_seconds is None:
+    if result.estimated_step_seconds is not None and result.estimated_interval is not None:
+        step = estimate_text(result.estimated_step_seconds, result.estimated_interval)
+        lines.append(f"estimated step: {step}, median (80% interval of published runs); others are medians too")
+    else:
         lines.append("no estimate: pass --plan=FILE, or trace with --config.profile.steps on a GPU that the plan knows")
     return "\n".join(lines)

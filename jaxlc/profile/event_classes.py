@@ -25,7 +25,7 @@ _HOST_MEMCPY = re.compile(r"Memcpy(H2D|D2H)")
 _PEER_MEMCPY = re.compile(r"MemcpyP2P")
 _SUFFIX = re.compile(r"(-start|-done|-update)$")
 _NUMBER = re.compile(r"(\.\d+)?$")
-_BY_NAME = (  # of kernels and HLO instructions, if the program is unknown
+_BY_NAME = (  # names of kernels and HLO instructions, if the program is unknown
     (COMMUNICATION, re.compile(rf"nccl|nvshmem|{'|'.join(COLLECTIVES)}|ppermute|psum|all_gather|all_to_all", re.I)),
     (ATTENTION, re.compile(r"fmha|flash_|sdpa|cudnn.*attention|mosaic_gpu", re.I)),
     (MATMUL, re.compile(r"gemm|nvjet|cutlass|cublas|\bdot\b|xmma|Cijk_", re.I)),

@@ -11,7 +11,7 @@ GAP = "gaps"  # nothing is in flight
 
 class Interval(NamedTuple):
     kind: str  # one of CLASSES
-    label: str  # of collectives, the instruction; else ""
+    label: str  # the instruction of a collective; else ""
     start_seconds: float
     end_seconds: float
 

@@ -46,7 +46,7 @@ def find(path: Path) -> Path:
     if not paths:
         raise UserError(f"no trace: {path} has no *{_SUFFIX} file; trace steps with --config.profile.steps=10:13")
     newest = [other for other in paths if other.parent == paths[0].parent]
-    return min(newest)  # of several hosts, the first
+    return min(newest)  # the first of several hosts
 
 
 def read(path: Path) -> Trace:

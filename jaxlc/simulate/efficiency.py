@@ -20,7 +20,7 @@ class Rates(NamedTuple):
     """Fractions of a GPU's peaks that large kernels achieve, and its number of multiprocessors."""
 
     bf16_matmul: float
-    f8_matmul: float  # of the FP8 peak
+    f8_matmul: float  # fraction of the FP8 peak
     memory: float
     attention: Mapping[str, Efficiency]  # by kernel; long sequences, head dim 128, unmasked
     num_multiprocessors: int
@@ -40,7 +40,7 @@ class Rates(NamedTuple):
 #     146.
 # [4] FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, H100, forward at 16K: Triton 395, plain PyTorch 139 (8K);
 #     backward: FlashAttention-2 322, plain PyTorch 181 (8K) TFLOP/s. For our Pallas kernel the figures of Triton are
-#     used, and of FlashAttention-2 in the backward; for plain XLA those of plain PyTorch.
+#     used, and of FlashAttention-2 in the backward; for plain XLA the figures of plain PyTorch.
 # Assumed: bf16 products on Blackwell between [2] and the FP8 share of [1]; packed documents in cuDNN a little below its
 # rate without; Mosaic between Triton and cuDNN; kernels other than cuDNN achieve an H100's fractions on all GPUs.
 _ATTENTION_ON_HOPPER = {
@@ -72,7 +72,7 @@ _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128))  # rows and 
 HALF_KEYS_MASKED = 400.0
 HALF_KEYS_UNMASKED = 100.0
 # Rates relative to head dim 128: [4], forward without mask, 16K: 413 with 64 and 581 with 256, of 595 TFLOP/s.
-_HEAD_DIM_SHARE = ((64, 0.69), (128, 1.0), (256, 0.98))
+_HEAD_DIM_EFFICIENCY = ((64, 0.69), (128, 1.0), (256, 0.98))
 
 # NCCL's own model of latency, src/graph/tuning.cc (2.19), ring algorithm, protocol Simple: 8.4 us per collective, and
 # per step 3.4 us over NVLink or 9.6 us over a network. It agrees with the all-reduces of [1]: 16 MiB over 8 H100s takes
@@ -86,7 +86,7 @@ NCCL_MULTIPROCESSORS = 20
 
 
 def rates(device: Device) -> Rates:
-    """Rates of a GPU; those of Hopper if its architecture has no entry."""
+    """Rates of a GPU; the rates of Hopper if its architecture has no entry."""
     return _RATES.get(device.compute_capability, _RATES["9.0"])
 
 
@@ -113,14 +113,14 @@ def saturation(num_keys: float, half_keys: float) -> float:
     return num_keys / (num_keys + half_keys)
 
 
-def head_dim_share(head_dim: int) -> float:
+def head_dim_efficiency(head_dim: int) -> float:
     """The rate of an attention kernel relative to head dim 128, linear between the measured head dims."""
-    if head_dim <= _HEAD_DIM_SHARE[0][0]:
-        return _HEAD_DIM_SHARE[0][1]
-    for (low, low_share), (high, high_share) in zip(_HEAD_DIM_SHARE, _HEAD_DIM_SHARE[1:]):
+    if head_dim <= _HEAD_DIM_EFFICIENCY[0][0]:
+        return _HEAD_DIM_EFFICIENCY[0][1]
+    for (low, low_rate), (high, high_rate) in zip(_HEAD_DIM_EFFICIENCY, _HEAD_DIM_EFFICIENCY[1:]):
         if head_dim <= high:
-            return low_share + (high_share - low_share) * (head_dim - low) / (high - low)
-    return _HEAD_DIM_SHARE[-1][1]
+            return low_rate + (high_rate - low_rate) * (head_dim - low) / (high - low)
+    return _HEAD_DIM_EFFICIENCY[-1][1]
 
 
 def num_steps(kind: str, num_ranks: int) -> int:

@@ -8,16 +8,16 @@ from jaxlc.hlo.parser import Computation
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import KERNELS, Event, events
 
-_MAX_EVENTS = 1000  # of a pass; in longer timelines, short kernels are joined
+_MAX_EVENTS = 1000  # per pass; in longer timelines, short kernels are joined
 LAYER_PASSES = ("forward", "backward")  # the backward of a layer includes its recomputation
 
 
 class LayerEvent(NamedTuple):
     """A transfer, or one kernel or several adjacent ones (`_merged`). Times are relative to the start of the pass."""
 
-    pass_name: str  # of LAYER_PASSES
+    pass_name: str  # one of LAYER_PASSES
     lane: str  # "kernels", or a link: "NVLink", "network", "to host", "from host"
-    kind: str  # of kernels: "attention", "matrix products", "other kernels"; of a transfer: its opcode
+    kind: str  # kernels: "attention", "matrix products", "other kernels"; transfers: the opcode
     start_seconds: float  # since the start of the pass
     end_seconds: float  # since the start of the pass
 

@@ -34,8 +34,8 @@ class AttentionWork(NamedTuple):
 class SequenceWork:
     """The documents of a packed sequence, and their work."""
 
-    lengths: tuple[int, ...]  # of the documents, in tokens
-    pairs: int  # of all ranks, summed over the layers
+    lengths: tuple[int, ...]  # tokens of each document
+    pairs: int  # all ranks, summed over the layers
     ring_cost: float  # sum over ring steps of the slowest rank's pairs, relative to the mean of the ranks
     work: AttentionWork
 
@@ -144,7 +144,7 @@ def _pairs_by_rank(pieces: _Pieces, num_ranks: int) -> np.ndarray:
 def _window_pairs(pieces: _Pieces, num_ranks: int, window: int) -> np.ndarray:
     """int64 [ranks]: pairs of each rank's queries with a sliding window in tokens."""
 
-    def pairs_before(offset):  # of the first queries of a document
+    def pairs_before(offset):  # pairs of the first queries of a document
         reach = np.minimum(offset, window)
         return offset * reach - reach * (reach - 1) // 2
 

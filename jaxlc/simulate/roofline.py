@@ -41,8 +41,8 @@ class Roofline:
     memory_share: float | None = None
     link_share: float = hardware.LINK_EFFICIENCY
     host_share: float = hardware.HOST_LINK_EFFICIENCY
-    nvlink_latency_seconds: float = efficiency.NCCL_LAUNCH_SECONDS + efficiency.NVLINK_STEP_SECONDS  # of one step
-    nvlink_step_seconds: float = efficiency.NVLINK_STEP_SECONDS  # of each further step
+    nvlink_latency_seconds: float = efficiency.NCCL_LAUNCH_SECONDS + efficiency.NVLINK_STEP_SECONDS  # first step
+    nvlink_step_seconds: float = efficiency.NVLINK_STEP_SECONDS  # each further step
     network_latency_seconds: float = efficiency.NCCL_LAUNCH_SECONDS + efficiency.NETWORK_STEP_SECONDS
     network_step_seconds: float = efficiency.NETWORK_STEP_SECONDS
     host_latency_seconds: float = hardware.HOST_LATENCY_SECONDS
@@ -74,7 +74,7 @@ class Roofline:
         share = self.attention_share.get(kernel, efficiency.rates(device).attention[kernel])
         rate = device.bf16_flops_per_second * (share.backward if is_backward else share.forward)
         half_keys = self.attention_half_keys_masked if is_masked else self.attention_half_keys_unmasked
-        curve = efficiency.head_dim_share(head_dim)
+        curve = efficiency.head_dim_efficiency(head_dim)
         if num_keys != float("inf"):
             curve *= efficiency.saturation(num_keys, half_keys)
         return flops / (rate * curve)

@@ -20,8 +20,8 @@ class Kernel(NamedTuple):
     kind: str  # "attention", PRODUCTS or OTHER_KERNELS
     resource: str  # what bounds it: "compute" or "HBM"
     seconds: float
-    flops: float  # of matrix products; of attention, without what its mask skips
-    scope: str  # of the model or the training step: "mlp"; "" if it is unknown
+    flops: float  # matrix products, or attention without what its mask skips
+    scope: str  # part of the model or the training step: "mlp"; "" if it is unknown
 
 
 class TimedTransfer(NamedTuple):
@@ -38,7 +38,7 @@ class TimedOp(NamedTuple):
     starts: TimedTransfer | None = None
     awaits: TimedTransfer | None = None
     loop: Instruction | None = None
-    branches: tuple[Computation, ...] = ()  # of which one runs
+    branches: tuple[Computation, ...] = ()  # one of them runs
 
 
 class TimedOps:

@@ -20,14 +20,14 @@ overlaps less; its estimate is pessimistic.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlc.core.flops import matmul_flops
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.hlo.trip_counts import trip_count
-from jaxlc.simulate.interval import time_interval
+from jaxlc.simulate.interval import Interval, time_interval
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timed_ops import LINKS, OTHER_KERNELS, PRODUCTS, QUEUES, Kernel, TimedOp, TimedOps, TimedTransfer
 
@@ -56,10 +56,15 @@ class Prediction:
     transfer_seconds_by_resource: dict[str, float]  # sums as above, by resource: "NVLink", "network", "host"
     # Time outside of attention kernels and of the model's own matrix products: waiting for "NVLink", "network" and
     # "host", "recomputed matrix products" (all FLOPs of products above the model's), and other kernels by their
-    # innermost scope, such as "mlp kernels". Largest first. Plans of older versions lack it.
-    overhead_seconds: dict[str, float] = field(default_factory=dict)
-    # Seconds between which the step is expected in 80% of cases (`interval`), lowest first. Older plans lack it.
-    step_seconds_interval: tuple[float, float] | None = None
+    # innermost scope, such as "mlp kernels". Largest first.
+    overhead_seconds: dict[str, float]
+    step_seconds_interval: tuple[float, float]  # in which the step is expected in 80% of cases, lowest first
+
+    @property
+    def interval(self) -> Interval:
+        """`step_seconds_interval` as factors on `step_seconds`; for its parts as well."""
+        low, high = self.step_seconds_interval
+        return Interval(low / self.step_seconds, high / self.step_seconds)
 
     @property
     def overhead_share(self) -> float:
@@ -145,9 +150,9 @@ class Simulator:
     ):
         self.timed_ops = timed_ops
         self.now = 0.0
-        self.flops = 0.0  # of attention and matrix products
-        self.product_flops = 0.0  # of matrix products
-        self.other_seconds: Counter[str] = Counter()  # of other kernels, by scope
+        self.flops = 0.0  # attention and matrix products
+        self.product_flops = 0.0  # matrix products
+        self.other_seconds: Counter[str] = Counter()  # other kernels, by scope
         self.seconds: Counter[tuple[str, str]] = Counter()  # by kind and resource; they add up to `now`
         self.transfer_seconds: Counter[str] = Counter()  # by resource, each transfer alone on its link
         self.num_transfers: Counter[str] = Counter()  # by resource
@@ -254,7 +259,7 @@ class _Queue:
         self.in_flight[transfer.start] = _InFlight(transfer, transfer.seconds, None)
 
     def seconds_until_done(self, start: Instruction) -> float:
-        """Seconds until `start` is done: its own and those of the transfers before it; 0 if it is not in flight."""
+        """Seconds until `start` is done: its own seconds and those of earlier transfers; 0 if it is not in flight."""
         seconds = 0.0
         for earlier, transfer in self.in_flight.items():
             seconds += transfer.remaining_seconds
@@ -296,5 +301,5 @@ class _InFlight(NamedTuple):
 
 
 _MAX_EVENTS = 100_000  # recorded run by run
-_JOINED_RUNS = 10  # of a loop, if it is not recorded run by run
+_JOINED_RUNS = 10  # runs of a loop, if it is not recorded run by run
 _ROUNDING_SECONDS = 1e-15  # rounding error of the remaining time of a transfer that has ended

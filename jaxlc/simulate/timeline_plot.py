@@ -9,6 +9,7 @@ from matplotlib.path import Path
 
 from jaxlc.core import plot_style
 from jaxlc.core.plot_style import AMBER, BLUE, SILVER, SKY, TEAL, VIOLET
+from jaxlc.simulate.interval import two_digits
 from jaxlc.simulate.layer_timeline import LAYER_PASSES, LayerEvent
 from jaxlc.simulate.timeline import KERNELS
 
@@ -40,9 +41,11 @@ def timeline_figure(timeline: Sequence[LayerEvent], title: str, *, is_recomputed
         _draw(axes, pass_events, lanes)
         factor, unit = _unit(pass_events)
         waiting = factor * sum(end - start for start, end in _waits(pass_events))
-        note = f", of which kernels wait {waiting:,.1f} {unit}" if waiting else ""
+        note = f", of which kernels wait {two_digits(waiting)} {unit}" if waiting else ""
         recomputed = " with recomputation" if is_recomputed and name == "backward" else ""
-        axes.set_title(f"{name}{recomputed}: {factor * _end(pass_events):,.1f} {unit}{note}", loc="left", fontsize=9)
+        axes.set_title(
+            f"{name}{recomputed}: {two_digits(factor * _end(pass_events))} {unit}{note}", loc="left", fontsize=9
+        )
     handles = [Patch(color=color, label=kind) for kind, color in _KERNEL_COLORS.items()]
     handles.append(Patch(color=_WAIT_COLOR, label="kernels wait (exposed)"))
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower left", frameon=False, fontsize=8)

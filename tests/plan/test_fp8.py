@@ -5,9 +5,9 @@ import pytest
 from jaxlc.config import load
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
-from jaxlc.hlo import AnalyzedProgram, analyze
+from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
-from jaxlc.plan.compile import compile_step
+from jaxlc.plan.compiled_program import compile_step
 from jaxlc.plan.summary import kernels
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import make_mesh, topology
@@ -55,8 +55,7 @@ def fp8_flops(program: AnalyzedProgram) -> float:
 @pytest.mark.heavy
 def test_fp8_step_runs_all_products_in_cublas(precision, names):
     """Forward, gradient of x and gradient of w: 6 FLOPs per token and weight."""
-    compiled, _ = compile_step(fp8_step(**precision))
-    program = analyze(compiled.as_text())
+    program = compile_step(fp8_step(**precision)).program
     assert kernels(program)["__cublas$lt$matmul$f8"] > 0
     assert fp8_flops(program) == 2 * 6 * TOKENS * sum(WEIGHTS[name] for name in names)  # two layers
 

@@ -35,6 +35,9 @@ MEMORY = Memory(
     unified_host_bytes=0,
     is_unified_over_pcie=False,
     largest=(),
+    memory_fraction=0.9,
+    host_pool_bytes=64 * GIB,
+    host_pools_per_node_bytes=0,
 )
 
 

@@ -1,9 +1,8 @@
 """Figures of meshes: one square per GPU, the ring over context, and the links of each axis. Nothing is compiled."""
 
-import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import GRAY
@@ -30,9 +29,9 @@ def legend_of(figure) -> list[str]:
 def test_mesh_figure_has_all_gpus_domains_and_ring(mesh, name, num_domains):
     figure = mesh_figure(mesh, name)
     patches = figure.axes[0].patches
-    labels = [text for text in texts_of(figure) if text.startswith("c")]
+    labels = [text for text in texts_of(figure) if not text.startswith(("node", "domain"))]
     assert len(labels) == topology(name).num_gpus == len(set(labels))
-    outlines = [x for x in patches if isinstance(x, FancyBboxPatch) and to_hex(x.get_edgecolor()) == GRAY]
+    outlines = [x for x in patches if isinstance(x, Rectangle) and to_hex(x.get_edgecolor()) == GRAY]
     assert len([x for x in outlines if x.get_linewidth() == 0.9]) == num_domains
     assert sum(isinstance(patch, FancyArrowPatch) for patch in patches) == mesh["context"]
 
@@ -58,24 +57,21 @@ def test_mesh_figure_adds_bytes_of_collectives():
     assert not any(isinstance(patch, FancyArrowPatch) for patch in figure.axes[0].patches)  # no ring
 
 
-def test_mesh_figure_ring_arrows_avoid_squares():
-    """No point of an arrow is inside of a square; 72 ranks are on several lines."""
-    figure = mesh_figure(dict(context=72), "gb200:1x72")
-    patches = figure.axes[0].patches
-    squares = [x.get_x() + 1j * x.get_y() for x in patches if isinstance(x, FancyBboxPatch) and x.get_width() == 0]
-    assert len(squares) == 72
-    for arrow in (patch for patch in patches if isinstance(patch, FancyArrowPatch)):
-        points = arrow._path_original.vertices
-        for start, end in zip(points, points[1:], strict=False):
-            line = start + np.linspace(0, 1, 50)[:, None] * (end - start)
-            for square in squares:
-                inside = (np.abs(line - [square.real, square.imag]) < 0.37).all(axis=1)
-                assert not inside.any()
+def test_mesh_figure_legend_is_inside_the_figure():
+    """Also a line with all kinds of collectives and their bytes."""
+    kinds = ("collective-permute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+    collectives = [CollectiveStats(kind, ("context",), "NCCL", "", 1, 2**40, False) for kind in kinds]
+    figure = mesh_plot.mesh_figure(dict(data=1, fsdp=1, context=8, tensor=8), topology("h100:8x8"), collectives)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1 and box.y0 >= 0
+    assert "all-to-all)" in legend_of(figure)[0]
 
 
 def test_mesh_figure_of_many_gpus_draws_the_first_domains():
     figure = mesh_figure(dict(fsdp=4, context=512), "h100:256x8")
-    labels = [text for text in texts_of(figure) if text.startswith("c")]
+    labels = [text for text in texts_of(figure) if text.startswith("f")]
     assert len(labels) == 256 and "drawn: the first 32 of 256 NVLink domains" in legend_of(figure)
     assert sum(isinstance(patch, FancyArrowPatch) for patch in figure.axes[0].patches) == 255
 

@@ -7,7 +7,7 @@ import pytest
 from jaxlc import plan
 from jaxlc.config.command_line import run_main
 from jaxlc.plan import __main__ as command
-from tests.search.test_advise import plan_of, with_temporaries
+from tests.plan.sample_plan import plan_of, with_temporaries
 
 CONFIG = """
 from tests.plan.gpus import small_config
@@ -38,13 +38,13 @@ def _run(arguments: list[str]) -> int:
 
 
 def test_plan_of_stages_prints_hours_and_cost_of_each_and_in_total(arguments, tmp_path, capsys):
-    """Steps of 2 s on 4 GPUs: 1 h and 4 GPU-hours, 0.5 h and 2 GPU-hours."""
+    """Steps of 2 s, also in the median, on 4 GPUs: 1 h and 4 GPU-hours, 0.5 h and 2 GPU-hours."""
     path = tmp_path / "plan.json"
     assert _run([*arguments, "--price-per-gpu-hour=2.5", f"--json={path}"]) == 0
     output = capsys.readouterr().out
     rows = [line.split() for line in output.splitlines()]
     by_name = {row[0]: row[-3:] for row in rows if row and row[0] in ("short", "long", "total")}
-    assert by_name == {"short": ["1.0", "4", "10"], "long": ["0.5", "2", "5"], "total": ["1.5", "6", "15"]}
+    assert by_name == {"short": ["1.0", "4.0", "10"], "long": ["0.50", "2.0", "5.0"], "total": ["1.5", "6.0", "15"]}
     assert "short: VERDICT: fits" in output and "long: VERDICT: does not fit" in output
     assert "--stage=long --advise" in output
     values = json.loads(path.read_text())
@@ -65,7 +65,7 @@ def test_plan_of_one_stage_with_price_prints_its_verdict_once(arguments, capsys)
     output = capsys.readouterr().out
     assert output.count("VERDICT") == 1
     (row,) = (line.split() for line in output.splitlines() if line.startswith("short "))
-    assert row[-3:] == ["1.0", "4", "0.04"]
+    assert row[-3:] == ["1.0", "4.0", "0.040"]
 
 
 def test_plan_of_stages_with_invalid_flags_exits_with_status_2(arguments, capsys):

@@ -10,11 +10,13 @@ from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.profile import comparison, time_use, trace_events
 from jaxlc.profile.__main__ import main
-from jaxlc.profile.estimate import TracedRun
+from jaxlc.profile.estimate import Estimate, TracedRun
 from jaxlc.profile.event_classes import ATTENTION, COMMUNICATION, HOST_COPY, MATMUL, OTHER, EventClasses
 from jaxlc.profile.time_use import GAP, Interval
 from jaxlc.profile.trace_events import TraceEvent
+from jaxlc.simulate.interval import two_digits
 from tests.hlo.snippets import RING, program
+from tests.plan.sample_plan import PREDICTED
 from tests.profile.xspace import Event, profile_data
 
 pytestmark = pytest.mark.jax_version
@@ -78,6 +80,18 @@ def test_gpu_trace_without_program_has_classes_by_name():
         comparison.compare(gpu_trace(), TracedRun(program=known), None) for known in (analyze(RING), None)
     )
     assert without.classes == with_program.classes and without.ring_steps == ()
+
+
+def test_estimates_are_printed_as_medians_with_two_digits():
+    """A median of 80 ms, four times the point estimate."""
+    predicted = dataclasses.replace(PREDICTED, step_seconds=0.02, step_seconds_interval=(0.04, 0.16))
+    predicted = dataclasses.replace(predicted, seconds_by_kind={"attention": 0.012345})
+    result = comparison.compare(gpu_trace(), TracedRun(), Estimate(prediction=predicted, model=None))
+    page = str(result)
+    assert "estimated step: about 80 ms (40 to 160), median" in page
+    (attention,) = (line.split("│")[4:6] for line in page.splitlines() if line.startswith("│ attention"))
+    assert [cell.strip() for cell in attention] == ["49", two_digits(30e-6 / (4 * 0.012345))]
+    assert result.to_json()["classes"][0]["estimated_seconds"] == 0.012345
 
 
 def test_trace_without_step_ranges_needs_number_of_steps():

@@ -1,63 +1,15 @@
 """Advice for steps that do not fit: which changes are compiled, in which order, and how they are printed."""
 
 import dataclasses
-import json
 
 import pytest
 
 from jaxlc.config import Config, load, with_settings
 from jaxlc.core.errors import UserError
-from jaxlc.plan.memory import Memory
-from jaxlc.plan.record import Change
-from jaxlc.plan.report import interval_factors_text, page, summary
-from jaxlc.plan.result import Plan
-from jaxlc.plan.summary import Ring
 from jaxlc.search import advise
-from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import topology
 from tests.plan.gpus import small_config
-from tests.plan.test_memory import GIB, MEMORY
-
-PREDICTED = Prediction(
-    step_seconds=2.0,
-    tokens_per_second_per_device=1.0,
-    mfu_causal=0.4,
-    recomputed_share=0.3,
-    exposed_communication_seconds=0.1,
-    communication_seconds=0.5,
-    exposed_host_copy_seconds=0.0,
-    host_copy_seconds=0.0,
-    host_copies=0,
-    exposed_host_copies=0,
-    bound_by="compute",
-    seconds_by_resource={"compute": 1.9, "NVLink": 0.1},
-    seconds_by_kind={"attention": 1.9, "waiting": 0.1},
-    transfer_seconds_by_resource={"NVLink": 0.5},
-)
-
-
-def plan_of(memory: Memory, **advice) -> Plan:
-    ring = Ring(hops=0, hidden=0, exposed=0, exposed_forward=0, by_backend={})
-    return Plan(
-        topology="h100:1x4",
-        num_devices=4,
-        mesh={},
-        sequence_tokens=1,
-        tokens_per_step=1,
-        compile_seconds=1,
-        predicted=PREDICTED,
-        memory=memory,
-        collectives=(),
-        ring=ring,
-        kernels={},
-        kernel_choice="",
-        transport_choice="",
-        **advice,
-    )
-
-
-def with_temporaries(gib: int) -> Memory:
-    return dataclasses.replace(MEMORY, device_temp_bytes=gib * GIB)
+from tests.plan.sample_plan import plan_of, with_temporaries
 
 
 @pytest.fixture
@@ -96,24 +48,6 @@ def test_advice_stops_after_two_changes_that_fit(compiled):
 def test_plan_with_advice_of_fitting_step_compiles_once(compiled):
     result = advise.plan_with_advice(small_config(), topology("h100:1x4"), lambda description: None)
     assert result.advice is None and compiled == [("full", 2)]
-
-
-def test_page_without_advice_prints_the_command():
-    text = page(plan_of(with_temporaries(80)), "python -m jaxlc.plan --config=x.py --advise")
-    assert text.endswith("To search for settings that fit: python -m jaxlc.plan --config=x.py --advise")
-
-
-def test_page_with_insufficient_changes_says_so():
-    change = Change(overrides="--config.a=1", cost="", device_peak_bytes=0, host_bytes_per_node=0, fits=False)
-    assert "none is enough" in page(plan_of(with_temporaries(80), advice=(change,)), "")
-    enough = dataclasses.replace(change, fits=True)
-    assert "none is enough" not in page(plan_of(with_temporaries(80), advice=(change, enough)), "")
-
-
-def test_page_with_small_nvshmem_heap_prints_needed_size():
-    text = page(plan_of(dataclasses.replace(MEMORY, symmetric_used_bytes=4 * GIB + 1)), "")
-    assert f"--config.runtime.nvshmem_heap_bytes={5 * GIB}" in text
-    assert "nvshmem_heap_bytes" not in page(plan_of(MEMORY), "")
 
 
 def test_candidates_are_valid_settings():
@@ -177,20 +111,3 @@ def test_tile_candidate_replaces_all_gather():
         long_config(), attention=dataclasses.replace(long_config().attention, strategy="all_gather")
     )
     assert last_two(config)[0]["attention.strategy"] == "ring"
-
-
-def test_page_prints_interval_of_step_and_speed(tmp_path):
-    """Also of a stored plan; plans of versions without an interval have none."""
-    plan = plan_of(MEMORY)
-    assert "80%: " not in page(plan, "").replace("(80%: the interval", "")
-    plan = dataclasses.replace(plan, predicted=dataclasses.replace(PREDICTED, step_seconds_interval=(1.0, 4.0)))
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan.to_json()))
-    assert Plan.from_json(path).predicted == plan.predicted
-    text = page(Plan.from_json(path), "")
-    assert "2.00 s  80%: 1.00 s to 4.00 s, bound by compute" in text
-    assert "80%: 0 to 2" in text  # 1 token/s at 2 s: 0.5 at 4 s, 2 at 1 s
-    assert summary(plan).startswith("estimated 2.00 s per step (80%: 1.00 s to 4.00 s), 1 tokens/s per GPU")
-    assert interval_factors_text(plan.predicted, "cost").startswith(
-        "80% interval: 0.50 to 2.00 times the estimated cost"
-    )

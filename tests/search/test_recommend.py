@@ -27,7 +27,7 @@ from jaxlc.search.recommendation_page import page
 from jaxlc.search.time_formula import TimeEstimate, estimate_time
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
-from tests.search.test_advise import MEMORY, PREDICTED, plan_of
+from tests.plan.sample_plan import MEMORY, PREDICTED, plan_of
 
 # Settings, and the memory of the step compiled with JAX 0.10.1.
 POINTS = [json.loads(line) for line in (Path(__file__).parents[1] / "goldens/formula_points.jsonl").open()]

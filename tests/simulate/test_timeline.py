@@ -469,7 +469,7 @@ class TestRealStep:
         forward, backward = (axes.get_title(loc="left") for axes in figure.axes)
         assert forward.startswith("forward: ") and backward.startswith("backward with recomputation: ")
         milliseconds = 1e3 * max(event.end_seconds for event in timeline if event.pass_name == "forward")
-        assert f"forward: {milliseconds:,.1f} ms, of which kernels wait" in forward
+        assert f"forward: {interval.two_digits(milliseconds)} ms, of which kernels wait" in forward
         figure.savefig(tmp_path / "timeline.png")
         width, height = png_size(tmp_path / "timeline.png")
         assert width > 500 and height > 200

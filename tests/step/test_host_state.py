@@ -19,9 +19,10 @@ from jaxlc.hlo.async_ops import transfers
 from jaxlc.hlo.attention_kernels import calls_within
 from jaxlc.hlo.host_transfers import find_host_copies
 from jaxlc.hlo.parser import Program
-from jaxlc.plan.compile import compile_step, place_state
+from jaxlc.plan.compiled_program import compile_step
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step import update, verify_compiled
+from jaxlc.step.absent_memory import place_state
 from jaxlc.step.objective import Objective
 from jaxlc.step.optimizer import learning_rate_schedule, make_optimizer
 from jaxlc.step.state import DEVICE, HOST, PINNED_HOST, bytes_per_device, lacks_host_memory, memory_lines
@@ -213,8 +214,8 @@ def _compile(step: TrainStep) -> jax.stages.Compiled:
 def on_gpu():
     """A step with state and saved activations in host memory, compiled for H100s: (step, executable, its thunks)."""
     step = _gpu_step(offload=("residual",))
-    compiled, dump = compile_step(step)
-    return step, compiled, dump.thunks
+    program = compile_step(step)
+    return step, program.compiled, program.dump.thunks
 
 
 @pytest.mark.gpu_compiler

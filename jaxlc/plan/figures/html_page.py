@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from jaxlc.config import defaults, load, to_dict
 from jaxlc.config.differences import differences, setting_text
 from jaxlc.core import html
+from jaxlc.core.counts import gib
 from jaxlc.core.plot_style import FAINT, GRAY, RED, TEAL
 from jaxlc.plan import report
 from jaxlc.plan.record import PlanRecord
+from jaxlc.simulate.interval import two_digits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,25 +72,22 @@ def _head(plan: PlanRecord) -> Iterator[str]:
         yield _note(f"settings other than the defaults: {settings}")
     yield from (_note(f"hint: {hint}") for hint in plan.hints)
     exposed = predicted.exposed_communication_seconds / predicted.step_seconds
-    interval = report.interval_text(predicted)
     tiles = {
-        "GiB per GPU, AOT-compiled": f"{report.gib(memory.device_peak_bytes)} of {report.gib(memory.usable_bytes)}",
-        f"per step, estimated ({interval})" if interval else "per step, estimated": report.format_seconds(
-            predicted.step_seconds
-        ),
-        "tokens/s per GPU, estimated": f"{predicted.tokens_per_second_per_device:,.0f}",
-        "MFU (causal), estimated": f"{predicted.mfu_causal:.1%}",
-        "exposed communication, estimated": f"{exposed:.1%}",
+        "GiB per GPU, AOT-compiled": f"{gib(memory.device_peak_bytes)} of {gib(memory.usable_bytes)}",
+        "per step, estimated": report.step_text(predicted),
+        "tokens/s per GPU, estimated": report.rate_text(predicted),
+        "MFU (causal), estimated": report.mfu_text(predicted),
+        "exposed communication, estimated": f"{two_digits(100 * exposed)}%",
     }
     cells = (_tile(name, value) for name, value in tiles.items())
     yield f'<div style="display:flex;flex-wrap:wrap;gap:8px;margin:12px 0">{"".join(cells)}</div>'
     yield _note(
-        "Memory is the compiler's report for this step plus upper bounds of library buffers. Times are estimated;"
-        " the 80% interval is that of published runs (docs/calibration.md)."
+        "Memory: the compiler's report for this step, plus upper bounds of library buffers. Times: median (80% interval"
+        " of published runs, docs/calibration.md)."
     )
     if not memory.fits and plan.advice:
         rows = [
-            (report.gib(change.device_peak_bytes), "fits" if change.fits else "", change.overrides, change.cost)
+            (gib(change.device_peak_bytes), "fits" if change.fits else "", change.overrides, change.cost)
             for change in plan.advice
         ]
         yield html.table(("GiB per GPU", "", "change, compiled", "cost"), rows, align="rlll")

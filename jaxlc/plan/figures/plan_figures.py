@@ -6,14 +6,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxlc.core import plot_style
+from jaxlc.core.counts import gib
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, SILVER, SKY, TEAL, VIOLET
 from jaxlc.plan.memory import USABLE_HOST_SHARE, Memory
+from jaxlc.plan.report import step_text
 from jaxlc.plan.summary import CollectiveStats
+from jaxlc.simulate.interval import seconds_text
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.timeline_plot import LINK_COLORS
 
 _GIB = 2**30
-_MAX_ROWS = 10  # of collectives; the rest is summed
+_MAX_ROWS = 10  # rows of collectives; the rest is summed
 _Parts = dict[str, tuple[float, str]]  # name -> (bytes, color)
 
 
@@ -63,18 +66,18 @@ def _memory_bar(axes: Axes, name: str, parts: _Parts, usable_bytes: float, capac
         if num_bytes < 2**20:
             continue
         width = num_bytes / _GIB
-        axes.barh(0, width, left=left, height=0.62, color=color, linewidth=0, label=f"{part} {_gib(num_bytes)}")
+        axes.barh(0, width, left=left, height=0.62, color=color, linewidth=0, label=f"{part} {gib(num_bytes)}")
         if width > 0.06 * limit:
-            axes.text(left + width / 2, 0, _gib(num_bytes), ha="center", va="center", fontsize=8, color="white")
+            axes.text(left + width / 2, 0, gib(num_bytes), ha="center", va="center", fontsize=8, color="white")
         left += width
     is_over = used_bytes > usable_bytes
     color = RED if is_over else GRAY
     axes.axvline(usable_bytes / _GIB, color=color, linestyle=(0, (4, 3)), linewidth=1.2)
-    note = f"usable {_gib(usable_bytes)} GiB"
+    note = f"usable {gib(usable_bytes)} GiB"
     axes.annotate(note, (usable_bytes / _GIB, 0.42), (-4, 0), textcoords="offset points", ha="right", va="bottom",
                   fontsize=8, color=color)  # fmt: skip
-    difference = f"{_gib(abs(usable_bytes - used_bytes))} GiB {'too much' if is_over else 'free'}"
-    axes.set_title(f"{name}: {_gib(used_bytes)} GiB, {difference}", loc="left", fontsize=9)
+    difference = f"{gib(abs(usable_bytes - used_bytes))} GiB {'too much' if is_over else 'free'}"
+    axes.set_title(f"{name}: {gib(used_bytes)} GiB, {difference}", loc="left", fontsize=9)
     axes.set(xlim=(0, limit), ylim=(-0.42, 0.75), yticks=())
     axes.tick_params(axis="x", labelsize=8)
     axes.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.26), frameon=False, fontsize=8, borderaxespad=0,
@@ -128,23 +131,20 @@ def _collective_rows(collectives: Sequence[CollectiveStats]) -> list[tuple[str, 
 
 def _seconds_by_link(axes: Axes, predicted: Prediction) -> None:
     """For each link: seconds of its transfers, and the part in which kernels wait for them."""
-    links = [link for link in LINK_COLORS if predicted.transfer_seconds_by_resource.get(link)]
+    totals, median = predicted.transfer_seconds_by_resource, predicted.interval.median
+    links = [link for link in LINK_COLORS if totals.get(link)]
     for place, link in enumerate(links):
-        total = predicted.transfer_seconds_by_resource[link]
-        exposed = predicted.seconds_by_resource.get(link, 0.0)
-        hidden = max(0.0, total - exposed)
+        exposed = median * predicted.seconds_by_resource.get(link, 0.0)
+        hidden = max(0.0, median * totals[link] - exposed)
         first = place == 0
         axes.barh(place, hidden, height=0.5, color=SILVER, linewidth=0, label="hidden" if first else None)
         axes.barh(place, exposed, left=hidden, height=0.5, color=RED, linewidth=0, label="exposed" if first else None)
-        axes.annotate(f"{hidden + exposed:,.3g} s, {exposed:,.3g} exposed", (hidden + exposed, place), (4, 0),
-                      textcoords="offset points", va="center", fontsize=7.5, color=GRAY)  # fmt: skip
-    longest = max((predicted.transfer_seconds_by_resource[link] for link in links), default=1.0)
+        note = f"{seconds_text(hidden + exposed)}, {seconds_text(exposed)} exposed"
+        axes.annotate(
+            note, (hidden + exposed, place), (4, 0), textcoords="offset points", va="center", fontsize=7.5, color=GRAY
+        )
+    longest = median * max((totals[link] for link in links), default=1.0)
     axes.set(xlim=(0, 1.6 * longest), ylim=(max(len(links), 1) - 0.5, -0.5))
     axes.set_yticks(range(len(links)), links, fontsize=8)
-    axes.set_title(f"estimated time; the step takes {predicted.step_seconds:,.3g} s", loc="left", fontsize=9)
+    axes.set_title(f"estimated; step: {step_text(predicted)}", loc="left", fontsize=9)
     axes.set_xlabel("s", fontsize=8)
-
-
-def _gib(num_bytes: float) -> str:
-    gib = num_bytes / _GIB
-    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.1f}" if gib >= 1 else f"{gib:.2f}"

@@ -1,0 +1,93 @@
+"""A program that is compiled ahead of time for absent GPUs, with the compiler's reports of its memory."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.stages import Compiled
+
+from jaxlc.core.errors import UserError
+from jaxlc.hlo import AnalyzedProgram, analyze
+from jaxlc.hlo.memory_dump import Dump, read
+from jaxlc.simulate.topology import options_without_gpu
+from jaxlc.step.absent_memory import place_params, place_state
+from jaxlc.step.step import TrainStep
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledProgram:
+    """A compiled program: of a training step, of an evaluation, or of generation."""
+
+    compiled: Compiled
+    dump: Dump  # the compiler's reports of arrays in memory and of thunks
+    program: AnalyzedProgram
+    compile_seconds: float  # on this machine
+
+    @property
+    def temp_bytes(self) -> int:
+        """Temporaries and results in device memory, without symmetric buffers and results in donated arguments."""
+        stats = self.compiled.memory_analysis()
+        results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return stats.temp_size_in_bytes - self.dump.symmetric_bytes + results
+
+
+def compile_step(step: TrainStep) -> CompiledProgram:
+    """The training step.
+
+    Raises:
+      UserError: arrays too large for the compiler, or not enough memory on this machine.
+    """
+
+    def compiled(options: dict) -> Compiled:
+        lowered = step.lower()
+        place_state(step, lowered)
+        return step.compile(extra_options=options, lowered=lowered)
+
+    return _compile_part(step, compiled)
+
+
+def compile_evaluation(step: TrainStep) -> CompiledProgram:
+    """The evaluation of one microbatch, `TrainStep.jitted_evaluation`. Raises UserError as `compile_step`."""
+
+    def compiled(options: dict) -> Compiled:
+        lowered = step.lower_evaluation()
+        place_params(step, lowered)
+        return step.compile_evaluation(extra_options=options, lowered=lowered)
+
+    return _compile_part(step, compiled)
+
+
+def _compile_part(step: TrainStep, compile_with: Callable[[dict], Compiled]) -> CompiledProgram:
+    problem = f"compilation failed with config.data.seq_len={step.config.data.seq_len}"
+    advice = "use a shorter sequence or a larger config.mesh.context"
+    return compile_program(compile_with, step.config.precision.compute, problem=problem, advice=advice)
+
+
+def compile_program(
+    compile_with: Callable[[dict], Compiled], compute: str, *, problem: str, advice: str
+) -> CompiledProgram:
+    """Compiles a program without a GPU.
+
+    Args:
+      compile_with: compiles it with additional compiler options.
+      compute: config.precision.compute.
+      problem, advice: start and end of the message if the compilation fails, unless the compiler has a defect.
+    Raises:
+      UserError: arrays too large for the compiler, or not enough memory on this machine.
+    """
+    start_seconds = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            compiled = compile_with({**options_without_gpu(compute), "xla_dump_to": directory})
+        except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
+            first_line = str(error).partition("\n")[0]
+            if first_line.startswith("INTERNAL"):
+                advice = f"this is a defect of the compiler of JAX {jax.__version__}: use another version"
+            raise UserError(f"{problem}: {first_line}; {advice}") from error
+        dump = read(Path(directory))
+    seconds = time.perf_counter() - start_seconds
+    program = analyze(compiled.as_text(), dump.thunks)
+    return CompiledProgram(compiled=compiled, dump=dump, program=program, compile_seconds=seconds)
