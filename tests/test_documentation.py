@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from jaxlc.config.old_configs import RENAMED
 
 from jaxlc.cli import VERBS
 from jaxlc.config.command_line import parse
-from jaxlc.config.old_configs import RENAMED
 from jaxlc.core.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -29,7 +29,6 @@ from jaxlc.checkpoints.checkpoint_files import (
 )
 from jaxlc.checkpoints.checksums import checksums_of, shapes_of
 from jaxlc.config.frozen import default_setting
-from jaxlc.config.old_configs import MODEL_DEFAULTS, upgraded
 from jaxlc.core.errors import UserError
 from jaxlc.step.state import is_on_host
 
@@ -189,7 +188,7 @@ class Checkpoints:
         meta, problem = on_every_process(lambda: read_valid_meta(directory))
         if problem:
             return None, problem
-        _check_same_model(directory, upgraded(meta["config"])["model"], MODEL_DEFAULTS | model)
+        _check_same_model(directory, meta["config"]["model"], model)
         _check_same_trained(directory, meta["config"], trained)
         if BASE in meta:
             abstract_state = without_frozen

@@ -47,7 +47,6 @@ def test_assignment_converts_values_as_the_command_line(path, value, expected):
     ("path", "value", "words"),
     [
         ("train.stps", 3, "unknown setting config.train.stps: did you mean config.train.steps?"),
-        ("train.eval_rows", 3, "config.train.eval_rows was renamed: use config.train.eval_sequences"),
         ("optimizer.learning_rate", "fast", "invalid value 'fast' for config.optimizer.learning_rate: expected a fini"),
         ("optimizer.learning_rate", "nan", "expected a finite number"),
         ("attention.document_mask", "maybe", "expected true or false"),
@@ -57,7 +56,6 @@ def test_assignment_converts_values_as_the_command_line(path, value, expected):
         ("memory.save", 3, "expected a list of strings"),
         ("memory.save", "(query", "expected a list of strings"),
         ("precision.bf16_layers", [0.5], "expected a list of integers"),
-        ("model.preset", "llama3-8b", "was renamed: use --config.model.preset=llama3.1-8b"),
         ("model.preset", "llama3-8", "did you mean llama3.1-8b?"),
     ],
 )
