@@ -1,6 +1,5 @@
 """The `jaxlc` console command: `jaxlc VERB ...` is `python -m jaxlc.VERB ...`."""
 
-import difflib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from typing import NamedTuple
 
 from jaxlc import __version__
 from jaxlc.config import shipped_configs
-from jaxlc.config.values import did_you_mean
+from jaxlc.core.suggestions import did_you_mean
 
 
 class Verb(NamedTuple):
@@ -45,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = arguments[0]
     if name not in VERBS:
-        nearest = difflib.get_close_matches(name, VERBS, n=1)
-        print(f"error: unknown command {name!r}: {did_you_mean(nearest, VERBS)}", file=sys.stderr)
+        print(f"error: unknown command {name!r}: {did_you_mean(name, VERBS)}", file=sys.stderr)
         return 2
     sys.argv = [f"jaxlc {name}", *arguments[1:]]
     runpy.run_module(VERBS[name].package, run_name="__main__", alter_sys=True)

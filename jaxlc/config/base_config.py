@@ -1,6 +1,5 @@
 """The config that a recommendation starts from: that of --config, or only a model. Imports no jax."""
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.settings import defaults
 from jaxlc.config.values import parse_length
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import suggestion
 
 TOKENS_PER_STEP = 4_194_304  # at most, without --config: as the shipped configs of 8B models
 _DEFAULT_SEQ_LEN = 131_072
@@ -58,10 +58,8 @@ def set_model(config: ConfigDict, model: str) -> None:
         config.model.preset = model
         return
     if not Path(model).expanduser().is_dir() and not is_model_id(model):
-        nearest = difflib.get_close_matches(model, PRESETS, n=1)
-        question = f" (did you mean {nearest[0]}?)" if nearest else ""
         raise UserError(
             f"unknown --model={model}: expected a Hugging Face directory, a hub id ORGANIZATION/NAME, or one of"
-            f" {', '.join(PRESETS)}{question}"
+            f" {', '.join(PRESETS)}{suggestion(model, PRESETS)}"
         )
     config.model.init_from = model

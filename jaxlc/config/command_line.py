@@ -5,7 +5,6 @@ comments are the help.
 """
 
 import dataclasses
-import difflib
 import os
 import signal
 import sys
@@ -24,8 +23,9 @@ from jaxlc.config.help import HELP_SECTIONS, field_comments, settings_help
 from jaxlc.config.setting_paths import converted, hint_at, is_part, set_at
 from jaxlc.config.settings import Settings
 from jaxlc.config.stages import Stage, load_stages
-from jaxlc.config.values import did_you_mean, typed, without_none
+from jaxlc.config.values import typed, without_none
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import did_you_mean
 
 _SETTING = "--config."
 
@@ -166,7 +166,7 @@ def _selected(stages: tuple[Stage, ...], name: str) -> tuple[Stage, ...]:
     selected = tuple(stage for stage in stages if name in ("", stage.name))
     if not selected:
         names = [stage.name for stage in stages if stage.name]
-        advice = did_you_mean([], names) if names else "the config has no stages"
+        advice = did_you_mean(name, names) if names else "the config has no stages"
         raise UserError(f"unknown --stage={name}: {advice}")
     return selected
 
@@ -220,9 +220,8 @@ def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
     if new in flags.moved or new in known:
         raise UserError(f"unknown flag {name}: use {flags.moved.get(new, f'--{new}')}")
     is_setting = takes_config and flag.partition(".")[0] in HELP_SECTIONS
-    nearest = [f"config.{flag}"] if is_setting else difflib.get_close_matches(flag, known, n=1)
-    question = did_you_mean([f"--{other}" for other in nearest], [f"--{other}" for other in known])
-    raise UserError(f"unknown flag {name}: {question}")
+    candidates = [f"config.{flag}"] if is_setting else known
+    raise UserError(f"unknown flag {name}: {did_you_mean(flag, candidates, '--{}')}")
 
 
 def _positional_values(words: Sequence[str], hints: Mapping[str, Any], flags: type[VerbFlags]) -> dict[str, Any]:

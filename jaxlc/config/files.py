@@ -1,7 +1,6 @@
 """Config files: Python files that define `get_config(variant) -> ConfigDict`, found by path or by the name of a shipped
 one. Imports no jax."""
 
-import difflib
 import importlib.util
 import traceback
 from collections.abc import Sequence
@@ -10,8 +9,9 @@ from types import ModuleType
 
 from ml_collections import ConfigDict
 
-from jaxlc.config.values import SettingError, did_you_mean
+from jaxlc.config.values import SettingError
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import did_you_mean, nearest_name
 
 _PACKAGE = Path(__file__).parents[1]
 # A wheel has the shipped configs at jaxlc/configs, a source tree at configs/.
@@ -64,8 +64,7 @@ def check_variant(variant: str, variants: Sequence[str]) -> None:
         return
     if not variants:
         raise UserError(f"unknown variant {variant!r}: this config has no variants")
-    nearest = difflib.get_close_matches(variant, variants, n=1)
-    raise UserError(f"unknown variant {variant!r}: {did_you_mean(nearest, variants)}")
+    raise UserError(f"unknown variant {variant!r}: {did_you_mean(variant, variants)}")
 
 
 def shrink_for_cpu(config: ConfigDict, *, simulated_devices: int = 8) -> None:
@@ -99,8 +98,8 @@ def _find(name: str) -> Path:
         return path
     # Suggestions for a path are files of its own directory, but only where the file name is close to one of them.
     stems = {file.stem: str(file) for file in path.parent.glob("*.py")} if path.suffix or path.parent.name else {}
-    nearest = [stems.get(stem, stem) for stem in difflib.get_close_matches(path.stem, [*stems, *shipped], n=1)]
-    question = f" (did you mean {nearest[0]}?)" if nearest else ""
+    nearest = nearest_name(path.stem, [*stems, *shipped])
+    question = f" (did you mean {stems.get(nearest, nearest)}?)" if nearest else ""
     raise UserError(
         f"config {name!r} not found{question}: give the path of a .py file or one of the shipped configs"
         f" {', '.join(shipped)}"

@@ -5,7 +5,6 @@ names; they are declared as tuple[SourceConfig, ...], and a dictionary NAME -> s
 """
 
 import dataclasses
-import difflib
 import functools
 import re
 import typing
@@ -18,7 +17,8 @@ from jaxlc.config.data_schema import SourceConfig
 from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.stage_schema import StageConfig, refusal
-from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
+from jaxlc.config.values import SettingError, invalid_value, typed
+from jaxlc.core.suggestions import did_you_mean, nearest_name
 
 NAMED = {SourceConfig: "source", StageConfig: "stage"}
 
@@ -88,12 +88,14 @@ def _unknown(part: type, prefix: str, path: str) -> str:
     sections = list(dict.fromkeys(key.partition(".")[0] for key in keys))
     section, _, name = path.rpartition(".")
     same_name = [key for key in keys if key.endswith("." + name)]
-    if section:
-        same_name = difflib.get_close_matches(path, same_name, n=1) or same_name
-    nearest = same_name or difflib.get_close_matches(path, [*keys, *sections], n=1)
-    known = [key for key in keys if section and key.startswith(f"{section}.")] or sections
-    question = did_you_mean(*([f"config.{joined(prefix, key)}" for key in names] for names in (nearest, known)))
-    return f"unknown setting config.{joined(prefix, path)}: {question}"
+    nearest = nearest_name(path, (section and same_name) or [*keys, *sections])
+    form = f"config.{joined(prefix, '{}')}"
+    if same_name and not (section and nearest):
+        question = f"did you mean {' or '.join(map(form.format, same_name))}?"
+    else:
+        known = [key for key in keys if section and key.startswith(f"{section}.")] or sections
+        question = did_you_mean(path, [nearest] if nearest else known, form)
+    return f"unknown setting {form.format(path)}: {question}"
 
 
 def items_of(path: str, value: Any) -> dict[str, Any]:

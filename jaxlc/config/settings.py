@@ -1,6 +1,5 @@
 """The editable settings: a ConfigDict that checks names and values at the assignment. Imports no jax."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, SupportsIndex
 
@@ -22,8 +21,9 @@ from jaxlc.config.setting_paths import (
     set_at,
 )
 from jaxlc.config.stage_schema import StageConfig
-from jaxlc.config.values import SettingError, did_you_mean
+from jaxlc.config.values import SettingError
 from jaxlc.core import html
+from jaxlc.core.suggestions import did_you_mean
 
 
 class Settings(ConfigDict):
@@ -76,7 +76,7 @@ class Settings(ConfigDict):
         part, path = hint_at(self._path), joined(self._path, name)
         if item := item_of(part):
             names = list(self.keys())
-            question = did_you_mean(difflib.get_close_matches(name, names, n=1), names or ["(none)"])
+            question = did_you_mean(name, names or ["(none)"])
             advice = f"add it with config.{path} = dict({next(iter(fields_of(item)))}=...)"
             raise SettingError(f"unknown {NAMED[item]} config.{path}: {question}; {advice}")
         if part in NAMED and name == "name":
@@ -159,7 +159,7 @@ class Stages(tuple[Settings, ...]):
             return super().__getitem__(key)
         by_name = {stage.name: stage for stage in self}
         if key not in by_name:
-            known = did_you_mean([], by_name) if by_name else "this config has no stages"
+            known = did_you_mean(key, by_name) if by_name else "this config has no stages"
             raise SettingError(f"unknown stage config.stages.{key}: {known}")
         return by_name[key]
 

@@ -5,7 +5,6 @@ stage changes: `dict(name="64k", steps=5000, data=dict(seq_len=65_536), model=di
 resolves each stage to a complete `Config`. Imports no jax.
 """
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ from jaxlc.config.loading import load
 from jaxlc.config.schema import TrainConfig
 from jaxlc.config.setting_paths import converted
 from jaxlc.config.stage_schema import StageConfig
-from jaxlc.config.values import SettingError, did_you_mean, invalid_value
+from jaxlc.config.values import SettingError, invalid_value
 from jaxlc.core.errors import UserError, raise_first
+from jaxlc.core.suggestions import did_you_mean
 
 # Settings of the optimizer that make up a learning-rate schedule.
 _SCHEDULE = (
@@ -227,5 +227,5 @@ def _missing_scores(stages: Sequence[Stage]) -> Iterator[str]:
         names = gate_names(stage.config)
         for name in parse_min_scores(stage.min_scores, "min_scores"):
             if name not in names:
-                known = did_you_mean(difflib.get_close_matches(name, names, n=1), names) if names else "no evals.tasks"
+                known = did_you_mean(name, names) if names else "no evals.tasks"
                 yield f"config.stages.{stage.name}.min_scores: no score {name!r} in this stage: {known}"

@@ -1,7 +1,6 @@
 """Values of settings: conversion to their declared types, and the errors for invalid ones. Imports no jax."""
 
 import ast
-import difflib
 import math
 import numbers
 import os
@@ -12,6 +11,7 @@ from types import UnionType
 from typing import Any, Literal, NewType
 
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import suggestion
 
 # Types of flags, in addition to those of settings.
 Count = NewType("Count", int)  # at least 1
@@ -26,11 +26,6 @@ class SettingError(UserError, AttributeError):
     """An unknown setting, or an invalid value of a setting. It is also an AttributeError, so that `hasattr` works."""
 
 
-def did_you_mean(nearest: list[str], known: Iterable[str]) -> str:
-    """A question with the nearest names, or the list of the known names if none is near."""
-    return f"did you mean {' or '.join(nearest)}?" if nearest else f"expected one of {', '.join(sorted(known))}"
-
-
 def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = ()) -> str:
     """The error for a value: "invalid value VALUE for config.PATH: expected ... (did you mean X?)".
 
@@ -38,8 +33,7 @@ def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = (
       path: of a setting; or a flag, such as "--step".
       names: the valid values, if they are strings; the nearest one is suggested.
     """
-    nearest = difflib.get_close_matches(value, list(names), n=1) if isinstance(value, str) else []
-    question = f" (did you mean {nearest[0]}?)" if nearest else ""
+    question = suggestion(value, names) if isinstance(value, str) else ""
     problem = f"invalid {path}={value}" if path.startswith("--") else f"invalid value {value!r} for config.{path}"
     return f"{problem}: expected {expected}{question}"
 

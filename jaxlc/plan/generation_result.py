@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlc.core.axes import mesh_text
+from jaxlc.core.counts import gib
 from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import USABLE_SHARE
-from jaxlc.plan.report import format_seconds, gib
+from jaxlc.plan.report import format_seconds
 
 _WIDTH = 118
 

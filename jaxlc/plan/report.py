@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator
 
 from jaxlc.core.axes import mesh_text
-from jaxlc.core.counts import count_text
+from jaxlc.core.counts import count_text, gib
 from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
@@ -271,8 +271,3 @@ def format_seconds(seconds: float) -> str:
 def amount(value: float, num_decimals: int) -> str:
     """1234.5 with 0 decimals as "1,234"; a value that would be rounded to 0 or 1 units has two digits: "0.042"."""
     return f"{value:,.{num_decimals}f}" if value >= 10**-num_decimals else f"{value:.2g}"
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes in GiB with two decimals, without the unit."""
-    return f"{num_bytes / 2**30:,.2f}"

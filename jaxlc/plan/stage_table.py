@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlc.core.counts import count_text
-from jaxlc.plan.report import amount, format_seconds, gib, interval_factors_text, verdict
+from jaxlc.core.counts import count_text, gib
+from jaxlc.plan.report import amount, format_seconds, interval_factors_text, verdict
 from jaxlc.plan.result import Plan
 
 _HEADS = ("stage", "steps", "length", "tokens", "GiB/GPU", "host GiB", "tokens/s/GPU", "step", "hours", "GPU-hours")

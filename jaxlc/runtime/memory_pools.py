@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 from jaxlc.config import Config, RuntimeConfig
 from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
+from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_params
 from jaxlc.runtime import unified_memory
@@ -174,7 +175,7 @@ def out_of_memory(
         return None
     match = _NEED.search(message)
     need_bytes = float(match[1]) * _UNITS[match[2] or ""] if match else 0
-    problem = f"{_gib(need_bytes)} GiB more do not fit into" if need_bytes else "an array does not fit into"
+    problem = f"{gib(need_bytes)} GiB more do not fit into" if need_bytes else "an array does not fit into"
     if _HOST_LIMIT in message or "host memory" in message.lower():
         pool_gib = int(environment.get(_HOST_LIMIT) or DEFAULT_HOST_GIB)
         enough_gib = math.ceil(pool_gib + need_bytes / 2**30)
@@ -188,15 +189,11 @@ def out_of_memory(
             f"out of GPU memory outside of JAX's pool, which takes {fraction or 'a part'} of each GPU's memory; lower"
             f" --config.runtime.memory_fraction, now {config.memory_fraction:g}, for NCCL, cuBLAS, cuDNN, CUDA graphs"
         )
-    size = f" of {_gib(stats['bytes_limit'])} GiB" if "bytes_limit" in stats else ""
-    in_use = f", of which {_gib(stats['bytes_in_use'])} GiB are in use" if "bytes_in_use" in stats else ""
+    size = f" of {gib(stats['bytes_limit'])} GiB" if "bytes_limit" in stats else ""
+    in_use = f", of which {gib(stats['bytes_in_use'])} GiB are in use" if "bytes_in_use" in stats else ""
     share = f" ({fraction} of each GPU's memory)" if fraction else ""
     return (
         f"out of GPU memory: {problem} JAX's pool{size}{share}{in_use}; raise"
         " --config.runtime.memory_fraction, to 0.95 at most, or use less memory: `jaxlc plan --advise` searches for"
         " settings that fit"
     )
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.2f}"

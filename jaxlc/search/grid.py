@@ -3,7 +3,6 @@
 Imports no jax: the leading process of a sweep leaves the devices to the workers that measure.
 """
 
-import difflib
 import math
 import typing
 from collections.abc import Iterator, Sequence
@@ -12,9 +11,10 @@ from itertools import product
 
 from jaxlc.config import Config, transport_settings, with_settings
 from jaxlc.config.setting_paths import hint_at
-from jaxlc.config.values import did_you_mean, parse_length
+from jaxlc.config.values import parse_length
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import did_you_mean
 
 Setting = int | str | tuple[str, ...]
 
@@ -124,8 +124,7 @@ def _names(text: str, known: Sequence[str], flag: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            raise UserError(f"invalid {name!r} for --{flag}: {did_you_mean(nearest, known)}")
+            raise UserError(f"invalid {name!r} for --{flag}: {did_you_mean(name, known)}")
     return names
 
 

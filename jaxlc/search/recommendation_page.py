@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from jaxlc.plan.report import amount, format_seconds, gib, interval_factors_text
+from jaxlc.core.counts import gib
+from jaxlc.plan.report import amount, format_seconds, interval_factors_text
 from jaxlc.plan.stage_table import aligned
 from jaxlc.search.candidate_search import Trial
 from jaxlc.search.recommendation import Alternatives, Recommendation

@@ -46,4 +46,4 @@ def test_data_report_without_mixture_and_with_wrong_command(tmp_path: Path, caps
     assert main(["jaxlc data", "report", "--config=quickstart", *arguments, f"--workdir={tmp_path}"]) == 0
     assert "data.sources    100.00%" in capsys.readouterr().out
     assert main(["jaxlc data", "repport", "--config=quickstart"]) == 2
-    assert "unknown command 'repport': expected one of report" in capsys.readouterr().err
+    assert "unknown command 'repport': did you mean report?" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The mesh axes that split the arrays of attention, and checks of the shapes of these arrays."""
 
-import difflib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxlc.config.values import did_you_mean
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core.suggestions import suggestion
 from jaxlc.sharding.layout import natural_order, zigzag_order
 
 
@@ -154,12 +153,9 @@ def check_split(q_BTNH: jax.Array, k_BSKH: jax.Array, mesh: Mesh, axes: Attentio
 
 def _check_axis(mesh: Mesh, argument: str, axis: str) -> None:
     if axis not in mesh.axis_names:
-        nearest = difflib.get_close_matches(str(axis), mesh.axis_names, n=1)
         names = ", ".join(mesh.axis_names)
-        raise UserError(
-            f"unknown {argument} {axis!r}: the mesh has the axes {names}"
-            + (f" ({did_you_mean(nearest, [])})" if nearest else "")
-        )
+        question = suggestion(str(axis), mesh.axis_names)
+        raise UserError(f"unknown {argument} {axis!r}: the mesh has the axes {names}{question}")
 
 
 def _shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> str:

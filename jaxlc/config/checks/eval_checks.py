@@ -1,6 +1,5 @@
 """Checks of the settings of an evaluation, and the names of its scores. Imports no jax."""
 
-import difflib
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,8 +8,9 @@ from typing import Any
 from jaxlc.config.checks.ranges import range_problems
 from jaxlc.config.frozen import Config
 from jaxlc.config.schema import RULER_TASKS, EvalsConfig
-from jaxlc.config.values import SettingError, did_you_mean, invalid_value, typed
+from jaxlc.config.values import SettingError, invalid_value, typed
 from jaxlc.core.errors import UserError, raise_first
+from jaxlc.core.suggestions import did_you_mean
 
 NEEDLE, PASSKEY, LOSS, RULER = "needle", "passkey", "loss", "ruler"
 _MIN_LOSS_LENGTH = 16
@@ -22,7 +22,7 @@ def eval_problems(evals: EvalsConfig) -> Iterator[str]:
     """Yields what is wrong with the settings, one line each."""
     for task in evals.tasks:
         if task not in EVAL_TASKS:
-            yield f"unknown task {task!r}: {did_you_mean(difflib.get_close_matches(task, EVAL_TASKS, n=1), EVAL_TASKS)}"
+            yield f"unknown task {task!r}: {did_you_mean(task, EVAL_TASKS)}"
     yield from range_problems("evals", evals)
     for name in ("lengths", "context_limits"):
         if any(tokens < 1 for tokens in getattr(evals, name)):
@@ -98,8 +98,7 @@ def eval_settings(values: Mapping[str, Any]) -> EvalsConfig:
     del hints["every_steps"]
     for name in values:
         if name not in hints:
-            nearest = difflib.get_close_matches(name, hints, n=1)
-            raise UserError(f"unknown setting {name!r} of an evaluation: {did_you_mean(nearest, hints)}")
+            raise UserError(f"unknown setting {name!r} of an evaluation: {did_you_mean(name, hints)}")
     fields: dict[str, Any] = {"tasks": (NEEDLE,)}
     for name, value in values.items():
         fields[name] = typed(f"evals.{name}", value, hints[name])

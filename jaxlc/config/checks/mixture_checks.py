@@ -1,9 +1,9 @@
 """Checks of the sources in data.mixture. Imports no jax."""
 
-import difflib
 from collections.abc import Iterator
 
 from jaxlc.config.data_schema import DataConfig, SourceConfig
+from jaxlc.core.suggestions import nearest_name
 
 
 def mixture_problems(data: DataConfig) -> Iterator[str]:
@@ -19,8 +19,8 @@ def mixture_problems(data: DataConfig) -> Iterator[str]:
 def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> Iterator[str]:
     if not source.paths or "" in source.paths:
         others = [name for name in names if name != source.name]
-        nearest = difflib.get_close_matches(source.name, others, n=1)
-        question = f"; did you mean the source {nearest[0]}?" if nearest else ""
+        nearest = nearest_name(source.name, others)
+        question = f"; did you mean the source {nearest}?" if nearest else ""
         yield f"paths is {source.paths}: give files, directories or glob patterns{question}"
     if source.share < 0:
         yield f"share={source.share}: expected at least 0"

@@ -1,11 +1,11 @@
 """Settings of a run that no stage uses, which are errors. Imports no jax."""
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlc.config.frozen import Config
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import nearest_name
 
 
 def unused_settings(configs: Sequence[Config]) -> Iterator[str]:
@@ -44,10 +44,8 @@ def check_used(stages: Mapping[str, Mapping[str, Any]], path: str) -> None:
         settings = ", ".join(f"--config.stages.{name}.{setting}" for name in own)
         reason = f"the stages set it themselves; use {settings}"
     elif source:
-        nearest = difflib.get_close_matches(source, sources, n=1)
-        known = (
-            f"did you mean {nearest[0]}?" if nearest else f"their sources are {', '.join(sources) or 'data.sources'}"
-        )
+        nearest = nearest_name(source, sources)
+        known = f"did you mean {nearest}?" if nearest else f"their sources are {', '.join(sources) or 'data.sources'}"
         reason = f"no stage has this source in its mixture; {known}"
     else:
         reason = f"the stages have mixtures; set --config.data.mixture.NAME.paths of {', '.join(sources)}"

@@ -4,7 +4,6 @@ A field that changes the computation and is not known is an error. `rope_json` r
 """
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from jaxlc.config.models.layer_groups import repeating_group
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core.suggestions import suggestion
 
 ROPE_SETTINGS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_"))
 # Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and
@@ -182,8 +182,7 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
     unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
     if unknown:
         name = unknown[0]
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        question = f" (did you mean {nearest[0]}?)" if nearest else ""
+        question = suggestion(name, known, cutoff=0.8)
         raise Unsupported(
             f"unsupported: {where} has the unknown field {name}={config[name]!r}{question}{_reason({name: 0})}, which"
             " may change the computation; remove it if it does not"

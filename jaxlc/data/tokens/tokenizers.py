@@ -1,6 +1,5 @@
 """Tokenizers: plain bytes, or any Hugging Face `tokenizer.json`."""
 
-import difflib
 import functools
 import hashlib
 import json
@@ -16,6 +15,7 @@ from jaxlc.config.models.pretrained import TOKENIZER_FILE
 from jaxlc.config.values import invalid_value
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.suggestions import nearest_name
 from jaxlc.data.tokens.text_pieces import safe_cuts, text_pieces
 
 # Names of the end-of-document token in published models, in order of preference.
@@ -206,7 +206,7 @@ class HuggingFaceTokenizer:
         if number is None:
             added = sorted(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
             expected = f"a token of {self.name}, such as {', '.join(map(repr, self._special_tokens()[:4]))}"
-            names = added if difflib.get_close_matches(token, added) else self._tokenizer.get_vocab()
+            names = added if nearest_name(token, added) else self._tokenizer.get_vocab()
             raise UserError(invalid_value("data.end_token", token, expected, names))
         return number
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from jaxlc.config import defaults, load, to_dict
 from jaxlc.config.differences import differences, setting_text
 from jaxlc.core import html
+from jaxlc.core.counts import gib
 from jaxlc.core.plot_style import FAINT, GRAY, RED, TEAL
 from jaxlc.plan import report
 from jaxlc.plan.record import PlanRecord
@@ -72,7 +73,7 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     exposed = predicted.exposed_communication_seconds / predicted.step_seconds
     interval = report.interval_text(predicted)
     tiles = {
-        "GiB per GPU, AOT-compiled": f"{report.gib(memory.device_peak_bytes)} of {report.gib(memory.usable_bytes)}",
+        "GiB per GPU, AOT-compiled": f"{gib(memory.device_peak_bytes)} of {gib(memory.usable_bytes)}",
         f"per step, estimated ({interval})" if interval else "per step, estimated": report.format_seconds(
             predicted.step_seconds
         ),
@@ -88,7 +89,7 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     )
     if not memory.fits and plan.advice:
         rows = [
-            (report.gib(change.device_peak_bytes), "fits" if change.fits else "", change.overrides, change.cost)
+            (gib(change.device_peak_bytes), "fits" if change.fits else "", change.overrides, change.cost)
             for change in plan.advice
         ]
         yield html.table(("GiB per GPU", "", "change, compiled", "cost"), rows, align="rlll")

@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxlc.core import plot_style
+from jaxlc.core.counts import gib
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, SILVER, SKY, TEAL, VIOLET
 from jaxlc.plan.memory import USABLE_HOST_SHARE, Memory
 from jaxlc.plan.summary import CollectiveStats
@@ -63,18 +64,18 @@ def _memory_bar(axes: Axes, name: str, parts: _Parts, usable_bytes: float, capac
         if num_bytes < 2**20:
             continue
         width = num_bytes / _GIB
-        axes.barh(0, width, left=left, height=0.62, color=color, linewidth=0, label=f"{part} {_gib(num_bytes)}")
+        axes.barh(0, width, left=left, height=0.62, color=color, linewidth=0, label=f"{part} {gib(num_bytes)}")
         if width > 0.06 * limit:
-            axes.text(left + width / 2, 0, _gib(num_bytes), ha="center", va="center", fontsize=8, color="white")
+            axes.text(left + width / 2, 0, gib(num_bytes), ha="center", va="center", fontsize=8, color="white")
         left += width
     is_over = used_bytes > usable_bytes
     color = RED if is_over else GRAY
     axes.axvline(usable_bytes / _GIB, color=color, linestyle=(0, (4, 3)), linewidth=1.2)
-    note = f"usable {_gib(usable_bytes)} GiB"
+    note = f"usable {gib(usable_bytes)} GiB"
     axes.annotate(note, (usable_bytes / _GIB, 0.42), (-4, 0), textcoords="offset points", ha="right", va="bottom",
                   fontsize=8, color=color)  # fmt: skip
-    difference = f"{_gib(abs(usable_bytes - used_bytes))} GiB {'too much' if is_over else 'free'}"
-    axes.set_title(f"{name}: {_gib(used_bytes)} GiB, {difference}", loc="left", fontsize=9)
+    difference = f"{gib(abs(usable_bytes - used_bytes))} GiB {'too much' if is_over else 'free'}"
+    axes.set_title(f"{name}: {gib(used_bytes)} GiB, {difference}", loc="left", fontsize=9)
     axes.set(xlim=(0, limit), ylim=(-0.42, 0.75), yticks=())
     axes.tick_params(axis="x", labelsize=8)
     axes.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.26), frameon=False, fontsize=8, borderaxespad=0,
@@ -143,8 +144,3 @@ def _seconds_by_link(axes: Axes, predicted: Prediction) -> None:
     axes.set_yticks(range(len(links)), links, fontsize=8)
     axes.set_title(f"estimated time; the step takes {predicted.step_seconds:,.3g} s", loc="left", fontsize=9)
     axes.set_xlabel("s", fontsize=8)
-
-
-def _gib(num_bytes: float) -> str:
-    gib = num_bytes / _GIB
-    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.1f}" if gib >= 1 else f"{gib:.2f}"
