@@ -75,7 +75,7 @@ def plan_fields() -> str:
         lines += [f"## `{heading}`", "", _first_paragraph(kind), "", *_record_rows(kind), ""]
     lines += ["## Configs with stages", "", _first_paragraph(StagesPlan), "", *_record_rows(StagesPlan)]
     lines += ["", "Each element of `stages`:", "", *_record_rows(StagePlan)]
-    lines += ["", "## `jaxlc plan --generate`", "", _first_paragraph(GenerationPlan), "", *_record_rows(GenerationPlan)]
+    lines += ["", "## `jaxlc generate --plan`", "", _first_paragraph(GenerationPlan), "", *_record_rows(GenerationPlan)]
     lines += ["", "Each of `prefill` and `decode`:", "", *_record_rows(ProgramPlan)]
     return "\n".join(lines)
 

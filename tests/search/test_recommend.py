@@ -427,7 +427,7 @@ def test_command_small_model_writes_config_that_plans(tmp_path, capsys):
     )
     path = tmp_path / "recommended.py"
     flags = [f"--config={source}", "--topology=h100:1x2", "--recommend=true", f"--out={path}", "--workers=1"]
-    arguments = ["plan", *flags, "--search-minutes=0.01", "--config.mesh.tensor=1", "--price-per-gpu-hour=2"]
+    arguments = ["plan", *flags, "--search_minutes=0.01", "--config.mesh.tensor=1", "--price_per_gpu_hour=2"]
     assert run_main(command.main, arguments, description="", extra_flags=command._FLAGS, base=base_config) == 0
     captured = capsys.readouterr()
     assert "RECOMMENDATION, fastest" in captured.out and "bound by" in captured.out and "cost per 1B" in captured.out
