@@ -28,7 +28,6 @@ from jaxlc.checkpoints.checkpoint_files import (
     unreadable,
 )
 from jaxlc.checkpoints.checksums import checksums_of, shapes_of
-from jaxlc.config.frozen import default_setting
 from jaxlc.core.errors import UserError
 from jaxlc.step.state import is_on_host
 
@@ -235,7 +234,7 @@ def _check_same_model(directory: Path, stored: dict, current: dict) -> None:
 def _check_same_trained(directory: Path, stored: dict, trained: dict) -> None:
     for path, value in trained.items():
         section, _, name = path.partition(".")
-        before = stored.get(section, {}).get(name, default_setting(section, name))
+        before = stored[section].get(name)
         if before != value:
             raise UserError(
                 f"checkpoint {directory} has config.{path}={before}, and this config has {value}; use a different"

@@ -80,11 +80,6 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     return values
 
 
-def default_setting(section: str, name: str) -> Any:
-    """The default of a setting of lora, train or precision, as `to_dict` returns it."""
-    return _plain(SECTIONS[section]())[name]
-
-
 def _plain(part: Any) -> dict[str, Any]:
     """The values of a section or source, with lists for tuples."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(part).items()}

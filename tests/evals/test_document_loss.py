@@ -23,7 +23,7 @@ LENGTH, LIMIT, LAST = 512, 128, 256
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     jax.devices()  # the simulated devices of the tests, before a function starts JAX
-    return runs.extract_old_run(tmp_path_factory.mktemp("run"))
+    return runs.write_untrained_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_losses_equal_float64_and_those_on_four_context_ranks(run, texts, tmp_pa
     assert rows[2].standard_error == pytest.approx(gains.std(ddof=1) / math.sqrt(6), abs=1e-6)
     assert all(row.num_examples == 6 and row.unit == "nats" and row.low <= row.score <= row.high for row in rows)
 
-    (losses,) = stored_losses(tmp_path / "1" / "step-6")
+    (losses,) = stored_losses(tmp_path / "1" / "step-1")
     columns = losses.by_position.by_position("loss")
     bins = zip(columns["first_position"], columns["last_position"], strict=True)
     np.testing.assert_allclose(columns["loss"], [full[:, a : b + 1].mean() for a, b in bins], atol=5e-6)
@@ -82,7 +82,7 @@ def test_interrupted_evaluation_computes_the_missing_documents(run, texts, tmp_p
     result = jaxlc.load(run, mesh=dict(context=1))
     settings = _settings(texts, context_limits=[], batch_size=2)
     complete = jaxlc.evaluate(result, **settings, out=tmp_path)
-    path = tmp_path / "step-6" / f"loss-{LENGTH}.jsonl"
+    path = tmp_path / "step-1" / f"loss-{LENGTH}.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:5]) + lines[5][:40])  # the header and four documents; the fifth is cut off
     calls, token_losses = [], result.model.token_losses
@@ -111,12 +111,12 @@ def test_gain_is_paired_by_document():
 def test_command_overlays_checkpoints_and_names_missing_documents(run, texts, tmp_path, capsys):
     arguments = ["--lengths=512", f"--documents={texts}", "--context_limits=128", "--num_examples=5"]
     out = tmp_path / "out"
-    status = main(["eval", str(run), str(run), "--tasks=loss", *arguments, "--step=6", f"--out={out}"])
+    status = main(["eval", str(run), str(run), "--tasks=loss", *arguments, "--step=1", f"--out={out}"])
     printed = capsys.readouterr().out.splitlines()
     assert status == 0 and len([line for line in printed if "5 documents" in line]) == 6
     assert printed[-1] == f"figure {out}/loss_by_position.png"
     assert (out / "loss_by_position.png").stat().st_size > 5000
-    assert [len(read_scores(out / f"{i}-{run.name}" / "step-6")) for i in (1, 2)] == [3, 3]
+    assert [len(read_scores(out / f"{i}-{run.name}" / "step-1")) for i in (1, 2)] == [3, 3]
     assert main(["eval", str(run), "--tasks=loss", "--lengths=4096", f"--documents={texts}"]) == 2
     assert main(["eval", str(run), "--tasks=loss", "--lengths=512"]) == 2
     errors = capsys.readouterr().err.splitlines()

@@ -112,7 +112,7 @@ def test_standard_error_of_one_example_is_null_in_the_file(tmp_path):
 
 def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
     jax.devices()  # the simulated devices of the tests, before the command starts JAX
-    runs.extract_old_run(tmp_path / "run")
+    runs.write_untrained_run(tmp_path / "run")
     arguments = [
         "--tasks=needle,niah_single_1,passkey",
         "--lengths=1024",
@@ -124,7 +124,7 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if "2 examples" in line]) == 5
     directory = tmp_path / "run" / "evals"
-    rows = [json.loads(line) for line in (directory / "step-6" / "scores.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (directory / "step-1" / "scores.jsonl").read_text().splitlines()]
     of_depths = [(task, depth) for task in ("needle", "passkey") for depth in (0.0, 1.0)]
     assert [(row["task"], row["depth"]) for row in rows] == [*of_depths, ("niah_single_1", None)]
     assert [row["haystack"] for row in rows] == ["python-docstrings"] * 2 + [""] * 2 + ["python-docstrings"]
@@ -138,7 +138,7 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
         tmp_path / "run", tasks=["needle"], lengths=[1024], num_examples=2, depths=[0.0, 1.0], batch_size=2
     )
     assert [row.score for row in again] == [row["score"] for row in rows[:2]]
-    stored = read_scores(directory / "step-6")
+    stored = read_scores(directory / "step-1")
     assert [row.task for row in stored] == ["needle"] * 2 + ["passkey"] * 2 + [
         "niah_single_1"
     ]  # scores of other tasks are kept

@@ -1,4 +1,4 @@
-"""jaxlc.generate and the command, on a run that was written by an earlier version."""
+"""jaxlc.generate and the command."""
 
 import json
 
@@ -21,7 +21,7 @@ PROMPT = "the first line of the text"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     jax.devices()  # the simulated devices of the tests, before a function starts JAX
-    return runs.extract_old_run(tmp_path_factory.mktemp("run"))
+    return runs.write_untrained_run(tmp_path_factory.mktemp("run"))
 
 
 def test_generate_from_path_and_from_result_agree_and_stream(run):

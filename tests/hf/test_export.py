@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,16 +10,11 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 import jaxlc
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
-from jaxlc.checkpoints.pretrained_params import load_pretrained
-from jaxlc.config import load, to_dict
 from jaxlc.config.models.config_json import settings_of
 from jaxlc.core.errors import UserError
 from jaxlc.exporting import main
-from jaxlc.sharding.mesh import make_mesh
-from jaxlc.step.step import build_step
 from tests.hf.models import CASES, tensors_of, write_model
+from tests.train.runs import save_step_0
 
 
 def batches(num_steps, vocab_size=60):
@@ -49,17 +43,6 @@ def train(init_from, workdir, num_batches, **settings):
     """Trains on all eight devices of the tests."""
     config = config_of(init_from, mesh__data=2, **settings)
     return jaxlc.train.run(config, workdir, batches=batches(num_batches))
-
-
-def save_step_0(config, workdir):
-    """Writes a checkpoint without training."""
-    config = load(config)
-    step = build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
-    params = load_pretrained(step)[0] if config.model.init_from else None
-    checkpoints = Checkpoints(workdir / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
-    checkpoints.save(1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(config)))
-    checkpoints.close()
-    return config
 
 
 def tensors_in(directory):
@@ -132,7 +115,7 @@ def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsy
 
 
 def test_export_of_step_that_does_not_exist_raises(tmp_path, capsys):
-    (tmp_path / CHECKPOINTS_DIRECTORY / "4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     assert main(["jaxlc export", str(tmp_path), str(tmp_path / "out"), "--step=3"]) == 2
     assert "no checkpoint of step 3" in capsys.readouterr().err
     with pytest.raises(UserError, match="no checkpoint in"):

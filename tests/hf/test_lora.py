@@ -18,7 +18,8 @@ from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
 from tests.hf.models import write_model
-from tests.hf.test_export import batches, config_of, save_step_0, tensors_in
+from tests.hf.test_export import batches, config_of, tensors_in
+from tests.train.runs import save_step_0
 
 STEPS, RANK, ALPHA = 4, 4, 6.0
 SCALE = ALPHA / RANK**0.5

@@ -4,16 +4,22 @@ import contextlib
 import io
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
+import jax
+
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.config import Config, defaults, load, to_dict
 from jaxlc.config.command_line import run_main
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.step.step import build_step
 from jaxlc.train.__main__ import main
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
 from tests import environment, helpers
 
 ROOT = Path(__file__).parents[2]
-_OLD_RUN = Path(__file__).parents[1] / "fixtures" / "checkpoint_before_renames.tar.gz"
 _CONFIG = """
 from jaxlc.config import defaults
 
@@ -47,10 +53,24 @@ MetricsLog.write = _write_slowly
 """
 
 
-def extract_old_run(directory: Path) -> Path:
-    """Extracts a run that was written before settings were renamed, with a model of 2 layers; returns `directory`."""
-    with tarfile.open(_OLD_RUN) as archive:
-        archive.extractall(directory, filter="data")
+def save_step_0(config, workdir: Path) -> Config:
+    """Writes a checkpoint of the initial parameters as if a run had made it, without training."""
+    config = load(config)
+    step = build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
+    params = load_pretrained(step)[0] if config.model.init_from else None
+    checkpoints = Checkpoints(workdir / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
+    checkpoints.save(1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(config)))
+    checkpoints.close()
+    return config
+
+
+def write_untrained_run(directory: Path) -> Path:
+    """Writes a run of a small model on bytes, with the checkpoint 1 of its initial parameters; returns `directory`."""
+    config = defaults()
+    config.model.update(vocab_size=257, num_layers=2, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=32)
+    config.mesh.context = config.runtime.simulated_devices = 2
+    config.data.seq_len = 64
+    save_step_0(config, directory)
     return directory
 
 
@@ -115,6 +135,13 @@ def start_pair(config: Path, workdir: Path, **overrides) -> list[subprocess.Pope
     address = f"127.0.0.1:{helpers.free_port()}"
     processes = dict(runtime__num_processes=2, runtime__coordinator_address=address)
     return [start(config, workdir, **processes, runtime__process_id=i, **overrides) for i in range(2)]
+
+
+def damage(checkpoint: Path) -> None:
+    """Truncates the files of its arrays."""
+    for file in (checkpoint / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 def wait_until(condition, run: subprocess.Popen) -> None:

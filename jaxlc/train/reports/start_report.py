@@ -99,7 +99,7 @@ def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, met
     old_steps, ends = meta["config"]["train"]["steps"], f"ends at step {steps}"
     if schedule_steps:
         setting, steps, ends = "optimizer.schedule_steps", schedule_steps, f"has {schedule_steps} steps"
-        old_steps = meta["config"]["optimizer"].get(setting.partition(".")[2]) or old_steps
+        old_steps = meta["config"]["optimizer"]["schedule_steps"] or old_steps
     if step < config.train.steps and steps != old_steps and config.optimizer.schedule != "constant":
         lines.append(
             f"{setting} changed from {old_steps} to {steps}: the {config.optimizer.schedule} learning-rate schedule"
