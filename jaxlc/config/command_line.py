@@ -232,7 +232,7 @@ def _positional_values(words: Sequence[str], hints: Mapping[str, Any], flags: ty
         is_tuple = typing.get_origin(hints[name]) is tuple
         if rest:
             values[name] = tuple(rest) if is_tuple else typed(f"--{name}", rest[0], hints[name])
-            rest = [] if is_tuple else rest[1:]
+            rest = rest[len(rest) if is_tuple else 1 :]
         elif dataclasses.MISSING is next(field.default for field in dataclasses.fields(flags) if field.name == name):
             raise UserError(f"no {name.upper()} is given: {field_comments(flags)[name]}")
     if rest and issubclass(flags, ConfigFlags):

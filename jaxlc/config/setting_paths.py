@@ -159,6 +159,8 @@ def set_at(tree: Any, path: str, value: Any) -> None:
     Raises:
       SettingError: there is no such setting or stage; in `jaxlc.config.defaults()` also as `converted`.
     """
+    if not path:
+        raise SettingError(_unknown(Config, "", path))
     hint_at(path)
     *parts, name = path.split(".")
     for part in parts:
