@@ -7,7 +7,7 @@ For a config with stages it compiles the step of every stage and prints one tabl
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -106,5 +106,10 @@ def _check_output_files(flags: Flags, num_stages: int) -> None:
                 raise UserError(f"unsupported: --{name} for {num_stages} stages; choose one with --stage=NAME")
 
 
+def run(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, program name first; returns the exit status."""
+    return run_main(main, argv, description=__doc__, flags=Flags)
+
+
 if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv, description=__doc__, flags=Flags))
+    sys.exit(run(sys.argv))

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from jaxlc.config import load, transport_settings, with_settings
-from jaxlc.config.command_line import run_main
 from jaxlc.plan import __main__ as command
 from tests.plan.gpus import small_config
 
@@ -49,7 +48,7 @@ def config(tmp_path) -> Path:
 def test_command_with_invalid_flags_exits_with_status_2(config, arguments, words, capsys, monkeypatch):
     monkeypatch.setattr(command, "start_on_cpu", lambda: None)  # JAX has started
     argv = ["jaxlc.plan", f"--config={config}", *arguments]
-    assert run_main(command.main, argv, description="", flags=command.Flags) == 2
+    assert command.run(argv) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
     assert re.search(re.escape(words), stderr), stderr

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from jaxlc import plan
-from jaxlc.config.command_line import run_main
 from jaxlc.plan import __main__ as command
 from tests.search.test_advise import plan_of, with_temporaries
 
@@ -34,7 +33,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
 
 
 def _run(arguments: list[str]) -> int:
-    return run_main(command.main, arguments, description="", flags=command.Flags)
+    return command.run(arguments)
 
 
 def test_plan_of_stages_prints_hours_and_cost_of_each_and_in_total(arguments, tmp_path, capsys):
