@@ -18,7 +18,7 @@ from jaxlc.plan.terminal import progress, start_on_cpu, target_topology, with_tr
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(StageFlags):
-    plan: bool = True  # compile for GPUs that need not be attached, instead of generating text
+    plan: bool = True  # compile generation ahead of time instead of generating text
     model: str | None = None  # instead of --config: a preset, a Hugging Face directory or hub id
     topology: str = ""  # target GPUs, NVLink domains x GPUs per domain: h100:8x8; default: config.runtime.topology
     transport: str = ""  # short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer

@@ -47,8 +47,10 @@ def test_mixture_survives_json_copies_and_changes():
 
 def test_mixture_of_command_line_adds_and_changes_sources():
     argv = ["t", "--config=quickstart", "--config.data.mixture.x.paths=a,b", "--config.data.mixture.x.share=.5"]
-    config = parse([*argv, "--config.data.mixture.y.paths=c", "--config.data.seq_len=64"]).config
-    assert [(s.name, s.paths, s.share) for s in config.data.mixture] == [("x", ("a", "b"), 0.5), ("y", ("c",), 1.0)]
+    config = parse(
+        [*argv, "--config.data.mixture.y.paths=c", "--config.data.mixture.y.paths=d", "--config.data.seq_len=64"]
+    ).config
+    assert [(s.name, s.paths, s.share) for s in config.data.mixture] == [("x", ("a", "b"), 0.5), ("y", ("c", "d"), 1.0)]
     assert config.data.seq_len == 64
 
 
