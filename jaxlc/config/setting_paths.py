@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -110,7 +110,7 @@ def items_of(path: str, value: Any) -> dict[str, Any]:
     if item is None:
         example = next(iter(fields_of(hint_at(path))))
         raise SettingError(f"config.{path} is a section: set one of its settings, such as config.{path}.{example}")
-    if not isinstance(value, (list, tuple)):
+    if not isinstance(value, Sequence) or isinstance(value, str):
         example = f"--config.{path}.NAME.{next(iter(fields_of(item)))}=VALUE"
         expected = f"a dictionary of {NAMED[item]}s by name; to set one value, use {example}"
         raise SettingError(invalid_value(path, value, expected))

@@ -1,6 +1,6 @@
 """The editable settings: a ConfigDict that checks names and values at the assignment. Imports no jax."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from ml_collections import ConfigDict, FieldReference, config_dict
@@ -149,14 +149,18 @@ class Settings(ConfigDict):
         return differences.as_html(title, is_set, default_values(preset))
 
 
-class Stages(tuple[Settings, ...]):
+class Stages(Sequence[Settings]):
     """The stages of a config in their order; each is also an attribute by its name: config.stages.long.steps."""
 
-    __slots__ = ()
+    def __init__(self, stages: Iterable[Settings]):
+        self._stages = tuple(stages)
+
+    def __len__(self) -> int:
+        return len(self._stages)
 
     def __getitem__(self, key: SupportsIndex | slice | str) -> Any:
         if not isinstance(key, str):
-            return super().__getitem__(key)
+            return self._stages[key]
         by_name = {stage.name: stage for stage in self}
         if key not in by_name:
             known = did_you_mean(key, by_name) if by_name else "this config has no stages"
@@ -167,6 +171,12 @@ class Stages(tuple[Settings, ...]):
         if name.startswith("_"):
             raise AttributeError(name)
         return self[name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._stages == tuple(other)
+
+    def __repr__(self) -> str:
+        return repr([{"name": stage.name, **stage.to_dict()} for stage in self])
 
 
 def defaults() -> Settings:

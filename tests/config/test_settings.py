@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from jaxlc.config import defaults, load
+from jaxlc.config import defaults, load, load_stages
 from jaxlc.core.errors import UserError
 
 
@@ -154,7 +154,10 @@ def test_reference_between_settings_follows_its_source():
 
 
 def test_frozen_config_dict_of_settings_loads():
-    assert load(FrozenConfigDict(defaults())) == load(defaults())
+    config = defaults()
+    assert load(FrozenConfigDict(config)) == load(config)
+    config.stages = [dict(name="b", steps=1), dict(name="a", steps=2)]
+    assert load_stages(FrozenConfigDict(config)) == load_stages(config)
 
 
 def test_config_repr_lists_differences_by_section():
