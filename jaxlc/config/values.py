@@ -46,7 +46,6 @@ def typed(path: str, value: Any, hint: Any) -> Any:
     Raises:
       SettingError: the value cannot be converted, or is not one of the choices of a `Literal`.
     """
-    hint = without_none(hint)
     choices: tuple[str, ...] = ()
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
