@@ -94,7 +94,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def _as_boolean(value: Any) -> bool | None:
-    """A bool, or one of the strings that absl accepts for it, as a bool; None for other values."""
+    """A bool, or one of the strings true, t, 1, false, f, 0, as a bool; None for other values."""
     return _BOOLEANS.get(value.lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
 
 
