@@ -33,11 +33,8 @@ class Settings(ConfigDict):
     by `load`. Sources and stages have only the values that are set.
     """
 
-    def __init__(self, path: str = "", values: Mapping[str, Any] | None = None, *, is_locked: bool = False):
-        """Args:
-        path: where the part is in the config: "", "data", "data.mixture", "data.mixture.NAME".
-        values: set on top of the defaults.
-        """
+    def __init__(self, path: str = "", values: Mapping[str, Any] | None = None, is_locked: bool = False):
+        """The part at `path`, such as "", "data" or "data.mixture.NAME", with `values` on top of its defaults."""
         super().__init__(type_safe=False, convert_dict=False)
         object.__setattr__(self, "_path", path)
         for name, value in {**_initial_values(path), **(values or {})}.items():
@@ -114,7 +111,7 @@ class Settings(ConfigDict):
         return Settings(self._path, self.to_dict(), is_locked=self.is_locked)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._path, dict(self.items(preserve_field_references=True)), self.is_locked)
+        return Settings, (self._path, dict(self.items(preserve_field_references=True)), self.is_locked)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -195,11 +192,6 @@ def _initial_values(path: str) -> dict[str, Any]:
     values = default_values(DEFAULT_PRESET).get(path, {})
     unset = [name for name in values if is_placeholder(f"{path}.{name}") and name not in ("preset", "init_from")]
     return values | {name: config_dict.placeholder(object) for name in unset}
-
-
-def _restored(path: str, values: dict[str, Any], is_locked: bool) -> Settings:
-    """The inverse of `Settings.__reduce__`."""
-    return Settings(path, values, is_locked=is_locked)
 
 
 def _value_text(value: Any) -> str:
