@@ -9,6 +9,7 @@ interrupted comparison.
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from jaxlc import runtime
 from jaxlc.config import with_settings
-from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.core.errors import UserError
 from jaxlc.search.timing import environment_info
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
@@ -32,21 +33,23 @@ PRECISIONS: Mapping[str, dict] = MappingProxyType(
     }
 )
 _WINDOW_STEPS = 20  # of the running means, and of the mean loss at the end
-_FLAGS = {
-    "precisions": "comma-separated, of bf16,fp8,fp8-delayed,fp16,fp32; default: all",
-    "out": "output directory; default: runs/precision",
-}
 
 
-def main(command: ParsedCommand) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Flags(ConfigFlags):
+    precisions: tuple[str, ...] = tuple(PRECISIONS)  # precisions to compare
+    out: str = "runs/precision"  # output directory
+
+
+def main(command: ParsedCommand[Flags]) -> int:
     """Returns the exit status: 0, or that of a training run that was interrupted."""
     runtime.start(command.config.runtime)
     from jaxlc import train
 
-    out = Path(command.extra["out"] or "runs/precision")
+    out = Path(command.flags.out)
     configs = {
         name: with_settings(command.config, {"train.log_every_steps": 1} | settings_of(name))
-        for name in (command.extra["precisions"] or ",".join(PRECISIONS)).split(",")
+        for name in command.flags.precisions
     }
     for name, config in configs.items():
         print(f"\n{name}", flush=True)
@@ -142,4 +145,4 @@ def _plot(curves: dict[str, np.ndarray], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv, description=__doc__, extra_flags=_FLAGS))
+    sys.exit(run_main(main, sys.argv, description=__doc__, flags=Flags))

@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ import numpy as np
 from benchmarks.broken_ring import broken_ring
 from jaxlc import runtime
 from jaxlc.config import ModelConfig
-from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
+from jaxlc.config.values import Count
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import AMBER, BLUE, RED, new_figure, style_axes
 from jaxlc.data.texts.phone_book import retrieval_prompt
@@ -46,11 +48,13 @@ VARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "broken": ("broken ring", RED),
     }
 )
-_FLAGS = {
-    "variants": "comma-separated, of full,window,broken; default: all",
-    "num_examples": "questions of each distance; default: 40",
-    "out": "output directory; default: runs/retrieval_variants",
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(ConfigFlags):
+    variants: tuple[str, ...] = tuple(VARIANTS)  # variants to train
+    num_examples: Count = Count(40)  # questions of each distance
+    out: str = "runs/retrieval_variants"  # output directory
 
 
 @contextlib.contextmanager
@@ -69,15 +73,14 @@ def _window_of(self: ModelConfig, kind: str) -> int:
 _CHANGES = MappingProxyType({"full": contextlib.nullcontext, "window": windowed, "broken": broken_ring})
 
 
-def main(command: ParsedCommand) -> int:
+def main(command: ParsedCommand[Flags]) -> int:
     """Returns the exit status: 0, or that of a training run that was interrupted."""
     runtime.start(command.stages[-1].config.runtime)
     from jaxlc import train
 
-    out = Path(command.extra["out"] or "runs/retrieval_variants")
-    num_examples = _num_examples(command.extra["num_examples"] or "40")
+    out, num_examples = Path(command.flags.out), command.flags.num_examples
     rows = []
-    for name in (command.extra["variants"] or ",".join(VARIANTS)).split(","):
+    for name in command.flags.variants:
         if name not in VARIANTS:
             raise UserError(f"invalid {name!r} for --variants: expected {', '.join(VARIANTS)}")
         print(f"\n{name}", flush=True)
@@ -94,12 +97,6 @@ def main(command: ParsedCommand) -> int:
     figure(rows).savefig(out / "retrieval.png")
     print(f"{out / 'retrieval.jsonl'}, {out / 'retrieval.png'}")
     return 0
-
-
-def _num_examples(text: str) -> int:
-    if not (text.isdecimal() and int(text)):
-        raise UserError(f"invalid --num_examples={text}: expected a whole number, at least 1")
-    return int(text)
 
 
 def variant_row(name: str, result: "Result", num_examples: int) -> dict[str, Any]:
@@ -172,4 +169,4 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv, description=__doc__, extra_flags=_FLAGS))
+    sys.exit(run_main(main, sys.argv, description=__doc__, flags=Flags))

@@ -9,29 +9,32 @@ the devices of this machine instead, one configuration at a time:
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
 
 if TYPE_CHECKING:
     from jaxlc.search.stored import Ranking
 
 __all__ = ["load"]
 
-_FLAGS = {
-    "stage": "name of the stage to compile, for a config with stages",
-    "topology": "target GPUs, such as gb200:1x64; default: config.runtime.topology",
-    "axes": "mesh axes to vary; default: context,tensor,fsdp",
-    "strategies": "attention strategies to compare, such as ring,hybrid; default: the config's",
-    "remat": "rematerialization policies to compare, such as attention,full; default: the config's",
-    "seq_len": "sequence lengths to compare, such as 64K,262144; default: the config's",
-    "transports": "transports to compare, such as nccl,nvshmem; default: the config's",
-    "workers": "number of concurrent compilations; default: as many as cores and memory allow",
-    "constants": "JSON file of measured efficiencies and latencies, as for jaxlc plan",
-    "out": "directory for points, ranking and plots; default: runs/sweep_NAME",
-    "run": "measure on the devices of this machine, or on config.runtime.simulated_devices",
-}
+_OPTIONS = ("topology", "axes", "strategies", "remat", "seq_len", "transports", "workers", "constants")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(StageFlags):
+    topology: str | None = None  # target GPUs, such as gb200:1x64; default: config.runtime.topology
+    axes: str | None = None  # mesh axes to vary; default: context,tensor,fsdp
+    strategies: str | None = None  # attention strategies to compare, such as ring,hybrid; default: the config's
+    remat: str | None = None  # rematerialization policies to compare, such as attention,full; default: the config's
+    seq_len: str | None = None  # sequence lengths to compare, such as 64K,262144; default: the config's
+    transports: str | None = None  # transports to compare, such as nccl,nvshmem; default: the config's
+    workers: str | None = None  # number of concurrent compilations; default: as many as cores and memory allow
+    constants: str | None = None  # JSON file of measured efficiencies and latencies, as for jaxlc plan
+    out: str = ""  # directory for points, ranking and plots; default: runs/sweep_NAME
+    run: bool = False  # measure on the devices of this machine, or on config.runtime.simulated_devices
 
 
 def load(path: str | Path) -> "Ranking":
@@ -49,21 +52,18 @@ def load(path: str | Path) -> "Ranking":
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status, 130 after Ctrl-C."""
-    try:
-        return run_main(_sweep, argv, description=__doc__, extra_flags=_FLAGS, switches=("run",))
-    except KeyboardInterrupt as interrupt:
-        print(str(interrupt) or "interrupted", file=sys.stderr)
-        return 130
+    return run_main(_sweep, argv, description=__doc__, flags=Flags)
 
 
-def _sweep(command: ParsedCommand) -> int:
+def _sweep(command: ParsedCommand[Flags]) -> int:
     from jaxlc.search import runner
 
-    flags = dict(command.extra)
-    out = Path(flags.pop("out") or f"runs/sweep_{Path(command.workdir).name}")
-    if flags.pop("run"):
-        return runner.measure(command.config, out, **flags)
-    return runner.estimate(command.config, out, **flags)
+    flags = command.flags
+    out = Path(flags.out or f"runs/sweep_{Path(command.workdir).name}")
+    options = {name: getattr(flags, name) for name in _OPTIONS}
+    if flags.run:
+        return runner.measure(command.config, out, **options)
+    return runner.estimate(command.config, out, **options)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,8 @@ def check_arguments(arguments: list[str]) -> None:
     own = [flag for flag in flags if not re.match(r"--(no)?config[.=]", flag)]
     takes_paths = verb in ("eval", "export", "generate", "profile")
     own = [flag for flag in own if not takes_paths or flag.startswith("-")]
-    unknown = [flag for flag in own if flag.partition("=")[0] not in flags_of(verb)]
+    known = flags_of(verb, "--plan" if (verb, "--plan" in own) == ("generate", True) else "")
+    unknown = [flag for flag in own if flag.partition("=")[0] not in known]
     if unknown:
         raise UserError(f"jaxlc {verb} has no flag {unknown[0]}")
     if any(flag.startswith("--config") for flag in flags):
@@ -180,9 +181,13 @@ def check_arguments(arguments: list[str]) -> None:
 
 
 @functools.cache
-def flags_of(verb: str) -> set[str]:
-    """The flags of `jaxlc VERB`, from its help."""
-    argv = [sys.executable, "-m", VERBS[verb].package, "--help"]
+def flags_of(verb: str, mode: str = "") -> set[str]:
+    """The flags of `jaxlc VERB`, from its help.
+
+    Args:
+      mode: a flag that gives the verb other flags, such as --plan.
+    """
+    argv = [sys.executable, "-m", VERBS[verb].package, *filter(None, [mode]), "--help"]
     help_text = subprocess.run(argv, cwd=ROOT, env=environment_of(ROOT), capture_output=True, text=True, check=True)
     return {"--help", *re.findall(r"^  (--[\w-]+)", help_text.stdout, re.MULTILINE)}
 

@@ -136,7 +136,7 @@ def test_installed_plan_prints_page_and_writes_files(installed, tmp_path):
         "--timeline=layer.png",
         "--advise",
         "--evaluation",
-        "--host-memory-gib=100",
+        "--host_memory_gib=100",
         "--config.mesh.context=2",
         "--config.mesh.tensor=2",
         "--config.model.num_layers=2",

@@ -116,12 +116,13 @@ def test_imports_only_go_down():
 
 
 def test_modules_imported_by_name_are_listed():
-    """Such imports are not seen by the test of layers: lazy attributes of packages, an optional package, and evals."""
+    """Such imports are not seen by the test of layers: lazy attributes of packages, an optional package, evals
+    in training, and the plan of `jaxlc generate --plan`."""
     users = {name_of(path) for path in MODULES if "import_module(" in path.read_text()}
     assert users == {
         "jaxlc",
         "jaxlc.plan",
-        "jaxlc.plan.__main__",
+        "jaxlc.generation.__main__",
         "jaxlc.train",
         "jaxlc.train.evaluation.scorer",
         "jaxlc.attention.kernels.tokamax_kernels",

@@ -1,7 +1,7 @@
 r"""ProLong: extends Llama 3 8B Instruct to 524,288 tokens in two stages, then fine-tunes it. Variants: mini.
 
     jaxlc train --config=extend_512k:mini     # the same stages in miniature, on 8 simulated CPU devices
-    jaxlc plan --config=extend_512k --topology=h100:8x8 --price-per-gpu-hour=2.5
+    jaxlc plan --config=extend_512k --topology=h100:8x8 --price_per_gpu_hour=2.5
 
 Lengths, steps, batch sizes, learning rates, RoPE bases and shares of the data are those of Gao et al. 2024
 (arXiv:2410.02660) and of their training scripts train_64K.sh, train_512K.sh and train_sft.sh

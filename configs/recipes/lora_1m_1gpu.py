@@ -1,7 +1,7 @@
 r"""LoRA: extends Llama 3.1 8B Instruct to 1,048,576 tokens on a single H100 with 80 GB. Variants: mini.
 
     jaxlc train --config=lora_1m_1gpu:mini        # the same features in miniature, on 1 simulated CPU device
-    jaxlc plan --config=lora_1m_1gpu --topology=h100:1x1 --price-per-gpu-hour=2.5
+    jaxlc plan --config=lora_1m_1gpu --topology=h100:1x1 --price_per_gpu_hour=2.5
 
 Adapters of rank 32 over frozen bf16 weights, as configs/1m_1gpu.py:lora, with the RoPE scaling of `extend_1m`;
 docs/lora.md gives memory and export. To train, on a machine with 300 GiB of host memory:

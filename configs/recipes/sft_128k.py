@@ -1,7 +1,7 @@
 r"""Supervised fine-tuning of Llama 3.1 8B on chats and agent traces of up to 131,072 tokens. Variants: mini.
 
     jaxlc train --config=sft_128k:mini        # the same features in miniature, on 8 simulated CPU devices
-    jaxlc plan --config=sft_128k --topology=h100:1x8 --price-per-gpu-hour=2.5
+    jaxlc plan --config=sft_128k --topology=h100:1x8 --price_per_gpu_hour=2.5
 
 Learning rate, tokens per step, steps and warm-up are those of ProLong's fine-tuning (train_sft.sh in
 github.com/princeton-nlp/ProLong) at twice its length. Chats are packed, do not attend to each other, and only answers

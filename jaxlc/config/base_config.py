@@ -6,7 +6,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from jaxlc.config.models.hub import is_model_id
-from jaxlc.config.models.presets import PRESETS, RENAMED_PRESETS
+from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.settings import defaults
 from jaxlc.config.values import parse_length
 from jaxlc.core.errors import UserError
@@ -54,7 +54,7 @@ def set_model(config: ConfigDict, model: str) -> None:
     Raises:
       UserError: `model` is none of these.
     """
-    if model in PRESETS or model in RENAMED_PRESETS:
+    if model in PRESETS:
         config.model.preset = model
         return
     if not Path(model).expanduser().is_dir() and not is_model_id(model):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxlc.config import mixture
+from jaxlc.config.data_schema import SourceConfig
 from jaxlc.core import html
 
 Values = Mapping[str, Mapping[str, Any]]  # section -> name -> value
@@ -11,26 +11,30 @@ Values = Mapping[str, Mapping[str, Any]]  # section -> name -> value
 
 def differences(values: Values, defaults: Values) -> Iterator[tuple[str, str, Any, Any]]:
     """Yields (section, name, value, default) of each value that differs from its default."""
+    for section, name, value, default in _all_values(values, defaults):
+        if setting_text(value) != setting_text(default):
+            yield section, name, value, default
+
+
+def _all_values(values: Values, defaults: Values) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yields (section, name, value, default) of each setting; the name is mixture.NAME.FIELD for those of sources."""
     for section, fields in defaults.items():
         for name, default in fields.items():
             value = values.get(section, {}).get(name, default)
-            if setting_text(value) != setting_text(default):
+            if not isinstance(value, Mapping):
                 yield section, name, value, default
+                continue
+            source_defaults = {key: item for key, item in vars(SourceConfig(name="")).items() if key != "name"}
+            for source, set_fields in value.items():
+                for field, field_default in source_defaults.items():
+                    yield section, f"{name}.{source}.{field}", set_fields.get(field, field_default), field_default
 
 
 def setting_text(value: Any) -> str:
-    """A value as it is written on the command line: lists with commas, an empty one as (). A mixture: the fields of its
-    sources that differ from their defaults."""
-    if isinstance(value, Mapping):
-        return " ".join(f"{name}({_source_text(fields)})" for name, fields in value.items()) or "()"
+    """A value as it is written on the command line: lists with commas, an empty one as ()."""
     if isinstance(value, (tuple, list)):
         return ",".join(map(str, value)) or "()"
     return repr(value) if value == "" else str(value)
-
-
-def _source_text(fields: Mapping[str, Any]) -> str:
-    texts = {name: setting_text(value) for name, value in fields.items()}
-    return " ".join(f"{name}={text}" for name, text in texts.items() if text != setting_text(mixture.DEFAULTS[name]))
 
 
 def as_text(title: str, values: Values, defaults: Values) -> str:
@@ -46,7 +50,7 @@ def as_text(title: str, values: Values, defaults: Values) -> str:
 
 
 def as_html(title: str, values: Values, defaults: Values) -> str:
-    """A table of the differences, and all settings in a collapsed block."""
+    """A table of the differences, and all settings of the sections in `values` in a collapsed block."""
     rows: list[tuple[str, str, str, str]] = []
     last_section = ""
     for section, name, value, default in differences(values, defaults):
@@ -59,8 +63,7 @@ def as_html(title: str, values: Values, defaults: Values) -> str:
     else:
         summary = html.paragraph(f"{title}: all settings have their defaults")
     lines = [
-        f"{section}.{name} = {setting_text(values[section].get(name, default))}"
-        for section in values
-        for name, default in defaults[section].items()
+        f"{section}.{name} = {setting_text(value)}"
+        for section, name, value, _ in _all_values(values, {section: defaults[section] for section in values})
     ]
     return summary + html.details(f"all {len(lines)} settings", html.preformatted("\n".join(lines)))

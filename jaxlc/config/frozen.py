@@ -1,14 +1,11 @@
 """The frozen config of a run, its default values, and its representations. Imports no jax."""
 
-import dataclasses
-import functools
 import typing
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlc.config import differences
 from jaxlc.config.data_schema import DataConfig
-from jaxlc.config.mixture import mixture_dict
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import (
@@ -74,35 +71,22 @@ class Config:
 SECTIONS: dict[str, type] = typing.get_type_hints(Config)
 
 
-def is_placeholder(section: str, name: str) -> bool:
-    """Whether this setting is None until it is set: its default comes from the preset or from model.init_from."""
-    return section == "model" or (section, name) == ("data", "tokenizer")
-
-
-@functools.cache
-def field_types(section: str) -> dict[str, Any]:
-    """The fields of a section and their declared types, not to be changed: {"data": int, ...} for "mesh"."""
-    return typing.get_type_hints(SECTIONS[section])
-
-
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
-    values = dataclasses.asdict(config)
-    values["data"]["mixture"] = mixture_dict(config.data.mixture)
-    return {section: {name: _as_json(value) for name, value in fields.items()} for section, fields in values.items()}
+    values = {section: _plain(getattr(config, section)) for section in SECTIONS}
+    values["data"]["mixture"] = {source["name"]: source for source in map(_plain, config.data.mixture)}
+    for source in values["data"]["mixture"].values():
+        del source["name"]
+    return values
 
 
-def default_setting(section: str, name: str) -> Any:
-    """The default of a setting of lora, train or precision, as `to_dict` returns it."""
-    return _as_json(getattr(SECTIONS[section](), name))
-
-
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _plain(part: Any) -> dict[str, Any]:
+    """The values of a section or source, with lists for tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(part).items()}
 
 
 def default_values(preset: str) -> dict[str, dict[str, Any]]:
     """The default of every setting, section by section; for the model, those of `preset`, a key of PRESETS."""
-    sections = {name: dataclasses.asdict(cls()) for name, cls in SECTIONS.items() if cls is not ModelConfig}
+    sections = {name: dict(vars(cls())) for name, cls in SECTIONS.items() if cls is not ModelConfig}
     sections["data"]["mixture"] = dict[str, Any]()
-    return {"model": dataclasses.asdict(PRESETS[preset]) | {"preset": DEFAULT_PRESET}, **sections}
+    return {"model": {**vars(PRESETS[preset]), "preset": DEFAULT_PRESET}, **sections}

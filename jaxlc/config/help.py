@@ -8,12 +8,9 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from jaxlc.config import mixture
-from jaxlc.config.data_schema import SourceConfig
-from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types
-from jaxlc.config.mixture import is_mixture
-from jaxlc.config.settings import defaults
-from jaxlc.config.stage_configs import OWN_FIELDS, StageConfig
+from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values
+from jaxlc.config.setting_paths import defaults_of, fields_of, is_part, item_of, joined
+from jaxlc.config.stage_schema import StageConfig
 from jaxlc.config.values import describe_type
 
 _KEY_WIDTH, _WIDTH = 54, 160
@@ -41,38 +38,29 @@ def settings_help(sections: Iterable[str] = HELP_SECTIONS) -> str:
 
 def section_text(section: str) -> str:
     """What a section of HELP_SECTIONS is for: the docstring of its class."""
-    return " ".join((inspect.getdoc(_class_of(section)) or "").split())
+    return " ".join((inspect.getdoc(SECTIONS.get(section, StageConfig)) or "").split())
 
 
 def settings_of(section: str) -> Iterator[Setting]:
     """The settings of a section of HELP_SECTIONS, of the sources of a mixture, and of a stage."""
-    comments = field_comments(_class_of(section))
     if section == "stages":
-        stage = vars(StageConfig(name=""))
-        for name, hint in OWN_FIELDS.items():
-            if name != "name":
-                yield Setting(f"stages.NAME.{name}", _as_argument(stage[name]), comments[name], hint)
+        yield from _settings("stages.NAME", StageConfig, defaults_of(StageConfig))
         return
-    config = defaults()[section]
-    for name, hint in field_types(section).items():
-        if is_mixture(section, name):
-            yield Setting(mixture.PATH, "", comments[name], str)
-            yield from _source_settings()
-            continue
-        unset = "from the preset" if section == "model" else _as_argument(default_values(DEFAULT_PRESET)[section][name])
-        default = unset if config[name] is None else _as_argument(config[name])
-        yield Setting(f"{section}.{name}", default, comments[name], hint)
+    defaults = default_values(DEFAULT_PRESET)[section]
+    if section == "model":
+        defaults = dict.fromkeys(defaults, "from the preset") | {"preset": DEFAULT_PRESET, "init_from": ""}
+    yield from _settings(section, SECTIONS[section], defaults)
 
 
-def _class_of(section: str) -> type:
-    return StageConfig if section == "stages" else SECTIONS[section]
-
-
-def _source_settings() -> Iterator[Setting]:
-    """The fields of the sources of data.mixture."""
-    comments = field_comments(SourceConfig)
-    for name, hint in mixture.FIELDS.items():
-        yield Setting(f"{mixture.PATH}.NAME.{name}", _as_argument(mixture.DEFAULTS[name]), comments[name], hint)
+def _settings(path: str, part: type, defaults: dict[str, Any]) -> Iterator[Setting]:
+    """The settings of the part at `path`, and of the named parts in it."""
+    comments = field_comments(part)
+    for name, hint in fields_of(part).items():
+        if item := item_of(hint):
+            yield Setting(joined(path, name), "", comments[name], str)
+            yield from _settings(f"{joined(path, name)}.NAME", item, defaults_of(item))
+        elif not is_part(hint):
+            yield Setting(joined(path, name), _as_argument(defaults[name]), comments[name], hint)
 
 
 def _setting_help(setting: Setting) -> list[str]:

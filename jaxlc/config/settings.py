@@ -1,47 +1,89 @@
 """The editable settings: a ConfigDict that checks names and values at the assignment. Imports no jax."""
 
-import typing
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 from jaxlc.config import differences
-from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values, field_types, is_placeholder
-from jaxlc.config.loading import check_key, check_preset
-from jaxlc.config.mixture import MixtureSettings, is_mixture, is_source_path, parse_mixture
-from jaxlc.config.stage_configs import parse_stages
-from jaxlc.config.values import typed
+from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values
+from jaxlc.config.setting_paths import (
+    NAMED,
+    converted,
+    defaults_of,
+    fields_of,
+    hint_at,
+    is_part,
+    is_placeholder,
+    item_of,
+    items_of,
+    joined,
+    set_at,
+)
+from jaxlc.config.stage_schema import StageConfig
+from jaxlc.config.values import SettingError
+from jaxlc.core import html
+from jaxlc.core.suggestions import did_you_mean
 
 
 class Settings(ConfigDict):
-    """All settings, as returned by `defaults()`. Ranges and contradictions are checked later, by `load`."""
+    """A part of the settings: all, as `defaults()` returns them, a section, the sources of a mixture, or a stage.
+
+    Values are converted to their declared types, as on the command line. Ranges and contradictions are checked later,
+    by `load`. Sources and stages have only the values that are set.
+    """
+
+    def __init__(self, path: str = "", values: Mapping[str, Any] | None = None, is_locked: bool = False):
+        """The part at `path`, such as "", "data" or "data.mixture.NAME", with `values` on top of its defaults."""
+        super().__init__(type_safe=False, convert_dict=False)
+        object.__setattr__(self, "_path", path)
+        for name, value in {**_initial_values(path), **(values or {})}.items():
+            self[name] = value
+        if is_locked:
+            self.lock()
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Sets a section, as when a ConfigDict is copied. A dict becomes the defaults, updated with its values.
-
-        `stages` is not a section but a list; see `jaxlc.config.stages`.
+        """Sets a value, or a whole part. A dictionary for a section sets its values on top of the defaults.
 
         Raises:
-          SettingError: an unknown section, or a value that is not a section; as `parse_stages`.
+          SettingError: an unknown setting, or an invalid value.
         """
-        if key == "stages":
-            super().__setitem__(key, parse_stages(value))
-            return
-        if key not in SECTIONS or not isinstance(value, (Mapping, ConfigDict)):
-            check_key(key)
-        if not isinstance(value, _SECTION_CLASSES[key]):
-            section = _default_section(key)
-            section.update(value)
-            value = section
+        path = joined(self._path, key)
+        hint = hint_at(path)
+        if item_of(hint) is StageConfig:
+            value = Stages(Settings(f"{path}.{name}", fields) for name, fields in items_of(path, value).items())
+        elif is_part(hint):
+            is_same = isinstance(value, Settings) and value._path == path
+            value = value if is_same else Settings(path, items_of(path, value))
+        elif not isinstance(value, FieldReference):
+            value = converted(path, value)
         super().__setitem__(key, value)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute == "stages" and attribute not in self.keys():
-            return ()
-        if attribute not in self.keys() and not attribute.startswith("_"):
-            check_key(attribute)
-        return super().__getattr__(attribute)
+        if attribute in self.keys() or attribute.startswith("_"):
+            return super().__getattr__(attribute)
+        return self._unset(attribute)
+
+    def _unset(self, name: str) -> Any:
+        """What is read where nothing is set: the name or a default of a source or stage, no stages, an empty section.
+
+        Raises:
+          SettingError: there is no such setting or source, or the stage takes the value from the config.
+        """
+        part, path = hint_at(self._path), joined(self._path, name)
+        if item := item_of(part):
+            names = list(self.keys())
+            question = did_you_mean(name, names or ["(none)"])
+            advice = f"add it with config.{path} = dict({next(iter(fields_of(item)))}=...)"
+            raise SettingError(f"unknown {NAMED[item]} config.{path}: {question}; {advice}")
+        if part in NAMED and name == "name":
+            return self._path.rpartition(".")[2]
+        if is_part(hint_at(path)):
+            self[name] = {}
+            return self[name]
+        if part in NAMED:
+            return defaults_of(part)[name]
+        raise SettingError(f"config.{path} is not set: the stage has the value of config.{path.split('.', 2)[2]}")
 
     def update_from_flattened_dict(self, flattened_dict: Mapping[str, Any], strip_prefix: str = "") -> None:
         """Sets values by their paths: {"mesh.context": 8}; see `ConfigDict.update_from_flattened_dict`.
@@ -49,71 +91,89 @@ class Settings(ConfigDict):
         Raises:
           SettingError: an unknown setting, or an invalid value.
         """
-        others = {}
         for key, value in flattened_dict.items():
-            path = key.removeprefix(strip_prefix)
             if key.startswith(strip_prefix):
-                check_key(path.partition("[")[0])
-            if key.startswith(strip_prefix) and is_source_path(path):
-                self.data.mixture.set_field(path, value)
-            else:
-                others[key] = value
-        super().update_from_flattened_dict(others, strip_prefix)
+                set_at(self, key.removeprefix(strip_prefix), value)
 
-    def __str__(self) -> str:
-        return "\n".join(f"{name}:\n{section}" for name, section in self.items())
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return differences.as_html("Settings", *_set_and_default_values(self))
-
-
-class Section(ConfigDict):
-    """The settings of one section. Values are converted to their declared types, as on the command line."""
-
-    _section: ClassVar[str]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        """Sets a value.
+    def changed(self, **values: Any) -> "Settings":
+        """A copy with other values; a dictionary changes the values of a section that it has.
 
         Raises:
-          SettingError: an unknown setting, a value of a wrong type, or a string that is not one of the choices.
+          SettingError: an unknown setting, or an invalid value.
         """
-        check_key(f"{self._section}.{key}")
-        if is_mixture(self._section, key):
-            super().__setitem__(
-                key, value if isinstance(value, MixtureSettings) else MixtureSettings(parse_mixture(value))
-            )
-            return
-        is_unset = value is None and is_placeholder(self._section, key)
-        if not isinstance(value, FieldReference) and not is_unset:
-            value = typed(f"{self._section}.{key}", value, field_types(self._section)[key])
-            if (self._section, key) == ("model", "preset"):
-                check_preset(value)
-        super().__setitem__(key, value)
+        parent, _, name = self._path.rpartition(".")
+        copy = Settings(joined(parent, values.pop("name", name)), self.to_dict())
+        for key, value in values.items():
+            copy[key] = {**copy[key], **value} if isinstance(copy.get(key), Settings) else value
+        return copy
 
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute not in self.keys() and not attribute.startswith("_"):
-            check_key(f"{self._section}.{attribute}")
-        return super().__getattr__(attribute)
+    def copy_and_resolve_references(self, visit_map: dict[int, Any] | None = None) -> "Settings":
+        return Settings(self._path, self.to_dict(), is_locked=self.is_locked)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored_section, (self._section, dict(self.items(preserve_field_references=True)), self.is_locked)
+        return Settings, (self._path, dict(self.items(preserve_field_references=True)), self.is_locked)
 
     def __str__(self) -> str:
-        return "\n".join(f"  {name}: {_value_text(value)}" for name, value in self.items())
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """One line per value, indented by the depth of the part."""
+        indent = "  " * len(list(filter(None, self._path.split("."))))
+        for name, value in self.items():
+            if isinstance(value, Settings):
+                yield from (f"{indent}{name}:", *value._lines())
+            elif isinstance(value, Stages):
+                yield f"{name}:"
+                for stage in value:
+                    yield from (f"  {stage.name}:", *stage._lines())
+            else:
+                yield f"{indent}{name}: {_value_text(value)}"
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        root = Settings({self._section: self})
-        return differences.as_html(f"Settings of {self._section}", *_set_and_default_values(root))
+        if self._path and self._path not in SECTIONS:
+            return html.preformatted(str(self))
+        values = {self._path: self.to_dict()} if self._path else self.to_dict()
+        preset = values.get("model", {}).get("preset") or DEFAULT_PRESET
+        is_set = {
+            section: {name: value for name, value in values[section].items() if value is not None}
+            for section in SECTIONS
+            if section in values
+        }
+        title = f"Settings of {self._path}" if self._path else "Settings"
+        return differences.as_html(title, is_set, default_values(preset))
 
 
-_SECTION_CLASSES = {name: type(f"{name.title()}Section", (Section,), {"_section": name}) for name in SECTIONS}
+class Stages(Sequence[Settings]):
+    """The stages of a config in their order; each is also an attribute by its name: config.stages.long.steps."""
+
+    def __init__(self, stages: Iterable[Settings]):
+        self._stages = tuple(stages)
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def __getitem__(self, key: SupportsIndex | slice | str) -> Any:
+        if not isinstance(key, str):
+            return self._stages[key]
+        by_name = {stage.name: stage for stage in self}
+        if key not in by_name:
+            known = did_you_mean(key, by_name) if by_name else "this config has no stages"
+            raise SettingError(f"unknown stage config.stages.{key}: {known}")
+        return by_name[key]
+
+    def __getattr__(self, name: str) -> Settings:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._stages == tuple(other)
+
+    def __repr__(self) -> str:
+        return repr([{"name": stage.name, **stage.to_dict()} for stage in self])
 
 
 def defaults() -> Settings:
@@ -122,40 +182,16 @@ def defaults() -> Settings:
     `model.preset` names a model; the other fields of `model` are placeholders that mean "as in the preset" until set.
     `data.tokenizer` is a placeholder that means the tokenizer of `model.init_from`, or bytes.
     """
-    return Settings({section: _default_section(section) for section in SECTIONS})
+    return Settings()
 
 
-def _default_section(section: str) -> Section:
-    values = default_values(DEFAULT_PRESET)[section]
-    placeholders = {
-        name: config_dict.placeholder(_placeholder_type(hint))
-        for name, hint in field_types(section).items()
-        if is_placeholder(section, name) and name not in ("preset", "init_from")
-    }
-    return _SECTION_CLASSES[section](values | placeholders)
-
-
-def _placeholder_type(hint: Any) -> type:
-    """The class of a setting's values, which ConfigDict checks; sections check them further."""
-    return {tuple: tuple, Literal: str}.get(typing.get_origin(hint), hint)
-
-
-def _restored_section(section: str, values: dict[str, Any], is_locked: bool) -> Section:
-    """The inverse of `Section.__reduce__`."""
-    restored = _SECTION_CLASSES[section](values)
-    return restored.lock() if is_locked else restored
-
-
-def _set_and_default_values(settings: Settings) -> tuple[differences.Values, differences.Values]:
-    """The values that are set, without the model's fields that are as in the preset, and the defaults."""
-    values = settings.to_dict()
-    preset = values.get("model", {}).get("preset") or DEFAULT_PRESET
-    is_set = {
-        section: {name: value for name, value in fields.items() if value is not None}
-        for section, fields in values.items()
-        if section in SECTIONS
-    }
-    return is_set, default_values(preset)
+def _initial_values(path: str) -> dict[str, Any]:
+    """The values of a new part: all sections, or the defaults of one."""
+    if not path:
+        return {section: {} for section in SECTIONS}
+    values = default_values(DEFAULT_PRESET).get(path, {})
+    unset = [name for name in values if is_placeholder(f"{path}.{name}") and name not in ("preset", "init_from")]
+    return values | {name: config_dict.placeholder(object) for name in unset}
 
 
 def _value_text(value: Any) -> str:

@@ -18,7 +18,9 @@ from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.loading import load
 from jaxlc.config.schema import TrainConfig
-from jaxlc.config.stage_configs import StageConfig, parse_stages
+from jaxlc.config.setting_paths import converted
+from jaxlc.config.stage_schema import StageConfig
+from jaxlc.config.values import SettingError, invalid_value
 from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.suggestions import did_you_mean
 
@@ -78,20 +80,21 @@ def load_stages(config: "ConfigDict | Config | tuple[Stage, ...]") -> tuple[Stag
 
 def _resolved(config: ConfigDict) -> tuple[Stage, ...]:
     """The stages of a config that has some."""
-    values = config.to_dict()
-    stage_configs = parse_stages(values.pop("stages"))
-    raise_first(_contradictions(stage_configs))
+    values: dict[str, Any] = converted("", config.to_dict())
+    overrides: dict[str, dict[str, Any]] = values.pop("stages")
+    own = [_own_settings(name, settings) for name, settings in overrides.items()]
+    raise_first(_contradictions(own, overrides))
     if values.get("data", {}).get("sources", DataConfig().sources) != DataConfig().sources:
-        check_used(stage_configs, "data.sources")
-    merged = [_merged(values, stage, index) for index, stage in enumerate(stage_configs)]
-    num_steps = [_num_steps(stage, settings) for stage, settings in zip(stage_configs, merged)]
+        check_used(overrides, "data.sources")
+    merged = [_merged(values, settings, index) for index, settings in enumerate(overrides.values())]
+    num_steps = [_num_steps(stage, settings) for stage, settings in zip(own, merged)]
     stages: list[Stage] = []
     first_step, reset_step = 0, 0
-    for index, (stage, settings) in enumerate(zip(stage_configs, merged)):
+    for index, (stage, settings) in enumerate(zip(own, merged)):
         if stage.optimizer_state == "reset":
             reset_step = first_step
-        head = max(i for i in range(index + 1) if stage_configs[i].schedule == "new")
-        following = (i for i in range(head + 1, len(merged)) if stage_configs[i].schedule == "new")
+        head = max(i for i in range(index + 1) if own[i].schedule == "new")
+        following = (i for i in range(head + 1, len(merged)) if own[i].schedule == "new")
         end = next(following, len(merged))
         schedule = {name: value for name, value in merged[head]["optimizer"].items() if name in _SCHEDULE}
         settings["optimizer"] |= schedule | {
@@ -102,7 +105,7 @@ def _resolved(config: ConfigDict) -> tuple[Stage, ...]:
         stages.append(
             Stage(
                 name=stage.name,
-                config=_load(stage, settings),
+                config=_load(stage.name, overrides[stage.name], settings),
                 first_step=first_step,
                 optimizer_state=stage.optimizer_state,
                 max_eval_loss=stage.max_eval_loss,
@@ -115,14 +118,28 @@ def _resolved(config: ConfigDict) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _merged(values: Mapping[str, Mapping[str, Any]], stage: StageConfig, index: int) -> dict[str, dict[str, Any]]:
+def _own_settings(name: str, settings: Mapping[str, Any]) -> StageConfig:
+    """The settings of a stage other than those of sections.
+
+    Raises:
+      SettingError: one is out of range.
+    """
+    stage = StageConfig(name=name, **{key: value for key, value in settings.items() if key not in SECTIONS})
+    parse_min_scores(stage.min_scores, f"stages.{name}.min_scores")
+    for key in ("steps", "tokens", "max_eval_loss"):
+        if getattr(stage, key) < 0:
+            raise SettingError(invalid_value(f"stages.{name}.{key}", getattr(stage, key), "at least 0"))
+    return stage
+
+
+def _merged(values: Mapping[str, Any], stage: Mapping[str, Any], index: int) -> dict[str, dict[str, Any]]:
     """The settings of a stage, explicit ones only; every section is a new dictionary.
 
     Stages have different orders of sequences, so that stages with the same sources do not repeat the same ones. The
     mixture of a stage names its sources; their other fields are those of the config's source of the same name.
     """
-    merged = {section: dict(values.get(section, {})) | dict(stage.overrides.get(section, {})) for section in SECTIONS}
-    own, data, mixture = stage.overrides.get("data", {}), merged["data"], values.get("data", {}).get("mixture") or {}
+    merged = {section: {**values.get(section, {}), **stage.get(section, {})} for section in SECTIONS}
+    own, data, mixture = stage.get("data", {}), merged["data"], values.get("data", {}).get("mixture", {})
     if "seed" not in own:
         data["seed"] = data.get("seed", DataConfig().seed) + index
     if "mixture" in own:
@@ -148,20 +165,19 @@ def _num_steps(stage: StageConfig, settings: Mapping[str, Mapping[str, Any]]) ->
     return stage.steps or -(-stage.tokens // max(1, tokens_per_step))
 
 
-def _load(stage: StageConfig, settings: dict[str, dict[str, Any]]) -> Config:
+def _load(name: str, own: Mapping[str, Any], settings: dict[str, dict[str, Any]]) -> Config:
     """The config of a stage. Errors name the settings that the stage changes as config.stages.NAME.SECTION.KEY."""
     try:
         return load(ConfigDict(settings))
     except UserError as error:
         message = str(error)
-        for section, own in stage.overrides.items():
-            for key in own:
-                of_stage = f"config.stages.{stage.name}.{section}.{key}"
-                message = re.sub(rf"\bconfig\.{section}\.{key}\b", of_stage, message)
-        raise UserError(f"stage {stage.name}: {message}") from error
+        for section in SECTIONS:
+            for key in own.get(section, {}):
+                message = re.sub(rf"\bconfig\.{section}\.{key}\b", f"config.stages.{name}.{section}.{key}", message)
+        raise UserError(f"stage {name}: {message}") from error
 
 
-def _contradictions(stages: Sequence[StageConfig]) -> Iterator[str]:
+def _contradictions(stages: Sequence[StageConfig], overrides: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Settings of stages that contradict each other, before they are resolved."""
     first, last = stages[0], stages[-1]
     for name, default in (("schedule", "new"), ("optimizer_state", "carry")):
@@ -181,7 +197,7 @@ def _contradictions(stages: Sequence[StageConfig]) -> Iterator[str]:
                 f"config.stages.{stage.name} has schedule='continue' and optimizer_state='reset': moments of zero need"
                 f" a warm-up; use --config.stages.{stage.name}.schedule=new"
             )
-        own = [key for key in _SCHEDULE if key in stage.overrides.get("optimizer", {})]
+        own = [key for key in _SCHEDULE if key in overrides[stage.name].get("optimizer", {})]
         if stage.schedule == "continue" and own:
             yield (
                 f"config.stages.{stage.name}.optimizer.{own[0]} has no effect with its schedule='continue'; use"

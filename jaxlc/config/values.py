@@ -7,10 +7,16 @@ import os
 import re
 import typing
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, NewType
 
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import suggestion
+
+# Types of flags, in addition to those of settings.
+Count = NewType("Count", int)  # at least 1
+Positive = NewType("Positive", float)
+Tokens = NewType("Tokens", int)  # "1M" or "32K", multiples of 2^20 and 2^10, or "131072"
 
 _LENGTH_UNITS = {"": 1, "K": 2**10, "M": 2**20}
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
@@ -21,20 +27,22 @@ class SettingError(UserError, AttributeError):
 
 
 def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = ()) -> str:
-    """The error for a value: "invalid value VALUE for SETTING: expected ... (did you mean X?)".
+    """The error for a value: "invalid value VALUE for config.PATH: expected ... (did you mean X?)".
 
     Args:
+      path: of a setting; or a flag, such as "--step".
       names: the valid values, if they are strings; the nearest one is suggested.
     """
     question = suggestion(value, names) if isinstance(value, str) else ""
-    return f"invalid value {value!r} for config.{path}: expected {expected}{question}"
+    problem = f"invalid {path}={value}" if path.startswith("--") else f"invalid value {value!r} for config.{path}"
+    return f"{problem}: expected {expected}{question}"
 
 
 def typed(path: str, value: Any, hint: Any) -> Any:
     """`value` as the type `hint`. Strings are accepted as on the command line: "1e3", "true", "a,b".
 
     Args:
-      path: the setting, such as "train.steps", for the error.
+      path: the setting or flag for the error, as for `invalid_value`.
     Raises:
       SettingError: the value cannot be converted, or is not one of the choices of a `Literal`.
     """
@@ -53,6 +61,12 @@ def typed(path: str, value: Any, hint: Any) -> Any:
         if converted is not None:
             return converted
     raise SettingError(invalid_value(path, value, describe_type(hint), choices))
+
+
+def without_none(hint: Any) -> Any:
+    """int for int | None."""
+    is_optional = isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union
+    return next(kind for kind in typing.get_args(hint) if kind is not type(None)) if is_optional else hint
 
 
 def _as_integer(value: Any) -> int | None:
@@ -80,7 +94,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def _as_boolean(value: Any) -> bool | None:
-    """A bool, or one of the strings that absl accepts for it, as a bool; None for other values."""
+    """A bool, or one of the strings true, t, 1, false, f, 0, as a bool; None for other values."""
     return _BOOLEANS.get(value.lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
 
 
@@ -104,19 +118,33 @@ def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [None]
 
 
-_CONVERSIONS = {int: _as_integer, float: _as_float, bool: _as_boolean, str: _as_string}
+def _as_count(value: Any) -> int | None:
+    """An integer of at least 1; None for other values."""
+    number = _as_integer(value)
+    return number if number is not None and number >= 1 else None
 
 
-def parse_integer(text: str) -> int:
-    """An integer of a command line: "1000", "-1" or "1e3".
+def _as_positive(value: Any) -> float | None:
+    """A positive number; None for other values."""
+    number = _as_float(value)
+    return number if number is not None and number > 0 else None
 
-    Raises:
-      ValueError: `text` is not an integer.
-    """
-    number = _as_integer(text)
-    if number is None:
-        raise ValueError(f"{text!r} is not an integer")
-    return number
+
+def _as_tokens(value: Any) -> int | None:
+    """Tokens of "1M", "32K" or "131072"; None for other values."""
+    match = re.fullmatch(r"([1-9][\d_]*)([KM]?)", str(value).strip(), re.IGNORECASE)
+    return int(match[1]) * _LENGTH_UNITS[match[2].upper()] if match else None
+
+
+_CONVERSIONS = {
+    int: _as_integer,
+    float: _as_float,
+    bool: _as_boolean,
+    str: _as_string,
+    Count: _as_count,
+    Positive: _as_positive,
+    Tokens: _as_tokens,
+}
 
 
 def parse_length(text: str, flag: str) -> int:
@@ -127,10 +155,7 @@ def parse_length(text: str, flag: str) -> int:
     Raises:
       UserError: neither.
     """
-    match = re.fullmatch(r"([1-9][\d_]*)([KM]?)", text, re.IGNORECASE)
-    if match is None:
-        raise UserError(f"invalid --{flag}={text}: expected tokens, such as 131072, 32K or 1M (1M = 1,048,576)")
-    return int(match[1]) * _LENGTH_UNITS[match[2].upper()]
+    return typed(f"--{flag}", text, Tokens)
 
 
 def describe_type(hint: Any) -> str:
@@ -138,7 +163,14 @@ def describe_type(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
     if typing.get_origin(hint) is tuple:
-        return {int: "a list of integers", float: "a list of numbers", str: "a list of strings"}[
-            typing.get_args(hint)[0]
-        ]
-    return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}[hint]
+        words = {int: "integers", float: "numbers", str: "strings", Tokens: "tokens, such as 4096,32K,1M"}
+        return f"a list of {words[typing.get_args(hint)[0]]}"
+    return {
+        int: "an integer",
+        float: "a finite number",
+        bool: "true or false",
+        str: "a string",
+        Count: "a whole number, at least 1",
+        Positive: "a positive number",
+        Tokens: "tokens, such as 131072, 32K or 1M (1M = 1,048,576)",
+    }[hint]

@@ -6,27 +6,34 @@ them to WORKDIR/data.png. Sources that are not tokenized yet are tokenized, as a
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.core import extras
+from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
 from jaxlc.core.suggestions import did_you_mean
 
 PLOT_FILE = "data.png"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags(ConfigFlags):
+    positional: ClassVar[tuple[str, ...]] = ("action",)
+
+    action: str  # report
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status."""
-    actions = [argument for argument in argv[1:] if not argument.startswith("-")]
-    if actions != ["report"] and not any(argument in ("--help", "-help", "-h") for argument in argv):
-        command = " ".join(actions)
-        print(f"error: unknown command {command!r}: {did_you_mean(command, ['report'])}", file=sys.stderr)
-        return 2
-    return run_main(_report, [argument for argument in argv if argument != "report"], description=__doc__)
+    return run_main(_report, argv, description=__doc__, flags=Flags)
 
 
-def _report(command: ParsedCommand) -> int:
+def _report(command: ParsedCommand[Flags]) -> int:
+    if command.flags.action != "report":
+        raise UserError(f"unknown command {command.flags.action!r}: {did_you_mean(command.flags.action, ['report'])}")
     from jaxlc.data.corpus import open_corpus
     from jaxlc.data.reports.data_report import report_text, source_lengths, stage_shares
 

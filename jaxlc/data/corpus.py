@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxlc.config.data_schema import DataConfig, SourceConfig
-from jaxlc.config.mixture import DEFAULTS
+from jaxlc.config.setting_paths import defaults_of
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus_checks import check_max_tokens, check_num_tokens, text_warnings, without_eval_files
 from jaxlc.data.sequences.mixed import MixedSequences, PackedText
@@ -244,7 +244,8 @@ def _identity(source: SourceConfig, total_share: float) -> tuple:
     fields do not change it."""
     fields = dataclasses.asdict(source).items()
     changed = sorted((name, value) for name, value in fields if name not in ("name", "paths", "share"))
-    return source.name, source.share / total_share, [item for item in changed if item[1] != DEFAULTS[item[0]]]
+    defaults = defaults_of(SourceConfig)
+    return source.name, source.share / total_share, [item for item in changed if item[1] != defaults[item[0]]]
 
 
 def _setting(source: SourceConfig) -> str:

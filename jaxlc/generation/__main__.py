@@ -1,53 +1,72 @@
-"""Continues a prompt with the model of a run or of a Hugging Face directory, on all devices of a mesh."""
+"""usage: jaxlc generate SOURCE --prompt=TEXT [--max_tokens=N] [--temperature=T]
+       jaxlc generate --plan --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--prompt_tokens=TOKENS]
 
-import argparse
+Continues a prompt with the model of a run or of a Hugging Face directory, on all devices of a mesh. With --plan it
+compiles generation ahead of time instead, without a GPU; `jaxlc generate --plan --help` lists the flags.
+"""
+
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import jaxlc
+from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.core.errors import UserError, reason_of
+
+_PLAN_FLAGS = ("config", "topology", "prompt_tokens", "new_tokens", "batch_size", "cache_dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(VerbFlags):
+    positional: ClassVar[tuple[str, ...]] = ("source",)
+    moved: ClassVar[Mapping[str, str]] = {name: f"--plan --{name}" for name in _PLAN_FLAGS}
+
+    source: str  # workdir of a run, or a Hugging Face directory
+    prompt: str | None = None  # text to continue
+    prompt_file: str = ""  # file with the text to continue; -: standard input
+    max_tokens: int = 256  # largest number of new tokens
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # sample from the likeliest tokens of this probability
+    stop: list[str] | None = None  # string that ends the text; may be repeated
+    chat: bool = False  # the prompt is a message of a user in the chat template
+    seed: int = 0  # random seed of sampling
+    step: int | None = None  # checkpoint to use; default: the latest
+    mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
+    chunk_tokens: int = 0  # prompt tokens computed at once; 0: 2048 per rank
+    simulated_devices: int = 0  # number of CPU devices to simulate
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    parser = argparse.ArgumentParser(prog="jaxlc generate", description=__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="workdir of a run, or a Hugging Face directory")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="text to continue")
-    prompt.add_argument("--prompt_file", help="file with the text to continue; -: standard input")
-    parser.add_argument("--max_tokens", type=int, default=256, help="largest number of new tokens; default: 256")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default: greedy")
-    parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest tokens of this probability")
-    parser.add_argument("--stop", action="append", default=[], help="string that ends the text; may be repeated")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a message of a user in the chat template")
-    parser.add_argument("--seed", type=int, default=0, help="of random sampling; default: 0")
-    parser.add_argument("--step", type=int, help="checkpoint to use; default: the latest")
-    parser.add_argument("--mesh", help="sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run")
-    parser.add_argument("--chunk_tokens", type=int, default=0, help="prompt tokens computed at once; 0: 2048 per rank")
-    parser.add_argument("--simulated_devices", type=int, default=0, help="number of CPU devices to simulate")
-    flags = parser.parse_args(argv[1:])
-    try:
-        if flags.simulated_devices:
-            jaxlc.start(simulated_devices=flags.simulated_devices)
-        text = flags.prompt if flags.prompt is not None else _read(flags.prompt_file)
-        generation = jaxlc.generate(
-            flags.source,
-            text,
-            max_tokens=flags.max_tokens,
-            temperature=flags.temperature,
-            top_p=flags.top_p,
-            stop=flags.stop,
-            seed=flags.seed,
-            step=flags.step,
-            mesh=mesh_sizes(flags.mesh),
-            chunk_tokens=flags.chunk_tokens,
-            chat=flags.chat,
-            stream=lambda _, new: print(new, end="", flush=True),
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if "--plan" in argv:
+        return importlib.import_module("jaxlc.plan.generation_command").main(argv)
+    return run_main(_generate, argv, description=__doc__, flags=Flags)
+
+
+def _generate(command: ParsedCommand[Flags]) -> int:
+    flags = command.flags
+    if (flags.prompt is None) == (not flags.prompt_file):
+        raise UserError("give one prompt: --prompt=TEXT or --prompt_file=FILE")
+    if flags.simulated_devices:
+        jaxlc.start(simulated_devices=flags.simulated_devices)
+    text = flags.prompt if flags.prompt is not None else _read(flags.prompt_file)
+    generation = jaxlc.generate(
+        flags.source,
+        text,
+        max_tokens=flags.max_tokens,
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        stop=flags.stop or [],
+        seed=flags.seed,
+        step=flags.step,
+        mesh=mesh_sizes(flags.mesh),
+        chunk_tokens=flags.chunk_tokens,
+        chat=flags.chat,
+        stream=lambda _, new: print(new, end="", flush=True),
+    )
     print()
     print(
         f"prompt {generation.num_prompt_tokens:,} tokens, new {len(generation.tokens):,} tokens,"

@@ -2,254 +2,114 @@
 
 Compiles the training step ahead of time, without a GPU, and prints its memory, collectives, kernels and estimated time.
 For a config with stages it compiles the step of every stage and prints one table; --stage=NAME plans one of them.
-
-    jaxlc plan --config=64k:h100 --prompt-tokens=1M --generate
-
-compiles generation instead and prints the memory and the time of a prompt, and of decoding.
-
-    jaxlc plan --model=llama3.1-8b --seq_len=1M --topology=h100:1x8 --recommend
-
-searches mesh, strategy and memory settings, prints the best three and writes a config file.
+`jaxlc generate --plan` does the same for generation.
 """
 
-import contextlib
-import dataclasses
-import importlib
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from jaxlc import plan, runtime
-from jaxlc.config import Config, RuntimeConfig, Stage, transport_settings, with_settings
-from jaxlc.config.base_config import base_config
-from jaxlc.config.command_line import ParsedCommand, run_main
-from jaxlc.config.values import parse_length
+from jaxlc import plan
+from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
+from jaxlc.config.values import Count, Positive
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 from jaxlc.plan.output_files import check_output_file
+from jaxlc.plan.terminal import progress, start_on_cpu, target_topology, with_transport
 
-_FLAGS = {
-    "stage": "name of one stage to plan in detail, for a config with stages",
-    "price-per-gpu-hour": "price of one GPU for one hour, in any currency; prints the cost of the run",
-    "topology": "target GPUs, NVLink domains x GPUs per domain: h100:8x8 (default: config.runtime.topology)",
-    "transport": "short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer",
-    "devices-per-process": "GPUs per process (default: 1)",
-    "host-memory-gib": "host memory of one node in GiB (default: a typical value for these GPUs)",
-    "json": "output file for the plan as JSON, for jaxlc.plan.Plan.from_json",
-    "html": "output file for the plan as a page with figures, such as plan.html",
-    "timeline": "output file for a plot of one layer's estimated timeline, such as timeline.png",
-    "constants": "JSON file of measured efficiencies and latencies (default: those of jaxlc/core/hardware.py)",
-    "evaluation": "also compile the evaluation of held-out sequences and print its peak memory",
-    "document-lengths": "estimate packed sequences too: corpus, mix, or lengths in tokens such as 65536,1024x64",
-    "generate": "plan generation instead of training: memory and time of prefill and decoding",
-    "prompt-tokens": "with --generate: tokens of each prompt, such as 131072 or 1M (default: config.data.seq_len)",
-    "new-tokens": "with --generate: new tokens of each prompt (default: 256)",
-    "batch-size": "with --generate: prompts that are generated together (default: 1)",
-    "cache-dtype": "with --generate: dtype of the KV cache, bf16, fp16 or fp32 (default: the compute dtype)",
-    "chunk-tokens": "with --generate: prompt tokens computed at once (default: 2048 per context rank)",
-    "recommend": "search the best mesh, strategy and memory settings, and write a config file (docs/recommend.md)",
-    "goal": "of --recommend: fastest (default), cheapest, fewest_gpus, or longest (the longest sequence that fits)",
-    "model": "of --recommend and --generate, instead of --config: a preset, a Hugging Face directory or hub id",
-    "seq_len": "of --recommend: sequence length in tokens, such as 131072, 32K or 1M",
-    "search-minutes": "of --recommend: time limit of the search (default: 8)",
-    "workers": "of --recommend: number of concurrent compilations; default: as many as cores and memory allow",
-    "out": "of --recommend: config file to write (default: recommended.py)",
-    "advise": "if the step does not fit, compile it with changed settings until some fit",
-}
-_SWITCHES = ("advise", "evaluation", "generate", "recommend")
-_GENERATION_FLAGS = ("prompt-tokens", "new-tokens", "batch-size", "cache-dtype", "chunk-tokens")
-_TRAINING_FLAGS = (  # not with --generate
-    "price-per-gpu-hour", "devices-per-process", "host-memory-gib", "html", "timeline", "evaluation",
-    "document-lengths", "recommend", "advise",
-)  # fmt: skip
-_PLAN_FLAGS = ("json", "html", "timeline", "evaluation", "document-lengths", "advise")  # not with --recommend
+_GENERATION_FLAGS = ("prompt_tokens", "new_tokens", "batch_size", "cache_dtype", "chunk_tokens")
+_SEARCH_FLAGS = ("goal", "model", "seq_len", "search_minutes", "workers", "out")
 
 
-def main(command: ParsedCommand) -> int:
-    """Runs the command. The exit status is 0 whether the step fits or not; the page and the JSON have the verdict.
+@dataclass(frozen=True, kw_only=True)
+class Flags(StageFlags):
+    moved: ClassVar[Mapping[str, str]] = {
+        "generate": "jaxlc generate --plan",
+        "recommend": "jaxlc recommend",
+        **{name: f"jaxlc generate --plan --{name}" for name in _GENERATION_FLAGS},
+        **{name: f"jaxlc recommend --{name}" for name in _SEARCH_FLAGS},
+    }
 
-    It is 130 after Ctrl-C, and with --recommend 1 if nothing fits.
-    """
-    try:
-        return _run(command)
-    except KeyboardInterrupt:
-        print("interrupted; no file was written", file=sys.stderr)
-        return 130
+    topology: str = ""  # target GPUs, NVLink domains x GPUs per domain: h100:8x8; default: config.runtime.topology
+    transport: str = ""  # short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer
+    price_per_gpu_hour: Positive | None = None  # price of one GPU for one hour, in any currency; prints the run's cost
+    devices_per_process: Count = Count(1)  # GPUs per process
+    host_memory_gib: Positive | None = None  # host memory of one node in GiB; default: a typical value for these GPUs
+    json: str = ""  # output file for the plan as JSON, for jaxlc.plan.Plan.from_json
+    html: str = ""  # output file for the plan as a page with figures, such as plan.html
+    timeline: str = ""  # output file for a plot of one layer's estimated timeline, such as timeline.png
+    constants: str = ""  # JSON file of measured efficiencies and latencies; default: those of jaxlc/core/hardware.py
+    evaluation: bool = False  # also compile the evaluation of held-out sequences and print its peak memory
+    document_lengths: str = ""  # estimate packed sequences too: corpus, mix, or lengths in tokens: 65536,1024x64
+    advise: bool = False  # if the step does not fit, compile it with changed settings until some fit
 
 
-def _run(command: ParsedCommand) -> int:
-    flags, stages = command.extra, command.stages
-    if flags["transport"] is not None:
-        settings = transport_settings(flags["transport"])
-        stages = [dataclasses.replace(stage, config=with_settings(stage.config, settings)) for stage in stages]
-    name = flags["topology"] or stages[0].config.runtime.topology
-    _check_flags(flags, name, len(stages))
-    _start_on_cpu()
-    if flags["generate"] is not None:
-        return _plan_generation(flags, stages[0].config, name)
-    if flags["recommend"] is not None:
-        return _recommend(command, stages, name)
+def main(command: ParsedCommand[Flags]) -> int:
+    """Plans every stage, prints the result, and writes the output files."""
+    flags, stages = command.flags, command.stages
+    configs = [with_transport(stage.config, flags.transport) for stage in stages]
+    topology = target_topology(flags.topology, configs[0])
+    _check_output_files(flags, len(stages))
+    start_on_cpu()
     from jaxlc.plan import report
     from jaxlc.plan.stage_table import StagePlan, StagesPlan
 
-    price = _positive(flags, "price-per-gpu-hour")
-    with _progress() as starting:
+    with progress() as starting:
         plans = [
             plan.plan(
-                stage.config,
-                name,
-                devices_per_process=_whole(flags, "devices-per-process", 1),
-                host_memory_gib=_positive(flags, "host-memory-gib"),
-                advise=flags["advise"] is not None,
-                evaluation=flags["evaluation"] is not None,
-                constants=flags["constants"] or "",
-                document_lengths=flags["document-lengths"] or "",
+                config,
+                topology,
+                devices_per_process=flags.devices_per_process,
+                host_memory_gib=flags.host_memory_gib,
+                advise=flags.advise,
+                evaluation=flags.evaluation,
+                constants=flags.constants,
+                document_lengths=flags.document_lengths,
                 starting=starting,
             )
-            for stage in stages
+            for config in configs
         ]
     result = StagesPlan(
         stages=tuple(
             StagePlan(name=stage.name, num_steps=stage.num_steps, plan=stage_plan)
             for stage, stage_plan in zip(stages, plans)
         ),
-        price_per_gpu_hour=price,
+        price_per_gpu_hour=flags.price_per_gpu_hour,
     )
     command_line = " ".join(["jaxlc plan", *sys.argv[1:]])
     if len(stages) == 1:
         print(report.page(plans[0], advise_command=f"{command_line} --advise"))
-    if len(stages) > 1 or price is not None:
+    if len(stages) > 1 or flags.price_per_gpu_hour is not None:
         print(result.table(command_line))
-    if flags["json"]:
+    if flags.json:
         values = result.to_json() if len(stages) > 1 else plans[0].to_json()
-        Path(flags["json"]).write_text(json.dumps(values, indent=1) + "\n")
-    if flags["html"]:
-        plans[0].save(flags["html"])
-    if flags["timeline"]:
-        plans[0].timeline_figure().savefig(flags["timeline"])
+        Path(flags.json).write_text(json.dumps(values, indent=1) + "\n")
+    if flags.html:
+        plans[0].save(flags.html)
+    if flags.timeline:
+        plans[0].timeline_figure().savefig(flags.timeline)
     return 0
 
 
-def _recommend(command: ParsedCommand, stages: Sequence[Stage], topology: str) -> int:
-    from jaxlc.simulate.topology import topology as parse_topology
-
-    flags = command.extra
-    per_process = _whole(flags, "devices-per-process", 1)
-    host_gib = _positive(flags, "host-memory-gib")
-    host_bytes = None if host_gib is None else int(host_gib * 2**30)
-    gpus = parse_topology(topology, devices_per_process=per_process, host_memory_bytes_per_node=host_bytes)
-    workers = None if flags["workers"] is None else _whole(flags, "workers", 1, least=1)
-    values = {name: flags[name] for name in ("goal", "model", "out", "constants")} | dict(
-        search_minutes=_positive(flags, "search-minutes"),
-        price_per_gpu_hour=_positive(flags, "price-per-gpu-hour"),
-        workers=workers,
-        host_memory_gib=host_gib,
-        devices_per_process=per_process,
-    )
-    source = ":".join(filter(None, (command.config_path, command.variant)))
-    return importlib.import_module("jaxlc.search.recommend_command").run(stages, values, gpus, source)
-
-
-def _plan_generation(flags: Mapping[str, str | None], config: Config, topology: str) -> int:
-    """Runs the command with --generate."""
-    length = flags["prompt-tokens"]
-    with _progress() as starting:
-        result = plan.plan_generation(
-            config,
-            topology,
-            prompt_tokens=config.data.seq_len if length is None else parse_length(length, "prompt-tokens"),
-            new_tokens=_whole(flags, "new-tokens", 256),
-            batch_size=_whole(flags, "batch-size", 1),
-            cache_dtype=flags["cache-dtype"] or "",
-            chunk_tokens=_whole(flags, "chunk-tokens", 0),
-            constants=flags["constants"] or "",
-            starting=starting,
-        )
-    print(result)
-    if flags["json"]:
-        Path(flags["json"]).write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    return 0
-
-
-def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int) -> None:
-    """Raises UserError for a missing topology, an invalid number, or an output file that cannot be written."""
-    for flag in ("goal", "model", "seq_len", "search-minutes", "workers", "out"):
-        is_shared = flag == "model" and flags["generate"] is not None
-        if flags[flag] is not None and flags["recommend"] is None and not is_shared:
-            raise UserError(f"--{flag}={flags[flag]} is a flag of --recommend; add --recommend, or remove it")
-    if not topology:
-        raise UserError("no topology: pass target GPUs, such as --topology=h100:8x8")
-    _whole(flags, "devices-per-process", 1, least=1)
-    is_generation = flags["generate"] is not None
-    unused = _TRAINING_FLAGS if is_generation else _GENERATION_FLAGS
-    for flag in unused:
-        if flags[flag] is not None:
-            raise UserError(f"unsupported: --{flag} {'with' if is_generation else 'without'} --generate")
-    for flag in _PLAN_FLAGS:
-        if flags[flag] is not None and flags["recommend"] is not None:
-            raise UserError(f"unsupported: --{flag} with --recommend; plan the config that it writes")
-    if is_generation and num_stages > 1:
-        raise UserError(f"unsupported: --generate for {num_stages} stages; choose one with --stage=NAME")
-    for flag in ("json", "html", "timeline"):
-        if flags[flag]:
-            check_output_file(flag, flags[flag], is_image=flag == "timeline")
-    for flag in ("html", "timeline"):
-        if flags[flag]:
-            extras.require("matplotlib", f"--{flag}")
+def _check_output_files(flags: Flags, num_stages: int) -> None:
+    """Raises UserError for an output file that cannot be written, or not for several stages."""
+    for name, path in (("json", flags.json), ("html", flags.html), ("timeline", flags.timeline)):
+        if not path:
+            continue
+        check_output_file(name, path, is_image=name == "timeline")
+        if name != "json":
+            extras.require("matplotlib", f"--{name}")
             if num_stages > 1:
-                raise UserError(f"unsupported: --{flag} for {num_stages} stages; choose one with --stage=NAME")
+                raise UserError(f"unsupported: --{name} for {num_stages} stages; choose one with --stage=NAME")
 
 
-def _whole(flags: Mapping[str, str | None], name: str, default: int, *, least: int = 0) -> int:
-    """The whole number of a flag, at least `least`; `default` if it is not given."""
-    text = flags[name]
-    if text is not None and not (text.isdecimal() and int(text) >= least):
-        limit = f", at least {least}" if least else ""
-        raise UserError(f"invalid --{name}={text}: expected a whole number{limit}")
-    return default if text is None else int(text)
-
-
-def _positive(flags: Mapping[str, str | None], name: str) -> float | None:
-    """The positive number of a flag; None if it is not given."""
-    text = flags[name]
-    if text is None:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise UserError(f"invalid --{name}={text}: expected a positive number")
-    return number
-
-
-def _start_on_cpu() -> None:
-    """Starts JAX on the CPU, whether or not there are GPUs, and without XLA's log messages about them."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # errors are raised as exceptions
-    runtime.start(RuntimeConfig(num_processes=1))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows what is compiled, on stderr: a spinner in a terminal, plain lines elsewhere."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("starting", total=None)
-
-        def starting(description: str) -> None:
-            bars.reset(task, description=f"compiling {description}")
-            if not console.is_terminal:
-                console.print(f"compiling {description} ...", markup=False)
-
-        yield starting
+def run(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, program name first; returns the exit status."""
+    return run_main(main, argv, description=__doc__, flags=Flags)
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv, description=__doc__, extra_flags=_FLAGS, switches=_SWITCHES, base=base_config))
+    sys.exit(run(sys.argv))

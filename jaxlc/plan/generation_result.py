@@ -45,7 +45,7 @@ class ProgramPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationPlan:
-    """The plan of `jaxlc plan --generate`: AOT-compiled memory and estimated times. Print it."""
+    """The plan of `jaxlc generate --plan`: AOT-compiled memory and estimated times. Print it."""
 
     topology: str  # NVLink domains x GPUs per domain: "h100:8x8"
     num_devices: int  # GPUs of the topology

@@ -72,7 +72,7 @@ class Memory:
     host_bytes_per_device: int  # pinned host memory of the step, including its temporaries
     host_bytes_per_node: int  # pinned host memory of the step, of all GPUs of a node
     staging_bytes_per_node: int  # while a checkpoint is written
-    host_capacity_per_node_bytes: int  # typical for the GPUs, or --host-memory-gib
+    host_capacity_per_node_bytes: int  # typical for the GPUs, or --host_memory_gib
     unified_host_bytes: int  # host memory that the pool may use too, with runtime.unified_memory
     is_unified_over_pcie: bool  # requested but not counted, because it is too slow
     largest: tuple[LiveTensor, ...]  # largest arrays in device memory at the peak

@@ -91,7 +91,7 @@ def _memory(memory: Memory) -> Iterator[str]:
         yield _row("  parameters", memory.host_parameters_bytes)
         yield _row("  optimizer state", memory.host_optimizer_bytes)
     usable_bytes = USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
-    usable = f"usable for both: {gib(usable_bytes)} of {gib(memory.host_capacity_per_node_bytes)} (--host-memory-gib)"
+    usable = f"usable for both: {gib(usable_bytes)} of {gib(memory.host_capacity_per_node_bytes)} (--host_memory_gib)"
     yield _row("node: pinned host memory", memory.host_bytes_per_node, usable)
     if memory.host_pools_per_node_bytes:
         num_pools = memory.host_pools_per_node_bytes // memory.host_pool_bytes
@@ -197,7 +197,7 @@ def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
     if not memory.host_pools_fit:
         needed, available = gib(memory.host_pools_per_node_bytes), gib(memory.host_capacity_per_node_bytes)
         yield f"WARNING: the pools of pinned host memory of a node need {needed} GiB, and it has {available}: start"
-        yield "fewer processes per node (--devices-per-process), or set a smaller --config.runtime.pinned_host_gib."
+        yield "fewer processes per node (--devices_per_process), or set a smaller --config.runtime.pinned_host_gib."
     if memory.is_heap_too_small:
         setting = f"--config.runtime.nvshmem_heap_bytes={memory.sufficient_heap_bytes}"
         yield f"The NVSHMEM heap is too small: set {setting}."

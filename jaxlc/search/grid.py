@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from jaxlc.config import Config, transport_settings, with_settings
-from jaxlc.config.frozen import field_types
+from jaxlc.config.setting_paths import hint_at
 from jaxlc.config.values import parse_length
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
@@ -129,7 +129,7 @@ def _names(text: str, known: Sequence[str], flag: str) -> tuple[str, ...]:
 
 
 def _choices(section: str, name: str) -> tuple[str, ...]:
-    return typing.get_args(field_types(section)[name])
+    return typing.get_args(hint_at(f"{section}.{name}"))
 
 
 def _sizes(config: Config) -> dict[str, int]:

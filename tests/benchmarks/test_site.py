@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks import support_table
 from benchmarks.site import notebook_page, pages, reference
-from jaxlc.config.frozen import SECTIONS, field_types
+from jaxlc.config.frozen import SECTIONS
+from jaxlc.config.setting_paths import fields_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +24,7 @@ def written(tmp_path_factory) -> Path:
 
 def test_pages_contain_every_setting_and_plan_field(written):
     settings = (written / "config.md").read_text()
-    keys = [f"{section}.{name}" for section in SECTIONS for name in field_types(section)]
+    keys = [f"{section}.{name}" for section in SECTIONS for name in fields_of(SECTIONS[section])]
     assert [key for key in keys if f"\n| `{key}` | " not in settings] == []
     fields = (written / "plan_fields.md").read_text()
     plan = json.loads(next((ROOT / "notebooks" / "data").glob("plan*.json")).read_text())

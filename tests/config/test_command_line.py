@@ -1,15 +1,20 @@
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import pytest
 
 from jaxlc.config import MeshConfig
-from jaxlc.config.command_line import parse, run_main
+from jaxlc.config.command_line import StageFlags, VerbFlags, parse, run_main
+from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.help import field_comments, settings_help
-from jaxlc.config.loading import SECTIONS, field_types
+from jaxlc.config.setting_paths import fields_of
+from jaxlc.config.values import Count, Positive, Tokens
 from jaxlc.core.errors import UserError
+from jaxlc.exporting import Flags as ExportFlags
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = f"--config={ROOT}/configs/quickstart.py"
@@ -58,15 +63,71 @@ def test_parse_repeated_sources_accumulate():
     assert config.data.sources == ("a", "b")
 
 
-def test_parse_workdir_and_extra_flags(tmp_path):
+@dataclass(frozen=True, kw_only=True)
+class Flags(StageFlags):
+    positional: ClassVar = ("paths",)
+    moved: ClassVar = {"goal": "jaxlc recommend --goal"}
+
+    paths: tuple[str, ...] = ()  # files to read
+    topology: str = ""  # GPUs
+    price: Positive | None = None  # price of a GPU
+    num_prompts: Count = Count(1)  # prompts at once
+    lengths: tuple[Tokens, ...] = ()  # lengths in tokens
+    stop: list[str] | None = None  # text that ends the text
+    dtype: Literal["bf16", "fp32"] = "bf16"  # data type
+    advise: bool = False  # try other settings
+
+
+def test_parse_flags_of_every_type(tmp_path):
     path = config_file(tmp_path, "return defaults()")
-    plain = parse(["program", f"--config={path}"], extra_flags={"topology": "GPUs"})
-    assert (plain.workdir, plain.config_path, plain.variant, plain.extra) == ("runs/mine", path, "", {"topology": None})
-    named = parse(
-        ["program", f"--config={path}:big/er", "--workdir=x", "--topology=h100"], extra_flags={"topology": "GPUs"}
-    )
-    assert (named.workdir, named.variant, named.extra) == ("x", "big/er", {"topology": "h100"})
+    plain = parse(["program", f"--config={path}"], flags=Flags)
+    assert (plain.workdir, plain.config_path, plain.variant) == ("runs/mine", path, "")
+    assert plain.flags == Flags(config=path)
+    arguments = ["a.txt", "--price", "2.5", "--num_prompts=1e1", "--lengths=1M,32k", "--lengths=7", "--advise", "b.txt"]
+    arguments += ["--stop=a,b", "--stop", "-", "--workdir=x", "--dtype=fp32", f"--config={path}:big/er", "-topology=h"]
+    named = parse(["program", *arguments], flags=Flags)
+    assert (named.workdir, named.variant, named.config.train.steps) == ("x", "big/er", 100)
+    assert vars(named.flags) == dict(
+        config=f"{path}:big/er", workdir="x", stage="", paths=("a.txt", "b.txt"), topology="h", price=2.5,
+        num_prompts=10, lengths=(2**20, 2**15, 7), stop=["a,b", "-"], dtype="fp32", advise=True,
+    )  # fmt: skip
     assert parse(["program", f"--config={path}:big/er"]).workdir == "runs/mine-big-er"
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--price=0", "invalid --price=0: expected a positive number"),
+        ("--num_prompts=0", "invalid --num_prompts=0: expected a whole number, at least 1"),
+        ("--num-prompts=2", "unknown flag --num-prompts: use --num_prompts"),
+        ("--goal=fastest", "unknown flag --goal: use jaxlc recommend --goal"),
+        ("--lengths=5x", "invalid --lengths=5x: expected a list of tokens, such as 4096,32K,1M"),
+        ("--dtype=bf1", "invalid --dtype=bf1: expected one of 'bf16', 'fp32' (did you mean bf16?)"),
+        ("--advise=maybe", "invalid --advise=maybe: expected true or false"),
+        ("--advice", "unknown flag --advice: did you mean --advise?"),
+        ("--noadvise", "unknown flag --noadvise: did you mean --advise?"),
+        ("--price", "Missing value for flag --price; write it as --name=value"),
+    ],
+)
+def test_parse_invalid_flag_is_one_line(argument, words):
+    assert error_of(QUICKSTART, argument, flags=Flags) == words
+
+
+def test_parse_arguments_of_a_verb_without_config():
+    @dataclass(frozen=True, kw_only=True)
+    class Paths(VerbFlags):
+        positional: ClassVar = ("source", "out")
+
+        source: str  # workdir of a run
+        out: str = ""  # output file
+
+    assert parse(["program", "a", "b"], flags=Paths).flags == Paths(source="a", out="b")
+    assert "'c' is not a flag" in error_of("a", "b", "c", flags=Paths)
+    assert "unknown flag --config.train.steps: expected one of" in error_of("a", "--config.train.steps=3", flags=Paths)
+
+
+def test_parse_missing_argument_says_what_it_is():
+    assert error_of(flags=ExportFlags) == "no WORKDIR is given: workdir of the run"
 
 
 @pytest.mark.parametrize(
@@ -109,8 +170,7 @@ def test_parse_workdir_and_extra_flags(tmp_path):
         ),
         ([QUICKSTART, "--config.attention.strategy=ulyses"], "'hybrid' (did you mean ulysses?)"),
         ([QUICKSTART, "--config.data.weights=1"], "expected one of config.data.cache_dir, config.data.chat_template"),
-        ([QUICKSTART, "--config.train.rows_per_step=2"], "was renamed: use config.train.global_batch_size"),
-        ([QUICKSTART, "--config.model.preset=llama3-8b"], "was renamed: use --config.model.preset=llama3.1-8b"),
+        ([QUICKSTART, "--noconfig.train.steps"], "only a setting that is true or false has this form"),
         ([QUICKSTART, "--config.train.steps"], "Missing value for flag --config.train.steps; write it as --name=value"),
         ([QUICKSTART, "--worddir=x"], "unknown flag --worddir: did you mean --workdir?"),
         ([QUICKSTART, "--mesh.context=8"], "unknown flag --mesh.context: did you mean --config.mesh.context?"),
@@ -139,7 +199,7 @@ def test_parse_invalid_argument_is_one_line(arguments, words, monkeypatch):
         ("return {}", "get_config returned dict, expected the ConfigDict of"),
         ("return (", "fails with SyntaxError"),
         ("raise ValueError('there is no variant of that name')", "there is no variant of that name"),
-        ("config = defaults(); config.train.eval_rows = 2; return config", "use config.train.eval_sequences"),
+        ("config = defaults(); config.train.eval_sequence = 2; return config", "mean config.train.eval_sequences?"),
     ],
 )
 def test_parse_failing_config_file_names_its_line(body, words, tmp_path):
@@ -168,6 +228,14 @@ def test_run_main_user_error_is_one_line_and_status_2(where, capsys):
     assert captured.out == ""
 
 
+def test_run_main_interrupted_prints_its_message_and_returns_130(capsys):
+    def main(command):
+        raise KeyboardInterrupt("the same command resumes")
+
+    assert run_main(main, ["program", QUICKSTART], description="") == 130
+    assert capsys.readouterr().err == "the same command resumes\n"
+
+
 def test_run_main_other_error_propagates():
     with pytest.raises(ZeroDivisionError):
         run_main(lambda command: 1 // 0, ["program", QUICKSTART], description="")
@@ -175,16 +243,16 @@ def test_run_main_other_error_propagates():
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_run_main_help_prints_flags_and_settings(flag, capsys):
-    assert run_main(lambda command: 1, ["program", flag], description="How to.", extra_flags={"topology": "GPUs"}) == 0
+    assert run_main(lambda command: 1, ["program", flag], description="How to.", flags=Flags) == 0
     text = capsys.readouterr().out
-    for part in ("How to.", "--workdir", "--topology", "GPUs", "--config.mesh.context=1"):
+    for part in ("How to.", "--workdir", "--topology", "GPUs", "PATHS", "default: 1\n", "--config.mesh.context=1"):
         assert part in text
 
 
 def test_settings_help_has_every_key_default_and_text():
     lines = settings_help().splitlines()
     for section in SECTIONS:
-        for name in field_types(section):
+        for name in fields_of(SECTIONS[section]):
             assert sum(line.startswith(f"  --config.{section}.{name}=") for line in lines) == 1, name
     text = "\n".join(lines)
     assert re.search(r"--config\.data\.seq_len=4096 +sequence length in tokens, over all context ranks", text)

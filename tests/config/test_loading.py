@@ -7,9 +7,8 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import PRESETS, defaults, from_dict, load, to_dict
 from jaxlc.config.checks.ranges import RANGES
-from jaxlc.config.loading import SECTIONS, field_types
-from jaxlc.config.models.presets import RENAMED_PRESETS
-from jaxlc.config.old_configs import RENAMED
+from jaxlc.config.frozen import SECTIONS
+from jaxlc.config.setting_paths import fields_of
 from jaxlc.core.errors import UserError
 
 
@@ -124,7 +123,7 @@ def test_load_converts_numbers_to_declared_types():
 def test_ranges_cover_every_number():
     """A new setting cannot be forgotten."""
     for section in SECTIONS:
-        numbers = {name for name, hint in field_types(section).items() if hint in (int, float)}
+        numbers = {name for name, hint in fields_of(SECTIONS[section]).items() if hint in (int, float)}
         assert RANGES[section].keys() == numbers, section
 
 
@@ -154,35 +153,6 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
     assert type(loaded.train.steps) is int
 
 
-@pytest.mark.parametrize("old", RENAMED)
-def test_load_renamed_setting_names_the_new_one(old):
-    section, name = old.split(".")
-    assert rejected(changed(section, **{name: 1})) == f"config.{old} was renamed: use config.{RENAMED[old]}"
-    new_section, new_name = RENAMED[old].split(".")
-    assert new_name in field_types(new_section)
-
-
-@pytest.mark.parametrize("old", RENAMED_PRESETS)
-def test_load_renamed_preset_names_the_new_one(old):
-    assert rejected(changed("model", preset=old)).endswith(f"use --config.model.preset={RENAMED_PRESETS[old]}")
-    assert RENAMED_PRESETS[old] in PRESETS
-
-
-def test_from_dict_reads_configs_with_old_names():
-    config = defaults()
-    config.data.seq_len, config.train.global_batch_size, config.train.eval_sequences = 128, 3, 6
-    values = to_dict(load(config))
-    values["data"]["sequence_tokens"] = values["data"].pop("seq_len")
-    values["train"]["rows_per_step"] = values["train"].pop("global_batch_size")
-    assert from_dict(values) == load(config)
-
-
-def test_from_dict_drops_schedule_settings_without_effect():
-    values = to_dict(load(defaults()))
-    values["optimizer"] |= dict(decay_steps=5, warmup_steps=0, initial_learning_rate_ratio=0.1)
-    assert from_dict(values) == load(changed("optimizer", warmup_steps=0))
-
-
 @pytest.mark.parametrize(
     "model, words",
     [
@@ -203,27 +173,6 @@ def test_load_invalid_layer_kinds_raise(model, words):
     assert words in rejected(changed("model", **model))
 
 
-def test_load_removed_window_names_the_new_setting():
-    assert "use config.model.window=WINDOW with config.model.layer_kinds=sliding" in rejected(
-        changed("attention", window=4)
-    )
-
-
-def test_from_dict_reads_window_of_all_layers():
-    values = to_dict(load(changed("model", rope_theta=7.0)))
-    for name in ("layer_kinds", "window", "sliding_rope_theta"):
-        del values["model"][name]
-    without_window = {**values, "attention": values["attention"] | {"window": 0}}
-    assert from_dict(without_window) == from_dict(values) == load(changed("model", rope_theta=7.0))
-    stored = {**values, "attention": values["attention"] | {"window": 12}}
-    model = from_dict(stored).model
-    assert (model.layer_kinds, model.window, model.sliding_rope_theta) == (("sliding",), 12, 7.0)
-    stored["model"]["rope_scaling_factor"] = 8.0
-    del stored["model"]["rope_scaling"]
-    with pytest.raises(NotImplementedError, match=r"attention.window=12 and model.rope_scaling_factor=8.0"):
-        from_dict(stored)
-
-
 def test_load_another_rope_scaling_drops_parameters_of_the_preset():
     llama = PRESETS["llama3.1-8b"]
     model = load(changed("model", preset="llama3.1-8b", rope_scaling="none")).model
@@ -232,21 +181,6 @@ def test_load_another_rope_scaling_drops_parameters_of_the_preset():
     yarn = dict(rope_scaling="yarn", rope_scaling_factor=4.0)  # the original context length of Llama 3.1 remains
     assert model == dataclasses.replace(llama, **yarn)
     assert load(changed("model", preset="llama3.1-8b", rope_scaling="llama3")).model == llama
-
-
-@pytest.mark.parametrize(("preset", "factor", "scaling"), [("tiny", 1.0, "none"), ("llama3.1-8b", 8.0, "llama3")])
-def test_from_dict_reads_rope_scaling_of_older_versions(preset, factor, scaling):
-    config = load(changed("model", preset=preset))
-    assert config.model.rope_scaling == scaling
-    stored = to_dict(config)
-    rope = {name for name in stored["model"] if name.startswith("rope_") and name != "rope_theta"}
-    stored["model"] = {name: value for name, value in stored["model"].items() if name not in rope} | dict(
-        rope_scaling_factor=factor,
-        rope_scaling_low_freq_factor=1.0,
-        rope_scaling_high_freq_factor=4.0,
-        rope_scaling_original_tokens=8192,
-    )
-    assert from_dict(stored) == config
 
 
 def test_load_rope_factors_from_text_round_trip():
@@ -259,17 +193,6 @@ def test_load_rope_factors_from_text_round_trip():
     assert config.model.rope_scaling_long_factors == (2.0,) * 16
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
     assert "expected a list of numbers" in rejected(changed("model", rope_scaling_long_factors="1,two"))
-
-
-@pytest.mark.parametrize(("stored", "qk_norm"), [(True, "head"), (False, "none")])
-def test_from_dict_reads_models_of_older_versions(stored, qk_norm):
-    """qk_norm was a boolean, and the settings after it did not exist."""
-    values = to_dict(load(defaults()))
-    values["model"] |= dict(qk_norm=stored)
-    for name in ("norm_placement", "zero_centered_norm", "qkv_bias", "activation", "scale_embeddings"):
-        del values["model"][name]
-    model = from_dict(values).model
-    assert (model.qk_norm, model.norm_placement, model.activation) == (qk_norm, "pre", "silu")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 from jaxlc.config import defaults, from_dict, load, to_dict
 from jaxlc.config.command_line import parse
 from jaxlc.config.loading import with_settings
-from jaxlc.config.mixture import merged_mixture
 from jaxlc.config.values import SettingError
 from jaxlc.core.errors import UserError
 
@@ -43,17 +42,15 @@ def test_mixture_survives_json_copies_and_changes():
     assert (mixture["books"].share, mixture["books"].max_tokens, mixture["more"].paths) == (0.5, 1_000_000, ("m",))
     assert "web" in mixture and mixture["books"].pool == "full_length"
     assert with_settings(config, {"data.mixture.code.share": 0.1}).data.mixture[1].share == 0.1
-    assert merged_mixture({"a": {"share": 1}}, {"a": {"paths": "x"}, "b": {}}) == {
-        "a": dict(share=1, paths="x"),
-        "b": {},
-    }
-    assert "mixture=books(paths=a.jsonl,b share=0.3 pool=full_length)" in repr(config)
+    assert "mixture.books.paths=a.jsonl,b mixture.books.share=0.3 mixture.books.pool=full_length" in repr(config)
 
 
 def test_mixture_of_command_line_adds_and_changes_sources():
     argv = ["t", "--config=quickstart", "--config.data.mixture.x.paths=a,b", "--config.data.mixture.x.share=.5"]
-    config = parse([*argv, "--config.data.mixture.y.paths=c", "--config.data.seq_len=64"]).config
-    assert [(s.name, s.paths, s.share) for s in config.data.mixture] == [("x", ("a", "b"), 0.5), ("y", ("c",), 1.0)]
+    config = parse(
+        [*argv, "--config.data.mixture.y.paths=c", "--config.data.mixture.y.paths=d", "--config.data.seq_len=64"]
+    ).config
+    assert [(s.name, s.paths, s.share) for s in config.data.mixture] == [("x", ("a", "b"), 0.5), ("y", ("c", "d"), 1.0)]
     assert config.data.seq_len == 64
 
 
@@ -63,7 +60,7 @@ def test_mixture_of_command_line_adds_and_changes_sources():
         ("books.shar=1", r"config.data.mixture.books.shar: did you mean config.data.mixture.books.share\?"),
         ("books.share=many", "'many' for config.data.mixture.books.share: expected a finite number"),
         ("books.pool=full", "expected one of 'packed', 'full_length'"),
-        ("books=a", "set a field of a source, such as config.data.mixture.books.share"),
+        ("books=a", "mixture.books is a section: set one of its settings, such as config.data.mixture.books.paths"),
         ("boks.share=0.5", r"mixture.boks.paths is \(\): give files.*; did you mean the source books\?"),
         ("books.share", "write it as --name=value"),
         ("a b.share=1", "invalid name 'a b'"),
@@ -85,8 +82,14 @@ def test_mixture_invalid_assignment_is_refused_at_once():
         (lambda: setattr(settings.data.mixture.books, "shar", 1), "did you mean .*share"),
         (lambda: setattr(settings.data.mixture.books, "share", "x"), "expected a finite number"),
         (lambda: setattr(settings.data.mixture.bok, "share", 1), r"unknown source .*bok: did you mean books\?"),
-        (lambda: setattr(settings.data, "mixture", 3), "expected a dictionary of sources"),
-        (lambda: setattr(settings.data, "mixture", {"a": 3}), "expected a dictionary of its fields"),
+        (
+            lambda: setattr(settings.data, "mixture", 3),
+            "expected a dictionary of sources by name; to .*--config.data.mixture.NAME.paths=",
+        ),
+        (
+            lambda: setattr(settings.data, "mixture", {"a": 3}),
+            "data.mixture.a is a section: set one of its settings",
+        ),
     ):
         with pytest.raises(SettingError, match=message):
             change()

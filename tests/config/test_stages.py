@@ -2,12 +2,13 @@
 
 import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
 
 from jaxlc.config import defaults, load, load_stages, read_config
-from jaxlc.config.command_line import parse
+from jaxlc.config.command_line import StageFlags, parse
 from jaxlc.core.errors import UserError
 from jaxlc.step.optimizer import learning_rate_schedule
 
@@ -89,14 +90,14 @@ def test_schedule_of_each_stage_starts_new_or_continues():
     "stages, message",
     [
         ([dict(steps=1)], "invalid stage 0 of config.stages: expected a dictionary with a name"),
-        ([dict(name="a b", steps=1)], "expected a name of letters"),
+        ([dict(name="a b", steps=1)], "invalid name 'a b' of a stage in config.stages: use letters"),
         ([dict(name="a", steps=1), dict(name="a", steps=1)], "two stages of the same name: a, a"),
         ([dict(name="a", step=1)], "unknown setting config.stages.a.step: did you mean config.stages.a.steps?"),
         ([dict(name="a", xyz=1)], "unknown setting config.stages.a.xyz: expected one of config.stages.a.attention"),
         ([dict(name="a")], "config.stages.a has neither steps nor tokens: set one of them"),
         ([dict(name="a", steps=1, tokens=5)], "config.stages.a has both steps and tokens"),
         ([dict(name="a", steps=-1)], "invalid value -1 for config.stages.a.steps: expected at least 0"),
-        ([dict(name="a", steps=1, data=dict(seqlen=3))], "did you mean config.data.seq_len"),
+        ([dict(name="a", steps=1, data=dict(seqlen=3))], "did you mean config.stages.a.data.seq_len?"),
         ([dict(name="a", steps=1, data=dict(seq_len="x"))], "for config.stages.a.data.seq_len: expected an integer"),
         ([dict(name="a", steps=1, train=dict(steps=3))], "set config.stages.a.steps"),
         ([dict(name="a", steps=1, model=dict(num_layers=3))], "stages change only RoPE settings of the model"),
@@ -147,19 +148,25 @@ def test_command_line_overrides_settings_of_one_stage(tmp_path):
     arguments = ["--config.stages.b.data.seq_len=4096", "--config.stages.a.steps=2", "--config.train.z_loss=0.1"]
     a, b = parse(["jaxlc", f"--config={path}", *arguments]).stages
     assert (a.num_steps, b.config.data.seq_len, b.num_steps, b.config.train.z_loss) == (2, 4096, 3, 0.1)
-    command = parse(["jaxlc", f"--config={path}", "--stage=b"], extra_flags={"stage": ""})
-    assert command.config.data.seq_len == 8192 and command.extra == {}
+    command = parse(["jaxlc", f"--config={path}", "--stage=b"], flags=StageFlags)
+    assert command.config.data.seq_len == 8192 and command.flags.stage == "b"
     for argument, message in [
         ("--config.stages.c.steps=1", "unknown stage config.stages.c: expected one of a, b"),
         ("--config.stages.a.stepz=1", "unknown setting config.stages.a.stepz"),
-        ("--config.stages=1", "config.stages is a list"),
-        ("--config.stages.a.mesh=8", "invalid value '8' for config.stages.a.mesh: expected a dictionary of settings"),
-        ("--config.train.steps=3", "no effect in a config with stages: use --config.stages.a.steps, --config.stages.b"),
+        (
+            "--config.stages=1",
+            "a dictionary of stages by name; to set one value, use --config.stages.NAME.steps=",
+        ),
+        ("--config.stages.a.mesh=8", "config.stages.a.mesh is a section: set one of its settings"),
+        (
+            "--config.train.steps=3",
+            "stages set it themselves; use --config.stages.a.steps, --config.stages.b.steps",
+        ),
         ("--stage=c", "unknown --stage=c: expected one of a, b"),
         ("--config.evals.every_steps=2", "every_steps=2 has no effect without config.evals.tasks"),
     ]:
         with pytest.raises(UserError, match=message):
-            parse(["jaxlc", f"--config={path}", argument], extra_flags={"stage": ""})
+            parse(["jaxlc", f"--config={path}", argument], flags=StageFlags)
     with pytest.raises(UserError, match="choose one with --stage=NAME"):
         _ = parse(["jaxlc", f"--config={path}"]).config
 
@@ -222,8 +229,31 @@ def test_settings_with_stages_are_copied_and_printed(tmp_path):
     path.write_text(_SOURCE)
     config = read_config(str(path))
     assert load_stages(copy.deepcopy(config)) == load_stages(config)
-    assert "name='a', steps=4" in str(config) and config._repr_html_()
+    assert "stages:\n  a:\n    steps: 4\n  b:\n" in str(config) and config._repr_html_()
     assert defaults().stages == ()
+
+
+def test_settings_of_stages_are_read_and_set_as_others():
+    config = staged(dict(name="a", steps=4, data=dict(mixture=dict(x=dict(paths="p"))), mesh=dict(context=2)))
+    (stage,) = config.stages
+    assert (stage.name, stage.steps, stage.schedule, stage.mesh.context) == ("a", 4, "new", 2)
+    config.stages.a.data.seq_len = "256"
+    config.update_from_flattened_dict({"stages.a.data.mixture.x.share": "2", "stages.a.mesh.context": 1})
+    changed = config.stages[0].changed(steps=5, data=dict(mixture=dict(y=dict(paths="q"))))
+    config.stages = [*config.stages, changed.changed(name="b")]
+    a, b = load_stages(config)
+    assert (a.config.data.seq_len, a.config.data.mixture[0].share, b.num_steps) == (256, 2.0, 5)
+    assert [source.name for source in b.config.data.mixture] == ["y"] and b.config.data.seq_len == 256
+    for change, message in [
+        (lambda: setattr(config.stages.a.data, "seqlen", 1), "did you mean config.stages.a.data.seq_len"),
+        (lambda: config.stages.a.data.seed, "config.stages.a.data.seed is not set: .* of config.data.seed"),
+        (lambda: config.stages.c, "unknown stage config.stages.c: expected one of a, b"),
+        (lambda: setattr(config.stages.a.model, "num_layers", 1), "stages change only RoPE settings of the model"),
+        (lambda: config.update_from_flattened_dict({"stages.a": 1}), "config.stages.a is a section"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            change()
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
 
 
 def test_mixture_of_stage_names_its_sources(tmp_path):

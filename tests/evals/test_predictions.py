@@ -131,9 +131,9 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
     assert all(row["num_examples"] == 2 and row["standard_error"] >= 0 and row["seconds"] >= 0 for row in rows)
     assert all((directory / name).stat().st_size > 5000 for name in ("needle.png", "passkey.png", "scores.png"))
     assert main(["eval", str(tmp_path / "run"), "--lengths=5x"]) == 2
-    assert "invalid --lengths=5x: expected tokens" in capsys.readouterr().err
+    assert "invalid --lengths=5x: expected a list of tokens, such as 4096,32K,1M" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "run"), "--lengths=1K", "--step=last"]) == 2
-    assert "invalid --step=last: expected numbers of checkpoints" in capsys.readouterr().err
+    assert "invalid --step=last: expected a list of integers" in capsys.readouterr().err
     again = jaxlc.evaluate(
         tmp_path / "run", tasks=["needle"], lengths=[1024], num_examples=2, depths=[0.0, 1.0], batch_size=2
     )

@@ -7,10 +7,10 @@ import pytest
 
 from jaxlc import plan
 from jaxlc.config import load
-from jaxlc.config.command_line import run_main
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
-from jaxlc.plan import __main__ as command
+from jaxlc.generation.__main__ import main
+from jaxlc.plan import generation_command
 from jaxlc.plan.cached_time import CachedWork
 from jaxlc.simulate import efficiency
 from tests.plan.gpus import small_config
@@ -81,18 +81,24 @@ def test_pairs_of_a_chunk_equal_those_of_its_mask(num_past, window):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--generate=true", "--advise=true"], "unsupported: --advise with --generate"),
-    (["--prompt-tokens=5"], "unsupported: --prompt-tokens without --generate"),
-    (["--generate=true", "--prompt-tokens=x"], "expected tokens, such as 131072, 32K or 1M (1M = 1,048,576)"),
-    (["--generate=true", "--batch-size=x"], "invalid --batch-size=x: expected a whole number"),
-    (["--generate=true", "--seq_len=1M"], "--seq_len=1M is a flag of --recommend; add --recommend, or remove it"),
-    (["--generate=true", "--new-tokens=0"], "invalid value 0 for new_tokens: expected 1 or more"),
-    (["--generate=true", "--cache-dtype=int8"], "invalid value 'int8' for cache_dtype: expected bf16, fp16, fp32"),
+    (["--advise"], "unknown flag --advise: expected one of"),
+    (["--prompt_tokens=x"], "expected tokens, such as 131072, 32K or 1M (1M = 1,048,576)"),
+    (["--prompt-tokens=5"], "unknown flag --prompt-tokens: use --prompt_tokens"),
+    (["--batch_size=x"], "invalid --batch_size=x: expected a whole number, at least 1"),
+    (["--new_tokens=0"], "invalid --new_tokens=0: expected a whole number, at least 1"),
+    (["--cache_dtype=int8"], "invalid value 'int8' for cache_dtype: expected bf16, fp16, fp32"),
+    (["--config=extend_512k"], "choose one with --stage=NAME"),
 ])  # fmt: skip
-def test_invalid_command_of_generation_prints_one_line(arguments, message, capsys):
-    argv = ["plan", "--config=64k:h100", *arguments]
-    assert run_main(command.main, argv, description="", extra_flags=command._FLAGS) == 2
-    assert capsys.readouterr().err.strip().endswith(message)
+def test_invalid_command_of_generation_prints_one_line(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(generation_command, "start_on_cpu", lambda: None)  # JAX has started
+    assert main(["generate", "--plan", "--config=64k:h100", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
+
+
+def test_flag_of_the_plan_without_plan_names_it(capsys):
+    assert main(["generate", "runs/x", "--prompt_tokens=5"]) == 2
+    assert "unknown flag --prompt_tokens: use --plan --prompt_tokens" in capsys.readouterr().err
 
 
 def test_mesh_of_another_size_raises():

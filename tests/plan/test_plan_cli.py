@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from jaxlc.config import load, transport_settings, with_settings
-from jaxlc.config.command_line import run_main
 from jaxlc.plan import __main__ as command
 from tests.plan.gpus import small_config
 
@@ -30,23 +29,26 @@ def config(tmp_path) -> Path:
     (["--topology=h101:8x8"], "invalid topology 'h101:8x8': unknown GPU"),
     (["--topology=h100:64"], "expected GPU:DOMAINSxGPUS_PER_DOMAIN"),
     (["--topology=h100:1x4", "--transport=infiniband"], "invalid value 'infiniband' for config.runtime.transport"),
-    (["--topology=h100:1x4", "--devices-per-process=two"], "--devices-per-process=two: expected a whole number"),
-    (["--topology=h100:1x4", "--devices-per-process=3"], "devices per process (3) must divide the 4 GPUs"),
+    (["--topology=h100:1x4", "--devices_per_process=two"], "--devices_per_process=two: expected a whole number"),
+    (["--topology=h100:1x4", "--devices_per_process=3"], "devices per process (3) must divide the 4 GPUs"),
     (["--topology=h100:1x4", "--json=/nowhere/at/all.json"], "all.json: the directory does not exist"),
     (["--topology=h100:1x4", "--html=/nowhere/plan.html"], "plan.html: the directory does not exist"),
-    (["--topology=h100:1x4", "--host-memory-gib=lots"], "invalid --host-memory-gib=lots: expected a positive number"),
-    (["--topology=h100:1x4", "--host-memory-gib=0"], "invalid --host-memory-gib=0: expected a positive number"),
-    (["--topology=h100:1x4", "--advise=false"], "invalid --advise=false: expected --advise without a value"),
-    (["--topology=h100:1x4", "--recommend", "--json=p.json"], "unsupported: --json with --recommend"),
+    (["--topology=h100:1x4", "--host_memory_gib=lots"], "invalid --host_memory_gib=lots: expected a positive number"),
+    (["--topology=h100:1x4", "--host_memory_gib=0"], "invalid --host_memory_gib=0: expected a positive number"),
+    (["--topology=h100:1x4", "--advise=maybe"], "invalid --advise=maybe: expected true or false"),
+    (["--topology=h100:1x4", "--recommend"], "unknown flag --recommend: use jaxlc recommend"),
+    (["--topology=h100:1x4", "--seq_len=1M"], "unknown flag --seq_len: use jaxlc recommend --seq_len"),
+    (["--topology=h100:1x4", "--generate"], "unknown flag --generate: use jaxlc generate --plan"),
+    (["--prompt-tokens=5"], "unknown flag --prompt-tokens: use jaxlc generate --plan --prompt_tokens"),
+    (["--price-per-gpu-hour=2"], "unknown flag --price-per-gpu-hour: use --price_per_gpu_hour"),
     (["--topology=h100:1x4", "--advice"], "unknown flag --advice: did you mean --advise?"),
     (["--topology=h100:1x4", "--config.mesh.contxt=8"], "did you mean config.mesh.context?"),
     pytest.param(["--topology=h100:1x8"], "h100:1x8 has 8; use --config.mesh.", marks=pytest.mark.gpu_compiler),
 ])  # fmt: skip
 def test_command_with_invalid_flags_exits_with_status_2(config, arguments, words, capsys, monkeypatch):
-    monkeypatch.setattr(command, "_start_on_cpu", lambda: None)  # JAX has started
+    monkeypatch.setattr(command, "start_on_cpu", lambda: None)  # JAX has started
     argv = ["jaxlc.plan", f"--config={config}", *arguments]
-    flags = dict(extra_flags=command._FLAGS, switches=command._SWITCHES)
-    assert run_main(command.main, argv, description="", **flags) == 2
+    assert command.run(argv) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
     assert re.search(re.escape(words), stderr), stderr

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from jaxlc import plan
-from jaxlc.config.command_line import run_main
 from jaxlc.plan import __main__ as command
 from tests.plan.sample_plan import plan_of, with_temporaries
 
@@ -26,7 +25,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
     def planned(config, topology, **options):
         return plan_of(with_temporaries(40 if config.data.seq_len < 8192 else 80))
 
-    monkeypatch.setattr(command, "_start_on_cpu", lambda: None)  # JAX has started
+    monkeypatch.setattr(command, "start_on_cpu", lambda: None)  # JAX has started
     monkeypatch.setattr(plan, "plan", planned)
     path = tmp_path / "staged.py"
     path.write_text(CONFIG)
@@ -34,13 +33,13 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
 
 
 def _run(arguments: list[str]) -> int:
-    return run_main(command.main, arguments, description="", extra_flags=command._FLAGS)
+    return command.run(arguments)
 
 
 def test_plan_of_stages_prints_hours_and_cost_of_each_and_in_total(arguments, tmp_path, capsys):
     """Steps of 2 s, also in the median, on 4 GPUs: 1 h and 4 GPU-hours, 0.5 h and 2 GPU-hours."""
     path = tmp_path / "plan.json"
-    assert _run([*arguments, "--price-per-gpu-hour=2.5", f"--json={path}"]) == 0
+    assert _run([*arguments, "--price_per_gpu_hour=2.5", f"--json={path}"]) == 0
     output = capsys.readouterr().out
     rows = [line.split() for line in output.splitlines()]
     by_name = {row[0]: row[-3:] for row in rows if row and row[0] in ("short", "long", "total")}
@@ -61,7 +60,7 @@ def test_plan_of_one_stage_prints_its_page(arguments, capsys):
 
 
 def test_plan_of_one_stage_with_price_prints_its_verdict_once(arguments, capsys):
-    assert _run([*arguments, "--stage=short", "--price-per-gpu-hour=0.01"]) == 0
+    assert _run([*arguments, "--stage=short", "--price_per_gpu_hour=0.01"]) == 0
     output = capsys.readouterr().out
     assert output.count("VERDICT") == 1
     (row,) = (line.split() for line in output.splitlines() if line.startswith("short "))
@@ -70,7 +69,7 @@ def test_plan_of_one_stage_with_price_prints_its_verdict_once(arguments, capsys)
 
 def test_plan_of_stages_with_invalid_flags_exits_with_status_2(arguments, capsys):
     for flags, words in [
-        (["--price-per-gpu-hour=0"], "invalid --price-per-gpu-hour=0: expected a positive number"),
+        (["--price_per_gpu_hour=0"], "invalid --price_per_gpu_hour=0: expected a positive number"),
         (["--html=plan.html"], "unsupported: --html for 2 stages; choose one with --stage=NAME"),
     ]:
         assert _run([*arguments, *flags]) == 2

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from jaxlc import plan
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
 from jaxlc.config.base_config import base_config, set_model
-from jaxlc.config.command_line import parse, run_main
+from jaxlc.config.command_line import ConfigFlags, parse
 from jaxlc.config.values import parse_length
 from jaxlc.core.errors import UserError
 from jaxlc.plan import __main__ as command
@@ -322,6 +323,12 @@ def test_base_config_model_and_length():
     assert load(base_config(None, dict(model="llama3.1-8b", seq_len="1000"))).train.global_batch_size == 4096
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(ConfigFlags):
+    model: str | None = None
+    seq_len: str | None = None
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -331,26 +338,21 @@ def test_base_config_model_and_length():
     ],
 )
 def test_base_config_errors(flags, message):
-    extra = dict(model="", seq_len="")
     with pytest.raises(UserError, match=message):
-        parse(["plan", *flags], extra_flags=extra, base=base_config)
+        parse(["recommend", *flags], flags=ModelFlags, base=base_config)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model=llama3.1-8b"], "add --recommend"),
-        (["--model=llama3.1-8b", "--recommend=true", "--goal=best"], "expected one of fastest"),
-        (["--model=llama3.1-8b", "--recommend=true", "--workers=0"], "--workers=0"),
-        (["--model=llama3.1-8b", "--recommend=true", "--out=recommended.txt"], "recommended.py"),
-        (["--model=llama3.1-8b", "--recommend=true", "--out=/"], "expected the name of a config file"),
+        (["--model=llama3.1-8b"], "use jaxlc recommend --model"),
+        (["--config=64k:h100", "--recommend", "--goal=cheapest"], "use jaxlc recommend"),
         (["--config=64k:h100", "--json=/"], "--json=/ is a directory"),
         (["--config=64k:h100", "--timeline=plan.xyz"], "ends with .png"),
     ],
 )
 def test_command_invalid_flag_is_error(flags, message, capsys):
-    arguments = ["plan", "--topology=h100:1x8", *flags]
-    assert run_main(command.main, arguments, description="", extra_flags=command._FLAGS, base=base_config) == 2
+    assert command.run(["plan", "--topology=h100:1x8", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -416,22 +418,3 @@ def test_costly_settings_name_mask_and_tile():
     assert "memory.tile_tokens=4096 costs" in text and "(recommended: memory.tile_tokens=0)" in text
     unmasked = with_settings(recommended, {"attention.document_mask": False})
     assert costly.costly_settings(unmasked, unmasked, topology("h100:1x8"), Roofline()) == []
-
-
-@pytest.mark.gpu_compiler
-@pytest.mark.heavy
-def test_command_small_model_writes_config_that_plans(tmp_path, capsys):
-    source = tmp_path / "base.py"
-    source.write_text(
-        "from tests.plan.gpus import small_config\n\ndef get_config(variant):\n    return small_config()\n"
-    )
-    path = tmp_path / "recommended.py"
-    flags = [f"--config={source}", "--topology=h100:1x2", "--recommend=true", f"--out={path}", "--workers=1"]
-    arguments = ["plan", *flags, "--search-minutes=0.01", "--config.mesh.tensor=1", "--price-per-gpu-hour=2"]
-    assert run_main(command.main, arguments, description="", extra_flags=command._FLAGS, base=base_config) == 0
-    captured = capsys.readouterr()
-    assert "RECOMMENDATION, fastest" in captured.out and "bound by" in captured.out and "cost per 1B" in captured.out
-    assert "combinations of mesh" in captured.err and "1. h100:1x2" in captured.err
-    config = load(read_config(str(path)))
-    assert config.mesh.num_devices == 2 and config.runtime.topology == "h100:1x2"
-    assert config.model.num_layers == 2 and not config.attention.document_mask

@@ -13,12 +13,12 @@ from jaxlc.config.checks.mesh_checks import (
     split_problems,
     working_mesh,
 )
+from jaxlc.config.checks.mixture_checks import mixture_problems
 from jaxlc.config.checks.precision_checks import precision_problems
 from jaxlc.config.checks.ranges import RANGES, range_problems
 from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.frozen import Config
-from jaxlc.config.mixture import mixture_problems
 from jaxlc.config.models.rope_settings import rope_problems
 from jaxlc.config.schema import TENSOR_NAMES
 from jaxlc.core.errors import UserError, raise_first

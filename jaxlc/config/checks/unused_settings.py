@@ -1,10 +1,9 @@
 """Settings of a run that no stage uses, which are errors. Imports no jax."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxlc.config.frozen import Config
-from jaxlc.config.mixture import is_source_path, split_source_path
-from jaxlc.config.stage_configs import StageConfig
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import nearest_name
 
@@ -13,7 +12,7 @@ def unused_settings(configs: Sequence[Config]) -> Iterator[str]:
     """Settings without effect in a run, as messages.
 
     Args:
-      configs: of all stages.
+      configs: those of all stages.
     """
     every_steps = max(config.evals.every_steps for config in configs)
     if every_steps and not any(config.evals.tasks for config in configs):
@@ -26,23 +25,26 @@ def unused_settings(configs: Sequence[Config]) -> Iterator[str]:
         )
 
 
-def check_used(stages: Sequence[StageConfig], path: str) -> None:
+def check_used(stages: Mapping[str, Mapping[str, Any]], path: str) -> None:
     """Checks that a stage takes the value of a setting from the config. Passes without stages.
 
     Args:
+      stages: what each stage sets, by its name.
       path: the setting, such as "data.seq_len" or "data.mixture.books.paths".
     Raises:
       UserError: all stages have their own value; the message names their settings.
     """
-    if not stages or any(_is_inherited(stage, path) for stage in stages):
+    if not stages or any(_is_inherited(stage, path) for stage in stages.values()):
         return
-    own = [stage.name for stage in stages if _has_own(stage, path)]
-    sources = sorted({name for stage in stages for name in stage.overrides.get("data", {}).get("mixture", {})})
+    own = [name for name, stage in stages.items() if _has(stage, path)]
+    sources = sorted({source for stage in stages.values() for source in stage.get("data", {}).get("mixture", {})})
+    source = _source(path)
     if own:
-        settings = ", ".join(f"--config.stages.{name}.{path}" for name in own)
+        setting = "steps" if path == "train.steps" else path
+        settings = ", ".join(f"--config.stages.{name}.{setting}" for name in own)
         reason = f"the stages set it themselves; use {settings}"
-    elif is_source_path(path):
-        nearest = nearest_name(split_source_path(path)[0], sources)
+    elif source:
+        nearest = nearest_name(source, sources)
         known = f"did you mean {nearest}?" if nearest else f"their sources are {', '.join(sources) or 'data.sources'}"
         reason = f"no stage has this source in its mixture; {known}"
     else:
@@ -50,21 +52,27 @@ def check_used(stages: Sequence[StageConfig], path: str) -> None:
     raise UserError(f"config.{path} has no effect: {reason}")
 
 
-def _is_inherited(stage: StageConfig, path: str) -> bool:
-    section, _, name = path.partition(".")
-    own = stage.overrides.get(section, {})
-    if is_source_path(path):
-        source = split_source_path(path)[0]
-        is_used = source in own["mixture"] if "mixture" in own else "sources" not in own
-        return is_used and not _has_own(stage, path)
-    return name not in own and not (path == "data.sources" and "mixture" in own)
+def _is_inherited(stage: Mapping[str, Any], path: str) -> bool:
+    if _has(stage, path):
+        return False
+    data = stage.get("data", {})
+    if source := _source(path):
+        return source in data["mixture"] if "mixture" in data else "sources" not in data
+    return not (path == "data.sources" and "mixture" in data)
 
 
-def _has_own(stage: StageConfig, path: str) -> bool:
-    """Whether the stage sets the setting itself."""
-    section, _, name = path.partition(".")
-    own = stage.overrides.get(section, {})
-    if not is_source_path(path):
-        return name in own
-    source, field = split_source_path(path)
-    return field in own.get("mixture", {}).get(source, {})
+def _source(path: str) -> str:
+    """The NAME in data.mixture.NAME.FIELD; "" for other paths."""
+    return path.split(".")[2] if path.startswith("data.mixture.") else ""
+
+
+def _has(stage: Mapping[str, Any], path: str) -> bool:
+    """Whether the stage sets the setting itself; each has its own number of steps."""
+    if path == "train.steps":
+        return True
+    value: Any = stage
+    for name in path.split("."):
+        if name not in value:
+            return False
+        value = value[name]
+    return True

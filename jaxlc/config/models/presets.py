@@ -153,6 +153,3 @@ _PRESETS = (
     ),
 )
 PRESETS: dict[str, ModelConfig] = {preset.preset: preset for preset in _PRESETS}
-
-# Old name -> new name. These shapes have the RoPE scaling of Llama 3.1, which Llama 3 does not have.
-RENAMED_PRESETS = {"llama3-8b": "llama3.1-8b", "llama3-70b": "llama3.1-70b"}

@@ -2,15 +2,15 @@
 
 import json
 import shutil
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxlc.config.frozen import field_types
 from jaxlc.config.models import hub
 from jaxlc.config.models.config_json import CHANGEABLE_SETTINGS, language_model_of, settings_of
+from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.rope_settings import with_scaling
-from jaxlc.config.old_configs import upgraded
 from jaxlc.config.values import typed
 from jaxlc.core.errors import UserError
 
@@ -39,7 +39,7 @@ class Pretrained:
           UserError: the description of the model cannot be read, or is unsupported.
         """
         if self.is_run:
-            stored, hints = self.run_config()["model"], field_types("model")
+            stored, hints = self.run_config()["model"], typing.get_type_hints(ModelConfig)
             return {
                 name: typed(f"model.{name}", value, hints[name])
                 for name, value in stored.items()
@@ -56,11 +56,11 @@ class Pretrained:
         return dict(language_model_of(read_json(self.directory / CONFIG_FILE)))
 
     def run_config(self) -> dict[str, dict[str, Any]]:
-        """The config that a run stored in the checkpoint, with current names; not for Hugging Face models."""
+        """The config that a run stored in the checkpoint; not for Hugging Face models."""
         meta = read_json(self.directory / "meta" / "metadata")
         if "config" not in meta:
             raise UserError(f"the checkpoint {self.directory} has no config; use a different model.init_from")
-        return upgraded(meta["config"])
+        return meta["config"]
 
 
 def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:

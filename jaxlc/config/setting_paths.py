@@ -1,0 +1,172 @@
+"""The tree of settings: what is declared at a path "section[.NAME].field", and values with these types. Imports no jax.
+
+A part of the tree is a dataclass: the config, a section, a source of data.mixture, or a stage. Sources and stages have
+names; they are declared as tuple[SourceConfig, ...], and a dictionary NAME -> settings while they are edited.
+"""
+
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxlc.config.data_schema import SourceConfig
+from jaxlc.config.frozen import SECTIONS, Config
+from jaxlc.config.models.presets import PRESETS
+from jaxlc.config.stage_schema import StageConfig, refusal
+from jaxlc.config.values import SettingError, invalid_value, typed
+from jaxlc.core.suggestions import did_you_mean, nearest_name
+
+NAMED = {SourceConfig: "source", StageConfig: "stage"}
+
+
+def item_of(hint: Any) -> type | None:
+    """The class of the named parts in `hint`, such as SourceConfig for data.mixture; None for other types."""
+    arguments = typing.get_args(hint)
+    return arguments[0] if arguments and arguments[0] in NAMED else None
+
+
+@functools.cache
+def fields_of(part: type) -> dict[str, Any]:
+    """The settings and sections of a part with their declared types, not to be changed: {"data": int, ...}."""
+    hints = typing.get_type_hints(part)
+    if part in NAMED:
+        del hints["name"]
+    own_parts: dict[type, dict[str, Any]] = {Config: {"stages": tuple[StageConfig, ...]}, StageConfig: SECTIONS}
+    return hints | own_parts.get(part, {})
+
+
+@functools.cache
+def defaults_of(part: type) -> dict[str, Any]:
+    """The default of each setting of a source or of a stage."""
+    return {field.name: field.default for field in dataclasses.fields(part) if field.name in fields_of(part)}
+
+
+def joined(path: str, name: str) -> str:
+    """The path of `name` in the part at `path`; the path of the config is ""."""
+    return f"{path}.{name}" if path else name
+
+
+@functools.lru_cache(maxsize=4096)
+def hint_at(path: str) -> Any:
+    """The declared type at a path: int for "mesh.context", SourceConfig for "data.mixture.books".
+
+    Raises:
+      SettingError: there is no such setting, and the message names the nearest one; or a stage cannot change it.
+    """
+    names = path.split(".") if path else []
+    hint: Any = Config
+    part, prefix = Config, 0  # the innermost config, source or stage, and the number of names before its own
+    for index, name in enumerate(names):
+        if item := item_of(hint):
+            if not re.fullmatch(r"[\w-]+", name):
+                group = ".".join(names[:index])
+                raise SettingError(
+                    f"invalid name {name!r} of a {NAMED[item]} in config.{group}: use letters, digits, '_' and '-'"
+                )
+            hint, part, prefix = item, item, index + 1
+            continue
+        fields = fields_of(hint) if dataclasses.is_dataclass(hint) else {}
+        if name not in fields:
+            raise SettingError(_unknown(part, ".".join(names[:prefix]), ".".join(names[prefix:])))
+        hint = fields[name]
+    if names[:1] == ["stages"] and (reason := refusal(names[1], ".".join(names[2:])) if names[2:] else ""):
+        raise SettingError(reason)
+    return hint
+
+
+def _unknown(part: type, prefix: str, path: str) -> str:
+    """The error for a path that is not in `part`, which is at `prefix`."""
+    keys: list[str] = []
+    for name, hint in fields_of(part).items():
+        keys += [f"{name}.{field}" for field in fields_of(hint)] if dataclasses.is_dataclass(hint) else [name]
+    if part is StageConfig:
+        keys = [key for key in keys if not refusal("", key)]
+    sections = list(dict.fromkeys(key.partition(".")[0] for key in keys))
+    section, _, name = path.rpartition(".")
+    same_name = [key for key in keys if key.endswith("." + name)]
+    nearest = nearest_name(path, (section and same_name) or [*keys, *sections])
+    form = f"config.{joined(prefix, '{}')}"
+    if same_name and not (section and nearest):
+        question = f"did you mean {' or '.join(map(form.format, same_name))}?"
+    else:
+        known = [key for key in keys if section and key.startswith(f"{section}.")] or sections
+        question = did_you_mean(path, [nearest] if nearest else known, form)
+    return f"unknown setting {form.format(path)}: {question}"
+
+
+def items_of(path: str, value: Any) -> dict[str, Any]:
+    """The items of a value for the part or the named parts at `path`. A list of named parts has their names in it.
+
+    Raises:
+      SettingError: it is no dictionary, or a list without names.
+    """
+    item = item_of(hint_at(path))
+    if isinstance(value, (Mapping, ConfigDict)):
+        return dict(value.items())
+    if item is None:
+        example = next(iter(fields_of(hint_at(path))))
+        raise SettingError(f"config.{path} is a section: set one of its settings, such as config.{path}.{example}")
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        example = f"--config.{path}.NAME.{next(iter(fields_of(item)))}=VALUE"
+        expected = f"a dictionary of {NAMED[item]}s by name; to set one value, use {example}"
+        raise SettingError(invalid_value(path, value, expected))
+    items: dict[str, Any] = {}
+    for index, fields in enumerate(value):
+        name = fields.get("name") if isinstance(fields, Mapping) else getattr(fields, "name", None)
+        if not isinstance(name, str):
+            raise SettingError(f"invalid {NAMED[item]} {index} of config.{path}: expected a dictionary with a name")
+        if name in items:
+            names = ", ".join((*items, name))
+            raise SettingError(f"config.{path} has two {NAMED[item]}s of the same name: {names}")
+        items[name] = {key: field for key, field in fields.items() if key != "name"}
+    return items
+
+
+def is_part(hint: Any) -> bool:
+    """Whether a declared type has settings in it, as sections, sources and stages, or a group of them, have."""
+    return dataclasses.is_dataclass(hint) or item_of(hint) is not None
+
+
+def is_placeholder(path: str) -> bool:
+    """Whether the setting is None until it is set: its default comes from the preset or from model.init_from."""
+    return path.startswith("model.") or path == "data.tokenizer"
+
+
+def converted(path: str, value: Any) -> Any:
+    """`value` with the types declared at `path`. A part is a dictionary of what is set in it.
+
+    Raises:
+      SettingError: an unknown setting, or an invalid value.
+    """
+    hint = hint_at(path)
+    if is_part(hint):
+        return {name: converted(joined(path, name), item) for name, item in items_of(path, value).items()}
+    if value is None and is_placeholder(path):
+        return None
+    value = typed(path, value, hint)
+    if path == "model.preset" and value not in PRESETS:
+        raise SettingError(invalid_value(path, value, f"one of {', '.join(PRESETS)}", PRESETS))
+    return value
+
+
+def set_at(tree: Any, path: str, value: Any) -> None:
+    """Sets the value at a path such as "data.mixture.books.share" in nested dictionaries; a new NAME adds a source.
+
+    Raises:
+      SettingError: there is no such setting or stage; in `jaxlc.config.defaults()` also as `converted`.
+    """
+    if not path:
+        raise SettingError(_unknown(Config, "", path))
+    hint_at(path)
+    *parts, name = path.split(".")
+    for part in parts:
+        if isinstance(tree, (dict, ConfigDict)) and part not in tree:
+            tree[part] = {}
+        tree = tree[part]
+    if not isinstance(tree, (dict, ConfigDict)):  # the stages of a config
+        items_of(path, None)
+    tree[name] = value

@@ -1,0 +1,47 @@
+"""The stages of a config: their own settings, and which settings of the sections they may change. Imports no jax."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# Settings that a stage may change: whole sections, and single settings of others. The rest belongs to the run.
+_SECTIONS = ("attention", "data", "evals", "memory", "mesh", "optimizer", "train")
+_MODEL_PREFIXES = ("rope_theta", "rope_scaling", "sliding_rope_theta")
+_RUN_SETTINGS = ("data.tokenizer", "data.end_token", "train.seed", "train.keep_checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """One stage: its name, length and border, and the settings that it changes, as --config.stages.NAME.SECTION.KEY."""
+
+    name: str  # name of the stage in metrics, plots and messages: letters, digits, "_", "-"
+    steps: int = 0  # optimizer steps of the stage; 0: derived from tokens
+    tokens: int = 0  # tokens of the stage, padding included, rounded up to whole steps; 0: derived from steps
+    # learning-rate schedule. new: that of the stage's optimizer settings, over its own steps, with its own warm-up.
+    # continue: the stage before started a schedule over the steps of both.
+    schedule: Literal["new", "continue"] = "new"
+    # optimizer state at the start of the stage. carry: that of the stage before. reset: moments and update count of 0.
+    optimizer_state: Literal["carry", "reset"] = "carry"
+    # gate: with a held-out loss above this limit at its end, in nats, the run stops before the next stage. 0: none.
+    max_eval_loss: float = 0.0
+    # gate: with a score of config.evals below its limit at its end, the run stops before the next stage; a list of
+    # TASK@LENGTH=SCORE, such as needle@65536=80, in percent, and in nats for context_gain_N.
+    min_scores: tuple[str, ...] = ()
+
+
+def refusal(stage: str, path: str) -> str:
+    """The reason why a stage cannot change a setting such as "train.seed"; "" if it can.
+
+    Args:
+      stage: its name, for the message.
+    """
+    section, _, name = path.partition(".")
+    if not name:
+        return ""
+    if path == "train.steps":
+        return f"config.stages.{stage}.train.steps: set config.stages.{stage}.steps, its own number of steps"
+    if section in _SECTIONS and path not in _RUN_SETTINGS:
+        return ""
+    if section == "model" and name.startswith(_MODEL_PREFIXES):
+        return ""
+    reason = "stages change only RoPE settings of the model" if section == "model" else "all stages share it"
+    return f"unsupported: config.stages.{stage}.{path}; {reason}, so set config.{path}"

@@ -1,0 +1,51 @@
+"""What the commands that compile plans share: JAX on the CPU, progress on stderr, and checks of their flags."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+from jaxlc import runtime
+from jaxlc.config import Config, RuntimeConfig, transport_settings, with_settings
+from jaxlc.core.errors import UserError
+
+
+def start_on_cpu() -> None:
+    """Starts JAX on the CPU, whether or not there are GPUs, and without XLA's log messages about them."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # errors are raised as exceptions
+    runtime.start(RuntimeConfig(num_processes=1))
+
+
+def with_transport(config: Config, transport: str) -> Config:
+    """The config with the transport of --transport; unchanged if it is ""."""
+    return with_settings(config, transport_settings(transport)) if transport else config
+
+
+def target_topology(topology: str, config: Config) -> str:
+    """The GPUs to compile for: those of --topology or of the config.
+
+    Raises:
+      UserError: there are none.
+    """
+    if not (topology or config.runtime.topology):
+        raise UserError("no topology: pass target GPUs, such as --topology=h100:8x8")
+    return topology or config.runtime.topology
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows what is compiled, on stderr: a spinner in a terminal, plain lines elsewhere."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("starting", total=None)
+
+        def starting(description: str) -> None:
+            bars.reset(task, description=f"compiling {description}")
+            if not console.is_terminal:
+                console.print(f"compiling {description} ...", markup=False)
+
+        yield starting
