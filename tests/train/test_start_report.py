@@ -32,13 +32,13 @@ def test_step_lines_name_mesh_kernel_and_batch():
 
 
 def test_step_lines_name_cudnn_on_gpus_only(monkeypatch):
+    assert "cudnn" not in "\n".join(step_lines(small_config(), small_step(small_config())))
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     step = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([gpu]), shape=dict(context=1), size=1), model=object())
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     for version, line in (((9, 18, 1), "cudnn      9.18.1"), ((), "cudnn      not found")):
         monkeypatch.setattr(cudnn, "cudnn_version", lambda version=version: version)
         assert line in step_lines(small_config(), step)
-    assert "cudnn" not in "\n".join(step_lines(small_config(), small_step(small_config())))
 
 
 @pytest.mark.parametrize("steps, epochs", [(5, "5 steps, 0.5 epochs"), (1, "1 step, 0.1 epochs"), (10_000, "1,000")])
