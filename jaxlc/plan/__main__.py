@@ -5,16 +5,12 @@ For a config with stages it compiles the step of every stage and prints one tabl
 
     jaxlc plan --config=64k:h100 --prompt-tokens=1M --generate
 
-compiles generation instead and prints the memory and the time of a prompt, and of decoding.
-
-    jaxlc plan --model=llama3.1-8b --seq_len=1M --topology=h100:1x8 --recommend
-
-searches mesh, strategy and memory settings, prints the best three and writes a config file.
+compiles generation instead and prints the memory and the time of a prompt, and of decoding. `jaxlc recommend` searches
+mesh, strategy and memory settings.
 """
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import sys
@@ -22,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxlc import plan, runtime
-from jaxlc.config import Config, RuntimeConfig, Stage, transport_settings, with_settings
+from jaxlc.config import Config, RuntimeConfig, transport_settings, with_settings
 from jaxlc.config.base_config import base_config
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.values import parse_length
@@ -49,28 +45,21 @@ _FLAGS = {
     "batch-size": "with --generate: prompts that are generated together (default: 1)",
     "cache-dtype": "with --generate: dtype of the KV cache, bf16, fp16 or fp32 (default: the compute dtype)",
     "chunk-tokens": "with --generate: prompt tokens computed at once (default: 2048 per context rank)",
-    "recommend": "search the best mesh, strategy and memory settings, and write a config file (docs/recommend.md)",
-    "goal": "of --recommend: fastest (default), cheapest, fewest_gpus, or longest (the longest sequence that fits)",
-    "model": "of --recommend and --generate, instead of --config: a preset, a Hugging Face directory or hub id",
-    "seq_len": "of --recommend: sequence length in tokens, such as 131072, 32K or 1M",
-    "search-minutes": "of --recommend: time limit of the search (default: 8)",
-    "workers": "of --recommend: number of concurrent compilations; default: as many as cores and memory allow",
-    "out": "of --recommend: config file to write (default: recommended.py)",
+    "model": "with --generate, instead of --config: a preset, a Hugging Face directory or hub id",
     "advise": "if the step does not fit, compile it with changed settings until some fit",
 }
-_SWITCHES = ("advise", "evaluation", "generate", "recommend")
+_SWITCHES = ("advise", "evaluation", "generate")
 _GENERATION_FLAGS = ("prompt-tokens", "new-tokens", "batch-size", "cache-dtype", "chunk-tokens")
 _TRAINING_FLAGS = (  # not with --generate
     "price-per-gpu-hour", "devices-per-process", "host-memory-gib", "html", "timeline", "evaluation",
-    "document-lengths", "recommend", "advise",
+    "document-lengths", "advise",
 )  # fmt: skip
-_PLAN_FLAGS = ("json", "html", "timeline", "evaluation", "document-lengths", "advise")  # not with --recommend
 
 
 def main(command: ParsedCommand) -> int:
     """Runs the command. The exit status is 0 whether the step fits or not; the page and the JSON have the verdict.
 
-    It is 130 after Ctrl-C, and with --recommend 1 if nothing fits.
+    It is 130 after Ctrl-C.
     """
     try:
         return _run(command)
@@ -89,8 +78,6 @@ def _run(command: ParsedCommand) -> int:
     _start_on_cpu()
     if flags["generate"] is not None:
         return _plan_generation(flags, stages[0].config, name)
-    if flags["recommend"] is not None:
-        return _recommend(command, stages, name)
     from jaxlc.plan import report
     from jaxlc.plan.stage_table import StagePlan, StagesPlan
 
@@ -132,26 +119,6 @@ def _run(command: ParsedCommand) -> int:
     return 0
 
 
-def _recommend(command: ParsedCommand, stages: Sequence[Stage], topology: str) -> int:
-    from jaxlc.simulate.topology import topology as parse_topology
-
-    flags = command.extra
-    per_process = _whole(flags, "devices-per-process", 1)
-    host_gib = _positive(flags, "host-memory-gib")
-    host_bytes = None if host_gib is None else int(host_gib * 2**30)
-    gpus = parse_topology(topology, devices_per_process=per_process, host_memory_bytes_per_node=host_bytes)
-    workers = None if flags["workers"] is None else _whole(flags, "workers", 1, least=1)
-    values = {name: flags[name] for name in ("goal", "model", "out", "constants")} | dict(
-        search_minutes=_positive(flags, "search-minutes"),
-        price_per_gpu_hour=_positive(flags, "price-per-gpu-hour"),
-        workers=workers,
-        host_memory_gib=host_gib,
-        devices_per_process=per_process,
-    )
-    source = ":".join(filter(None, (command.config_path, command.variant)))
-    return importlib.import_module("jaxlc.search.recommend_command").run(stages, values, gpus, source)
-
-
 def _plan_generation(flags: Mapping[str, str | None], config: Config, topology: str) -> int:
     """Runs the command with --generate."""
     length = flags["prompt-tokens"]
@@ -175,10 +142,8 @@ def _plan_generation(flags: Mapping[str, str | None], config: Config, topology: 
 
 def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int) -> None:
     """Raises UserError for a missing topology, an invalid number, or an output file that cannot be written."""
-    for flag in ("goal", "model", "seq_len", "search-minutes", "workers", "out"):
-        is_shared = flag == "model" and flags["generate"] is not None
-        if flags[flag] is not None and flags["recommend"] is None and not is_shared:
-            raise UserError(f"--{flag}={flags[flag]} is a flag of --recommend; add --recommend, or remove it")
+    if flags["model"] is not None and flags["generate"] is None:
+        raise UserError(f"--model={flags['model']} is a flag of --generate and of jaxlc recommend; use --config=NAME")
     if not topology:
         raise UserError("no topology: pass target GPUs, such as --topology=h100:8x8")
     _whole(flags, "devices-per-process", 1, least=1)
@@ -187,9 +152,6 @@ def _check_flags(flags: Mapping[str, str | None], topology: str, num_stages: int
     for flag in unused:
         if flags[flag] is not None:
             raise UserError(f"unsupported: --{flag} {'with' if is_generation else 'without'} --generate")
-    for flag in _PLAN_FLAGS:
-        if flags[flag] is not None and flags["recommend"] is not None:
-            raise UserError(f"unsupported: --{flag} with --recommend; plan the config that it writes")
     if is_generation and num_stages > 1:
         raise UserError(f"unsupported: --generate for {num_stages} stages; choose one with --stage=NAME")
     for flag in ("json", "html", "timeline"):
@@ -251,5 +213,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield starting
 
 
+def run(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, program name first; returns the exit status."""
+    if any(arg.lstrip("-").partition("=")[0] == "recommend" for arg in argv[1:]):
+        print("error: --recommend is a command: use jaxlc recommend, with the same flags", file=sys.stderr)
+        return 2
+    return run_main(main, argv, description=__doc__, extra_flags=_FLAGS, switches=_SWITCHES, base=base_config)
+
+
 if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv, description=__doc__, extra_flags=_FLAGS, switches=_SWITCHES, base=base_config))
+    sys.exit(run(sys.argv))

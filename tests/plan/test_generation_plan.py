@@ -85,7 +85,6 @@ def test_pairs_of_a_chunk_equal_those_of_its_mask(num_past, window):
     (["--prompt-tokens=5"], "unsupported: --prompt-tokens without --generate"),
     (["--generate=true", "--prompt-tokens=x"], "expected tokens, such as 131072, 32K or 1M (1M = 1,048,576)"),
     (["--generate=true", "--batch-size=x"], "invalid --batch-size=x: expected a whole number"),
-    (["--generate=true", "--seq_len=1M"], "--seq_len=1M is a flag of --recommend; add --recommend, or remove it"),
     (["--generate=true", "--new-tokens=0"], "invalid value 0 for new_tokens: expected 1 or more"),
     (["--generate=true", "--cache-dtype=int8"], "invalid value 'int8' for cache_dtype: expected bf16, fp16, fp32"),
 ])  # fmt: skip

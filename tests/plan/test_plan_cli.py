@@ -37,7 +37,6 @@ def config(tmp_path) -> Path:
     (["--topology=h100:1x4", "--host-memory-gib=lots"], "invalid --host-memory-gib=lots: expected a positive number"),
     (["--topology=h100:1x4", "--host-memory-gib=0"], "invalid --host-memory-gib=0: expected a positive number"),
     (["--topology=h100:1x4", "--advise=false"], "invalid --advise=false: expected --advise without a value"),
-    (["--topology=h100:1x4", "--recommend", "--json=p.json"], "unsupported: --json with --recommend"),
     (["--topology=h100:1x4", "--advice"], "unknown flag --advice: did you mean --advise?"),
     (["--topology=h100:1x4", "--config.mesh.contxt=8"], "did you mean config.mesh.context?"),
     pytest.param(["--topology=h100:1x8"], "h100:1x8 has 8; use --config.mesh.", marks=pytest.mark.gpu_compiler),
