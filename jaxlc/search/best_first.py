@@ -13,7 +13,6 @@ from functools import cached_property
 
 from jaxlc.config import Config
 from jaxlc.plan.memory import USABLE_SHARE
-from jaxlc.runtime.memory_pools import pinned_host_bytes
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import ranking, space
 from jaxlc.search.compile_order import Estimate
@@ -45,19 +44,21 @@ class Candidate:
     def name(self) -> str:
         return f"{self.gpus} {space.name_of(self.config)}"
 
-    @cached_property
-    def departures(self) -> int:
-        return space.num_departures(self.config)
-
     def fits(self, working_ratio: float) -> bool:
         return self.estimate.fits(self.gpus, working_ratio)
+
+    def tier(self, working_ratio: float) -> tuple[bool, bool]:
+        """Whether it uses host memory, and whether its plan would warn about the size of JAX's memory pool."""
+        estimate, device_bytes = self.estimate, self.gpus.device.memory_bytes
+        pool_bytes = self.base.runtime.memory_fraction * device_bytes
+        return estimate.uses_host, estimate.exact_bytes + working_ratio * estimate.working_bytes > pool_bytes
 
     def row(self, time_ratio: float, working_ratio: float) -> Row:
         """The columns of a compiled candidate that a ranking needs, from the corrected estimate."""
         config, estimate = self.config, self.estimate
         seconds = time_ratio * estimate.step_seconds
         device_bytes = estimate.exact_bytes + working_ratio * estimate.working_bytes
-        pool_bytes = config.runtime.memory_fraction * self.gpus.device.memory_bytes
+        uses_host, exceeds_pool = self.tier(working_ratio)
         return dict(
             status="done",
             topology=str(self.gpus),
@@ -69,10 +70,10 @@ class Candidate:
             tokens_per_second_per_device=config.tokens_per_step / seconds / self.gpus.num_gpus,
             device_peak_bytes=device_bytes,
             device_usable_bytes=USABLE_SHARE * self.gpus.device.memory_bytes,
-            departures=self.departures,
+            departures=len(space.departures(config)),
             fits=True,
-            warnings="exceeds the memory pool" if device_bytes > pool_bytes else "",
-            host_bytes_per_node=pinned_host_bytes(config),
+            warnings="exceeds the memory pool" if exceeds_pool else "",
+            host_bytes_per_node=estimate.host_bytes_per_node if uses_host else 0,
         )
 
 
@@ -173,11 +174,9 @@ class Search:
                     if row["status"] == "done" and row["fits"]:
                         yield candidate, row
                 elif candidate.fits(_MARGIN * working_ratio):
-                    row = candidate.row(time_ratio, working_ratio)
-                    entry = ranking.entry_of(row)
-                    seconds = fastest.setdefault((entry.uses_host, entry.has_warnings), entry.seconds)
-                    if ranking.is_equal(entry.seconds, seconds):
-                        yield candidate, row
+                    tier, seconds = candidate.tier(working_ratio), candidate.estimate.step_seconds
+                    if ranking.is_equal(seconds, fastest.setdefault(tier, seconds)):
+                        yield candidate, candidate.row(time_ratio, working_ratio)
 
     def _ratios_of(self, group: Group) -> tuple[float, float]:
         for key in group.keys:

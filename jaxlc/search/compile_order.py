@@ -41,7 +41,8 @@ class Estimate(NamedTuple):
     step_seconds: float
     exact_bytes: float  # state and saved activations
     working_bytes: float  # the layer that is computed, gathered weights and the loss; buffers of libraries are missing
-    host_bytes_per_node: float
+    host_bytes_per_node: float  # with the staging of a checkpoint
+    uses_host: bool = False
 
     def fits(self, gpus: Topology, working_ratio: float = 1.0) -> bool:
         """Whether it fits, if `working_bytes` are wrong by a factor of `working_ratio`."""
@@ -110,11 +111,13 @@ class Layout:
     def estimate(self, memory: MemoryConfig) -> Estimate:
         gpus_per_node = min(self.gpus.gpus_per_node, self.gpus.num_gpus)
         config = dataclasses.replace(self.config, memory=memory)
+        pinned_bytes, staging_bytes = pinned_host_bytes(config), 12 * self.num_trained / self.num_shards
         return Estimate(
             self._step_seconds(memory),
             self._exact_bytes(config),
             self._working_bytes(config),
-            gpus_per_node * (pinned_host_bytes(config) + 12 * self.num_trained / self.num_shards),  # checkpoint staging
+            gpus_per_node * (pinned_bytes + staging_bytes),
+            uses_host=pinned_bytes > 0,
         )
 
     def _exact_bytes(self, config: Config) -> float:

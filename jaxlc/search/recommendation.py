@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
-from jaxlc.config.checks.tile_checks import tile_problems
-from jaxlc.config.schema import MemoryConfig
 from jaxlc.core.errors import UserError
 from jaxlc.search import space
 from jaxlc.search.best_first import Candidate, Compile, Group, Search
@@ -93,8 +91,8 @@ def groups(config: Config, rates: Rates, seq_len: int) -> Iterator[Group]:
         given["train.global_batch_size"] = _batch_size(config, seq_len)
     for settings, layout in _layouts(space.unchecked(config, given), rates):
         candidates = []
-        for memory_settings, memory in _memories(layout.config):
-            estimate = layout.estimate(memory)
+        for memory_settings in space.memory_settings(layout.config):
+            estimate = layout.estimate(space.unchecked(layout.config, memory_settings).memory)
             if estimate.fits(rates.gpus, 0.0):
                 all_settings = given | settings | memory_settings
                 candidates.append(Candidate(settings=all_settings, base=config, gpus=rates.gpus, estimate=estimate))
@@ -111,13 +109,6 @@ def _layouts(config: Config, rates: Rates, max_sequences: int = 8) -> Iterator[t
         kernels = rates.kernels(changed)
         if kernels is not None:
             yield settings, Layout(changed, rates, kernels)
-
-
-def _memories(config: Config) -> Iterator[tuple[Settings, MemoryConfig]]:
-    for settings in space.memory_settings(config):
-        changed = space.unchecked(config, settings)
-        if not any(tile_problems(changed)):
-            yield settings, changed.memory
 
 
 def _batch_size(config: Config, seq_len: int) -> int:
@@ -149,9 +140,9 @@ def _first(num: int, holds: Callable[[int], bool]) -> int:
 def _may_fit(config: Config, rates: Rates, working_ratio: float) -> bool:
     """Whether any settings fit by the estimate; more sequences per microbatch do not save memory."""
     return any(
-        layout.estimate(memory).fits(rates.gpus, working_ratio)
+        layout.estimate(space.unchecked(layout.config, settings).memory).fits(rates.gpus, working_ratio)
         for _, layout in _layouts(config, rates, max_sequences=1)
-        for _, memory in _memories(layout.config)
+        for settings in space.memory_settings(layout.config)
     )
 
 

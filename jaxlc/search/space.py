@@ -4,13 +4,15 @@ Each memory setting has its cost in words. Imports no jax.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxlc.config import Config, defaults, load, to_dict
+from jaxlc.config import Config, defaults, load
 from jaxlc.config.checks.mesh_checks import meshes_of
+from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.schema import MemoryConfig
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
 
@@ -137,31 +139,34 @@ def layouts(config: Config, num_devices: int, max_sequences: int = 8) -> Iterato
 
 
 def memory_settings(config: Config) -> Iterator[Settings]:
-    """Settings of config.memory for the mesh of `config`; the checks of the config may reject some of them."""
+    """Settings of config.memory for the mesh of `config`, in a few cases invalid ones."""
     tokens, period = config.data.seq_len // config.mesh.context, len(config.model.layer_kinds)
     tiles = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size and not config.model.window]
     for activations, tile, (optimizer, parameters) in itertools.product(ACTIVATIONS, (0, *tiles), _STATE):
         group = activations.layers_per_remat_group
         if group > 1:
             group = max(group, period)
-        is_invalid = activations.remat == "none" and parameters == "host"
-        if is_invalid or config.model.num_layers % group or (tile and activations.remat not in ("full", "attention")):
-            continue
-        yield activations.settings | {
+        settings = activations.settings | {
             "memory.layers_per_remat_group": group,
             "memory.tile_tokens": tile,
             "memory.optimizer": optimizer,
             "memory.parameters": parameters,
         }
+        is_invalid = activations.remat == "none" and parameters == "host"
+        if is_invalid or config.model.num_layers % group or any(tile_problems(unchecked(config, settings))):
+            continue
+        yield settings
 
 
 def changes(config: Config) -> Iterator[Settings]:
     """Settings that differ from `config`: those of its memory, smaller chunks of the loss, smaller microbatches."""
     chunk, steps = config.memory.loss_chunk_tokens, config.train.gradient_accumulation_steps
     chunks = [chunk, *([chunk // 4] if chunk // 4 >= _MIN_CHUNK_TOKENS else [])]
+    can_halve = config.train.global_batch_size % (2 * steps * config.mesh.data * config.mesh.fsdp) == 0
+    microbatches = (steps, 2 * steps) if can_halve else (steps,)
     given = {path: value_of(config, path) for path in next(memory_settings(config))}
-    for settings in (given, *memory_settings(config)):
-        for chunk_tokens, num_microbatches in itertools.product(chunks, (steps, 2 * steps)):
+    for settings in (given, *(settings for settings in memory_settings(config) if settings != given)):
+        for chunk_tokens, num_microbatches in itertools.product(chunks, microbatches):
             also = {
                 "memory.loss_chunk_tokens": chunk_tokens,
                 "train.gradient_accumulation_steps": num_microbatches,
@@ -203,12 +208,19 @@ def value_of(config: Config, path: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def num_departures(config: Config) -> int:
+@functools.cache
+def _defaults() -> Config:
+    return load(defaults())
+
+
+def departures(config: Config) -> list[str]:
     """Settings of attention and memory that differ from `defaults()`."""
-    ours, theirs = to_dict(config), to_dict(load(defaults()))
-    return sum(
-        ours[section][name] != value for section in ("attention", "memory") for name, value in theirs[section].items()
-    )
+    return [
+        f"{section}.{name}"
+        for section in ("attention", "memory")
+        for name, value in vars(getattr(_defaults(), section)).items()
+        if getattr(getattr(config, section), name) != value
+    ]
 
 
 def name_of(config: Config) -> str:
@@ -217,9 +229,7 @@ def name_of(config: Config) -> str:
     sizes = mesh_text({axis: size for axis, size in vars(mesh).items() if size > 1}) or "1 GPU"
     degree = f"/{attention.ulysses_degree}" if attention.strategy == "hybrid" else ""
     strategy = f" {attention.strategy}{degree}" if mesh.context > 1 else ""
-    steps, base = config.train.gradient_accumulation_steps, load(defaults()).memory
-    values = {"remat": config.memory.remat} | {
-        name: value for name, value in vars(config.memory).items() if value != getattr(base, name)
-    }
+    steps, changed = config.train.gradient_accumulation_steps, [path for path in departures(config) if "memory" in path]
+    values = {path.removeprefix("memory."): value_of(config, path) for path in ("memory.remat", *changed)}
     texts = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values.items())
     return f"{sizes}{strategy}, {steps} microbatch{'es' if steps > 1 else ''}, {' '.join(texts)}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jaxlc.config import Config, RuntimeConfig
 from jaxlc.runtime.memory_pools import pinned_host_bytes
 from jaxlc.runtime.worker_processes import Row
-from jaxlc.search.space import num_departures
+from jaxlc.search.space import departures
 
 if TYPE_CHECKING:
     from jaxlc.plan import Plan
@@ -78,7 +78,7 @@ def estimate(config: Config, topology: str, constants: str, **options) -> Row:
             f"{name} {seconds / time_of_step.step_seconds:.2g}"
             for name, seconds in time_of_step.seconds_by_resource.items()
         ),
-        departures=num_departures(config),
+        departures=len(departures(config)),
         warnings="; ".join(_warnings(result)),
         pools=_pool_settings(memory),
     )
