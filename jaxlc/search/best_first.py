@@ -109,11 +109,11 @@ class Search:
     def run(self, compile_candidates: Compile, *, batch_size: int, limit_seconds: float) -> None:
         """Compiles candidates until the choice is known, or until one fits and `limit_seconds` are over."""
         start_seconds = time.monotonic()
-        while wanted := self._wanted():
+        while pending := self._pending():
             if self.best and time.monotonic() - start_seconds > limit_seconds:
-                self.num_left = len(wanted)
+                self.num_left = len(pending)
                 return
-            batch = wanted[:batch_size]
+            batch = pending[:batch_size]
             for candidate, row in zip(batch, compile_candidates(batch), strict=True):
                 self._add(candidate, row)
 
@@ -143,7 +143,7 @@ class Search:
         for key in self._candidates[id(candidate)][1].keys:
             self._ratios.setdefault(key, []).append((row["step_seconds"] / estimate.step_seconds, working))
 
-    def _wanted(self) -> list[Candidate]:
+    def _pending(self) -> list[Candidate]:
         """Candidates on which the choice depends and that were not compiled: none if it is known."""
         candidate_of: dict[int, Candidate] = {}
         rows = []
@@ -154,8 +154,8 @@ class Search:
         if not choices:
             return []
         decisive = [choices[index] for index in ranking.decisive([ranking.entry_of(row) for row in choices])]
-        wanted = (candidate_of[id(row)] for row in (*decisive, *self._first_of_meshes(rows)))
-        return list({id(x): x for x in wanted if id(x) not in self.rows}.values())
+        pending = (candidate_of[id(row)] for row in (*decisive, *self._first_of_meshes(rows)))
+        return list({id(x): x for x in pending if id(x) not in self.rows}.values())
 
     def _first_of_meshes(self, rows: Sequence[Row]) -> list[Row]:
         by_mesh: dict[Hashable, Row] = {}
