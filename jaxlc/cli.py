@@ -18,6 +18,7 @@ class Verb(NamedTuple):
 VERBS = {
     "train": Verb("jaxlc.train", "train a model; resumes from the latest valid checkpoint in --workdir"),
     "plan": Verb("jaxlc.plan", "compile the training step ahead of time, without a GPU: memory, overlap, step time"),
+    "recommend": Verb("jaxlc.recommend", "search mesh, strategy and memory settings, and write a config file"),
     "sweep": Verb("jaxlc.sweep", "plan or measure many meshes and rank them"),
     "data": Verb("jaxlc.data", "`jaxlc data report`: documents and tokens of each source, shares and epochs of a run"),
     "profile": Verb("jaxlc.profile", "compare a trace of training steps with the plan's estimate"),
@@ -57,7 +58,7 @@ def help_text() -> str:
         [
             "usage: jaxlc VERB --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]",
             "",
-            *(f"  {name:<8} {verb.summary}" for name, verb in VERBS.items()),
+            *(f"  {name:<9} {verb.summary}" for name, verb in VERBS.items()),
             "",
             "generate, eval, export and profile take the directory of a run instead of --config.",
             "`jaxlc VERB --help` lists the arguments of a verb, and all settings if it takes --config.",

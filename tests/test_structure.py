@@ -29,7 +29,7 @@ LAYERS = dict(
     exporting=8, generation=8,
     plan=9, evals=9,
     profile=10, search=10,
-    sweep=11,
+    sweep=11, recommend=11,
     cli=12,
 )  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))

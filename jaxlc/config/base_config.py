@@ -27,7 +27,7 @@ def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> C
     Raises:
       UserError: an unknown model, an invalid length, or a length for a config with stages.
     """
-    model, length = flags["model"], flags["seq_len"]
+    model, length = flags["model"], flags.get("seq_len")
     if model is None and length is None:
         return config
     if config is None:

@@ -228,7 +228,7 @@ def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
     if any(change.fits for change in plan.advice):
         yield "Changes, each compiled, in order of estimated cost:"
     else:
-        yield "Changes, each compiled, in order of estimated cost; none is enough, so combine them:"
+        yield "Changes, each compiled; none is enough (jaxlc recommend searches other meshes too):"
     for change in plan.advice:
         result = "fits" if change.fits else "does not fit"
         yield f"  {gib(change.device_peak_bytes):>7} GiB  {result:<12}  {change.overrides}"

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
 from jaxlc.config import Config, RuntimeConfig
 from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
@@ -99,7 +99,14 @@ def pinned_host_bytes(config: Config) -> int:
 
 def _offloaded_bytes(config: Config) -> int:
     """Bytes of offloaded activations of all layers, for one microbatch on one GPU."""
-    model, memory, mesh = config.model, config.memory, config.mesh
+    group = config.memory.layers_per_remat_group
+    offloaded = [name for name in config.memory.offload if group == 1 or name == "residual"]  # see step/remat.py
+    return math.ceil(activation_bytes(config, offloaded, config.model.num_layers // group))
+
+
+def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> float:
+    """Bytes of named activations (`config.schema.TENSOR_NAMES`) of these layers, for one microbatch on one GPU."""
+    model, mesh = config.model, config.mesh
     itemsize = 4 if config.precision.compute == "fp32" else 2
     num_key_heads = max(model.num_kv_heads, mesh.tensor)  # fewer heads than ranks are repeated
     values_per_token = dict(
@@ -113,11 +120,9 @@ def _offloaded_bytes(config: Config) -> int:
         mlp_gate=model.ffn_dim,
         mlp_up=model.ffn_dim,
     )
-    group = memory.layers_per_remat_group
-    offloaded = [name for name in memory.offload if group == 1 or name == "residual"]  # see step/remat.py
     num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
-    values = sum(values_per_token[name] for name in offloaded) * (model.num_layers // group)
-    return math.ceil(num_tokens * values * itemsize / mesh.num_devices)
+    values = sum(values_per_token[name] for name in names) * num_layers
+    return num_tokens * values * itemsize / mesh.num_devices
 
 
 def _prepare_gpu_pool(config: RuntimeConfig, environment: MutableMapping[str, str]) -> str:

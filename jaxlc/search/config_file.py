@@ -9,7 +9,7 @@ from jaxlc.config import PRESETS, Config, Stage, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.plan.output_files import check_output_file
 
-MARK = "Written by `jaxlc plan --recommend`"
+MARK = "Written by `jaxlc recommend`"
 _OF_STAGES = ("attention", "data", "memory", "mesh", "optimizer", "train")  # sections that a stage may change
 _FROM_STEPS = ("train.steps", "optimizer.schedule_steps", "optimizer.schedule_start")  # set by the lengths of stages
 

@@ -1,30 +1,11 @@
-"""What a recommendation optimizes, and the GPUs and sequence lengths that it may choose for that."""
+"""What a recommendation looks for, as the GPUs and sequence lengths that it may choose, and a filter of what fits."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
+from jaxlc.runtime.worker_processes import Row
 from jaxlc.simulate.topology import Topology, part_of
 
 GOALS = ("fastest", "cheapest", "fewest_gpus", "longest")
-
-
-class Score(NamedTuple):
-    """What a candidate costs; smaller is better, and the first difference decides."""
-
-    first: float
-    second: float
-
-
-def score(goal: str, *, step_seconds: float, num_gpus: int, tokens_per_step: int, seq_len: int) -> Score:
-    """The score of a step: seconds, GPU-seconds, GPUs or negative length first; then seconds per token."""
-    seconds_per_token = step_seconds / tokens_per_step
-    firsts = dict(
-        fastest=seconds_per_token,
-        cheapest=seconds_per_token * num_gpus,
-        fewest_gpus=num_gpus,
-        longest=-seq_len,
-    )
-    return Score(firsts[goal], seconds_per_token)
 
 
 def topologies(goal: str, gpus: Topology) -> list[Topology]:
@@ -52,3 +33,14 @@ def lengths(num_gpus: int) -> list[int]:
         odd //= 2
     sizes = {odd * 2**power * quarter for power in range(10, 26) for quarter in (4, 5, 6, 7)}
     return sorted((size for size in sizes if size < 2**28), reverse=True)
+
+
+def eligible(goal: str, fitting: Sequence[Row]) -> list[Row]:
+    """Of rows that fit, the ones that meet the goal; their GPU time per token decides among them."""
+    if goal == "fewest_gpus":
+        fewest = min((row["num_devices"] for row in fitting), default=0)
+        return [row for row in fitting if row["num_devices"] == fewest]
+    if goal == "longest":
+        longest = max((row["seq_len"] for row in fitting), default=0)
+        return [row for row in fitting if row["seq_len"] == longest]
+    return list(fitting)

@@ -3,20 +3,19 @@
 Imports no jax: the leading process of a sweep leaves the devices to the workers that measure.
 """
 
-import math
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from jaxlc.config import Config, transport_settings, with_settings
 from jaxlc.config.setting_paths import hint_at
 from jaxlc.config.values import parse_length
-from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
+from jaxlc.core.axes import CONTEXT, FSDP, MESH_AXES, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import did_you_mean
-
-Setting = int | str | tuple[str, ...]
+from jaxlc.search import space
+from jaxlc.search.space import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +33,16 @@ class Grid:
 class Point:
     """One configuration of the sweep, or the reason why the config checks reject it."""
 
-    settings: dict[str, Setting]  # key -> value: "mesh.context" -> 8
+    settings: Settings  # key -> value: "mesh.context" -> 8
     config: Config | None  # None if rejected
     refusal: str = ""
 
     @property
     def overrides(self) -> str:
         """Command-line flags that turn the sweep's config into this point."""
-        texts = {key: ",".join(x) if isinstance(x, tuple) else x for key, x in self.settings.items()}
-        return " ".join(f"--config.{key}={text}" for key, text in texts.items())
+        return space.overrides(self.settings)
 
-    def columns(self) -> dict[str, Setting]:
+    def columns(self) -> Settings:
         """The settings by field name, without the section: "context" -> 8."""
         return {key.rpartition(".")[2]: value for key, value in self.settings.items()}
 
@@ -86,9 +84,9 @@ def points(config: Config, num_devices: int, grid: Grid) -> tuple[list[Point], i
     Raises:
       UserError: no mesh of these axes has `num_devices` devices, or none of them splits context for hybrid.
     """
-    meshes = list(_meshes(config, num_devices, grid.axes))
+    meshes = list(space.meshes(config, num_devices, grid.axes))
     if not meshes:
-        fixed = mesh_text({axis: size for axis, size in _sizes(config).items() if axis not in grid.axes})
+        fixed = mesh_text({axis: size for axis, size in vars(config.mesh).items() if axis not in grid.axes})
         raise UserError(
             f"no mesh of {num_devices} devices: --axes={','.join(grid.axes)} cannot complete {fixed};"
             " add axes to --axes"
@@ -97,18 +95,15 @@ def points(config: Config, num_devices: int, grid: Grid) -> tuple[list[Point], i
     combinations = product(grid.seq_lens, grid.transports, grid.remats, meshes, grid.strategies)
     for seq_len, transport, remat, mesh, strategy in combinations:
         is_duplicate = mesh[CONTEXT] == 1 and strategy != grid.strategies[0]
-        degrees = [1] if strategy != "hybrid" or mesh[CONTEXT] == 1 else _ulysses_degrees(config, mesh)
+        degrees = [1] if strategy != "hybrid" or mesh[CONTEXT] == 1 else space.ulysses_degrees(config, mesh)
         if is_duplicate or not degrees:
             num_duplicates += 1
             continue
-        settings = {
-            **{f"mesh.{axis}": size for axis, size in mesh.items()},
-            "attention.strategy": strategy,
-            "attention.ulysses_degree": degrees[0],
+        settings = space.mesh_settings(mesh, strategy, degrees[0]) | {
             "memory.remat": remat,
             "data.seq_len": seq_len,
             "runtime.transport": transport,
-            **_batch_settings(config, mesh[DATA] * mesh[FSDP]),
+            **space.batch_settings(config, mesh, _sequences_per_replica(config)),
         }
         points.append(_point(config, settings, num_devices))
     if not points:
@@ -132,46 +127,13 @@ def _choices(section: str, name: str) -> tuple[str, ...]:
     return typing.get_args(hint_at(f"{section}.{name}"))
 
 
-def _sizes(config: Config) -> dict[str, int]:
-    return {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
+def _sequences_per_replica(config: Config) -> int:
+    """Sequences of a microbatch on one replica of the given mesh."""
+    train, replicas = config.train, config.mesh.data * config.mesh.fsdp
+    return max(1, train.global_batch_size // (train.gradient_accumulation_steps * replicas))
 
 
-def _meshes(config: Config, num_devices: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Axis sizes of every mesh of `num_devices` devices; small sizes of the first axes come first."""
-    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-    for sizes in product(divisors, repeat=len(axes)):
-        mesh = _sizes(config) | dict(zip(axes, sizes, strict=True))
-        if math.prod(mesh.values()) == num_devices:
-            yield mesh
-
-
-def _ulysses_degrees(config: Config, mesh: dict[str, int]) -> list[int]:
-    """Degrees that split context for hybrid, best first.
-
-    First the largest degrees that divide the KV heads, then the smallest ones that repeat KV heads. Degree `context`
-    would be ulysses, degree 1 would be ring.
-    """
-    kv_heads = max(1, config.model.num_kv_heads // mesh[TENSOR])
-    heads = config.model.num_heads // mesh[TENSOR]
-    degrees = [degree for degree in range(2, mesh[CONTEXT]) if mesh[CONTEXT] % degree == 0 and heads % degree == 0]
-    without_repeats = [degree for degree in degrees if kv_heads % degree == 0]
-    repeats = [degree for degree in degrees if degree % kv_heads == 0 and degree not in without_repeats]
-    return without_repeats[::-1] + repeats
-
-
-def _batch_settings(config: Config, num_replicas: int) -> dict[str, int]:
-    """Keeps the microbatch per replica of `config`, and rounds eval_sequences up to a multiple of the replicas."""
-    train = config.train
-    microbatch_per_replica = max(
-        1, train.global_batch_size // (train.gradient_accumulation_steps * config.mesh.data * config.mesh.fsdp)
-    )
-    return {
-        "train.gradient_accumulation_steps": max(1, train.global_batch_size // (microbatch_per_replica * num_replicas)),
-        "train.eval_sequences": math.ceil(train.eval_sequences / num_replicas) * num_replicas,
-    }
-
-
-def _point(config: Config, settings: dict[str, Setting], num_devices: int) -> Point:
+def _point(config: Config, settings: Settings, num_devices: int) -> Point:
     also = transport_settings(settings["runtime.transport"])
     if config.runtime.simulated_devices:
         also["runtime.simulated_devices"] = num_devices

@@ -1,9 +1,16 @@
-"""The ranking of a sweep: as a table on stdout, as CSV, and as plots."""
+"""The ranking of configurations, and a sweep's as a table on stdout, as CSV, and as plots.
+
+Estimates with the same GPUs, mesh and microbatch share most errors and are compared to 2%: among equal ones, the one
+with the fewest departures from `defaults()` stands for the others, and of several the one with the most memory left.
+These are compared to 5%, across meshes: among equal ones, the one with the most memory left is first, then the one with
+the fewest departures. Copies to host memory have to pay: what uses it is first only if all others are slower by more
+than 5%. What its own plan warns about is first only if nothing else fits. Measurements are ordered by speed.
+"""
 
 import csv
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +22,8 @@ from jaxlc.core.axes import MESH_AXES
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.simulate.interval import PAIR_SPREAD, is_distinguishable
 
+# Relative differences of time that do not decide: with the same kernels, whose errors cancel for the most part, or not.
+_SAME_SHAPE, _ACROSS_MESHES = 0.02, 0.05
 RANKING = "ranking.csv"
 _TABLE_WIDTH = 160  # where stdout is not a terminal
 _SETTINGS = (*MESH_AXES, "strategy", "ulysses_degree", "remat", "seq_len", "transport", "gradient_accumulation_steps")
@@ -23,16 +32,39 @@ _SETTINGS = (*MESH_AXES, "strategy", "ulysses_degree", "remat", "seq_len", "tran
 class _Figure(NamedTuple):
     heading: str
     column: str
-    text: Callable[[float], str]
+    power: int  # of time: estimates are multiplied by this power of the scale of published runs
+    text: Callable[[float], str]  # of a measurement, or of memory
+    unit: float = 1.0
 
 
 _FIGURES = (
-    _Figure("tokens/s per device", "tokens_per_second_per_device", "{:,.0f}".format),
-    _Figure("MFU, causal", "mfu_causal", "{:.1%}".format),
-    _Figure("step s", "step_seconds", "{:,.3g}".format),
-    _Figure("exposed s", "exposed_communication_seconds", "{:,.3g}".format),
-    _Figure("GiB per device", "device_peak_bytes", lambda num_bytes: f"{num_bytes / 2**30:.3g}"),
+    _Figure("tokens/s per device", "tokens_per_second_per_device", -1, "{:,.0f}".format),
+    _Figure("MFU, causal", "mfu_causal", -1, "{:.1%}".format),
+    _Figure("step s", "step_seconds", 1, "{:,.3g}".format),
+    _Figure("exposed s", "exposed_communication_seconds", 1, "{:,.3g}".format),
+    _Figure("GiB per device", "device_peak_bytes", 0, "{:.3g}".format, 2**30),
 )
+
+
+def two_digits(value: float) -> str:
+    """1234.5 as "1,200", 0.0123 as "0.012"."""
+    return f"{float(f'{value:.2g}'):,.10g}"
+
+
+def time_interval(row: Row) -> tuple[float, float, float]:
+    """The 80% interval of an estimated step, with its median between the ends. Both are scaled by published runs."""
+    low, high = row["step_seconds_low"], row["step_seconds_high"]
+    return low, math.sqrt(low * high), high
+
+
+def _figure_text(figure: _Figure, row: Row) -> str:
+    """Measurements as they are; of estimated times the scaled median with two digits."""
+    value = row[figure.column] / figure.unit
+    if row.get("figures") != "estimated" or not figure.power:
+        return figure.text(value)
+    scale = time_interval(row)[1] / row["step_seconds"] if row.get("step_seconds_low") else 1.0
+    value *= scale**figure.power
+    return f"{value:.0%}" if figure.column == "mfu_causal" else two_digits(value)
 
 
 def report(rows: Sequence[Row], what: str, out: Path, note: str = "") -> int:
@@ -70,15 +102,108 @@ def estimate_note(rows: Sequence[Row], spread: float = PAIR_SPREAD) -> str:
     return f"{note}. {num_close} of the other {len(speeds) - 1} of this length that fit may be as fast as the first."
 
 
+class Entry(NamedTuple):
+    """What the order of a configuration depends on."""
+
+    mesh: Hashable  # GPUs, mesh and sequence length
+    microbatches: int
+    seconds: float  # GPU-seconds per token
+    memory_left_bytes: float
+    num_departures: int
+    fits: bool = True
+    has_warnings: bool = False
+    uses_host: bool = False
+
+    @property
+    def shape(self) -> Hashable:
+        """Configurations with the same one run kernels of the same shapes."""
+        return self.mesh, self.microbatches
+
+
+def places(entries: Sequence[Entry]) -> list[int]:
+    """Indices of `entries`, best first."""
+    result = []
+    for tier in _tiers(entries):
+        near = _first_of_shapes(entries, tier)
+        rest = sorted(set(tier) - set(near), key=lambda index: entries[index].seconds)
+        result += [*near, *rest]
+    return result
+
+
+def decisive(entries: Sequence[Entry]) -> list[int]:
+    """Indices on which the first place depends: the first, the fastest, and the fastest with the shape of the first."""
+    tier = next(_tiers(entries))
+    first = _first_of_shapes(entries, tier)[0]
+    peers = [index for index in tier if entries[index].shape == entries[first].shape]
+    return [first, _fastest(entries, tier), _fastest(entries, peers)]
+
+
+def _tiers(entries: Sequence[Entry]) -> Iterator[list[int]]:
+    """What fits without warnings, what fits with warnings, the rest.
+
+    Of the first, what uses host memory is apart, unless everything else is slower by more than `_ACROSS_MESHES`.
+    """
+    tiers: tuple[list[int], ...] = ([], [], [])
+    for index, entry in enumerate(entries):
+        tiers[2 if not entry.fits else int(entry.has_warnings)].append(index)
+    on_device = [index for index in tiers[0] if not entries[index].uses_host]
+    if on_device:
+        seconds = [entries[_fastest(entries, tier)].seconds for tier in (on_device, tiers[0])]
+        if seconds[0] <= (1 + _ACROSS_MESHES) * seconds[1]:
+            tiers = (on_device, sorted(set(tiers[0]) - set(on_device)), *tiers[1:])
+    yield from filter(None, tiers)
+
+
+def _first_of_shapes(entries: Sequence[Entry], tier: Sequence[int]) -> list[int]:
+    """One entry of each shape within `_ACROSS_MESHES` of the fastest, the one with the most memory left first."""
+    by_shape: dict[Hashable, list[int]] = {}
+    for index in tier:
+        by_shape.setdefault(entries[index].shape, []).append(index)
+    first = []
+    for indices in by_shape.values():
+        fastest = entries[_fastest(entries, indices)].seconds
+        equal = [index for index in indices if is_equal(entries[index].seconds, fastest)]
+        first.append(min(equal, key=lambda index: (entries[index].num_departures, *_by_memory(entries[index]))))
+    fastest = entries[_fastest(entries, tier)].seconds
+    near = [index for index in first if entries[index].seconds <= (1 + _ACROSS_MESHES) * fastest]
+    return sorted(near or [_fastest(entries, tier)], key=lambda index: _by_memory(entries[index]))
+
+
+def _fastest(entries: Sequence[Entry], indices: Sequence[int]) -> int:
+    return min(indices, key=lambda index: entries[index].seconds)
+
+
+def _by_memory(entry: Entry) -> tuple[int, int, float]:
+    return -round(entry.memory_left_bytes / 2**30), entry.num_departures, entry.seconds
+
+
+def is_equal(seconds: float, fastest_seconds: float) -> bool:
+    """Whether two estimates of one shape count as equal."""
+    return seconds <= (1 + _SAME_SHAPE) * fastest_seconds
+
+
+def entry_of(row: Row) -> Entry:
+    """Of a row with results. Rows of older versions lack warnings and departures."""
+    usable_bytes = row.get("device_usable_bytes") or row.get("device_capacity_bytes") or row["device_peak_bytes"]
+    return Entry(
+        mesh=(row["topology"], row["seq_len"], *(row[axis] for axis in MESH_AXES)),
+        microbatches=row.get("gradient_accumulation_steps", 1),
+        seconds=1 / row["tokens_per_second_per_device"],
+        memory_left_bytes=usable_bytes - row["device_peak_bytes"],
+        num_departures=row.get("departures", 0),
+        fits=row["fits"],
+        has_warnings=bool(row.get("warnings") or row.get("pools")),
+        uses_host=bool(row.get("host_bytes_per_node")),
+    )
+
+
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Sorts rows: points that fit, by tokens/s; points that do not fit, by tokens/s; points without figures."""
-
-    def place(row: Row) -> tuple:
-        if row["status"] != "done":
-            return (2, 0.0)
-        return (0 if row["fits"] else 1, -row["tokens_per_second_per_device"])
-
-    return sorted(rows, key=place)
+    """Sorts rows: estimates as `places`; measurements by tokens/s; then points without results."""
+    done = [row for row in rows if row["status"] == "done"]
+    others = [row for row in rows if row["status"] != "done"]
+    if done and done[0].get("figures") == "measured":
+        return sorted(done, key=lambda row: (not row["fits"], -row["tokens_per_second_per_device"])) + others
+    return [done[index] for index in places([entry_of(row) for row in done])] + others
 
 
 def write(rows: Sequence[Row], title: str, out: Path) -> list[Path]:
@@ -108,7 +233,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
         ranking.add_column(name, justify="left" if name in ("strategy", "remat", "transport", "") else "right")
     for rank, row in enumerate(done, start=1):
         settings = [f"{row[name]:,}" if name == "seq_len" else str(row[name]) for name in varying]
-        texts = [figure.text(row[figure.column]) for figure in figures]
+        texts = [_figure_text(figure, row) for figure in figures]
         ranking.add_row(str(rank), *settings, *texts, "" if row["fits"] else "does not fit")
     return ranking
 

@@ -1,34 +1,28 @@
-"""Recommends configurations for a model and GPUs: formulas prune, AOT compilation decides."""
+"""Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT compilation decides."""
 
-import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jaxlc.config import Config
-from jaxlc.config.checks.mesh_checks import nearest_multiples
+from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
 from jaxlc.core.errors import UserError
-from jaxlc.runtime.worker_processes import run_in_processes
-from jaxlc.search import aot
-from jaxlc.search.candidate_search import Compile, Search
-from jaxlc.search.candidates import Layout, layouts
+from jaxlc.search import space
+from jaxlc.search.best_first import Candidate, Compile, Group, Search
+from jaxlc.search.compile_order import Layout, Rates
 from jaxlc.search.goals import lengths, topologies
+from jaxlc.search.space import Settings
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology, full_domain_size, part_of
 
-if TYPE_CHECKING:
-    from jaxlc.plan import Plan
-
-# Candidates are compiled if this fraction of their estimated memory fits: the formula's error, see tests/plan.
-MEMORY_MARGIN = 0.94
 _CHUNK_TOKENS = 256  # of a GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks
-_MAX_DOMAINS = 512  # of the search for a number of GPUs that would do
+_MAX_DOMAINS = 512  # the largest number of NVLink domains that is tried if nothing fits
+_NUM_LENGTHS = 8  # the goal "longest" compiles the longest of these that fits
+_MARGIN = 0.5  # of the working set of a layer, which is estimated roughly
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternatives:
-    """What would fit instead, by the formulas, where nothing fits."""
+    """What would fit, by estimates, if nothing fits."""
 
     seq_len: int | None  # the longest sequence on these GPUs; None: none fits
     gpus: Topology | None  # the fewest GPUs of this kind for the sequence; None: not even the largest number tried
@@ -47,7 +41,7 @@ class Recommendation:
 def recommend(
     config: Config,
     gpus: Topology,
-    compile_steps: Compile,
+    compile_candidates: Compile,
     *,
     goal: str = "fastest",
     roofline: Roofline,
@@ -61,71 +55,77 @@ def recommend(
     the goal "longest" the sequence length varies, and a step has about as many tokens, in at least one sequence.
 
     Args:
-      compile_steps: compiles candidates; see `compile_in_processes`.
-      batch_size: number of candidates in a call of `compile_steps`.
+      batch_size: number of candidates in a call of `compile_candidates`.
       limit_seconds: the search ends after this time; candidates in progress are completed.
       log: called with lines that report progress.
     Raises:
       UserError: no mesh of the GPUs divides model, sequence and batch.
     """
-    pool: list[Layout] = []
+    pool = []
     for part in topologies(goal, gpus):
-        for variant in variants_to_search(config, part, goal, roofline):
-            pool += layouts(variant, part, roofline, MEMORY_MARGIN)
-    if not pool:
+        rates = Rates(part, roofline)
+        for seq_len in _lengths(config, rates) if goal == "longest" else [config.data.seq_len]:
+            pool += list(groups(config, rates, seq_len))
+    num_candidates = sum(len(group.candidates) for group in pool)
+    if not num_candidates and not any(_layouts(config, Rates(gpus, roofline))):
         raise UserError(_no_layout(config, gpus))
-    usable = [layout for layout in pool if layout.candidates]
-    num_candidates = sum(len(layout.candidates) for layout in usable)
-    num_all = num_candidates + sum(layout.num_too_large for layout in pool)
-    log(
-        f"{num_all:,} combinations of mesh, strategy, microbatches and memory settings; {num_candidates:,} in"
-        f" {len(usable):,} layouts may fit by the memory formula; compiling the fastest first"
-    )
-    search = Search(base=config, goal=goal)
-    search.run(usable, compile_steps, batch_size=batch_size, limit_seconds=limit_seconds, log=log)
-    if not usable:
-        log("nothing to compile")
-    elif search.num_left:
-        log(f"stopped after {limit_seconds / 60:.3g} minutes; {search.num_left} layouts could still be among the best")
+    log(f"{num_candidates:,} combinations of mesh, strategy, microbatches and memory settings may fit")
+    search = Search(goal, pool)
+    search.run(compile_candidates, batch_size=batch_size, limit_seconds=limit_seconds)
+    if search.num_left:
+        log(f"stopped after {limit_seconds / 60:.3g} minutes, before the choice was certain; the same command resumes")
     else:
-        log(f"done: no other layout can be among the best; {len(search.trials)} compiled")
-    alternatives = None if search.best else _alternatives(config, gpus, roofline)
+        log(f"done: no other combination can change the choice; {len(search.rows)} compiled")
+    alternatives = None if search.best else _alternatives(config, gpus, roofline, search.working_ratio())
     return Recommendation(base=config, gpus=gpus, search=search, alternatives=alternatives)
 
 
-def compile_in_processes(num_workers: int, **options) -> Compile:
-    """Compiles each config for its runtime.topology in a process of its own.
+def groups(config: Config, rates: Rates, seq_len: int) -> Iterator[Group]:
+    """All candidates for these GPUs whose state and saved activations fit, by mesh, strategy and microbatch."""
+    given = {
+        "data.seq_len": seq_len,
+        "runtime.topology": str(rates.gpus),
+        "runtime.transport": config.runtime.transport,
+    }
+    if seq_len != config.data.seq_len:
+        given["train.global_batch_size"] = _batch_size(config, seq_len)
+    for settings, layout in _layouts(space.unchecked(config, given), rates):
+        candidates = []
+        for memory_settings in space.memory_settings(layout.config):
+            estimate = layout.estimate(space.unchecked(layout.config, memory_settings).memory)
+            if estimate.fits(rates.gpus, 0.0):
+                all_settings = given | settings | memory_settings
+                candidates.append(Candidate(settings=all_settings, base=config, gpus=rates.gpus, estimate=estimate))
+        if candidates:
+            yield Group(candidates)
 
-    Args:
-      options: further arguments of `jaxlc.plan.plan`.
-    """
 
-    def compile_steps(configs: Sequence[Config]) -> "Sequence[Plan | str]":
-        results: dict[int, Plan | str] = {}
-        for index, row in run_in_processes(configs, functools.partial(aot.plan_of, **options), num_workers):
-            results[index] = row["plan"] if row["status"] == "done" else f"{row['status']}: {row['reason']}"
-        return [results[index] for index in range(len(configs))]
+def _layouts(config: Config, rates: Rates, max_sequences: int = 8) -> Iterator[tuple[Settings, Layout]]:
+    """Meshes, strategies and microbatches that divide the model, the sequence and the batch."""
+    for settings in space.layouts(config, rates.gpus.num_gpus, max_sequences):
+        changed = space.unchecked(config, settings)
+        if any(split_problems(changed)) or any(length_problems(changed)):
+            continue
+        kernels = rates.kernels(changed)
+        if kernels is not None:
+            yield settings, Layout(changed, rates, kernels)
 
-    return compile_steps
 
-
-def variants_to_search(config: Config, gpus: Topology, goal: str, roofline: Roofline) -> list[Config]:
-    """`config`, or for the goal "longest" with the longest sequences that may fit."""
-    if goal != "longest":
-        return [config]
-    variants = [_with_length(config, length) for length in lengths(gpus.num_gpus)]
-    index = _first(len(variants), lambda i: _may_fit(variants[i], gpus, roofline))
-    return variants[index : index + 3]
+def _batch_size(config: Config, seq_len: int) -> int:
+    """Sequences of a step with about as many tokens, at least one."""
+    return max(1, config.tokens_per_step // seq_len)
 
 
 def _with_length(config: Config, seq_len: int) -> Config:
-    """`config` with another length and about as many tokens per step, in at least one sequence. It is not checked."""
-    batch = dict(global_batch_size=max(1, config.tokens_per_step // seq_len), gradient_accumulation_steps=1)
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, seq_len=seq_len),
-        train=dataclasses.replace(config.train, **batch),
-    )
+    settings = {"data.seq_len": seq_len, "train.global_batch_size": _batch_size(config, seq_len)}
+    return space.unchecked(config, settings)
+
+
+def _lengths(config: Config, rates: Rates) -> list[int]:
+    """The longest sequences that may fit."""
+    tried = lengths(rates.gpus.num_gpus)
+    index = _first(len(tried), lambda i: _may_fit(_with_length(config, tried[i]), rates, _MARGIN))
+    return tried[index : index + _NUM_LENGTHS]
 
 
 def _first(num: int, holds: Callable[[int], bool]) -> int:
@@ -137,15 +137,20 @@ def _first(num: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _may_fit(config: Config, gpus: Topology, roofline: Roofline, margin: float = MEMORY_MARGIN) -> bool:
-    return any(layout.candidates for layout in layouts(config, gpus, roofline, margin))
+def _may_fit(config: Config, rates: Rates, working_ratio: float) -> bool:
+    """Whether any settings fit by the estimate; more sequences per microbatch do not save memory."""
+    return any(
+        layout.estimate(space.unchecked(layout.config, settings).memory).fits(rates.gpus, working_ratio)
+        for _, layout in _layouts(config, rates, max_sequences=1)
+        for settings in space.memory_settings(layout.config)
+    )
 
 
-def _alternatives(config: Config, gpus: Topology, roofline: Roofline) -> Alternatives:
-    """Without the margin, because they are not compiled."""
+def _alternatives(config: Config, gpus: Topology, roofline: Roofline, working_ratio: float) -> Alternatives:
+    rates = Rates(gpus, roofline)
     shorter = [_with_length(config, length) for length in lengths(gpus.num_gpus) if length < config.data.seq_len]
-    index = _first(len(shorter), lambda i: _may_fit(shorter[i], gpus, roofline, margin=1.0))
-    larger = (part for part in _larger(gpus) if _may_fit(config, part, roofline, margin=1.0))
+    index = _first(len(shorter), lambda i: _may_fit(shorter[i], rates, working_ratio))
+    larger = (part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), working_ratio))
     return Alternatives(
         seq_len=shorter[index].data.seq_len if index < len(shorter) else None,
         gpus=next(larger, None),

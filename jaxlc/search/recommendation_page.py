@@ -1,137 +1,99 @@
-"""A recommendation as plain text: the best configurations, what bounds each, and why the others are slower."""
+"""A recommendation as plain text: up to three meshes to measure, and what their estimates rest on."""
 
-from collections import Counter
+import math
 from collections.abc import Iterator, Sequence
 
 from jaxlc.core.counts import gib
-from jaxlc.plan.report import amount, format_seconds, interval_factors_text
 from jaxlc.plan.stage_table import aligned
-from jaxlc.search.candidate_search import Trial
+from jaxlc.runtime.worker_processes import Row
+from jaxlc.search import space
+from jaxlc.search.best_first import Candidate
+from jaxlc.search.ranking import time_interval, two_digits
 from jaxlc.search.recommendation import Alternatives, Recommendation
 from jaxlc.simulate.interval import PAIR_SPREAD, is_distinguishable
-from jaxlc.simulate.timeline import Prediction
-
-_PARTS_SHOWN = 3  # of a difference
-_SMALL_SHARE = 0.001  # of the step; smaller differences are not named
 
 
-def page(
-    recommendation: Recommendation,
-    price_per_gpu_hour: float | None,
-    costly: Sequence[str],
-    pair_spread: float = PAIR_SPREAD,
-) -> str:
+def page(recommendation: Recommendation, price_per_gpu_hour: float | None, pair_spread: float = PAIR_SPREAD) -> str:
     """Plain text.
 
     Args:
       price_per_gpu_hour: in any currency; None: no cost is printed.
-      costly: settings of the given config that cost time, as sentences.
       pair_spread: half of the 80% interval of the logarithm of the ratio of two times.
     """
-    config = recommendation.base
-    goal = recommendation.search.goal.replace("_", " ")
-    length = "longest sequence" if goal == "longest" else f"{config.data.seq_len:,} tokens"
-    lines = [
-        f"RECOMMENDATION, {goal}: {config.model.init_from or config.model.preset}, {length} on {recommendation.gpus}"
-    ]
+    config, search = recommendation.base, recommendation.search
+    length = "longest sequence" if search.goal == "longest" else f"{config.data.seq_len:,} tokens"
+    model, goal = config.model.init_from or config.model.preset, search.goal.replace("_", " ")
+    lines = [f"RECOMMENDATION, {goal}: {model}, {length} on {recommendation.gpus}"]
     if recommendation.alternatives is not None:
         return "\n".join([*lines, *_nothing_fits(recommendation, recommendation.alternatives)])
-    best = recommendation.search.best
-    lines += ["memory is AOT-compiled, time is estimated"]
-    lines += [interval_factors_text(best[0].plan.predicted, "time and cost"), ""]
-    lines += aligned(_rows(best, price_per_gpu_hour))
-    lines.append("")
-    for rank, trial in enumerate(best, start=1):
-        lines.append(f"{rank}: {trial.candidate.name}")
-        lines.append(f"   bound by {bound_text(trial)}")
-        if rank > 1:
-            lines.append(f"   {_why_not_first(best[0], trial)}")
-    close = [str(rank) for rank, trial in enumerate(best[1:], start=2) if _is_close(best[0], trial, pair_spread)]
-    if close:
-        names = " and ".join([", ".join(["1", *close[:-1]]), close[-1]])
-        lines += ["", f"{names} are within the 80% interval of the estimates: measure them to decide."]
-    if costly:
-        lines += ["", "settings of the given config that cost time (estimated by formulas):", *costly]
+    best = search.best
+    lines += [
+        "memory is AOT-compiled; time is estimated, with the 80% interval of published runs (docs/calibration.md)"
+    ]
+    lines += ["", *aligned(_rows([row for _, row in best], price_per_gpu_hour)), ""]
+    for rank, (candidate, row) in enumerate(best, start=1):
+        lines += _details(rank, candidate, row)
+    lines += ["", *_undecided([row for _, row in best], pair_spread)]
     return "\n".join(lines)
 
 
-def _is_close(one: Trial, other: Trial, pair_spread: float) -> bool:
-    """Whether the order of two configurations for the same GPUs and length is uncertain."""
-    sizes = {(trial.plan.num_devices, trial.plan.sequence_tokens) for trial in (one, other)}
-    seconds = [trial.plan.predicted.step_seconds for trial in (one, other)]
-    return len(sizes) == 1 and not is_distinguishable(*seconds, pair_spread)
-
-
-def _rows(best: Sequence[Trial], price: float | None) -> Iterator[Sequence[str]]:
-    heads = ["", "GPUs", "length", "step", "tokens/s/GPU", "GiB/GPU", "host GiB/node", "GPU-hours per 1B tokens"]
+def _rows(best: Sequence[Row], price: float | None) -> Iterator[Sequence[str]]:
+    heads = ["", "GPUs", "length", "step (80%)", "tokens/s/GPU", "GiB/GPU", "host GiB/node", "GPU-hours per 1B tokens"]
     yield heads if price is None else [*heads, "cost per 1B tokens"]
-    for rank, trial in enumerate(best, start=1):
-        plan = trial.plan
-        gpu_hours = gpu_hours_per_billion(trial)
+    for rank, row in enumerate(best, start=1):
+        low, median, high = time_interval(row)
+        rate = row["tokens_per_second_per_device"] * row["step_seconds"] / median
+        gpu_hours = 1e9 / rate / 3600
         cells = [
             str(rank),
-            plan.topology,
-            f"{plan.sequence_tokens:,}",
-            format_seconds(plan.predicted.step_seconds),
-            f"{plan.predicted.tokens_per_second_per_device:,.0f}",
-            f"{gib(plan.memory.device_peak_bytes)} of {gib(plan.memory.usable_bytes)}",
-            f"{plan.memory.host_bytes_per_node / 2**30:,.0f}",
-            amount(gpu_hours, 1),
+            row["topology"],
+            f"{row['seq_len']:,}",
+            f"{two_digits(median)} s ({two_digits(low)} to {two_digits(high)})",
+            two_digits(rate),
+            f"{row['device_peak_bytes'] / 2**30:.0f} of {row['device_usable_bytes'] / 2**30:.0f}",
+            f"{row['host_bytes_per_node'] / 2**30:,.0f}",
+            two_digits(gpu_hours),
         ]
-        yield cells if price is None else [*cells, amount(price * gpu_hours, 0)]
+        yield cells if price is None else [*cells, two_digits(price * gpu_hours)]
 
 
-def gpu_hours_per_billion(trial: Trial) -> float:
-    """GPU-hours of 1e9 tokens, padding included."""
-    return 1e9 / trial.plan.predicted.tokens_per_second_per_device / 3600
+def _details(rank: int, candidate: Candidate, row: Row) -> Iterator[str]:
+    yield f"{rank}: {space.name_of(candidate.config)}"
+    left_bytes = row["device_usable_bytes"] - row["device_peak_bytes"]
+    yield f"   leaves {left_bytes / 2**30:.0f} GiB per GPU; {space.cost(candidate.config, candidate.settings)}"
+    yield f"   share of the time: {row['time_by_resource']}"
+    if row["warnings"]:
+        yield f"   warning: {row['warnings']}"
+    if row["pools"]:
+        yield f"   needs {space.overrides(row['pools'])}"
 
 
-def bound_text(trial: Trial) -> str:
-    """What the time is spent on, and the share of memory that is used."""
-    predicted, memory = trial.plan.predicted, trial.plan.memory
-    names = {"NVLink": "waiting for NVLink", "network": "waiting for the network", "host": "waiting for host copies"}
-    shares = {
-        names.get(resource, resource): seconds / predicted.step_seconds
-        for resource, seconds in predicted.seconds_by_resource.items()
-    }
-    times = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share >= _SMALL_SHARE)
-    used = memory.device_peak_bytes / memory.usable_bytes
-    return f"{times}; GPU memory {used:.0%} of usable"
-
-
-def _why_not_first(first: Trial, other: Trial) -> str:
-    """Why `other` is not the first: its length, its GPUs, or the parts of its time per token that are longer."""
-    if other.plan.sequence_tokens < first.plan.sequence_tokens:
-        return f"not first: {other.plan.sequence_tokens / first.plan.sequence_tokens:.0%} of the length"
-    if other.plan.num_devices != first.plan.num_devices:
-        ratio = gpu_hours_per_billion(other) / gpu_hours_per_billion(first)
-        return (
-            f"not first: {other.plan.num_devices} GPUs instead of {first.plan.num_devices}, {ratio:.3g} x the GPU-hours"
-        )
-    scale = first.plan.tokens_per_step / other.plan.tokens_per_step
-    differences = _parts(other.plan.predicted)
-    differences = Counter({name: scale * seconds for name, seconds in differences.items()})
-    differences.subtract(_parts(first.plan.predicted))
-    first_seconds = first.plan.predicted.step_seconds
-    ratio = scale * other.plan.predicted.step_seconds / first_seconds
-    parts = [
-        f"{name} {seconds:+.3g} s"
-        for name, seconds in sorted(differences.items(), key=lambda part: -abs(part[1]))[:_PARTS_SHOWN]
-        if abs(seconds) >= _SMALL_SHARE * first_seconds
+def _undecided(best: Sequence[Row], spread: float) -> Iterator[str]:
+    """Which of the configurations the estimate cannot order."""
+    first = best[0]
+    close = [
+        str(rank)
+        for rank, row in enumerate(best, start=1)
+        if (row["num_devices"], row["seq_len"]) == (first["num_devices"], first["seq_len"])
+        and not is_distinguishable(row["step_seconds"], first["step_seconds"], spread)
     ]
-    return f"not first: {ratio - 1:.1%} slower" + (f" ({', '.join(parts)})" if parts else "")
+    if len(close) > 1:
+        names, ratio = " and ".join([", ".join(close[:-1]), close[-1]]), math.expm1(spread)
+        yield f"The estimate cannot order {names}: they differ by less than the 80% interval of a ratio, {ratio:.0%}."
+        yield "Of the fastest, 1 leaves the most memory. Measure them on your GPUs: jaxlc sweep --run (docs/sweep.md)."
 
 
-def _parts(predicted: Prediction) -> Counter[str]:
-    """Seconds by kind of kernel, and of waiting by resource."""
-    kinds = {kind: seconds for kind, seconds in predicted.seconds_by_kind.items() if kind != "waiting"}
-    waiting = {"NVLink": "waiting for NVLink", "network": "waiting for the network", "host": "waiting for host copies"}
-    by_resource = {text: predicted.seconds_by_resource.get(name, 0.0) for name, text in waiting.items()}
-    return Counter(kinds | by_resource)
+def row_text(row: Row) -> str:
+    """Estimated time and memory of a compiled candidate in one line, or why there are none."""
+    if row["status"] != "done":
+        return f"{row['status']}: {row['reason']}"
+    on_host = f" and {row['host_bytes_per_node'] / 2**30:,.0f} GiB of host memory" if row["host_bytes_per_node"] else ""
+    fits = "" if row["fits"] else ", does not fit"
+    return f"{two_digits(time_interval(row)[1])} s per step, {row['device_peak_bytes'] / 2**30:.0f} GiB{on_host}{fits}"
 
 
 def _nothing_fits(recommendation: Recommendation, alternatives: Alternatives) -> Iterator[str]:
-    yield "nothing fits. By the formulas, not compiled:"
+    yield "nothing fits. Estimated, not compiled:"
     if alternatives.seq_len is None:
         yield f"  no sequence length fits {recommendation.gpus}"
     else:
@@ -140,5 +102,6 @@ def _nothing_fits(recommendation: Recommendation, alternatives: Alternatives) ->
         yield "  more GPUs of this kind do not help: no mesh divides model and batch such that the step fits"
     else:
         yield f"  {alternatives.gpus.num_gpus} GPUs would do: --topology={alternatives.gpus}"
-    for trial in recommendation.search.trials[:1]:
-        yield f"  nearest: {trial.candidate.name}, {gib(trial.plan.memory.device_peak_bytes)} GiB per GPU, compiled"
+    smallest = recommendation.search.smallest
+    if smallest is not None:
+        yield f"  nearest: {smallest['overrides']}, {gib(smallest['device_peak_bytes'])} GiB per GPU, compiled"

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
@@ -62,10 +63,8 @@ def estimate(
     gpus = parse_topology(name)
     assert gpus.devices  # raises here, rather than for every point, if the compiler is not installed
     work = functools.partial(worker.estimate, topology=name, constants=constants or "")
-    about = dict(figures="estimated", topology=name, model=config.model.preset)
     roofline = from_file(constants or "")  # an invalid file is reported once, not for every point
-    if constants:  # other constants give other rows
-        about["constants"] = hashlib.sha256(Path(constants).read_bytes()).hexdigest()[:16]
+    about = about_estimates(config, name, constants)
     num_workers = int(workers) if workers else worker_processes.default_num_workers()
     points = _points(config, gpus.num_gpus, grid_flags)
     rows = run(points, work, about=about, out=out, num_workers=num_workers)
@@ -88,6 +87,18 @@ def measure(config: Config, out: Path, **flags: str | None) -> int:
     points = _points(config, local["num_devices"], flags)
     rows = run(points, worker.measure, about=about, out=out, num_workers=1)
     return ranking.report(rows, f"measured on {devices}", out)
+
+
+def about_estimates(config: Config, topology: str, constants: str | None, **options: Any) -> Row:
+    """The columns that are the same in all rows of one command, as for `run`.
+
+    Args:
+      options: further values on which estimates depend; None has no effect.
+    """
+    about = dict(figures="estimated", topology=topology, model=config.model.preset)
+    if constants:  # other constants give other rows
+        about["constants"] = hashlib.sha256(Path(constants).read_bytes()).hexdigest()[:16]
+    return about | {name: value for name, value in options.items() if value is not None}
 
 
 def run(

@@ -3,24 +3,46 @@
 Imports no jax, so that a worker process can set the environment before it imports jax.
 """
 
+import math
+import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jaxlc.config import Config
+from jaxlc.config import Config, RuntimeConfig
 from jaxlc.runtime.memory_pools import pinned_host_bytes
 from jaxlc.runtime.worker_processes import Row
-from jaxlc.search import aot
+from jaxlc.search.space import departures
 
 if TYPE_CHECKING:
     from jaxlc.plan import Plan
+    from jaxlc.plan.memory import Memory
 
 _TIMED_STEPS = 5
 
 
-def estimate(config: Config, topology: str, constants: str) -> Row:
-    """AOT-compiles the training step for `topology` and returns the values of its plan; see `plan.plan`."""
+def plan_of(config: Config, topology: str = "", constants: str = "", devices_per_process: int = 1, **options) -> "Plan":
+    """The plan of the AOT-compiled training step.
+
+    Args:
+      topology: target GPUs; default: config.runtime.topology.
+      devices_per_process: GPUs per process; fewer if they do not divide the GPUs of a domain, as in a part of a node.
+      options: further arguments of `jaxlc.plan.plan`.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # read by jax at import, here and in child processes
+    from jaxlc import plan, runtime
+    from jaxlc.simulate.topology import topology as parse_topology
+
+    runtime.start(RuntimeConfig(num_processes=1))
+    name = topology or config.runtime.topology
+    options["devices_per_process"] = math.gcd(devices_per_process, parse_topology(name).gpus_per_domain)
+    return plan.plan(config, name, constants=constants, **options)
+
+
+def estimate(config: Config, topology: str, constants: str, **options) -> Row:
+    """The values of the plan that a ranking needs. Arguments as in `plan_of`."""
     from jaxlc.plan.memory import USABLE_HOST_SHARE
 
-    result: Plan = aot.plan_of(config, topology=topology, constants=constants)["plan"]
+    result = plan_of(config, topology=topology, constants=constants, **options)
     time_of_step, memory, ring = result.predicted, result.memory, result.ring
     low, high = time_of_step.step_seconds_interval or (None, None)
     return dict(
@@ -51,7 +73,37 @@ def estimate(config: Config, topology: str, constants: str) -> Row:
         hops_by=", ".join(sorted(ring.by_backend)),
         kernel=result.kernel_choice.partition(" ")[0],
         compile_seconds=result.compile_seconds,
+        num_devices=result.num_devices,
+        time_by_resource=", ".join(
+            f"{name} {seconds / time_of_step.step_seconds:.2g}"
+            for name, seconds in time_of_step.seconds_by_resource.items()
+        ),
+        departures=len(departures(config)),
+        warnings="; ".join(_warnings(result)),
+        pools=_pool_settings(memory),
     )
+
+
+def _warnings(plan: "Plan") -> Iterator[str]:
+    """What the page of the plan warns about, except for sizes of pools (`_pool_settings`)."""
+    memory = plan.memory
+    yield from plan.hints
+    if not memory.host_pools_fit:
+        yield "the pools of pinned host memory of a node need more than it has"
+    if memory.spilled_bytes:
+        yield "unified memory: a part of the device memory is in host memory, whose accesses the estimate lacks"
+    if plan.ring.exposed and memory.is_at_schedulers_limit:
+        yield "temporaries reach the limit of XLA's scheduler, which gives up overlap"
+
+
+def _pool_settings(memory: "Memory") -> dict[str, float]:
+    """Sizes of memory pools that the step needs, as settings."""
+    settings = {}
+    if memory.is_pool_resized:
+        settings["runtime.memory_fraction"] = memory.pool_share
+    if memory.is_heap_too_small:
+        settings["runtime.nvshmem_heap_bytes"] = memory.sufficient_heap_bytes
+    return settings
 
 
 def local_devices(config: Config) -> Row:

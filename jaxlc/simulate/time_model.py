@@ -9,7 +9,7 @@ from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
-from jaxlc.hlo.collectives import Collective
+from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import Cost
 from jaxlc.simulate.efficiency import num_steps
 from jaxlc.simulate.packed_work import AttentionWork, num_ring_steps, num_shards, one_document
@@ -52,14 +52,18 @@ class TimeModel:
         return max(compute, memory), "compute" if compute > memory else "HBM"
 
     def collective_seconds(self, collective: Collective, sent_bytes: float) -> tuple[float, str]:
-        """Seconds of a collective that sends `sent_bytes` per device, and its link: "NVLink" or "network".
+        """Seconds of a collective that sends `sent_bytes` per device, and its link: "NVLink" or "network"."""
+        return self.group_seconds(collective.kind, collective.groups, sent_bytes)
+
+    def group_seconds(self, kind: str, groups: Groups, sent_bytes: float) -> tuple[float, str]:
+        """As `collective_seconds`, of replica groups.
 
         A collective that crosses NVLink domains takes as long as the slower of the two links.
         """
         device, roofline = self.gpus.device, self.roofline
-        steps = num_steps(collective.kind, len(collective.groups[0]))
+        steps = num_steps(kind, len(groups[0]))
         seconds = roofline.nvlink_seconds(device, sent_bytes, steps)
-        fraction = _crossing_fraction(collective, self.gpus.gpus_per_domain)
+        fraction = _crossing_fraction(kind, groups, self.gpus.gpus_per_domain)
         if not fraction:
             return seconds, "NVLink"
         return max(seconds, roofline.network_seconds(device, fraction * sent_bytes, steps)), "network"
@@ -91,19 +95,19 @@ class TimeModel:
         return self.overlapped_attention_seconds(exchange) >= self.exchange_seconds(exchange)
 
 
-def _crossing_fraction(collective: Collective, gpus_per_domain: int) -> float:
+def _crossing_fraction(kind: str, groups: Groups, gpus_per_domain: int) -> float:
     """Bytes that each GPU's network card sends, as a fraction of the bytes that the GPU sends; 0 within one domain.
 
     A collective permute may leave the domain with all its bytes. An all-to-all sends to members outside what is for
     them. The others pass the same bytes around all members: a domain forwards them once, and its members share that.
     """
-    domains = [Counter(member // gpus_per_domain for member in group) for group in collective.groups]
+    domains = [Counter(member // gpus_per_domain for member in group) for group in groups]
     if all(len(members) == 1 for members in domains):
         return 0
-    if collective.kind == "collective-permute":
+    if kind == "collective-permute":
         return 1
-    inside, size = min(min(members.values()) for members in domains), len(collective.groups[0])
-    if "all-to-all" in collective.kind:
+    inside, size = min(min(members.values()) for members in domains), len(groups[0])
+    if "all-to-all" in kind:
         return (size - inside) / (size - 1)
     return 1 / inside
 

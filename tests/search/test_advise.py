@@ -4,110 +4,103 @@ import dataclasses
 
 import pytest
 
-from jaxlc.config import Config, load, with_settings
-from jaxlc.core.errors import UserError
-from jaxlc.search import advise
+from jaxlc.config import Config, defaults, load, with_settings
+from jaxlc.search import advise, space
+from jaxlc.search.compile_order import Layout, Rates
+from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
 from tests.plan.gpus import small_config
-from tests.plan.sample_plan import plan_of, with_temporaries
+from tests.plan.sample_plan import MEMORY, plan_of
+
+GPUS = topology("h100:1x8")
+
+
+def config_8b(**memory) -> Config:
+    config = defaults()
+    config.model.preset = "llama3.1-8b"
+    config.mesh.context = 8
+    config.data.seq_len = 262_144
+    config.train.update(global_batch_size=4, gradient_accumulation_steps=4)
+    config.attention.update(strategy="ulysses", document_mask=False)
+    config.memory.update(memory)
+    return load(config)
 
 
 @pytest.fixture
-def compiled(monkeypatch) -> list[str]:
-    """(remat, context) of each step that is "compiled". Steps fit with full remat or with context=4."""
-    steps = []
+def compiled(monkeypatch) -> list[Config]:
+    """Configs that are "compiled": the working set of a layer is 1.5 times the estimated one."""
+    configs = []
+    none = dict.fromkeys(("device_arguments_bytes", "workspace_bytes", "nvshmem_heap_bytes", "nccl_bytes"), 0)
 
-    def plan_step(config, gpus, starting):
-        if config.train.global_batch_size % config.train.gradient_accumulation_steps:
-            raise UserError("invalid")
+    def plan_step(config, gpus, starting, **options):
         starting()
-        steps.append((config.memory.remat, config.mesh.context))
-        return plan_of(with_temporaries(40 if config.memory.remat == "full" or config.mesh.context == 4 else 80))
+        configs.append(config)
+        rates = Rates(gpus, Roofline())
+        estimate = Layout(config, rates, {"full": "cudnn"}).estimate(config.memory)
+        temporaries = int(estimate.exact_bytes + 1.5 * estimate.working_bytes)
+        sizes = dict(device_capacity_bytes=gpus.device.memory_bytes, symmetric_used_bytes=0, **none)
+        return plan_of(dataclasses.replace(MEMORY, device_temp_bytes=temporaries, **sizes))
 
     monkeypatch.setattr(advise, "plan_step", plan_step)
-    return steps
+    return configs
 
 
-def test_advice_stops_after_two_changes_that_fit(compiled):
-    config = small_config()
-    config.memory.remat = "attention"
+@pytest.mark.gpu_compiler
+def test_advice_compiles_the_fastest_changes_that_should_fit(compiled):
     descriptions = []
-    result = advise.plan_with_advice(config, topology("h100:1x4"), descriptions.append)
-    # One sequence cannot be split into two microbatches; there is no data axis; the strategy is ring already.
-    assert compiled == [("attention", 2), ("attention", 2), ("full", 2), ("attention", 4)]
-    assert descriptions == ["the training step for h100:1x4", *(f"with {change.overrides}" for change in result.advice)]
-    assert [(change.overrides, change.fits) for change in result.advice] == [
-        ("--config.memory.loss_chunk_tokens=256", False),
-        ("--config.memory.remat=full", True),
-        ("--config.mesh.tensor=1 --config.mesh.context=4", True),
-    ]
-    assert result.advice[1].device_peak_bytes == with_temporaries(40).device_peak_bytes
-    assert "VERDICT: does not fit, 20.00 GiB too much" in str(result) and "--config.memory.remat=full" in str(result)
+    result = advise.plan_with_advice(config_8b(remat="matmuls"), GPUS, descriptions.append)
+    assert descriptions == ["the training step for h100:1x8", *(f"with {change.overrides}" for change in result.advice)]
+    assert [change.fits for change in result.advice] == [True, True] and len(compiled) == 3
+    assert {(config.mesh, config.attention) for config in compiled} == {(compiled[0].mesh, compiled[0].attention)}
+    first = result.advice[0]
+    assert "--config.memory.remat=attention" in first.overrides and "recomputes" in first.cost
+    assert first.device_peak_bytes < result.memory.device_peak_bytes
+    assert "VERDICT: does not fit" in str(result) and first.overrides in str(result)
+
+
+@pytest.mark.gpu_compiler
+def test_advice_that_cannot_fit_is_short(compiled):
+    config = dataclasses.replace(config_8b(), data=dataclasses.replace(config_8b().data, seq_len=2**27))
+    result = advise.plan_with_advice(config, GPUS, lambda description: None)
+    assert result.advice == () and len(compiled) == 1
 
 
 def test_plan_with_advice_of_fitting_step_compiles_once(compiled):
-    result = advise.plan_with_advice(small_config(), topology("h100:1x4"), lambda description: None)
-    assert result.advice is None and compiled == [("full", 2)]
-
-
-def test_candidates_are_valid_settings():
-    config = small_config()
-    config.mesh.update(data=2, fsdp=2)
-    config.attention.strategy = "all_gather"
-    config.memory.remat = "none"
-    config.train.update(global_batch_size=16, eval_sequences=16)
-    config = load(config)
-    result = list(advise.candidates(config))
-    assert len(result) == 1 + 1 + 1 + 1 + 3 + 3 + 2 + 1 + 1 + 1 + 0 + 2
-    for candidate in result:
-        changed = with_settings(config, candidate.settings)
-        assert "(" not in candidate.overrides
-        assert changed != config and changed.mesh.num_devices == config.mesh.num_devices
+    result = advise.plan_with_advice(config_8b(remat="full"), GPUS, lambda description: None)
+    assert result.advice is None and len(compiled) == 1
 
 
 def long_config(**memory) -> Config:
     config = small_config()
     config.data.seq_len = 2 * 65_536  # half of it per device
+    config.train.update(global_batch_size=8, eval_sequences=8)
     config.memory.update(memory)
     return load(config)
 
 
-def last_two(config: Config) -> list[dict]:
-    """Settings of the last two candidates, which combine all changes."""
-    return [candidate.settings for candidate in advise.candidates(config)][-2:]
+@pytest.mark.parametrize("memory", [
+    {}, dict(remat="none"), dict(remat="matmuls"), dict(remat="attention", save=("mlp_gate",)),
+    dict(tile_tokens=8192, optimizer="host", parameters="host", layers_per_remat_group=2),
+])  # fmt: skip
+def test_changes_are_valid_and_have_a_cost(memory):
+    config = long_config(**memory)
+    overrides = []
+    for settings in space.changes(config):
+        assert space.cost(config, settings) or settings.get("memory.tile_tokens") == 0 or "device" in settings.values()
+        assert all(space.value_of(config, path) != value for path, value in settings.items())
+        overrides.append(space.overrides(settings))
+        assert "(" not in overrides[-1]
+        changed = with_settings(config, settings)  # raises if settings are incompatible
+        assert changed.mesh == config.mesh and changed.attention == config.attention
+    assert len(set(overrides)) == len(overrides)
 
 
-def test_candidates_end_with_all_changes_together():
-    everything, in_groups = last_two(long_config())
-    assert everything == {
-        "memory.remat": "full",
-        "memory.offload": ("residual",),
-        "memory.tile_tokens": 16_384,
-        "memory.optimizer": "host",
-        "memory.parameters": "host",
-    }
-    assert in_groups == everything | {"memory.layers_per_remat_group": 2}
-
-
-@pytest.mark.parametrize("remat", ["none", "matmuls", "attention"])
-def test_candidates_change_incompatible_remat(remat):
-    config = long_config(remat=remat)
-    with_tiles = [change for change in advise.candidates(config) if "memory.tile_tokens" in change.settings]
-    on_host = [change for change in advise.candidates(config) if change.settings.get("memory.parameters") == "host"]
-    assert len(with_tiles) == len(on_host) == 3
-    for candidate in (*with_tiles, *on_host):
-        with_settings(config, candidate.settings)  # raises if settings are incompatible
-
-
-def test_candidates_skip_current_settings():
-    config = long_config(tile_tokens=8192, optimizer="host", parameters="host", layers_per_remat_group=2)
-    result = [candidate.settings for candidate in advise.candidates(config)]
-    assert result[-1] == {"memory.remat": "full", "memory.offload": ("residual",)}
-    assert not any("memory.tile_tokens" in settings or "memory.optimizer" in settings for settings in result)
-
-
-def test_tile_candidate_replaces_all_gather():
-    config = dataclasses.replace(
-        long_config(), attention=dataclasses.replace(long_config().attention, strategy="all_gather")
+def test_cost_joins_the_parts_of_a_change():
+    config = long_config()
+    settings = {"memory.remat": "full", "memory.offload": ("residual",), "memory.optimizer": "host"}
+    assert space.cost(config, settings) == (
+        "copies every layer's input to host memory and back, and recomputes everything else;"
+        " copies AdamW's moments from host memory and back in every update"
     )
-    assert last_two(config)[0]["attention.strategy"] == "ring"
+    assert "tiles of tokens" in space.cost(config, {"memory.tile_tokens": 8192})
+    assert "smaller microbatches" in space.cost(config, {"train.gradient_accumulation_steps": 2})

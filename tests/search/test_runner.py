@@ -260,11 +260,11 @@ def test_load_ranks_stored_points_and_shows_them(tmp_path):
         sweep.load(tmp_path / "missing.jsonl")
 
 
-def test_ranked_fitting_points_first_then_by_speed():
-    def row(name, status="done", fits=True, rate=0.0):
-        return dict(name=name, status=status, fits=fits, tokens_per_second_per_device=rate)
+def test_ranked_measurements_by_speed_and_failures_last():
+    def row(name, status="done", fits=True, rate=1.0):
+        return dict(name=name, status=status, fits=fits, tokens_per_second_per_device=rate, figures="measured")
 
-    fitting = [row("slow", rate=1.0), row("fast", rate=2.0)]
+    fitting = [row("slow", rate=1.0), row("fast", rate=1.01)]
     rows = [row("broken", status="failed"), row("large", fits=False, rate=9.0), *fitting]
     assert [ranked["name"] for ranked in ranking.ranked(rows)] == ["fast", "slow", "large", "broken"]
 

@@ -1,0 +1,235 @@
+"""The settings that a search may change: meshes, attention strategies, microbatches, and what is in which memory.
+
+Each memory setting has its cost in words. Imports no jax.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxlc.config import Config, defaults, load
+from jaxlc.config.checks.mesh_checks import meshes_of
+from jaxlc.config.checks.tile_checks import tile_problems
+from jaxlc.config.schema import MemoryConfig
+from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
+
+Settings = dict[str, Any]  # path -> value: "mesh.context" -> 8
+
+_MLP = ("mlp_gate", "mlp_up")
+_QKV = ("query", "key", "value")
+_ATTENTION = ("attention_out", "attention_lse")
+
+
+class Activations(NamedTuple):
+    """What a layer keeps for the backward pass. Fields are those of config.memory."""
+
+    remat: str
+    cost: str
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    layers_per_remat_group: int = 1
+
+    @property
+    def settings(self) -> Settings:
+        values = self._asdict()
+        return {f"memory.{name}": value for name, value in values.items() if name != "cost"}
+
+    def describes(self, memory: MemoryConfig) -> bool:
+        is_grouped = memory.layers_per_remat_group > 1
+        names = ("remat", "save", "offload")
+        return is_grouped == (self.layers_per_remat_group > 1) and all(
+            getattr(memory, name) == getattr(self, name) for name in names
+        )
+
+
+ACTIVATIONS = (  # about from the most to the fewest bytes on the GPU
+    Activations("none", "saves all activations"),
+    Activations("matmuls", "recomputes the cheap parts of a layer"),
+    Activations("attention", "recomputes the output projection of attention", save=(*_QKV, *_MLP)),
+    Activations("attention", "recomputes the projections of attention", save=_MLP),
+    Activations("attention", "recomputes the projections of attention and half of the MLP", save=("mlp_gate",)),
+    Activations("attention", "recomputes the MLP", save=_QKV),
+    Activations("attention", "recomputes a layer's matrix products, but not attention"),
+    Activations("full", "copies saved activations to host memory and back, and recomputes the projections of attention",
+                save=_MLP, offload=("residual", *_ATTENTION)),
+    Activations("full", "copies saved activations to host memory and back, and recomputes a layer's matrix products",
+                offload=("residual", *_ATTENTION)),
+    Activations("full", "recomputes a layer's whole forward pass, including its communication"),
+    Activations("full", "copies every layer's input to host memory and back, and recomputes everything else",
+                offload=("residual",)),
+    Activations("attention", "recomputes everything, several layers at a time, whose inputs are in host memory",
+                offload=("residual",), layers_per_remat_group=2),
+    Activations("full", "recomputes everything, several layers at a time, whose inputs are in host memory, and each"
+                " layer of them once more", offload=("residual",), layers_per_remat_group=2),
+)  # fmt: skip
+_TILE_TOKENS = (32_768, 16_384, 8_192)  # larger tiles send KV blocks around the ring fewer times
+_STATE = (("device", "device"), ("host", "device"), ("host", "host"))  # (memory.optimizer, memory.parameters)
+_STATE_COSTS = {
+    "memory.optimizer": "copies AdamW's moments from host memory and back in every update",
+    "memory.parameters": "copies weights from host memory twice per step and for the update, and gradients to it",
+}
+_MIN_CHUNK_TOKENS = 256  # below, the loss's matrix products are too small for the GPU
+
+
+def overrides(settings: Settings) -> str:
+    """Command-line flags: "--config.mesh.context=8 --config.memory.offload=residual"."""
+    texts = {path: ",".join(value) if isinstance(value, tuple) else value for path, value in settings.items()}
+    return " ".join(f"--config.{path}={text}" for path, text in texts.items())
+
+
+def meshes(config: Config, num_devices: int, axes: Sequence[str] = MESH_AXES) -> Iterator[dict[str, int]]:
+    """Axis sizes of every mesh of `num_devices` devices; axes that are not in `axes` keep their size."""
+    fixed = {axis: size for axis, size in vars(config.mesh).items() if axis not in axes}
+    for mesh in sorted(meshes_of(num_devices), key=lambda mesh: [getattr(mesh, axis) for axis in axes]):
+        if fixed.items() <= vars(mesh).items():
+            yield dict(vars(mesh))
+
+
+def ulysses_degrees(config: Config, mesh: Mapping[str, int]) -> list[int]:
+    """Degrees that split context for hybrid, best first.
+
+    First the largest degrees that divide the KV heads, then the smallest ones that repeat KV heads. Degree `context`
+    would be ulysses, degree 1 would be ring.
+    """
+    kv_heads = max(1, config.model.num_kv_heads // mesh[TENSOR])
+    heads = config.model.num_heads // mesh[TENSOR]
+    degrees = [degree for degree in range(2, mesh[CONTEXT]) if mesh[CONTEXT] % degree == 0 and heads % degree == 0]
+    without_repeats = [degree for degree in degrees if kv_heads % degree == 0]
+    repeats = [degree for degree in degrees if degree % kv_heads == 0 and degree not in without_repeats]
+    return without_repeats[::-1] + repeats
+
+
+def strategies(config: Config, mesh: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Attention strategies and their Ulysses degrees; with context=1 all are the same program."""
+    yield "ring", 1
+    if mesh[CONTEXT] > 1:
+        yield "ulysses", 1
+        yield "all_gather", 1
+        yield from (("hybrid", degree) for degree in ulysses_degrees(config, mesh))
+
+
+def mesh_settings(mesh: Mapping[str, int], strategy: str, degree: int) -> Settings:
+    sizes = {f"mesh.{axis}": size for axis, size in mesh.items()}
+    return {**sizes, "attention.strategy": strategy, "attention.ulysses_degree": degree}
+
+
+def batch_settings(config: Config, mesh: Mapping[str, int], sequences: int) -> Settings:
+    """Microbatches of `sequences` per replica; rounds eval_sequences up to a multiple of the replicas."""
+    replicas = mesh[DATA] * mesh[FSDP]
+    return {
+        "train.gradient_accumulation_steps": max(1, config.train.global_batch_size // (sequences * replicas)),
+        "train.eval_sequences": math.ceil(config.train.eval_sequences / replicas) * replicas,
+    }
+
+
+def layouts(config: Config, num_devices: int, max_sequences: int = 8) -> Iterator[Settings]:
+    """Meshes, strategies and microbatches that divide the batch; the model may not be divisible by some of them.
+
+    Args:
+      max_sequences: of a microbatch on one replica.
+    """
+    for mesh in meshes(config, num_devices):
+        per_replica, rest = divmod(config.train.global_batch_size, mesh[DATA] * mesh[FSDP])
+        sizes = [] if rest else [size for size in range(1, max_sequences + 1) if per_replica % size == 0]
+        for (strategy, degree), size in itertools.product(strategies(config, mesh), sizes):
+            yield mesh_settings(mesh, strategy, degree) | batch_settings(config, mesh, size)
+
+
+def memory_settings(config: Config) -> Iterator[Settings]:
+    """Settings of config.memory for the mesh of `config`, in a few cases invalid ones."""
+    tokens, period = config.data.seq_len // config.mesh.context, len(config.model.layer_kinds)
+    tiles = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size and not config.model.window]
+    for activations, tile, (optimizer, parameters) in itertools.product(ACTIVATIONS, (0, *tiles), _STATE):
+        group = activations.layers_per_remat_group
+        if group > 1:
+            group = max(group, period)
+        settings = activations.settings | {
+            "memory.layers_per_remat_group": group,
+            "memory.tile_tokens": tile,
+            "memory.optimizer": optimizer,
+            "memory.parameters": parameters,
+        }
+        is_invalid = activations.remat == "none" and parameters == "host"
+        if is_invalid or config.model.num_layers % group or any(tile_problems(unchecked(config, settings))):
+            continue
+        yield settings
+
+
+def changes(config: Config) -> Iterator[Settings]:
+    """Settings that differ from `config`: those of its memory, smaller chunks of the loss, smaller microbatches."""
+    chunk, steps = config.memory.loss_chunk_tokens, config.train.gradient_accumulation_steps
+    chunks = [chunk, *([chunk // 4] if chunk // 4 >= _MIN_CHUNK_TOKENS else [])]
+    can_halve = config.train.global_batch_size % (2 * steps * config.mesh.data * config.mesh.fsdp) == 0
+    microbatches = (steps, 2 * steps) if can_halve else (steps,)
+    given = {path: value_of(config, path) for path in next(memory_settings(config))}
+    for settings in (given, *(settings for settings in memory_settings(config) if settings != given)):
+        for chunk_tokens, num_microbatches in itertools.product(chunks, microbatches):
+            also = {
+                "memory.loss_chunk_tokens": chunk_tokens,
+                "train.gradient_accumulation_steps": num_microbatches,
+            }
+            changed = {path: x for path, x in (settings | also).items() if x != value_of(config, path)}
+            if changed:
+                yield changed
+
+
+def cost(config: Config, changed: Settings) -> str:
+    """What the changed settings cost, in words."""
+    costs = []
+    if any(f"memory.{name}" in changed for name in Activations._fields):
+        memory = unchecked(config, changed).memory
+        costs += [activations.cost for activations in ACTIVATIONS if activations.describes(memory)]
+    if changed.get("memory.tile_tokens"):
+        costs.append("runs layers in tiles of tokens; each tile has its own exchanges")
+    costs += [text for path, text in _STATE_COSTS.items() if changed.get(path) == "host"]
+    if "train.gradient_accumulation_steps" in changed:
+        costs.append("smaller microbatches; weights are gathered for each")
+    if "memory.loss_chunk_tokens" in changed:
+        costs.append("smaller matrix products in the loss")
+    return "; ".join(costs)
+
+
+def unchecked(config: Config, settings: Settings) -> Config:
+    """The config with other values, without the checks of `jaxlc.config.with_settings`, which take milliseconds."""
+    sections: dict[str, Settings] = {}
+    for path, value in settings.items():
+        section, _, name = path.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    )
+
+
+def value_of(config: Config, path: str) -> Any:
+    section, _, name = path.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+@functools.cache
+def _defaults() -> Config:
+    return load(defaults())
+
+
+def departures(config: Config) -> list[str]:
+    """Settings of attention and memory that differ from `defaults()`."""
+    return [
+        f"{section}.{name}"
+        for section in ("attention", "memory")
+        for name, value in vars(getattr(_defaults(), section)).items()
+        if getattr(getattr(config, section), name) != value
+    ]
+
+
+def name_of(config: Config) -> str:
+    """Such as "context=8 ulysses, 4 microbatches, save=mlp_gate,mlp_up"."""
+    mesh, attention = config.mesh, config.attention
+    sizes = mesh_text({axis: size for axis, size in vars(mesh).items() if size > 1}) or "1 GPU"
+    degree = f"/{attention.ulysses_degree}" if attention.strategy == "hybrid" else ""
+    strategy = f" {attention.strategy}{degree}" if mesh.context > 1 else ""
+    steps, changed = config.train.gradient_accumulation_steps, [path for path in departures(config) if "memory" in path]
+    values = {path.removeprefix("memory."): value_of(config, path) for path in ("memory.remat", *changed)}
+    texts = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values.items())
+    return f"{sizes}{strategy}, {steps} microbatch{'es' if steps > 1 else ''}, {' '.join(texts)}"
