@@ -173,8 +173,8 @@ def _fastest(entries: Sequence[Entry], indices: Sequence[int]) -> int:
     return min(indices, key=lambda index: entries[index].seconds)
 
 
-def _by_memory(entry: Entry) -> tuple[int, int, float]:
-    return -round(entry.memory_left_bytes / 2**30), entry.num_departures, entry.seconds
+def _by_memory(entry: Entry) -> tuple[float, int, float]:
+    return -entry.memory_left_bytes, entry.num_departures, entry.seconds
 
 
 def is_equal(seconds: float, fastest_seconds: float) -> bool:
