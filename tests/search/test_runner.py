@@ -352,7 +352,7 @@ def test_command_run_measures_simulated_devices(tmp_path):
     (["--run", "--topology=h100:1x8"], "--topology=h100:1x8 is unsupported with --run"),
     (["--topology=h100:1x8", "--workers=0"], "invalid '0' for --workers: expected a whole number, at least 1"),
     ([], "no target GPUs: set --topology"),
-    (["--run=false"], "invalid --run=false: expected --run without a value"),
+    (["--run=maybe"], "invalid --run=maybe: expected true or false"),
     (["--run", "--constants=c.json"], "--constants=c.json is unsupported with --run"),
 ])  # fmt: skip
 def test_command_invalid_flags_exit_with_status_2(monkeypatch, capsys, flags, message):
