@@ -74,9 +74,7 @@ SECTIONS: dict[str, type] = typing.get_type_hints(Config)
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
     values = {section: _plain(getattr(config, section)) for section in SECTIONS}
-    values["data"]["mixture"] = {source["name"]: source for source in map(_plain, config.data.mixture)}
-    for source in values["data"]["mixture"].values():
-        del source["name"]
+    values["data"]["mixture"] = {source.pop("name"): source for source in map(_plain, config.data.mixture)}
     return values
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values
 from jaxlc.config.setting_paths import defaults_of, fields_of, is_part, item_of, joined
 from jaxlc.config.stage_schema import StageConfig
-from jaxlc.config.values import describe_type
+from jaxlc.config.values import as_argument, describe_type
 
 _KEY_WIDTH, _WIDTH = 54, 160
 HELP_SECTIONS = (*SECTIONS, "stages")
@@ -60,7 +60,7 @@ def _settings(path: str, part: type, defaults: dict[str, Any]) -> Iterator[Setti
             yield Setting(joined(path, name), "", comments[name], str)
             yield from _settings(f"{joined(path, name)}.NAME", item, defaults_of(item))
         elif not is_part(hint):
-            yield Setting(joined(path, name), _as_argument(defaults[name]), comments[name], hint)
+            yield Setting(joined(path, name), as_argument(defaults[name]), comments[name], hint)
 
 
 def _setting_help(setting: Setting) -> list[str]:
@@ -69,11 +69,6 @@ def _setting_help(setting: Setting) -> list[str]:
     text = textwrap.wrap(setting.comment.rstrip(".") + choices, _WIDTH - _KEY_WIDTH)
     flag = f"--config.{setting.key}={setting.default}"
     return [f"  {flag:<{_KEY_WIDTH - 3}} {text[0]}", *(" " * _KEY_WIDTH + line for line in text[1:])]
-
-
-def _as_argument(value: object) -> str:
-    """A value as it is written on the command line."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def field_comments(cls: type) -> dict[str, str]:

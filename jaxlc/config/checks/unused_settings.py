@@ -1,9 +1,11 @@
 """Settings of a run that no stage uses, which are errors. Imports no jax."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlc.config.frozen import Config
+from jaxlc.config.stage_schema import merged_settings
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import nearest_name
 
@@ -26,7 +28,7 @@ def unused_settings(configs: Sequence[Config]) -> Iterator[str]:
 
 
 def check_used(stages: Mapping[str, Mapping[str, Any]], path: str) -> None:
-    """Checks that a stage takes the value of a setting from the config. Passes without stages.
+    """Checks that a stage takes the value of a setting from the config.
 
     Args:
       stages: what each stage sets, by its name.
@@ -34,16 +36,18 @@ def check_used(stages: Mapping[str, Mapping[str, Any]], path: str) -> None:
     Raises:
       UserError: all stages have their own value; the message names their settings.
     """
-    if not stages or any(_is_inherited(stage, path) for stage in stages.values()):
+    is_length = path == "train.steps"  # each stage has its own
+    mark: Any = object()
+    marked = functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), mark)
+    if not is_length and any(_value(merged_settings(marked, stage), path) is mark for stage in stages.values()):
         return
-    own = [name for name, stage in stages.items() if _has(stage, path)]
+    own = [name for name, stage in stages.items() if is_length or _value(stage, path) is not None]
     sources = sorted({source for stage in stages.values() for source in stage.get("data", {}).get("mixture", {})})
-    source = _source(path)
     if own:
-        setting = "steps" if path == "train.steps" else path
-        settings = ", ".join(f"--config.stages.{name}.{setting}" for name in own)
+        settings = ", ".join(f"--config.stages.{name}.{'steps' if is_length else path}" for name in own)
         reason = f"the stages set it themselves; use {settings}"
-    elif source:
+    elif path.startswith("data.mixture."):
+        source = path.split(".")[2]
         nearest = nearest_name(source, sources)
         known = f"did you mean {nearest}?" if nearest else f"their sources are {', '.join(sources) or 'data.sources'}"
         reason = f"no stage has this source in its mixture; {known}"
@@ -52,27 +56,8 @@ def check_used(stages: Mapping[str, Mapping[str, Any]], path: str) -> None:
     raise UserError(f"config.{path} has no effect: {reason}")
 
 
-def _is_inherited(stage: Mapping[str, Any], path: str) -> bool:
-    if _has(stage, path):
-        return False
-    data = stage.get("data", {})
-    if source := _source(path):
-        return source in data["mixture"] if "mixture" in data else "sources" not in data
-    return not (path == "data.sources" and "mixture" in data)
-
-
-def _source(path: str) -> str:
-    """The NAME in data.mixture.NAME.FIELD; "" for other paths."""
-    return path.split(".")[2] if path.startswith("data.mixture.") else ""
-
-
-def _has(stage: Mapping[str, Any], path: str) -> bool:
-    """Whether the stage sets the setting itself; each has its own number of steps."""
-    if path == "train.steps":
-        return True
-    value: Any = stage
+def _value(values: Any, path: str) -> Any:
+    """The value at a path in nested dictionaries; None if there is none."""
     for name in path.split("."):
-        if name not in value:
-            return False
-        value = value[name]
-    return True
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
