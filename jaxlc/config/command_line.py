@@ -21,7 +21,8 @@ from jaxlc.config.frozen import Config
 from jaxlc.config.help import HELP_SECTIONS, field_comments, settings_help
 from jaxlc.config.setting_paths import hint_at, is_part
 from jaxlc.config.settings import Settings
-from jaxlc.config.stages import Stage, load_stages
+from jaxlc.config.stage_schema import Stage
+from jaxlc.config.stages import load_stages
 from jaxlc.config.values import as_argument, typed
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import did_you_mean
@@ -146,11 +147,9 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Ba
 
 def _hints(flags: type[VerbFlags]) -> dict[str, Any]:
     """The type of each flag, int for int | None."""
-    hints: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(flags).items():
-        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-        hints[name] = kinds[0] if type(None) in typing.get_args(hint) else hint
-    return {field.name: hints[field.name] for field in dataclasses.fields(flags)}
+    hints = {field.name: typing.get_type_hints(flags)[field.name] for field in dataclasses.fields(flags)}
+    kinds = {name: typing.get_args(hint) for name, hint in hints.items()}
+    return {name: kinds[name][0] if type(None) in kinds[name] else hint for name, hint in hints.items()}
 
 
 def _values(arguments: Sequence[str], flags: type[VerbFlags]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,11 +1,10 @@
 """The settings that differ from their defaults, as text and as HTML. Imports no jax."""
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlc.config.data_schema import SourceConfig
-from jaxlc.config.values import as_argument
+from jaxlc.config.values import as_argument, defaults_of
 from jaxlc.core import html
 
 Values = Mapping[str, Mapping[str, Any]]  # section -> name -> value
@@ -27,9 +26,8 @@ def _all_values(values: Values, defaults: Values) -> Iterator[tuple[str, str, An
             if not isinstance(value, Mapping):
                 yield section, name, value, default
                 continue
-            source_defaults = {key: item for key, item in vars(SourceConfig(name="")).items() if key != "name"}
             for source, set_fields in value.items():
-                for field, field_default in source_defaults.items():
+                for field, field_default in defaults_of(SourceConfig).items():
                     yield section, f"{name}.{source}.{field}", set_fields.get(field, field_default), field_default
 
 
@@ -53,9 +51,10 @@ def as_text(title: str, values: Values, defaults: Values) -> str:
 def as_html(title: str, values: Values, defaults: Values) -> str:
     """A table of the differences, and all settings of the sections in `values` in a collapsed block."""
     rows: list[tuple[str, str, str, str]] = []
-    for section, settings in itertools.groupby(differences(values, defaults), key=lambda setting: setting[0]):
-        for index, (_, name, *texts) in enumerate(settings):
-            rows.append(("" if index else section, name, *map(setting_text, texts)))
+    last_section = ""
+    for section, name, value, default in differences(values, defaults):
+        rows.append(("" if section == last_section else section, name, setting_text(value), setting_text(default)))
+        last_section = section
     text = f"{title}: differences from the defaults" if rows else f"{title}: all settings have their defaults"
     header = ("section", "setting", "value", "default")
     summary = html.table(header, rows, caption=text) if rows else html.paragraph(text)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values
-from jaxlc.config.setting_paths import defaults_of, fields_of, is_part, item_of, joined
+from jaxlc.config.setting_paths import fields_of, is_part, item_of, joined
 from jaxlc.config.stage_schema import StageConfig
-from jaxlc.config.values import as_argument, describe_type
+from jaxlc.config.values import as_argument, defaults_of, describe_type
 
 _KEY_WIDTH, _WIDTH = 54, 160
 HELP_SECTIONS = (*SECTIONS, "stages")

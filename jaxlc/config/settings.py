@@ -10,7 +10,6 @@ from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values
 from jaxlc.config.setting_paths import (
     NAMED,
     converted,
-    defaults_of,
     fields_of,
     hint_at,
     is_part,
@@ -21,7 +20,7 @@ from jaxlc.config.setting_paths import (
     set_at,
 )
 from jaxlc.config.stage_schema import StageConfig
-from jaxlc.config.values import SettingError
+from jaxlc.config.values import SettingError, defaults_of
 from jaxlc.core import html
 from jaxlc.core.suggestions import did_you_mean
 

@@ -1,10 +1,10 @@
-"""The stages of a config: their own settings, and which settings of the sections they may change. Imports no jax."""
+"""Stages of a config: their own settings, and the settings of sections that they change. Imports no jax."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxlc.config.frozen import SECTIONS
+from jaxlc.config.frozen import SECTIONS, Config
 
 # Settings that a stage may change: whole sections, and single settings of others. The rest belongs to the run.
 _SECTIONS = ("attention", "data", "evals", "memory", "mesh", "optimizer", "train")
@@ -29,6 +29,32 @@ class StageConfig:
     # gate: with a score of config.evals below its limit at its end, the run stops before the next stage; a list of
     # TASK@LENGTH=SCORE, such as needle@65536=80, in percent, and in nats for context_gain_N.
     min_scores: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(StageConfig):
+    """A stage that `load_stages` resolved. A config without stages is one stage without a name.
+
+    `steps` and `tokens` are as in the config, 0 where not set; `num_steps` and `num_tokens` are always known.
+    """
+
+    config: Config  # complete; train.steps is the global step at which the stage ends
+    first_step: int = 0  # global: optimizer steps of the stages before
+
+    @property
+    def end_step(self) -> int:
+        """The global step after the last step of this stage."""
+        return self.config.train.steps
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of this stage."""
+        return self.end_step - self.first_step
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this stage over all devices, padding included."""
+        return self.num_steps * self.config.tokens_per_step
 
 
 def refusal(stage: str, path: str) -> str:

@@ -1,6 +1,7 @@
 """Values of settings: conversion to their declared types, and the errors for invalid ones. Imports no jax."""
 
 import ast
+import dataclasses
 import math
 import numbers
 import os
@@ -66,6 +67,11 @@ def describe_type(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         return f"a list of {_KINDS[typing.get_args(hint)[0]].plural}"
     return _KINDS[hint].words
+
+
+def defaults_of(part: type) -> dict[str, Any]:
+    """The default of each setting of a section, a source or a stage."""
+    return {field.name: field.default for field in dataclasses.fields(part) if field.default is not dataclasses.MISSING}
 
 
 def as_argument(value: object) -> str:
