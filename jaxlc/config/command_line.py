@@ -34,7 +34,7 @@ _SETTING = "config."
 class VerbFlags:
     """The flags of a verb: the fields of a subclass. `--flag_name=value` sets one; a bool needs no value."""
 
-    positional: ClassVar[tuple[str, ...]] = ()  # fields that are arguments without a name; a tuple takes the rest
+    positional: ClassVar[tuple[str, ...]] = ()  # strings given without a name; a tuple of them takes the rest
     moved: ClassVar[Mapping[str, str]] = {}  # flags that the verb had, and what to use instead
 
 
@@ -189,11 +189,9 @@ def _values(arguments: Sequence[str], flags: type[VerbFlags]) -> tuple[dict[str,
 def _add_positional(values: dict[str, Any], word: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> None:
     """Adds an argument without a name to `values`."""
     for name in flags.positional:
-        if typing.get_origin(hints[name]) is tuple:
-            values[name] = (*values.get(name, ()), word)
-            return
-        if name not in values:
-            values[name] = word
+        is_tuple = typing.get_origin(hints[name]) is tuple
+        if is_tuple or name not in values:
+            values[name] = (*values.get(name, ()), word) if is_tuple else word
             return
     form = "settings as --config.section.key=value" if issubclass(flags, ConfigFlags) else "flags as --name=value"
     raise UserError(f"{word!r} is not a flag; write {form}")

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from jaxlc.config.checks.stage_checks import SCHEDULE, check_used, contradictions, run_problems
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.frozen import SECTIONS, Config
-from jaxlc.config.loading import load
+from jaxlc.config.loading import from_dict, load
 from jaxlc.config.schema import TrainConfig
 from jaxlc.config.setting_paths import converted
 from jaxlc.config.stage_schema import Stage, StageConfig, merged_settings
@@ -81,7 +81,7 @@ def _resolved(values: dict[str, Any], overrides: Iterable[str]) -> tuple[Stage, 
 def _load(name: str, own: Mapping[str, Any], settings: dict[str, dict[str, Any]]) -> Config:
     """The config of a stage. Errors name the settings that the stage changes as config.stages.NAME.SECTION.KEY."""
     try:
-        return load(ConfigDict(settings))
+        return from_dict(settings)
     except UserError as error:
         message = str(error)
         for section in SECTIONS:

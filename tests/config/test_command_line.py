@@ -211,6 +211,17 @@ def test_parse_config_file_without_get_config_raises(tmp_path):
     assert "expected a function get_config(variant)" in error_of(f"--config={tmp_path}/mine.py")
 
 
+def test_config_file_that_fails_at_import_names_its_line(tmp_path):
+    path = tmp_path / "mine.py"
+    for code, words in [
+        ("from jaxlc.config import defaults\ndefaults().train.stps = 1\n", "line 2: unknown setting config.train.stps"),
+        ("\nimport no_such_module\n", "line 2 fails with ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def get_config(variant):\n    return int('x')\n", f"{path}: invalid literal for int()"),
+    ]:
+        path.write_text(code)
+        assert words in error_of(f"--config={path}")
+
+
 def test_run_main_returns_the_status_of_main():
     argv = ["program", QUICKSTART, "--config.train.steps=130"]
     assert run_main(lambda command: command.config.train.steps, argv, description="") == 130

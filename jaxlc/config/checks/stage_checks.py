@@ -95,7 +95,7 @@ def check_used(stages: Mapping[str, Mapping[str, Any]], path: str) -> None:
       UserError: all stages have their own value; the message names their settings.
     """
     is_length = path == "train.steps"  # each stage has its own
-    mark: Any = object()
+    mark: Any = object()  # a value that no stage has, and a config that sets only this one
     marked = functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), mark)
     if not is_length and any(_value(merged_settings(marked, stage), path) is mark for stage in stages.values()):
         return
