@@ -33,12 +33,12 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     Raises:
       UserError: as `load`.
     """
-    values = converted("", values)
-    if stages := values.pop("stages", {}):
+    parts: dict[str, Any] = converted("", values)
+    if stages := parts.pop("stages", {}):
         names = ", ".join(stages)
         raise UserError(f"the config has the stages {names}: use jaxlc.config.load_stages, and the config of one stage")
     sections = {
-        section: {name: value for name, value in values.get(section, {}).items() if value is not None}
+        section: {name: value for name, value in parts.get(section, {}).items() if value is not None}
         for section in SECTIONS
     }
     sections["model"] = _with_shape(sections["model"])
