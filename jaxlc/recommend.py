@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 def _recommend(command: ParsedCommand[Flags]) -> int:
     flags = command.flags
     topology = target_topology(flags.topology, command.stages[0].config)
-    model, source = flags.model or "", ":".join(filter(None, (command.config_path, command.variant)))
+    model, source = flags.model or "", flags.config
     start_on_cpu()
     from jaxlc.search import recommend_stages
     from jaxlc.simulate.topology import topology as parse_topology

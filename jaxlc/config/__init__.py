@@ -24,7 +24,8 @@ from jaxlc.config.schema import (
     TrainConfig,
 )
 from jaxlc.config.settings import defaults
-from jaxlc.config.stages import Stage, load_stages
+from jaxlc.config.stage_schema import Stage
+from jaxlc.config.stages import load_stages
 
 __all__ = [
     "PRESETS",

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.settings import defaults
-from jaxlc.config.values import parse_length
+from jaxlc.config.values import Tokens, typed
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import suggestion
 
@@ -34,7 +34,7 @@ def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> C
         if model is None:
             raise UserError("no model is given: use --model=NAME or --config=NAME with --seq_len")
         config = defaults()
-        config.data.seq_len = parse_length(length, "seq_len") if length else _DEFAULT_SEQ_LEN
+        config.data.seq_len = typed("--seq_len", length, Tokens) if length else _DEFAULT_SEQ_LEN
         num_sequences = max(1, TOKENS_PER_STEP // config.data.seq_len)
         config.train.global_batch_size = 2 ** (num_sequences.bit_length() - 1)  # rounded down, so that GPUs divide it
     elif length:
@@ -42,7 +42,7 @@ def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> C
             raise UserError(
                 "unsupported: --seq_len for a config with stages; use --config.stages.NAME.data.seq_len=TOKENS"
             )
-        config.data.seq_len = parse_length(length, "seq_len")
+        config.data.seq_len = typed("--seq_len", length, Tokens)
     if model is not None:
         set_model(config, model)
     return config

@@ -16,25 +16,25 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from ml_collections import ConfigDict
 
-from jaxlc.config.checks.unused_settings import check_used
 from jaxlc.config.files import read_config, shipped_configs
-from jaxlc.config.frozen import SECTIONS, Config
+from jaxlc.config.frozen import Config
 from jaxlc.config.help import HELP_SECTIONS, field_comments, settings_help
-from jaxlc.config.setting_paths import converted, hint_at, is_part, set_at
+from jaxlc.config.setting_paths import hint_at, is_part
 from jaxlc.config.settings import Settings
-from jaxlc.config.stages import Stage, load_stages
-from jaxlc.config.values import typed, without_none
+from jaxlc.config.stage_schema import Stage
+from jaxlc.config.stages import load_stages
+from jaxlc.config.values import as_argument, typed
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import did_you_mean
 
-_SETTING = "--config."
+_SETTING = "config."
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerbFlags:
     """The flags of a verb: the fields of a subclass. `--flag_name=value` sets one; a bool needs no value."""
 
-    positional: ClassVar[tuple[str, ...]] = ()  # fields that are arguments without a name; a tuple takes the rest
+    positional: ClassVar[tuple[str, ...]] = ()  # strings given without a name; a tuple of them takes the rest
     moved: ClassVar[Mapping[str, str]] = {}  # flags that the verb had, and what to use instead
 
 
@@ -60,8 +60,6 @@ FlagsT = TypeVar("FlagsT", bound=VerbFlags)
 class ParsedCommand(Generic[FlagsT]):
     flags: FlagsT
     stages: tuple[Stage, ...] = ()  # one without a name for a config without stages
-    config_path: str = ""  # as given: a shipped name or a path, without the variant
-    variant: str = ""  # "": none
     workdir: str = ""
 
     @property
@@ -121,9 +119,8 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Ba
     Raises:
       UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or fails.
     """
-    values = _values(argv[1:], flags)
-    overrides = {name.removeprefix(_SETTING): values.pop(name) for name in [*values] if name.startswith(_SETTING)}
-    parsed = flags(**{name.removeprefix("--"): value for name, value in values.items()})
+    values, overrides = _values(argv[1:], flags)
+    parsed = flags(**values)
     if not isinstance(parsed, ConfigFlags):
         return ParsedCommand(flags=parsed)
     config = read_config(parsed.config) if parsed.config else None
@@ -134,73 +131,70 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Ba
             "no config is given: use --config=NAME or --config=FILE.py; the shipped configs are"
             f" {', '.join(shipped_configs())}"
         )
-    config_path, _, variant = parsed.config.partition(":")
-    stem = "-".join(filter(None, [Path(config_path).stem, variant.replace("/", "-")]))
-    return ParsedCommand(
-        flags=parsed,
-        stages=_selected(load_stages(_with_overrides(config, overrides)), getattr(parsed, "stage", "")),
-        config_path=config_path,
-        variant=variant,
-        workdir=parsed.workdir or f"runs/{stem}",
-    )
-
-
-def _with_overrides(config: ConfigDict, overrides: Mapping[str, Any]) -> Settings:
-    """`config` with the values of `--config.PATH=value` arguments.
-
-    Raises:
-      UserError: a value that cannot be set, or that no stage would use.
-    """
     settings = config if isinstance(config, Settings) else Settings(values=config.to_dict())
-    for path, value in overrides.items():
-        set_at(settings, path, value)
-    stages = converted("stages", settings.stages)
-    for path in overrides:
-        if path.partition(".")[0] in SECTIONS:
-            check_used(stages, path)
-    return settings
-
-
-def _selected(stages: tuple[Stage, ...], name: str) -> tuple[Stage, ...]:
-    """The stage with this name, or all stages."""
+    settings.update_from_flattened_dict(overrides)
+    stages = load_stages(settings, overrides=overrides)
+    name = getattr(parsed, "stage", "")
     selected = tuple(stage for stage in stages if name in ("", stage.name))
     if not selected:
         names = [stage.name for stage in stages if stage.name]
         advice = did_you_mean(name, names) if names else "the config has no stages"
         raise UserError(f"unknown --stage={name}: {advice}")
-    return selected
+    path, _, variant = parsed.config.partition(":")
+    stem = "-".join(filter(None, [Path(path).stem, variant.replace("/", "-")]))
+    return ParsedCommand(flags=parsed, stages=selected, workdir=parsed.workdir or f"runs/{stem}")
 
 
 def _hints(flags: type[VerbFlags]) -> dict[str, Any]:
-    """The type of each flag."""
-    hints = typing.get_type_hints(flags)
-    return {field.name: hints[field.name] for field in dataclasses.fields(flags)}
+    """The type of each flag, int for int | None."""
+    hints = {field.name: typing.get_type_hints(flags)[field.name] for field in dataclasses.fields(flags)}
+    kinds = {name: typing.get_args(hint) for name, hint in hints.items()}
+    return {name: kinds[name][0] if type(None) in kinds[name] else hint for name, hint in hints.items()}
 
 
-def _values(arguments: Sequence[str], flags: type[VerbFlags]) -> dict[str, Any]:
-    """The values of the arguments, by "--flag" and "--config.a.b". A flag with several values may be repeated."""
-    hints, values, positional = _hints(flags), dict[str, Any](), list[str]()
+def _values(arguments: Sequence[str], flags: type[VerbFlags]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flags by their names, and the settings by their paths. One with several values may be repeated.
+
+    Raises:
+      UserError: an unknown flag, an invalid value, or an argument without a name that is missing or one too many.
+    """
+    hints, values, overrides = _hints(flags), dict[str, Any](), dict[str, Any]()
     words = iter(arguments)
     for word in words:
         if not word.startswith("-") or word == "-":
-            positional.append(word)
+            _add_positional(values, word, hints, flags)
             continue
         name, has_value, value = word.lstrip("-").partition("=")
         is_negated = name.startswith("noconfig.")
-        name = "--" + (name.removeprefix("no") if is_negated else name)
+        name = name.removeprefix("no") if is_negated else name
         hint = _hint(name, hints, flags)
         if is_negated and (hint is not bool or has_value):
             raise UserError(f"invalid {word}: only a setting that is true or false has this form")
         if not has_value and hint is bool:
             value = str(not is_negated)
         elif not has_value and (value := next(words, None)) is None:
-            raise UserError(f"Missing value for flag {name}; write it as --name=value")
+            raise UserError(f"Missing value for flag --{name}; write it as --name=value")
+        given, key = (values, name) if name in hints else (overrides, name.removeprefix(_SETTING))
         if typing.get_origin(hint) is list:  # repeated as a whole, without commas
-            value = [*values.get(name, []), value]
+            value = [*given.get(key, []), value]
         elif not is_part(hint):
-            value = typed(name.removeprefix("--config.") if name.startswith(_SETTING) else name, value, hint)
-        values[name] = (*values[name], *value) if isinstance(value, tuple) and name in values else value
-    return values | _positional_values(positional, hints, flags)
+            value = typed(key if given is overrides else f"--{key}", value, hint)
+        given[key] = (*given[key], *value) if isinstance(value, tuple) and key in given else value
+    for field in dataclasses.fields(flags):
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise UserError(f"no {field.name.upper()} is given: {field_comments(flags)[field.name]}")
+    return values, overrides
+
+
+def _add_positional(values: dict[str, Any], word: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> None:
+    """Adds an argument without a name to `values`."""
+    for name in flags.positional:
+        is_tuple = typing.get_origin(hints[name]) is tuple
+        if is_tuple or name not in values:
+            values[name] = (*values.get(name, ()), word) if is_tuple else word
+            return
+    form = "settings as --config.section.key=value" if issubclass(flags, ConfigFlags) else "flags as --name=value"
+    raise UserError(f"{word!r} is not a flag; write {form}")
 
 
 def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
@@ -213,33 +207,14 @@ def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
     if name.startswith(_SETTING) and takes_config:
         return hint_at(name.removeprefix(_SETTING))
     known = [flag for flag in hints if flag not in flags.positional]
-    flag = name.removeprefix("--")
-    if flag in known:
-        return without_none(hints[flag])
-    new = flag.replace("-", "_")
+    if name in known:
+        return hints[name]
+    new = name.replace("-", "_")
     if new in flags.moved or new in known:
-        raise UserError(f"unknown flag {name}: use {flags.moved.get(new, f'--{new}')}")
-    is_setting = takes_config and flag.partition(".")[0] in HELP_SECTIONS
-    candidates = [f"config.{flag}"] if is_setting else known
-    raise UserError(f"unknown flag {name}: {did_you_mean(flag, candidates, '--{}')}")
-
-
-def _positional_values(words: Sequence[str], hints: Mapping[str, Any], flags: type[VerbFlags]) -> dict[str, Any]:
-    """The values of the arguments without a name."""
-    rest = list(words)
-    values: dict[str, Any] = {}
-    for name in flags.positional:
-        is_tuple = typing.get_origin(hints[name]) is tuple
-        if rest:
-            values[name] = tuple(rest) if is_tuple else typed(f"--{name}", rest[0], hints[name])
-            rest = rest[len(rest) if is_tuple else 1 :]
-        elif dataclasses.MISSING is next(field.default for field in dataclasses.fields(flags) if field.name == name):
-            raise UserError(f"no {name.upper()} is given: {field_comments(flags)[name]}")
-    if rest and issubclass(flags, ConfigFlags):
-        raise UserError(f"{rest[0]!r} is not a flag; write settings as --config.section.key=value")
-    if rest:
-        raise UserError(f"{rest[0]!r} is not a flag; write flags as --name=value")
-    return values
+        raise UserError(f"unknown flag --{name}: use {flags.moved.get(new, f'--{new}')}")
+    is_setting = takes_config and name.partition(".")[0] in HELP_SECTIONS
+    candidates = [f"{_SETTING}{name}"] if is_setting else known
+    raise UserError(f"unknown flag --{name}: {did_you_mean(name, candidates, '--{}')}")
 
 
 def help_text(description: str, flags: type[VerbFlags] = ConfigFlags, sections: Sequence[str] = ()) -> str:
@@ -259,7 +234,6 @@ def _flag_lines(flags: type[VerbFlags]) -> Iterator[str]:
     comments = {name: text for cls in reversed(flags.__mro__[:-1]) for name, text in field_comments(cls).items()}
     for field in dataclasses.fields(flags):
         name = field.name.upper() if field.name in flags.positional else f"--{field.name}"
-        default = field.default
-        has_default = default not in (dataclasses.MISSING, None, "", ()) and not isinstance(default, bool)
-        shown = f"; default: {','.join(map(str, default)) if isinstance(default, tuple) else default}"
-        yield f"  {name:<22} {comments[field.name]}{shown if has_default else ''}"
+        has_default = field.default not in (dataclasses.MISSING, None, "", ()) and not isinstance(field.default, bool)
+        default = f"; default: {as_argument(field.default)}" if has_default else ""
+        yield f"  {name:<22} {comments[field.name]}{default}"

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlc.config.data_schema import SourceConfig
+from jaxlc.config.values import as_argument, defaults_of
 from jaxlc.core import html
 
 Values = Mapping[str, Mapping[str, Any]]  # section -> name -> value
@@ -20,21 +21,19 @@ def _all_values(values: Values, defaults: Values) -> Iterator[tuple[str, str, An
     """Yields (section, name, value, default) of each setting; the name is mixture.NAME.FIELD for those of sources."""
     for section, fields in defaults.items():
         for name, default in fields.items():
-            value = values.get(section, {}).get(name, default)
+            value = values.get(section, {}).get(name)
+            value = default if value is None else value
             if not isinstance(value, Mapping):
                 yield section, name, value, default
                 continue
-            source_defaults = {key: item for key, item in vars(SourceConfig(name="")).items() if key != "name"}
             for source, set_fields in value.items():
-                for field, field_default in source_defaults.items():
+                for field, field_default in defaults_of(SourceConfig).items():
                     yield section, f"{name}.{source}.{field}", set_fields.get(field, field_default), field_default
 
 
 def setting_text(value: Any) -> str:
-    """A value as it is written on the command line: lists with commas, an empty one as ()."""
-    if isinstance(value, (tuple, list)):
-        return ",".join(map(str, value)) or "()"
-    return repr(value) if value == "" else str(value)
+    """A value as it is written on the command line, an empty one as () or ''."""
+    return as_argument(value) or ("''" if value == "" else "()")
 
 
 def as_text(title: str, values: Values, defaults: Values) -> str:
@@ -56,14 +55,9 @@ def as_html(title: str, values: Values, defaults: Values) -> str:
     for section, name, value, default in differences(values, defaults):
         rows.append(("" if section == last_section else section, name, setting_text(value), setting_text(default)))
         last_section = section
-    if rows:
-        summary = html.table(
-            ("section", "setting", "value", "default"), rows, caption=f"{title}: differences from the defaults"
-        )
-    else:
-        summary = html.paragraph(f"{title}: all settings have their defaults")
-    lines = [
-        f"{section}.{name} = {setting_text(value)}"
-        for section, name, value, _ in _all_values(values, {section: defaults[section] for section in values})
-    ]
+    text = f"{title}: differences from the defaults" if rows else f"{title}: all settings have their defaults"
+    header = ("section", "setting", "value", "default")
+    summary = html.table(header, rows, caption=text) if rows else html.paragraph(text)
+    shown = {section: fields for section, fields in defaults.items() if section in values}
+    lines = [f"{section}.{name} = {setting_text(value)}" for section, name, value, _ in _all_values(values, shown)]
     return summary + html.details(f"all {len(lines)} settings", html.preformatted("\n".join(lines)))

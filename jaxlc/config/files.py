@@ -1,11 +1,10 @@
 """Config files: Python files that define `get_config(variant) -> ConfigDict`, found by path or by the name of a shipped
 one. Imports no jax."""
 
-import importlib.util
+import runpy
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 from ml_collections import ConfigDict
 
@@ -35,17 +34,13 @@ def read_config(name: str) -> ConfigDict:
     """
     name, _, variant = name.partition(":")
     path = _find(name)
-    module = _import_file(path)
-    if not hasattr(module, "get_config"):
-        raise UserError(f"invalid config file {name}: expected a function get_config(variant), as in quickstart.py")
     try:
-        config = module.get_config(variant)
-    except SettingError as error:
-        raise UserError(f"{_place(error, path)}: {error}") from error
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
+        get_config = runpy.run_path(str(path)).get("get_config")  # names such as 256k.py cannot be imported
+        config = get_config(variant) if get_config else None
     except Exception as error:
-        raise UserError(_with_line(error, path)) from error
+        raise UserError(_error_text(error, name, path)) from error
+    if get_config is None:
+        raise UserError(f"invalid config file {name}: expected a function get_config(variant), as in quickstart.py")
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"invalid config file {name}: get_config returned {type(config).__name__}, expected the ConfigDict of"
@@ -60,11 +55,9 @@ def check_variant(variant: str, variants: Sequence[str]) -> None:
     Raises:
       UserError: it is not.
     """
-    if variant in ("", *variants):
-        return
-    if not variants:
-        raise UserError(f"unknown variant {variant!r}: this config has no variants")
-    raise UserError(f"unknown variant {variant!r}: {did_you_mean(variant, variants)}")
+    if variant not in ("", *variants):
+        advice = did_you_mean(variant, variants) if variants else "this config has no variants"
+        raise UserError(f"unknown variant {variant!r}: {advice}")
 
 
 def shrink_for_cpu(config: ConfigDict, *, simulated_devices: int = 8) -> None:
@@ -106,29 +99,15 @@ def _find(name: str) -> Path:
     )
 
 
-def _import_file(path: Path) -> ModuleType:
-    # Loaded by path: names such as 256k.py cannot be imported.
-    spec = importlib.util.spec_from_file_location("jaxlc_config_file", path)
-    assert spec is not None and spec.loader is not None, path  # the suffix is .py
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(_with_line(error, path)) from error
-    return module
-
-
-def _with_line(error: Exception, path: Path) -> str:
-    """The error of a config file in one line, with the file's line."""
-    last_frame = traceback.extract_tb(error.__traceback__)[-1]
-    if isinstance(error, ValueError) and Path(last_frame.filename).resolve() == path.resolve():
-        return f"{path}: {error}"  # raised by the file itself, for its user
-    text = " ".join(str(error).split())
-    return f"{_place(error, path)} fails with {type(error).__name__}: {text}"
-
-
-def _place(error: Exception, path: Path) -> str:
-    """The file, and its last line that the error passed through."""
+def _error_text(error: Exception, name: str, path: Path) -> str:
+    """The error of the config file at `path` in one line, with the last line of the file that it passed through."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
-    return f"{path} line {lines[-1]}" if lines else str(path)
+    own = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    place = f"{path} line {own[-1].lineno}" if own else path
+    if isinstance(error, SettingError):
+        return f"{place}: {error}"
+    if isinstance(error, UserError):
+        return f"{name}: {error}"
+    if isinstance(error, ValueError) and frames[-1:] == own[-1:]:
+        return f"{path}: {error}"  # raised by the file itself, for its user
+    return f"{place} fails with {type(error).__name__}: {' '.join(str(error).split())}"

@@ -21,6 +21,7 @@ from jaxlc.config.schema import (
     TrainConfig,
 )
 from jaxlc.config.trained_params import num_adapter_params, num_frozen_params
+from jaxlc.config.values import defaults_of
 from jaxlc.core.flops import training_flops
 
 DEFAULT_PRESET = "tiny"
@@ -74,9 +75,7 @@ SECTIONS: dict[str, type] = typing.get_type_hints(Config)
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
     values = {section: _plain(getattr(config, section)) for section in SECTIONS}
-    values["data"]["mixture"] = {source["name"]: source for source in map(_plain, config.data.mixture)}
-    for source in values["data"]["mixture"].values():
-        del source["name"]
+    values["data"]["mixture"] = {source.pop("name"): source for source in map(_plain, config.data.mixture)}
     return values
 
 
@@ -87,6 +86,7 @@ def _plain(part: Any) -> dict[str, Any]:
 
 def default_values(preset: str) -> dict[str, dict[str, Any]]:
     """The default of every setting, section by section; for the model, those of `preset`, a key of PRESETS."""
-    sections = {name: dict(vars(cls())) for name, cls in SECTIONS.items() if cls is not ModelConfig}
+    sections = {section: defaults_of(cls) for section, cls in SECTIONS.items()}
+    sections["model"] = {**vars(PRESETS[preset]), "preset": DEFAULT_PRESET}
     sections["data"]["mixture"] = dict[str, Any]()
-    return {"model": {**vars(PRESETS[preset]), "preset": DEFAULT_PRESET}, **sections}
+    return sections

@@ -8,10 +8,10 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values
-from jaxlc.config.setting_paths import defaults_of, fields_of, is_part, item_of, joined
+from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS
+from jaxlc.config.setting_paths import fields_of, hint_at, is_part, item_of, joined
 from jaxlc.config.stage_schema import StageConfig
-from jaxlc.config.values import describe_type
+from jaxlc.config.values import as_argument, defaults_of, describe_type
 
 _KEY_WIDTH, _WIDTH = 54, 160
 HELP_SECTIONS = (*SECTIONS, "stages")
@@ -43,24 +43,18 @@ def section_text(section: str) -> str:
 
 def settings_of(section: str) -> Iterator[Setting]:
     """The settings of a section of HELP_SECTIONS, of the sources of a mixture, and of a stage."""
-    if section == "stages":
-        yield from _settings("stages.NAME", StageConfig, defaults_of(StageConfig))
-        return
-    defaults = default_values(DEFAULT_PRESET)[section]
+    path = "stages.NAME" if section == "stages" else section
+    part = hint_at(path)
+    comments, defaults = field_comments(part), defaults_of(part)
     if section == "model":
-        defaults = dict.fromkeys(defaults, "from the preset") | {"preset": DEFAULT_PRESET, "init_from": ""}
-    yield from _settings(section, SECTIONS[section], defaults)
-
-
-def _settings(path: str, part: type, defaults: dict[str, Any]) -> Iterator[Setting]:
-    """The settings of the part at `path`, and of the named parts in it."""
-    comments = field_comments(part)
+        defaults = dict.fromkeys(comments, "from the preset") | {"preset": DEFAULT_PRESET, "init_from": ""}
     for name, hint in fields_of(part).items():
-        if item := item_of(hint):
-            yield Setting(joined(path, name), "", comments[name], str)
-            yield from _settings(f"{joined(path, name)}.NAME", item, defaults_of(item))
+        key = joined(path, name)
+        if item_of(hint):
+            yield Setting(key, "", comments[name], str)
+            yield from settings_of(f"{key}.NAME")
         elif not is_part(hint):
-            yield Setting(joined(path, name), _as_argument(defaults[name]), comments[name], hint)
+            yield Setting(key, as_argument(defaults[name]), comments[name], hint)
 
 
 def _setting_help(setting: Setting) -> list[str]:
@@ -69,11 +63,6 @@ def _setting_help(setting: Setting) -> list[str]:
     text = textwrap.wrap(setting.comment.rstrip(".") + choices, _WIDTH - _KEY_WIDTH)
     flag = f"--config.{setting.key}={setting.default}"
     return [f"  {flag:<{_KEY_WIDTH - 3}} {text[0]}", *(" " * _KEY_WIDTH + line for line in text[1:])]
-
-
-def _as_argument(value: object) -> str:
-    """A value as it is written on the command line."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def field_comments(cls: type) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Converts an editable ConfigDict to checked and frozen dataclasses. Imports no jax."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -23,12 +24,21 @@ def load(config: ConfigDict | Config) -> Config:
     """
     if not isinstance(config, ConfigDict | Config):
         raise UserError(f"invalid config {config!r}: expected what jaxlc.config.read_config or defaults returns")
-    values = converted("", to_dict(config) if isinstance(config, Config) else config.to_dict())
-    if stages := values.pop("stages", {}):
+    return from_dict(to_dict(config) if isinstance(config, Config) else config.to_dict())
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """The Config that `to_dict` converted, such as the one that a checkpoint stores.
+
+    Raises:
+      UserError: as `load`.
+    """
+    parts: dict[str, Any] = converted("", values)
+    if stages := parts.pop("stages", {}):
         names = ", ".join(stages)
         raise UserError(f"the config has the stages {names}: use jaxlc.config.load_stages, and the config of one stage")
     sections = {
-        section: {name: value for name, value in values.get(section, {}).items() if value is not None}
+        section: {name: value for name, value in parts.get(section, {}).items() if value is not None}
         for section in SECTIONS
     }
     sections["model"] = _with_shape(sections["model"])
@@ -50,22 +60,13 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
     values = to_dict(config)
     for path, value in settings.items():
         set_at(values, path, value)
-    return load(ConfigDict(values))
+    return from_dict(values)
 
 
 def transport_settings(transport: str) -> dict[str, Any]:
     """The settings that select a transport; the NVSHMEM heap is reset for transports other than NVSHMEM."""
     heap: dict[str, Any] = {} if transport in ("auto", "nvshmem") else {"runtime.nvshmem_heap_bytes": 0}
     return {"runtime.transport": transport} | heap
-
-
-def from_dict(values: dict[str, dict[str, Any]]) -> Config:
-    """The Config that `to_dict` converted, such as the one that a checkpoint stores.
-
-    Raises:
-      UserError: as `load`.
-    """
-    return load(ConfigDict(values))
 
 
 def _with_shape(model: dict[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,6 @@ def fields_of(part: type) -> dict[str, Any]:
     return hints | own_parts.get(part, {})
 
 
-@functools.cache
-def defaults_of(part: type) -> dict[str, Any]:
-    """The default of each setting of a source or of a stage."""
-    return {field.name: field.default for field in dataclasses.fields(part) if field.name in fields_of(part)}
-
-
 def joined(path: str, name: str) -> str:
     """The path of `name` in the part at `path`; the path of the config is ""."""
     return f"{path}.{name}" if path else name

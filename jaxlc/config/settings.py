@@ -10,7 +10,6 @@ from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values
 from jaxlc.config.setting_paths import (
     NAMED,
     converted,
-    defaults_of,
     fields_of,
     hint_at,
     is_part,
@@ -21,7 +20,7 @@ from jaxlc.config.setting_paths import (
     set_at,
 )
 from jaxlc.config.stage_schema import StageConfig
-from jaxlc.config.values import SettingError
+from jaxlc.config.values import SettingError, defaults_of
 from jaxlc.core import html
 from jaxlc.core.suggestions import did_you_mean
 
@@ -60,29 +59,25 @@ class Settings(ConfigDict):
         super().__setitem__(key, value)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute in self.keys() or attribute.startswith("_"):
-            return super().__getattr__(attribute)
-        return self._unset(attribute)
-
-    def _unset(self, name: str) -> Any:
-        """What is read where nothing is set: the name or a default of a source or stage, no stages, an empty section.
+        """The value. Where none is set: the name or a default of a source or stage, no stages, or an empty section.
 
         Raises:
           SettingError: there is no such setting or source, or the stage takes the value from the config.
         """
-        part, path = hint_at(self._path), joined(self._path, name)
+        if attribute in self.keys() or attribute.startswith("_"):
+            return super().__getattr__(attribute)
+        part, path = hint_at(self._path), joined(self._path, attribute)
         if item := item_of(part):
-            names = list(self.keys())
-            question = did_you_mean(name, names or ["(none)"])
+            question = did_you_mean(attribute, list(self.keys()) or ["(none)"])
             advice = f"add it with config.{path} = dict({next(iter(fields_of(item)))}=...)"
             raise SettingError(f"unknown {NAMED[item]} config.{path}: {question}; {advice}")
-        if part in NAMED and name == "name":
+        if part in NAMED and attribute == "name":
             return self._path.rpartition(".")[2]
         if is_part(hint_at(path)):
-            self[name] = {}
-            return self[name]
+            self[attribute] = {}
+            return self[attribute]
         if part in NAMED:
-            return defaults_of(part)[name]
+            return defaults_of(part)[attribute]
         raise SettingError(f"config.{path} is not set: the stage has the value of config.{path.split('.', 2)[2]}")
 
     def update_from_flattened_dict(self, flattened_dict: Mapping[str, Any], strip_prefix: str = "") -> None:
@@ -120,14 +115,11 @@ class Settings(ConfigDict):
         """One line per value, indented by the depth of the part."""
         indent = "  " * len(list(filter(None, self._path.split("."))))
         for name, value in self.items():
-            if isinstance(value, Settings):
+            if isinstance(value, Settings | Stages):
                 yield from (f"{indent}{name}:", *value._lines())
-            elif isinstance(value, Stages):
-                yield f"{name}:"
-                for stage in value:
-                    yield from (f"  {stage.name}:", *stage._lines())
             else:
-                yield f"{indent}{name}: {_value_text(value)}"
+                text = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+                yield f"{indent}{name}: {'not set' if value is None else text}"
 
     def __repr__(self) -> str:
         return str(self)
@@ -137,13 +129,8 @@ class Settings(ConfigDict):
             return html.preformatted(str(self))
         values = {self._path: self.to_dict()} if self._path else self.to_dict()
         preset = values.get("model", {}).get("preset") or DEFAULT_PRESET
-        is_set = {
-            section: {name: value for name, value in values[section].items() if value is not None}
-            for section in SECTIONS
-            if section in values
-        }
         title = f"Settings of {self._path}" if self._path else "Settings"
-        return differences.as_html(title, is_set, default_values(preset))
+        return differences.as_html(title, values, default_values(preset))
 
 
 class Stages(Sequence[Settings]):
@@ -156,24 +143,26 @@ class Stages(Sequence[Settings]):
         return len(self._stages)
 
     def __getitem__(self, key: SupportsIndex | slice | str) -> Any:
-        if not isinstance(key, str):
-            return self._stages[key]
-        by_name = {stage.name: stage for stage in self}
-        if key not in by_name:
-            known = did_you_mean(key, by_name) if by_name else "this config has no stages"
-            raise SettingError(f"unknown stage config.stages.{key}: {known}")
-        return by_name[key]
-
-    def __getattr__(self, name: str) -> Settings:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self[name]
+        return getattr(self, key) if isinstance(key, str) else self._stages[key]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and self._stages == tuple(other)
 
+    def __getattr__(self, name: str) -> Settings:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        by_name = {stage.name: stage for stage in self}
+        if name not in by_name:
+            known = did_you_mean(name, by_name) if by_name else "this config has no stages"
+            raise SettingError(f"unknown stage config.stages.{name}: {known}")
+        return by_name[name]
+
     def __repr__(self) -> str:
         return repr([{"name": stage.name, **stage.to_dict()} for stage in self])
+
+    def _lines(self) -> Iterator[str]:
+        for stage in self:
+            yield from (f"  {stage.name}:", *stage._lines())
 
 
 def defaults() -> Settings:
@@ -192,7 +181,3 @@ def _initial_values(path: str) -> dict[str, Any]:
     values = default_values(DEFAULT_PRESET).get(path, {})
     unset = [name for name in values if is_placeholder(f"{path}.{name}") and name not in ("preset", "init_from")]
     return values | {name: config_dict.placeholder(object) for name in unset}
-
-
-def _value_text(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else "not set" if value is None else str(value)

@@ -1,7 +1,10 @@
-"""The stages of a config: their own settings, and which settings of the sections they may change. Imports no jax."""
+"""Stages of a config: their own settings, and the settings of sections that they change. Imports no jax."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from jaxlc.config.frozen import SECTIONS, Config
 
 # Settings that a stage may change: whole sections, and single settings of others. The rest belongs to the run.
 _SECTIONS = ("attention", "data", "evals", "memory", "mesh", "optimizer", "train")
@@ -28,6 +31,32 @@ class StageConfig:
     min_scores: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stage(StageConfig):
+    """A stage that `load_stages` resolved. A config without stages is one stage without a name.
+
+    `steps` and `tokens` are as in the config, 0 where not set; `num_steps` and `num_tokens` are always known.
+    """
+
+    config: Config  # complete; train.steps is the global step at which the stage ends
+    first_step: int = 0  # global: optimizer steps of the stages before
+
+    @property
+    def end_step(self) -> int:
+        """The global step after the last step of this stage."""
+        return self.config.train.steps
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of this stage."""
+        return self.end_step - self.first_step
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this stage over all devices, padding included."""
+        return self.num_steps * self.config.tokens_per_step
+
+
 def refusal(stage: str, path: str) -> str:
     """The reason why a stage cannot change a setting such as "train.seed"; "" if it can.
 
@@ -35,13 +64,26 @@ def refusal(stage: str, path: str) -> str:
       stage: its name, for the message.
     """
     section, _, name = path.partition(".")
-    if not name:
-        return ""
     if path == "train.steps":
         return f"config.stages.{stage}.train.steps: set config.stages.{stage}.steps, its own number of steps"
-    if section in _SECTIONS and path not in _RUN_SETTINGS:
-        return ""
-    if section == "model" and name.startswith(_MODEL_PREFIXES):
+    is_allowed = name.startswith(_MODEL_PREFIXES) if section == "model" else section in _SECTIONS
+    if not name or (is_allowed and path not in _RUN_SETTINGS):
         return ""
     reason = "stages change only RoPE settings of the model" if section == "model" else "all stages share it"
     return f"unsupported: config.stages.{stage}.{path}; {reason}, so set config.{path}"
+
+
+def merged_settings(values: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of a config with the changes of a stage; every section is a new dictionary.
+
+    The mixture of a stage names its sources; their other fields are those of the config's source of the same name.
+    """
+    merged = {section: {**values.get(section, {}), **stage.get(section, {})} for section in SECTIONS}
+    own, data, mixture = stage.get("data", {}), merged["data"], values.get("data", {}).get("mixture", {})
+    if "mixture" in own:
+        data["mixture"] = {name: {**mixture.get(name, {}), **fields} for name, fields in own["mixture"].items()}
+    if "mixture" in own and "sources" not in own:
+        data.pop("sources", None)
+    if "sources" in own and "mixture" not in own:
+        data.pop("mixture", None)
+    return merged

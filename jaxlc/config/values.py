@@ -1,14 +1,14 @@
 """Values of settings: conversion to their declared types, and the errors for invalid ones. Imports no jax."""
 
 import ast
+import dataclasses
 import math
 import numbers
 import os
 import re
 import typing
-from collections.abc import Iterable, Sequence
-from types import UnionType
-from typing import Any, Literal, NewType
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, NewType
 
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import suggestion
@@ -46,31 +46,40 @@ def typed(path: str, value: Any, hint: Any) -> Any:
     Raises:
       SettingError: the value cannot be converted, or is not one of the choices of a `Literal`.
     """
-    choices: tuple[str, ...] = ()
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if value in choices:
-            return value
-    elif typing.get_origin(hint) is tuple:
-        item_hint, _ = typing.get_args(hint)
-        items = [_CONVERSIONS[item_hint](item) for item in _as_sequence(value)]
-        if None not in items:
-            return tuple(items)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        converted = value if value in arguments else None
+    elif origin is tuple:
+        items = [_KINDS[arguments[0]].convert(item) for item in _as_sequence(value)]
+        converted = None if None in items else tuple(items)
     else:
-        converted = _CONVERSIONS[hint](value)
-        if converted is not None:
-            return converted
-    raise SettingError(invalid_value(path, value, describe_type(hint), choices))
+        converted = _KINDS[hint].convert(value)
+    if converted is None:
+        choices = arguments if origin is Literal else ()
+        raise SettingError(invalid_value(path, value, describe_type(hint), choices))
+    return converted
 
 
-def without_none(hint: Any) -> Any:
-    """int for int | None."""
-    is_optional = isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union
-    return next(kind for kind in typing.get_args(hint) if kind is not type(None)) if is_optional else hint
+def describe_type(hint: Any) -> str:
+    """A declared type in words: "an integer"."""
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
+    if typing.get_origin(hint) is tuple:
+        return f"a list of {_KINDS[typing.get_args(hint)[0]].plural}"
+    return _KINDS[hint].words
+
+
+def defaults_of(part: type) -> dict[str, Any]:
+    """The default of each setting of a section, a source or a stage."""
+    return {field.name: field.default for field in dataclasses.fields(part) if field.default is not dataclasses.MISSING}
+
+
+def as_argument(value: object) -> str:
+    """A value as it is written on the command line."""
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _as_integer(value: Any) -> int | None:
-    """A whole number, or a string such as "-1" or "1e3", as an int; None for other values."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, str):
@@ -83,7 +92,6 @@ def _as_integer(value: Any) -> int | None:
 
 
 def _as_float(value: Any) -> float | None:
-    """A finite number, or a string such as "3e-4", as a float; None for other values."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
         return None
     try:
@@ -94,14 +102,21 @@ def _as_float(value: Any) -> float | None:
 
 
 def _as_boolean(value: Any) -> bool | None:
-    """A bool, or one of the strings true, t, 1, false, f, 0, as a bool; None for other values."""
     return _BOOLEANS.get(value.lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
 
 
 def _as_string(value: Any) -> str | None:
-    """A string or a path as a string; None for other values."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     return path if isinstance(path, str) else None
+
+
+def _if_positive(number: float | None) -> float | None:
+    return number if number is not None and number > 0 else None
+
+
+def _as_tokens(value: Any) -> int | None:
+    match = re.fullmatch(r"([1-9][\d_]*)([KM]?)", str(value).strip(), re.IGNORECASE)
+    return int(match[1]) * _LENGTH_UNITS[match[2].upper()] if match else None
 
 
 def _as_sequence(value: Any) -> Sequence[Any]:
@@ -118,59 +133,20 @@ def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [None]
 
 
-def _as_count(value: Any) -> int | None:
-    """An integer of at least 1; None for other values."""
-    number = _as_integer(value)
-    return number if number is not None and number >= 1 else None
+class _Kind(NamedTuple):
+    """A type of a setting or flag."""
+
+    convert: Callable[[Any], Any]  # a value, or a string as on the command line, as this type; None: it is not
+    words: str
+    plural: str = ""  # after "a list of"
 
 
-def _as_positive(value: Any) -> float | None:
-    """A positive number; None for other values."""
-    number = _as_float(value)
-    return number if number is not None and number > 0 else None
-
-
-def _as_tokens(value: Any) -> int | None:
-    """Tokens of "1M", "32K" or "131072"; None for other values."""
-    match = re.fullmatch(r"([1-9][\d_]*)([KM]?)", str(value).strip(), re.IGNORECASE)
-    return int(match[1]) * _LENGTH_UNITS[match[2].upper()] if match else None
-
-
-_CONVERSIONS = {
-    int: _as_integer,
-    float: _as_float,
-    bool: _as_boolean,
-    str: _as_string,
-    Count: _as_count,
-    Positive: _as_positive,
-    Tokens: _as_tokens,
+_KINDS: dict[Any, _Kind] = {
+    int: _Kind(_as_integer, "an integer", "integers"),
+    float: _Kind(_as_float, "a finite number", "numbers"),
+    bool: _Kind(_as_boolean, "true or false"),
+    str: _Kind(_as_string, "a string", "strings"),
+    Count: _Kind(lambda value: _if_positive(_as_integer(value)), "a whole number, at least 1"),
+    Positive: _Kind(lambda value: _if_positive(_as_float(value)), "a positive number"),
+    Tokens: _Kind(_as_tokens, "tokens, such as 131072, 32K or 1M (1M = 1,048,576)", "tokens, such as 4096,32K,1M"),
 }
-
-
-def parse_length(text: str, flag: str) -> int:
-    """Tokens of "1M" or "32K", multiples of 2^20 and 2^10, or of "131072".
-
-    Args:
-      flag: whose value `text` is.
-    Raises:
-      UserError: neither.
-    """
-    return typed(f"--{flag}", text, Tokens)
-
-
-def describe_type(hint: Any) -> str:
-    """A declared type in words: "an integer"."""
-    if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
-    if typing.get_origin(hint) is tuple:
-        words = {int: "integers", float: "numbers", str: "strings", Tokens: "tokens, such as 4096,32K,1M"}
-        return f"a list of {words[typing.get_args(hint)[0]]}"
-    return {
-        int: "an integer",
-        float: "a finite number",
-        bool: "true or false",
-        str: "a string",
-        Count: "a whole number, at least 1",
-        Positive: "a positive number",
-        Tokens: "tokens, such as 131072, 32K or 1M (1M = 1,048,576)",
-    }[hint]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxlc.config.data_schema import DataConfig, SourceConfig
-from jaxlc.config.setting_paths import defaults_of
+from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus_checks import check_max_tokens, check_num_tokens, text_warnings, without_eval_files
 from jaxlc.data.sequences.mixed import MixedSequences, PackedText

@@ -10,7 +10,7 @@ from itertools import product
 
 from jaxlc.config import Config, transport_settings, with_settings
 from jaxlc.config.setting_paths import hint_at
-from jaxlc.config.values import parse_length
+from jaxlc.config.values import Tokens, typed
 from jaxlc.core.axes import CONTEXT, FSDP, MESH_AXES, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import did_you_mean
@@ -63,7 +63,7 @@ def parse_grid(
     Raises:
       UserError: an unknown name, or an invalid sequence length.
     """
-    lengths = [parse_length(text, "seq_len") for text in seq_len.split(",")] if seq_len else [config.data.seq_len]
+    lengths = [typed("--seq_len", text, Tokens) for text in seq_len.split(",")] if seq_len else [config.data.seq_len]
     return Grid(
         axes=_names(axes or f"{CONTEXT},{TENSOR},{FSDP}", MESH_AXES, "axes"),
         strategies=_names(strategies or config.attention.strategy, _choices("attention", "strategy"), "strategies"),

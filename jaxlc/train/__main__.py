@@ -35,8 +35,7 @@ def _run(command: ParsedCommand) -> int:
     from jaxlc.train.reports.step_reports import TrainingStopped
 
     try:
-        config_path = ":".join(filter(None, [command.config_path, command.variant]))
-        return loop.run(stages, command.workdir, config_path=config_path).exit_status
+        return loop.run(stages, command.workdir, config_path=command.flags.config).exit_status
     except TrainingStopped as stopped:
         print(f"error: {stopped}", file=sys.stderr)
         return 1

@@ -81,12 +81,12 @@ class Flags(StageFlags):
 def test_parse_flags_of_every_type(tmp_path):
     path = config_file(tmp_path, "return defaults()")
     plain = parse(["program", f"--config={path}"], flags=Flags)
-    assert (plain.workdir, plain.config_path, plain.variant) == ("runs/mine", path, "")
+    assert plain.workdir == "runs/mine"
     assert plain.flags == Flags(config=path)
     arguments = ["a.txt", "--price", "2.5", "--num_prompts=1e1", "--lengths=1M,32k", "--lengths=7", "--advise", "b.txt"]
     arguments += ["--stop=a,b", "--stop", "-", "--workdir=x", "--dtype=fp32", f"--config={path}:big/er", "-topology=h"]
     named = parse(["program", *arguments], flags=Flags)
-    assert (named.workdir, named.variant, named.config.train.steps) == ("x", "big/er", 100)
+    assert (named.workdir, named.config.train.steps) == ("x", 100)
     assert vars(named.flags) == dict(
         config=f"{path}:big/er", workdir="x", stage="", paths=("a.txt", "b.txt"), topology="h", price=2.5,
         num_prompts=10, lengths=(2**20, 2**15, 7), stop=["a,b", "-"], dtype="fp32", advise=True,
@@ -209,6 +209,17 @@ def test_parse_failing_config_file_names_its_line(body, words, tmp_path):
 def test_parse_config_file_without_get_config_raises(tmp_path):
     (tmp_path / "mine.py").write_text("x = 1\n")
     assert "expected a function get_config(variant)" in error_of(f"--config={tmp_path}/mine.py")
+
+
+def test_config_file_that_fails_at_import_names_its_line(tmp_path):
+    path = tmp_path / "mine.py"
+    for code, words in [
+        ("from jaxlc.config import defaults\ndefaults().train.stps = 1\n", "line 2: unknown setting config.train.stps"),
+        ("\nimport no_such_module\n", "line 2 fails with ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def get_config(variant):\n    return int('x')\n", f"{path}: invalid literal for int()"),
+    ]:
+        path.write_text(code)
+        assert words in error_of(f"--config={path}")
 
 
 def test_run_main_returns_the_status_of_main():

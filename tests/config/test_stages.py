@@ -48,6 +48,8 @@ def test_stages_resolve_to_complete_configs():
     assert second.config.data.seq_len == 128 and second.num_tokens == 3 * 4 * 128
     assert second.config.model == load(defaults()).model and second.optimizer_state == "reset"
     assert [stage.config.data.seed for stage in (first, second, third)] == [0, 1, 7]
+    # Schedules count from the last reset of the optimizer state.
+    assert [stage.config.optimizer.schedule_start for stage in (first, second, third)] == [0, 0, 3]
     assert not third.config.attention.document_mask and first.config.attention.document_mask
     without = dataclasses.replace(first.config, optimizer=load(defaults()).optimizer)
     assert load(without) == without

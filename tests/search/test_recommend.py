@@ -12,7 +12,7 @@ from jaxlc import plan
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
 from jaxlc.config.base_config import base_config, set_model
 from jaxlc.config.command_line import ConfigFlags, parse
-from jaxlc.config.values import parse_length
+from jaxlc.config.values import Tokens, typed
 from jaxlc.core.errors import UserError
 from jaxlc.plan import __main__ as plan_command
 from jaxlc.recommend import main
@@ -314,14 +314,14 @@ def model(name: str):
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("1M", 2**20), ("32k", 32_768), ("131_072", 131_072)])
-def test_parse_length_units(text, tokens):
-    assert parse_length(text, "seq_len") == tokens
+def test_length_units(text, tokens):
+    assert typed("--seq_len", text, Tokens) == tokens
 
 
 @pytest.mark.parametrize("text", ["1X", "0", "1.5M", "-8", ""])
-def test_parse_length_invalid_is_error(text):
+def test_length_invalid_is_error(text):
     with pytest.raises(UserError, match="--seq_len"):
-        parse_length(text, "seq_len")
+        typed("--seq_len", text, Tokens)
 
 
 def test_base_config_model_and_length():
