@@ -1,6 +1,6 @@
 """Reads parameters of a checkpoint to host memory, some at a time."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from jaxlc.config import Config
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, freezing
 
-_GROUP_BYTES = 2**30  # parameters that are read together
-
 
 class StoredParams:
     """The parameters of one checkpoint, adapters included, without vocabulary padding."""
@@ -30,19 +28,6 @@ class StoredParams:
         self._workdir, self._step, self._config, self._load_all = workdir, step, config, load_all
         model = config.model
         self.abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size, config.lora)))
-
-    @staticmethod
-    def groups(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
-        """Paths of parameters that are read together: at most _GROUP_BYTES, or one larger parameter."""
-        groups, filled_bytes = [], _GROUP_BYTES
-        for path, param in abstract.items():
-            num_bytes = param.size * param.dtype.itemsize
-            filled_bytes += num_bytes
-            if filled_bytes > _GROUP_BYTES:
-                groups.append([])
-                filled_bytes = num_bytes
-            groups[-1].append(path)
-        return groups
 
     def read(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
         """The parameters with these paths, in the dtype in which they are stored.
