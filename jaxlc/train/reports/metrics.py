@@ -34,7 +34,7 @@ def open_metrics(workdir: str | Path, *, resume_step: int | None, is_primary: bo
         return MetricsLog(None, None)
     last_step = -1 if resume_step is None else resume_step
     path = Path(workdir) / METRICS_FILE
-    kept = [row for row in read_rows(path) if row["step"] <= last_step] if path.exists() else []
+    kept = [row for row in read_rows(path) if row["step"] <= last_step]
     new_path = path.with_suffix(".jsonl.new")
     new_path.write_text("".join(_line(row) for row in kept))
     new_path.replace(path)  # atomic: a kill leaves either the old file or the new one
@@ -104,12 +104,12 @@ class _TensorBoard:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a metrics.jsonl, in order; a truncated last line is skipped.
+    """The rows of a metrics.jsonl, in order; none without the file. A truncated last line is skipped.
 
     Raises:
       UserError: another line is not a JSON object with a step.
     """
-    lines = Path(path).read_text(errors="replace").split("\n")
+    lines = Path(path).read_text(errors="replace").split("\n") if Path(path).exists() else [""]
     return [_parse(line, f"line {number} of {path}") for number, line in enumerate(lines[:-1], start=1)]
 
 
