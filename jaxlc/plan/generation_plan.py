@@ -1,5 +1,6 @@
 """Compiles the programs of generation ahead of time for absent GPUs: a prefill chunk and a decoding step."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,10 +115,9 @@ def plan_generation(
     # The time of a run grows linearly with the tokens in the cache, so the mean run stands for all.
     num_chunks = -(-prompt_tokens // chunk_tokens)
     num_new = round(prompt_tokens / num_chunks)
-    decode_time, chunk_time = (
-        CachedTimeModel(gpus, config, roofline, step=step, batch_size=batch, num_past=num_past, num_new=num_tokens)
-        for num_past, num_tokens in ((prompt_tokens + new_tokens // 2, 1), ((prompt_tokens - num_new) // 2, num_new))
-    )
+    time_model = functools.partial(CachedTimeModel, gpus, config, roofline, step=step, batch_size=batch)
+    decode_time = time_model(num_past=prompt_tokens + new_tokens // 2, num_new=1)
+    chunk_time = time_model(num_past=(prompt_tokens - num_new) // 2, num_new=num_new)
     return GenerationPlan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
