@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxlc.core import extras
+from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
@@ -35,9 +36,8 @@ def open_metrics(workdir: str | Path, *, resume_step: int | None, is_primary: bo
     last_step = -1 if resume_step is None else resume_step
     path = Path(workdir) / METRICS_FILE
     kept = [row for row in read_rows(path) if row["step"] <= last_step]
-    new_path = path.with_suffix(".jsonl.new")
-    new_path.write_text("".join(_line(row) for row in kept))
-    new_path.replace(path)  # atomic: a kill leaves either the old file or the new one
+    with replacing(path) as out:
+        out.write("".join(map(_line, kept)).encode())
     directory = Path(workdir) / TENSORBOARD_DIRECTORY
     return MetricsLog(
         path.open("a"), _TensorBoard(directory, last_step) if extras.is_installed("tensorboardX") else None
