@@ -38,9 +38,10 @@ class StoredParams:
         if self._load_all is not None:
             return {path: self._loaded[path][tuple(slice(n) for n in self.abstract[path].shape)] for path in paths}
         tree: dict = {}
+        on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         for path in paths:
             dtype = self._dtypes[f"params/{path}"]
-            shape = jax.ShapeDtypeStruct(self.abstract[path].shape, dtype, sharding=self._on_host)
+            shape = jax.ShapeDtypeStruct(self.abstract[path].shape, dtype, sharding=on_host)
             freezing.insert(tree, path.split("/"), shape)
         vocab_size = self._config.model.vocab_size
         restored = restore_params(self._directory, self._step, tree, vocab_size=vocab_size, only_these=True)
@@ -53,10 +54,6 @@ class StoredParams:
     @cached_property
     def _dtypes(self) -> dict[str, np.dtype]:
         return stored_dtypes(self._directory / str(self._step))
-
-    @cached_property
-    def _on_host(self) -> SingleDeviceSharding:
-        return SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
     @cached_property
     def _loaded(self) -> dict[str, np.ndarray]:
