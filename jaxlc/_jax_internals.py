@@ -191,35 +191,20 @@ def changed_cudnn_attention() -> str | None:
     import jax
 
     prefix = f"JAX {jax.__version__} has changed its private cuDNN attention"
+    extra = {"fwd": {"is_training"}, "bwd": {"activation", "fwd_output", "grad_output"}}
     try:
         fmha = _cudnn_fused_attention()
-        forward, backward = fmha._dot_product_attention_fwd_impl, fmha._dot_product_attention_bwd_impl
         settings = {*_cudnn_settings(1.0, True, None), *_CUDNN_OPERANDS}
+        for kind in ("impl", "abstract"):  # the parameters of a primitive are those of its abstract evaluation
+            for name, names in extra.items():
+                function = getattr(fmha, f"_dot_product_attention_{name}_{kind}")
+                parameters = inspect.signature(function).parameters.values()
+                required = {x.name for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)}
+                changed = (required - _NO_SCORE_MODIFIER.keys()) ^ (settings | names)
+                if changed:
+                    return f"{prefix}: {function.__name__} has other parameters ({', '.join(sorted(changed))})"
     except (ImportError, AttributeError) as error:
         return f"{prefix}: {error}"
-    extra = {forward: {"is_training"}, backward: {"activation", "fwd_output", "grad_output"}}
-    for implementation, names in extra.items():
-        parameters = set(inspect.signature(implementation).parameters) - _NO_SCORE_MODIFIER.keys()
-        changed = parameters ^ (settings | names)
-        if changed:
-            return f"{prefix}: {implementation.__name__} has other parameters ({', '.join(sorted(changed))})"
-    return _changed_cudnn_primitives(fmha, settings, prefix)
-
-
-def _changed_cudnn_primitives(fmha, settings: set[str], prefix: str) -> str | None:
-    """`changed_cudnn_attention` of the two primitives, whose parameters are those of their abstract evaluation."""
-    extra = {"fwd": {"is_training"}, "bwd": {"activation", "fwd_output", "grad_output"}}
-    for name, names in extra.items():
-        try:
-            abstract = getattr(fmha, f"_dot_product_attention_{name}_abstract")
-            getattr(fmha, f"_dot_product_attention_{name}_p")
-        except AttributeError as error:
-            return f"{prefix}: {error}"
-        parameters = inspect.signature(abstract).parameters.values()
-        required = {x.name for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)}
-        changed = required ^ (settings | names)
-        if changed:
-            return f"{prefix}: {abstract.__name__} has other parameters ({', '.join(sorted(changed))})"
     return None
 
 

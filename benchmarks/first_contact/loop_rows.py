@@ -18,7 +18,7 @@ from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
 from benchmarks.first_contact.step_rows import step_config
 from jaxlc import runtime
-from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import to_dict
 from jaxlc.sharding.mesh import make_mesh
@@ -119,7 +119,7 @@ def _checkpoint(sizes: Sizes) -> dict:
         checkpoints.wait()
         times.append(time.perf_counter())
         state = None
-        state, _ = checkpoints.restore_latest(step.abstract_state, model=model)
+        state, _ = checkpoints.restore_latest(lambda _: RestoreTarget(step.abstract_state, model))
         jax.block_until_ready(state)
         times.append(time.perf_counter())
         checkpoints.close()

@@ -64,13 +64,7 @@ def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: i
         ),
         partial_restore=True,
     )
-    restored, problem = on_every_process(
-        lambda: ocp.PyTreeCheckpointHandler().restore(epath.Path(path) / "state", args=arguments)
-    )
-    if not problem:
-        sums = checksums_of(restored)
-        wrong = [name for name, checksum in sums.items() if name not in padded and checksum != checksums[name]]
-        problem = f"array {wrong[0]} has the wrong checksum" if wrong else None
+    restored, problem = _read_arrays(path, ocp.PyTreeCheckpointHandler(), arguments, checksums, padded)
     if problem:
         raise unreadable(directory, step, problem)
     return restored["params"]
@@ -146,11 +140,7 @@ class Checkpoints:
     def close(self) -> None:
         self._manager.close()  # waits first
 
-    def restore_latest(self, abstract_state, *, model: dict):
-        """`restore_latest_of` with one target, of which these are the fields."""
-        return self.restore_latest_of(lambda _: RestoreTarget(abstract_state, model))
-
-    def restore_latest_of(self, target_of: Callable[[int], RestoreTarget]):
+    def restore_latest(self, target_of: Callable[[int], RestoreTarget]):
         """Returns (state, meta) of the latest valid checkpoint, or None if there are no checkpoints.
 
         Later checkpoints that are damaged are renamed to STEP.unreadable, so that their steps can be saved again.
@@ -197,15 +187,8 @@ class Checkpoints:
         checksums, stored_shapes = described
         padded = _check_same_shapes(directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"])
         arguments = ocp.args.StandardRestore(abstract_state, strict=not padded)  # not strict: may truncate and pad
-        state, problem = on_every_process(
-            lambda: ocp.StandardCheckpointHandler().restore(epath.Path(directory) / "state", args=arguments)
-        )
-        if problem:
-            return None, problem
-        for name, checksum in checksums_of(state).items():
-            if name not in padded and checksum != checksums[name]:
-                return None, f"array {name} has the wrong checksum"
-        return (state, meta), None
+        state, problem = _read_arrays(directory, ocp.StandardCheckpointHandler(), arguments, checksums, padded)
+        return (None, problem) if problem else ((state, meta), None)
 
     def _set_aside(self, damaged: dict[int, str], restored_step: int) -> None:
         for step, problem in damaged.items():
@@ -220,6 +203,16 @@ class Checkpoints:
             )
         multihost_utils.sync_global_devices("damaged checkpoints set aside")
         self._manager.reload()
+
+
+def _read_arrays(directory: Path, handler: Any, arguments: Any, checksums: dict[str, int], padded: set[str]):
+    """Returns (arrays, None), or (None, the problem); the same on every process."""
+    arrays, problem = on_every_process(lambda: handler.restore(epath.Path(directory) / "state", args=arguments))
+    if problem:
+        return None, problem
+    sums = checksums_of(arrays)
+    wrong = [name for name, checksum in sums.items() if name not in padded and checksum != checksums[name]]
+    return (None, f"array {wrong[0]} has the wrong checksum") if wrong else (arrays, None)
 
 
 def _check_same_model(directory: Path, stored: dict, current: dict) -> None:

@@ -13,7 +13,7 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.load import load_params
 from jaxlc.models import freezing
 from jaxlc.models.lora import is_adapter
-from jaxlc.step.state import DEVICE, groups_of, to_memory_kind
+from jaxlc.step.state import DEVICE, bytes_per_device, groups_of, to_memory_kind
 from jaxlc.step.step import TrainStep
 
 
@@ -81,7 +81,7 @@ def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
     if stored == list(targets):
         return restore_params(checkpoint.parent, int(checkpoint.name), abstract, vocab_size=vocab_size)
     converted: list[jax.Array] = []
-    for group in groups_of(stored):
+    for group in groups_of(map(bytes_per_device, stored)):
         tree: dict = {}
         for index in group:
             freezing.insert(tree, [key.key for key in paths[index]], stored[index])

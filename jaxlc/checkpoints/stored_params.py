@@ -1,6 +1,6 @@
 """Reads parameters of a checkpoint to host memory, some at a time."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,6 @@ from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, stored_dty
 from jaxlc.config import Config
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, freezing
-
-_GROUP_BYTES = 2**30  # parameters that are read together
 
 
 class StoredParams:
@@ -31,19 +29,6 @@ class StoredParams:
         model = config.model
         self.abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size, config.lora)))
 
-    @staticmethod
-    def groups(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
-        """Paths of parameters that are read together: at most _GROUP_BYTES, or one larger parameter."""
-        groups, filled_bytes = [], _GROUP_BYTES
-        for path, param in abstract.items():
-            num_bytes = param.size * param.dtype.itemsize
-            filled_bytes += num_bytes
-            if filled_bytes > _GROUP_BYTES:
-                groups.append([])
-                filled_bytes = num_bytes
-            groups[-1].append(path)
-        return groups
-
     def read(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
         """The parameters with these paths, in the dtype in which they are stored.
 
@@ -53,9 +38,10 @@ class StoredParams:
         if self._load_all is not None:
             return {path: self._loaded[path][tuple(slice(n) for n in self.abstract[path].shape)] for path in paths}
         tree: dict = {}
+        on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         for path in paths:
             dtype = self._dtypes[f"params/{path}"]
-            shape = jax.ShapeDtypeStruct(self.abstract[path].shape, dtype, sharding=self._on_host)
+            shape = jax.ShapeDtypeStruct(self.abstract[path].shape, dtype, sharding=on_host)
             freezing.insert(tree, path.split("/"), shape)
         vocab_size = self._config.model.vocab_size
         restored = restore_params(self._directory, self._step, tree, vocab_size=vocab_size, only_these=True)
@@ -68,10 +54,6 @@ class StoredParams:
     @cached_property
     def _dtypes(self) -> dict[str, np.dtype]:
         return stored_dtypes(self._directory / str(self._step))
-
-    @cached_property
-    def _on_host(self) -> SingleDeviceSharding:
-        return SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
     @cached_property
     def _loaded(self) -> dict[str, np.ndarray]:

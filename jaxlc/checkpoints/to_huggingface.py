@@ -20,6 +20,7 @@ from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
 from jaxlc.models import decoder
+from jaxlc.step.state import groups_of
 
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
 
@@ -82,8 +83,9 @@ def _write_weights(
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
     with TensorWriter(target, _shapes(layouts), dtype=dtype, max_shard_bytes=max_shard_bytes) as files:
-        for paths in params.groups(abstract):
-            for path, array in params.read(paths).items():
+        paths = list(abstract)
+        for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
+            for path, array in params.read([paths[index] for index in group]).items():
                 layout, adapter = layouts[path], read_adapter(config, params, path)
                 arrays = [array] if layout.layers is None else array
                 for layer, (name, weight) in enumerate(zip(layout.names, arrays, strict=True)):

@@ -98,9 +98,10 @@ class _StoreOpener:
         """The files to train on.
 
         Raises:
-          UserError: they do not exist, or cannot contain `min_tokens` tokens.
+          UserError: they do not exist, cannot contain `min_tokens` tokens, or `phone-book` cannot be written.
         """
-        files, num_duplicates = list_files([self._file_of(path) for path in paths], setting, text_suffixes)
+        named = [str(phone_book_file(self.config)) if path == PHONE_BOOK else path for path in paths]
+        files, num_duplicates = list_files(named, setting, text_suffixes)
         train_files = without_eval_files(files, self._eval_files, setting)
         check_max_tokens(train_files, min_tokens)
         if len(files) > len(train_files):
@@ -111,14 +112,6 @@ class _StoreOpener:
         if num_duplicates:
             self.warnings.append(f"{setting}: duplicate files: {num_duplicates:,}; each file is used once per epoch")
         return train_files
-
-    def _file_of(self, path: str) -> str:
-        """`path`, or the file of the built-in source `phone-book`.
-
-        Raises:
-          UserError: the file cannot be written.
-        """
-        return str(phone_book_file(self.config)) if path == PHONE_BOOK else path
 
     def open(self, files: list[SourceFile], fields: Fields) -> TokenStore:
         store = open_store(files, self.config, fields, self.tokenizer, self._progress, self._log)

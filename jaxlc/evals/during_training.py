@@ -18,7 +18,6 @@ from jaxlc.generation.generate_text import stop_ids
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.prompts import prompt_encoder
 from jaxlc.step.language_model import LanguageModel
-from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.step.step import TrainStep
 from jaxlc.train.evaluation.scorer import NamedScore
 
@@ -45,7 +44,10 @@ class TrainingScorer:
         def generator() -> Generator:
             nonlocal is_copied
             if not is_copied:
-                self._set_generator(params)
+                if self._generator is None:
+                    self._generator = Generator(self._step, params, self._tokenizer)
+                else:
+                    self._generator.set_params(params)
                 is_copied = True
             return self._generator
 
@@ -71,14 +73,6 @@ class TrainingScorer:
             draw_maps(rows, out)
             draw_overlays({path.name: path for path in step_directories(out)}, out)
         return list(_named(rows))
-
-    def _set_generator(self, params: dict) -> None:
-        if self._generator is not None:
-            self._generator.set_params(params)
-            return
-        config, mesh = self._step.config, self._step.mesh
-        dtype = compute_dtype(config.precision.compute, mesh.devices.flat[0].platform)
-        self._generator = Generator(config, mesh, params, self._tokenizer, compute_dtype=dtype)
 
 
 def _strongly_typed(x: jax.Array) -> jax.Array:

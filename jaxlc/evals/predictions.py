@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
 from jaxlc.evals.example import Example
 from jaxlc.evals.scoring import Score, cleaned, score_of
@@ -64,9 +65,8 @@ class ResultFile:
     def _start(self, text: str) -> None:
         """Writes the file with the complete lines that it has, or with the header."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new_path = self.path.with_suffix(".jsonl.new")
-        new_path.write_text(text or json.dumps(self.header) + "\n")
-        new_path.replace(self.path)  # atomic: a kill leaves either the old file or the new one
+        with replacing(self.path) as out:
+            out.write((text or json.dumps(self.header) + "\n").encode())
 
     def _stored_rows(self, text: str) -> Iterator[dict]:
         if not text:

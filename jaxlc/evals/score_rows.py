@@ -50,7 +50,9 @@ def read_scores(directory: Path) -> list[ScoreRow]:
     """The scores in the directory of a checkpoint; none if it has no file."""
     path = directory / SCORES_FILE
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [ScoreRow(**row | dict(standard_error=_or_nan(row["standard_error"]))) for row in rows]
+    for row in rows:
+        row["standard_error"] = math.nan if row["standard_error"] is None else row["standard_error"]
+    return [ScoreRow(**row) for row in rows]
 
 
 def step_directories(out: Path) -> list[Path]:
@@ -67,7 +69,3 @@ def store_scores(directory: Path, rows: Sequence[ScoreRow]) -> None:
 def _line(row: ScoreRow) -> str:
     values = {name: None if value != value else value for name, value in vars(row).items()}  # JSON has no NaN
     return json.dumps(values, allow_nan=False) + "\n"
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value

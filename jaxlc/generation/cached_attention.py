@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.merge import merge_parts
+from jaxlc.attention.strategies.sharded_attention import attention_spec
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
@@ -66,11 +67,7 @@ class CachedAttention:
         # Blockwise loops on CPU gain nothing from more parts.
         forward = functools.partial(forward_in_parts, kernel) if device.platform == "gpu" else kernel.forward
         local = _attend_window if self.window else functools.partial(_attend_all, layout=self.layout)
-        spec = AttentionSpec(
-            causal=False,
-            query_block_tokens=self.config.query_block_tokens,
-            key_block_tokens=self.config.key_block_tokens,
-        )
+        spec = attention_spec(self.config, causal=False, window=None, scale=None)
         heads = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None)
         cache_spec = kv_spec("sliding" if self.window else "full")
         batch_spec = PartitionSpec(BATCH_AXES)

@@ -14,7 +14,6 @@ from jaxlc.generation.generator import Generation, Generator, Stream
 from jaxlc.generation.prompts import encoder_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.step.language_model import LanguageModel
-from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.train.result.run_result import Result
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -71,8 +70,7 @@ def generator_of(result: Result) -> Generator:
     if step.model is not None:
         raise Unsupported("unsupported: generation with a custom model, whose attention has no KV cache")
     if model not in _generators:
-        dtype = compute_dtype(step.config.precision.compute, step.mesh.devices.flat[0].platform)
-        _generators[model] = Generator(step.config, step.mesh, result.params, result.tokenizer, compute_dtype=dtype)
+        _generators[model] = Generator(step, result.params, result.tokenizer)
     return _generators[model]
 
 

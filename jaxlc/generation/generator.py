@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.cache import CacheLayout, empty_cache, layout_for
@@ -17,6 +16,8 @@ from jaxlc.generation.cached_step import BATCH_SPEC, TOKENS_SPEC, CachedStep, ab
 from jaxlc.generation.sampling import Sampling, choose_tokens
 from jaxlc.generation.text_stream import TextStream
 from jaxlc.models import decoder
+from jaxlc.step.mixed_precision import compute_dtype
+from jaxlc.step.step import TrainStep
 
 Stream = Callable[[int, str], None]  # index of the prompt, new text
 
@@ -38,19 +39,15 @@ class Generator:
     Every process of a run must make the same calls.
     """
 
-    def __init__(
-        self, config: Config, mesh: Mesh, params: dict, tokenizer: Tokenizer, *, compute_dtype, cache_dtype=None
-    ):
+    def __init__(self, step: TrainStep, params: dict, tokenizer: Tokenizer):
         """
         Args:
+          step: the training step of the model, for its config and mesh.
           params: the tree of `decoder.init`, sharded over the mesh; they are copied in the compute dtype.
-          cache_dtype: of keys and values. None: the compute dtype.
         """
-        self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
-        compute_dtype = jnp.dtype(compute_dtype)
-        self.cached_step = CachedStep(
-            config=config, mesh=mesh, compute_dtype=compute_dtype, cache_dtype=jnp.dtype(cache_dtype or compute_dtype)
-        )
+        self.config, self.mesh, self.tokenizer = step.config, step.mesh, tokenizer
+        dtype = compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
+        self.cached_step = CachedStep(config=self.config, mesh=self.mesh, compute_dtype=dtype, cache_dtype=dtype)
         self._steps: dict[CacheLayout, jax.stages.Wrapped] = {}
         self.set_params(params)
 

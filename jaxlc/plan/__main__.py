@@ -5,11 +5,9 @@ For a config with stages it compiles the step of every stage and prints one tabl
 `jaxlc generate --plan` does the same for generation.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from jaxlc import plan
@@ -17,7 +15,7 @@ from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
 from jaxlc.config.values import Count, Positive
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
-from jaxlc.plan.output_files import check_output_file
+from jaxlc.plan.output_files import check_output_file, write_json
 from jaxlc.plan.terminal import progress, start_on_cpu, target_topology, with_transport
 
 _GENERATION_FLAGS = ("prompt_tokens", "new_tokens", "batch_size", "cache_dtype", "chunk_tokens")
@@ -85,8 +83,7 @@ def main(command: ParsedCommand[Flags]) -> int:
     if len(stages) > 1 or flags.price_per_gpu_hour is not None:
         print(result.table(command_line))
     if flags.json:
-        values = result.to_json() if len(stages) > 1 else plans[0].to_json()
-        Path(flags.json).write_text(json.dumps(values, indent=1) + "\n")
+        write_json(flags.json, result.to_json() if len(stages) > 1 else plans[0].to_json())
     if flags.html:
         plans[0].save(flags.html)
     if flags.timeline:

@@ -40,30 +40,23 @@ def compile_step(step: TrainStep) -> CompiledProgram:
     Raises:
       UserError: arrays too large for the compiler, or not enough memory on this machine.
     """
-
-    def compiled(options: dict) -> Compiled:
-        lowered = step.lower()
-        place_state(step, lowered)
-        return step.compile(extra_options=options, lowered=lowered)
-
-    return _compile_part(step, compiled)
+    return _compile_part(step, step.lower, place_state, step.compile)
 
 
 def compile_evaluation(step: TrainStep) -> CompiledProgram:
     """The evaluation of one microbatch, `TrainStep.jitted_evaluation`. Raises UserError as `compile_step`."""
+    return _compile_part(step, step.lower_evaluation, place_params, step.compile_evaluation)
 
+
+def _compile_part(step: TrainStep, lower: Callable, place: Callable, compile_lowered: Callable) -> CompiledProgram:
     def compiled(options: dict) -> Compiled:
-        lowered = step.lower_evaluation()
-        place_params(step, lowered)
-        return step.compile_evaluation(extra_options=options, lowered=lowered)
+        lowered = lower()
+        place(step, lowered)
+        return compile_lowered(extra_options=options, lowered=lowered)
 
-    return _compile_part(step, compiled)
-
-
-def _compile_part(step: TrainStep, compile_with: Callable[[dict], Compiled]) -> CompiledProgram:
     problem = f"compilation failed with config.data.seq_len={step.config.data.seq_len}"
     advice = "use a shorter sequence or a larger config.mesh.context"
-    return compile_program(compile_with, step.config.precision.compute, problem=problem, advice=advice)
+    return compile_program(compiled, step.config.precision.compute, problem=problem, advice=advice)
 
 
 def compile_program(

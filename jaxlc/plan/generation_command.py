@@ -3,16 +3,14 @@
 Compiles generation ahead of time, without a GPU, and prints the memory and the time of a prompt, and of decoding.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxlc import plan
 from jaxlc.config.base_config import base_config
 from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
 from jaxlc.config.values import Count, Tokens
-from jaxlc.plan.output_files import check_output_file
+from jaxlc.plan.output_files import check_output_file, write_json
 from jaxlc.plan.terminal import progress, start_on_cpu, target_topology, with_transport
 
 
@@ -63,5 +61,5 @@ def _plan_generation(command: ParsedCommand[Flags]) -> int:
         )
     print(result)
     if flags.json:
-        Path(flags.json).write_text(json.dumps(result.to_json(), indent=1) + "\n")
+        write_json(flags.json, result.to_json())
     return 0

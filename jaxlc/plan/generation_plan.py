@@ -1,7 +1,9 @@
 """Compiles the programs of generation ahead of time for absent GPUs: a prefill chunk and a decoding step."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 from ml_collections import ConfigDict
@@ -9,18 +11,19 @@ from ml_collections import ConfigDict
 from jaxlc.config import Config
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
+from jaxlc.core.flops import causal_pairs
 from jaxlc.generation.cache import layout_for, num_cached_heads
 from jaxlc.generation.cached_attention import kernel_for
 from jaxlc.generation.cached_step import CachedStep, abstract_params
+from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.models import decoder
 from jaxlc.plan import memory, summary
-from jaxlc.plan.cached_time import CachedTimeModel, CachedWork
 from jaxlc.plan.compile import on_gpus
 from jaxlc.plan.compiled_program import CompiledProgram, compile_program
 from jaxlc.plan.generation_result import GenerationPlan, ProgramPlan
 from jaxlc.simulate.interval import time_interval
 from jaxlc.simulate.roofline import Roofline
-from jaxlc.simulate.time_model import DEFAULT_ROOFLINE
+from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
 from jaxlc.simulate.timed_ops import TimedOps
 from jaxlc.simulate.timeline import Simulator
 from jaxlc.simulate.topology import Topology, make_mesh
@@ -29,6 +32,49 @@ from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import build_step
 
 CACHE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+
+
+@dataclass(frozen=True)
+class CachedTimeModel(TimeModel):
+    """Estimated time of a chunk of new tokens. The program does not contain the length of the cache that it reads."""
+
+    step: CachedStep = field(kw_only=True)
+    batch_size: int = field(kw_only=True)  # sequences, over all ranks
+    num_past: int = field(kw_only=True)  # tokens of each sequence in the cache
+    num_new: int = field(kw_only=True)  # tokens of each sequence, without padding
+
+    def attention_flops(self, call: AttentionKernelCall) -> float:
+        """FLOPs of the pairs of a query and a key that the mask leaves: two matrix products per pair.
+
+        Without a window, all queries attend to the keys of each rank, whose shares are equal up to a block. With a
+        window, each rank has its own queries.
+        """
+        model, shape = self.config.model, self.step.mesh.shape
+        num_heads = model.num_heads // shape[TENSOR]
+        pairs = chunk_pairs(self.num_past, self.num_new, model.window if call.has_window else None) / shape[CONTEXT]
+        return 4.0 * model.head_dim * num_heads * self._local_batch_size * pairs
+
+    def attention_seconds(self, call: AttentionKernelCall) -> float:
+        """The larger of the compute time and the time to read keys and values once, as in decoding."""
+        model, mesh = self.config.model, self.step.mesh
+        num_heads = num_cached_heads(model, mesh) // mesh.shape[TENSOR]
+        num_tokens = self.num_past + self.num_new
+        num_keys = num_tokens / mesh.shape[CONTEXT]
+        if call.has_window:
+            num_keys = min(num_tokens, model.window + self.num_new)
+        values = 2.0 * self._local_batch_size * num_keys * num_heads * model.head_dim
+        read_seconds = self.roofline.memory_seconds(self.gpus.device, values * self.step.cache_dtype.itemsize)
+        return max(super().attention_seconds(call), read_seconds)
+
+    @property
+    def _local_batch_size(self) -> int:
+        """Sequences on a rank."""
+        return self.batch_size // self.step.padded_batch_size(1)
+
+
+def chunk_pairs(num_past: int, num_new: int, window: int | None) -> int:
+    """Pairs of a new token and a token of its sequence, up to itself, that it attends to."""
+    return causal_pairs(num_past + num_new, window) - causal_pairs(num_past, window)
 
 
 def plan_generation(
@@ -67,11 +113,11 @@ def plan_generation(
     chunk_tokens = step.prefill_tokens(prompt_tokens, chunk_tokens)
     prefill, decode = compiled("a prefill chunk", chunk_tokens), compiled("a decoding step", step.decode_tokens)
     # The time of a run grows linearly with the tokens in the cache, so the mean run stands for all.
-    decoding = _work(step, batch, num_past=prompt_tokens + new_tokens // 2, num_new=1)
     num_chunks = -(-prompt_tokens // chunk_tokens)
     num_new = round(prompt_tokens / num_chunks)
-    chunk = _work(step, batch, num_past=(prompt_tokens - num_new) // 2, num_new=num_new)
-    decode_time, chunk_time = (CachedTimeModel(gpus, config, roofline, cached_work=x) for x in (decoding, chunk))
+    time_model = functools.partial(CachedTimeModel, gpus, config, roofline, step=step, batch_size=batch)
+    decode_time = time_model(num_past=prompt_tokens + new_tokens // 2, num_new=1)
+    chunk_time = time_model(num_past=(prompt_tokens - num_new) // 2, num_new=num_new)
     return GenerationPlan(
         topology=str(gpus),
         num_devices=gpus.num_gpus,
@@ -101,21 +147,6 @@ def _step(config: Config, gpus: Topology, cache_dtype: str) -> CachedStep:
         mesh=make_mesh(gpus, config.mesh),
         compute_dtype=dtype,
         cache_dtype=jnp.dtype(CACHE_DTYPES.get(cache_dtype, dtype)),
-    )
-
-
-def _work(step: CachedStep, batch_size: int, *, num_past: int, num_new: int) -> CachedWork:
-    model, shape = step.config.model, step.mesh.shape
-    return CachedWork(
-        num_past=num_past,
-        num_new=num_new,
-        batch_size=batch_size // step.padded_batch_size(1),
-        num_heads=model.num_heads // shape[TENSOR],
-        num_kv_heads=num_cached_heads(model, step.mesh) // shape[TENSOR],
-        head_dim=model.head_dim,
-        num_ranks=shape[CONTEXT],
-        window=model.window,
-        cache_itemsize=step.cache_dtype.itemsize,
     )
 
 

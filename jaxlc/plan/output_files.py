@@ -1,7 +1,9 @@
-"""Checks of output files before the work whose result they get. Imports no jax."""
+"""Output files of commands, which are checked before the work whose result they get. Imports no jax."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from jaxlc.core.errors import UserError
 
@@ -27,3 +29,7 @@ def check_output_file(flag: str, path: str | Path, *, is_image: bool = False) ->
         raise UserError(f"--{flag}={path}: no permission to write this file; choose another file")
     if is_image and path.suffix.lower() not in _IMAGES:
         raise UserError(f"invalid --{flag}={path}: expected a file name that ends with {', '.join(_IMAGES)}")
+
+
+def write_json(path: str | Path, values: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(values, indent=1) + "\n")

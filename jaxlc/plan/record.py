@@ -2,16 +2,17 @@
 
 import dataclasses
 import json
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from jaxlc.config.values import without_none
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
-from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.plan.memory import Memory
-from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates
+from jaxlc.plan.packing_estimates import PackingEstimates
 from jaxlc.plan.summary import CollectiveStats, Ring
 from jaxlc.simulate.layer_timeline import LayerEvent
 from jaxlc.simulate.timeline import Prediction
@@ -87,31 +88,9 @@ class PlanRecord:
         """
         values, name = (source, "the values") if isinstance(source, Mapping) else (_read(Path(source)), str(source))
         try:
-            memory = dict(values["memory"])
-            memory["largest"] = tuple(_construct(LiveTensor, tensor) for tensor in memory["largest"])
-            collectives = ({**stats, "axes": tuple(stats["axes"])} for stats in values["collectives"])
-            advice, predicted = values["advice"], values["predicted"]
-            interval = tuple(predicted["step_seconds_interval"])
-            parts = dict(
-                predicted=_construct(Prediction, {**predicted, "step_seconds_interval": interval}),
-                memory=_construct(Memory, memory),
-                collectives=tuple(_construct(CollectiveStats, stats) for stats in collectives),
-                ring=_construct(Ring, values["ring"]),
-                hints=tuple(values["hints"]),
-                advice=None if advice is None else tuple(_construct(Change, change) for change in advice),
-                layer_timeline=tuple(_construct(LayerEvent, event) for event in values["layer_timeline"]),
-                packing=_packing(values["packing"]),
-            )
-            return _construct(cls, {**values, **parts})
-        except (KeyError, TypeError) as error:
+            return _construct(cls, values)
+        except (AttributeError, TypeError) as error:
             raise UserError(f"invalid plan: {name} cannot be read ({error}); write it again with --json") from error
-
-
-def _packing(values: Mapping[str, Any] | None) -> PackingEstimates | None:
-    if values is None:
-        return None
-    estimates = tuple(_construct(PackingEstimate, estimate) for estimate in values["estimates"])
-    return _construct(PackingEstimates, {**values, "estimates": estimates})
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -124,7 +103,16 @@ def _read(path: Path) -> Mapping[str, Any]:
     return values
 
 
-def _construct(kind: type, values: Mapping[str, Any]) -> Any:
-    """An instance of a dataclass or NamedTuple from its fields in `values`. Raises TypeError if one is missing."""
-    names = kind._fields if hasattr(kind, "_fields") else [field.name for field in dataclasses.fields(kind)]
-    return kind(**{name: values[name] for name in names if name in values})
+def _construct(hint: Any, value: Any) -> Any:
+    """`value`, plain JSON types, as the type `hint`.
+
+    Raises:
+      TypeError: a dataclass or NamedTuple lacks a field.
+      AttributeError, TypeError: a value is no object or list, where the type needs one.
+    """
+    hint = hint if value is None else without_none(hint)
+    if typing.get_origin(hint) is tuple:
+        return tuple(_construct(typing.get_args(hint)[0], item) for item in value)
+    if isinstance(hint, type) and (hints := typing.get_type_hints(hint)):
+        return hint(**{name: _construct(hints[name], item) for name, item in value.items() if name in hints})
+    return value

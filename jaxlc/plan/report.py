@@ -254,19 +254,3 @@ def _text_row(name: str, text: str) -> str:
 def _text_rows(name: str, text: str) -> list[str]:
     """As `_text_row`, of any length."""
     return textwrap.wrap(text, _WIDTH, initial_indent=_text_row(name, ""), subsequent_indent=" " * 21)
-
-
-def interval_factors_text(predicted: Prediction, what: str) -> str:
-    """The interval of the step as factors: "80% interval: 0.6 to 2.0 times the estimated step"."""
-    low, high = predicted.interval
-    return f"80% interval: {low:.2f} to {high:.2f} times the estimated {what} (docs/calibration.md)."
-
-
-def format_seconds(seconds: float) -> str:
-    """2.5 as "2.50 s", 0.0025 as "2.5 ms"."""
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def amount(value: float, num_decimals: int) -> str:
-    """1234.5 with 0 decimals as "1,234"; a value that would be rounded to 0 or 1 units has two digits: "0.042"."""
-    return f"{value:,.{num_decimals}f}" if value >= 10**-num_decimals else f"{value:.2g}"

@@ -4,16 +4,14 @@ Compares a trace of training steps with the plan's estimate, by class of kernels
 --config.profile.steps=10:13; the trace is then in WORKDIR/profile. Untested on GPUs.
 """
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
-from jaxlc.core.errors import UserError
+from jaxlc.plan.output_files import check_output_file, write_json
 from jaxlc.profile import compare
 
 
@@ -36,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _compare(command: ParsedCommand[Flags]) -> int:
     flags = command.flags
+    if flags.json:
+        check_output_file("json", flags.json)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed to read a trace
     result = compare(
@@ -43,15 +43,8 @@ def _compare(command: ParsedCommand[Flags]) -> int:
     )
     print(result)
     if flags.json:
-        _write(result.to_json(), Path(flags.json))
+        write_json(flags.json, result.to_json())
     return 0
-
-
-def _write(values: dict[str, Any], path: Path) -> None:
-    try:
-        path.write_text(json.dumps(values, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write --json={path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

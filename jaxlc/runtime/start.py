@@ -1,6 +1,7 @@
 """Sets the environment variables that JAX reads at its start, and connects the processes of a run."""
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -42,7 +43,7 @@ def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0) -> None:
         if "JAX_PLATFORMS" in os.environ:  # jax reads it when it is imported, which may have been long ago
             jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
         if config.num_processes > 1 and not jax.distributed.is_initialized():
-            peers.connect(config, _print_error)
+            peers.connect(config, functools.partial(print, file=sys.stderr, flush=True))
             jax.distributed.initialize(
                 config.coordinator_address,
                 num_processes=config.num_processes,
@@ -106,10 +107,6 @@ def _variables_line(environment: Mapping[str, str]) -> list[str]:
     prefixes = ("NCCL_", "CUDA_", "NVSHMEM_", "XLA_", "TF_FORCE_")
     pairs = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(prefixes)]
     return [f"environment: {' '.join(pairs)}"] if pairs else []
-
-
-def _print_error(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:

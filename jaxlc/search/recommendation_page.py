@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxlc.core.counts import gib
-from jaxlc.plan.stage_table import aligned
+from jaxlc.core.text_table import aligned
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
 from jaxlc.search.best_first import Candidate

@@ -1,7 +1,7 @@
 """The sharding table: the sharding of every parameter, and the dimensions that a rule could not shard."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -10,9 +10,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.core import html
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.counts import count_text
+from jaxlc.core.text_table import aligned
 from jaxlc.sharding.rules import storage_axes, storage_spec
 
 _HEADINGS = ("parameter", "shape", "dtype", "sharded over", "bytes/device", "")
+_ALIGN = "llllrl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +57,13 @@ class ShardingTable:
         )
 
     def __str__(self) -> str:
-        return "\n".join([*_aligned([_HEADINGS, *(row.cells for row in self.rows)]), self.totals]) + "\n"
+        return "\n".join([*aligned([_HEADINGS, *(row.cells for row in self.rows)], _ALIGN), self.totals]) + "\n"
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return html.table(_HEADINGS, [row.cells for row in self.rows], align="llllrl") + html.paragraph(self.totals)
+        return html.table(_HEADINGS, [row.cells for row in self.rows], align=_ALIGN) + html.paragraph(self.totals)
 
 
 def sharding_table(abstract_params, dims, mesh: Mesh) -> ShardingTable:
@@ -119,12 +121,3 @@ def _unsharded(names: tuple[str, ...], shape: tuple[int, ...], spec: PartitionSp
         if _axes(entry) != rule_axes:
             product = mesh_text({axis: mesh.shape[axis] for axis in rule_axes})
             yield f"! {name}={size} is not divisible by {product}"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Pads the columns to equal width; numbers are right-aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    numbers = _HEADINGS.index("bytes/device")
-    for row in rows:
-        cells = [cell.rjust(w) if i == numbers else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))]
-        yield "  ".join(cells).rstrip()

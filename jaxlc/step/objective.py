@@ -112,7 +112,9 @@ class Objective:
             ranges=ranges,
             shard=self._sharder(params.trainable),
             remat=make_remat(self._memory, period=len(self.config.model.layer_kinds)),
-            compute_dtype=self._compute_dtype,
+            compute_dtype=mixed_precision.compute_dtype(
+                self.config.precision.compute, self.mesh.devices.flat[0].platform
+            ),
         )
         return decoder.apply(
             params,
@@ -127,10 +129,6 @@ class Objective:
     def _sharder(self, params) -> Sharder:
         reduces_in_float32 = self.config.precision.reduce == "fp32"
         return Sharder(self.mesh, weights_on_host=is_on_host(params), reduces_in_float32=reduces_in_float32)
-
-    @property
-    def _compute_dtype(self) -> jnp.dtype:
-        return mixed_precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
 
     @property
     def _memory(self) -> MemoryConfig:

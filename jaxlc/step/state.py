@@ -1,7 +1,7 @@
 """The training state: the argument and result of a step, and the content of a checkpoint."""
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jaxlc.step.mixed_precision import Scaling, first_scaling
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in compiled programs
-_GROUP_BYTES = 2**30  # per device, of arrays that are initialized or converted together
+_GROUP_BYTES = 2**30  # of arrays that are initialized, converted or read together
 
 
 InitParams = Callable[[jax.Array], Any]  # from a PRNG key to the parameters of step 0, a pytree of arrays
@@ -69,7 +69,7 @@ def first_state(
         abstract = abstract._replace(params=None)
     leaves, tree = jax.tree.flatten(abstract)
     on_host = any(leaf.sharding.memory_kind == PINNED_HOST for leaf in leaves)
-    groups = groups_of(leaves) if on_host else [range(len(leaves))]
+    groups = groups_of(map(bytes_per_device, leaves)) if on_host else [range(len(leaves))]
 
     def make(group) -> list[jax.Array]:
         def init_group(params):
@@ -88,14 +88,14 @@ def first_state(
     return state if params is None else state._replace(params=params)
 
 
-def groups_of(leaves: list[jax.ShapeDtypeStruct]) -> list[list[int]]:
-    """Indices of consecutive arrays that together take at most _GROUP_BYTES per device; a larger one is alone."""
+def groups_of(sizes: Iterable[int]) -> list[list[int]]:
+    """Indices of consecutive arrays with these bytes, which together take at most 1 GiB; a larger one is alone."""
     groups, filled_bytes = [], _GROUP_BYTES
-    for index, leaf in enumerate(leaves):
-        filled_bytes += bytes_per_device(leaf)
+    for index, num_bytes in enumerate(sizes):
+        filled_bytes += num_bytes
         if filled_bytes > _GROUP_BYTES:
             groups.append([])
-            filled_bytes = bytes_per_device(leaf)
+            filled_bytes = num_bytes
         groups[-1].append(index)
     return groups
 

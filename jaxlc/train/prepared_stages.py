@@ -163,7 +163,7 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
       TrainingStopped: the gate of the stage before is closed.
     """
     workdir, progress = outputs.workdir, outputs.progress
-    restored = outputs.checkpoints.restore_latest_of(functools.partial(_restore_target, stages))
+    restored = outputs.checkpoints.restore_latest(functools.partial(_restore_target, stages))
     if restored is None:
         return Position(state=_initial_state(stages[0], workdir, progress), step=0, next_sequence=0)
     state, meta = restored

@@ -92,14 +92,13 @@ class StageRun(Outputs):
                 )
         self.checkpoints.close()
         self.metrics.close()
-        metrics = self.workdir / METRICS_FILE
         return Result(
             step=end.step,
             exit_status=stop.value,
             params=end.state.params,
             tokenizer=data.tokenizer,
             workdir=self.workdir,
-            rows=read_rows(metrics) if metrics.exists() else [],
+            rows=read_rows(self.workdir / METRICS_FILE),
             train_step=self.stage.step,
             evaluate=functools.partial(self._evaluate_again, end),
             evaluation=evaluation if stop is Stop.DONE else None,

@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
 from jaxlc.core.errors import UserError
 from jaxlc.train.workdir import prepare_workdir
 from tests import helpers
@@ -94,7 +94,7 @@ class Run:
         checkpoints = self.open()
         abstract_state = abstract(make_state(0, self.mesh), self.mesh)
         try:
-            return checkpoints.restore_latest(abstract_state, model={**MODEL, **model})
+            return checkpoints.restore_latest(lambda _: RestoreTarget(abstract_state, {**MODEL, **model}))
         finally:
             checkpoints.close()
 
@@ -173,7 +173,7 @@ def test_restore_latest_on_another_mesh_returns_same_state(run_with, shape):
     run = run_with(10)
     mesh = make_mesh(*shape)
     checkpoints = run.open()
-    state, _ = checkpoints.restore_latest(abstract(make_state(0, mesh), mesh), model=MODEL)
+    state, _ = checkpoints.restore_latest(lambda _: RestoreTarget(abstract(make_state(0, mesh), mesh), MODEL))
     checkpoints.close()
     assert_same(state, make_state(10, mesh))
     assert state.params["embedding"].sharding.mesh.shape == mesh.shape
@@ -183,8 +183,8 @@ def test_restore_latest_with_other_vocab_padding_resizes(run_with):
     run = run_with(10)
     for vocab_size in (61, 64):
         checkpoints = run.open()
-        target = abstract(make_state(0, run.mesh, vocab_size), run.mesh)
-        state, _ = checkpoints.restore_latest(target, model=MODEL)
+        target = RestoreTarget(abstract(make_state(0, run.mesh, vocab_size), run.mesh), MODEL)
+        state, _ = checkpoints.restore_latest(lambda _, target=target: target)
         checkpoints.close()
         saved = make_state(10, run.mesh)
         for restored, original in (
@@ -231,7 +231,7 @@ def test_save_then_donation_keeps_saved_values(tmp_path):
         big = overwrite(big)
     jax.block_until_ready(big)
     checkpoints.wait()
-    restored, _ = checkpoints.restore_latest(dict(big=target), model=MODEL)
+    restored, _ = checkpoints.restore_latest(lambda _: RestoreTarget(dict(big=target), MODEL))
     checkpoints.close()
     assert (np.asarray(restored["big"]) == 1).all()
 
@@ -259,7 +259,7 @@ def test_save_after_damage_replaces_damaged_step(run_with, is_new_run):
     run = run_with(10, 20)
     truncate(run, 20)
     checkpoints = run.open()
-    checkpoints.restore_latest(abstract(make_state(0, run.mesh), run.mesh), model=MODEL)
+    checkpoints.restore_latest(lambda _: RestoreTarget(abstract(make_state(0, run.mesh), run.mesh), MODEL))
     if is_new_run:
         checkpoints.close()
         checkpoints = run.open()
@@ -314,7 +314,9 @@ def test_restore_latest_with_other_arrays_raises(run_with, change, message):
     shape = lambda dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(run.mesh, PartitionSpec()))
     checkpoints = run.open()
     with pytest.raises(UserError, match=message):
-        checkpoints.restore_latest(change(abstract(make_state(0, run.mesh), run.mesh), shape), model=MODEL)
+        checkpoints.restore_latest(
+            lambda _: RestoreTarget(change(abstract(make_state(0, run.mesh), run.mesh), shape), MODEL)
+        )
     checkpoints.close()
 
 
@@ -338,7 +340,7 @@ def start(code: str, *arguments: str, devices: int) -> subprocess.Popen:
 SAVE_FOREVER = """
 import itertools, sys
 import jax, jax.numpy as jnp
-from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
 checkpoints = Checkpoints(sys.argv[1], keep=2, warn=print)
 for step in itertools.count(1):
     state = dict(big=jnp.full((256, 1024), step, jnp.float32), step=jnp.int32(step))
@@ -360,7 +362,7 @@ def test_kill_while_saving_loses_at_most_that_checkpoint(tmp_path):
     everywhere = NamedSharding(make_mesh(1, 1), PartitionSpec())
     shapes = dict(big=jax.ShapeDtypeStruct((256, 1024), jnp.float32), step=jax.ShapeDtypeStruct((), jnp.int32))
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
-    state, meta = checkpoints.restore_latest(target, model=dict(vocab_size=61))
+    state, meta = checkpoints.restore_latest(lambda _: RestoreTarget(target, dict(vocab_size=61)))
     step = int(state["step"])
     assert started - 1 <= step <= started + 1
     assert meta["next_row"] == step and (np.asarray(state["big"]) == step).all() and warnings == []
@@ -378,7 +380,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=proc
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.experimental import multihost_utils
-from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
 
 mesh = Mesh(np.array(jax.devices()), ("fsdp",))
 sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
@@ -393,7 +395,7 @@ if process_id == 1:  # damage a file that only process 1 reads
     os.truncate(file, file.stat().st_size // 2)
 multihost_utils.sync_global_devices("damaged")
 target = dict(x=jax.ShapeDtypeStruct((4096,), np.float32, sharding=sharding))
-state, meta = checkpoints.restore_latest(target, model=dict(vocab_size=61))
+state, meta = checkpoints.restore_latest(lambda _: RestoreTarget(target, dict(vocab_size=61)))
 for shard in state["x"].addressable_shards:
     np.testing.assert_array_equal(np.asarray(shard.data), value(1)[shard.index])
 checkpoints.save(2, make(2), dict(step=2, config=dict(model=dict(vocab_size=61))))
@@ -414,6 +416,6 @@ def test_two_processes_with_damage_use_same_older_checkpoint(tmp_path):
     sharding = NamedSharding(make_mesh(8, 1), PartitionSpec("fsdp"))
     checkpoints = Checkpoints(tmp_path, keep=3, warn=print)
     target = dict(x=jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=sharding))
-    state, _ = checkpoints.restore_latest(target, model=dict(vocab_size=61))
+    state, _ = checkpoints.restore_latest(lambda _: RestoreTarget(target, dict(vocab_size=61)))
     checkpoints.close()
     np.testing.assert_array_equal(np.asarray(state["x"]), np.arange(4096, dtype=np.float32) * 2)

@@ -27,7 +27,7 @@ def prompts_of(lengths=LENGTHS) -> list[np.ndarray]:
 
 
 def generator_of(step, params) -> Generator:
-    return Generator(step.config, step.mesh, params, ByteTokenizer(), compute_dtype=jnp.float32)
+    return Generator(step, params, ByteTokenizer())
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Greedy text against `transformers`, for the models of tests/hf/models.py: prompts longer than their windows."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,7 +36,7 @@ def test_greedy_tokens_equal_transformers(case, mesh, models, references):
     """Up to the first token whose two largest logits are nearly equal, with the settings of a text of this length."""
     step = step_of(models[case], 128, MESHES[mesh])
     params, _ = load_pretrained(step)
-    generator = Generator(step.config, step.mesh, params, ByteTokenizer(), compute_dtype=jnp.float32)
+    generator = Generator(step, params, ByteTokenizer())
     prompt = tokens_of(PROMPT_TOKENS)[0]
     prompts = [prompt, prompt[:7]]  # a batch of unequal lengths
     generation, _ = generator(prompts, max_tokens=NEW_TOKENS, chunk_tokens=32)

@@ -11,7 +11,7 @@ from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.generation.__main__ import main
 from jaxlc.plan import generation_command
-from jaxlc.plan.cached_time import CachedWork
+from jaxlc.plan.generation_plan import chunk_pairs
 from jaxlc.simulate import efficiency
 from tests.plan.gpus import small_config
 
@@ -70,14 +70,10 @@ def test_page_and_json_of_generation(result):
 
 @pytest.mark.parametrize(("num_past", "window"), [(0, 7), (3, 7), (100, 7), (5, 40)])
 def test_pairs_of_a_chunk_equal_those_of_its_mask(num_past, window):
-    work = CachedWork(
-        num_past=num_past, num_new=20, batch_size=1, num_heads=1, num_kv_heads=1, head_dim=1, num_ranks=4,
-        window=window, cache_itemsize=2,
-    )  # fmt: skip
     queries, keys = np.arange(num_past, num_past + 20)[:, None], np.arange(num_past + 20)
     causal = keys <= queries
-    assert work.pairs(has_window=False) == causal.sum() / 4
-    assert work.pairs(has_window=True) == (causal & (keys > queries - window)).sum() / 4
+    assert chunk_pairs(num_past, 20, None) == causal.sum()
+    assert chunk_pairs(num_past, 20, window) == (causal & (keys > queries - window)).sum()
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
 from jaxlc.config import load, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze, parse
@@ -164,7 +164,7 @@ def test_checkpoint_restores_to_other_memory_and_mesh(tmp_path, to_host: bool):
     checkpoints.save(1, state, dict(config=dict(model=model)))
     jax.tree.map(lambda x: x.delete(), state.params)  # as donation to a step does
     checkpoints.wait()
-    restored, _ = checkpoints.restore_latest(here.abstract_state, model=model)
+    restored, _ = checkpoints.restore_latest(lambda _: RestoreTarget(here.abstract_state, model))
     expected = there.init()
     for got, expected_leaf, like in zip(*map(jax.tree.leaves, (restored, expected, here.abstract_state))):
         assert got.sharding == like.sharding

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
 from jaxlc.config import PrecisionConfig, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.step.mixed_precision import is_retried
@@ -208,7 +208,7 @@ def test_resume_from_checkpoint_is_bitwise(precision, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1, warn=print)
     checkpoints.save(saved, jax.device_put(states[saved], shardings), dict(step=saved, config=dict(model=model)))
     checkpoints.wait()
-    state, _ = checkpoints.restore_latest(step.abstract_state, model=model)
+    state, _ = checkpoints.restore_latest(lambda _: RestoreTarget(step.abstract_state, model))
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), states[saved])
     for _ in range(saved, num_steps):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxlc.attention.kernels.block_mask import BlockMask, Ranges, kv_block_ranges, query_block_ranges
+from jaxlc.attention.kernels.block_mask import Ranges, kv_block_ranges, query_block_ranges
 from jaxlc.attention.kernels.triton_blocks import (
     LOG2_E,
     KernelParams,
@@ -46,13 +46,10 @@ def flash_dq(
     v_BSKH: jax.Array,
     ranges: Ranges | None,
     stats: QueryStats,
-    *,
-    mask: BlockMask,
-    scale: float,
     params: KernelParams,
 ) -> jax.Array:
     """Returns the contribution of these keys to dq_BTNH, float32."""
-    batch, num_queries, num_heads, head_dim = q_BTNH.shape
+    mask, (batch, num_queries, num_heads, head_dim) = params.mask, q_BTNH.shape
     _, num_keys, num_kv_heads, value_dim = v_BSKH.shape
     heads_per_kv = num_heads // num_kv_heads
     blocks = kv_block_ranges(ranges, mask)
@@ -60,8 +57,8 @@ def flash_dq(
     own_rows = functools.partial(own_rows_spec, mask.query_block)
     all_keys = functools.partial(all_keys_spec, num_keys, heads_per_kv)
     own_1d = pl.BlockSpec((None, None, mask.query_block), lambda i, n, b: (b, n, i))
-    return pl.pallas_call(
-        functools.partial(_dq_kernel, mask=mask, scale=scale, head_dim=head_dim, value_dim=value_dim),
+    return params.pallas_call(
+        functools.partial(_dq_kernel, mask=mask, scale=params.scale, head_dim=head_dim, value_dim=value_dim),
         grid=(pl.cdiv(num_queries, mask.query_block), num_heads, batch),
         in_specs=[
             own_rows(head_dim), all_keys(head_dim), all_keys(value_dim), key_ranges_specs(ranges),
@@ -69,8 +66,6 @@ def flash_dq(
         ],
         out_specs=own_rows(head_dim),
         out_shape=jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32),
-        compiler_params=params.compiler_params(),
-        interpret=params.interpret,
         name="flash_dq",
     )(q_BTNH, k_BSKH, v_BSKH, ranges, stats, blocks)  # fmt: skip
 
@@ -104,13 +99,10 @@ def flash_dkv(
     v_BSKH: jax.Array,
     ranges: Ranges | None,
     stats: QueryStats,
-    *,
-    mask: BlockMask,
-    scale: float,
     params: KernelParams,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (dk_BSKH, dv_BSKH), float32, summed over the query heads of each key/value head."""
-    batch, num_queries, num_heads, head_dim = q_BTNH.shape
+    mask, (batch, num_queries, num_heads, head_dim) = params.mask, q_BTNH.shape
     _, num_keys, num_kv_heads, value_dim = v_BSKH.shape
     heads_per_kv = num_heads // num_kv_heads
     blocks = query_block_ranges(ranges, mask)
@@ -121,8 +113,8 @@ def flash_dkv(
         return pl.BlockSpec((None, num_queries, heads_per_kv, padded(width)), lambda j, n, b: (b, 0, n, 0))
 
     all_1d = pl.BlockSpec((None, heads_per_kv, num_queries), lambda j, n, b: (b, n, 0))
-    return pl.pallas_call(
-        functools.partial(_dkv_kernel, mask=mask, scale=scale, head_dim=head_dim, value_dim=value_dim),
+    return params.pallas_call(
+        functools.partial(_dkv_kernel, mask=mask, scale=params.scale, head_dim=head_dim, value_dim=value_dim),
         grid=(pl.cdiv(num_keys, mask.kv_block), num_kv_heads, batch),
         in_specs=[
             all_queries(head_dim), own_rows(head_dim), own_rows(value_dim), key_ranges_specs(ranges),
@@ -130,8 +122,6 @@ def flash_dkv(
         ],
         out_specs=[own_rows(head_dim), own_rows(value_dim)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k_BSKH, v_BSKH)],
-        compiler_params=params.compiler_params(),
-        interpret=params.interpret,
         name="flash_dkv",
     )(q_BTNH, k_BSKH, v_BSKH, ranges, stats, blocks)  # fmt: skip
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxlc.attention.kernels.block_mask import BlockMask, Ranges, kv_block_ranges
+from jaxlc.attention.kernels.block_mask import Ranges, kv_block_ranges
 from jaxlc.attention.kernels.triton_blocks import (
     LN_2,
     LOG2_E,
@@ -29,25 +29,18 @@ from jaxlc.attention.kernels.triton_blocks import (
 
 
 def flash_forward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    ranges: Ranges | None,
-    *,
-    mask: BlockMask,
-    scale: float,
-    params: KernelParams,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: Ranges | None, params: KernelParams
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out_BTNH, lse_BNT), both float32. A fully masked row has out 0, lse -inf."""
-    batch, num_queries, num_heads, head_dim = q_BTNH.shape
+    mask, (batch, num_queries, num_heads, head_dim) = params.mask, q_BTNH.shape
     _, num_keys, num_kv_heads, value_dim = v_BSKH.shape
     heads_per_kv = num_heads // num_kv_heads
     blocks = kv_block_ranges(ranges, mask)
 
     own_rows = functools.partial(own_rows_spec, mask.query_block)
     all_keys = functools.partial(all_keys_spec, num_keys, heads_per_kv)
-    kernel = functools.partial(_kernel, mask=mask, scale=scale, head_dim=head_dim, value_dim=value_dim)
-    return pl.pallas_call(
+    kernel = functools.partial(_kernel, mask=mask, scale=params.scale, head_dim=head_dim, value_dim=value_dim)
+    return params.pallas_call(
         kernel,
         grid=(pl.cdiv(num_queries, mask.query_block), num_heads, batch),
         in_specs=[
@@ -59,8 +52,6 @@ def flash_forward(
             jax.ShapeDtypeStruct((batch, num_queries, num_heads, value_dim), jnp.float32),
             jax.ShapeDtypeStruct((batch, num_heads, num_queries), jnp.float32),
         ],
-        compiler_params=params.compiler_params(),
-        interpret=params.interpret,
         name="flash_forward",
     )(q_BTNH, k_BSKH, v_BSKH, ranges, blocks)  # fmt: skip
 

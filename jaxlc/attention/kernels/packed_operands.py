@@ -83,7 +83,9 @@ def document_table(
     """
     batch, num_queries = start_BT.shape
     has_keys_BT = start_BT < end_BT
-    is_first_BT = has_keys_BT & (_starts_at_itself(start_BT) if causal else _differs_from_previous(start_BT, end_BT))
+    is_first_BT = has_keys_BT & (
+        start_BT == jnp.arange(num_queries) if causal else _differs_from_previous(start_BT, end_BT)
+    )
     ends_here_BT = jnp.pad((is_first_BT | ~has_keys_BT)[:, 1:], ((0, 0), (0, 1)), constant_values=True)
     is_last_BT = has_keys_BT & ends_here_BT
 
@@ -149,10 +151,6 @@ def packed_operands(
     q_lengths, q_offsets = operands(table.q_start_D, table.q_length_D, q_shape)
     kv_lengths, kv_offsets = operands(table.kv_start_D, table.kv_length_D, k_shape)
     return PackedOperands(q_lengths, kv_lengths, q_offsets, kv_offsets)
-
-
-def _starts_at_itself(start_BT: jax.Array) -> jax.Array:
-    return start_BT == jnp.arange(start_BT.shape[1])
 
 
 def _differs_from_previous(start_BT: jax.Array, end_BT: jax.Array) -> jax.Array:

@@ -6,7 +6,9 @@ its array, in tokens or in head dim, is loaded and stored with a mask; masked el
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +24,18 @@ LN_2 = math.log(2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class KernelParams:
-    """Compiler parameters of a kernel."""
+    """What a kernel computes besides its operands, and how it is compiled."""
 
+    mask: BlockMask
+    scale: float
     num_warps: int
     num_stages: int  # blocks in flight between global and shared memory
     interpret: bool
 
-    def compiler_params(self) -> pltriton.CompilerParams:
-        return pltriton.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
+    def pallas_call(self, kernel: Callable, **options: Any) -> Callable:
+        """`pl.pallas_call` with these parameters of the compiler."""
+        compiler_params = pltriton.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
+        return pl.pallas_call(kernel, compiler_params=compiler_params, interpret=self.interpret, **options)
 
 
 def padded(width: int) -> int:

@@ -15,6 +15,14 @@ from jaxlc.core.suggestions import suggestion
 from jaxlc.sharding.layout import natural_order, zigzag_order
 
 
+class AttentionSpecs(NamedTuple):
+    """The PartitionSpecs of arrays of attention."""
+
+    tokens: PartitionSpec  # [B, T]
+    heads: PartitionSpec  # [B, T, N, H]
+    lse: PartitionSpec  # [B, N, T]
+
+
 class AttentionAxes(NamedTuple):
     """Names of mesh axes."""
 
@@ -22,12 +30,12 @@ class AttentionAxes(NamedTuple):
     context: str  # splits T and S
     head: str | None  # splits N and K. None: heads are not split
 
-    def specs(self, context: tuple[str, ...]) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-        """The PartitionSpecs of arrays [B, T], [B, T, N, H] and [B, N, T], with T split over the axes `context`."""
-        return (
-            PartitionSpec(self.batch, context),
-            PartitionSpec(self.batch, context, self.head, None),
-            PartitionSpec(self.batch, self.head, context),
+    def specs(self, context: tuple[str, ...]) -> AttentionSpecs:
+        """With T split over the axes `context`."""
+        return AttentionSpecs(
+            tokens=PartitionSpec(self.batch, context),
+            heads=PartitionSpec(self.batch, context, self.head, None),
+            lse=PartitionSpec(self.batch, self.head, context),
         )
 
     def num_head_ranks(self, mesh: Mesh) -> int:
@@ -92,16 +100,15 @@ def is_manual(context_axis: str, q_BTNH: jax.Array) -> bool:
 
 def check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array | None) -> None:
     """Raises UserError unless the shapes of the operands, global or local, are consistent and q, k and v are floats."""
-    if any(x.ndim != 4 for x in (q_BTNH, k_BSKH, v_BSKH)):
+    q_shape, k_shape = q_BTNH.shape, k_BSKH.shape
+    are_consistent = q_shape[:2] == k_shape[:2] and q_shape[3:] == k_shape[3:] and v_BSKH.shape[:3] == k_shape[:3]
+    if not (q_BTNH.ndim == k_BSKH.ndim == v_BSKH.ndim == 4 and are_consistent):
         raise UserError(
-            f"invalid shapes {_shapes(q_BTNH, k_BSKH, v_BSKH)}: expected q [B, T, N, H], k and v [B, T, K, H]"
+            f"invalid shapes q {q_shape}, k {k_shape} and v {v_BSKH.shape}: expected q [B, T, N, H], k and v"
+            " [B, T, K, H]"
         )
-    batch, num_tokens, num_heads, head_dim = q_BTNH.shape
-    num_kv_heads = k_BSKH.shape[2]
-    if k_BSKH.shape[:2] != (batch, num_tokens) or v_BSKH.shape[:3] != k_BSKH.shape[:3] or k_BSKH.shape[3] != head_dim:
-        raise UserError(
-            f"invalid shapes {_shapes(q_BTNH, k_BSKH, v_BSKH)}: expected q [B, T, N, H], k and v [B, T, K, H]"
-        )
+    batch, num_tokens, num_heads, _ = q_shape
+    num_kv_heads = k_shape[2]
     dtypes = [x.dtype for x in (q_BTNH, k_BSKH, v_BSKH)]
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise UserError(f"invalid dtypes {', '.join(map(str, dtypes))} of q, k, v: expected floats, such as bfloat16")
@@ -156,7 +163,3 @@ def _check_axis(mesh: Mesh, argument: str, axis: str) -> None:
         names = ", ".join(mesh.axis_names)
         question = suggestion(str(axis), mesh.axis_names)
         raise UserError(f"unknown {argument} {axis!r}: the mesh has the axes {names}{question}")
-
-
-def _shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> str:
-    return f"q {q_BTNH.shape}, k {k_BSKH.shape} and v {v_BSKH.shape}"

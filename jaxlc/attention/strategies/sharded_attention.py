@@ -20,7 +20,7 @@ from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KernelSelection, choose_kernel
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies import all_gather, hybrid, ring, ulysses
-from jaxlc.attention.strategies.mesh_axes import DEFAULT_AXES, AttentionAxes
+from jaxlc.attention.strategies.mesh_axes import DEFAULT_AXES, AttentionAxes, AttentionSpecs
 from jaxlc.attention.strategies.reorder import to_natural, to_zigzag
 from jaxlc.attention.strategies.strategy import ShardedQKV, repeat_heads
 from jaxlc.config import AttentionConfig
@@ -153,13 +153,11 @@ class ShardedAttention:
         """
         if segments_BT is None and (positions_BT is None or not self.spec.causal):
             return None
-        tokens, _, _ = self.axes.specs(tuple(split.axis for split in self.ranks))
         local = functools.partial(
             prepare_shard, config=self.config, spec=self.spec, ranks=self.ranks, token_order=self.token_order
         )
-        specs = STRATEGIES[self.config.strategy].ranges_specs(self.spec, self.axes.batch, *self.ranks)
-        in_specs = tuple(None if x is None else tokens for x in (positions_BT, segments_BT))
-        return self._split(local, in_specs, specs)(positions_BT, segments_BT)
+        in_specs = tuple(None if x is None else self._specs.tokens for x in (positions_BT, segments_BT))
+        return self._split(local, in_specs, self._ranges_specs)(positions_BT, segments_BT)
 
     def __call__(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges=None
@@ -172,7 +170,7 @@ class ShardedAttention:
         Args:
           ranges: of `prepare`. None: each sequence is one document.
         """
-        _, heads, lse = self.axes.specs(tuple(split.axis for split in self.ranks))
+        _, heads, lse = self._specs
         kernel = choose(
             self.config, self.mesh, head_dim=q_BTNH.shape[-1], value_dim=v_BSKH.shape[-1], dtype=q_BTNH.dtype,
             packed=ranges is not None, window=self.spec.window,
@@ -188,11 +186,17 @@ class ShardedAttention:
         )
         num_head_ranks = self.axes.num_head_ranks(self.mesh)
         k_BSKH, v_BSKH = (repeat_heads(x, num_head_ranks) for x in (k_BSKH, v_BSKH))
-        ranges_specs = None
-        if ranges is not None:
-            ranges_specs = STRATEGIES[self.config.strategy].ranges_specs(self.spec, self.axes.batch, *self.ranks)
+        ranges_specs = None if ranges is None else self._ranges_specs
         split = self._split(local, (heads, heads, heads, ranges_specs), (heads, lse))
         return split(q_BTNH, k_BSKH, v_BSKH, ranges)
+
+    @property
+    def _specs(self) -> AttentionSpecs:
+        return self.axes.specs(tuple(split.axis for split in self.ranks))
+
+    @property
+    def _ranges_specs(self):
+        return STRATEGIES[self.config.strategy].ranges_specs(self.spec, self.axes.batch, *self.ranks)
 
     def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
         # check_vma: values in custom_vjp rules and in Pallas interpret mode have no tracked variance. Every operand

@@ -44,7 +44,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies import hybrid
-from jaxlc.attention.strategies.sharded_attention import choose
+from jaxlc.attention.strategies.mesh_axes import DEFAULT_AXES, AttentionSpecs
+from jaxlc.attention.strategies.sharded_attention import attention_spec, choose
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.attention.tiles.kv_blocks import GroupState
 from jaxlc.config import AttentionConfig
@@ -145,7 +146,7 @@ class TiledAttention:
         def local(positions_bt, segments_bt):
             return hybrid.prepare(TokenInfo(positions_bt, segments_bt), self._spec, self.outer, self.inner)
 
-        return self._split(local, (self._tokens, self._tokens), self._ranges)(positions_BT, segments_BT)
+        return self._split(local, (self._specs.tokens, self._specs.tokens), self._ranges)(positions_BT, segments_BT)
 
     def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array:
         """kv with the keys and values of a tile written to it."""
@@ -161,7 +162,7 @@ class TiledAttention:
             return lax.scan(put_subchunk, kv_block, (jnp.arange(group.num_tile_subchunks), kv_subchunks))[0]
 
         k_BtKH, v_BtKH = (repeat_heads(x, self.split_mesh.shape[TENSOR]) for x in (k_BtKH, v_BtKH))
-        split = self._split(local, (self._blocks, self._heads, self._heads, _REPLICATED), self._blocks)
+        split = self._split(local, (self._blocks, self._specs.heads, self._specs.heads, _REPLICATED), self._blocks)
         return split(kv, k_BtKH, v_BtKH, tile)
 
     def take(self, dkv: jax.Array, tile) -> tuple[jax.Array, jax.Array]:
@@ -174,7 +175,8 @@ class TiledAttention:
             dk_btkH, dv_btkH = group.from_subchunks(dkv_subchunks, tokens_dim=2)
             return dk_btkH, dv_btkH
 
-        dk_BtKH, dv_BtKH = self._split(local, (self._blocks, _REPLICATED), (self._heads, self._heads))(dkv, tile)
+        split = self._split(local, (self._blocks, _REPLICATED), (self._specs.heads, self._specs.heads))
+        dk_BtKH, dv_BtKH = split(dkv, tile)
         return self._sum_repeated(dk_BtKH), self._sum_repeated(dv_BtKH)
 
     def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges) -> tuple[jax.Array, jax.Array]:
@@ -196,8 +198,8 @@ class TiledAttention:
             lse_btn = group.from_subchunks(lse_Pbnt.swapaxes(2, 3))
             return group.from_subchunks(out_PbtnH.astype(q_btnH.dtype)), lse_btn.swapaxes(1, 2)
 
-        in_specs = (self._heads, self._blocks, _REPLICATED, self._ranges)
-        split = self._split(local, in_specs, (self._heads, self._lse))
+        in_specs = (self._specs.heads, self._blocks, _REPLICATED, self._ranges)
+        split = self._split(local, in_specs, (self._specs.heads, self._specs.lse))
         return split(q_BtNH, kv, tile, ranges)
 
     def backward(
@@ -224,8 +226,8 @@ class TiledAttention:
             dq_PbtnH, dkv_block = group.backward(q, out, lse_Pbtn.swapaxes(2, 3), dout, kv_block, dkv_block)
             return group.from_subchunks(dq_PbtnH.astype(q_btnH.dtype)), dkv_block
 
-        heads, blocks = self._heads, self._blocks
-        in_specs = (heads, blocks, blocks, _REPLICATED, heads, self._lse, heads, self._ranges)
+        heads, blocks = self._specs.heads, self._blocks
+        in_specs = (heads, blocks, blocks, _REPLICATED, heads, self._specs.lse, heads, self._ranges)
         split = self._split(local, in_specs, (heads, blocks))
         return split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
 
@@ -258,31 +260,15 @@ class TiledAttention:
 
     @property
     def _spec(self) -> AttentionSpec:
-        return AttentionSpec(
-            scale=self.scale,
-            query_block_tokens=self.config.query_block_tokens,
-            key_block_tokens=self.config.key_block_tokens,
-        )
+        return attention_spec(self.config, causal=True, window=None, scale=self.scale)
 
     @property
-    def _context(self) -> tuple[str, str]:
-        return self.outer.axis, self.inner.axis
-
-    @property
-    def _tokens(self) -> PartitionSpec:
-        return PartitionSpec(BATCH_AXES, self._context)
+    def _specs(self) -> AttentionSpecs:
+        return DEFAULT_AXES.specs((self.outer.axis, self.inner.axis))
 
     @property
     def _ranges(self) -> PartitionSpec:
         return hybrid.ranges_specs(self._spec, BATCH_AXES, self.outer, self.inner)
-
-    @property
-    def _heads(self) -> PartitionSpec:
-        return PartitionSpec(BATCH_AXES, self._context, TENSOR, None)
-
-    @property
-    def _lse(self) -> PartitionSpec:
-        return PartitionSpec(BATCH_AXES, TENSOR, self._context)
 
     @property
     def _blocks(self) -> PartitionSpec:

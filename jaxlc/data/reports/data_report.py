@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxlc.core.text_table import aligned
 from jaxlc.data.corpus import Corpus
 from jaxlc.data.reports.shares import SourceShare, source_shares
 
 # Limits in tokens between the length classes of the report.
 LENGTH_LIMITS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 CLASS_NAMES = ("< 1K", "1K-4K", "4K-16K", "16K-64K", "64K-256K", "256K-1M", ">= 1M")
+_SHARE_HEADINGS = ("", "share set", "realized", "tokens", "documents/epoch", "tokens/epoch", "epochs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ def report_text(sources: Sequence[SourceLengths], stages: Sequence[StageShares])
     header = [*CLASS_NAMES, "all"]
     counts = [[source.name, *map(_number, [*source.num_documents, source.num_documents.sum()])] for source in sources]
     tokens = [[source.name, *map(_number, [*source.num_tokens, source.num_tokens.sum()])] for source in sources]
-    lines = [*_table(["documents", *header], counts), "", *_table(["tokens", *header], tokens)]
+    lines = [*aligned([["documents", *header], *counts]), "", *aligned([["tokens", *header], *tokens])]
     for stage in stages:
         padding = 1 - stage.num_tokens / (stage.num_sequences * stage.seq_len)
         rows = [
@@ -80,7 +82,7 @@ def report_text(sources: Sequence[SourceLengths], stages: Sequence[StageShares])
         lines += [
             "",
             f"{title}: {stage.num_sequences:,} sequences of {stage.seq_len:,} tokens, {padding:.2%} of them padding",
-            *_table(["", "share set", "realized", "tokens", "documents/epoch", "tokens/epoch", "epochs"], rows),
+            *aligned([_SHARE_HEADINGS, *rows]),
         ]
     return "\n".join(lines)
 
@@ -91,10 +93,3 @@ def _classes(lengths: np.ndarray) -> np.ndarray:
 
 def _number(number: float) -> str:
     return f"{int(number):,}"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Aligned columns, the first to the left."""
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    aligned = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))] for row in [header, *rows]]
-    return ["  ".join(cells).rstrip() for cells in aligned]

@@ -184,16 +184,13 @@ def _chat(value: Any, record: Record, chat_field: str) -> Chat:
         )
     values = record.values
     tools = values.get("tools") if isinstance(values, dict) else None
-    return Chat([_without_null(message) for message in value], tools or None)
+    # Columns have all fields in all records, null where a message has none.
+    messages = [{k: x for k, x in message.items() if x is not None or k == "content"} for message in value]
+    return Chat(messages, tools or None)
 
 
 def _is_chat(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and m.get("role") for m in value)
-
-
-def _without_null(message: dict[str, Any]) -> dict[str, Any]:
-    """Columns have all fields in all records, null where a message has none."""
-    return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 
 def _kind(value: Any) -> str:

@@ -61,17 +61,13 @@ def parallel_pieces(
                     break
                 time.sleep(_SECONDS_BETWEEN_POLLS)
             with np.load(paths[number]) as arrays:
-                _add_bad_records(reader.bad_records, int(arrays["num_bad_records"]), str(arrays["first_bad_record"]))
+                for _ in range(int(arrays["num_bad_records"])):
+                    reader.bad_records.add(BadRecord(str(arrays["first_bad_record"])))
             yield from read_part(paths[number], bool(reader.fields.chat))
     finally:
         for process in running.values():
             process.kill()
             process.wait()
-
-
-def _add_bad_records(bad_records: BadRecords, num_records: int, first: str) -> None:
-    for _ in range(num_records):
-        bad_records.add(BadRecord(first))
 
 
 def _poll(running: dict[int, subprocess.Popen]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxlc.core import extras
+from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
@@ -34,10 +35,9 @@ def open_metrics(workdir: str | Path, *, resume_step: int | None, is_primary: bo
         return MetricsLog(None, None)
     last_step = -1 if resume_step is None else resume_step
     path = Path(workdir) / METRICS_FILE
-    kept = [row for row in read_rows(path) if row["step"] <= last_step] if path.exists() else []
-    new_path = path.with_suffix(".jsonl.new")
-    new_path.write_text("".join(_line(row) for row in kept))
-    new_path.replace(path)  # atomic: a kill leaves either the old file or the new one
+    kept = [row for row in read_rows(path) if row["step"] <= last_step]
+    with replacing(path) as out:
+        out.write("".join(map(_line, kept)).encode())
     directory = Path(workdir) / TENSORBOARD_DIRECTORY
     return MetricsLog(
         path.open("a"), _TensorBoard(directory, last_step) if extras.is_installed("tensorboardX") else None
@@ -104,12 +104,12 @@ class _TensorBoard:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a metrics.jsonl, in order; a truncated last line is skipped.
+    """The rows of a metrics.jsonl, in order; none without the file. A truncated last line is skipped.
 
     Raises:
       UserError: another line is not a JSON object with a step.
     """
-    lines = Path(path).read_text(errors="replace").split("\n")
+    lines = Path(path).read_text(errors="replace").split("\n") if Path(path).exists() else [""]
     return [_parse(line, f"line {number} of {path}") for number, line in enumerate(lines[:-1], start=1)]
 
 

@@ -54,15 +54,13 @@ def load(
     devices = _start(config)
     train_step = build_step(config, make_mesh(config.mesh, devices), model=model, loss=loss)
     params = restore_all_params(train_step, directory, step, meta)
-    metrics = workdir / METRICS_FILE
-    rows = read_rows(metrics) if metrics.exists() else []
     return Result(
         step=step,
         exit_status=0,
         params=params,
         tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token),
         workdir=workdir,
-        rows=[row for row in rows if row["step"] <= step],
+        rows=[row for row in read_rows(workdir / METRICS_FILE) if row["step"] <= step],
         train_step=train_step,
         evaluate=lambda: _evaluate(train_step, params, meta["corpus"]),
         evaluation=None,
