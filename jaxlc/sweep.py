@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
 
 if TYPE_CHECKING:
-    from jaxlc.search.stored import Ranking
+    from jaxlc.search.results import Ranking
 
 __all__ = ["load"]
 
@@ -45,9 +45,9 @@ def load(path: str | Path) -> "Ranking":
     Raises:
       UserError: there are no points.
     """
-    from jaxlc.search import stored  # imports rich and more, which a worker of a sweep does not need
+    from jaxlc.search import results  # imports rich and more, which a worker of a sweep does not need
 
-    return stored.load(path)
+    return results.load(path)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlc.core.counts import count_text, gib
+from jaxlc.core.counts import aligned, count_text, gib
 from jaxlc.plan.report import verdict
 from jaxlc.plan.result import Plan
 from jaxlc.simulate.interval import seconds_text, two_digits
@@ -125,13 +125,3 @@ class StagesPlan:
 
 def _billions(num_tokens: int) -> str:
     return f"{num_tokens / 1e9:,.3g}B" if num_tokens >= 1e8 else f"{num_tokens / 1e6:,.3g}M"
-
-
-def aligned(rows: Iterator[Sequence[str]]) -> list[str]:
-    """Columns with their widths; the first one is left-aligned, the others right-aligned."""
-    table = list(rows)
-    widths = [max(map(len, column)) for column in zip(*table)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
-        for row in table
-    ]

@@ -1,5 +1,6 @@
 """Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT compilation decides."""
 
+import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -7,9 +8,8 @@ from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
 from jaxlc.core.errors import UserError
 from jaxlc.search import space
-from jaxlc.search.best_first import Candidate, Compile, Group, Search
+from jaxlc.search.best_first import Candidate, Compile, Search
 from jaxlc.search.compile_order import Layout, Rates
-from jaxlc.search.goals import lengths, topologies
 from jaxlc.search.space import Settings
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology, full_domain_size, part_of
@@ -21,21 +21,14 @@ _MARGIN = 0.5  # of the working set of a layer, which is estimated roughly
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternatives:
-    """What would fit, by estimates, if nothing fits."""
-
-    seq_len: int | None  # the longest sequence on these GPUs; None: none fits
-    gpus: Topology | None  # the fewest GPUs of this kind for the sequence; None: not even the largest number tried
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The result of a search."""
+    """The result of a search. If nothing fits, also what would fit, by estimates."""
 
     base: Config
     gpus: Topology
     search: Search
-    alternatives: Alternatives | None = None  # None: something fits
+    longest: int | None = None  # tokens of the longest sequence on these GPUs; None: none fits
+    larger: Topology | None = None  # the fewest GPUs of this kind for the sequence; None: none that was tried
 
 
 def recommend(
@@ -61,27 +54,57 @@ def recommend(
     Raises:
       UserError: no mesh of the GPUs divides model, sequence and batch.
     """
-    pool = []
+    pool: list[Candidate] = []
     for part in topologies(goal, gpus):
         rates = Rates(part, roofline)
         for seq_len in _lengths(config, rates) if goal == "longest" else [config.data.seq_len]:
-            pool += list(groups(config, rates, seq_len))
-    num_candidates = sum(len(group.candidates) for group in pool)
-    if not num_candidates and not any(_layouts(config, Rates(gpus, roofline))):
+            pool += candidates(config, rates, seq_len)
+    if not pool and not any(_layouts(config, Rates(gpus, roofline))):
         raise UserError(_no_layout(config, gpus))
-    log(f"{num_candidates:,} combinations of mesh, strategy, microbatches and memory settings may fit")
+    log(f"{len(pool):,} combinations of mesh, strategy, microbatches and memory settings may fit")
     search = Search(goal, pool)
     search.run(compile_candidates, batch_size=batch_size, limit_seconds=limit_seconds)
     if search.num_left:
         log(f"stopped after {limit_seconds / 60:.3g} minutes, before the choice was certain; the same command resumes")
     else:
         log(f"done: no other combination can change the choice; {len(search.rows)} compiled")
-    alternatives = None if search.best else _alternatives(config, gpus, roofline, search.working_ratio())
-    return Recommendation(base=config, gpus=gpus, search=search, alternatives=alternatives)
+    if search.best:
+        return Recommendation(base=config, gpus=gpus, search=search)
+    ratio = search.working_ratio()
+    shorter = [_with_length(config, length) for length in lengths(gpus.num_gpus) if length < config.data.seq_len]
+    index = _first(len(shorter), lambda i: _may_fit(shorter[i], Rates(gpus, roofline), ratio))
+    longest = shorter[index].data.seq_len if index < len(shorter) else None
+    larger = (part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), ratio))
+    return Recommendation(base=config, gpus=gpus, search=search, longest=longest, larger=next(larger, None))
 
 
-def groups(config: Config, rates: Rates, seq_len: int) -> Iterator[Group]:
-    """All candidates for these GPUs whose state and saved activations fit, by mesh, strategy and microbatch."""
+def topologies(goal: str, gpus: Topology) -> list[Topology]:
+    """The GPUs to search: all of `gpus`, or for cheapest and fewest_gpus also parts of them, largest first.
+
+    Parts are numbers of whole domains, and of GPUs of one domain: divisors and powers of two, down to one GPU.
+    """
+    if goal in ("fastest", "longest"):
+        return [gpus]
+    domains, sizes = (
+        [size for size in range(number, 0, -1) if number % size == 0 or size & (size - 1) == 0]
+        for number in (gpus.num_domains, gpus.gpus_per_domain)
+    )
+    whole = [part_of(gpus, size, gpus.gpus_per_domain) for size in domains]
+    return [*whole, *(part_of(gpus, 1, size) for size in sizes[1:])]
+
+
+def lengths(num_gpus: int) -> list[int]:
+    """Sequence lengths in tokens to try for "longest", longest first: four in each doubling, up to 2^28.
+
+    They are multiples of the odd factors of `num_gpus`, so that any mesh divides them.
+    """
+    odd = num_gpus // (num_gpus & -num_gpus)
+    sizes = {odd * 2**power * quarter for power in range(10, 26) for quarter in (4, 5, 6, 7)}
+    return sorted((size for size in sizes if size < 2**28), reverse=True)
+
+
+def candidates(config: Config, rates: Rates, seq_len: int) -> Iterator[Candidate]:
+    """All candidates for these GPUs whose state and saved activations fit."""
     given = {
         "data.seq_len": seq_len,
         "runtime.topology": str(rates.gpus),
@@ -90,14 +113,11 @@ def groups(config: Config, rates: Rates, seq_len: int) -> Iterator[Group]:
     if seq_len != config.data.seq_len:
         given["train.global_batch_size"] = _batch_size(config, seq_len)
     for settings, layout in _layouts(space.unchecked(config, given), rates):
-        candidates = []
         for memory_settings in space.memory_settings(layout.config):
             estimate = layout.estimate(space.unchecked(layout.config, memory_settings).memory)
             if estimate.fits(rates.gpus, 0.0):
                 all_settings = given | settings | memory_settings
-                candidates.append(Candidate(settings=all_settings, base=config, gpus=rates.gpus, estimate=estimate))
-        if candidates:
-            yield Group(candidates)
+                yield Candidate(settings=all_settings, base=config, gpus=rates.gpus, estimate=estimate)
 
 
 def _layouts(config: Config, rates: Rates, max_sequences: int = 8) -> Iterator[tuple[Settings, Layout]]:
@@ -130,11 +150,7 @@ def _lengths(config: Config, rates: Rates) -> list[int]:
 
 def _first(num: int, holds: Callable[[int], bool]) -> int:
     """The smallest index in range(num) for which `holds`, which is false before and true after it; num if none."""
-    low, high = 0, num
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+    return bisect.bisect_left(range(num), True, key=holds)
 
 
 def _may_fit(config: Config, rates: Rates, working_ratio: float) -> bool:
@@ -143,17 +159,6 @@ def _may_fit(config: Config, rates: Rates, working_ratio: float) -> bool:
         layout.estimate(space.unchecked(layout.config, settings).memory).fits(rates.gpus, working_ratio)
         for _, layout in _layouts(config, rates, max_sequences=1)
         for settings in space.memory_settings(layout.config)
-    )
-
-
-def _alternatives(config: Config, gpus: Topology, roofline: Roofline, working_ratio: float) -> Alternatives:
-    rates = Rates(gpus, roofline)
-    shorter = [_with_length(config, length) for length in lengths(gpus.num_gpus) if length < config.data.seq_len]
-    index = _first(len(shorter), lambda i: _may_fit(shorter[i], rates, working_ratio))
-    larger = (part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), working_ratio))
-    return Alternatives(
-        seq_len=shorter[index].data.seq_len if index < len(shorter) else None,
-        gpus=next(larger, None),
     )
 
 
