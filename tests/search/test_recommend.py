@@ -210,7 +210,11 @@ def test_page_names_what_the_estimate_cannot_order():
     result = Recommendation(base=small(), gpus=topology("h100:1x2"), search=search)
     text = page(result, 2.0)
     assert "The estimate cannot order 1 and 2: they differ by less than the 80% interval of a ratio, 38% (docs" in text
-    assert text.index("1: tensor=2, 2 microbatches") < text.index("leaves 65 GiB") < text.index("2: context=2 ring, 1 microbatch,")
+    assert (
+        text.index("1: tensor=2, 2 microbatches")
+        < text.index("leaves 65 GiB")
+        < text.index("2: context=2 ring, 1 microbatch,")
+    )
     assert "20 s (10 to 40)" in text and "cost per 1B tokens" in text
     assert "cannot order" not in page(result, None, pair_spread=0.01)
 
