@@ -1,7 +1,7 @@
 """Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT compilation decides."""
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxlc.config import Config
@@ -71,10 +71,9 @@ def recommend(
     if search.best:
         return Recommendation(base=config, gpus=gpus, search=search)
     ratio = search.working_ratio()
-    shorter = [_with_length(config, length) for length in lengths(gpus.num_gpus) if length < config.data.seq_len]
-    index = _first(len(shorter), lambda i: _may_fit(shorter[i], Rates(gpus, roofline), ratio))
-    longest = shorter[index].data.seq_len if index < len(shorter) else None
-    larger = (part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), ratio))
+    rates, shorter = Rates(gpus, roofline), [x for x in lengths(gpus.num_gpus) if x < config.data.seq_len]
+    longest = next(iter(shorter[_first_fitting(config, rates, shorter, ratio) :]), None)
+    larger = (part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), config.data.seq_len, ratio))
     return Recommendation(base=config, gpus=gpus, search=search, longest=longest, larger=next(larger, None))
 
 
@@ -103,16 +102,22 @@ def lengths(num_gpus: int) -> list[int]:
     return sorted((size for size in sizes if size < 2**28), reverse=True)
 
 
-def candidates(config: Config, rates: Rates, seq_len: int) -> Iterator[Candidate]:
-    """All candidates for these GPUs whose state and saved activations fit."""
+def candidates(config: Config, rates: Rates, seq_len: int, max_sequences: int = 8) -> Iterator[Candidate]:
+    """All candidates for these GPUs whose state and saved activations fit.
+
+    A step has about as many tokens as that of `config`, in at least one sequence.
+
+    Args:
+      max_sequences: of a microbatch on one replica.
+    """
     given = {
         "data.seq_len": seq_len,
         "runtime.topology": str(rates.gpus),
         "runtime.transport": config.runtime.transport,
     }
     if seq_len != config.data.seq_len:
-        given["train.global_batch_size"] = _batch_size(config, seq_len)
-    for settings, layout in _layouts(space.unchecked(config, given), rates):
+        given["train.global_batch_size"] = max(1, config.tokens_per_step // seq_len)
+    for settings, layout in _layouts(space.unchecked(config, given), rates, max_sequences):
         for memory_settings in space.memory_settings(layout.config):
             estimate = layout.estimate(space.unchecked(layout.config, memory_settings).memory)
             if estimate.fits(rates.gpus, 0.0):
@@ -131,35 +136,22 @@ def _layouts(config: Config, rates: Rates, max_sequences: int = 8) -> Iterator[t
             yield settings, Layout(changed, rates, kernels)
 
 
-def _batch_size(config: Config, seq_len: int) -> int:
-    """Sequences of a step with about as many tokens, at least one."""
-    return max(1, config.tokens_per_step // seq_len)
-
-
-def _with_length(config: Config, seq_len: int) -> Config:
-    settings = {"data.seq_len": seq_len, "train.global_batch_size": _batch_size(config, seq_len)}
-    return space.unchecked(config, settings)
-
-
 def _lengths(config: Config, rates: Rates) -> list[int]:
     """The longest sequences that may fit."""
     tried = lengths(rates.gpus.num_gpus)
-    index = _first(len(tried), lambda i: _may_fit(_with_length(config, tried[i]), rates, _MARGIN))
+    index = _first_fitting(config, rates, tried, _MARGIN)
     return tried[index : index + _NUM_LENGTHS]
 
 
-def _first(num: int, holds: Callable[[int], bool]) -> int:
-    """The smallest index in range(num) for which `holds`, which is false before and true after it; num if none."""
-    return bisect.bisect_left(range(num), True, key=holds)
+def _first_fitting(config: Config, rates: Rates, seq_lens: Sequence[int], working_ratio: float) -> int:
+    """The index of the longest sequence that fits by the estimate; their number if none does."""
+    return bisect.bisect_left(seq_lens, True, key=lambda length: _may_fit(config, rates, length, working_ratio))
 
 
-def _may_fit(config: Config, rates: Rates, working_ratio: float) -> bool:
+def _may_fit(config: Config, rates: Rates, seq_len: int, working_ratio: float) -> bool:
     """Whether any settings fit by the estimate; more sequences per microbatch do not save memory."""
-    return any(
-        layout.estimate(space.unchecked(layout.config, settings).memory).fits(rates.gpus, working_ratio)
-        for _, layout in _layouts(config, rates, max_sequences=1)
-        for settings in space.memory_settings(layout.config)
-    )
+    found = candidates(config, rates, seq_len, max_sequences=1)
+    return any(candidate.estimate.fits(rates.gpus, working_ratio) for candidate in found)
 
 
 def _larger(gpus: Topology) -> Iterator[Topology]:

