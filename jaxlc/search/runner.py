@@ -7,16 +7,15 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlc import runtime
-from jaxlc.config import Config, RuntimeConfig, to_dict
+from jaxlc.config import Config, to_dict
 from jaxlc.core.errors import UserError
+from jaxlc.plan.terminal import start_on_cpu
 from jaxlc.runtime import worker_processes
 from jaxlc.runtime.worker_processes import Row, Work
 from jaxlc.search import space, worker
@@ -31,18 +30,12 @@ def log(line: str) -> None:
 
 
 def estimate(
-    config: Config,
-    out: Path,
-    *,
-    topology: str | None,
-    workers: str | None = None,
-    constants: str | None = None,
-    **grid_flags: str | None,
+    config: Config, out: Path, *, topology: str, workers: int | None, constants: str, **grid_flags: str | None
 ) -> int:
     """AOT-compiles every point for `topology`, ranks them by estimated speed and prints the ranking.
 
     Args:
-      topology: target GPUs, such as "gb200:1x64"; None selects config.runtime.topology.
+      topology: target GPUs, such as "gb200:1x64".
       workers: number of concurrent compilations; None selects what cores and memory allow.
       constants: JSON file of measured constants for the estimates; see `jaxlc.simulate.roofline`.
       grid_flags: see `space.grid`.
@@ -52,34 +45,23 @@ def estimate(
       UserError: an invalid flag, or no compiler for these GPUs.
       KeyboardInterrupt: with a message for the user.
     """
-    name = topology or config.runtime.topology
-    if not name:
-        raise UserError("no target GPUs: set --topology, for example --topology=h100:8x8")
-    if workers is not None and not (workers.isdigit() and int(workers)):
-        raise UserError(f"invalid {workers!r} for --workers: expected a whole number, at least 1")
-    log(f"starting the GPU compiler for {name}")
-    os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")  # inherited by the workers
-    runtime.start(RuntimeConfig(num_processes=1))
+    log(f"starting the GPU compiler for {topology}")
+    start_on_cpu()
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 
-    gpus = parse_topology(name)
+    gpus = parse_topology(topology)
     assert gpus.devices  # raises here, rather than for every point, if the compiler is not installed
-    work = functools.partial(worker.estimate, topology=name, constants=constants or "")
-    roofline = from_file(constants or "")  # an invalid file is reported once, not for every point
-    about = about_estimates(config, name, constants)
-    num_workers = int(workers) if workers else worker_processes.default_num_workers()
-    points = _points(config, gpus.num_gpus, grid_flags)
-    rows = run(points, work, about=about, out=out, num_workers=num_workers)
+    roofline = from_file(constants)  # an invalid file is reported once, not for every point
+    work = functools.partial(worker.estimate, topology=topology, constants=constants)
+    about = about_estimates(config, topology, constants)
+    num_workers = workers or worker_processes.default_num_workers()
+    rows = run(_points(config, gpus.num_gpus, grid_flags), work, about=about, out=out, num_workers=num_workers)
     return _report(Ranking(tuple(rows), pair_spread=roofline.pair_spread), out)
 
 
-def measure(config: Config, out: Path, **flags: str | None) -> int:
+def measure(config: Config, out: Path, **grid_flags: str | None) -> int:
     """Measures every point on the devices of this machine, one at a time, and ranks them as `estimate` does."""
-    for flag in ("topology", "workers", "constants"):
-        value = flags.pop(flag, None)
-        if value is not None:
-            raise UserError(f"--{flag}={value} is unsupported with --run, which measures on this machine; remove one")
     log("starting JAX")
     # In another process: JAX in this one would reserve the memory of the devices.
     ((_, local),) = worker_processes.run_in_processes([config], worker.local_devices, num_workers=1)
@@ -87,11 +69,11 @@ def measure(config: Config, out: Path, **flags: str | None) -> int:
         raise UserError(f"JAX does not start: {local['reason']}")
     devices = f"{local['num_devices']} x {local['device']}"
     about = dict(figures="measured", topology=devices, model=config.model.preset)
-    points = _points(config, local["num_devices"], flags)
+    points = _points(config, local["num_devices"], grid_flags)
     return _report(Ranking(tuple(run(points, worker.measure, about=about, out=out, num_workers=1))), out)
 
 
-def about_estimates(config: Config, topology: str, constants: str | None, **options: Any) -> Row:
+def about_estimates(config: Config, topology: str, constants: str, **options: Any) -> Row:
     """The columns that are the same in all rows of one command, as for `run`.
 
     Args:

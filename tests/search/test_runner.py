@@ -288,7 +288,7 @@ def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(worker, "estimate", fakes.figures_for)
     figures = record_figures(monkeypatch)
     flags = dict(axes="context,tensor", transports="nccl,nvshmem", seq_len="2048,4096")
-    assert runner.estimate(small(tmp_path), tmp_path, topology="h100:1x4", workers="4", **flags) == 0
+    assert runner.estimate(small(tmp_path), tmp_path, topology="h100:1x4", workers=4, constants="", **flags) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("starting the GPU compiler for h100:1x4\n12 points\n")
     assert "tiny, estimated for h100:1x4" in printed.out and "does not fit" in printed.out
@@ -349,9 +349,9 @@ def test_command_run_measures_simulated_devices(tmp_path):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--run", "--topology=h100:1x8"], "--topology=h100:1x8 is unsupported with --run"),
-    (["--topology=h100:1x8", "--workers=0"], "invalid '0' for --workers: expected a whole number, at least 1"),
-    ([], "no target GPUs: set --topology"),
-    (["--run=false"], "no target GPUs: set --topology"),
+    (["--topology=h100:1x8", "--workers=0"], "invalid --workers=0: expected a whole number, at least 1"),
+    ([], "no topology: pass target GPUs"),
+    (["--run=false"], "no topology: pass target GPUs"),
     (["--run", "--constants=c.json"], "--constants=c.json is unsupported with --run"),
 ])  # fmt: skip
 def test_command_invalid_flags_exit_with_status_2(monkeypatch, capsys, flags, message):
