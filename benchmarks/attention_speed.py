@@ -29,7 +29,7 @@ from jaxlc.config import AttentionConfig, MeshConfig, RuntimeConfig
 from jaxlc.core import hardware
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
-from jaxlc.search.timing import environment_info, interleaved_seconds
+from jaxlc.search.measure import environment_info, interleaved_seconds
 from jaxlc.sharding.mesh import make_mesh
 
 RINGATTENTION = "ringattention"  # the package of that name (Liu et al.), used like a strategy

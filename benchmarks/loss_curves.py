@@ -19,7 +19,7 @@ from jaxlc import runtime
 from jaxlc.config import with_settings
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.core.errors import UserError
-from jaxlc.search.timing import environment_info
+from jaxlc.search.measure import environment_info
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
 
 # Name -> settings of config.precision. Each run is compared with the first one in this order.

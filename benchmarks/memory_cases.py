@@ -13,8 +13,7 @@ from jaxlc.core.axes import CONTEXT, MESH_AXES, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.worker_processes import Row, Work
 from jaxlc.search import runner, worker
-from jaxlc.search.grid import Point
-from jaxlc.search.space import Settings
+from jaxlc.search.space import Point, Settings
 
 _FULL = {"memory.remat": "full"}
 _OFFLOAD = _FULL | {"memory.offload": ("residual",)}

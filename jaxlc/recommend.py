@@ -11,7 +11,6 @@ The same command resumes an interrupted search.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from jaxlc.config.base_config import base_config
@@ -29,9 +28,8 @@ class Flags(StageFlags):
     seq_len: str | None = None  # sequence length in tokens, such as 131072, 32K or 1M
     search_minutes: Positive = Positive(8.0)  # time limit of the search
     workers: Count | None = None  # number of concurrent compilations; default: as many as cores and memory allow
-    price_per_gpu_hour: Positive | None = (
-        None  # price of a GPU for one hour, in any currency; prints the cost of tokens
-    )
+    # price of a GPU for one hour, in any currency; prints the cost of tokens
+    price_per_gpu_hour: Positive | None = None
     host_memory_gib: Positive | None = None  # host memory of one node in GiB; default: a typical value for these GPUs
     devices_per_process: Count = Count(1)  # GPUs per process
     constants: str = ""  # JSON file of measured efficiencies and latencies, as for jaxlc plan
@@ -46,28 +44,14 @@ def main(argv: Sequence[str]) -> int:
 def _recommend(command: ParsedCommand[Flags]) -> int:
     flags = command.flags
     topology = target_topology(flags.topology, command.stages[0].config)
-    model, source = flags.model or "", flags.config
     start_on_cpu()
-    from jaxlc.search import recommend_stages
+    from jaxlc.search import recommendation_page
     from jaxlc.simulate.topology import topology as parse_topology
 
     host_gib, per_process = flags.host_memory_gib, flags.devices_per_process
-    options = recommend_stages.Options(
-        goal=flags.goal,
-        source=source,
-        model=model,
-        path=Path(flags.out),
-        points=Path("runs") / f"recommend_{Path(command.workdir if source else model).name}",
-        limit_seconds=60 * flags.search_minutes,
-        num_workers=flags.workers,
-        price_per_gpu_hour=flags.price_per_gpu_hour,
-        constants=flags.constants,
-        host_memory_gib=host_gib,
-        devices_per_process=per_process,
-    )
     host_bytes = None if host_gib is None else int(host_gib * 2**30)
     gpus = parse_topology(topology, devices_per_process=per_process, host_memory_bytes_per_node=host_bytes)
-    return recommend_stages.run(command.stages, options, gpus)
+    return recommendation_page.run(command, gpus)
 
 
 if __name__ == "__main__":

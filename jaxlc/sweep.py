@@ -14,25 +14,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
+from jaxlc.config.values import Count
+from jaxlc.core.errors import UserError
+from jaxlc.plan.terminal import target_topology
 
 if TYPE_CHECKING:
-    from jaxlc.search.stored import Ranking
+    from jaxlc.search.results import Ranking
 
 __all__ = ["load"]
-
-_OPTIONS = ("topology", "axes", "strategies", "remat", "seq_len", "transports", "workers", "constants")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(StageFlags):
-    topology: str | None = None  # target GPUs, such as gb200:1x64; default: config.runtime.topology
+    topology: str = ""  # target GPUs, such as gb200:1x64; default: config.runtime.topology
     axes: str | None = None  # mesh axes to vary; default: context,tensor,fsdp
     strategies: str | None = None  # attention strategies to compare, such as ring,hybrid; default: the config's
     remat: str | None = None  # rematerialization policies to compare, such as attention,full; default: the config's
     seq_len: str | None = None  # sequence lengths to compare, such as 64K,262144; default: the config's
     transports: str | None = None  # transports to compare, such as nccl,nvshmem; default: the config's
-    workers: str | None = None  # number of concurrent compilations; default: as many as cores and memory allow
-    constants: str | None = None  # JSON file of measured efficiencies and latencies, as for jaxlc plan
+    workers: Count | None = None  # number of concurrent compilations; default: as many as cores and memory allow
+    constants: str = ""  # JSON file of measured efficiencies and latencies, as for jaxlc plan
     out: str = ""  # directory for points, ranking and plots; default: runs/sweep_NAME
     run: bool = False  # measure on the devices of this machine, or on config.runtime.simulated_devices
 
@@ -45,9 +46,9 @@ def load(path: str | Path) -> "Ranking":
     Raises:
       UserError: there are no points.
     """
-    from jaxlc.search import stored  # imports rich and more, which a worker of a sweep does not need
+    from jaxlc.search import results  # imports rich and more, which a worker of a sweep does not need
 
-    return stored.load(path)
+    return results.load(path)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,10 +61,15 @@ def _sweep(command: ParsedCommand[Flags]) -> int:
 
     flags = command.flags
     out = Path(flags.out or f"runs/sweep_{Path(command.workdir).name}")
-    options = {name: getattr(flags, name) for name in _OPTIONS}
-    if flags.run:
-        return runner.measure(command.config, out, **options)
-    return runner.estimate(command.config, out, **options)
+    grid = {name: getattr(flags, name) for name in ("axes", "strategies", "remat", "seq_len", "transports")}
+    target = {name: getattr(flags, name) for name in ("topology", "workers", "constants")}
+    if not flags.run:
+        target["topology"] = target_topology(flags.topology, command.config)
+        return runner.estimate(command.config, out, **target, **grid)
+    for name, value in target.items():
+        if value:
+            raise UserError(f"--{name}={value} is unsupported with --run, which measures on this machine; remove one")
+    return runner.measure(command.config, out, **grid)
 
 
 if __name__ == "__main__":

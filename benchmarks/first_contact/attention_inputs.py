@@ -15,7 +15,7 @@ from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core import hardware
 from jaxlc.core.extras import is_installed
 from jaxlc.core.hardware import Device
-from jaxlc.search.timing import seconds_of_calls
+from jaxlc.search.measure import seconds_of_calls
 
 
 def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, packed: bool = False) -> list[str]:

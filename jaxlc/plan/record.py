@@ -6,9 +6,9 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any, Self
 
-from jaxlc.config.values import without_none
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.plan.memory import Memory
@@ -110,7 +110,8 @@ def _construct(hint: Any, value: Any) -> Any:
       TypeError: a dataclass or NamedTuple lacks a field.
       AttributeError, TypeError: a value is no object or list, where the type needs one.
     """
-    hint = hint if value is None else without_none(hint)
+    if value is not None and isinstance(hint, UnionType):  # T | None
+        hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is tuple:
         return tuple(_construct(typing.get_args(hint)[0], item) for item in value)
     if isinstance(hint, type) and (hints := typing.get_type_hints(hint)):

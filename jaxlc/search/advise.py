@@ -1,29 +1,26 @@
 """Advice for a step that does not fit: the search over settings of memory only, for its mesh and strategy."""
 
 import dataclasses
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.plan.compile import on_gpus, plan_step
-from jaxlc.plan.memory import Memory
 from jaxlc.plan.record import Change
 from jaxlc.plan.result import Plan
+from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
-from jaxlc.search.compile_order import Estimate, Layout, Rates
-from jaxlc.search.space import Settings
+from jaxlc.search.best_first import Candidate, Search
+from jaxlc.search.compile_order import Layout, Rates
+from jaxlc.search.worker import row_of
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE
 from jaxlc.simulate.topology import Topology
 
 _NUM_FITTING = 2  # the search ends after this many changes that fit; later ones cost more time
 _NUM_COMPILED = 6  # or after this many changes
-_MARGIN = 0.95  # of estimated working memory: what exceeds the memory by less is compiled
-_EQUAL = 0.01  # relative difference of estimated time below which fewer changed settings come first
 
 
 def plan_with_advice(
@@ -43,61 +40,46 @@ def plan_with_advice(
     plan = plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), roofline=roofline, **options)
     if plan.memory.fits:
         return plan
-    options_left, ratios = _estimates(config, gpus, roofline), []
-    given = options_left.pop("")[1]
-    ratios.append(_working_ratio(given, plan.memory))
+    given, *changes = _candidates(config, gpus, roofline)
+    search = Search("fastest", changes)
+    search.add(given, _row(given, plan))
     advice: list[Change] = []
     while len(advice) < _NUM_COMPILED and sum(change.fits for change in advice) < _NUM_FITTING:
-        overrides = _next(options_left, gpus, statistics.median(ratios), [x.overrides for x in advice if x.fits])
-        if overrides is None:
+        candidate = next(iter(search.pending()), None)
+        if candidate is None:
             break
-        settings, estimate = options_left.pop(overrides)
+        overrides = space.overrides(candidate.settings)
         try:
-            changed = with_settings(config, settings)
-            memory = plan_step(changed, gpus, lambda text=overrides: starting(f"with {text}")).memory
-        except UserError:  # invalid for this config, or refused by the compiler
+            changed = with_settings(config, candidate.settings)
+            result = plan_step(changed, gpus, lambda text=overrides: starting(f"with {text}"), roofline=roofline)
+        except UserError as error:  # invalid for this config, or refused by the compiler
+            search.add(candidate, dict(status="refused", reason=str(error)))
             continue
-        ratios.append(_working_ratio(estimate, memory))
+        search.add(candidate, _row(candidate, result))
         advice.append(Change(
             overrides=overrides,
-            cost=space.cost(config, settings),
-            device_peak_bytes=memory.device_peak_bytes,
-            host_bytes_per_node=memory.host_bytes_per_node,
-            fits=memory.fits,
+            cost=space.cost(config, candidate.settings),
+            device_peak_bytes=result.memory.device_peak_bytes,
+            host_bytes_per_node=result.memory.host_bytes_per_node,
+            fits=result.memory.fits,
         ))  # fmt: skip
     return dataclasses.replace(plan, advice=tuple(advice))
 
 
-def _estimates(config: Config, gpus: Topology, roofline: Roofline) -> dict[str, tuple[Settings, Estimate]]:
-    """Changes of `config` by their overrides; "": none."""
+def _candidates(config: Config, gpus: Topology, roofline: Roofline) -> Iterator[Candidate]:
+    """`config` itself, then its changes."""
     rates, layouts = Rates(gpus, roofline), {}
-    result = {}
     for settings in ({}, *space.changes(config)):
         changed = space.unchecked(config, settings)
         steps = changed.train.gradient_accumulation_steps
         if steps not in layouts:
             layouts[steps] = Layout(changed, rates, rates.kernels(changed) or {})
-        result[space.overrides(settings)] = (settings, layouts[steps].estimate(changed.memory))
-    return result
+        estimate = layouts[steps].estimate(changed.memory)
+        yield Candidate(settings=settings, base=config, gpus=gpus, estimate=estimate)
 
 
-def _working_ratio(estimate: Estimate, memory: Memory) -> float:
-    return (memory.device_peak_bytes - estimate.exact_bytes) / estimate.working_bytes
-
-
-def _next(
-    options: Mapping[str, tuple[Settings, Estimate]], gpus: Topology, working_ratio: float, fitting: Sequence[str]
-) -> str | None:
-    """The fastest change that is expected to fit, of equal ones the smallest; without parts that fit on their own."""
-
-    def place(overrides: str) -> tuple[int, int, float]:
-        settings, estimate = options[overrides]
-        return round(math.log(estimate.step_seconds) / _EQUAL), len(settings), estimate.step_seconds
-
-    expected = (
-        overrides
-        for overrides, (_, estimate) in options.items()
-        if estimate.fits(gpus, _MARGIN * working_ratio)
-        and not any({*known.split()} <= {*overrides.split()} for known in fitting)
-    )
-    return min(expected, key=place, default=None)
+def _row(candidate: Candidate, plan: Plan) -> Row:
+    config = candidate.config
+    columns = dict(topology=str(candidate.gpus), seq_len=config.data.seq_len, **vars(config.mesh))
+    steps = config.train.gradient_accumulation_steps
+    return row_of(plan, config) | columns | dict(status="done", gradient_accumulation_steps=steps)

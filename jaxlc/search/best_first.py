@@ -7,7 +7,7 @@ candidate can change the choice: not by 2% within a mesh, nor by 5% across meshe
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,17 +16,16 @@ from jaxlc.plan.memory import USABLE_SHARE
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import ranking, space
 from jaxlc.search.compile_order import Estimate
-from jaxlc.search.goals import eligible
+from jaxlc.search.ranking import NUM_MESHES, Entry
 from jaxlc.search.space import Settings
 from jaxlc.simulate.topology import Topology
 
-NUM_MESHES = 3  # that are compiled and reported
 _MARGIN = 0.9  # of corrected estimates of memory: what exceeds the memory by less is compiled
-_FIRST_WORKING_RATIO = 0.5  # before anything was compiled
+_FIRST_RATIOS = 1.0, 0.5  # of time and working memory, before anything was compiled
 Compile = Callable[[Sequence["Candidate"]], Sequence[Row]]  # the rows of candidates, in the same order
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
     """A configuration with its estimate."""
 
@@ -40,89 +39,74 @@ class Candidate:
         """Not checked."""
         return space.unchecked(self.base, self.settings)
 
-    @property
-    def name(self) -> str:
-        return f"{self.gpus} {space.name_of(self.config)}"
+    @cached_property
+    def _mesh(self) -> Hashable:
+        return str(self.gpus), self.config.data.seq_len, *vars(self.config.mesh).values()
 
-    def fits(self, working_ratio: float) -> bool:
-        return self.estimate.fits(self.gpus, working_ratio)
+    @cached_property
+    def similar(self) -> tuple[Hashable, ...]:
+        """What was compiled with the first of these corrects the estimate."""
+        attention = self.config.attention
+        return (self._mesh, attention.strategy, attention.ulysses_degree), self._mesh, ()
 
-    def tier(self, working_ratio: float) -> tuple[bool, bool]:
-        """Whether it uses host memory, and whether its plan would warn about the size of JAX's memory pool."""
-        estimate, device_bytes = self.estimate, self.gpus.device.memory_bytes
-        pool_bytes = self.base.runtime.memory_fraction * device_bytes
-        return estimate.uses_host, estimate.exact_bytes + working_ratio * estimate.working_bytes > pool_bytes
+    @cached_property
+    def _num_departures(self) -> int:
+        return len(space.departures(self.config))
 
-    def row(self, time_ratio: float, working_ratio: float) -> Row:
-        """The columns of a compiled candidate that a ranking needs, from the corrected estimate."""
-        config, estimate = self.config, self.estimate
-        seconds = time_ratio * estimate.step_seconds
+    def entry(self, time_ratio: float, working_ratio: float) -> Entry:
+        """Its place among compiled candidates, by the corrected estimate."""
+        config, estimate, capacity_bytes = self.config, self.estimate, self.gpus.device.memory_bytes
         device_bytes = estimate.exact_bytes + working_ratio * estimate.working_bytes
-        uses_host, exceeds_pool = self.tier(working_ratio)
-        return dict(
-            status="done",
-            topology=str(self.gpus),
-            num_devices=self.gpus.num_gpus,
-            seq_len=config.data.seq_len,
-            gradient_accumulation_steps=config.train.gradient_accumulation_steps,
-            **vars(config.mesh),
-            step_seconds=seconds,
-            tokens_per_second_per_device=config.tokens_per_step / seconds / self.gpus.num_gpus,
-            device_peak_bytes=device_bytes,
-            device_usable_bytes=USABLE_SHARE * self.gpus.device.memory_bytes,
-            departures=len(space.departures(config)),
-            fits=True,
-            warnings="exceeds the memory pool" if exceeds_pool else "",
-            host_bytes_per_node=estimate.host_bytes_per_node if uses_host else 0,
+        return Entry(
+            mesh=self._mesh,
+            microbatches=config.train.gradient_accumulation_steps,
+            seconds=time_ratio * estimate.step_seconds * self.gpus.num_gpus / config.tokens_per_step,
+            memory_left_bytes=USABLE_SHARE * capacity_bytes - device_bytes,
+            num_departures=self._num_departures,
+            has_warnings=device_bytes > config.runtime.memory_fraction * capacity_bytes,  # of JAX's memory pool
+            uses_host=estimate.uses_host,
         )
 
 
-class Group:
-    """Candidates with one mesh, strategy and microbatch, and all memory settings, fastest first."""
+_AIMS: Mapping[str, Callable[[Candidate], int]] = {  # less is better, whatever the time
+    "fewest_gpus": lambda candidate: candidate.gpus.num_gpus,
+    "longest": lambda candidate: -candidate.config.data.seq_len,
+}
 
-    def __init__(self, candidates: Sequence[Candidate]):
-        self.candidates = sorted(candidates, key=lambda candidate: candidate.estimate.step_seconds)
-        config = candidates[0].config
-        mesh = (str(candidates[0].gpus), config.data.seq_len, config.mesh)
-        strategy = (config.attention.strategy, config.attention.ulysses_degree)
-        steps = config.train.gradient_accumulation_steps
-        # What was compiled with the first of these corrects the estimates.
-        self.keys: tuple[Hashable, ...] = (
-            (mesh, strategy, steps),
-            (mesh, strategy),
-            mesh,
-            (config.mesh.context, config.mesh.tensor, strategy),
-            (),
-        )
+
+def eligible(goal: str, fitting: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates that meet the goal; their GPU time per token decides among them."""
+    found = list(fitting)
+    aim = _AIMS.get(goal, lambda candidate: 0)
+    least = min(map(aim, found), default=0)
+    return [candidate for candidate in found if aim(candidate) == least]
 
 
 class Search:
     """State and result of a search."""
 
-    def __init__(self, goal: str, groups: Sequence[Group]):
-        self.goal, self.groups = goal, groups
-        self.rows: dict[int, Row] = {}  # of compiled candidates, by id
+    def __init__(self, goal: str, candidates: Sequence[Candidate]):
+        self.goal, self.candidates = goal, candidates
+        self.rows: dict[Candidate, Row] = {}  # of compiled candidates
         self.num_left = 0  # candidates that could change the choice and were not compiled, because the time was over
-        self._candidates = {id(x): (x, group) for group in groups for x in group.candidates}
-        self._ratios: dict[Hashable, list[tuple[float, float]]] = {}  # key of a group -> compiled over estimated
+        self._ratios: dict[Hashable, list[tuple[float, float]]] = {}  # compiled over estimated time, working memory
 
     def run(self, compile_candidates: Compile, *, batch_size: int, limit_seconds: float) -> None:
         """Compiles candidates until the choice is known, or until one fits and `limit_seconds` are over."""
         start_seconds = time.monotonic()
-        while pending := self._pending():
+        while pending := self.pending():
             if self.best and time.monotonic() - start_seconds > limit_seconds:
                 self.num_left = len(pending)
                 return
             batch = pending[:batch_size]
             for candidate, row in zip(batch, compile_candidates(batch), strict=True):
-                self._add(candidate, row)
+                self.add(candidate, row)
 
     @property
     def best(self) -> list[tuple[Candidate, Row]]:
         """Compiled candidates that fit, the best of each mesh; at most `NUM_MESHES`."""
-        done = {id(row): key for key, row in self.rows.items() if row["status"] == "done" and row["fits"]}
-        chosen = self._first_of_meshes([self.rows[key] for key in done.values()])
-        return [(self._candidates[done[id(row)]][0], row) for row in chosen]
+        entries = {x: ranking.entry_of(row) for x, row in self.rows.items() if row["status"] == "done" and row["fits"]}
+        return [(candidate, self.rows[candidate]) for candidate in self._first_of_meshes(entries)]
 
     @property
     def smallest(self) -> Row | None:
@@ -134,53 +118,40 @@ class Search:
         """Compiled over estimated `Estimate.working_bytes`; 1 before anything was compiled."""
         return statistics.median(memory for _, memory in self._ratios.get((), [(1.0, 1.0)]))
 
-    def _add(self, candidate: Candidate, row: Row) -> None:
-        self.rows[id(candidate)] = row
-        if row["status"] != "done":
-            return
-        estimate = candidate.estimate
-        working = (row["device_peak_bytes"] - estimate.exact_bytes) / estimate.working_bytes
-        for key in self._candidates[id(candidate)][1].keys:
-            self._ratios.setdefault(key, []).append((row["step_seconds"] / estimate.step_seconds, working))
+    def add(self, candidate: Candidate, row: Row) -> None:
+        """Adds what was compiled."""
+        self.rows[candidate] = row
+        if row["status"] == "done":
+            estimate = candidate.estimate
+            working = (row["device_peak_bytes"] - estimate.exact_bytes) / estimate.working_bytes
+            for key in candidate.similar:
+                self._ratios.setdefault(key, []).append((row["step_seconds"] / estimate.step_seconds, working))
 
-    def _pending(self) -> list[Candidate]:
+    def pending(self) -> list[Candidate]:
         """Candidates on which the choice depends and that were not compiled: none if it is known."""
-        candidate_of: dict[int, Candidate] = {}
-        rows = []
-        for candidate, row in self._view():
-            candidate_of[id(row)] = candidate
-            rows.append(row)
-        choices = eligible(self.goal, rows)
+        entries = self._entries()
+        choices = eligible(self.goal, entries)
         if not choices:
             return []
-        decisive = [choices[index] for index in ranking.decisive([ranking.entry_of(row) for row in choices])]
-        pending = (candidate_of[id(row)] for row in (*decisive, *self._first_of_meshes(rows)))
-        return list({id(x): x for x in pending if id(x) not in self.rows}.values())
+        decisive = [choices[index] for index in ranking.decisive([entries[candidate] for candidate in choices])]
+        return [x for x in dict.fromkeys((*decisive, *self._first_of_meshes(entries))) if x not in self.rows]
 
-    def _first_of_meshes(self, rows: Sequence[Row]) -> list[Row]:
-        by_mesh: dict[Hashable, Row] = {}
-        for row in ranking.ranked(eligible(self.goal, rows)):
-            by_mesh.setdefault(ranking.entry_of(row).mesh, row)
+    def _first_of_meshes(self, entries: Mapping[Candidate, Entry]) -> list[Candidate]:
+        choices = eligible(self.goal, entries)
+        by_mesh: dict[Hashable, Candidate] = {}
+        for index in ranking.places([entries[candidate] for candidate in choices]):
+            by_mesh.setdefault(entries[choices[index]].mesh, choices[index])
         return list(by_mesh.values())[:NUM_MESHES]
 
-    def _view(self) -> Iterator[tuple[Candidate, Row]]:
-        """Candidates that fit: compiled ones, and of the others those that may stand for their group."""
-        for group in self.groups:
-            time_ratio, working_ratio = self._ratios_of(group)
-            fastest: dict[Hashable, float] = {}  # of each tier of the ranking
-            for candidate in group.candidates:
-                if id(candidate) in self.rows:
-                    row = self.rows[id(candidate)]
-                    if row["status"] == "done" and row["fits"]:
-                        yield candidate, row
-                elif candidate.fits(_MARGIN * working_ratio):
-                    tier, seconds = candidate.tier(working_ratio), candidate.estimate.step_seconds
-                    if ranking.is_equal(seconds, fastest.setdefault(tier, seconds)):
-                        yield candidate, candidate.row(time_ratio, working_ratio)
-
-    def _ratios_of(self, group: Group) -> tuple[float, float]:
-        for key in group.keys:
-            if key in self._ratios:
-                times, memories = zip(*self._ratios[key])
-                return statistics.median(times), statistics.median(memories)
-        return 1.0, _FIRST_WORKING_RATIO
+    def _entries(self) -> dict[Candidate, Entry]:
+        """All candidates that fit, compiled or by their corrected estimates."""
+        ratios = {key: tuple(map(statistics.median, zip(*pairs))) for key, pairs in self._ratios.items()}
+        entries = {}
+        for candidate in self.candidates:
+            row = self.rows.get(candidate)
+            time_ratio, working_ratio = next((ratios[x] for x in candidate.similar if x in ratios), _FIRST_RATIOS)
+            if row is None and candidate.estimate.fits(candidate.gpus, _MARGIN * working_ratio):
+                entries[candidate] = candidate.entry(time_ratio, working_ratio)
+            elif row is not None and row["status"] == "done" and row["fits"]:
+                entries[candidate] = ranking.entry_of(row)
+        return entries

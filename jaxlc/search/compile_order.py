@@ -56,34 +56,27 @@ class Rates:
 
     def __init__(self, gpus: Topology, roofline: Roofline):
         self.gpus, self.roofline = gpus, roofline
-        self._products: dict[tuple[int, int, int], float] = {}
+        self.product_seconds = functools.cache(self._product_seconds)
         self._kernels: dict[tuple, Mapping[str, str] | None] = {}
 
-    def product_seconds(self, rows: float, columns: float, depth: float) -> float:
+    def _product_seconds(self, rows: float, columns: float, depth: float) -> float:
         """The product of [rows, depth] and [depth, columns] in bfloat16."""
-        shape = (max(1, int(rows)), max(1, int(columns)), max(1, int(depth)))
-        if shape not in self._products:
-            product = Product("bf16", *shape)
-            self._products[shape] = self.roofline.matmul_seconds(self.gpus.device, "bf16", product.flops, (product,))
-        return self._products[shape]
+        product = Product("bf16", *(max(1, int(size)) for size in (rows, columns, depth)))
+        return self.roofline.matmul_seconds(self.gpus.device, "bf16", product.flops, (product,))
 
     def kernels(self, config: Config) -> Mapping[str, str] | None:
         """The attention kernel of each kind of layers; None if the requested one is unsupported."""
-        attention, mesh = config.attention, config.mesh
         values = config.tokens_per_step * config.model.num_heads * config.model.head_dim
-        values //= config.train.gradient_accumulation_steps * mesh.num_devices
-        key = (attention.strategy, values >= 2**31)  # more than cuDNN's offsets
+        values //= config.train.gradient_accumulation_steps * config.mesh.num_devices
+        key = (config.attention.strategy, values >= 2**31)  # more than cuDNN's offsets
         if key not in self._kernels:
-            self._kernels[key] = self._selected(config)
+            packed = "_packed" if config.attention.document_mask else ""
+            try:
+                kernels = build_step(config, make_mesh(self.gpus, config.mesh)).kernels
+                self._kernels[key] = {k: x.name + packed if x.name == "cudnn" else x.name for k, x in kernels.items()}
+            except UserError:
+                self._kernels[key] = None
         return self._kernels[key]
-
-    def _selected(self, config: Config) -> Mapping[str, str] | None:
-        try:
-            kernels = build_step(config, make_mesh(self.gpus, config.mesh)).kernels
-        except UserError:
-            return None
-        packed = "_packed" if config.attention.document_mask else ""
-        return {kind: x.name + packed if x.name == "cudnn" else x.name for kind, x in kernels.items()}
 
 
 class Layout:
@@ -102,11 +95,9 @@ class Layout:
         self.query_dim = model.num_heads * model.head_dim / mesh.tensor
         self.key_dim = max(model.num_kv_heads / mesh.tensor, 1) * model.head_dim
         self.head_params = model.model_dim * model.vocab_size / mesh.tensor
-        self.attention: dict[int, tuple[float, float]] = {}
-        self.products: dict[int, _Products] = {}
-        self.gather_seconds, self.reduce_seconds, self.exchange_seconds, self.hop_seconds, self.tensor_seconds = (
-            self._collectives()
-        )
+        self.collectives = self._collectives()
+        self.attention_seconds = functools.cache(self._attention_seconds)  # by memory.tile_tokens
+        self.layer_seconds = functools.cache(self._layer_seconds)
 
     def estimate(self, memory: MemoryConfig) -> Estimate:
         gpus_per_node = min(self.gpus.gpus_per_node, self.gpus.num_gpus)
@@ -145,36 +136,32 @@ class Layout:
         return layer * memory.layers_per_remat_group + 6 * self.head_params + logits
 
     def _step_seconds(self, memory: MemoryConfig) -> float:
-        config, device = self.config, self.gpus.device
-        tile, group = memory.tile_tokens, memory.layers_per_remat_group
-        if tile not in self.products:
-            self.attention[tile], self.products[tile] = self._attention_seconds(tile), self._product_seconds(tile)
-        (forward, backward), products = self.attention[tile], self.products[tile]
+        device, tile, group = self.gpus.device, memory.tile_tokens, memory.layers_per_remat_group
+        attention_forward, attention_backward = self.attention_seconds(tile)
+        forward, backward = self.layer_seconds(tile)
+        collectives, all_forward = self.collectives, sum(forward.values())
         is_saved = memory.remat == "none" or saves_attention(memory)
-        reruns = (0.0 if is_saved else 1.0) + (1 - 1 / group if not is_saved else float(group > 1))
-        recomputed = sum(products.forward[name] for name in _PRODUCTS[:-1] if name not in _saved(memory))
-        all_forward = sum(products.forward.values())
+        reruns = float(group > 1) if is_saved else 2 - 1 / group
+        recomputed = sum(forward[name] for name in _PRODUCTS[:-1] if name not in _saved(memory))
         recomputed += (1 - 1 / group) * all_forward
-        attention = (1 + reruns) * forward + backward
-        kernels = attention + all_forward + recomputed + products.backward + self._merge_seconds(tile, reruns)
-        exposed = (3 + reruns) * self.exchange_seconds + 4 * (2 + recomputed / all_forward) * self.tensor_seconds
-        exposed += max(0.0, self.reduce_seconds - kernels)
-        hidden = {self.gather_seconds: kernels, (4 + reruns) * self.hop_seconds: attention}
-        for seconds, kernel_seconds in hidden.items():
-            exposed += max(0.0, seconds - kernel_seconds)
-            if config.runtime.transport == "nccl":
-                kernels += min(seconds, kernel_seconds) * (1 - self.roofline.compute_share_during_nccl(device))
-        layers = config.model.num_layers * (kernels + exposed)
+        attention = (1 + reruns) * attention_forward + attention_backward
+        kernels = attention + all_forward + recomputed + backward + self._merge_seconds(tile, reruns)
+        exposed = (3 + reruns) * collectives.exchange + 4 * (2 + recomputed / all_forward) * collectives.transfer
+        exposed += max(0.0, collectives.reduction - kernels)
+        for seconds, hiding in ((collectives.gather, kernels), ((4 + reruns) * collectives.hop, attention)):
+            exposed += max(0.0, seconds - hiding)
+            if self.config.runtime.transport == "nccl":
+                kernels += min(seconds, hiding) * (1 - self.roofline.compute_share_during_nccl(device))
+        layers = self.config.model.num_layers * (kernels + exposed)
         layers += max(0.0, 2 * self.roofline.host_seconds(device, self._offloaded_bytes(memory)) - layers)
-        per_shard = self.num_trained / self.num_shards
+        num_microbatches, shard = self.config.train.gradient_accumulation_steps, 4 * self.num_trained / self.num_shards
         # float32: each microbatch adds its gradients to a sum; the update reads and writes parameters and moments.
-        num_microbatches = config.train.gradient_accumulation_steps
-        sums = self.roofline.memory_seconds(device, 3 * 4 * per_shard)
-        update = self.roofline.memory_seconds(device, 7 * 4 * per_shard)
-        update += self.roofline.host_seconds(device, 2 * 8 * per_shard) * (memory.optimizer == "host")
+        sums = self.roofline.memory_seconds(device, 3 * shard)
+        update = self.roofline.memory_seconds(device, 7 * shard)
+        update += self.roofline.host_seconds(device, 4 * shard) * (memory.optimizer == "host")
         if memory.parameters == "host":
-            update += self.roofline.host_seconds(device, 4 * 4 * per_shard)
-            sums += self.roofline.host_seconds(device, (3 if num_microbatches > 1 else 0) * 4 * per_shard)
+            update += self.roofline.host_seconds(device, 4 * shard)
+            sums += self.roofline.host_seconds(device, 3 * shard) * (num_microbatches > 1)
         return num_microbatches * (layers + self._loss_seconds(memory) + sums) + update
 
     def _offloaded_bytes(self, memory: MemoryConfig) -> float:
@@ -192,9 +179,9 @@ class Layout:
             window = model.window_of(kind)
             pairs = self.num_sequences * causal_pairs(config.data.seq_len, window) / config.mesh.context
             layers = model.num_layers_of(kind) / model.num_layers
-            # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice.
+            # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice. One step has a mask.
             for is_backward, products in enumerate((2, 7 if kernel == "pallas" else 5)):
-                for is_masked, share in ((True, 1 / steps), (False, 1 - 1 / steps)):
+                for is_masked, share in ((not tile_tokens, 1 / steps), (False, 1 - 1 / steps)):
                     totals[is_backward] += layers * self.roofline.attention_seconds(
                         self.gpus.device,
                         kernel,
@@ -202,23 +189,26 @@ class Layout:
                         flops=share * 2 * products * self.query_dim * pairs,
                         num_keys=min(num_keys, window or num_keys),
                         head_dim=model.head_dim,
-                        is_masked=is_masked and not tile_tokens,
+                        is_masked=is_masked,
                     )
         return totals[0], totals[1]
 
-    def _product_seconds(self, tile_tokens: int) -> "_Products":
-        """Matrix products of a layer with its weights."""
-        model, tensor = self.config.model, self.config.mesh.tensor
-        rows = min(tile_tokens or self.tokens, self.tokens)
-        features = (self.query_dim, self.key_dim, self.key_dim, model.model_dim, *2 * [model.ffn_dim / tensor])
-        depths = (*3 * [model.model_dim], self.query_dim, *2 * [model.model_dim])
-        shapes = zip(_PRODUCTS, (*features, model.model_dim), (*depths, model.ffn_dim / tensor), strict=True)
+    def _layer_seconds(self, tile_tokens: int) -> tuple[dict[str, float], float]:
+        """Matrix products of a layer with its weights: forward by the name of the result, and backward."""
+        model, rows, product = (
+            self.config.model,
+            min(tile_tokens or self.tokens, self.tokens),
+            self.rates.product_seconds,
+        )
+        features = model.ffn_dim / self.config.mesh.tensor
+        columns = (self.query_dim, self.key_dim, self.key_dim, model.model_dim, features, features, model.model_dim)
+        depths = (*3 * [model.model_dim], self.query_dim, *2 * [model.model_dim], features)
         is_trained = self.num_trained / (self.num_trained + self.num_frozen)
-        forward, backward, count, product = {}, 0.0, self.tokens / rows, self.rates.product_seconds
-        for name, columns, depth in shapes:
-            forward[name] = count * product(rows, columns, depth)
-            backward += count * (product(rows, depth, columns) + is_trained * product(depth, columns, rows))
-        return _Products(forward, backward)
+        forward, backward, count = {}, 0.0, self.tokens / rows
+        for name, width, depth in zip(_PRODUCTS, columns, depths, strict=True):
+            forward[name] = count * product(rows, width, depth)
+            backward += count * (product(rows, depth, width) + is_trained * product(depth, width, rows))
+        return forward, backward
 
     def _loss_seconds(self, memory: MemoryConfig) -> float:
         """The output head of a microbatch, chunk by chunk; each reads and writes the head's float32 gradient."""
@@ -237,34 +227,39 @@ class Layout:
         features = (1 + reruns) * self.query_dim + self.query_dim + 2 * self.key_dim  # output; gradients of q, k, v
         return self.roofline.memory_seconds(self.gpus.device, num_merges * 3 * 4 * features * self.tokens)
 
-    def _collectives(self) -> tuple[float, float, float, float, float]:
-        """Seconds per layer: gathered weights, gradients over data, exchanges, hops, transfers over tensor."""
-        config, mesh = self.config, self.config.mesh
+    def _collectives(self) -> "_Collectives":
+        config, model, mesh = self.config, self.config.model, self.config.mesh
         ranks, steps = num_head_ranks(config), num_ring_steps(config)
         sizes = (mesh.data, mesh.fsdp, mesh.context // ranks, ranks, mesh.tensor)
-        model = config.model
         layer_params = model.model_dim * (2 * self.query_dim + 2 * self.key_dim + 3 * model.ffn_dim / mesh.tensor)
+        keys = 2 * 2 * self.tokens * self.key_dim
 
         def seconds(kind: str, axes: tuple[int, ...], num_bytes: float) -> float:
             size = math.prod(sizes[axis] for axis in axes)
             groups = _groups(sizes, axes, kind == "collective-permute")
             return self.model.group_seconds(kind, groups, num_bytes * (size - 1) / size)[0] if size > 1 else 0.0
 
-        gather = seconds("all-gather", (1, 2, 3), 2 * layer_params)
-        reductions = seconds("all-reduce", (0, 1, 2, 3), 2 * 2 * layer_params) if mesh.data > 1 else 0.0
-        keys = 2 * 2 * self.tokens * self.key_dim
-        exchange = seconds("all-to-all", (3,), 2 * self.tokens * (2 * self.query_dim + 2 * max(
-            self.key_dim, model.head_dim * ranks)))  # fmt: skip
+        exchanged = 2 * self.query_dim + 2 * max(self.key_dim, model.head_dim * ranks)
+        exchange = seconds("all-to-all", (3,), 2 * self.tokens * exchanged)
         if config.attention.strategy == "all_gather":
             exchange = seconds("all-gather", (2,), keys * mesh.context)
-        hop = (steps - 1) * self.model.group_seconds("collective-permute", _groups(sizes, (2,), True), keys)[0]
-        transfer = seconds("all-gather", (4,), 2 * self.tokens * model.model_dim)
-        return (3 if mesh.data == 1 else 2) * gather, reductions, exchange, hop if steps > 1 else 0.0, transfer
+        return _Collectives(
+            gather=(3 if mesh.data == 1 else 2) * seconds("all-gather", (1, 2, 3), 2 * layer_params),
+            reduction=seconds("all-reduce", (0, 1, 2, 3), 2 * 2 * layer_params) if mesh.data > 1 else 0.0,
+            exchange=exchange,
+            hop=steps * seconds("collective-permute", (2,), keys) if steps > 1 else 0.0,
+            transfer=seconds("all-gather", (4,), 2 * self.tokens * model.model_dim),
+        )
 
 
-class _Products(NamedTuple):
-    forward: dict[str, float]  # by the name of the result
-    backward: float
+class _Collectives(NamedTuple):
+    """Seconds per layer."""
+
+    gather: float  # weights
+    reduction: float  # gradients over data
+    exchange: float  # queries, keys and values over context
+    hop: float  # all steps of a ring
+    transfer: float  # activations over tensor
 
 
 @functools.cache

@@ -39,8 +39,7 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
       base: the stages of the given config as its file defines them, with `model`, without other overrides.
       recommended: the config of each stage.
     """
-    has_stages = bool(base[0].name)
-    of_run, of_stages = _changes(base, recommended)
+    in_run, in_stages = _changes(base, recommended)
     lines = [
         f'"""{title}',
         "",
@@ -58,11 +57,11 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
     ]
     if model:
         lines.append(f"    config.model.{'preset' if model in PRESETS else 'init_from'} = {_value(model)}")
-    for section, values in of_run.items():
+    for section, values in in_run.items():
         lines.append(f"    config.{section}.update({_arguments(values)})")
-    if has_stages and of_stages:
+    if in_stages:
         lines.append("    changes = {")
-        for name, sections in of_stages.items():
+        for name, sections in in_stages.items():
             texts = (
                 f"{section}=dict({_arguments(values)})" if isinstance(values, Mapping) else f"{section}={values!r}"
                 for section, values in sections.items()
@@ -75,27 +74,17 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
 
 def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> tuple[Sections, dict[str, Sections]]:
     """Settings that differ from the base: those of the run by section, and those of each stage by its name."""
-    of_run: Sections = {}
-    of_stages: dict[str, Sections] = {}
+    in_run: Sections = {}
+    in_stages: dict[str, Sections] = {}
     for stage, config in zip(base, recommended, strict=True):
-        for section, values in differences(stage.config, config).items():
+        given = to_dict(stage.config)
+        for section, settings in to_dict(config).items():
+            values = {name: value for name, value in settings.items() if value != given[section][name]}
             if not stage.name or section not in _OF_STAGES:
-                of_run.setdefault(section, {}).update(values)
-                continue
-            values = {name: value for name, value in values.items() if f"{section}.{name}" not in _FROM_STEPS}
-            if values:
-                of_stages.setdefault(stage.name, {})[section] = values
-    return of_run, of_stages
-
-
-def differences(old: Config, new: Config) -> Sections:
-    """The settings of `new` that differ from `old`, by section."""
-    old_values, new_values = to_dict(old), to_dict(new)
-    changed = {
-        section: {name: value for name, value in values.items() if value != old_values[section][name]}
-        for section, values in new_values.items()
-    }
-    return {section: values for section, values in changed.items() if values}
+                in_run.setdefault(section, {}).update(values)
+            elif values := {name: x for name, x in values.items() if f"{section}.{name}" not in _FROM_STEPS}:
+                in_stages.setdefault(stage.name, {})[section] = values
+    return {section: values for section, values in in_run.items() if values}, in_stages
 
 
 def _arguments(values: Mapping[str, Any]) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from jaxlc.core import plot_style
-from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, TEAL
+from jaxlc.search.ranking import name_of
 
 MESHES, TRANSPORTS = "meshes.png", "transports.png"
 _MAX_BARS = 32
@@ -32,7 +32,7 @@ def meshes_figure(done: Sequence[dict], title: str) -> Figure:
     longest = max(row["seq_len"] for row in done)
     shown = [row for row in done if row["seq_len"] == longest][:_MAX_BARS]
     also = [name for name in ("remat", "transport") if len({row[name] for row in shown}) > 1]
-    labels = [", ".join([_mesh(row), *(row[name] for name in also)]) for row in shown]
+    labels = [", ".join([name_of(row), *(row[name] for name in also)]) for row in shown]
     figure = plot_style.new_figure(10, 1.4 + 0.24 * len(shown))
     speed, memory = figure.subplots(1, 2, sharey=True)
     colors = [_COLORS[row["strategy"]] for row in shown]
@@ -96,11 +96,6 @@ def transports_figure(done: Sequence[dict], title: str) -> Figure:
     return figure
 
 
-def _mesh(row: dict) -> str:
-    axes = [f"{axis} {row[axis]}" for axis in MESH_AXES if row[axis] > 1]
-    return " x ".join(axes) + (f", ulysses_degree {row['ulysses_degree']}" if row["strategy"] == "hybrid" else "")
-
-
 def _program(row: dict) -> tuple[str, str]:
     """Everything but transport and sequence length."""
-    return f"{_mesh(row)}, {row['strategy']}", row["remat"]
+    return name_of(row), row["remat"]

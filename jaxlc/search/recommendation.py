@@ -1,15 +1,15 @@
 """Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT compilation decides."""
 
-from collections.abc import Callable, Iterator
+import bisect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
 from jaxlc.core.errors import UserError
 from jaxlc.search import space
-from jaxlc.search.best_first import Candidate, Compile, Group, Search
+from jaxlc.search.best_first import Candidate, Compile, Search
 from jaxlc.search.compile_order import Layout, Rates
-from jaxlc.search.goals import lengths, topologies
 from jaxlc.search.space import Settings
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology, full_domain_size, part_of
@@ -21,21 +21,14 @@ _MARGIN = 0.5  # of the working set of a layer, which is estimated roughly
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternatives:
-    """What would fit, by estimates, if nothing fits."""
-
-    seq_len: int | None  # the longest sequence on these GPUs; None: none fits
-    gpus: Topology | None  # the fewest GPUs of this kind for the sequence; None: not even the largest number tried
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The result of a search."""
+    """The result of a search. If nothing fits, also what would fit, by estimates."""
 
     base: Config
     gpus: Topology
     search: Search
-    alternatives: Alternatives | None = None  # None: something fits
+    longest: int | None = None  # tokens of the longest sequence on these GPUs; None: none fits
+    larger: Topology | None = None  # the fewest GPUs of this kind for the sequence; None: none that was tried
 
 
 def recommend(
@@ -61,43 +54,75 @@ def recommend(
     Raises:
       UserError: no mesh of the GPUs divides model, sequence and batch.
     """
-    pool = []
+    pool: list[Candidate] = []
     for part in topologies(goal, gpus):
         rates = Rates(part, roofline)
         for seq_len in _lengths(config, rates) if goal == "longest" else [config.data.seq_len]:
-            pool += list(groups(config, rates, seq_len))
-    num_candidates = sum(len(group.candidates) for group in pool)
-    if not num_candidates and not any(_layouts(config, Rates(gpus, roofline))):
+            pool += candidates(config, rates, seq_len)
+    if not pool and not any(_layouts(config, Rates(gpus, roofline))):
         raise UserError(_no_layout(config, gpus))
-    log(f"{num_candidates:,} combinations of mesh, strategy, microbatches and memory settings may fit")
+    log(f"{len(pool):,} combinations of mesh, strategy, microbatches and memory settings may fit")
     search = Search(goal, pool)
     search.run(compile_candidates, batch_size=batch_size, limit_seconds=limit_seconds)
     if search.num_left:
         log(f"stopped after {limit_seconds / 60:.3g} minutes, before the choice was certain; the same command resumes")
     else:
         log(f"done: no other combination can change the choice; {len(search.rows)} compiled")
-    alternatives = None if search.best else _alternatives(config, gpus, roofline, search.working_ratio())
-    return Recommendation(base=config, gpus=gpus, search=search, alternatives=alternatives)
+    if search.best:
+        return Recommendation(base=config, gpus=gpus, search=search)
+    ratio = search.working_ratio()
+    rates, shorter = Rates(gpus, roofline), [x for x in lengths(gpus.num_gpus) if x < config.data.seq_len]
+    longest = next(iter(shorter[_first_fitting(config, rates, shorter, ratio) :]), None)
+    larger = (part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), config.data.seq_len, ratio))
+    return Recommendation(base=config, gpus=gpus, search=search, longest=longest, larger=next(larger, None))
 
 
-def groups(config: Config, rates: Rates, seq_len: int) -> Iterator[Group]:
-    """All candidates for these GPUs whose state and saved activations fit, by mesh, strategy and microbatch."""
+def topologies(goal: str, gpus: Topology) -> list[Topology]:
+    """The GPUs to search: all of `gpus`, or for cheapest and fewest_gpus also parts of them, largest first.
+
+    Parts are numbers of whole domains, and of GPUs of one domain: divisors and powers of two, down to one GPU.
+    """
+    if goal in ("fastest", "longest"):
+        return [gpus]
+    domains, sizes = (
+        [size for size in range(number, 0, -1) if number % size == 0 or size & (size - 1) == 0]
+        for number in (gpus.num_domains, gpus.gpus_per_domain)
+    )
+    whole = [part_of(gpus, size, gpus.gpus_per_domain) for size in domains]
+    return [*whole, *(part_of(gpus, 1, size) for size in sizes[1:])]
+
+
+def lengths(num_gpus: int) -> list[int]:
+    """Sequence lengths in tokens to try for "longest", longest first: four in each doubling, up to 2^28.
+
+    They are multiples of the odd factors of `num_gpus`, so that any mesh divides them.
+    """
+    odd = num_gpus // (num_gpus & -num_gpus)
+    sizes = {odd * 2**power * quarter for power in range(10, 26) for quarter in (4, 5, 6, 7)}
+    return sorted((size for size in sizes if size < 2**28), reverse=True)
+
+
+def candidates(config: Config, rates: Rates, seq_len: int, max_sequences: int = 8) -> Iterator[Candidate]:
+    """All candidates for these GPUs whose state and saved activations fit.
+
+    A step has about as many tokens as that of `config`, in at least one sequence.
+
+    Args:
+      max_sequences: of a microbatch on one replica.
+    """
     given = {
         "data.seq_len": seq_len,
         "runtime.topology": str(rates.gpus),
         "runtime.transport": config.runtime.transport,
     }
     if seq_len != config.data.seq_len:
-        given["train.global_batch_size"] = _batch_size(config, seq_len)
-    for settings, layout in _layouts(space.unchecked(config, given), rates):
-        candidates = []
+        given["train.global_batch_size"] = max(1, config.tokens_per_step // seq_len)
+    for settings, layout in _layouts(space.unchecked(config, given), rates, max_sequences):
         for memory_settings in space.memory_settings(layout.config):
             estimate = layout.estimate(space.unchecked(layout.config, memory_settings).memory)
             if estimate.fits(rates.gpus, 0.0):
                 all_settings = given | settings | memory_settings
-                candidates.append(Candidate(settings=all_settings, base=config, gpus=rates.gpus, estimate=estimate))
-        if candidates:
-            yield Group(candidates)
+                yield Candidate(settings=all_settings, base=config, gpus=rates.gpus, estimate=estimate)
 
 
 def _layouts(config: Config, rates: Rates, max_sequences: int = 8) -> Iterator[tuple[Settings, Layout]]:
@@ -111,50 +136,22 @@ def _layouts(config: Config, rates: Rates, max_sequences: int = 8) -> Iterator[t
             yield settings, Layout(changed, rates, kernels)
 
 
-def _batch_size(config: Config, seq_len: int) -> int:
-    """Sequences of a step with about as many tokens, at least one."""
-    return max(1, config.tokens_per_step // seq_len)
-
-
-def _with_length(config: Config, seq_len: int) -> Config:
-    settings = {"data.seq_len": seq_len, "train.global_batch_size": _batch_size(config, seq_len)}
-    return space.unchecked(config, settings)
-
-
 def _lengths(config: Config, rates: Rates) -> list[int]:
     """The longest sequences that may fit."""
     tried = lengths(rates.gpus.num_gpus)
-    index = _first(len(tried), lambda i: _may_fit(_with_length(config, tried[i]), rates, _MARGIN))
+    index = _first_fitting(config, rates, tried, _MARGIN)
     return tried[index : index + _NUM_LENGTHS]
 
 
-def _first(num: int, holds: Callable[[int], bool]) -> int:
-    """The smallest index in range(num) for which `holds`, which is false before and true after it; num if none."""
-    low, high = 0, num
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+def _first_fitting(config: Config, rates: Rates, seq_lens: Sequence[int], working_ratio: float) -> int:
+    """The index of the longest sequence that fits by the estimate; their number if none does."""
+    return bisect.bisect_left(seq_lens, True, key=lambda length: _may_fit(config, rates, length, working_ratio))
 
 
-def _may_fit(config: Config, rates: Rates, working_ratio: float) -> bool:
+def _may_fit(config: Config, rates: Rates, seq_len: int, working_ratio: float) -> bool:
     """Whether any settings fit by the estimate; more sequences per microbatch do not save memory."""
-    return any(
-        layout.estimate(space.unchecked(layout.config, settings).memory).fits(rates.gpus, working_ratio)
-        for _, layout in _layouts(config, rates, max_sequences=1)
-        for settings in space.memory_settings(layout.config)
-    )
-
-
-def _alternatives(config: Config, gpus: Topology, roofline: Roofline, working_ratio: float) -> Alternatives:
-    rates = Rates(gpus, roofline)
-    shorter = [_with_length(config, length) for length in lengths(gpus.num_gpus) if length < config.data.seq_len]
-    index = _first(len(shorter), lambda i: _may_fit(shorter[i], rates, working_ratio))
-    larger = (part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), working_ratio))
-    return Alternatives(
-        seq_len=shorter[index].data.seq_len if index < len(shorter) else None,
-        gpus=next(larger, None),
-    )
+    found = candidates(config, rates, seq_len, max_sequences=1)
+    return any(candidate.estimate.fits(rates.gpus, working_ratio) for candidate in found)
 
 
 def _larger(gpus: Topology) -> Iterator[Topology]:

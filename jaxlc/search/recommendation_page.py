@@ -1,60 +1,86 @@
-"""A recommendation as plain text: up to three meshes to measure, and what their estimates rest on."""
+"""`jaxlc recommend`: recommends a configuration for every stage, prints it and writes a config file."""
 
-import math
-from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+from jaxlc.config import Config, Stage, load_stages, read_config, with_settings
+from jaxlc.config.base_config import set_model
+from jaxlc.config.command_line import ParsedCommand
+from jaxlc.config.settings import defaults
 from jaxlc.core.counts import gib
-from jaxlc.core.text_table import aligned
-from jaxlc.runtime.worker_processes import Row
-from jaxlc.search import space
-from jaxlc.search.best_first import Candidate
-from jaxlc.search.ranking import time_interval, two_digits
-from jaxlc.search.recommendation import Alternatives, Recommendation
-from jaxlc.simulate.interval import PAIR_SPREAD, is_distinguishable
+from jaxlc.runtime.worker_processes import Row, default_num_workers
+from jaxlc.search import runner, space, worker
+from jaxlc.search.best_first import Candidate, Compile
+from jaxlc.search.config_file import check_path, config_source
+from jaxlc.search.recommendation import Recommendation, recommend
+from jaxlc.search.results import Ranking, row_text
+from jaxlc.search.runner import log
+from jaxlc.simulate.interval import PAIR_SPREAD
+from jaxlc.simulate.roofline import from_file
+from jaxlc.simulate.topology import Topology
+
+
+def run(command: ParsedCommand[Any], gpus: Topology) -> int:
+    """Prints a recommendation for each stage, and writes the config file.
+
+    Args:
+      command: its flags are `jaxlc.recommend.Flags`.
+    Returns:
+      The exit status: 1 if no configuration of a stage fits.
+    Raises:
+      UserError: an invalid file to write; and as `recommendation.recommend`.
+    """
+    flags, stages, path = command.flags, command.stages, Path(command.flags.out)
+    source, model = flags.config, flags.model or ""
+    check_path(path)
+    assert gpus.devices  # raises here, rather than for every candidate, if the compiler is not installed
+    roofline = from_file(flags.constants)
+    num_workers = flags.workers or default_num_workers()
+    points = Path("runs") / f"recommend_{Path(command.workdir if source else model).name}"
+    results: list[Recommendation] = []
+    for stage in stages:
+        log(f"searching: {stage.name + ', ' if stage.name else ''}{gpus}, {flags.goal}")
+        result = recommend(
+            _searchable(stage.config),
+            gpus,
+            _compile_in_processes(stage.config, gpus, flags, points, num_workers),
+            goal=flags.goal,
+            roofline=roofline,
+            batch_size=num_workers,
+            limit_seconds=60 * flags.search_minutes / len(stages),
+            log=log,
+        )
+        results.append(result)
+        if stage.name:
+            print(f"STAGE {stage.name}")
+        print(page(result, flags.price_per_gpu_hour, roofline.pair_spread), end="\n\n")
+    if not all(result.search.best for result in results):
+        return 1
+    best = [result.search.best[0] for result in results]
+    configs = [_final(stage.config, *chosen) for stage, chosen in zip(stages, best)]
+    texts = (": ".join(filter(None, (stage.name, row_text(row)))) for stage, (_, row) in zip(stages, best))
+    title = f"Recommended for {gpus}, {flags.goal}: {'; '.join(texts)}."
+    path.write_text(config_source(source, model, title, _base(source, model, stages), configs))
+    print(f"wrote {path}: jaxlc plan --config={path}; jaxlc train --config={path} --config.data.sources=TEXTS")
+    return 0
 
 
 def page(recommendation: Recommendation, price_per_gpu_hour: float | None, pair_spread: float = PAIR_SPREAD) -> str:
-    """Plain text.
-
-    Args:
-      price_per_gpu_hour: in any currency; None: no cost is printed.
-      pair_spread: half of the 80% interval of the logarithm of the ratio of two times.
-    """
+    """Plain text. Arguments as the fields of `Ranking`."""
     config, search = recommendation.base, recommendation.search
     length = "longest sequence" if search.goal == "longest" else f"{config.data.seq_len:,} tokens"
     model, goal = config.model.init_from or config.model.preset, search.goal.replace("_", " ")
     lines = [f"RECOMMENDATION, {goal}: {model}, {length} on {recommendation.gpus}"]
-    if recommendation.alternatives is not None:
-        return "\n".join([*lines, *_nothing_fits(recommendation, recommendation.alternatives)])
-    best = search.best
-    lines += [
-        "memory is AOT-compiled; time is estimated, with the 80% interval of published runs (docs/calibration.md)"
-    ]
-    lines += ["", *aligned(_rows([row for _, row in best], price_per_gpu_hour)), ""]
-    for rank, (candidate, row) in enumerate(best, start=1):
+    if not search.best:
+        return "\n".join([*lines, *_nothing_fits(recommendation)])
+    lines.append(str(Ranking(tuple(row for _, row in search.best), price_per_gpu_hour, pair_spread)) + "\n")
+    for rank, (candidate, row) in enumerate(search.best, start=1):
         lines += _details(rank, candidate, row)
-    lines += ["", *_undecided([row for _, row in best], pair_spread)]
     return "\n".join(lines)
-
-
-def _rows(best: Sequence[Row], price: float | None) -> Iterator[Sequence[str]]:
-    heads = ["", "GPUs", "length", "step (80%)", "tokens/s/GPU", "GiB/GPU", "host GiB/node", "GPU-hours per 1B tokens"]
-    yield heads if price is None else [*heads, "cost per 1B tokens"]
-    for rank, row in enumerate(best, start=1):
-        low, median, high = time_interval(row)
-        rate = row["tokens_per_second_per_device"] * row["step_seconds"] / median
-        gpu_hours = 1e9 / rate / 3600
-        cells = [
-            str(rank),
-            row["topology"],
-            f"{row['seq_len']:,}",
-            f"{two_digits(median)} s ({two_digits(low)} to {two_digits(high)})",
-            two_digits(rate),
-            f"{row['device_peak_bytes'] / 2**30:.0f} of {row['device_usable_bytes'] / 2**30:.0f}",
-            f"{row['host_bytes_per_node'] / 2**30:,.0f}",
-            two_digits(gpu_hours),
-        ]
-        yield cells if price is None else [*cells, two_digits(price * gpu_hours)]
 
 
 def _details(rank: int, candidate: Candidate, row: Row) -> Iterator[str]:
@@ -68,40 +94,57 @@ def _details(rank: int, candidate: Candidate, row: Row) -> Iterator[str]:
         yield f"   needs {space.overrides(row['pools'])}"
 
 
-def _undecided(best: Sequence[Row], spread: float) -> Iterator[str]:
-    """Which of the configurations the estimate cannot order."""
-    first = best[0]
-    close = [
-        str(rank)
-        for rank, row in enumerate(best, start=1)
-        if (row["num_devices"], row["seq_len"]) == (first["num_devices"], first["seq_len"])
-        and not is_distinguishable(row["step_seconds"], first["step_seconds"], spread)
-    ]
-    if len(close) > 1:
-        names, ratio = " and ".join([", ".join(close[:-1]), close[-1]]), math.expm1(spread)
-        yield f"The estimate cannot order {names}: they differ by less than the 80% interval of a ratio, {ratio:.0%}."
-        yield "Of the fastest, 1 leaves the most memory. Measure them on your GPUs: jaxlc sweep --run (docs/sweep.md)."
-
-
-def row_text(row: Row) -> str:
-    """Estimated time and memory of a compiled candidate in one line, or why there are none."""
-    if row["status"] != "done":
-        return f"{row['status']}: {row['reason']}"
-    on_host = f" and {row['host_bytes_per_node'] / 2**30:,.0f} GiB of host memory" if row["host_bytes_per_node"] else ""
-    fits = "" if row["fits"] else ", does not fit"
-    return f"{two_digits(time_interval(row)[1])} s per step, {row['device_peak_bytes'] / 2**30:.0f} GiB{on_host}{fits}"
-
-
-def _nothing_fits(recommendation: Recommendation, alternatives: Alternatives) -> Iterator[str]:
+def _nothing_fits(recommendation: Recommendation) -> Iterator[str]:
     yield "nothing fits. Estimated, not compiled:"
-    if alternatives.seq_len is None:
+    if recommendation.longest is None:
         yield f"  no sequence length fits {recommendation.gpus}"
     else:
-        yield f"  the longest sequence that fits {recommendation.gpus} has {alternatives.seq_len:,} tokens"
-    if alternatives.gpus is None:
+        yield f"  the longest sequence that fits {recommendation.gpus} has {recommendation.longest:,} tokens"
+    if recommendation.larger is None:
         yield "  more GPUs of this kind do not help: no mesh divides model and batch such that the step fits"
     else:
-        yield f"  {alternatives.gpus.num_gpus} GPUs would do: --topology={alternatives.gpus}"
+        yield f"  {recommendation.larger.num_gpus} GPUs would do: --topology={recommendation.larger}"
     smallest = recommendation.search.smallest
     if smallest is not None:
         yield f"  nearest: {smallest['overrides']}, {gib(smallest['device_peak_bytes'])} GiB per GPU, compiled"
+
+
+def _compile_in_processes(config: Config, gpus: Topology, flags: Any, points: Path, num_workers: int) -> Compile:
+    """Compiles each candidate in a process of its own; results are rows of points.jsonl, as those of a sweep."""
+    also = dict(host_memory_gib=flags.host_memory_gib, devices_per_process=flags.devices_per_process)
+    about = runner.about_estimates(config, str(gpus), flags.constants, **also)
+    work = functools.partial(worker.estimate, constants=flags.constants, **also)
+    start_seconds = time.monotonic()
+    quiet: Callable[[str], None] = lambda line: None
+
+    def compile_candidates(candidates: Sequence[Candidate]) -> list[Row]:
+        found = [space.point(candidate.base, candidate.settings) for candidate in candidates]
+        rows = runner.run(found, work, about=about, out=points, num_workers=num_workers, log=quiet)
+        by_overrides = {row["overrides"]: row for row in rows}
+        results = [by_overrides[point.overrides] for point in found]
+        for candidate, row in zip(candidates, results, strict=True):
+            name = f"{candidate.gpus} {space.name_of(candidate.config)}"
+            log(f"{time.monotonic() - start_seconds:5.0f} s  {name}: {row_text(row)}")
+        return results
+
+    return compile_candidates
+
+
+def _searchable(config: Config) -> Config:
+    """Without settings of this machine."""
+    runtime = dataclasses.replace(config.runtime, simulated_devices=0, num_processes=1, process_id=0)
+    return dataclasses.replace(config, runtime=runtime)
+
+
+def _final(given: Config, candidate: Candidate, row: Row) -> Config:
+    """The given config with the recommended settings, and the sizes of memory pools that the step needs."""
+    return with_settings(given, candidate.settings | row["pools"] | {"runtime.simulated_devices": 0})
+
+
+def _base(source: str, model: str, stages: Sequence[Stage]) -> Sequence[Stage]:
+    """The given config, without overrides of the command line; of its stages those that --stage=NAME selects."""
+    config = read_config(source) if source else defaults()
+    if model:
+        set_model(config, model)
+    names = [stage.name for stage in stages]
+    return [stage for stage in load_stages(config) if stage.name in names]

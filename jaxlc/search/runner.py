@@ -7,89 +7,73 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
-
-from jaxlc import runtime
-from jaxlc.config import Config, RuntimeConfig, to_dict
+from jaxlc.config import Config, to_dict
 from jaxlc.core.errors import UserError
+from jaxlc.plan.terminal import start_on_cpu
 from jaxlc.runtime import worker_processes
 from jaxlc.runtime.worker_processes import Row, Work
-from jaxlc.search import grid, ranking, worker
-from jaxlc.search.grid import Point
+from jaxlc.search import space, worker
+from jaxlc.search.ranking import name_of, ranked
+from jaxlc.search.results import ROWS, Ranking, read_rows, row_text
+from jaxlc.search.space import Point
 
-ROWS = "points.jsonl"
+
+def log(line: str) -> None:
+    """Progress goes to stderr, results to stdout."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def estimate(
-    config: Config,
-    out: Path,
-    *,
-    topology: str | None,
-    workers: str | None = None,
-    constants: str | None = None,
-    **grid_flags: str | None,
+    config: Config, out: Path, *, topology: str, workers: int | None, constants: str, **grid_flags: str | None
 ) -> int:
     """AOT-compiles every point for `topology`, ranks them by estimated speed and prints the ranking.
 
     Args:
-      topology: target GPUs, such as "gb200:1x64"; None selects config.runtime.topology.
+      topology: target GPUs, such as "gb200:1x64".
       workers: number of concurrent compilations; None selects what cores and memory allow.
       constants: JSON file of measured constants for the estimates; see `jaxlc.simulate.roofline`.
-      grid_flags: see `grid.parse_grid`.
+      grid_flags: see `space.grid`.
     Returns:
       The exit status: 1 if no point could be compiled.
     Raises:
       UserError: an invalid flag, or no compiler for these GPUs.
       KeyboardInterrupt: with a message for the user.
     """
-    name = topology or config.runtime.topology
-    if not name:
-        raise UserError("no target GPUs: set --topology, for example --topology=h100:8x8")
-    if workers is not None and not (workers.isdigit() and int(workers)):
-        raise UserError(f"invalid {workers!r} for --workers: expected a whole number, at least 1")
-    _log(f"starting the GPU compiler for {name}")
-    os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")  # inherited by the workers
-    runtime.start(RuntimeConfig(num_processes=1))
+    log(f"starting the GPU compiler for {topology}")
+    start_on_cpu()
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 
-    gpus = parse_topology(name)
+    gpus = parse_topology(topology)
     assert gpus.devices  # raises here, rather than for every point, if the compiler is not installed
-    work = functools.partial(worker.estimate, topology=name, constants=constants or "")
-    roofline = from_file(constants or "")  # an invalid file is reported once, not for every point
-    about = about_estimates(config, name, constants)
-    num_workers = int(workers) if workers else worker_processes.default_num_workers()
-    points = _points(config, gpus.num_gpus, grid_flags)
-    rows = run(points, work, about=about, out=out, num_workers=num_workers)
-    return ranking.report(rows, f"estimated for {name}", out, note=ranking.estimate_note(rows, roofline.pair_spread))
+    roofline = from_file(constants)  # an invalid file is reported once, not for every point
+    work = functools.partial(worker.estimate, topology=topology, constants=constants)
+    about = about_estimates(config, topology, constants)
+    num_workers = workers or worker_processes.default_num_workers()
+    rows = run(_points(config, gpus.num_gpus, grid_flags), work, about=about, out=out, num_workers=num_workers)
+    return _report(Ranking(tuple(rows), pair_spread=roofline.pair_spread), out)
 
 
-def measure(config: Config, out: Path, **flags: str | None) -> int:
+def measure(config: Config, out: Path, **grid_flags: str | None) -> int:
     """Measures every point on the devices of this machine, one at a time, and ranks them as `estimate` does."""
-    for flag in ("topology", "workers", "constants"):
-        value = flags.pop(flag, None)
-        if value is not None:
-            raise UserError(f"--{flag}={value} is unsupported with --run, which measures on this machine; remove one")
-    _log("starting JAX")
+    log("starting JAX")
     # In another process: JAX in this one would reserve the memory of the devices.
     ((_, local),) = worker_processes.run_in_processes([config], worker.local_devices, num_workers=1)
     if local["status"] != "done":
         raise UserError(f"JAX does not start: {local['reason']}")
     devices = f"{local['num_devices']} x {local['device']}"
     about = dict(figures="measured", topology=devices, model=config.model.preset)
-    points = _points(config, local["num_devices"], flags)
-    rows = run(points, worker.measure, about=about, out=out, num_workers=1)
-    return ranking.report(rows, f"measured on {devices}", out)
+    points = _points(config, local["num_devices"], grid_flags)
+    return _report(Ranking(tuple(run(points, worker.measure, about=about, out=out, num_workers=1))), out)
 
 
-def about_estimates(config: Config, topology: str, constants: str | None, **options: Any) -> Row:
+def about_estimates(config: Config, topology: str, constants: str, **options: Any) -> Row:
     """The columns that are the same in all rows of one command, as for `run`.
 
     Args:
@@ -108,7 +92,7 @@ def run(
     about: Row,
     out: Path,
     num_workers: int,
-    console: Console | None = None,
+    log: Callable[[str], None] = log,
 ) -> list[Row]:
     """Runs `work` on all points that are not in out/points.jsonl and returns the rows of all points, best first.
 
@@ -116,10 +100,10 @@ def run(
       work: computes the figures of one config; see `jaxlc.search.worker`.
       about: columns with the same value in all rows, such as the topology. A row in the file belongs to a point if
         these columns, the whole config and the version of JAX are equal.
+      log: called with lines that report progress.
     Raises:
       KeyboardInterrupt: with the number of finished points in its message.
     """
-    console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     path = out / ROWS
     out.mkdir(parents=True, exist_ok=True)
     about = about | dict(jax=importlib.metadata.version("jax"))
@@ -127,51 +111,48 @@ def run(
     rows = {row["key"]: row for row in read_rows(path)}
     new = [(key, point) for key, point in keyed if key not in rows]
     if len(new) < len(points):
-        console.print(f"{len(points) - len(new)} of {len(points)} points are already in {path}")
+        log(f"{len(points) - len(new)} of {len(points)} points are already in {path}")
     num_to_run = sum(point.config is not None for _, point in new)
     if num_to_run:
-        console.print(f"running {num_to_run} points, {min(num_workers, num_to_run)} at a time; results go to {path}")
+        log(f"running {num_to_run} points, {min(num_workers, num_to_run)} at a time; results go to {path}")
+    num_run, start_seconds = 0, time.monotonic()
     try:
-        with path.open("a") as file, _progress(console) as progress:
-            task = progress.add_task("", total=num_to_run)
+        with path.open("a") as file:
             for key, point, figures in _figures(new, work, num_workers):
                 row = dict(key=key) | about | point.columns() | dict(overrides=point.overrides) | figures
                 rows[key] = row
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 if point.config is not None:
-                    progress.advance(task)
-                    progress.update(task, description=_time_left(progress.tasks[task]))
-                    console.print(_line(row, progress.tasks[task]), markup=False)
+                    num_run += 1
+                    minutes = (time.monotonic() - start_seconds) / num_run * (num_to_run - num_run) / 60
+                    left = f"; about {minutes:.0f} min left" if minutes >= 1 else ""
+                    name = f"{name_of(row)}, {row['remat']}, {row['seq_len']:,} tokens, {row['transport']}"
+                    log(f"{num_run}/{num_to_run} {name}: {row_text(row)}{left}")
     except KeyboardInterrupt:
         num_done = sum(key in rows for key, _ in keyed)
         raise KeyboardInterrupt(
             f"interrupted: {num_done} of {len(points)} points are in {path}; the same command resumes"
         ) from None
-    return ranking.ranked([rows[key] for key, _ in keyed])
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of `path`; none if it does not exist. Removes a truncated last line from the file."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    complete = text[: text.rfind("\n") + 1]
-    if complete != text:
-        path.write_text(complete)
-    return [json.loads(line) for line in complete.splitlines()]
+    return ranked([rows[key] for key, _ in keyed])
 
 
 def _points(config: Config, num_devices: int, grid_flags: dict[str, str | None]) -> list[Point]:
-    points, num_duplicates = grid.points(config, num_devices, grid.parse_grid(config, **grid_flags))
+    points, num_duplicates = space.grid(config, num_devices, **grid_flags)
     skipped = f"; {num_duplicates} duplicate configurations skipped" if num_duplicates else ""
-    _log(f"{len(points)} points{skipped}")
+    log(f"{len(points)} points{skipped}")
     return points
 
 
-def _log(message: str) -> None:
-    """Progress goes to stderr, the ranking to stdout."""
-    print(message, file=sys.stderr, flush=True)
+def _report(ranking: Ranking, out: Path) -> int:
+    """Prints the ranking and writes it to `out`; returns the exit status, 1 if no point completed."""
+    print(ranking)
+    print(*ranking.write(out), sep=", ")
+    first = ranking.rows[0]
+    if first["status"] != "done":
+        return 1
+    print(f"first: {first['overrides']}")
+    return 0
 
 
 def _key(point: Point, about: Row) -> str:
@@ -187,27 +168,3 @@ def _figures(keyed: Sequence[tuple[str, Point]], work: Work, num_workers: int) -
     to_run = [(key, point) for key, point in keyed if point.config is not None]
     for index, figures in worker_processes.run_in_processes([point.config for _, point in to_run], work, num_workers):
         yield *to_run[index], figures
-
-
-def _progress(console: Console) -> Progress:
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _time_left(task: Task) -> str:
-    """From the mean time per point. rich's own estimate uses the last few, which fail for points that run concurrently
-    and end together."""
-    if task.completed == task.total:
-        return ""
-    minutes = task.elapsed / task.completed * (task.total - task.completed) / 60
-    return f"about {minutes:.0f} min left" if minutes >= 1 else "less than 1 min left"
-
-
-def _line(row: Row, task: Task) -> str:
-    """The progress line of a finished point."""
-    name = f"{ranking.name_of(row)}, {row['remat']}, {row['seq_len']:,} tokens, {row['transport']}"
-    result = f"{row['status']}: {row['reason']}"
-    if row["status"] == "done":
-        rate, gib = row["tokens_per_second_per_device"], row["device_peak_bytes"] / 2**30
-        result = f"{rate:,.0f} tokens/s per device, {gib:.3g} GiB" + ("" if row["fits"] else ", does not fit")
-    return "; ".join(filter(None, [f"{task.completed:.0f}/{task.total:.0f} {name}: {result}", _time_left(task)]))

@@ -1,20 +1,28 @@
 """The settings that a search may change: meshes, attention strategies, microbatches, and what is in which memory.
 
-Each memory setting has its cost in words. Imports no jax.
+Each memory setting has its cost in words. Imports no jax: the leading process of a sweep leaves the devices to the
+workers that measure.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
+import typing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxlc.config import Config, defaults, load
+from jaxlc.config import Config, defaults, load, transport_settings, with_settings
 from jaxlc.config.checks.mesh_checks import meshes_of
 from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.schema import MemoryConfig
+from jaxlc.config.setting_paths import hint_at
+from jaxlc.config.values import Tokens, typed
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
+from jaxlc.core.counts import count_text
+from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import did_you_mean
 
 Settings = dict[str, Any]  # path -> value: "mesh.context" -> 8
 
@@ -72,6 +80,32 @@ _STATE_COSTS = {
     "memory.parameters": "copies weights from host memory twice per step and for the update, and gradients to it",
 }
 _MIN_CHUNK_TOKENS = 256  # below, the loss's matrix products are too small for the GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One configuration, or the reason why the config checks reject it."""
+
+    settings: Settings  # on top of the given config
+    config: Config | None  # None if rejected
+    refusal: str = ""
+
+    @property
+    def overrides(self) -> str:
+        """Command-line flags that turn the given config into this point."""
+        return overrides(self.settings)
+
+    def columns(self) -> Settings:
+        """The settings by field name, without the section: "context" -> 8."""
+        return {key.rpartition(".")[2]: value for key, value in self.settings.items()}
+
+
+def point(config: Config, settings: Settings, **also: Any) -> Point:
+    """`config` with other settings; `also` are further ones, by path, that the point does not show."""
+    try:
+        return Point(settings=settings, config=with_settings(config, settings | also))
+    except UserError as error:
+        return Point(settings=settings, config=None, refusal=str(error))
 
 
 def overrides(settings: Settings) -> str:
@@ -136,6 +170,80 @@ def layouts(config: Config, num_devices: int, max_sequences: int = 8) -> Iterato
         sizes = [] if rest else [size for size in range(1, max_sequences + 1) if per_replica % size == 0]
         for (strategy, degree), size in itertools.product(strategies(config, mesh), sizes):
             yield mesh_settings(mesh, strategy, degree) | batch_settings(config, mesh, size)
+
+
+def grid(
+    config: Config,
+    num_devices: int,
+    *,
+    axes: str | None = None,
+    strategies: str | None = None,
+    remat: str | None = None,
+    seq_len: str | None = None,
+    transports: str | None = None,
+) -> tuple[list[Point], int]:
+    """All combinations of the values that comma-separated flags name, and the number of skipped duplicates.
+
+    None selects the value in `config`; for `axes` it selects all axes but data. A mesh axis that is not in `axes` keeps
+    the size it has in the config. With context=1 all strategies compile to the same program, so only the first is kept.
+    Hybrid is skipped where context has no divisor that splits it into an all-to-all group and a ring: it would equal
+    ulysses or ring. The global batch size is that of `config`. Gradient accumulation steps follow from the number of
+    replicas, so that the microbatch per replica stays the same. Points that the config checks reject are included.
+
+    Raises:
+      UserError: an unknown name, or an invalid sequence length; no mesh of these axes has `num_devices` devices, or
+        none of them splits context for hybrid.
+    """
+    axis_names = _names(axes or f"{CONTEXT},{TENSOR},{FSDP}", MESH_AXES, "axes")
+    by_strategy = _choices(strategies, config, "attention.strategy", "strategies")
+    by_remat = _choices(remat, config, "memory.remat", "remat")
+    by_transport = _choices(transports, config, "runtime.transport", "transports")
+    lengths = [typed("--seq_len", text, Tokens) for text in seq_len.split(",")] if seq_len else [config.data.seq_len]
+    sizes = list(meshes(config, num_devices, axis_names))
+    if not sizes:
+        fixed = mesh_text({axis: size for axis, size in vars(config.mesh).items() if axis not in axis_names})
+        raise UserError(
+            f"no mesh of {num_devices} devices: --axes={','.join(axis_names)} cannot complete {fixed};"
+            " add axes to --axes"
+        )
+    train, replicas = config.train, config.mesh.data * config.mesh.fsdp
+    sequences = max(1, train.global_batch_size // (train.gradient_accumulation_steps * replicas))
+    simulated = {"runtime.simulated_devices": num_devices} if config.runtime.simulated_devices else {}
+    points, num_duplicates = [], 0
+    combinations = itertools.product(dict.fromkeys(lengths), by_transport, by_remat, sizes, by_strategy)
+    for tokens, transport, policy, mesh, strategy in combinations:
+        is_duplicate = mesh[CONTEXT] == 1 and strategy != by_strategy[0]
+        degrees = [1] if strategy != "hybrid" or mesh[CONTEXT] == 1 else ulysses_degrees(config, mesh)
+        if is_duplicate or not degrees:
+            num_duplicates += 1
+            continue
+        settings = mesh_settings(mesh, strategy, degrees[0]) | {
+            "memory.remat": policy,
+            "data.seq_len": tokens,
+            "runtime.transport": transport,
+            **batch_settings(config, mesh, sequences),
+        }
+        points.append(point(config, settings, **transport_settings(transport), **simulated))
+    if not points:
+        raise UserError(
+            "no points: hybrid needs a context axis that splits into Ulysses ranks and a ring, such as context=4, and a"
+            " Ulysses degree that divides the heads; add axes to --axes, or strategies to --strategies"
+        )
+    return points, num_duplicates
+
+
+def _choices(text: str | None, config: Config, path: str, flag: str) -> tuple[str, ...]:
+    """The values of a setting that a flag names."""
+    return _names(text or value_of(config, path), typing.get_args(hint_at(path)), flag)
+
+
+def _names(text: str, known: Sequence[str], flag: str) -> tuple[str, ...]:
+    """ "a,b" -> ("a", "b"). Raises UserError for a name that is not in `known`."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise UserError(f"invalid {name!r} for --{flag}: {did_you_mean(name, known)}")
+    return names
 
 
 def memory_settings(config: Config) -> Iterator[Settings]:
@@ -225,11 +333,15 @@ def departures(config: Config) -> list[str]:
 
 def name_of(config: Config) -> str:
     """Such as "context=8 ulysses, 4 microbatches, save=mlp_gate,mlp_up"."""
-    mesh, attention = config.mesh, config.attention
-    sizes = mesh_text({axis: size for axis, size in vars(mesh).items() if size > 1}) or "1 GPU"
-    degree = f"/{attention.ulysses_degree}" if attention.strategy == "hybrid" else ""
-    strategy = f" {attention.strategy}{degree}" if mesh.context > 1 else ""
+    layout = layout_name(vars(config.mesh), config.attention.strategy, config.attention.ulysses_degree)
     steps, changed = config.train.gradient_accumulation_steps, [path for path in departures(config) if "memory" in path]
     values = {path.removeprefix("memory."): value_of(config, path) for path in ("memory.remat", *changed)}
     texts = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values.items())
-    return f"{sizes}{strategy}, {steps} microbatch{'es' if steps > 1 else ''}, {' '.join(texts)}"
+    return f"{layout}, {count_text(steps, 'microbatch', 'es')}, {' '.join(texts)}"
+
+
+def layout_name(mesh: Mapping[str, int], strategy: str, degree: int) -> str:
+    """Such as "fsdp=2 x context=4 hybrid/2"; with context=1 all strategies are the same program."""
+    sizes = mesh_text({axis: size for axis, size in mesh.items() if size > 1}) or "1 GPU"
+    hybrid = f"/{degree}" if strategy == "hybrid" else ""
+    return f"{sizes} {strategy}{hybrid}" if mesh[CONTEXT] > 1 else sizes

@@ -18,10 +18,18 @@ if TYPE_CHECKING:
     from jaxlc.plan.memory import Memory
 
 _TIMED_STEPS = 5
+_TIMES = (  # columns, of `Prediction` and of `Memory`
+    "step_seconds", "tokens_per_second_per_device", "mfu_causal", "recomputed_share", "exposed_communication_seconds",
+    "exposed_host_copy_seconds", "bound_by",
+)  # fmt: skip
+_MEMORY = (
+    "fits", "device_fits", "device_peak_bytes", "device_capacity_bytes", "symmetric_used_bytes", "host_bytes_per_node",
+    "staging_bytes_per_node",
+)  # fmt: skip
 
 
-def plan_of(config: Config, topology: str = "", constants: str = "", devices_per_process: int = 1, **options) -> "Plan":
-    """The plan of the AOT-compiled training step.
+def estimate(config: Config, topology: str = "", constants: str = "", devices_per_process: int = 1, **options) -> Row:
+    """The values of the plan of the AOT-compiled training step that a ranking needs.
 
     Args:
       topology: target GPUs; default: config.runtime.topology.
@@ -35,49 +43,33 @@ def plan_of(config: Config, topology: str = "", constants: str = "", devices_per
     runtime.start(RuntimeConfig(num_processes=1))
     name = topology or config.runtime.topology
     options["devices_per_process"] = math.gcd(devices_per_process, parse_topology(name).gpus_per_domain)
-    return plan.plan(config, name, constants=constants, **options)
+    return row_of(plan.plan(config, name, constants=constants, **options), config)
 
 
-def estimate(config: Config, topology: str, constants: str, **options) -> Row:
-    """The values of the plan that a ranking needs. Arguments as in `plan_of`."""
+def row_of(result: "Plan", config: Config) -> Row:
+    """The columns of a compiled step; `worker_processes` adds its status."""
     from jaxlc.plan.memory import USABLE_HOST_SHARE
 
-    result = plan_of(config, topology=topology, constants=constants, **options)
-    time_of_step, memory, ring = result.predicted, result.memory, result.ring
-    low, high = time_of_step.step_seconds_interval or (None, None)
+    predicted, memory, ring = result.predicted, result.memory, result.ring
+    low, high = predicted.step_seconds_interval
+    largest = (f"{array.shape} {array.bytes / 2**30:.2f} GiB {array.made_by}" for array in memory.largest[:3])
+    by_resource = predicted.seconds_by_resource.items()
     return dict(
-        step_seconds=time_of_step.step_seconds,
+        **{name: getattr(predicted, name) for name in _TIMES},
         step_seconds_low=low,
         step_seconds_high=high,
-        tokens_per_second_per_device=time_of_step.tokens_per_second_per_device,
-        mfu_causal=time_of_step.mfu_causal,
-        recomputed_share=time_of_step.recomputed_share,
-        exposed_communication_seconds=time_of_step.exposed_communication_seconds,
-        exposed_host_copy_seconds=time_of_step.exposed_host_copy_seconds,
-        bound_by=time_of_step.bound_by,
-        fits=memory.fits,
-        device_fits=memory.device_fits,
-        device_peak_bytes=memory.device_peak_bytes,
+        time_by_resource=", ".join(f"{name} {seconds / predicted.step_seconds:.2g}" for name, seconds in by_resource),
+        **{name: getattr(memory, name) for name in _MEMORY},
         device_compiled_bytes=memory.device_arguments_bytes + memory.device_temp_bytes + memory.symmetric_used_bytes,
         device_usable_bytes=memory.usable_bytes,
-        device_capacity_bytes=memory.device_capacity_bytes,
-        symmetric_used_bytes=memory.symmetric_used_bytes,
-        host_bytes_per_node=memory.host_bytes_per_node,
-        staging_bytes_per_node=memory.staging_bytes_per_node,
         host_usable_bytes_per_node=USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes,
-        largest="; ".join(
-            f"{array.shape} {array.bytes / 2**30:.2f} GiB {array.made_by}" for array in memory.largest[:3]
-        ),
+        largest="; ".join(largest),
         hops=ring.hops,
         hops_exposed=ring.exposed,
         hops_by=", ".join(sorted(ring.by_backend)),
         kernel=result.kernel_choice.partition(" ")[0],
         compile_seconds=result.compile_seconds,
         num_devices=result.num_devices,
-        time_by_resource=", ".join(
-            f"{name} {seconds / time_of_step.step_seconds:.2g}"
-            for name, seconds in time_of_step.seconds_by_resource.items()
-        ),
         departures=len(departures(config)),
         warnings="; ".join(_warnings(result)),
         pools=_pool_settings(memory),

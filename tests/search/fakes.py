@@ -17,6 +17,8 @@ def figures(config: Config) -> dict:
     rate = 100.0 * mesh.tensor + length / 1024 + (config.runtime.transport == "nvshmem")
     return dict(
         step_seconds=length / rate,
+        step_seconds_low=length / rate / 2,
+        step_seconds_high=2 * length / rate,
         tokens_per_second_per_device=rate,
         mfu_causal=0.25,
         exposed_communication_seconds=0.5,

@@ -10,7 +10,7 @@ from jaxlc.search.compile_order import Layout, Rates
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
 from tests.plan.gpus import small_config
-from tests.plan.sample_plan import MEMORY, plan_of
+from tests.plan.sample_plan import MEMORY, PREDICTED, plan_of
 
 GPUS = topology("h100:1x8")
 
@@ -38,8 +38,13 @@ def compiled(monkeypatch) -> list[Config]:
         rates = Rates(gpus, Roofline())
         estimate = Layout(config, rates, {"full": "cudnn"}).estimate(config.memory)
         temporaries = int(estimate.exact_bytes + 1.5 * estimate.working_bytes)
+        seconds = 1.1 * estimate.step_seconds
+        predicted = dataclasses.replace(
+            PREDICTED, step_seconds=seconds, tokens_per_second_per_device=config.tokens_per_step / seconds / 8
+        )
         sizes = dict(device_capacity_bytes=gpus.device.memory_bytes, symmetric_used_bytes=0, **none)
-        return plan_of(dataclasses.replace(MEMORY, device_temp_bytes=temporaries, **sizes))
+        plan = plan_of(dataclasses.replace(MEMORY, device_temp_bytes=temporaries, **sizes))
+        return dataclasses.replace(plan, predicted=predicted)
 
     monkeypatch.setattr(advise, "plan_step", plan_step)
     return configs

@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import io
 import json
 import math
 import os
@@ -13,15 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxlc import sweep
 from jaxlc.config import Config, defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import worker_processes
-from jaxlc.search import ranking, runner, worker
-from jaxlc.search.grid import Point, parse_grid, points
-from jaxlc.simulate import interval
+from jaxlc.search import ranking, results, runner, worker
+from jaxlc.search.results import Ranking
+from jaxlc.search.space import Point, grid
 from jaxlc.sweep import main
 from tests.helpers import TIMEOUT_SECONDS, record_figures, wait_until
 from tests.plan.gpus import small_config
@@ -42,15 +40,14 @@ def small(tmp_path, model: dict | None = None, **mesh) -> Config:
 def three_points(tmp_path) -> list[Point]:
     """context x tensor: 1 x 4, 2 x 2, 4 x 1."""
     config = small(tmp_path)
-    return points(config, 4, parse_grid(config, axes="context,tensor"))[0]
+    return grid(config, 4, axes="context,tensor")[0]
 
 
 ABOUT = dict(figures="estimated", topology="h100:1x4", model="tiny")
 
 
-def run(tmp_path, work, *, console: Console | None = None, num_workers: int = 3) -> list[dict]:
-    console = console or Console(file=io.StringIO())
-    return runner.run(three_points(tmp_path), work, about=ABOUT, out=tmp_path, num_workers=num_workers, console=console)
+def run(tmp_path, work, *, num_workers: int = 3, log=lambda line: None) -> list[dict]:
+    return runner.run(three_points(tmp_path), work, about=ABOUT, out=tmp_path, num_workers=num_workers, log=log)
 
 
 def mesh_of(row: dict) -> tuple[int, int]:
@@ -58,20 +55,18 @@ def mesh_of(row: dict) -> tuple[int, int]:
 
 
 def written(tmp_path) -> list[dict]:
-    return [json.loads(line) for line in (tmp_path / runner.ROWS).read_text().splitlines()]
+    return [json.loads(line) for line in (tmp_path / results.ROWS).read_text().splitlines()]
 
 
-class InterruptingConsole(Console):
+def interrupt(line: str) -> None:
     """Raises KeyboardInterrupt at the line of the first finished point."""
-
-    def print(self, text, **kwargs):
-        if "1/3" in text:
-            raise KeyboardInterrupt
+    if "1/3" in line:
+        raise KeyboardInterrupt
 
 
 def test_points_all_meshes_keep_microbatch_per_replica(tmp_path):
     config = small(tmp_path)
-    all_points, num_duplicates = points(config, 4, parse_grid(config))
+    all_points, num_duplicates = grid(config, 4)
     meshes = [point.columns() for point in all_points]
     assert sorted((mesh["fsdp"], mesh["context"], mesh["tensor"]) for mesh in meshes) == [
         (1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)
@@ -88,21 +83,21 @@ def test_points_all_meshes_keep_microbatch_per_replica(tmp_path):
 
 def test_points_axis_not_listed_keeps_its_size(tmp_path):
     config = small(tmp_path, tensor=2)
-    all_points, _ = points(config, 8, parse_grid(config, axes="context,data"))
+    all_points, _ = grid(config, 8, axes="context,data")
     assert {(p.config.mesh.context, p.config.mesh.data, p.config.mesh.tensor) for p in all_points} == {
         (1, 4, 2), (2, 2, 2), (4, 1, 2)
     }  # fmt: skip
     with pytest.raises(
         UserError, match="no mesh of 9 devices: --axes=context cannot complete data=1 x fsdp=1 x tensor=2"
     ):
-        points(config, 9, parse_grid(config, axes="context"))
+        grid(config, 9, axes="context")
     with pytest.raises(UserError, match="no points: hybrid needs a context axis that splits"):
-        points(small(tmp_path), 2, parse_grid(config, axes="context", strategies="hybrid"))
+        grid(small(tmp_path), 2, axes="context", strategies="hybrid")
 
 
 def test_points_duplicates_counted_and_rejected_with_reason(tmp_path):
     config = small(tmp_path)
-    all_points, num_duplicates = points(config, 8, parse_grid(config, axes="context,tensor", strategies="ring,hybrid"))
+    all_points, num_duplicates = grid(config, 8, axes="context,tensor", strategies="ring,hybrid")
     by_name = {(p.columns()["context"], p.columns()["strategy"]): p for p in all_points}
     # The duplicates: hybrid at context 1, where ring communicates nothing either, and at 2, which has no divisor.
     assert set(by_name) == {(1, "ring"), (2, "ring"), (4, "ring"), (4, "hybrid"), (8, "ring"), (8, "hybrid")}
@@ -119,13 +114,13 @@ def test_points_duplicates_counted_and_rejected_with_reason(tmp_path):
 ])  # fmt: skip
 def test_ulysses_degree_largest_without_repeated_kv_heads(tmp_path, num_kv_heads, context, degree):
     config = small(tmp_path, dict(num_heads=8, num_kv_heads=num_kv_heads))
-    ((point,), _) = points(config, context, parse_grid(config, axes="context", strategies="hybrid"))
+    ((point,), _) = grid(config, context, axes="context", strategies="hybrid")
     assert point.config.attention.ulysses_degree == degree
 
 
 def test_points_batch_not_divisible_by_replicas_rejected(tmp_path):
     config = small(tmp_path)
-    all_points, _ = points(config, 8, parse_grid(config, axes="fsdp"))
+    all_points, _ = grid(config, 8, axes="fsdp")
     assert [point.refusal for point in all_points] == [
         "config.train.global_batch_size=4 is not divisible by"
         " train.gradient_accumulation_steps x mesh.data x mesh.fsdp = 8; use 8"
@@ -134,8 +129,8 @@ def test_points_batch_not_divisible_by_replicas_rejected(tmp_path):
 
 def test_points_seq_lens_remats_and_transports_multiply(tmp_path):
     config = small(tmp_path)
-    grid = parse_grid(config, axes="context", remat="full,attention", seq_len="2048,4096", transports="nccl,nvshmem")
-    all_points, _ = points(config, 4, grid)
+    flags = dict(remat="full,attention", seq_len="2048,4096", transports="nccl,nvshmem")
+    all_points, _ = grid(config, 4, axes="context", **flags)
     assert len(all_points) == 8
     assert {p.config.data.seq_len for p in all_points} == {2048, 4096}
 
@@ -147,19 +142,19 @@ def test_points_seq_lens_remats_and_transports_multiply(tmp_path):
     (dict(transports="rdma"), r"invalid 'rdma' for --transports: .*nccl, nvshmem"),
     (dict(seq_len="64k,1.5M"), "invalid --seq_len=1.5M: expected tokens"),
 ])  # fmt: skip
-def test_parse_grid_invalid_value_raises_user_error(tmp_path, flags, message):
+def test_grid_invalid_value_raises_user_error(tmp_path, flags, message):
     with pytest.raises(UserError, match=message.replace("n context?", r"n context\?")):
-        parse_grid(small(tmp_path), **flags)
+        grid(small(tmp_path), 4, **flags)
 
 
 def test_run_interrupted_resumes_without_repeating_points(tmp_path):
     with pytest.raises(KeyboardInterrupt, match=r"^interrupted: 1 of 3 points are in .*points.jsonl; the same command"):
-        run(tmp_path, fakes.figures, console=InterruptingConsole(), num_workers=1)
-    first = (tmp_path / runner.ROWS).read_text()
+        run(tmp_path, fakes.figures, log=interrupt, num_workers=1)
+    first = (tmp_path / results.ROWS).read_text()
     assert len(first.splitlines()) == 1
-    (tmp_path / runner.ROWS).write_text(first + '{"key": "half a li')
+    (tmp_path / results.ROWS).write_text(first + '{"key": "half a li')
     rows = run(tmp_path, fakes.figures, num_workers=1)
-    assert (tmp_path / runner.ROWS).read_text().startswith(first)
+    assert (tmp_path / results.ROWS).read_text().startswith(first)
     assert len(written(tmp_path)) == 3 and {mesh_of(row) for row in rows} == {(1, 4), (2, 2), (4, 1)}
     run(tmp_path, fakes.figures)
     assert len(written(tmp_path)) == 3
@@ -171,9 +166,8 @@ def test_run_interrupted_resumes_without_repeating_points(tmp_path):
 def test_run_other_config_adds_rows(tmp_path):
     run(tmp_path, fakes.figures)
     config = small(tmp_path)
-    longer = points(config, 4, parse_grid(config, axes="context,tensor", seq_len="8192"))[0]
-    console = Console(file=io.StringIO())
-    rows = runner.run(longer, fakes.figures, about=ABOUT, out=tmp_path, num_workers=3, console=console)
+    longer = grid(config, 4, axes="context,tensor", seq_len="8192")[0]
+    rows = runner.run(longer, fakes.figures, about=ABOUT, out=tmp_path, num_workers=3)
     assert [row["seq_len"] for row in rows] == [8192] * 3 and len(written(tmp_path)) == 6
 
 
@@ -189,7 +183,7 @@ def test_run_failing_point_is_a_row_and_others_finish(tmp_path, work, status, re
     assert [mesh_of(row) for row in rows] == [(4, 1), (1, 4), (2, 2)]  # (1, 4) is fast and does not fit
     assert (rows[-1]["status"], rows[-1]["reason"].replace("\n", "")) == (status, reason)
     assert len(written(tmp_path)) == 3
-    assert list(ranking.failures(rows)) == [f"{status}: context=2 tensor=2 ring: {reason}"]
+    assert f"\n{status}: context=2 x tensor=2 ring: {reason}\n" in str(Ranking(tuple(rows)))
 
 
 # Runs the command twice in one process, with fake work: the first run is interrupted, the second one killed.
@@ -231,7 +225,7 @@ def test_command_ctrl_c_and_kill_leave_no_worker(tmp_path):
         wait_until(lambda stat=stat: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
     assert "status 130" in stdout and "Traceback" not in stderr
     interrupted = [line for line in stderr.splitlines() if line.startswith("interrupted")]
-    assert interrupted == [f"interrupted: 1 of 3 points are in {tmp_path / runner.ROWS}; the same command resumes"]
+    assert interrupted == [f"interrupted: 1 of 3 points are in {tmp_path / results.ROWS}; the same command resumes"]
     assert stderr.splitlines()[0] == "starting JAX" and f"1 of 3 points are already in {tmp_path}" in stderr
 
 
@@ -246,10 +240,10 @@ def _wait_for_worker(tmp_path) -> str:
 
 def test_load_ranks_stored_points_and_shows_them(tmp_path):
     rows = run(tmp_path, fakes.refuses_at_context_2)
-    for path in (tmp_path, tmp_path / runner.ROWS):
+    for path in (tmp_path, tmp_path / results.ROWS):
         loaded = sweep.load(path)
         assert list(loaded.rows) == rows and len(loaded) == 3
-    assert "context=2 tensor=2 ring: unsupported: kernel cudnn" in str(loaded)
+    assert "context=2 x tensor=2 ring: unsupported: kernel cudnn" in str(loaded)
     assert loaded[:1].rows == loaded.rows[:1]
     assert repr(loaded).splitlines()[1].startswith(" first: --config.mesh.data=1")
     shown = loaded._repr_html_()
@@ -269,17 +263,22 @@ def test_ranked_measurements_by_speed_and_failures_last():
     assert [ranked["name"] for ranked in ranking.ranked(rows)] == ["fast", "slow", "large", "broken"]
 
 
-def test_estimate_note_counts_points_within_the_error():
-    def row(rate, status="done", fits=True, seq_len=4096):
-        return dict(status=status, fits=fits, tokens_per_second_per_device=rate, seq_len=seq_len)
+def test_note_names_up_to_three_meshes_that_the_estimate_cannot_order():
+    def row(rate, context, fits=True, seq_len=4096):
+        sizes = dict(data=1, fsdp=1, context=context, tensor=1, seq_len=seq_len)
+        return sizes | dict(
+            status="done", topology="h100:1x8", fits=fits, tokens_per_second_per_device=rate, device_peak_bytes=1
+        )
 
-    spread = math.log(1.25)
-    rows = [row(100.0), row(80.1), row(79.0), row(99.0, fits=False), row(99.0, seq_len=8192), dict(status="failed")]
-    assert "1 of the other 2 of this length that fit may be as fast" in ranking.estimate_note(rows, spread)
-    assert "may be as fast" not in ranking.estimate_note([row(100.0), row(79.0)], spread)
-    assert "within a factor of 1.25 of each other are within the 80%" in ranking.estimate_note([row(1.0)], spread)
-    default = ranking.estimate_note([row(1.0, fits=False)])
-    assert f"within a factor of {math.exp(interval.PAIR_SPREAD):.2f} of each other" in default
+    def note(*rows):
+        return Ranking(rows, pair_spread=math.log(1.25)).note()
+
+    first, same_mesh = row(100.0, 1), row(99.0, 1)
+    close = [row(90.0, context) for context in (2, 4, 8)]
+    far = [row(79.0, 16), row(99.0, 16, fits=False), row(99.0, 16, seq_len=8192), dict(status="failed")]
+    assert "cannot order 1 and 2: they differ by less than the 80% interval of a ratio, 25%" in note(first, close[0])
+    assert "cannot order 1, 3, 4 and 2 more: they" in note(first, same_mesh, *close, *far)
+    assert note(first, *far) == note(row(1.0, 1, fits=False)) == ""
 
 
 @pytest.mark.gpu_compiler
@@ -288,15 +287,15 @@ def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
     monkeypatch.setattr(worker, "estimate", fakes.figures_for)
     figures = record_figures(monkeypatch)
-    grid = dict(axes="context,tensor", transports="nccl,nvshmem", seq_len="2048,4096")
-    assert runner.estimate(small(tmp_path), tmp_path, topology="h100:1x4", workers="4", **grid) == 0
+    flags = dict(axes="context,tensor", transports="nccl,nvshmem", seq_len="2048,4096")
+    assert runner.estimate(small(tmp_path), tmp_path, topology="h100:1x4", workers=4, constants="", **flags) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("starting the GPU compiler for h100:1x4\n12 points\n")
     assert "tiny, estimated for h100:1x4" in printed.out and "does not fit" in printed.out
-    assert "Estimates, not measurements" in printed.out
+    assert "times are estimates" in printed.out and "The estimate cannot order 1 and 1 more: " in printed.out
     best = "first: --config.mesh.data=1 --config.mesh.fsdp=1 --config.mesh.context=2 --config.mesh.tensor=2"
     assert best in printed.out
-    with (tmp_path / ranking.RANKING).open() as file:
+    with (tmp_path / results.RANKING).open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 12 and rows[0]["rank"] == "1" and rows[0]["transport"] == "nvshmem"
     assert float(rows[0]["tokens_per_second_per_device"]) == 205.0
@@ -312,7 +311,7 @@ def _check_mesh_plot(figure) -> None:
     assert [bar.get_width() for bar in speed.patches[:6]] == [205, 204, 105, 104, 405, 404]
     assert [bar.get_width() for bar in memory.patches[:6]] == [2, 2, 4, 4, 1, 1]
     assert [bar.get_alpha() for bar in speed.patches[:6]] == [1, 1, 1, 1, 0.35, 0.35]
-    assert speed.get_yticklabels()[0].get_text() == "context 2 x tensor 2, nvshmem"
+    assert speed.get_yticklabels()[0].get_text() == "context=2 x tensor=2 ring, nvshmem"
     assert memory.lines[0].get_xdata()[0] == 80  # capacity
     assert "4,096" in figure.get_suptitle()
 
@@ -350,9 +349,9 @@ def test_command_run_measures_simulated_devices(tmp_path):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--run", "--topology=h100:1x8"], "--topology=h100:1x8 is unsupported with --run"),
-    (["--topology=h100:1x8", "--workers=0"], "invalid '0' for --workers: expected a whole number, at least 1"),
-    ([], "no target GPUs: set --topology"),
-    (["--run=maybe"], "invalid --run=maybe: expected true or false"),
+    (["--topology=h100:1x8", "--workers=0"], "invalid --workers=0: expected a whole number, at least 1"),
+    ([], "no topology: pass target GPUs"),
+    (["--run=false"], "no topology: pass target GPUs"),
     (["--run", "--constants=c.json"], "--constants=c.json is unsupported with --run"),
 ])  # fmt: skip
 def test_command_invalid_flags_exit_with_status_2(monkeypatch, capsys, flags, message):

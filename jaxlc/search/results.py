@@ -1,0 +1,219 @@
+"""The results of a search, best first: a table in terminals and notebooks, CSV, and plots."""
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxlc.core import extras, html
+from jaxlc.core.errors import UserError
+from jaxlc.core.text_table import aligned
+from jaxlc.runtime.worker_processes import Row
+from jaxlc.search.ranking import NUM_MESHES, entry_of, name_of, ranked
+from jaxlc.simulate.interval import PAIR_SPREAD, Interval, estimate_text, is_distinguishable, two_digits
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROWS, RANKING = "points.jsonl", "ranking.csv"
+_SETTINGS = dict(  # and their headings, besides mesh and strategy
+    topology="GPUs",
+    seq_len="length",
+    remat="remat",
+    transport="transport",
+    gradient_accumulation_steps="microbatches",
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Ranking:
+    """The points of a sweep, best first: those that fit, those that do not fit, those without results.
+
+    `rows` are dictionaries with the settings and results of each point, for `pandas.DataFrame`. `print(ranking)` prints
+    a table, and a notebook shows one.
+    """
+
+    rows: tuple[Row, ...]
+    price_per_gpu_hour: float | None = None  # None: no cost is printed
+    # Half of the 80% interval of the logarithm of the ratio of two times.
+    pair_spread: float = PAIR_SPREAD
+
+    @property
+    def title(self) -> str:
+        """The model, and the GPUs of the estimates or measurements."""
+        row, topologies = self.rows[0], ", ".join(dict.fromkeys(row["topology"] for row in self.rows))
+        return f"{row['model']}, {row['figures']} {'for' if row['figures'] == 'estimated' else 'on'} {topologies}"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rows: slice) -> "Ranking":
+        """`ranking[:10]` is the ranking of the first ten points."""
+        return Ranking(self.rows[rows], self.price_per_gpu_hour, self.pair_spread)
+
+    def __repr__(self) -> str:
+        return f"<Ranking of {len(self.rows)} points: {self.title};\n first: {self.rows[0]['overrides']}>"
+
+    def __str__(self) -> str:
+        return "\n".join([self._heading(), *aligned(self._table()), *self._notes()])
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._table()
+        shown = html.table(head, rows, align="l" + "r" * (len(head) - 1))
+        return "\n".join([html.paragraph(self._heading()), shown, *map(html.paragraph, self._notes())])
+
+    def figure(self) -> "Figure":
+        """Tokens/s and memory per point at the longest sequence length, best first.
+
+        Raises:
+          UserError: no point completed, or matplotlib is not installed.
+        """
+        extras.require("matplotlib", "a figure of a sweep")
+        from jaxlc.search import ranking_plots
+
+        return ranking_plots.meshes_figure(self._completed(), self.title)
+
+    def transports_figure(self) -> "Figure":
+        """Tokens/s over sequence length by transport. Raises UserError as `figure`."""
+        extras.require("matplotlib", "a figure of a sweep")
+        from jaxlc.search import ranking_plots
+
+        return ranking_plots.transports_figure(self._completed(), self.title)
+
+    def write(self, out: Path) -> list[Path]:
+        """Writes the ranking as CSV, and the plots if matplotlib is installed. Returns their paths."""
+        path = out / RANKING
+        names = dict.fromkeys(name for row in self.rows for name in row if name != "key")
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["rank", *names], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(dict(rank=rank) | row for rank, row in enumerate(self.rows, start=1))
+        if not extras.is_installed("matplotlib"):
+            print(f"plots skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}", file=sys.stderr)
+            return [path]
+        from jaxlc.search import ranking_plots
+
+        return [path, *ranking_plots.write(self.rows, self.title, out)]
+
+    def note(self) -> str:
+        """Which configurations the estimate cannot order, up to three meshes by number; "" if there are none."""
+        fitting = [(rank, row) for rank, row in enumerate(self._done(), start=1) if row["fits"]]
+        if not fitting:
+            return ""
+        speed, mesh = fitting[0][1]["tokens_per_second_per_device"], entry_of(fitting[0][1]).mesh
+        close = [
+            (str(rank), entry_of(row).mesh)
+            for rank, row in fitting
+            if (row["topology"], row["seq_len"]) == mesh[:2]
+            and not is_distinguishable(row["tokens_per_second_per_device"], speed, self.pair_spread)
+        ]
+        if len(close) == 1:
+            return ""
+        by_mesh: dict[Hashable, str] = {}
+        for rank, mesh in close:
+            by_mesh.setdefault(mesh, rank)
+        names = list(by_mesh.values())[:NUM_MESHES]
+        num_others = len(close) - len(names)
+        *names, last = [*names, *([f"{num_others} more"] if num_others else [])]
+        return (
+            f"The estimate cannot order {', '.join(names)} and {last}: they differ by less than the 80% interval of a"
+            f" ratio, {math.expm1(self.pair_spread):.0%} (docs/calibration.md).\nOf the fastest, 1 leaves"
+            " the most memory. Measure them on your GPUs: jaxlc sweep --run (docs/sweep.md)."
+        )
+
+    def _table(self) -> list[list[str]]:
+        """Headings and rows. Settings that are equal in all rows are in the heading above."""
+        varying = [name for name in _SETTINGS if len({row[name] for row in self.rows}) > 1]
+        figures = [_figures(row, self.price_per_gpu_hour) for row in self._done()]
+        headings = list(dict.fromkeys(heading for texts in figures for heading in texts))
+        table = [["", *(_SETTINGS[name] for name in varying), *headings, ""]]
+        for rank, (row, texts) in enumerate(zip(self._done(), figures), start=1):
+            settings = [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in varying]
+            cells = [texts.get(heading, "") for heading in headings]
+            table.append([f"{rank}: {name_of(row)}", *settings, *cells, "" if row["fits"] else "does not fit"])
+        return table
+
+    def _heading(self) -> str:
+        """The title and the settings that are equal in all rows."""
+        same = (name for name in _SETTINGS if name != "topology" and len({row[name] for row in self.rows}) == 1)
+        return "\n".join([self.title, ", ".join(f"{name}={self.rows[0][name]}" for name in same)])
+
+    def _done(self) -> list[Row]:
+        return [row for row in self.rows if row["status"] == "done"]
+
+    def _completed(self) -> list[Row]:
+        if not self._done():
+            raise UserError("no point of this sweep completed; the table lists the reasons")
+        return self._done()
+
+    def _notes(self) -> Iterator[str]:
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row["status"] != "done":
+                reasons.setdefault((row["status"], row["reason"]), []).append(name_of(row))
+        for (status, reason), names in reasons.items():
+            yield f"{status}: {'; '.join(names)}: {reason}"
+        if self.rows[0]["figures"] == "estimated":
+            yield "Memory is AOT-compiled; times are estimates, with the 80% interval of published runs."
+            yield from filter(None, [self.note()])
+
+
+def load(path: str | Path) -> Ranking:
+    """The results of a finished or interrupted sweep; see `jaxlc.sweep.load`."""
+    file = Path(path) / ROWS if Path(path).is_dir() else Path(path)
+    rows = read_rows(file)
+    if not rows:
+        raise UserError(f"no points in {file}; run jaxlc sweep --out={file.parent}")
+    return Ranking(tuple(ranked(rows)))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of `path`; none if it does not exist. Removes a truncated last line from the file."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    complete = text[: text.rfind("\n") + 1]
+    if complete != text:
+        path.write_text(complete)
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def row_text(row: Row) -> str:
+    """Time and memory in one line, or why there are none."""
+    if row["status"] != "done":
+        return f"{row['status']}: {row['reason']}"
+    figures = _figures(row)
+    host = f" and {figures['host GiB/node']} GiB of host memory" if "host GiB/node" in figures else ""
+    fits = "" if row["fits"] else ", does not fit"
+    return f"{figures['step (80%)']}, {figures['GiB/GPU']} GiB{host}{fits}"
+
+
+def _figures(row: Row, price_per_gpu_hour: float | None = None) -> dict[str, str]:
+    """Results by their headings: measurements as they are, estimated times as scaled medians with two digits."""
+    seconds, is_estimate = row["step_seconds"], row.get("figures") == "estimated"
+    interval, step = Interval(1.0, 1.0), f"{seconds:,.3g} s"
+    if is_estimate:
+        interval = Interval(row["step_seconds_low"] / seconds, row["step_seconds_high"] / seconds)
+        step = estimate_text(seconds, interval).removeprefix("about ")
+    rate = row["tokens_per_second_per_device"] / interval.median
+    gpu_hours = 1e9 / rate / 3600
+
+    def text(value: float, digits: str = ".3g") -> str:
+        return two_digits(value) if is_estimate else f"{value:,{digits}}"
+
+    texts = {"tokens/s/GPU": text(rate, ".0f"), "step (80%)": step}
+    if row.get("mfu_causal") is not None:
+        texts["MFU"] = text(100 * row["mfu_causal"] / interval.median, ".1f") + "%"
+    if "exposed_communication_seconds" in row:
+        texts["exposed s"] = text(interval.median * row["exposed_communication_seconds"])
+    texts["GiB/GPU"] = f"{row['device_peak_bytes'] / 2**30:.3g}"
+    if row.get("host_bytes_per_node"):
+        texts["host GiB/node"] = f"{row['host_bytes_per_node'] / 2**30:,.0f}"
+    texts["GPU-hours per 1B tokens"] = text(gpu_hours)
+    if price_per_gpu_hour is not None:
+        texts["cost per 1B tokens"] = text(price_per_gpu_hour * gpu_hours)
+    return texts
