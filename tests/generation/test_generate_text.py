@@ -9,7 +9,7 @@ import pytest
 
 import jaxlc
 from jaxlc.core.errors import UserError
-from jaxlc.generation import generate_text
+from jaxlc.generation import generate_text, generator
 from jaxlc.generation.__main__ import main
 from jaxlc.generation.generate_text import stop_ids
 from jaxlc.generation.sampling import Sampling
@@ -64,7 +64,7 @@ def test_prompts_that_are_one_array_raise(run):
 
 def test_generation_from_a_path_frees_float32_parameters(run, monkeypatch):
     """Those that the generator has in bfloat16, before it allocates the cache."""
-    monkeypatch.setattr(generate_text, "compute_dtype", lambda *_: jnp.dtype(jnp.bfloat16))
+    monkeypatch.setattr(generator, "compute_dtype", lambda *_: jnp.dtype(jnp.bfloat16))
     result = jaxlc.load(run)
     (generation,) = generate_text.generate_text(result, [PROMPT], max_tokens=2, sampling=Sampling(), frees_params=True)
     assert len(generation.tokens) == 2
