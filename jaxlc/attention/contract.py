@@ -88,14 +88,14 @@ class AttentionProblem:
     """The properties of an attention call that the choice of a kernel depends on."""
 
     platform: str  # `jax.Device.platform`: "gpu", "cpu"
-    compute_capability: str | None  # of a GPU, such as "9.0"
-    dtype: str  # of q, k and v: "bfloat16"
-    head_dim: int  # of queries and keys
+    compute_capability: str | None  # such as "9.0"; None without a GPU
+    dtype: str  # the dtype that q, k and v share: "bfloat16"
+    head_dim: int  # for queries and keys; values may differ
     value_dim: int
     window: int | None
     implicit_positions: bool  # no ranges are passed; see KeyRanges
     document_ranges: bool = False  # the ranges are those of packed documents over a rank's own tokens or a ring step
-    num_elements: int = 0  # of q or k, the larger, in one call; 0: unknown
+    num_elements: int = 0  # elements of the larger of q and k per kernel call; 0 if unknown
     cudnn_version: tuple[int, ...] | None = None  # installed; (): not found. None: the GPU is absent, any is assumed
 
 

@@ -22,7 +22,7 @@ DERIVED_MEMORY = (
     "device_peak_bytes",
     "pool_share",
     "fits",
-)  # of the JSON only
+)  # only in the JSON
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from jaxlc.search.ranking import NUM_MESHES, Entry
 from jaxlc.search.space import Settings
 from jaxlc.simulate.topology import Topology
 
-_MARGIN = 0.9  # of corrected estimates of memory: what exceeds the memory by less is compiled
-_FIRST_RATIOS = 1.0, 0.5  # of time and working memory, before anything was compiled
+_MARGIN = 0.9  # factor on corrected estimates of memory: what exceeds the memory by less is compiled
+_FIRST_RATIOS = 1.0, 0.5  # compiled / estimated time and working memory, before anything was compiled
 Compile = Callable[[Sequence["Candidate"]], Sequence[Row]]  # the rows of candidates, in the same order
 
 
@@ -63,7 +63,7 @@ class Candidate:
             seconds=time_ratio * estimate.step_seconds * self.gpus.num_gpus / config.tokens_per_step,
             memory_left_bytes=USABLE_SHARE * capacity_bytes - device_bytes,
             num_departures=self._num_departures,
-            has_warnings=device_bytes > config.runtime.memory_fraction * capacity_bytes,  # of JAX's memory pool
+            has_warnings=device_bytes > config.runtime.memory_fraction * capacity_bytes,  # exceeds JAX's memory pool
             uses_host=estimate.uses_host,
         )
 
@@ -87,7 +87,7 @@ class Search:
 
     def __init__(self, goal: str, candidates: Sequence[Candidate]):
         self.goal, self.candidates = goal, candidates
-        self.rows: dict[Candidate, Row] = {}  # of compiled candidates
+        self.rows: dict[Candidate, Row] = {}  # compiled candidates
         self.num_left = 0  # candidates that could change the choice and were not compiled, because the time was over
         self._ratios: dict[Hashable, list[tuple[float, float]]] = {}  # compiled over estimated time, working memory
 

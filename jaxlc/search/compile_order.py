@@ -128,7 +128,7 @@ class Layout:
         """Values and gradients of the layers that are computed, the gathered output head with its gradient, logits."""
         memory, mesh = config.memory, config.mesh
         share = min(memory.tile_tokens / self.tokens, 1) if memory.tile_tokens else 1
-        whole = ("residual", "key", "value")  # of all tokens, also with tiles
+        whole = ("residual", "key", "value")  # saved for all tokens, also with tiles
         tiled = [name for name in TENSOR_NAMES if name not in whole]
         layer = 2 * activation_bytes(config, whole, 1) + 2 * share * activation_bytes(config, tiled, 1)
         chunk = memory.loss_chunk_tokens or _LOSS_CHUNK_TOKENS

@@ -69,7 +69,7 @@ def transports_figure(done: Sequence[dict], title: str) -> Figure:
     for number, name in enumerate(names):
         known = [length for length in lengths if (best, name, length) in rate]
         rates = [rate[best, name, length] for length in known]
-        width = 5 - 3 * number / len(names)  # of lines that coincide, all stay visible
+        width = 5 - 3 * number / len(names)  # lines that coincide all stay visible
         speed.plot(known, rates, "o-", linewidth=width, alpha=0.7, label=name)
     programs = dict.fromkeys(_program(row) for row in done)
     has_legend = len(programs) <= 8  # a longer legend would cover the lines

@@ -14,10 +14,10 @@ from jaxlc.search.space import Settings
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology, full_domain_size, part_of
 
-_CHUNK_TOKENS = 256  # of a GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks
+_CHUNK_TOKENS = 256  # per GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks
 _MAX_DOMAINS = 512  # the largest number of NVLink domains that is tried if nothing fits
 _NUM_LENGTHS = 8  # the goal "longest" compiles the longest of these that fits
-_MARGIN = 0.5  # of the working set of a layer, which is estimated roughly
+_MARGIN = 0.5  # factor on a layer's working set, which is estimated roughly
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class TimeModel:
     gpus: Topology
     config: Config
     roofline: Roofline = DEFAULT_ROOFLINE
-    work: AttentionWork | None = None  # of packed sequences; None: each sequence is one document
+    work: AttentionWork | None = None  # work of packed sequences; None: each sequence is one document
 
     def attention_flops(self, call: AttentionKernelCall) -> float:
         """FLOPs of one run of an attention kernel, without those that its mask skips."""

@@ -16,7 +16,7 @@ from jaxlc.step.mixed_precision import Scaling, first_scaling
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in compiled programs
-_GROUP_BYTES = 2**30  # of arrays that are initialized, converted or read together
+_GROUP_BYTES = 2**30  # arrays that are initialized, converted or read together
 
 
 InitParams = Callable[[jax.Array], Any]  # from a PRNG key to the parameters of step 0, a pytree of arrays

@@ -33,7 +33,7 @@ class BlockRanges(NamedTuple):
 
     start_IB1R: jax.Array | None  # None: 0
     end_IB1R: jax.Array
-    min_start_I: jax.Array  # of the rows that are not fully masked
+    min_start_I: jax.Array  # without fully masked rows
     max_end_I: jax.Array
 
 

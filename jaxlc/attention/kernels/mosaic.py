@@ -77,7 +77,7 @@ def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSp
     """
     mask = _mask(q_BTNH, k_BSKH, ranges, spec)
     out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-    lse_BNT = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT)  # of a fully masked row, whose range is empty
+    lse_BNT = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT)  # -inf in fully masked rows, whose range is empty
     call = functools.partial(tokamax_kernels.backward, scale=_scale(spec, q_BTNH), generation=target_generation())
 
     def gradients(v_BSKH, out_BTNH, dout_BTNH):

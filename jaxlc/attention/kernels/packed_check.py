@@ -27,11 +27,11 @@ MAX_ERROR = 1e-2  # norm of the error relative to that of the result; bfloat16 r
 # Tokens of the documents, negative for gaps. The first call takes the longest one and then the one before it, so its
 # offsets descend; the second call takes the others, with gaps. The last one ends with the arrays.
 _DOCUMENT_TOKENS = (200, -5, 460, -3, 1, 3, 120, -20, 130, -12, 70)
-_LARGE_ELEMENTS = 5 * 2**25  # of the queries of the large problem: its last document starts above 2^27
+_LARGE_ELEMENTS = 5 * 2**25  # queries of the large problem; its last document starts above 2^27
 _MAX_LARGE_TOKENS = 2**18  # models with few heads have no offsets above 2^27
 _LARGE_BYTES_PER_ELEMENT = 64  # an upper bound of the memory of the large problem
 _SAMPLE_TOKENS = 16  # rows that are compared at the start and at the end of each document of the large problem
-_POISON_BYTES = 2**28  # of one array
+_POISON_BYTES = 2**28  # size of one array
 _MAX_POISON_BYTES = 2**37  # with unified memory the pool is larger than the GPU's memory
 _ADVICE = "set --config.attention.kernel=pallas, and report the GPU and the versions of JAX and cuDNN"
 
@@ -84,7 +84,7 @@ class _Problem(NamedTuple):
 
     num_heads: int
     num_kv_heads: int
-    lengths: tuple[int, ...]  # of the documents in tokens, negative for gaps
+    lengths: tuple[int, ...]  # documents in tokens; negative for gaps
     causal: bool  # a rank's own KV block, otherwise a ring step
     samples_rows: bool = False  # only some rows are compared
 

@@ -26,7 +26,7 @@ from jaxlc.attention.merge import merge
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
-_TOKENS_DIM = 2  # of a block
+_TOKENS_DIM = 2  # tokens in the shape of a block
 
 
 class KVBlockStep(NamedTuple):
@@ -49,7 +49,7 @@ class GroupState(NamedTuple):
     num_tiles: int
     subchunks_per_step: int  # divides half a block
     tile: jax.Array | int
-    ranges: KeyRanges | None  # of the group's queries over the block of each ring step: [ring steps, b, s]
+    ranges: KeyRanges | None  # keys of each ring step's block for the group's queries: [ring steps, b, s]
 
     @property
     def num_tile_subchunks(self) -> int:

@@ -30,7 +30,7 @@ _FIELDS = {  # config.json -> ModelConfig
     "tie_word_embeddings": "tie_embeddings",
     "rms_norm_eps": "norm_epsilon",
 }
-_DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)  # of transformers, in all families
+_DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)  # transformers has them in all families
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     attention_dropout=(0,),
     partial_rotary_factor=(1,),

@@ -34,7 +34,7 @@ class ModelConfig:
     zero_centered_norm: bool = False  # RMSNorms multiply by 1 + scale instead of scale, as in Gemma
     norm_epsilon: float  # added to the mean square in RMSNorm
     qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen 2.5
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate of the feed-forward layer; gelu_tanh in Gemma
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # function of the feed-forward gate; gelu_tanh in Gemma
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
     # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
     # 0: head_dim.

@@ -21,7 +21,7 @@ TEXT_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 COPY_DIRECTORY = "pretrained"  # in the workdir of a run: config.json and TEXT_FILES of the model it started from
-_NO_SETTINGS = ("preset", "init_from")  # of a stored model config: they describe no computation
+_NO_SETTINGS = ("preset", "init_from")  # fields that describe no computation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ _TYPES = {  # rope_type -> model.rope_scaling
     "longrope": "longrope",
     "llama3": "llama3",
 }
-_PARAMETERS = {  # of rope_scaling -> of model.rope_scaling_...
+_PARAMETERS = {  # key in rope_scaling -> suffix of model.rope_scaling_...
     "factor": "factor",
     "original_max_position_embeddings": "original_tokens",
     "low_freq_factor": "low_freq_factor",
