@@ -274,22 +274,9 @@ def export(
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or `out` cannot be written.
       jaxlc.core.errors.Unsupported: the model has no equivalent in transformers.
     """
-    from jaxlc import runtime
-    from jaxlc.config import RuntimeConfig
+    from jaxlc import exporting
 
-    runtime.start(RuntimeConfig(num_processes=1))
-    from jaxlc.checkpoints import to_huggingface
-    from jaxlc.train.result import loaded_run
-
-    return to_huggingface.export(
-        workdir,
-        out,
-        step=step,
-        dtype=dtype,
-        max_shard_gb=max_shard_gb,
-        adapters=adapters,
-        load_params=lambda step: loaded_run.load(workdir, step=step, mesh={}).params,
-    )
+    return exporting.export(workdir, out, step=step, dtype=dtype, max_shard_gb=max_shard_gb, adapters=adapters)
 
 
 def __getattr__(name: str) -> Any:

@@ -48,9 +48,8 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
     from jaxlc.search import recommendation_page
     from jaxlc.simulate.topology import topology as parse_topology
 
-    host_gib, per_process = flags.host_memory_gib, flags.devices_per_process
-    host_bytes = None if host_gib is None else int(host_gib * 2**30)
-    gpus = parse_topology(topology, devices_per_process=per_process, host_memory_bytes_per_node=host_bytes)
+    options = dict(devices_per_process=flags.devices_per_process, host_memory_gib=flags.host_memory_gib)
+    gpus = parse_topology(topology, **options)
     return recommendation_page.run(command, gpus)
 
 

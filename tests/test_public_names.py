@@ -61,8 +61,18 @@ CLASSES = {  # name -> attributes
     "jaxlc.train.TrainStep": "",
     "jaxlc.train.TrainingStopped": "",
 }
-MODULES = ["data", "evals", "exporting", "generation", "plan", "profile", "sweep", "train"]  # `python -m jaxlc.X`
-COMMANDS = ["data", "eval", "export", "generate", "plan", "profile", "sweep", "train"]
+MODULES = [
+    "data",
+    "evals",
+    "exporting",
+    "generation",
+    "plan",
+    "profile",
+    "recommend",
+    "sweep",
+    "train",
+]  # `python -m jaxlc.X`
+COMMANDS = ["data", "eval", "export", "generate", "plan", "profile", "recommend", "sweep", "train"]
 CONFIGS = [
     *("quickstart", "64k", "128k", "256k", "1m", "1m_1gpu", "8m_8gpu", "32m_32gpu", "retrieval"),
     *("extend_512k", "extend_1m", "lora_1m_1gpu", "olmo3_64k", "sft_128k"),

@@ -9,7 +9,7 @@ from jaxlc.config.checks.mesh_checks import check_evaluation, check_num_devices
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.files import check_variant, read_config, shipped_configs, shrink_for_cpu
 from jaxlc.config.frozen import Config, to_dict
-from jaxlc.config.loading import from_dict, load, transport_settings, with_settings
+from jaxlc.config.loading import from_dict, load, with_settings
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import (
@@ -53,7 +53,6 @@ __all__ = [
     "shipped_configs",
     "shrink_for_cpu",
     "to_dict",
-    "transport_settings",
     "with_settings",
 ]
 

@@ -63,12 +63,6 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
     return from_dict(values)
 
 
-def transport_settings(transport: str) -> dict[str, Any]:
-    """The settings that select a transport; the NVSHMEM heap is reset for transports other than NVSHMEM."""
-    heap: dict[str, Any] = {} if transport in ("auto", "nvshmem") else {"runtime.nvshmem_heap_bytes": 0}
-    return {"runtime.transport": transport} | heap
-
-
 def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
     """The settings of the model on top of those of init_from or of its preset.
 

@@ -58,13 +58,14 @@ def plan(
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 
-    host_bytes = None if host_memory_gib is None else int(host_memory_gib * 2**30)
-    gpus = parse_topology(topology, devices_per_process=devices_per_process, host_memory_bytes_per_node=host_bytes)
-    options = dict(roofline=from_file(constants), evaluation=evaluation, document_lengths=document_lengths)
-    if advise:
+    gpus = parse_topology(topology, devices_per_process=devices_per_process, host_memory_gib=host_memory_gib)
+    roofline = from_file(constants)
+    options = dict(roofline=roofline, evaluation=evaluation, document_lengths=document_lengths)
+    result = plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), **options)
+    if advise and not result.memory.fits:
         advise_module = importlib.import_module(_ADVICE)  # by name, since search is a layer above
-        return advise_module.plan_with_advice(config, gpus, starting, **options)
-    return plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), **options)
+        return advise_module.with_advice(result, config, gpus, starting, roofline)
+    return result
 
 
 def plan_generation(

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from jaxlc import runtime
-from jaxlc.config import Config, RuntimeConfig, transport_settings, with_settings
+from jaxlc.config import Config, RuntimeConfig, with_settings
 from jaxlc.core.errors import UserError
 
 
@@ -18,7 +18,7 @@ def start_on_cpu() -> None:
 
 def with_transport(config: Config, transport: str) -> Config:
     """The config with the transport of --transport; unchanged if it is ""."""
-    return with_settings(config, transport_settings(transport)) if transport else config
+    return with_settings(config, {"runtime.transport": transport}) if transport else config
 
 
 def target_topology(topology: str, config: Config) -> str:

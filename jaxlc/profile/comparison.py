@@ -103,7 +103,7 @@ def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_step
             if kind is None or event.end_seconds <= start or event.start_seconds >= end:
                 continue
             label = classes.instruction_of(event) or event.instruction
-            intervals.append(time_use.Interval(kind, label, event.start_seconds, event.end_seconds))
+            intervals.append(time_use.Activity(kind, label, event.start_seconds, event.end_seconds))
             if kind == COMMUNICATION:
                 durations[label].append(event.end_seconds - event.start_seconds)
             if run.program is not None and event.instruction and classes.instruction_of(event) is None:
@@ -137,7 +137,7 @@ def _step_module(trace: Trace) -> str:
     return max(seconds, key=seconds.get, default="")
 
 
-def _gaps(intervals: Iterable[time_use.Interval]) -> list[float]:
+def _gaps(intervals: Iterable[time_use.Activity]) -> list[float]:
     """Time from the end of each kernel to the start of the next, where they do not overlap."""
     kernels = sorted(
         (interval.start_seconds, interval.end_seconds)

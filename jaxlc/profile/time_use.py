@@ -9,7 +9,7 @@ from jaxlc.profile.event_classes import CLASSES, COMMUNICATION
 GAP = "gaps"  # nothing is in flight
 
 
-class Interval(NamedTuple):
+class Activity(NamedTuple):
     kind: str  # one of CLASSES
     label: str  # the instruction of a collective; else ""
     start_seconds: float
@@ -24,7 +24,7 @@ class TimeUse(NamedTuple):
     busy_by_class: Counter[str]  # time in which at least one event of the class is in flight, hidden or not
 
 
-def measure(intervals: Sequence[Interval], start_seconds: float, end_seconds: float) -> TimeUse:
+def measure(intervals: Sequence[Activity], start_seconds: float, end_seconds: float) -> TimeUse:
     """The use of the span from `start_seconds` to `end_seconds`; intervals are cut to it.
 
     Where several intervals overlap, the time counts for the one whose class is first in CLASSES. So communication and
@@ -47,7 +47,7 @@ def measure(intervals: Sequence[Interval], start_seconds: float, end_seconds: fl
     return use
 
 
-def _count(use: TimeUse, active: dict[str, set[int]], intervals: Sequence[Interval], seconds: float) -> None:
+def _count(use: TimeUse, active: dict[str, set[int]], intervals: Sequence[Activity], seconds: float) -> None:
     if not seconds:
         return
     kinds = [kind for kind in CLASSES if active[kind]]

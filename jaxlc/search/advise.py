@@ -23,23 +23,19 @@ _NUM_FITTING = 2  # the search ends after this many changes that fit; later ones
 _NUM_COMPILED = 6  # or after this many changes
 
 
-def plan_with_advice(
+def with_advice(
+    plan: Plan,
     config: ConfigDict | Config,
     gpus: Topology,
     starting: Callable[[str], None],
     roofline: Roofline = DEFAULT_ROOFLINE,
-    **options,
 ) -> Plan:
-    """The plan of `config`, with advice if it does not fit; see `compile.plan_step`.
+    """The plan of `config`, whose step does not fit, with changes that were compiled.
 
     Args:
       starting: called with a description of each program before it is compiled.
-      options: further arguments of `compile.plan_step` for `config` itself.
     """
     config = on_gpus(config, gpus)
-    plan = plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), roofline=roofline, **options)
-    if plan.memory.fits:
-        return plan
     given, *changes = _candidates(config, gpus, roofline)
     search = Search("fastest", changes)
     search.add(given, _row(given, plan))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxlc.config import Config, defaults, load, transport_settings, with_settings
+from jaxlc.config import Config, defaults, load, with_settings
 from jaxlc.config.checks.mesh_checks import meshes_of
 from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.schema import MemoryConfig
@@ -223,7 +223,7 @@ def grid(
             "runtime.transport": transport,
             **batch_settings(config, mesh, sequences),
         }
-        points.append(point(config, settings, **transport_settings(transport), **simulated))
+        points.append(point(config, settings, **simulated))
     if not points:
         raise UserError(
             "no points: hybrid needs a context axis that splits into Ulysses ranks and a ring, such as context=4, and a"

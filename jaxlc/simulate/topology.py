@@ -104,12 +104,12 @@ class Topology:
         ).devices
 
 
-def topology(name: str, *, devices_per_process: int = 1, host_memory_bytes_per_node: int | None = None) -> Topology:
+def topology(name: str, *, devices_per_process: int = 1, host_memory_gib: float | None = None) -> Topology:
     """Parses a name such as "h100:8x8": 8 NVLink domains of 8 GPUs each. "gb200:1x64" is a part of one NVL72.
 
     Args:
       devices_per_process: GPUs per process.
-      host_memory_bytes_per_node: None uses the amount that such machines usually have.
+      host_memory_gib: of a node. None: the amount that such machines usually have.
     Raises:
       UserError: an unknown GPU or an invalid size.
     """
@@ -131,9 +131,7 @@ def topology(name: str, *, devices_per_process: int = 1, host_memory_bytes_per_n
         gpus_per_domain=gpus_per_domain,
         devices_per_process=devices_per_process,
         gpus_per_node=node.num_gpus,
-        host_memory_bytes_per_node=(
-            node.memory_bytes if host_memory_bytes_per_node is None else host_memory_bytes_per_node
-        ),
+        host_memory_bytes_per_node=node.memory_bytes if host_memory_gib is None else int(host_memory_gib * 2**30),
     )
 
 

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlc.config import load, transport_settings, with_settings
 from jaxlc.plan import __main__ as command
-from tests.plan.gpus import small_config
 
 CONFIG = """
 from tests.plan.gpus import small_config
@@ -52,12 +50,3 @@ def test_command_with_invalid_flags_exits_with_status_2(config, arguments, words
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
     assert re.search(re.escape(words), stderr), stderr
-
-
-def test_transport_flag_resets_nvshmem_heap():
-    config = small_config()
-    config.runtime.update(transport="nvshmem", nvshmem_heap_bytes=2**30)
-    runtime = with_settings(load(config), transport_settings("nccl")).runtime
-    assert (runtime.transport, runtime.nvshmem_heap_bytes) == ("nccl", 0)
-    runtime = with_settings(load(config), transport_settings("auto")).runtime
-    assert (runtime.transport, runtime.nvshmem_heap_bytes) == ("auto", 2**30)

@@ -12,7 +12,7 @@ from jaxlc.profile import comparison, time_use, trace_events
 from jaxlc.profile.__main__ import main
 from jaxlc.profile.estimate import Estimate, TracedRun
 from jaxlc.profile.event_classes import ATTENTION, COMMUNICATION, HOST_COPY, MATMUL, OTHER, EventClasses
-from jaxlc.profile.time_use import GAP, Interval
+from jaxlc.profile.time_use import GAP, Activity
 from jaxlc.profile.trace_events import TraceEvent
 from jaxlc.simulate.interval import two_digits
 from tests.hlo.snippets import RING, program
@@ -106,11 +106,11 @@ def test_trace_without_step_ranges_needs_number_of_steps():
 def test_time_use_counts_each_instant_once():
     use = time_use.measure(
         [
-            Interval(COMMUNICATION, "a", 0, 4),
-            Interval(COMMUNICATION, "b", 1, 3),
-            Interval(OTHER, "", 2, 5),
-            Interval(ATTENTION, "", 4, 6),
-            Interval(HOST_COPY, "", -1, 20),
+            Activity(COMMUNICATION, "a", 0, 4),
+            Activity(COMMUNICATION, "b", 1, 3),
+            Activity(OTHER, "", 2, 5),
+            Activity(ATTENTION, "", 4, 6),
+            Activity(HOST_COPY, "", -1, 20),
         ],
         0,
         10,

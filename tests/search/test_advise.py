@@ -4,15 +4,13 @@ import dataclasses
 
 import pytest
 
+from jaxlc import plan
 from jaxlc.config import Config, defaults, load, with_settings
 from jaxlc.search import advise, space
 from jaxlc.search.compile_order import Layout, Rates
 from jaxlc.simulate.roofline import Roofline
-from jaxlc.simulate.topology import topology
 from tests.plan.gpus import small_config
 from tests.plan.sample_plan import MEMORY, PREDICTED, plan_of
-
-GPUS = topology("h100:1x8")
 
 
 def config_8b(**memory) -> Config:
@@ -43,9 +41,10 @@ def compiled(monkeypatch) -> list[Config]:
             PREDICTED, step_seconds=seconds, tokens_per_second_per_device=config.tokens_per_step / seconds / 8
         )
         sizes = dict(device_capacity_bytes=gpus.device.memory_bytes, symmetric_used_bytes=0, **none)
-        plan = plan_of(dataclasses.replace(MEMORY, device_temp_bytes=temporaries, **sizes))
-        return dataclasses.replace(plan, predicted=predicted)
+        memory = dataclasses.replace(MEMORY, device_temp_bytes=temporaries, **sizes)
+        return dataclasses.replace(plan_of(memory), predicted=predicted)
 
+    monkeypatch.setattr("jaxlc.plan.compile.plan_step", plan_step)
     monkeypatch.setattr(advise, "plan_step", plan_step)
     return configs
 
@@ -53,7 +52,7 @@ def compiled(monkeypatch) -> list[Config]:
 @pytest.mark.gpu_compiler
 def test_advice_compiles_the_fastest_changes_that_should_fit(compiled):
     descriptions = []
-    result = advise.plan_with_advice(config_8b(remat="matmuls"), GPUS, descriptions.append)
+    result = plan.plan(config_8b(remat="matmuls"), "h100:1x8", advise=True, starting=descriptions.append)
     assert descriptions == ["the training step for h100:1x8", *(f"with {change.overrides}" for change in result.advice)]
     assert [change.fits for change in result.advice] == [True, True] and len(compiled) == 3
     assert {(config.mesh, config.attention) for config in compiled} == {(compiled[0].mesh, compiled[0].attention)}
@@ -66,12 +65,12 @@ def test_advice_compiles_the_fastest_changes_that_should_fit(compiled):
 @pytest.mark.gpu_compiler
 def test_advice_that_cannot_fit_is_short(compiled):
     config = dataclasses.replace(config_8b(), data=dataclasses.replace(config_8b().data, seq_len=2**27))
-    result = advise.plan_with_advice(config, GPUS, lambda description: None)
+    result = plan.plan(config, "h100:1x8", advise=True)
     assert result.advice == () and len(compiled) == 1
 
 
-def test_plan_with_advice_of_fitting_step_compiles_once(compiled):
-    result = advise.plan_with_advice(config_8b(remat="full"), GPUS, lambda description: None)
+def test_advice_of_fitting_step_compiles_once(compiled):
+    result = plan.plan(config_8b(remat="full"), "h100:1x8", advise=True)
     assert result.advice is None and len(compiled) == 1
 
 

@@ -2,6 +2,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from ml_collections import ConfigDict
 
 from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
@@ -27,6 +28,15 @@ def step(transport: TransportSelection | None, mismatch_is: str = "error") -> Si
     config.model.num_layers = 3
     config.runtime.transport_mismatch = mismatch_is
     return SimpleNamespace(config=load(config), transport=transport, abstract_state=(), memory_spaces=(), model=None)
+
+
+def small_ring(num_layers: int) -> ConfigDict:
+    config = defaults()
+    config.model.update(num_layers=num_layers, model_dim=64, num_heads=2, num_kv_heads=2, ffn_dim=64)
+    config.mesh.context = 4
+    config.attention.kernel = "blockwise"
+    config.data.seq_len = 512
+    return config
 
 
 def test_describe_counts_hops_and_transports():
@@ -89,11 +99,7 @@ def test_verify_on_cpu_returns_nothing():
 
 @pytest.mark.gpu_compiler
 def test_evaluation_for_h100_uses_the_transport_of_the_step():
-    config = defaults()
-    config.model.update(num_layers=1, model_dim=64, num_heads=2, num_kv_heads=2, ffn_dim=64)
-    config.mesh.context = 4
-    config.attention.kernel = "blockwise"
-    config.data.seq_len = 512
+    config = small_ring(num_layers=1)
     config.runtime.transport = "symmetric"
     config = load(config)
     mesh = make_mesh(topology("h100:1x4"), config.mesh)
@@ -109,11 +115,7 @@ def test_evaluation_for_h100_uses_the_transport_of_the_step():
 @pytest.mark.gpu_compiler
 @pytest.mark.heavy
 def test_verify_step_compiled_for_h100_describes_hops():
-    config = defaults()
-    config.model.update(num_layers=2, model_dim=64, num_heads=2, num_kv_heads=2, ffn_dim=64)
-    config.mesh.context = 4
-    config.attention.kernel = "blockwise"
-    config.data.seq_len = 512
+    config = small_ring(num_layers=2)
     config = load(config)
     real = build_step(config, make_mesh(topology("h100:1x4"), config.mesh))
     lines = verify_compiled_step(real, real.compile(extra_options=dict(WITHOUT_GPU)))

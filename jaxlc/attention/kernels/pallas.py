@@ -79,14 +79,10 @@ def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
     )
 
     def run(interpret: bool):
-        params = KernelParams(
-            mask=mask,
-            scale=spec.scale_for(q_BTNH.shape[-1]),
-            num_warps=tuning.num_warps,
-            num_stages=tuning.num_stages,
-            interpret=interpret,
+        scale = spec.scale_for(q_BTNH.shape[-1])
+        return functools.partial(
+            kernel, params=KernelParams(mask=mask, scale=scale, tuning=tuning, interpret=interpret)
         )
-        return functools.partial(kernel, params=params)
 
     return lax.platform_dependent(*operands, cpu=run(interpret=True), default=run(interpret=False))
 

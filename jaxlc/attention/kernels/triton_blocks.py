@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from jaxlc.attention.kernels.block_mask import BlockMask, Ranges
+from jaxlc.attention.kernels.tuning import TuningParams
 
 LOG2_E = math.log2(math.e)  # the hardware has exponentials to base 2 only
 LN_2 = math.log(2.0)
@@ -28,13 +29,12 @@ class KernelParams:
 
     mask: BlockMask
     scale: float
-    num_warps: int
-    num_stages: int  # blocks in flight between global and shared memory
+    tuning: TuningParams
     interpret: bool
 
     def pallas_call(self, kernel: Callable, **options: Any) -> Callable:
         """`pl.pallas_call` with these parameters of the compiler."""
-        compiler_params = pltriton.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
+        compiler_params = pltriton.CompilerParams(num_warps=self.tuning.num_warps, num_stages=self.tuning.num_stages)
         return pl.pallas_call(kernel, compiler_params=compiler_params, interpret=self.interpret, **options)
 
 
