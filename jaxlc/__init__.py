@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 # Available after `import jaxlc` alone.
-_PACKAGES = ("attention", "config", "plan", "profile", "runtime", "sweep", "train")
+_PACKAGES = ("attention", "config", "data", "plan", "profile", "runtime", "sweep", "train")
 
 
 def start(

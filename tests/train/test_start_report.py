@@ -11,7 +11,7 @@ from jaxlc.train.reports.start_report import corpus_lines, resume_lines, step_li
 from tests.step.synthetic import small_config, small_step
 
 CORPUS = SimpleNamespace(
-    train=SimpleNamespace(num_documents=1, num_tokens=1200, num_sequences=40),
+    train=SimpleNamespace(num_documents=1, num_tokens=1200, epoch_tokens=1200, num_sequences=40),
     heldout=SimpleNamespace(num_documents=3, num_tokens=150),
 )
 
