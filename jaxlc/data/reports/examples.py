@@ -17,7 +17,7 @@ from jaxlc.data.tokens.tokenizers import Tokenizer
 
 _FIRST_TOKENS, _LAST_TOKENS = 200, 50  # shown of a longer run of tokens with or without a loss
 _COLOR, _NO_COLOR = "\x1b[32m", "\x1b[0m"  # green
-_MARKS = ("⟦", "⟧")
+_BRACKETS = ("⟦", "⟧")
 _LOSS_STYLE = "background:rgba(0,160,90,0.25)"
 _TEXT_STYLE = "background:transparent;color:currentColor;font-size:12px;margin:4px 0;white-space:pre-wrap"
 # Control characters, which would move the cursor of a terminal, as pictures.
@@ -61,16 +61,16 @@ class SourceExamples:
         return f"{self.name}: {documents}, {_loss_text(self.num_tokens, self.num_loss_tokens)}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Examples:
-    """Examples of each source; a notebook shows them with colors, and `print` with marks."""
+    """Examples of each source; a notebook shows them with colors, and `print` with brackets."""
 
     sources: tuple[SourceExamples, ...]
     warnings: tuple[str, ...] = ()
 
     def text(self, *, color: bool = False) -> str:
-        """The examples with ANSI colors, or with marks around the tokens that have a loss."""
-        before, after = (_COLOR, _NO_COLOR) if color else _MARKS
+        """The examples with the tokens that have a loss in ANSI colors, or in brackets."""
+        before, after = (_COLOR, _NO_COLOR) if color else _BRACKETS
         lines = [f"tokens with a loss: {before}{'green' if color else 'in such brackets'}{after}"]
         for source in self.sources:
             lines += ["", source.heading]
@@ -79,7 +79,7 @@ class Examples:
                 lines += ["", f"--- {example.heading}", "".join(runs)]
         return "\n".join(lines)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.text()
 
     def _repr_html_(self) -> str:

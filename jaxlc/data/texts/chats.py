@@ -114,7 +114,7 @@ def _items(value: Any, field: str, keys: tuple[str, ...], item: str, other_forma
         name, _, rest = item.partition(" ")
         raise BadRecord(f"the field {field!r} is {kind}, expected a list of {name}s {rest}{advice}")
     for i, x in enumerate(value):
-        if not isinstance(x, dict) or not {*keys} <= x.keys():
+        if not isinstance(x, dict) or not {*keys} <= x.keys() or x[keys[0]] is None:
             kind = f"a dictionary with the fields {[*x]}" if isinstance(x, dict) else kind_of(x)
             raise BadRecord(f"{field}[{i}] is {kind}, expected a {item}{advice}")
     return {f"{field}[{i}]": x for i, x in enumerate(value)}
