@@ -1,9 +1,9 @@
 """jaxlc: train language models on very long sequences in JAX.
 
 The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
-`profile` (`jaxlc.profile.compare`), `attention` and `config`, and the functions `attend`, `evaluate`, `export`,
-`generate`, `load`, `make_mesh` and `start`. Everything is imported on first use: `import jaxlc` does not import JAX, so
-that environment variables which JAX reads at start-up can still be set (`jaxlc.start`).
+`profile` (`jaxlc.profile.compare`), `data` (`jaxlc.data.show`), `attention` and `config`, and the functions `attend`,
+`evaluate`, `export`, `generate`, `load`, `make_mesh` and `start`. Everything is imported on first use: `import jaxlc`
+does not import JAX, so that environment variables which JAX reads at start-up can still be set (`jaxlc.start`).
 """
 
 import importlib
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import jax
 
-    from jaxlc import attention, config, plan, profile, sweep, train
+    from jaxlc import attention, config, data, plan, profile, sweep, train
     from jaxlc.attention import attend
     from jaxlc.evals.score_rows import ScoreRow
     from jaxlc.generation.generator import Generation
@@ -28,6 +28,7 @@ __all__ = [
     "attend",
     "attention",
     "config",
+    "data",
     "evaluate",
     "export",
     "generate",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 # Available after `import jaxlc` alone.
-_PACKAGES = ("attention", "config", "plan", "profile", "runtime", "sweep", "train")
+_PACKAGES = ("attention", "config", "data", "plan", "profile", "runtime", "sweep", "train")
 
 
 def start(

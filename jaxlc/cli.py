@@ -20,7 +20,7 @@ VERBS = {
     "plan": Verb("jaxlc.plan", "compile the training step ahead of time, without a GPU: memory, overlap, step time"),
     "recommend": Verb("jaxlc.recommend", "search mesh, strategy and memory settings, and write a config file"),
     "sweep": Verb("jaxlc.sweep", "plan or measure many meshes and rank them"),
-    "data": Verb("jaxlc.data", "`jaxlc data report`: documents and tokens of each source, shares and epochs of a run"),
+    "data": Verb("jaxlc.data", "the data of a run: sources, shares and epochs (`data report`); examples (`data show`)"),
     "profile": Verb("jaxlc.profile", "compare a trace of training steps with the plan's estimate"),
     "generate": Verb("jaxlc.generation", "continue a prompt with the model of a run or of a Hugging Face directory"),
     "eval": Verb(

@@ -32,6 +32,7 @@ FUNCTIONS = {  # name -> parameters
     "jaxlc.config.load": "config",
     "jaxlc.config.read_config": "name",
     "jaxlc.config.shrink_for_cpu": "config simulated_devices",
+    "jaxlc.data.show": "config num",
     "jaxlc.evaluate": "source out step mesh report settings",
     "jaxlc.export": "workdir out step dtype max_shard_gb adapters",
     "jaxlc.generate": "source prompts max_tokens temperature top_p stop seed step mesh chunk_tokens stream chat",

@@ -33,13 +33,20 @@ class SourceConfig:
     text_field: str = "text"
     # field of records that holds token IDs, such as input_ids, instead of text; "tokens" in .idx files of Megatron-LM.
     token_field: str = ""
-    # field of records that holds a chat, such as messages: a list of messages with role and content, rendered with the
-    # chat template. Only the answers of the assistant are trained on.
+    # field of records that holds a chat, rendered with the chat template. Only the answers of the assistant are trained
+    # on. Empty: that of chat_format, or no chats without chat_format.
     chat_field: str = ""
+    # messages: a list of messages with role and content, in the field messages. sharegpt: a list of turns with from and
+    # value, in the field conversations. alpaca: the fields instruction, input and output. Empty: messages.
+    chat_format: Literal["", "messages", "sharegpt", "alpaca"] = ""
     # chats: weight of a token of an answer. token: 1. answer: the same sum for each answer, 1 on average.
     answer_weights: Literal["token", "answer"] = "token"
     # suffixes of more files that are one document each, such as .tex; "code" adds those of programs.
     text_suffixes: tuple[str, ...] = ()
+
+    @property
+    def has_chats(self) -> bool:
+        return bool(self.chat_field or self.chat_format)
 
 
 @dataclass(frozen=True, kw_only=True)

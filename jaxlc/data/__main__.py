@@ -1,16 +1,21 @@
 """usage: jaxlc data report --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
+       jaxlc data show --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--num=3]
 
-Prints the documents and tokens of each source by length, and the shares and epochs of the run, and writes a picture of
-them to WORKDIR/data.png. Sources that are not tokenized yet are tokenized, as a run would do. JAX does not start.
+report prints the documents and tokens of each source by length, and the shares and epochs of the run, and writes a
+picture of them to WORKDIR/data.png. show prints documents and rendered chats of each source as the run trains on them,
+with the tokens that have a loss in green, or in brackets where the output has no colors. Sources that are not tokenized
+yet are tokenized, as a run would do. JAX does not start.
 """
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
+from jaxlc.config.values import Count
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
@@ -23,29 +28,46 @@ PLOT_FILE = "data.png"
 class Flags(ConfigFlags):
     positional: ClassVar[tuple[str, ...]] = ("action",)
 
-    action: str  # report
+    action: str  # report or show
+    num: Count | None = None  # show: number of documents of each source; default: 3
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status."""
-    return run_main(_report, argv, description=__doc__, flags=Flags)
+    return run_main(_run, argv, description=__doc__, flags=Flags)
+
+
+def _run(command: ParsedCommand[Flags]) -> int:
+    actions = {"report": _report, "show": _show}
+    action = command.flags.action
+    if action not in actions:
+        raise UserError(f"unknown command {action!r}: {did_you_mean(action, actions)}")
+    return actions[action](command)
+
+
+def _show(command: ParsedCommand[Flags]) -> int:
+    from jaxlc.data.reports.examples import examples_of_stages
+
+    examples = examples_of_stages(command.stages, command.flags.num or 3, _print_to_stderr)
+    _print_warnings(examples.warnings)
+    print(examples.text(color=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    return 0
 
 
 def _report(command: ParsedCommand[Flags]) -> int:
-    if command.flags.action != "report":
-        raise UserError(f"unknown command {command.flags.action!r}: {did_you_mean(command.flags.action, ['report'])}")
+    if command.flags.num is not None:
+        raise UserError("--num has no effect on report: remove it, or use show")
     from jaxlc.data.corpus import open_corpus
     from jaxlc.data.reports.data_report import report_text, source_lengths, stage_shares
 
     sources, stages, warnings = {}, [], {}
     for stage in command.stages:
         config = stage.config
-        corpus = open_corpus(config.data, log=lambda line: print(line, file=sys.stderr))
+        corpus = open_corpus(config.data, log=_print_to_stderr)
         warnings |= dict.fromkeys(corpus.warnings)
         sources |= {source.name: source for source in source_lengths(corpus)}
         stages.append(stage_shares(stage.name, corpus, stage.num_steps * config.train.global_batch_size))
-    for warning in warnings:  # each once, in order
-        print(f"warning: {warning}", file=sys.stderr)
+    _print_warnings(warnings)
     print(report_text(list(sources.values()), stages))
     if extras.is_installed("matplotlib"):
         from jaxlc.data.reports.data_report_plot import report_figure
@@ -57,6 +79,15 @@ def _report(command: ParsedCommand[Flags]) -> int:
     else:
         print(f"\nplot skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}")
     return 0
+
+
+def _print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _print_warnings(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        _print_to_stderr(f"warning: {warning}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import numpy as np
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import displayed
 from jaxlc.data.corpus_checks import check_max_tokens, check_num_tokens, text_warnings, without_eval_files
 from jaxlc.data.sequences.mixed import MixedSequences, PackedText
 from jaxlc.data.sequences.packing import PackedSequences
@@ -35,8 +36,8 @@ class CorpusSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A tokenized, split and packed corpus. Sizes are properties of `train` and `heldout`: `num_documents`, and per
-    epoch `num_tokens` and `num_sequences`."""
+    """A tokenized, split and packed corpus. Sizes are properties of `train` and `heldout`: `num_documents` and
+    `num_tokens` of all sources; `num_sequences` and `epoch_tokens` per epoch of the mixture."""
 
     tokenizer: Tokenizer
     train: PackedText
@@ -116,8 +117,10 @@ class _StoreOpener:
     def open(self, files: list[SourceFile], fields: Fields) -> TokenStore:
         store = open_store(files, self.config, fields, self.tokenizer, self._progress, self._log)
         if store.num_bad_records:
+            listed = f"; all of them: {displayed(store.bad_records_file)}" if store.bad_records_file else ""
             self.warnings.append(
-                f"{files[0].setting}: skipped records: {store.num_bad_records:,} (the first: {store.first_bad_record})"
+                f"{files[0].setting}: skipped records: {store.num_bad_records:,} (the first:"
+                f" {store.first_bad_record}){listed}"
             )
         return store
 
@@ -160,7 +163,7 @@ def _open_mixture(opener: _StoreOpener) -> Corpus:
     # Before anything is tokenized.
     files = [opener.files(source.paths, _setting(source), 1, source.text_suffixes) for source in configs]
     eval_store = opener.open_eval_store()
-    fields = [Fields(source.text_field, source.token_field, source.chat_field) for source in configs]
+    fields = [Fields.from_config(source) for source in configs]
     stores = [opener.open(*arguments) for arguments in zip(files, fields)]
     total_share = sum(source.share for source in configs)
     sources = [

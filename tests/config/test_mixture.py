@@ -99,6 +99,9 @@ def test_mixture_with_sources_or_without_shares_is_refused():
     settings = settings_with(a=dict(paths="x", share=0))
     with pytest.raises(UserError, match="all shares of config.data.mixture are 0"):
         load(settings)
+    settings = settings_with(a=dict(paths="x", chat_format="alpaca", token_field="ids"))
+    with pytest.raises(UserError, match="a.token_field='ids' and chat_format='alpaca' are both set"):
+        load(settings)
     settings = settings_with(a=dict(paths="x", chat_field="messages", text_field="body"))
     with pytest.raises(UserError, match="a.text_field='body' has no effect with chat_field='messages'"):
         load(settings)

@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from jaxlc.data.tokens.chat import TEMPLATES
 
 # ChatML with tools, as Qwen and SmolLM.
 CHATML = """\
@@ -108,21 +110,59 @@ TOOL_CHAT = dict(
 )
 
 
+# A record in the form of OpenAI's API, and the same chat in the form that transformers takes.
+OPENAI_CHAT = dict(
+    messages=[
+        _message("system", "Be brief."),
+        {"role": "user", "content": [{"type": "text", "text": "Add 1 "}, {"type": "text", "text": "and 2"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "née"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "x", "content": "3"},
+        _message("assistant", "It is 3.", refusal=None, tool_calls=[]),
+    ],
+    tools=json.dumps(_TOOLS),
+)
+TRANSFORMERS_CHAT = dict(
+    messages=[
+        _message("system", "Be brief."),
+        _message("user", "Add 1 and 2"),
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "née"}}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "x", "content": "3"},
+        _message("assistant", "It is 3."),
+    ],
+    tools=_TOOLS,
+)
+
+
 def cases() -> dict[str, tuple[str, dict]]:
     """Name -> template and chat."""
     plain = {f"{style}-{i}": (STYLES[style], chat) for style in STYLES for i, chat in enumerate(CHATS)}
-    return plain | {"chatml-tools": (CHATML, TOOL_CHAT)}
+    built_in = {f"built-in-{name}-tools": (template, TRANSFORMERS_CHAT) for name, template in TEMPLATES.items()}
+    return plain | built_in | {"chatml-tools": (CHATML, TOOL_CHAT)}
 
 
 def without_markers(template: str) -> str:
     return re.sub(r"\{%(-?) *(?:end)?generation *(-?)%\}", r"{#\1 \2#}", template)
 
 
-def write_tokenizer(directory: Path, template: str = "") -> Path:
+def write_tokenizer(directory: Path, template: str = "", normalizer: normalizers.Normalizer | None = None) -> Path:
     """Writes a small byte-level BPE tokenizer.json with the special tokens of all styles, and its configuration."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     texts = [message["content"] for chat in CHATS for message in chat["messages"]] * 3
     trainer = trainers.BpeTrainer(
         vocab_size=400,

@@ -75,6 +75,20 @@ def test_mixture_realized_shares_equal_those_of_sequences(config):
     )
 
 
+def test_mixture_totals_are_sums_of_sources(config):
+    """An epoch of the mixture has fewer tokens: it ends before a source repeats."""
+    corpus = open_corpus(config)
+    for mixed, parts in (
+        (corpus.train, [source.train for source in corpus.sources]),
+        (corpus.heldout, [source.heldout for source in corpus.sources]),
+    ):
+        assert mixed.num_documents == sum(part.num_documents for part in parts)
+        assert mixed.num_tokens == sum(part.num_tokens for part in parts) > mixed.epoch_tokens
+    epoch = sum(int((corpus.train[i]["segment_ids"] > 0).sum()) for i in range(corpus.train.num_sequences))
+    assert corpus.train.epoch_tokens == epoch
+    assert corpus.train.num_tokens == sum(share.epoch_tokens for share in source_shares(corpus, 10))
+
+
 def test_mixture_short_run_is_within_one_sequence(config):
     train = open_corpus(config).train
     weights = [share * s.num_sequences / s.num_tokens for share, s in zip((5, 2, 3), train.sources)]

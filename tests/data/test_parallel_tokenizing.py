@@ -66,6 +66,8 @@ def test_parallel_store_equals_serial_store(tmp_path: Path, small_parts, monkeyp
     assert not list((tmp_path / "parallel").glob("*.parts"))
     monkeypatch.setattr(parallel_tokenizing, "MIN_BYTES", 10**9)
     assert_equal_stores(parallel, open_files(tmp_path, "serial", max_bad_records=2))
+    listed = [next((tmp_path / name).glob("*.skipped.txt")).read_text() for name in ("parallel", "serial")]
+    assert listed[0] == listed[1] and [":51: " in listed[0], ":91: " in listed[0]] == [True, True]
     assert parallel.num_bad_records == 2 and "a.jsonl:51: invalid JSON" in parallel.first_bad_record
 
 

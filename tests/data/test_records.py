@@ -138,7 +138,11 @@ def test_bad_records_are_skipped_up_to_the_limit(tmp_path: Path, line: str, fiel
         open_corpus(dataclasses.replace(config, max_bad_records=1))
     corpus = open_corpus(dataclasses.replace(config, max_bad_records=2))
     assert corpus.sources[0].train.store.num_documents == 4
-    assert any("data.mixture.x: skipped records: 2 (the first: " in warning for warning in corpus.warnings)
+    (warning,) = [warning for warning in corpus.warnings if "skipped" in warning]
+    (listed,) = (tmp_path / "cache").glob("*.skipped.txt")
+    assert warning.startswith("data.mixture.x: skipped records: 2 (the first: ") and warning.endswith(f": {listed}")
+    first, second = listed.read_text().splitlines()
+    assert first.partition("a.jsonl:3: ")[2] == second.partition("a.jsonl:5: ")[2] != "" and first in warning
     with pytest.raises(UserError, match=message + ".*more than data.max_bad_records=0"):
         open_corpus(config)  # the store is cached
 

@@ -11,7 +11,7 @@ from jaxlc.train.reports.start_report import corpus_lines, resume_lines, step_li
 from tests.step.synthetic import small_config, small_step
 
 CORPUS = SimpleNamespace(
-    train=SimpleNamespace(num_documents=1, num_tokens=1200, num_sequences=40),
+    train=SimpleNamespace(num_documents=1, num_tokens=1200, epoch_tokens=1200, num_sequences=40),
     heldout=SimpleNamespace(num_documents=3, num_tokens=150),
 )
 
@@ -46,6 +46,15 @@ def test_corpus_lines_count_documents_tokens_and_epochs(steps, epochs):
     data, epoch = corpus_lines(small_config(), CORPUS, steps)
     assert "1 document, 1,200 tokens; held out: 3 documents, 150 tokens" in data
     assert "40 sequences, 10 steps; this run: " in epoch and epochs in epoch
+
+
+def test_corpus_lines_name_the_epoch_of_a_mixture():
+    train = SimpleNamespace(num_documents=3, num_tokens=1200, epoch_tokens=900, num_sequences=40)
+    data, epoch = corpus_lines(small_config(), SimpleNamespace(train=train, heldout=CORPUS.heldout), 5)
+    assert "3 documents, 1,200 tokens" in data
+    assert epoch.startswith(
+        "epoch      of the mixture, until a source would repeat: 40 sequences, 900 tokens, 10 steps;"
+    )
 
 
 def test_resume_lines_with_equal_config_are_one_line():

@@ -30,12 +30,13 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
         yield f"chunk_tokens={source.chunk_tokens} contradicts pool='full_length', whose chunks are full sequences"
     if source.overlong == "drop" and source.pool == "full_length":
         yield "overlong='drop' contradicts pool='full_length': no document would be left; use overlong='truncate'"
-    if source.token_field and source.chat_field:
-        yield f"token_field={source.token_field!r} and chat_field={source.chat_field!r} are both set: set one of them"
-    if source.answer_weights != "token" and not source.chat_field:
+    chats = "chat_field" if source.chat_field else "chat_format"
+    if source.token_field and source.has_chats:
+        yield f"token_field={source.token_field!r} and {chats}={getattr(source, chats)!r} are both set: set one of them"
+    if source.answer_weights != "token" and not source.has_chats:
         yield f"answer_weights={source.answer_weights!r} has no effect without chat_field; set it, such as to messages"
-    if source.text_field != "text" and (source.chat_field or source.token_field):
-        other = "chat_field" if source.chat_field else "token_field"
+    if source.text_field != "text" and (source.has_chats or source.token_field):
+        other = chats if source.has_chats else "token_field"
         yield f"text_field={source.text_field!r} has no effect with {other}={getattr(source, other)!r}; remove one"
     if source.min_tokens < 0 or source.max_tokens < 0:
         yield f"min_tokens={source.min_tokens} and max_tokens={source.max_tokens}: expected at least 0"

@@ -61,9 +61,15 @@ def stage_shares(name: str, corpus: Corpus, num_sequences: int) -> StageShares:
 def report_text(sources: Sequence[SourceLengths], stages: Sequence[StageShares]) -> str:
     """Two tables of the sources by length, and one per stage."""
     header = [*CLASS_NAMES, "all"]
-    counts = [[source.name, *map(_number, [*source.num_documents, source.num_documents.sum()])] for source in sources]
-    tokens = [[source.name, *map(_number, [*source.num_tokens, source.num_tokens.sum()])] for source in sources]
-    lines = [*aligned([["documents", *header], *counts]), "", *aligned([["tokens", *header], *tokens])]
+    names = [source.name for source in sources]
+    lines = ["training and held-out documents and their tokens, by length in tokens"]
+    for unit, numbers in (
+        ("documents", [source.num_documents for source in sources]),
+        ("tokens", [source.num_tokens for source in sources]),
+    ):
+        rows = [*zip(names, numbers), *([("all sources", np.sum(numbers, axis=0))] if len(sources) > 1 else [])]
+        table = [[name, *map(_number, [*row, row.sum()])] for name, row in rows]
+        lines += ["", *aligned([[unit, *header], *table])]
     for stage in stages:
         padding = 1 - stage.num_tokens / (stage.num_sequences * stage.seq_len)
         rows = [

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from jaxlc.core.counts import count_text
 from jaxlc.data.corpus import Corpus
 
 
@@ -19,7 +20,8 @@ class SourceShare(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.share:.2%} of the tokens, {self.realized_share:.2%} in this run;"
-            f" {self.num_documents:,} documents, {self.epoch_tokens:,} tokens, {self.num_epochs:.3g} epochs"
+            f" {count_text(self.num_documents, 'document')}, {count_text(self.epoch_tokens, 'token')},"
+            f" {self.num_epochs:.3g} epochs"
         )
 
 

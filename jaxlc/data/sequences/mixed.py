@@ -22,9 +22,10 @@ class PackedText(Protocol):
     """What `PackedSequences` and `MixedSequences` have in common."""
 
     seq_len: int
-    num_documents: int
-    num_tokens: int  # per epoch, without padding
+    num_documents: int  # of all sources
+    num_tokens: int  # of all sources, in one epoch of each, without padding
     num_sequences: int  # per epoch
+    epoch_tokens: int  # of these sequences, without padding
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i, for any i >= 0; see `PackedSequences`."""
@@ -44,6 +45,7 @@ class MixedSequences:
         self.sources = tuple(sources)
         self.seq_len = sources[0].seq_len
         self.num_documents = sum(source.num_documents for source in sources)
+        self.num_tokens = sum(source.num_tokens for source in sources)
         # A source whose sequences have more padding needs more sequences for the same share of the tokens.
         weights = [share * source.num_sequences / source.num_tokens for share, source in zip(shares, sources)]
         self._source_of, counts = schedule(tuple(_rounded(weights)))
@@ -52,7 +54,7 @@ class MixedSequences:
         # int64 [sources, PERIOD + 1]: sequences of each source before a place of the schedule
         self._before = np.concatenate([np.zeros((len(sources), 1), np.int64), np.cumsum(is_source, axis=1)], axis=1)
         self.num_sequences = self._sequences_before_repetition()
-        self.num_tokens = sum(self.num_tokens_of_first(self.num_sequences))
+        self.epoch_tokens = sum(self.num_tokens_of_first(self.num_sequences))
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i; see `PackedSequences`."""

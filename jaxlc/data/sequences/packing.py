@@ -57,7 +57,7 @@ class PackedSequences:
         assert len(begins), "no document is as long as a sequence"
         sequence_of_chunk = best_fit(ends - begins, seq_len)
         order = np.argsort(sequence_of_chunk, kind="stable")
-        self.num_tokens = int((ends - begins).sum())  # per epoch, without padding
+        self.num_tokens = self.epoch_tokens = int((ends - begins).sum())  # without padding
         self.num_sequences = int(sequence_of_chunk[order[-1]]) + 1  # per epoch
         self._chunk_begins, self._chunk_ends = begins[order], ends[order]  # int64 [chunks], offsets into the store
         self._is_document_end = is_document_end[order]  # bool [chunks]

@@ -62,7 +62,7 @@ def num_copies(
 def overlong_rule(source: SourceConfig) -> str:
     """What happens to documents longer than a sequence: cut, truncate or drop."""
     if source.overlong == "auto":
-        return "drop" if source.chat_field else "cut"
+        return "drop" if source.has_chats else "cut"
     return source.overlong
 
 

@@ -7,8 +7,18 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from jaxlc.config.data_schema import SourceConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data.texts.records import MEGATRON_SUFFIX, RECORD_SUFFIXES, BadRecord, Record, field_of, read_records
+from jaxlc.data.texts.chats import CHAT_FIELDS, OTHER_FIELDS, Chat, is_chat, read_chat
+from jaxlc.data.texts.records import (
+    MEGATRON_SUFFIX,
+    RECORD_SUFFIXES,
+    BadRecord,
+    Record,
+    field_of,
+    kind_of,
+    read_records,
+)
 from jaxlc.data.texts.sources import SourceFile, unreadable
 
 _BLOCK_BYTES = 1 << 20  # text of a file in memory at one time
@@ -19,11 +29,23 @@ class Fields(NamedTuple):
 
     text: str = "text"
     tokens: str = ""  # token IDs
-    chat: str = ""  # a list of messages; the record may have a field `tools`
+    chat: str = ""
+    chat_format: str = "messages"  # a key of CHAT_FIELDS
+
+    @classmethod
+    def from_config(cls, source: SourceConfig) -> "Fields":
+        chat_format = source.chat_format or "messages"
+        chat = source.chat_field or CHAT_FIELDS[chat_format] if source.has_chats else ""
+        return cls(source.text_field, source.token_field, chat, chat_format)
 
     @property
     def document(self) -> str:
         return self.tokens or self.chat or self.text
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Other fields of the record that the document may need."""
+        return OTHER_FIELDS[self.chat_format] if self.chat else ()
 
     def setting(self, files_setting: str) -> str:
         """The setting that names the field of the files that `files_setting` lists: "data.text_field"."""
@@ -31,11 +53,6 @@ class Fields(NamedTuple):
         is_mixture = files_setting.startswith("data.mixture.")
         section = files_setting if is_mixture else files_setting.rpartition(".")[0]
         return f"{section}.{name}" if section else name
-
-
-class Chat(NamedTuple):
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +70,15 @@ class Document:
 
 @dataclass
 class BadRecords:
-    """Counts bad records up to a limit."""
+    """Counts bad records up to a limit, and writes the errors of all to a file."""
 
     limit: int = 0
+    out: BinaryIO | None = None  # the file, with one line per record
     num_records: int = 0
     first: str = field(default="")  # the error of the first one
 
     def add(self, error: BadRecord) -> None:
-        """Counts a bad record.
+        """Counts and writes a bad record.
 
         Raises:
           UserError: there are more than the limit.
@@ -69,6 +87,8 @@ class BadRecords:
         self.first = self.first or str(error)
         if self.num_records > self.limit:
             raise UserError(str(error) + self.advice()) from None
+        if self.out is not None:
+            self.out.write(f"{error}\n".encode(errors="backslashreplace"))
 
     def advice(self) -> str:
         """The end of the error."""
@@ -125,7 +145,12 @@ def _record_documents(file: SourceFile, fields: Fields, bad_records: BadRecords)
         raise UserError(f"{file.setting}: {str(file.path)!r} contains token IDs: {advice}token_field=tokens")
     field_setting = fields.setting(file.setting)
     records = read_records(
-        file.path, fields.document, setting=file.setting, field_setting=field_setting, lines=file.lines
+        file.path,
+        fields.document,
+        others=fields.others,
+        setting=file.setting,
+        field_setting=field_setting,
+        lines=file.lines,
     )
     for record in records:
         try:
@@ -150,16 +175,18 @@ def _document(file: SourceFile, record: Record, fields: Fields) -> Document | No
         ids = _ids(value, record, fields.tokens)
         return Document(name=name, where=record.where, ids=ids) if len(ids) else None
     if fields.chat:
-        return Document(name=name, where=record.where, chat=_chat(value, record, fields.chat))
-    if _is_chat(value):
+        assert isinstance(record.values, dict), record  # it has the field
+        chat = read_chat(value, record.values, fields.chat_format, fields.chat, record.where)
+        return Document(name=name, where=record.where, chat=chat)
+    if is_chat(value):
         raise BadRecord(
             f"{record.where}: the field {fields.text!r} is a chat; use a source of config.data.mixture with"
             f" chat_field={fields.text}"
         )
     if not isinstance(value, str):
         raise BadRecord(
-            f"{record.where}: the field {fields.text!r} is {_kind(value)}, expected text; fix or remove this record, or"
-            f" set {field_setting} to another field"
+            f"{record.where}: the field {fields.text!r} is {kind_of(value)}, expected text; fix or remove this record,"
+            f" or set {field_setting} to another field"
         )
     # JSON can contain lone surrogates, which UTF-8 cannot encode.
     return Document(name=name, where=record.where, blocks=[value.encode(errors="replace")]) if value else None
@@ -171,28 +198,5 @@ def _ids(value: Any, record: Record, token_field: str) -> np.ndarray:
     except ValueError:  # lists of different lengths
         ids = np.array(None)
     if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
-        raise BadRecord(f"{record.where}: the field {token_field!r} is {_kind(value)}, expected a list of token IDs")
+        raise BadRecord(f"{record.where}: the field {token_field!r} is {kind_of(value)}, expected a list of token IDs")
     return ids
-
-
-def _chat(value: Any, record: Record, chat_field: str) -> Chat:
-    if not _is_chat(value):
-        is_list = isinstance(value, list) and value and isinstance(value[0], dict)
-        kind = f"a list of dictionaries with the fields {[*value[0]]}" if is_list else _kind(value)
-        raise BadRecord(
-            f"{record.where}: the field {chat_field!r} is {kind}, expected a list of messages with role and content"
-        )
-    values = record.values
-    tools = values.get("tools") if isinstance(values, dict) else None
-    # Columns have all fields in all records, null where a message has none.
-    messages = [{k: x for k, x in message.items() if x is not None or k == "content"} for message in value]
-    return Chat(messages, tools or None)
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and m.get("role") for m in value)
-
-
-def _kind(value: Any) -> str:
-    name = type(value).__name__
-    return "null" if value is None else f"an {name}" if name == "int" else f"a {name}"

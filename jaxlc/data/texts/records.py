@@ -8,7 +8,7 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -39,12 +39,19 @@ class Record(NamedTuple):
 
 
 def read_records(
-    path: Path, field: str, *, setting: str, field_setting: str, lines: tuple[int, int, int] | None = None
+    path: Path,
+    field: str,
+    *,
+    others: Sequence[str] = (),
+    setting: str,
+    field_setting: str,
+    lines: tuple[int, int, int] | None = None,
 ) -> Iterator[Record]:
-    """Yields the records of a file in order; of columns, only those that `field` needs are read, and `tools`.
+    """Yields the records of a file in order; of columns, only those that `field` needs are read, and `others`.
 
     Args:
       field: dotted name of the field that holds the document.
+      others: names of fields that a record need not have.
       setting: that lists the file; named in errors.
       field_setting: that has the value `field`; named in errors.
       lines: as `SourceFile.lines`.
@@ -56,7 +63,7 @@ def read_records(
     elif path.name.endswith(MEGATRON_SUFFIX):
         yield from _megatron_records(path)
     else:
-        yield from _column_records(path, field, setting, field_setting)
+        yield from _column_records(path, field, others, setting, field_setting)
 
 
 def field_of(record: Record, field: str, field_setting: str) -> Any:
@@ -138,7 +145,15 @@ class _Lines:
             yield rest
 
 
-def _column_records(path: Path, field: str, setting: str, field_setting: str) -> Iterator[Record]:
+def kind_of(value: Any) -> str:
+    """The type of a value in words, for an error."""
+    name = type(value).__name__
+    return "null" if value is None else f"an {name}" if name == "int" else f"a {name}"
+
+
+def _column_records(
+    path: Path, field: str, others: Sequence[str], setting: str, field_setting: str
+) -> Iterator[Record]:
     """The rows of a Parquet or Arrow file."""
     kind = "Parquet" if path.name.endswith(".parquet") else "Arrow"
     extras.require("pyarrow", f"the {kind} file {str(path)!r}")
@@ -146,7 +161,7 @@ def _column_records(path: Path, field: str, setting: str, field_setting: str) ->
 
     number = 0
     try:
-        for batch in _batches(path, field, field_setting):
+        for batch in _batches(path, field, others, field_setting):
             for row in range(batch.num_rows):
                 number += 1
                 values = {name: _value(batch.column(name)[row]) for name in batch.schema.names}
@@ -158,28 +173,39 @@ def _column_records(path: Path, field: str, setting: str, field_setting: str) ->
 
 
 def _value(scalar: Any) -> Any:
-    """A value of a column as a Python object, and a list of integers as an array."""
+    """A value of a column as a Python object, and a list of integers as an array.
+
+    Dictionaries in lists, such as messages, have all fields of the column, null where the record has none; such fields
+    are removed.
+    """
     import pyarrow
 
     is_list = pyarrow.types.is_list(scalar.type) or pyarrow.types.is_large_list(scalar.type)
     if is_list and pyarrow.types.is_integer(scalar.type.value_type) and scalar.is_valid:
         return scalar.values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
+    return _without_nulls(scalar.as_py())
 
 
-def _batches(path: Path, field: str, field_setting: str) -> Iterator[Any]:
+def _without_nulls(value: Any, in_list: bool = False) -> Any:
+    """`value` without null fields of dictionaries in lists."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(x, in_list) for name, x in value.items() if x is not None or not in_list}
+    return [_without_nulls(x, in_list=True) for x in value] if isinstance(value, list) else value
+
+
+def _batches(path: Path, field: str, others: Sequence[str], field_setting: str) -> Iterator[Any]:
     """Batches of rows with the needed columns."""
     import pyarrow
     import pyarrow.parquet
 
     if path.name.endswith(".parquet"):
         with pyarrow.parquet.ParquetFile(path) as table:
-            columns = _needed_columns(path, field, field_setting, table.schema_arrow.names)
+            columns = _needed_columns(path, field, others, field_setting, table.schema_arrow.names)
             yield from table.iter_batches(batch_size=_RECORDS_AT_ONCE, columns=columns)
         return
     with pyarrow.memory_map(str(path)) as mapped:
         reader = _arrow_reader(mapped)
-        columns = _needed_columns(path, field, field_setting, reader.schema.names)
+        columns = _needed_columns(path, field, others, field_setting, reader.schema.names)
         for batch in reader:
             for begin in range(0, batch.num_rows, _RECORDS_AT_ONCE):
                 yield batch.select(columns).slice(begin, _RECORDS_AT_ONCE)
@@ -196,14 +222,14 @@ def _arrow_reader(mapped: Any) -> Any:
     return pyarrow.ipc.open_file(mapped).read_all().to_reader()
 
 
-def _needed_columns(path: Path, field: str, field_setting: str, columns: list[str]) -> list[str]:
+def _needed_columns(path: Path, field: str, others: Sequence[str], field_setting: str, columns: list[str]) -> list[str]:
     column = field if field in columns else field.partition(".")[0]
     if column not in columns:
         raise UserError(
             f"{path}: no field {field!r} (the fields are {columns}); set {field_setting} to the field that holds the"
             " document"
         )
-    return [column, "tools"] if "tools" in columns and column != "tools" else [column]
+    return [column, *(name for name in others if name in columns and name != column)]
 
 
 def _megatron_records(path: Path) -> Iterator[Record]:

@@ -22,25 +22,57 @@ import numpy as np
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.data.texts.chats import ASSISTANT
 from jaxlc.data.texts.records import BadRecord
 
 if TYPE_CHECKING:
     from jaxlc.data.tokens.tokenizers import Tokenizer
 
-ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")  # that any template may have
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark answers in rendered text
 _END_OF_TURN = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])$")  # such as <|im_end|>, </s>, [/INST]
-# The templates that data.chat_template can name: text only, without tools.
+# The templates that data.chat_template can name. Tools have the markup of Hermes and Qwen in chatml, and that of Llama
+# 3.1 in llama3, which has one call in an answer.
 _CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if tools %}<|im_start|>system\n"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "# Tools\n\nYou can call these functions:\n<tools>\n{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}"
+    "</tools>\n\nA call is a JSON object:\n<tool_call>\n"
+    '{"name": "NAME OF THE FUNCTION", "arguments": {"NAME": "VALUE"}}'
+    "\n</tool_call><|im_end|>{{ '\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + message['content'] + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>{{ '\n' }}{% endif %}"
+    "{% elif message['role'] == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ message['content'] or '' }}{% for call in message['tool_calls'] or [] %}"
+    "{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n{\"name\": ' + (call['function']['name'] | tojson) + ', \"arguments\": ' }}"
+    "{{ (call['function']['arguments'] | tojson) + '}\n</tool_call>' }}"
+    "{% endfor %}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>{{ '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _LLAMA3 = (
-    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|eot_id|>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}<|eot_id|>{% endif %}{% endfor %}"
+    "{{ bos_token }}"
+    "{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "You can call these functions:\n\n{% for tool in tools %}{{ (tool | tojson(indent=4)) + '\n\n' }}{% endfor %}"
+    'A call is a JSON object: {"name": "NAME OF THE FUNCTION", "parameters": {"NAME": "VALUE"}}<|eot_id|>{% endif %}'
+    "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "<|start_header_id|>ipython<|end_header_id|>{{ '\n\n' + message['content'] }}<|eot_id|>"
+    "{% elif message['role'] == 'assistant' %}<|start_header_id|>assistant<|end_header_id|>\n\n{% generation %}"
+    "{% if message['tool_calls'] %}{% if message['content'] or message['tool_calls'] | length > 1 %}"
+    "{{ raise_exception('an answer of llama3 is text or one call') }}{% endif %}"
+    "{% set call = message['tool_calls'][0]['function'] %}"
+    "{{ '{\"name\": ' + (call['name'] | tojson) + ', \"parameters\": ' + (call['arguments'] | tojson) + '}' }}"
+    "{% else %}{{ message['content'] }}{% endif %}<|eot_id|>{% endgeneration %}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] }}<|eot_id|>"
+    "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 TEMPLATES = {"chatml": _CHATML, "llama3": _LLAMA3}
@@ -67,7 +99,7 @@ class ChatTemplate:
 
         from jaxlc.data.tokens.chat_environment import environment
 
-        self._name, self._special_tokens = name, special_tokens
+        self._name, self._source, self._special_tokens = name, source, special_tokens
         self.identity = (source, sorted(special_tokens.items()))  # what the rendered text depends on
         try:
             env = environment(_BEGIN, _END)
@@ -82,13 +114,14 @@ class ChatTemplate:
         Args:
           where: FILE:NUMBER of the record, for errors.
         Raises:
-          BadRecord: the template raises an error for the messages, or no answer can be found.
+          BadRecord: the template raises an error for the messages or does not know a part of them, or it renders an
+            answer as nothing.
         """
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if _BEGIN in text or _END in text:
             raise BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
-        if not any(message["role"] == ASSISTANT for message in messages):
-            raise BadRecord(f"{where}: no message has the role {ASSISTANT!r}, so there is nothing to train on")
+        for problem in self._problems(messages, tools):
+            raise BadRecord(f"{where}: {problem}")
         marked = self._render(messages, tools, where)
         parts = re.split(f"[{_BEGIN}{_END}]", marked)
         if self._has_markers:
@@ -97,9 +130,27 @@ class ChatTemplate:
         else:
             spans = list(self._answers_by_prompts(marked, messages, tools, where))
         answers = tuple((begin, end) for begin, end in spans if begin < end)
-        if not answers:
-            raise BadRecord(f"{where}: {self._name} renders no answer")
+        numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        empty = [number for number, (begin, end) in zip(numbers, spans) if begin == end]
+        if not answers or (empty and len(spans) == len(numbers)):
+            raise BadRecord(f"{where}: {self._name} renders no answer for message {(empty or numbers)[0]}")
         return RenderedChat("".join(parts), answers)
+
+    def _problems(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Iterator[str]:
+        """What of a chat has no loss, or would be left out."""
+        if not any(message["role"] == ASSISTANT for message in messages):
+            yield f"no message has the role {ASSISTANT!r}, so there is nothing to train on"
+        for number, role in enumerate(message["role"] for message in messages):
+            if role not in ROLES and f"'{role}'" not in self._source and f'"{role}"' not in self._source:
+                yield (
+                    f"message {number} has the unknown role {role!r}, expected one of {', '.join(ROLES)}, or a role"
+                    f" that {self._name} names"
+                )
+        advice = "set data.chat_template to one that does, such as chatml"
+        if any("tool_calls" in message for message in messages) and "tool_calls" not in self._source:
+            yield f"{self._name} does not render tool_calls; {advice}"
+        if tools and "tools" not in self._source:
+            yield f"{self._name} does not render tools; {advice}"
 
     def prompt(self, text: str) -> str:
         """The prompt of a chat whose only message is `text`, of the user, up to the start of the answer.

@@ -1,5 +1,6 @@
 """Tokenizes the parts of a large corpus in processes of their own."""
 
+import io
 import json
 import os
 import subprocess
@@ -14,10 +15,18 @@ import numpy as np
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import BadRecords, Fields
-from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile
 from jaxlc.data.tokens.chat import load_chat_template
-from jaxlc.data.tokens.parts import Part, files_from_json, part_arrays, plan_parts, read_part, save_part, write_manifest
+from jaxlc.data.tokens.parts import (
+    Part,
+    bad_records_of_part,
+    files_from_json,
+    part_arrays,
+    plan_parts,
+    read_part,
+    save_part,
+    write_manifest,
+)
 from jaxlc.data.tokens.tokenized_pieces import Log, Reader, TokenizedPiece, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
 
@@ -60,9 +69,8 @@ def parallel_pieces(
                 if paths[number].exists():
                     break
                 time.sleep(_SECONDS_BETWEEN_POLLS)
-            with np.load(paths[number]) as arrays:
-                for _ in range(int(arrays["num_bad_records"])):
-                    reader.bad_records.add(BadRecord(str(arrays["first_bad_record"])))
+            for error in bad_records_of_part(paths[number]):
+                reader.bad_records.add(error)
             yield from read_part(paths[number], bool(reader.fields.chat))
     finally:
         for process in running.values():
@@ -115,12 +123,11 @@ def tokenize_part(job: dict[str, Any]) -> None:
     fields = Fields(*job["fields"])
     tokenizer = load_tokenizer(job["tokenizer"], job["end_token"])
     template = load_chat_template(job["chat_template"], tokenizer.file) if fields.chat else None
-    reader = Reader(fields, BadRecords(job["max_bad_records"]), template)
+    bad_records = io.BytesIO()  # at most one line per record of the part
+    reader = Reader(fields, BadRecords(job["max_bad_records"], bad_records), template)
     tokenized = tokenized_pieces(files_from_json(job["files"]), reader, tokenizer, lambda line: None)
     arrays = part_arrays(tokenized, np.min_scalar_type(tokenizer.vocab_size - 1))
-    arrays["num_bad_records"] = np.array(reader.bad_records.num_records)
-    arrays["first_bad_record"] = np.array(reader.bad_records.first.encode(errors="replace").decode())
-    save_part(Path(job["path"]), arrays)
+    save_part(Path(job["path"]), arrays | {"bad_records": np.frombuffer(bad_records.getvalue(), np.uint8)})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxlc.core.atomic_files import replacing
+from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile
 from jaxlc.data.tokens.tokenized_pieces import Counts, Piece, TokenizedPiece
 
@@ -124,6 +125,12 @@ def read_part(path: Path, is_chats: bool) -> Iterator[TokenizedPiece]:
         piece = Piece(b"", names[number], Counts(*counts[number].tolist()), is_last=True)
         yield TokenizedPiece(piece, ids[at : at + length], spans)
         at, answers_at = at + length, answers_at + int(num_answers[number])
+
+
+def bad_records_of_part(path: Path) -> list[BadRecord]:
+    """The errors of the records of a part that were skipped."""
+    with np.load(path) as arrays:
+        return [BadRecord(line) for line in arrays["bad_records"].tobytes().decode().split("\n")[:-1]]
 
 
 def write_manifest(path: Path, parts: Sequence[Part], **values: Any) -> None:

@@ -5,6 +5,7 @@ It consists of these files in the cache directory. KEY is a hash of the source f
     KEY.tokens.npy      the tokens of every document, each document followed by its end-of-document token
     KEY.index.npz       document offsets, split hashes, answers of chats, counts of invalid UTF-8 and of bad records,
                         and a fingerprint of the content
+    KEY.skipped.txt     the errors of bad records that are skipped, one line each: FILE:NUMBER: reason
     KEY.manifest.json   the parts of a large corpus that several processes have tokenized; see `data.parts`
 
 Making it takes memory for two batches of text with their tokens, and 24 bytes per document.
@@ -43,6 +44,14 @@ _LEFTOVER_SECONDS = 3600  # temporary files that no process has written to for t
 _SAMPLED_DOCUMENTS = 1000  # checked when a store is opened, to detect a damaged file
 
 
+class _Paths(NamedTuple):
+    """The files of a store."""
+
+    tokens: Path
+    index: Path
+    bad_records: Path
+
+
 class InvalidUtf8(NamedTuple):
     """Text that is not UTF-8, e.g. latin-1 or UTF-16. The byte tokenizer stores its bytes; others get U+FFFD."""
 
@@ -69,6 +78,7 @@ class TokenStore:
     answers: np.ndarray | None = None
     num_bad_records: int = 0  # skipped
     first_bad_record: str = ""  # the error of the first one
+    bad_records_file: Path | None = None  # the errors of all; None: there are none, or an older version wrote the store
 
     @property
     def num_documents(self) -> int:
@@ -111,33 +121,33 @@ def open_store(
     template = load_chat_template(config.chat_template, tokenizer.file) if fields.chat else None
     reader = Reader(fields, BadRecords(config.max_bad_records), template)
     key = _cache_key(files, reader, tokenizer)
-    tokens_path, index_path = directory / f"{key}.tokens.npy", directory / f"{key}.index.npz"
+    paths = _Paths(*(directory / f"{key}.{name}" for name in ("tokens.npy", "index.npz", "skipped.txt")))
     log = log or (lambda line: None)
 
     def on_wait(holder: str) -> None:
         log(f"waiting for {holder}, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}")
 
-    store = _read(tokens_path, index_path, tokenizer)
+    store = _read(paths, tokenizer)
     if store is None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with locked(directory / f"{key}.lock.tmp", on_wait):
-                if _read(tokens_path, index_path, tokenizer) is None:  # no other process has written it meanwhile
+                if _read(paths, tokenizer) is None:  # no other process has written it meanwhile
                     _delete_leftovers(directory, key)
                     parts = directory / f"{key}.parts"
                     if sum(file.size_bytes for file in files) < parallel_tokenizing.MIN_BYTES:
                         stream = tokenized_pieces(files, reader, tokenizer, log)
                     else:
                         stream = parallel_tokenizing.parallel_pieces(parts, files, reader, config, tokenizer, log)
-                    _write(tokens_path, index_path, files, stream, reader, tokenizer, progress)
+                    _write(paths, files, stream, reader, tokenizer, progress)
                     _keep_manifest(parts, directory / f"{key}.manifest.json")
         except OSError as error:
             raise UserError(
                 f"cannot write to data.cache_dir {config.cache_dir!r} ({reason_of(error)}); use a writable"
                 " directory with enough space for the tokenized corpus"
             ) from error
-        store = _read(tokens_path, index_path, tokenizer)
-        assert store is not None, f"{tokens_path} was just written"
+        store = _read(paths, tokenizer)
+        assert store is not None, f"{paths.tokens} was just written"
     if store.num_bad_records > config.max_bad_records:  # it was written with a higher limit
         raise UserError(
             f"{store.first_bad_record}; {store.num_bad_records:,} records cannot be used, more than"
@@ -149,22 +159,24 @@ def open_store(
 def _cache_key(files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer) -> str:
     described = [(file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files]
     fields = reader.fields
-    # As in older versions for text.
-    read = fields.text if fields == Fields(text=fields.text) else (*fields[1:], reader.chat_template_identity)
+    if fields.chat:
+        read = (*fields, reader.chat_template_identity)
+    else:  # as in older versions
+        read = (fields.tokens, "", ()) if fields.tokens else fields.text
     return hashlib.sha256(repr((_FORMAT, tokenizer.fingerprint, read, described)).encode()).hexdigest()[:24]
 
 
-def _read(tokens_path: Path, index_path: Path, tokenizer: Tokenizer) -> TokenStore | None:
+def _read(paths: _Paths, tokenizer: Tokenizer) -> TokenStore | None:
     """Returns the store in these files, or None if they are missing or damaged."""
     try:
-        with np.load(index_path) as index:
+        with np.load(paths.index) as index:
             offsets, split_hashes, fingerprint = index["offsets"], index["split_hashes"], str(index["fingerprint"])
             num_documents, num_characters = index["invalid_utf8_counts"].tolist()
             invalid_utf8 = InvalidUtf8(num_documents, num_characters, str(index["first_invalid_utf8"]))
             answers = index.get("answers")
             num_bad_records = int(index["num_bad_records"]) if "num_bad_records" in index else 0
             first_bad_record = str(index["first_bad_record"]) if num_bad_records else ""
-        tokens = np.load(tokens_path, mmap_mode="r")
+        tokens = np.load(paths.tokens, mmap_mode="r")
     except Exception:  # NumPy raises many types for damaged files: OSError, ValueError, BadZipFile, TokenError...
         return None
     if len(tokens) != offsets[-1] or len(offsets) != len(split_hashes) + 1:
@@ -182,20 +194,20 @@ def _read(tokens_path: Path, index_path: Path, tokenizer: Tokenizer) -> TokenSto
         answers=answers,
         num_bad_records=num_bad_records,
         first_bad_record=first_bad_record,
+        bad_records_file=paths.bad_records if paths.bad_records.exists() else None,
     )
 
 
 def _delete_leftovers(directory: Path, key: str) -> None:
     """Deletes the temporary files of processes that were killed."""
-    for path in directory.glob(f"{key}.*.np?.*.tmp"):
+    for path in directory.glob(f"{key}.*.*.*.tmp"):
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
                 path.unlink()
 
 
 def _write(
-    tokens_path: Path,
-    index_path: Path,
+    paths: _Paths,
     files: Sequence[SourceFile],
     stream: Iterator[TokenizedPiece],
     reader: Reader,
@@ -204,7 +216,8 @@ def _write(
 ) -> None:
     total_bytes, ended_bytes, piece_bytes = sum(file.size_bytes for file in files), 0, 0
     split_hashes, invalid, answers = array("d"), InvalidUtf8(), array("q")
-    with replacing(tokens_path) as out:
+    bad_records = reader.bad_records
+    with replacing(paths.tokens) as out, replacing(paths.bad_records) as bad_records.out:
         tokens = TokenWriter(out, np.min_scalar_type(tokenizer.vocab_size - 1))
         for piece, ids, spans in stream:
             if spans is not None:
@@ -221,7 +234,9 @@ def _write(
         if not split_hashes:
             raise UserError(f"{files[0].setting}: no text, all documents are empty; use different sources")
         tokens.finish()
-    with replacing(index_path) as out:
+    if not bad_records.num_records:
+        paths.bad_records.unlink()
+    with replacing(paths.index) as out:
         np.savez(
             out,
             offsets=np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)]),
@@ -229,8 +244,8 @@ def _write(
             fingerprint=tokens.content_hash.hexdigest(),
             invalid_utf8_counts=np.array([invalid.num_documents, invalid.num_characters]),
             first_invalid_utf8=invalid.first_document.encode(errors="replace").decode(),
-            num_bad_records=reader.bad_records.num_records,
-            first_bad_record=reader.bad_records.first.encode(errors="replace").decode(),
+            num_bad_records=bad_records.num_records,
+            first_bad_record=bad_records.first.encode(errors="replace").decode(),
             **({"answers": np.array(answers).reshape(-1, 2)} if reader.fields.chat else {}),
         )
     if progress is not None:

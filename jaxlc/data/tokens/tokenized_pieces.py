@@ -48,6 +48,7 @@ class Piece(NamedTuple):
     document: str  # name
     counts: DocumentCounts | Counts  # complete at the last piece
     is_last: bool
+    where: str = ""  # FILE:NUMBER of the record of a chat, for errors
 
     @property
     def size(self) -> int:
@@ -87,10 +88,19 @@ def tokenized_pieces(
         for batch in _batches(_pieces(files, reader, tokenizer, log)):
             following = executor.submit(_tokenized, batch, tokenizer)
             if pending is not None:
-                yield from pending.result()
+                yield from _with_answers(pending.result(), reader)
             pending = following
         if pending is not None:
-            yield from pending.result()
+            yield from _with_answers(pending.result(), reader)
+
+
+def _with_answers(tokenized: Iterable[TokenizedPiece], reader: Reader) -> Iterator[TokenizedPiece]:
+    """All pieces but chats of which no token has a loss, which are bad records."""
+    for item in tokenized:
+        if item.answers is None or len(item.answers):
+            yield item
+        else:
+            reader.bad_records.add(BadRecord(f"{item.piece.where}: the tokenizer gives no token for an answer"))
 
 
 def _tokenized(batch: list[Piece], tokenizer: Tokenizer) -> list[TokenizedPiece]:
@@ -153,7 +163,7 @@ def _chat_pieces(document: Document, reader: Reader) -> Iterator[Piece]:
     except BadRecord as error:
         reader.bad_records.add(error)
         return
-    yield Piece(rendered, document.name, Counts(len(rendered.text)), is_last=True)
+    yield Piece(rendered, document.name, Counts(len(rendered.text)), is_last=True, where=document.where)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -28,6 +28,7 @@ _END_OF_DOCUMENT = (
     "[EOS]",
     "<|eos|>",
 )
+_END_OF_BYTES = b"<end of document>"  # the text of token 256 of ByteTokenizer
 _EXPECTED = 'use "bytes", a tokenizer.json, a Hugging Face directory with one, or a hub id ORGANIZATION/NAME'
 
 
@@ -61,8 +62,8 @@ class Tokenizer(Protocol):
           For each text, int32 IDs [tokens], and the begin and end of each token in its characters, int [tokens, 2].
         """
 
-    def decode(self, ids: np.ndarray) -> str:
-        """Converts IDs [tokens] to text: without special tokens, invalid UTF-8 replaced with U+FFFD."""
+    def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
+        """Converts IDs [tokens] to text, with or without special tokens; invalid UTF-8 is replaced with U+FFFD."""
 
 
 def load_tokenizer(name: str, end_token: str = "") -> Tokenizer:
@@ -107,9 +108,9 @@ class ByteTokenizer:
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         return [(self.encode(text.encode(errors="replace")), _byte_offsets(text)) for text in texts]
 
-    def decode(self, ids: np.ndarray) -> str:
-        ids = np.asarray(ids)
-        return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
+    def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
+        end = _END_OF_BYTES if special_tokens else b""
+        return b"".join(bytes([i]) if i < 256 else end for i in np.asarray(ids).tolist()).decode(errors="replace")
 
 
 def _byte_offsets(text: str) -> np.ndarray:
@@ -186,8 +187,8 @@ class HuggingFaceTokenizer:
         encoding = self._with_special_tokens.encode("a", add_special_tokens=True)
         return np.array(encoding.ids[: (*encoding.special_tokens_mask, 0).index(0)], np.int32)
 
-    def decode(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+    def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=not special_tokens)
 
     def _usual_end_token(self, path: Path) -> str:
         """The end-of-document token of this tokenizer, or "" if it has none."""

@@ -9,6 +9,7 @@ from jaxlc.config import Config
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.counts import count_text
 from jaxlc.data import Corpus
+from jaxlc.data.sequences.mixed import PackedText
 from jaxlc.models import freezing
 from jaxlc.step.state import memory_lines
 from jaxlc.step.step import TrainStep
@@ -73,9 +74,16 @@ def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
     return [
         f"data       {count_text(train.num_documents, 'document')}, {count_text(train.num_tokens, 'token')};"
         f" held out: {count_text(heldout.num_documents, 'document')}, {count_text(heldout.num_tokens, 'token')}",
-        f"epoch      {count_text(train.num_sequences, 'sequence')}, {_decimal(steps_per_epoch)} steps; this run:"
+        f"{_epoch_text(train)}, {_decimal(steps_per_epoch)} steps; this run:"
         f" {count_text(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch)} epochs",
     ]
+
+
+def _epoch_text(train: PackedText) -> str:
+    sequences, tokens = count_text(train.num_sequences, "sequence"), count_text(train.epoch_tokens, "token")
+    if train.epoch_tokens == train.num_tokens:
+        return f"epoch      {sequences}"
+    return f"epoch      of the mixture, until a source would repeat: {sequences}, {tokens}"
 
 
 def sharding_lines(step: TrainStep) -> list[str]:
