@@ -40,7 +40,7 @@ def export(
 
     `load_params` returns all parameters of a step, for checkpoints without the frozen ones.
     """
-    workdir = local_path(workdir).absolute()
+    workdir, target = local_path(workdir).absolute(), local_path(out).absolute()
     directory = workdir / CHECKPOINTS_DIRECTORY
     step = existing_step(directory, step)
     if dtype not in DTYPES:
@@ -55,7 +55,6 @@ def export(
     load_all = (lambda: load_params(step)) if BASE in meta else None
     params = StoredParams(workdir, step, config, load_all=load_all)
     family = family_of(base, config.model)
-    target = local_path(out).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: remove it, or export to a different directory")
     partial = target.with_name(target.name + ".partial")  # renamed when it is complete
