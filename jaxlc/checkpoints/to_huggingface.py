@@ -71,7 +71,7 @@ def export(
             target.rmdir()
         partial.rename(target)
     except OSError as error:
-        raise UserError(f"cannot write to {partial} ({reason_of(error)}): export to a different directory") from error
+        raise UserError(f"cannot write to {target} ({reason_of(error)}): export to a different directory") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that failed
     return target

@@ -1,12 +1,13 @@
 """The directory of a run, which one run at a time writes to."""
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-from jax.experimental import multihost_utils
+import orbax.checkpoint as ocp
 
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps, quiet_full_disk
 from jaxlc.core.errors import UserError, reason_of
@@ -16,7 +17,11 @@ from jaxlc.core.write_errors import full_disk_explained, make_writable
 from jaxlc.train.reports.metrics import METRICS_FILE
 
 LOCK_FILE = "run.lock"
-LOCK_SECONDS = 30.0  # a run that was asked to stop may still save its last checkpoint
+# A run that was asked to stop may still save its last checkpoint, and an NFS server keeps the locks of a machine that
+# has lost its power for 90 s.
+LOCK_SECONDS = 100.0
+_BARRIER_SECONDS = 300  # by which a process may reach a barrier later than the others
+_num_barriers = itertools.count()  # each barrier needs its own name
 
 
 @contextlib.contextmanager
@@ -37,8 +42,12 @@ def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Pa
         stack.enter_context(full_disk_explained(path, lambda: _kept(path)))
         if jax.process_index() == 0:
             stack.enter_context(_locked(path, log))
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("workdir locked")
+        # Not jax.experimental.multihost_utils: its barrier is a collective of devices, which has its own timeout.
+        ocp.multihost.sync_global_processes(
+            f"workdir locked {next(_num_barriers)}",
+            processes=set(range(jax.process_count())),
+            timeout=int(LOCK_SECONDS) + _BARRIER_SECONDS,
+        )
         yield path
 
 
