@@ -64,7 +64,8 @@ def _acquired(
                     on_wait(_holder(file))
                     has_waited = True
                 if time.monotonic() >= deadline:
-                    raise LockHeld(_holder(file))
+                    with file:
+                        raise LockHeld(_holder(file))
                 time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
             if _is_current(file, path):
                 return file
