@@ -238,15 +238,14 @@ def evaluate(
       jaxlc.core.errors.UserError: the source cannot be read, a value is out of range, a length is too small for a task,
         or `out` has predictions of other settings.
     """
-    from pathlib import Path
-
     from jaxlc.config.checks.eval_checks import eval_settings
+    from jaxlc.core.paths import local_path
 
-    checked = eval_settings(settings)
+    checked, target = eval_settings(settings), local_path(out) if out else None
     result = _loaded(source, step, mesh)
     from jaxlc.evals.evaluate_run import evaluate_run
 
-    return evaluate_run(result, checked, Path(out or result.workdir / "evals"), report or (lambda row: None))
+    return evaluate_run(result, checked, target or result.workdir / "evals", report or (lambda row: None))
 
 
 def export(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
 from jaxlc.config.values import Count
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
 from jaxlc.plan.terminal import target_topology
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _sweep(command: ParsedCommand[Flags]) -> int:
     from jaxlc.search import runner
 
     flags = command.flags
-    out = Path(flags.out or f"runs/sweep_{Path(command.workdir).name}")
+    out = local_path(flags.out or f"runs/sweep_{Path(command.workdir).name}")
     grid = {name: getattr(flags, name) for name in ("axes", "strategies", "remat", "seq_len", "transports")}
     target = {name: getattr(flags, name) for name in ("topology", "workers", "constants")}
     if not flags.run:

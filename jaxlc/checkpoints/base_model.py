@@ -61,7 +61,8 @@ def restore_all_params(step: TrainStep, directory: Path, step_number: int, meta:
     """
     vocab_size, abstract = step.config.model.vocab_size, step.abstract_state.params
     if BASE not in meta:
-        return restore_params(directory, step_number, abstract, vocab_size=vocab_size)
+        is_finite = step.model is None
+        return restore_params(directory, step_number, abstract, vocab_size=vocab_size, finite_params=is_finite)
     abstract_trainable, _ = freezing.split(abstract, step.frozen)
     trainable = restore_params(directory, step_number, abstract_trainable, vocab_size=vocab_size)
     return with_base(step, trainable, meta[BASE], directory / str(step_number))

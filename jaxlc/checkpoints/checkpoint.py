@@ -27,18 +27,27 @@ from jaxlc.checkpoints.checkpoint_files import (
     read_valid_meta,
     unreadable,
 )
-from jaxlc.checkpoints.checksums import checksums_of, shapes_of
+from jaxlc.checkpoints.checksums import nonfinite_param, shapes_of, summaries_of
 from jaxlc.core.errors import UserError
 from jaxlc.step.state import is_on_host
 
 
-def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: int, only_these: bool = False):
+def restore_params(
+    directory: Path,
+    step: int,
+    abstract_params,
+    *,
+    vocab_size: int,
+    only_these: bool = False,
+    finite_params: bool = True,
+):
     """The parameters in the checkpoint of `step`, with the shardings of `abstract_params`; reads nothing else.
 
     Args:
       only_these: `abstract_params` is a part of the tree of all parameters.
+      finite_params: see `Checkpoints`.
     Raises:
-      UserError: the checkpoint cannot be read, or its parameters have other shapes.
+      UserError: the checkpoint cannot be read, or its parameters have other shapes, or NaN or infinite values.
     """
     path, target = directory / str(step), {"params": abstract_params}
     described, problem = on_every_process(lambda: read_checksums_and_shapes(path))
@@ -64,7 +73,7 @@ def restore_params(directory: Path, step: int, abstract_params, *, vocab_size: i
         ),
         partial_restore=True,
     )
-    restored, problem = _read_arrays(path, ocp.PyTreeCheckpointHandler(), arguments, checksums, padded)
+    restored, problem = _read_arrays(path, ocp.PyTreeCheckpointHandler(), arguments, checksums, padded, finite_params)
     if problem:
         raise unreadable(directory, step, problem)
     return restored["params"]
@@ -84,15 +93,23 @@ class Checkpoints:
     """The checkpoints of one run; the latest `keep` are kept. Every process must call every method."""
 
     def __init__(
-        self, directory: str | Path, *, keep: int, warn: Callable[[str], None], keep_steps: Sequence[int] = ()
+        self,
+        directory: str | Path,
+        *,
+        keep: int,
+        warn: Callable[[str], None],
+        keep_steps: Sequence[int] = (),
+        finite_params: bool = True,
     ):
         """
         Args:
           keep_steps: steps whose checkpoints are kept as well.
           warn: called with one line for each damaged checkpoint that `restore_latest` skips.
+          finite_params: a checkpoint with NaN or infinite parameters is not saved, and counts as damaged. False for
+            custom models, whose parameters may be infinite.
         """
         assert keep >= 1
-        self._directory, self._warn = Path(directory).absolute(), warn
+        self._directory, self._warn, self._finite_params = Path(directory).absolute(), warn, finite_params
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
                 [ocp.checkpoint_managers.LatestN(keep), ocp.checkpoint_managers.CustomSteps(list(keep_steps))]
@@ -121,13 +138,23 @@ class Checkpoints:
         Args:
           state: a pytree of jax.Arrays, typed PRNG keys included. Its buffers may be donated afterwards.
           meta: JSON values, among them `meta["config"]["model"]`, which `restore_latest` compares.
+        Raises:
+          UserError: the parameters have NaN or infinite values.
         """
         if step in self._manager.all_steps():
             return
+        summaries = summaries_of(state)
+        if self._finite_params and (problem := nonfinite_param(summaries)):
+            self.wait()
+            kept = ", ".join(map(str, self.steps())) or "none"
+            raise UserError(
+                f"{problem} after step {step}, so this step is not saved; checkpoints in {self._directory}: {kept};"
+                " lower optimizer.learning_rate"
+            )
         arguments = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),
             meta=ocp.args.JsonSave(meta | {DIGEST: digest_of(meta)}),
-            checksums=ocp.args.JsonSave(checksums_of(state)),
+            checksums=ocp.args.JsonSave({name: summary.checksum for name, summary in summaries.items()}),
         )
         self._manager.save(step, args=arguments, force=True)  # force: the caller decides when to save
         if is_on_host(state):  # Orbax may read these buffers later, and the caller donates them
@@ -187,7 +214,8 @@ class Checkpoints:
         checksums, stored_shapes = described
         padded = _check_same_shapes(directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"])
         arguments = ocp.args.StandardRestore(abstract_state, strict=not padded)  # not strict: may truncate and pad
-        state, problem = _read_arrays(directory, ocp.StandardCheckpointHandler(), arguments, checksums, padded)
+        handler = ocp.StandardCheckpointHandler()
+        state, problem = _read_arrays(directory, handler, arguments, checksums, padded, self._finite_params)
         return (None, problem) if problem else ((state, meta), None)
 
     def _set_aside(self, damaged: dict[int, str], restored_step: int) -> None:
@@ -205,14 +233,19 @@ class Checkpoints:
         self._manager.reload()
 
 
-def _read_arrays(directory: Path, handler: Any, arguments: Any, checksums: dict[str, int], padded: set[str]):
+def _read_arrays(
+    directory: Path, handler: Any, arguments: Any, checksums: dict[str, int], padded: set[str], finite_params: bool
+):
     """Returns (arrays, None), or (None, the problem); the same on every process."""
     arrays, problem = on_every_process(lambda: handler.restore(epath.Path(directory) / "state", args=arguments))
     if problem:
         return None, problem
-    sums = checksums_of(arrays)
-    wrong = [name for name, checksum in sums.items() if name not in padded and checksum != checksums[name]]
-    return (None, f"array {wrong[0]} has the wrong checksum") if wrong else (arrays, None)
+    summaries = summaries_of(arrays)
+    for name, summary in summaries.items():
+        if name not in padded and summary.checksum != checksums[name]:
+            return None, f"array {name} has the wrong checksum"
+    problem = nonfinite_param(summaries) if finite_params else None
+    return (None, problem) if problem else (arrays, None)
 
 
 def _check_same_model(directory: Path, stored: dict, current: dict) -> None:

@@ -8,10 +8,12 @@ import contextlib
 import gc
 import hashlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +23,7 @@ from jax.experimental import multihost_utils
 
 from jaxlc.checkpoints.checksums import named_leaves, shapes_of
 from jaxlc.core.errors import UserError
+from jaxlc.core.write_errors import full_disk_reason
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
 DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
@@ -114,6 +117,26 @@ def _quiet_failures() -> Iterator[None]:
         sys.unraisablehook = hook
         if was_enabled:
             gc.enable()
+
+
+def quiet_full_disk() -> None:
+    """Suppresses the tracebacks of Orbax's threads about a full disk, until the process ends.
+
+    `Checkpoints` raises the error itself. The threads log it as well, and asyncio does so when it collects tasks.
+    Writes that end later find a closed event loop, which TensorStore reports to `sys.unraisablehook`.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_no_full_disk)  # has no effect the second time
+    sys.unraisablehook = _report_unraisable
+
+
+def _is_no_full_disk(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and full_disk_reason(record.exc_info[1]))
+
+
+def _report_unraisable(unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def _collect_abandoned_reads(seconds: float = 10.0) -> None:

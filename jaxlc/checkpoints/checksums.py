@@ -1,4 +1,6 @@
-"""Names, shapes and checksums of the arrays of a checkpoint."""
+"""Names, shapes and checksums of the arrays of a checkpoint, and whether they are finite."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +25,49 @@ def named_leaves(tree) -> list[tuple[str, jax.Array]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
-def checksums_of(state) -> dict[str, int]:
-    """Name -> checksum of each array. TensorStore detects truncated files, but not wrong bytes.
+class Summary(NamedTuple):
+    """What one pass over an array computes."""
+
+    checksum: int  # TensorStore detects truncated files, but not wrong bytes
+    is_finite: bool  # no value is NaN or infinite
+
+
+def summaries_of(state) -> dict[str, Summary]:
+    """Name -> summary of each array.
 
     Arrays in host memory are copied to the device for this, one at a time.
     """
     names, leaves = [name for name, _ in named_leaves(state)], jax.tree.leaves(state)
     groups = [[leaf] for leaf in leaves] if is_on_host(state) else [leaves]
-    sums = np.concatenate([np.asarray(_sums_of_bits(group)) for group in groups])
-    return dict(zip(names, sums.tolist()))
+    words = np.concatenate([np.asarray(_words(group)) for group in groups])
+    return {name: Summary(checksum, bool(is_finite)) for name, (checksum, is_finite) in zip(names, words.tolist())}
+
+
+def checksums_of(state) -> dict[str, int]:
+    """Name -> checksum of each array."""
+    return {name: summary.checksum for name, summary in summaries_of(state).items()}
+
+
+def nonfinite_param(summaries: dict[str, Summary]) -> str | None:
+    """The problem of the first parameter that is not finite; None: all are finite."""
+    names = (name for name, summary in summaries.items() if name.startswith("params/") and not summary.is_finite)
+    return next((f"array {name} has NaN or infinite values" for name in names), None)
 
 
 @jax.jit
-def _sums_of_bits(arrays: list[jax.Array]) -> jax.Array:
-    """The sum of the bits of each array as unsigned integers modulo 2^32, uint32 [arrays].
+def _words(arrays: list[jax.Array]) -> jax.Array:
+    """Checksum, and 1 if it is finite, of each array: uint32 [arrays, 2].
 
-    It does not depend on the order of summation, hence not on the sharding.
+    The checksum is the sum of the bits as unsigned integers modulo 2^32. It does not depend on the order of summation,
+    hence not on the sharding.
     """
-    return jnp.stack([_bits(to_memory_kind(x, DEVICE)).astype(jnp.uint32).sum(dtype=jnp.uint32) for x in arrays])
+
+    def words(x: jax.Array) -> jax.Array:
+        checksum = _bits(x).astype(jnp.uint32).sum(dtype=jnp.uint32)
+        is_finite = jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.floating) else True
+        return jnp.stack([checksum, jnp.uint32(is_finite)])
+
+    return jnp.stack([words(to_memory_kind(x, DEVICE)) for x in arrays])
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -10,11 +11,26 @@ from jaxlc.checkpoints.checkpoint_files import stored_dtypes
 from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.pretrained import Pretrained, locate, with_overrides
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.hf.load import load_params
+from jaxlc.hf.load import load_params, open_files
 from jaxlc.models import freezing
 from jaxlc.models.lora import is_adapter
 from jaxlc.step.state import DEVICE, bytes_per_device, groups_of, to_memory_kind
 from jaxlc.step.step import TrainStep
+
+
+def check_pretrained(step: TrainStep) -> None:
+    """Checks config.model.init_from as `load_pretrained` does, but reads only the headers of its files.
+
+    Raises:
+      UserError: the model cannot be read, or differs from the config.
+    """
+    pretrained, _, abstract, dims = _source_of(step)
+    if pretrained.is_run:
+        _check_is_whole(pretrained)
+    else:
+        model = step.config.model
+        family = family_of(pretrained.config_json(), model)
+        open_files(pretrained.directory, family, abstract, dims, vocab_size=model.vocab_size)
 
 
 def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None = None) -> tuple[dict, str]:
@@ -25,18 +41,14 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
     Args:
       progress: called with the bytes of parameters done and in total.
     Raises:
-      UserError: the model cannot be read, or differs from the config.
+      UserError: the model cannot be read, differs from the config, or has NaN or infinite values.
     """
     config = step.config
-    if step.model is not None:
-        raise Unsupported("unsupported: config.model.init_from with a custom model, which has its own init()")
-    pretrained = locate(config.model.init_from, with_weights=True)
-    with_overrides(pretrained, vars(config.model))  # a config that was loaded before may differ
-    adapter_names = frozenset(filter(is_adapter, freezing.names_of(step.dims))) if config.lora.rank else frozenset()
-    abstract, _ = freezing.split(step.abstract_state.params, adapter_names)
-    dims, _ = freezing.split(step.dims, adapter_names)
+    pretrained, adapter_names, abstract, dims = _source_of(step)
     if pretrained.is_run:
-        params, line = _of_run(pretrained, abstract, config.model.vocab_size)
+        _check_is_whole(pretrained)
+        params = _restored_as(pretrained.directory.absolute(), abstract, config.model.vocab_size)
+        line = f"weights    of the checkpoint {pretrained.directory.absolute()}"
     else:
         params, num_bytes = load_params(
             pretrained.directory,
@@ -52,20 +64,36 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
     return params, line
 
 
-def _of_run(pretrained: Pretrained, abstract, vocab_size: int) -> tuple[dict, str]:
-    """The parameters in a checkpoint, converted if they are stored in another dtype.
+def _source_of(step: TrainStep) -> tuple[Pretrained, frozenset[str], Any, Any]:
+    """The model of config.model.init_from, the names of the parameters that it does not have, which are adapters, and
+    the shapes and dimensions of the others.
 
     Raises:
-      UserError: the checkpoint does not contain the parameters of the whole model.
+      UserError: the model cannot be found, or its description differs from the config.
     """
-    path, stored = pretrained.directory.absolute(), pretrained.run_config()
+    config = step.config
+    if step.model is not None:
+        raise Unsupported("unsupported: config.model.init_from with a custom model, which has its own init()")
+    pretrained = locate(config.model.init_from, with_weights=True)
+    with_overrides(pretrained, vars(config.model))  # a config that was loaded before may differ
+    adapter_names = frozenset(filter(is_adapter, freezing.names_of(step.dims))) if config.lora.rank else frozenset()
+    abstract, _ = freezing.split(step.abstract_state.params, adapter_names)
+    dims, _ = freezing.split(step.dims, adapter_names)
+    return pretrained, adapter_names, abstract, dims
+
+
+def _check_is_whole(run: Pretrained) -> None:
+    """Checks that the checkpoint of a run contains the parameters of the whole model.
+
+    Raises:
+      UserError: it does not.
+    """
+    stored = run.run_config()
     if stored.get("lora", {}).get("rank") or not stored.get("train", {}).get("checkpoint_frozen", True):
         raise UserError(
-            f"{path} has adapters or lacks the frozen parameters: export the run with `jaxlc export`, which gives a"
-            " whole model, and use the result as config.model.init_from"
+            f"{run.directory.absolute()} has adapters or lacks the frozen parameters: export the run with `jaxlc"
+            " export`, which gives a whole model, and use the result as config.model.init_from"
         )
-    params = _restored_as(path, abstract, vocab_size)
-    return params, f"weights    of the checkpoint {path}"
 
 
 def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:

@@ -14,6 +14,7 @@ from jaxlc.config.models.config_json import config_json_of, family_of
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.pretrained import CONFIG_FILE, TEXT_FILES, TOKENIZER_FILE, Pretrained, original_of
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import local_path
 from jaxlc.data.tokens.tokenizers import tokenizer_file
 from jaxlc.hf.adapters import read_adapter, write_adapters
 from jaxlc.hf.load import layouts_of, paths_of
@@ -39,7 +40,7 @@ def export(
 
     `load_params` returns all parameters of a step, for checkpoints without the frozen ones.
     """
-    workdir = Path(workdir).expanduser().absolute()
+    workdir, target = local_path(workdir).absolute(), local_path(out).absolute()
     directory = workdir / CHECKPOINTS_DIRECTORY
     step = existing_step(directory, step)
     if dtype not in DTYPES:
@@ -54,7 +55,6 @@ def export(
     load_all = (lambda: load_params(step)) if BASE in meta else None
     params = StoredParams(workdir, step, config, load_all=load_all)
     family = family_of(base, config.model)
-    target = Path(out).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: remove it, or export to a different directory")
     partial = target.with_name(target.name + ".partial")  # renamed when it is complete
@@ -71,7 +71,9 @@ def export(
             target.rmdir()
         partial.rename(target)
     except OSError as error:
-        raise UserError(f"cannot write to {partial} ({reason_of(error)}): export to a different directory") from error
+        raise UserError(f"cannot write to {target} ({reason_of(error)}): export to a different directory") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that failed
     return target
 
 

@@ -25,6 +25,7 @@ from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
 from jaxlc.config.values import as_argument, typed
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
 from jaxlc.core.suggestions import did_you_mean
 
 _SETTING = "config."
@@ -142,7 +143,7 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Ba
         raise UserError(f"unknown --stage={name}: {advice}")
     path, _, variant = parsed.config.partition(":")
     stem = "-".join(filter(None, [Path(path).stem, variant.replace("/", "-")]))
-    return ParsedCommand(flags=parsed, stages=selected, workdir=parsed.workdir or f"runs/{stem}")
+    return ParsedCommand(flags=parsed, stages=selected, workdir=str(local_path(parsed.workdir or f"runs/{stem}")))
 
 
 def _hints(flags: type[VerbFlags]) -> dict[str, Any]:

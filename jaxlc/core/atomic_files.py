@@ -15,7 +15,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     The file has the permissions of the process's umask, unlike those of `tempfile`, which only their owner can read.
 
     Raises:
-      OSError: the file cannot be written.
+      OSError: the file cannot be written; `filename` is set.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -24,6 +24,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # as errors of write() have it
+            error.filename = str(path)
         raise

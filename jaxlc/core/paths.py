@@ -1,6 +1,28 @@
-"""Paths as they are displayed."""
+"""Paths: as users give them, and as they are displayed."""
 
+import os
+import re
 from pathlib import Path
+
+from jaxlc.core.errors import UserError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib changes gs://bucket to gs:/bucket
+_HUB = re.compile(r"hf:/|https?:/+(www\.)?huggingface\.co/")
+
+
+def local_path(value: str | Path) -> Path:
+    """A path that a user gave, with the home directory instead of `~`.
+
+    Raises:
+      UserError: it is a URL.
+    """
+    if _URL.match(str(value)):
+        hub = ", or the hub id ORGANIZATION/NAME of a model" if _HUB.match(str(value)) else ""
+        raise UserError(
+            f"unsupported: {value} is a URL, and jaxlc reads and writes only file systems of this machine: copy or"
+            f" mount it, and pass the path{hub}"
+        )
+    return Path(os.path.expanduser(value))  # unlike Path.expanduser, it does not raise for an unknown user
 
 
 def displayed(path: Path) -> Path:

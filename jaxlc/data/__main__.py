@@ -17,9 +17,11 @@ from typing import ClassVar
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.config.values import Count
 from jaxlc.core import extras
+from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
 from jaxlc.core.suggestions import did_you_mean
+from jaxlc.core.write_errors import full_disk_explained, make_writable
 
 PLOT_FILE = "data.png"
 
@@ -73,8 +75,10 @@ def _report(command: ParsedCommand[Flags]) -> int:
         from jaxlc.data.reports.data_report_plot import report_figure
 
         path = Path(command.workdir) / PLOT_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        report_figure(list(sources.values()), stages).savefig(path)
+        advice = "use a different --workdir"
+        make_writable(path.parent, advice)
+        with full_disk_explained(path.parent, lambda: f"free space, or {advice}"), replacing(path) as out:
+            report_figure(list(sources.values()), stages).savefig(out, format="png")
         print(f"\nplot  {displayed(path)}")
     else:
         print(f"\nplot skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}")

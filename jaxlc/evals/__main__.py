@@ -15,6 +15,8 @@ from jaxlc.config.checks.eval_checks import NEEDLE, eval_settings
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.values import Tokens
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
+from jaxlc.core.write_errors import full_disk_explained, make_writable
 from jaxlc.generation.__main__ import mesh_sizes
 
 _SETTINGS = (  # flags that are settings of jaxlc.config.EvalsConfig
@@ -68,25 +70,42 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
 
     outs, directories = _directories(flags.sources, flags.out), dict[str, Path]()
     for source, out in zip(flags.sources, outs, strict=True):
-        for step in flags.step or [None]:
-            result = jaxlc.load(source, step=step, mesh=mesh_sizes(flags.mesh))
-            rows = evaluate_run(result, settings, out, report=lambda row: print(row, flush=True))
-            _print_figures(draw_maps(rows, out))
-            directories[f"{source} step-{result.step}"] = out / f"step-{result.step}"
+        with full_disk_explained(out, _kept):
+            for step in flags.step or [None]:
+                result = jaxlc.load(source, step=step, mesh=mesh_sizes(flags.mesh))
+                rows = evaluate_run(result, settings, out, report=lambda row: print(row, flush=True))
+                _print_figures(draw_maps(rows, out))
+                directories[f"{source} step-{result.step}"] = out / f"step-{result.step}"
     if len(flags.sources) == 1:
         directories = {path.name: path for path in step_directories(outs[0])}  # earlier evaluations as well
-    _print_figures(draw_overlays(directories, Path(flags.out).expanduser() if flags.out else outs[0]))
+    figures = local_path(flags.out) if flags.out else outs[0]
+    with full_disk_explained(figures, _kept):
+        _print_figures(draw_overlays(directories, figures))
     return 0
+
+
+def _kept() -> str:
+    return "finished predictions are kept; free space, then run the same command again to continue"
 
 
 def _directories(sources: Sequence[str], out: str) -> list[Path]:
     """The directory of the results of each source: SOURCE/evals or, with `out`, a directory in it if there are several
-    sources."""
-    if not out:
-        return [Path(source).expanduser() / "evals" for source in sources]
+    sources.
+
+    Raises:
+      UserError: a directory is not writable.
+    """
+    paths = [local_path(source) for source in sources]
+    directories = _directories_in(local_path(out), sources) if out else [path / "evals" for path in paths]
+    for directory, path in zip(directories, paths, strict=True):
+        if out or path.is_dir():  # another source is refused later
+            make_writable(directory, "use a different directory, with --out")
+    return directories
+
+
+def _directories_in(base: Path, sources: Sequence[str]) -> list[Path]:
     names = [Path(source).name for source in sources]
     is_unique = len(set(names)) == len(names)
-    base = Path(out).expanduser()
     if len(sources) == 1:
         return [base]
     return [base / (name if is_unique else f"{index}-{name}") for index, name in enumerate(names, 1)]

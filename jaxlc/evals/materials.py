@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import local_path
 
 DOCSTRINGS = "python-docstrings"
 _WORD_FILES = ("nounlist.txt", "adjectivelist.txt", "verblist.txt")
@@ -37,7 +38,7 @@ def prose_of(paths: tuple[str, ...]) -> Prose:
     if not paths:
         return Prose(DOCSTRINGS, _docstring_words())
     try:
-        text = " ".join(Path(path).expanduser().read_text(errors="replace") for path in paths)
+        text = " ".join(local_path(path).read_text(errors="replace") for path in paths)
     except OSError as error:
         raise UserError(f"cannot read the haystack {error.filename} ({reason_of(error)})") from error
     if not text.split():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY
 from jaxlc.core import extras
+from jaxlc.core.atomic_files import replacing
 from jaxlc.evals.document_loss import stored_losses
 from jaxlc.evals.score_rows import ScoreRow, read_scores
 
@@ -49,5 +50,6 @@ def draw_overlays(directories: Mapping[str, Path], out: Path) -> list[Path]:
 def _saved(figures: Mapping, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
-        figure.savefig(out / name)
+        with replacing(out / name) as file:
+            figure.savefig(file, format="png")
     return [out / name for name in figures]

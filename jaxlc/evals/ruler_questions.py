@@ -2,10 +2,10 @@
 
 import json
 import random
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import local_path
 from jaxlc.evals.example import Example
 
 _SOURCES = dict(
@@ -75,7 +75,7 @@ def read_hotpotqa(path: str) -> Questions:
 
 def _read(path: str, parse) -> Questions:
     try:
-        questions = parse(json.loads(Path(path).expanduser().read_bytes()))
+        questions = parse(json.loads(local_path(path).read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read questions from {path} ({reason_of(error)})") from error
     if not questions.questions:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jaxlc.core.atomic_files import replacing
 from jaxlc.core.counts import count_text
 
 SCORES_FILE = "scores.jsonl"
@@ -63,7 +64,8 @@ def step_directories(out: Path) -> list[Path]:
 def store_scores(directory: Path, rows: Sequence[ScoreRow]) -> None:
     """Adds scores to those in `directory`; a score of the same subject is replaced."""
     by_subject = {row.subject: row for row in [*read_scores(directory), *rows]}
-    (directory / SCORES_FILE).write_text("".join(map(_line, by_subject.values())))
+    with replacing(directory / SCORES_FILE) as out:
+        out.write("".join(map(_line, by_subject.values())).encode())
 
 
 def _line(row: ScoreRow) -> str:

@@ -9,12 +9,12 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import jaxlc
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import local_path
 
 _PLAN_FLAGS = ("config", "topology", "prompt_tokens", "new_tokens", "batch_size", "cache_dtype")
 
@@ -78,7 +78,7 @@ def _generate(command: ParsedCommand[Flags]) -> int:
 
 def _read(path: str) -> str:
     try:
-        content = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
+        content = sys.stdin.buffer.read() if path == "-" else local_path(path).read_bytes()
     except OSError as error:
         raise UserError(f"cannot read --prompt_file={path} ({reason_of(error)})") from error
     return content.decode(errors="replace")

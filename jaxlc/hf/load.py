@@ -39,14 +39,11 @@ def load_params(
         `vocab_size`, and is padded with zeros.
       progress: called with the bytes of parameters done and in total.
     Raises:
-      UserError: a file or tensor is missing, is damaged or has an unexpected shape.
-      Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
+      UserError: as `open_files`; or a tensor has NaN or infinite values.
+      Unsupported: as `open_files`.
     """
-    files = TensorFiles(directory)
-    files.tensors = _of_language_model(files.tensors, family)
+    files, layouts = open_files(directory, family, abstract_params, dims, vocab_size=vocab_size)
     abstract = _by_path(abstract_params)
-    layouts = layouts_of(family, abstract, _by_path(dims), vocab_size)
-    _check(files, layouts)
     total, done, loaded = sum(map(_num_bytes, abstract.values())), 0, {}
     for path, param in abstract.items():
         loaded[path] = jax.block_until_ready(_load(files, layouts[path], param))
@@ -55,6 +52,24 @@ def load_params(
             progress(done, total)
     leaves = [loaded[path] for path in abstract]
     return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), files.bytes_read
+
+
+def open_files(
+    directory: Path, family: Family, abstract_params: Any, dims: Any, *, vocab_size: int
+) -> tuple[TensorFiles, dict[str, Layout]]:
+    """The files of the model in `directory`, and the layouts of its parameters by path. Reads only the headers.
+
+    Args:
+      abstract_params, dims, vocab_size: as `load_params`.
+    Raises:
+      UserError: a file or tensor is missing, is damaged or has an unexpected shape.
+      Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
+    """
+    files = TensorFiles(directory)
+    files.tensors = _of_language_model(files.tensors, family)
+    layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), vocab_size)
+    _check(files, layouts)
+    return files, layouts
 
 
 def layouts_of(

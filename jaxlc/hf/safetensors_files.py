@@ -53,7 +53,11 @@ class TensorFiles:
             self.tensors |= header
 
     def read(self, name: str, *slices: slice) -> np.ndarray:
-        """A copy of a part of a tensor, in its own dtype; only the pages of that part are read."""
+        """A copy of a part of a tensor, in its own dtype; only the pages of that part are read.
+
+        Raises:
+          UserError: it has NaN or infinite values.
+        """
         tensor = self.tensors[name]
         dtype = DTYPES[tensor.dtype]
         start = tensor.offset_bytes - tensor.offset_bytes % mmap.ALLOCATIONGRANULARITY
@@ -70,7 +74,27 @@ class TensorFiles:
             part = whole[slices].copy()
             del whole  # a mapping that is in use cannot be closed
         self.bytes_read += part.nbytes
+        if not _is_finite(part):
+            raise UserError(
+                f"{name} in {tensor.path} has NaN or infinite values; download it again, or use another model"
+            )
         return part
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite.
+
+    The largest bits as signed and as unsigned integers belong to the values with the largest exponents, of positive and
+    of negative sign. This is faster than `numpy.isfinite` and makes no copy.
+    """
+    infinity, minus_infinity = np.array([np.inf, -np.inf], array.dtype)
+    return not array.size or bool(
+        _bits(array, "i").max() < _bits(infinity, "i") and _bits(array, "u").max() < _bits(minus_infinity, "u")
+    )
+
+
+def _bits(array: np.ndarray | np.generic, kind: str) -> np.ndarray | np.generic:
+    return array.view(f"{kind}{array.dtype.itemsize}")
 
 
 def _files_of(directory: Path) -> dict[Path, set[str]]:

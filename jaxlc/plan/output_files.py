@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
 
 _IMAGES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
@@ -19,6 +20,7 @@ def check_output_file(flag: str, path: str | Path, *, is_image: bool = False) ->
     Raises:
       UserError: a directory, a missing directory, no permission, or an unknown image format.
     """
+    local_path(path)  # raises for a URL
     path = Path(path)
     directory = path.resolve().parent
     if path.is_dir():

@@ -31,9 +31,10 @@ def compare(
     from jaxlc import runtime
 
     runtime.import_jax()
+    from jaxlc.core.paths import local_path
     from jaxlc.profile import comparison, estimate, trace_events
 
-    path = trace_events.find(Path(trace))
+    path = trace_events.find(local_path(trace))
     run = estimate.read_run(path)
     prediction = estimate.predict(run, plan=plan, topology_name=topology, constants=constants)
     return comparison.compare(trace_events.read(path), run, prediction, num_steps=num_steps)

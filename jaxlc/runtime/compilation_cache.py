@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import local_path
 from jaxlc.runtime import stderr
 from jaxlc.runtime.plugin import xla_version
 
@@ -144,7 +145,7 @@ def _directory(config: RuntimeConfig) -> str | None:
         return _default_directory() if config.num_processes <= 1 else None
     if not setting:
         return None
-    path = Path(setting).expanduser().absolute()
+    path = local_path(setting).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -83,7 +83,8 @@ def run(
       eval_batches: held-out batches of any number of sequences, for runs with `batches`. None: no evaluation.
       callbacks: objects with the methods of `jaxlc.train.Callback`.
     Raises:
-      UserError: invalid user input (config, paths, environment), in almost all cases before anything is compiled.
+      UserError: invalid user input (config, paths, environment), in almost all cases before anything is compiled;
+        another run trains in `workdir`, its disk is full, or parameters are not finite when a checkpoint is due.
       TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip"; or a stage ends with a
         held-out loss above its max_eval_loss, or a score below its min_scores.
     """

@@ -15,11 +15,11 @@ from jaxlc.runtime.memory_pools import pinned_host_bytes
 
 def main(command: ParsedCommand) -> int:
     """Returns the exit status: 0; 143 after SIGTERM, 130 after Ctrl-C; 1 if a loss or gradient is not finite."""
-    peers.set_restart_hint(lambda: _latest_checkpoint(Path(command.workdir).expanduser()))
+    peers.set_restart_hint(lambda: _latest_checkpoint(Path(command.workdir)))
     try:
         return _run(command)
     except KeyboardInterrupt as interrupt:  # before the first step, after the last, or a second Ctrl-C
-        print(f"\ninterrupted; {_latest_checkpoint(Path(command.workdir).expanduser())}", file=sys.stderr)
+        print(f"\ninterrupted; {_latest_checkpoint(Path(command.workdir))}", file=sys.stderr)
         peers.report_failure(interrupt)
         return 130
     except Exception as error:

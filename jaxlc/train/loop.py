@@ -29,6 +29,7 @@ from jaxlc.train.prepared_stages import (
     Outputs,
     PreparedStage,
     check_same_state,
+    check_weights,
     first_position,
     stage_after,
     start_lines,
@@ -41,7 +42,7 @@ from jaxlc.train.result.run_result import Result
 from jaxlc.train.run_data import Batches, open_data
 from jaxlc.train.stage_run import StageRun
 from jaxlc.train.step_profiler import StepProfiler
-from jaxlc.train.workdir import prepare_workdir
+from jaxlc.train.workdir import open_workdir
 
 
 def run(
@@ -74,12 +75,13 @@ def run(
         raise UserError(
             "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"
         )
-    workdir, callbacks = prepare_workdir(workdir), Callbacks(callbacks)
-    with explained(first.runtime), _make_progress() as progress:
+    callbacks = Callbacks(callbacks)
+    with explained(first.runtime), _make_progress() as progress, open_workdir(workdir, progress.log) as path:
         # Training steps, with shapes and shardings. Nothing is allocated or compiled yet.
         build = functools.partial(build_step, model=model, loss=loss, optimizer=optimizer)
         steps = [build(stage.config, make_mesh(stage.config.mesh)) for stage in stages]
         check_same_state(stages, steps)
+        check_weights(steps[0], path)
         lines = [step_lines(stage.config, step) for stage, step in zip(stages, steps)]
 
         # Data. Errors in it come before anything is printed.
@@ -90,12 +92,13 @@ def run(
         progress.log("\n".join(start_lines(prepared, lines)))
 
         checkpoints = Checkpoints(
-            workdir / CHECKPOINTS_DIRECTORY,
+            path / CHECKPOINTS_DIRECTORY,
             keep=first.train.keep_checkpoints,
             keep_steps=[stage.end_step for stage in stages[:-1]],
             warn=progress.log,
+            finite_params=model is None,
         )
-        outputs = Outputs(workdir=workdir, progress=progress, checkpoints=checkpoints, callbacks=callbacks)
+        outputs = Outputs(workdir=path, progress=progress, checkpoints=checkpoints, callbacks=callbacks)
         result = _run_stages(prepared, outputs)
         if result.exit_status:
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")

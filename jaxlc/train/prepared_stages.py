@@ -15,8 +15,8 @@ import jax
 
 from jaxlc.checkpoints.base_model import with_base, without_frozen
 from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
-from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY, committed_steps
+from jaxlc.checkpoints.pretrained_params import check_pretrained, load_pretrained
 from jaxlc.config import Stage, to_dict
 from jaxlc.config.checks.eval_checks import parse_min_scores
 from jaxlc.config.models.pretrained import copy_description
@@ -179,6 +179,18 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
     for line in resume_lines(stage.config, workdir, stage.data.fingerprint, step, meta, stage.name):
         progress.log(line)
     return Position(state=state, step=step, next_sequence=meta["next_row"])
+
+
+def check_weights(step: TrainStep, workdir: Path) -> None:
+    """Checks the files of config.model.init_from, before data is read, if a new run in `workdir` will read them.
+
+    Args:
+      step: of the first stage.
+    Raises:
+      UserError: as `check_pretrained`.
+    """
+    if step.config.model.init_from and not committed_steps(workdir / CHECKPOINTS_DIRECTORY):
+        check_pretrained(step)
 
 
 def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> TrainState:

@@ -1,11 +1,54 @@
-"""The directory of a run."""
+"""The directory of a run, which one run at a time writes to."""
 
-import tempfile
+import contextlib
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
+import jax
+import orbax.checkpoint as ocp
+
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps, quiet_full_disk
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.lock import LockHeld, locked
+from jaxlc.core.paths import local_path
+from jaxlc.core.write_errors import full_disk_explained, make_writable
 from jaxlc.train.reports.metrics import METRICS_FILE
+
+LOCK_FILE = "run.lock"
+# A run that was asked to stop may still save its last checkpoint, and an NFS server keeps the locks of a machine that
+# has lost its power for 90 s.
+LOCK_SECONDS = 100.0
+_BARRIER_SECONDS = 300  # by which a process may reach a barrier later than the others
+_num_barriers = itertools.count()  # each barrier needs its own name
+
+
+@contextlib.contextmanager
+def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Path]:
+    """Prepares `workdir` for a run, and locks it until the end of the block; returns its absolute path.
+
+    Process 0 holds the lock, and the other processes wait for it, so that none of them touches the checkpoints of
+    another run.
+
+    Args:
+      log: prints a line.
+    Raises:
+      UserError: the workdir is not writable, another run trains in it, or its disk becomes full in the block.
+    """
+    path = prepare_workdir(workdir)
+    with contextlib.ExitStack() as stack:
+        quiet_full_disk()
+        stack.enter_context(full_disk_explained(path, lambda: _kept(path)))
+        if jax.process_index() == 0:
+            stack.enter_context(_locked(path, log))
+        # Not jax.experimental.multihost_utils: its barrier is a collective of devices, which has its own timeout.
+        ocp.multihost.sync_global_processes(
+            f"workdir locked {next(_num_barriers)}",
+            processes=set(range(jax.process_count())),
+            timeout=int(LOCK_SECONDS) + _BARRIER_SECONDS,
+        )
+        yield path
 
 
 def prepare_workdir(workdir: str | Path) -> Path:
@@ -14,12 +57,41 @@ def prepare_workdir(workdir: str | Path) -> Path:
     Raises:
       UserError: it is not writable.
     """
-    path = Path(workdir).expanduser().absolute()
+    path, advice = local_path(workdir).absolute(), "use a different --workdir"
+    make_writable(path, advice)
     try:
-        path.mkdir(parents=True, exist_ok=True)
         (path / CHECKPOINTS_DIRECTORY).mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=path), (path / METRICS_FILE).open("a"):
-            pass
+        (path / METRICS_FILE).open("a").close()
     except OSError as error:
-        raise UserError(f"cannot write to {path} ({reason_of(error)}): use a different --workdir") from error
+        raise UserError(f"cannot write to {path} ({reason_of(error)}): {advice}") from error
     return path
+
+
+@contextlib.contextmanager
+def _locked(path: Path, log: Callable[[str], None]) -> Iterator[None]:
+    lock = locked(
+        path / LOCK_FILE,
+        lambda holder: log(f"waiting up to {LOCK_SECONDS:.0f} s for {holder}, which trains in {path}"),
+        timeout_seconds=LOCK_SECONDS,
+        on_unsupported=lambda: log(
+            f"warning: the file system of {path} has no locks: do not start a second run in this workdir"
+        ),
+    )
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except LockHeld as error:
+            raise UserError(
+                f"{error} trains in {path}: wait for its end or stop it, or use a different --workdir"
+            ) from None
+        yield
+
+
+def _kept(path: Path) -> str:
+    """What is kept after a full disk; deletes the checkpoints that are incomplete."""
+    checkpoints = path / CHECKPOINTS_DIRECTORY
+    for incomplete in checkpoints.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(incomplete, ignore_errors=True)
+    steps = committed_steps(checkpoints)
+    saved = f"the checkpoint of step {steps[-1]} is complete" if steps else "there is no checkpoint yet"
+    return f"{saved}; free space, then run the same command again{' to resume' if steps else ''}"

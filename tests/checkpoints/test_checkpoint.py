@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
+from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget, restore_params
 from jaxlc.core.errors import UserError
 from jaxlc.train.workdir import prepare_workdir
 from tests import helpers
@@ -157,7 +157,19 @@ def change_meta(run: Run, step: int) -> None:
     path.write_text(path.read_text().replace('"next_row": ', '"next_row": 1'))
 
 
-DAMAGES = (truncate, delete_arrays, delete_manifest, flip_a_bit, garble_meta, change_meta, empty_everything)
+def store_nan(run: Run, step: int) -> None:
+    """Saves the checkpoint again with a NaN, as a run of a custom model can."""
+    shutil.rmtree(run.directory / str(step))
+    checkpoints = Checkpoints(run.directory, keep=3, warn=pytest.fail, finite_params=False)
+    checkpoints.save(step, with_nan(make_state(step, run.mesh)), meta_of(step))
+    checkpoints.close()
+
+
+def with_nan(state: State) -> State:
+    return state._replace(params=state.params | dict(half=state.params["half"].at[3, 5].set(jnp.nan)))
+
+
+DAMAGES = (truncate, delete_arrays, delete_manifest, flip_a_bit, garble_meta, change_meta, empty_everything, store_nan)
 
 
 def test_restore_latest_returns_saved_state_and_meta(run_with):
@@ -252,6 +264,29 @@ def test_restore_latest_with_damage_uses_older_checkpoint(run_with, tmp_path, da
     assert str(tmp_path / "20") in warning and "step 10" in warning and "\n" not in warning
 
     assert run.open().steps() == [10]
+
+
+def test_save_with_nan_in_a_parameter_raises_and_saves_nothing(run_with):
+    run = run_with(10)
+    checkpoints = run.open()
+    with pytest.raises(
+        UserError, match=r"params/half has NaN or infinite values after step 20.*checkpoints in .*: 10;"
+    ):
+        checkpoints.save(20, with_nan(make_state(20, run.mesh)), meta_of(20))
+    infinite = make_state(20, run.mesh)
+    infinite = infinite._replace(opt_state=jax.tree.map(lambda x: x / 0.0 if x.ndim else x, infinite.opt_state))
+    checkpoints.save(20, infinite, meta_of(20))  # moments may be infinite
+    checkpoints.close()
+    assert run.open().steps() == [10, 20]
+
+
+def test_restore_params_with_nan_raises_their_name(run_with):
+    run = run_with(10, 20)
+    store_nan(run, 20)
+    params = abstract(make_state(0, run.mesh), run.mesh).params
+    with pytest.raises(UserError, match=r"step 20 .* \(array params/half has NaN or infinite values\); other .*: 10"):
+        restore_params(run.directory, 20, params, vocab_size=61)
+    restore_params(run.directory, 20, params, vocab_size=61, finite_params=False)
 
 
 @pytest.mark.parametrize("is_new_run", [False, True])

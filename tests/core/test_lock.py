@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlc.core.lock import locked
+from jaxlc.core.lock import LockHeld, locked
 from tests import helpers
 
 _HOLDER = """
@@ -68,6 +68,28 @@ def test_locked_opens_file_again_if_deleted_on_nfs(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("jaxlc.core.lock.fcntl.flock", flock_on_nfs)
     with locked(tmp_path / "lock", lambda holder: None):
         assert errors == [] and (tmp_path / "lock").exists()
+
+
+def test_locked_ends_after_its_timeout_with_the_name_of_the_holder(tmp_path: Path):
+    path, waits = tmp_path / "lock", []
+    with locked(path, pytest.fail):
+        with (
+            pytest.raises(LockHeld, match=f"^process {os.getpid()} on "),
+            locked(path, waits.append, timeout_seconds=0),
+        ):
+            pass
+        assert len(waits) == 1 and path.exists()
+    assert not path.exists()
+
+
+def test_locked_without_locks_reports_it_and_does_not_wait(tmp_path: Path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr("jaxlc.core.lock.fcntl.flock", flock)
+    reports = []
+    with locked(tmp_path / "lock", pytest.fail, on_unsupported=lambda: reports.append(1)):
+        assert reports == [1]
 
 
 def test_locked_ignores_file_of_killed_process(tmp_path: Path):

@@ -1,6 +1,11 @@
+import sys
 from pathlib import Path
 
-from jaxlc.core.paths import displayed
+import pytest
+
+from jaxlc import cli
+from jaxlc.core.errors import UserError
+from jaxlc.core.paths import displayed, local_path
 
 
 def test_displayed_path_is_relative_below_the_working_directory(tmp_path, monkeypatch):
@@ -8,3 +13,46 @@ def test_displayed_path_is_relative_below_the_working_directory(tmp_path, monkey
     assert displayed(tmp_path / "runs" / "a") == Path("runs/a")
     assert displayed(tmp_path.parent / "b") == tmp_path.parent / "b"
     assert displayed(Path("runs")) == Path("runs")
+
+
+@pytest.mark.parametrize("path", ["~/runs", "org/model", "a:b/c", "C:/runs", "/runs/gs:/x", "~no-such-user/x"])
+def test_local_path_expands_the_home_directory(path):
+    assert str(local_path(path)) == path.replace("~/", f"{Path.home()}/")
+
+
+@pytest.mark.parametrize(
+    "url", ["gs://b/run", Path("gs://b/run"), "s3://b", "https://huggingface.co/a/b", "file:///run"]
+)
+def test_local_path_with_a_url_raises(url):
+    with pytest.raises(UserError, match="is a URL") as error:
+        local_path(url)
+    assert ("hub id ORGANIZATION/NAME" in str(error.value)) == ("huggingface" in str(url))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train --config=quickstart --workdir=gs://b/run",
+        "train --config=quickstart --config.model.init_from=hf://org/model",
+        "plan --config=quickstart --topology=h100:1x8 --html=s3://b/plan.html",
+        "recommend --config=quickstart --topology=h100:1x8 --out=gs://b/recommended.py",
+        "sweep --config=quickstart --topology=h100:1x8 --out=gs://b/sweep",
+        "data report --config=quickstart --config.data.sources=gs://b/books",
+        "data report --config=quickstart --workdir=gs://b/run",
+        "generate gs://b/run --prompt=a",
+        "eval gs://b/run --lengths=1024",
+        "eval run --lengths=1024 --out=gs://b/evals",
+        "export gs://b/run out",
+        "export run gs://b/out",
+        "profile gs://b/run",
+    ],
+)
+def test_command_with_a_url_prints_one_line_and_writes_nothing(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["jaxlc"])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["jaxlc", *arguments.split()])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and "is a URL" in error and error.count("\n") == 1, error
+    assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,10 @@
 """Scores by RULER's rules, predictions that resume, and the command on a run."""
 
+import errno
 import json
 import math
+import os
+import re
 
 import jax
 import pytest
@@ -108,6 +111,20 @@ def test_standard_error_of_one_example_is_null_in_the_file(tmp_path):
     assert json.loads((tmp_path / "scores.jsonl").read_text())["standard_error"] is None
     assert math.isnan(read_scores(tmp_path)[0].standard_error)
     assert "± nan" not in str(row) and f", {row.num_examples} example, " in str(row)
+
+
+def test_command_that_cannot_write_prints_one_line(tmp_path, monkeypatch, capsys):
+    def load(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(jaxlc, "load", load)
+    (tmp_path / "file").touch()
+    for out, words in (
+        ("file", r"\(File exists\): use a different directory, with --out"),
+        ("new", "predictions are kept"),
+    ):
+        assert main(["eval", str(tmp_path), "--lengths=1K", f"--out={tmp_path / out}"]) == 2
+        assert re.fullmatch(f"error: cannot write to {tmp_path / out} .*{words}.*\n", capsys.readouterr().err)
 
 
 def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):

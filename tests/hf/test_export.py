@@ -1,6 +1,9 @@
 """From a Hugging Face directory through a run and back."""
 
+import errno
 import json
+import os
+import re
 import shutil
 
 import ml_dtypes
@@ -13,6 +16,7 @@ import jaxlc
 from jaxlc.config.models.config_json import settings_of
 from jaxlc.core.errors import UserError
 from jaxlc.exporting import main
+from jaxlc.hf.write import TensorWriter
 from tests.hf.models import CASES, tensors_of, write_model
 from tests.train.runs import save_step_0
 
@@ -84,6 +88,17 @@ def test_export_fp32_is_bit_identical(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == CASES["llama"].config | {
         "torch_dtype": "float32"
     }
+
+
+def test_export_to_a_full_disk_prints_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save_step_0(config_of(write_model(tmp_path / "model", "llama")), tmp_path / "run")
+    monkeypatch.setattr(TensorWriter, "write", write)
+    assert main(["jaxlc export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert re.fullmatch(r"error: cannot write to .*\(No space left on device\): .*\n", capsys.readouterr().err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
 
 def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsys):

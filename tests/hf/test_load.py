@@ -13,6 +13,7 @@ import pytest
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
+import jaxlc.train
 from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load, with_settings
 from jaxlc.config.models.config_json import settings_of
@@ -294,6 +295,32 @@ def test_damaged_files_raise_one_line(damage, words, tmp_path):
         loaded(directory)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_train_checks_files_of_weights_before_it_reads_data(tmp_path, monkeypatch):
+    directory = write_model(tmp_path / "model", "llama")
+    truncate_shard(directory)
+    monkeypatch.setattr("jaxlc.train.loop.open_data", lambda *_: pytest.fail("read before the weights were checked"))
+    with pytest.raises(UserError, match="is truncated"):
+        jaxlc.train.run(config_of(directory, **{"mesh.data": 4, "mesh.context": 2}), tmp_path / "run")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_load_of_weights_that_are_not_finite_names_tensor_and_file(dtype, value, tmp_path):
+    """The largest finite values are no problem."""
+    name, largest = "model.layers.1.mlp.up_proj.weight", float(ml_dtypes.finfo(dtype).max)
+
+    def change(tensors):
+        for index, finite in enumerate((largest, -largest, -0.0)):
+            tensors["model.layers.0.mlp.up_proj.weight"][1, index] = finite
+        tensors[name][2, 3] = value
+        return tensors
+
+    directory = write_model(tmp_path / "model", "llama", dtype=dtype)
+    rewrite(directory, change)
+    with pytest.raises(UserError, match=rf"^{name} in {directory}/model.safetensors has NaN or infinite"):
+        loaded(directory)
 
 
 def test_load_config_json_that_changed_since_raises(tmp_path):

@@ -13,6 +13,7 @@ from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.values import typed
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 # Of the tokenizer, the chat template and generation.
@@ -69,7 +70,7 @@ def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
     Raises:
       UserError: there is no such directory, or it contains no model.
     """
-    path = Path(init_from).expanduser()
+    path = local_path(init_from)
     if not path.exists() and hub.is_model_id(init_from):
         path = hub.download(init_from, with_weights=with_weights)
     if (path / CONFIG_FILE).is_file():

@@ -10,7 +10,6 @@ long documents have all names, so that many repetitions are thousands of tokens 
 
 import itertools
 import json
-import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import local_path
 
 PHONE_BOOK = "phone-book"
 _NAMES = """
@@ -110,7 +110,7 @@ def phone_book_file(config: DataConfig) -> Path:
     """
     num_tokens = config.seq_len
     num_documents = max(_MIN_DOCUMENTS, _NUM_TOKENS // num_tokens)
-    path = Path(os.path.expanduser(config.cache_dir)) / f"{PHONE_BOOK}-{_FORMAT}-{num_tokens}.jsonl"
+    path = local_path(config.cache_dir) / f"{PHONE_BOOK}-{_FORMAT}-{num_tokens}.jsonl"
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import local_path
 from jaxlc.data.texts.records import RECORD_SUFFIXES
 
 PYTHON_STDLIB = "python-stdlib"
@@ -99,7 +100,7 @@ def _stdlib_files() -> list[tuple[str, Path]]:
 
 
 def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
-    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, it does not raise for an unknown user
+    path = local_path(source)
     if path.is_dir():
         return _files_below(path, suffixes)
     if path.is_file():

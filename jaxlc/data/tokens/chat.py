@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import local_path
 from jaxlc.data.texts.chats import ASSISTANT
 from jaxlc.data.texts.records import BadRecord
 
@@ -223,7 +224,7 @@ def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplat
     special_tokens = _special_tokens(values)
     if setting in TEMPLATES:
         return ChatTemplate(TEMPLATES[setting], special_tokens, f"the template {setting!r}")
-    path = Path(setting).expanduser() if setting else tokenizer_file and tokenizer_file.parent / "chat_template.jinja"
+    path = local_path(setting) if setting else tokenizer_file and tokenizer_file.parent / "chat_template.jinja"
     if path and (setting or path.is_file()):
         try:
             return ChatTemplate(path.read_text(), special_tokens, str(path))

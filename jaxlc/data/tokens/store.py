@@ -29,6 +29,7 @@ from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.lock import locked
+from jaxlc.core.paths import local_path
 from jaxlc.data.texts.documents import BadRecords, Fields
 from jaxlc.data.texts.sources import SourceFile, split_hash
 from jaxlc.data.tokens import parallel_tokenizing
@@ -117,7 +118,7 @@ def open_store(
     Raises:
       UserError: files cannot be read or contain no text, or the cache directory cannot be written.
     """
-    directory = Path(os.path.expanduser(config.cache_dir))
+    directory = local_path(config.cache_dir)
     template = load_chat_template(config.chat_template, tokenizer.file) if fields.chat else None
     reader = Reader(fields, BadRecords(config.max_bad_records), template)
     key = _cache_key(files, reader, tokenizer)

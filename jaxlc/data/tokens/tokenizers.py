@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +14,7 @@ from jaxlc.config.models.pretrained import TOKENIZER_FILE
 from jaxlc.config.values import invalid_value
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import local_path
 from jaxlc.core.suggestions import nearest_name
 from jaxlc.data.tokens.text_pieces import safe_cuts, text_pieces
 
@@ -222,7 +222,7 @@ def tokenizer_file(name: str) -> Path:
     Raises:
       UserError: a tokenizer of the hub cannot be downloaded.
     """
-    path = Path(os.path.expanduser(name))
+    path = local_path(name)
     if not path.exists() and hub.is_model_id(name) and not name.endswith(".json"):
         path = hub.download_tokenizer(name)
     return path / TOKENIZER_FILE if path.is_dir() else path

@@ -19,7 +19,7 @@ from jaxlc.config.checks.mesh_checks import working_mesh
 from jaxlc.config.models.pretrained import CONFIG_FILE, COPY_DIRECTORY, TOKENIZER_FILE
 from jaxlc.core.axes import BATCH_AXES, mesh_text
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import displayed
+from jaxlc.core.paths import displayed, local_path
 from jaxlc.data import open_corpus
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.sharding.mesh import all_sizes, make_mesh
@@ -41,7 +41,7 @@ def load(
     loss: TokenLoss | None = None,
 ) -> Result:
     """Loads the parameters of a run, without its optimizer state; see `jaxlc.load`."""
-    workdir = Path(workdir).expanduser().absolute()
+    workdir = local_path(workdir).absolute()
     if (workdir / CONFIG_FILE).is_file():
         for name, value in dict(step=step, model=model).items():
             if value is not None:

@@ -1,0 +1,102 @@
+"""One run at a time in a workdir, and a full disk."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxlc.core.errors import UserError
+from jaxlc.core.lock import locked
+from jaxlc.train import workdir
+from jaxlc.train.workdir import LOCK_FILE, open_workdir
+from tests.train import runs
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch):
+    monkeypatch.setattr(workdir, "LOCK_SECONDS", 0.0)
+
+
+def test_open_workdir_twice_raises_and_after_a_failure_works(tmp_path):
+    lines = []
+    for _ in range(2):
+        with pytest.raises(KeyError), open_workdir(tmp_path, pytest.fail) as path:
+            assert path == tmp_path
+            with pytest.raises(UserError, match=f"process {os.getpid()} on .* trains in {tmp_path}: wait"):
+                open_workdir(tmp_path, lines.append).__enter__()
+            raise KeyError
+    assert len(lines) == 2 and "waiting up to 0 s for process" in lines[0]
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_train_beside_another_run_is_refused(tmp_path):
+    config = runs.write_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    with locked(tmp_path / "run" / LOCK_FILE, pytest.fail):
+        output = runs.train(config, tmp_path / "run", status=2)
+    assert output.splitlines()[-1].startswith(f"error: process {os.getpid()} on "), output
+    assert "compil" not in output
+
+
+@pytest.mark.heavy
+def test_two_processes_beside_another_run_end(tmp_path):
+    config = runs.write_config(tmp_path)
+    config.write_text(config.read_text() + "\nfrom jaxlc.train import workdir\nworkdir.LOCK_SECONDS = 1.0\n")
+    (tmp_path / "run").mkdir()
+    with locked(tmp_path / "run" / LOCK_FILE, pytest.fail):
+        primary, other = runs.start_pair(config, tmp_path / "run")
+        assert f"error: process {os.getpid()} on " in runs.finish(primary, status=2)
+        assert "process 0 of 2" in runs.finish(other, status=1)
+
+
+_FULL = "RESOURCE_EXHAUSTED: Error writing to local file: [OS error 28: No space left on device]"
+
+
+@pytest.mark.parametrize("steps", [(2, 10), ()])
+def test_full_disk_names_the_step_and_deletes_the_incomplete_checkpoint(tmp_path, steps):
+    with pytest.raises(UserError) as error, open_workdir(tmp_path, pytest.fail) as path:
+        for name in (*map(str, steps), "12.orbax-checkpoint-tmp"):
+            (path / "checkpoints" / name).mkdir()
+        raise ValueError(_FULL)
+    kept = "checkpoint of step 10 is complete" if steps else "there is no checkpoint yet"
+    assert f"cannot write to {tmp_path} (No space left on device): " in str(error.value)
+    assert kept in str(error.value) and "\n" not in str(error.value)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(map(str, steps))
+
+
+_TINY_DISK = """
+import subprocess, sys
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", sys.argv[1]], check=True)
+print("MOUNTED", flush=True)
+import jax, jax.numpy as jnp
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.train.workdir import open_workdir
+try:
+    with open_workdir(sys.argv[1], print) as path:
+        checkpoints = Checkpoints(path / "checkpoints", keep=2, warn=print)
+        for step in range(1, 9):
+            params = {f"w{i}": jax.random.normal(jax.random.key(i), (200, 64)) for i in range(8)}
+            state = dict(params=params, step=jnp.int32(step))
+            checkpoints.save(step, state, dict(next_row=step, config=dict(model=dict(vocab_size=61))))
+        checkpoints.close()
+except ValueError as error:
+    print(f"error: {error}")
+"""
+
+
+def test_full_disk_prints_no_traceback_of_the_threads_that_save(tmp_path):
+    """A real one, where the user may mount one."""
+    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", _TINY_DISK, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(runs.ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no command unshare")
+    if "MOUNTED" not in done.stdout:
+        pytest.skip("mount is not permitted")
+    assert "Traceback" not in done.stderr and "ERROR" not in done.stderr, done.stderr
+    assert done.stdout.splitlines()[1:] == [
+        f"error: cannot write to {tmp_path} (No space left on device): the checkpoint of step 1 is complete;"
+        " free space, then run the same command again to resume"
+    ]
