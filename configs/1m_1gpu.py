@@ -4,7 +4,7 @@ r"""Llama 3.1 8B with sequences of 1,048,576 tokens on a single H100 with 80 GB.
     jaxlc plan --config=1m_1gpu --topology=h100:1x1  # ahead-of-time compilation, without a GPU
 
 The settings under `memory` make it fit; docs/memory.md gives what each of them saves and costs. To train, on a machine
-with 520 GiB of host memory:
+with 620 GiB of host memory:
 
     jaxlc train --config=1m_1gpu --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
 
