@@ -433,12 +433,12 @@ def _calls(program) -> set[tuple]:
 @pytest.mark.jax_version
 @pytest.mark.gpu_compiler
 def test_packed_ring_on_h100s_has_expected_cudnn_calls():
-    """Ring step 0 is causal, the others are rectangles. Two documents per row."""
+    """Ring step 0 is causal, the others are rectangles. Two documents per row. Head dim 256 needs Hopper."""
     mesh, config = _h100(8), AttentionConfig(strategy="ring", kernel="auto")
-    assert choose(config, mesh, head_dim=64, dtype=jnp.bfloat16, packed=True).name == "cudnn"
+    assert choose(config, mesh, head_dim=256, dtype=jnp.bfloat16, packed=True).name == "cudnn"
     attend_ring = make(config, mesh)
     sharding = NamedSharding(mesh, PartitionSpec(None, CONTEXT))
-    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
+    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 256), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
     tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32, sharding=sharding)
 
     def loss(q, k, v, positions, segment_ids):

@@ -31,8 +31,10 @@ from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS, DocumentTable,
 from jaxlc.core.errors import Unsupported, UserError
 
 _DTYPES = ("bfloat16", "float16")
-_MAX_HEAD_DIM = 128  # for the backward on compute capability 8.0 and later; 256 on Hopper needs newer cuDNN versions
+# For the backward, by major compute capability (cuDNN frontend 1.8 and later, scaled_dot_product_flash_attention.h).
+_MAX_HEAD_DIM, _OTHER_MAX_HEAD_DIM = {9: 256}, 128
 _HEAD_DIM_MULTIPLE = 8
+_VERSIONS_WITH_WRONG_BACKWARD = ((9, 10, 0), (9, 10, 1))  # refused by cuDNN frontend for "known bugs"
 # The first cuDNN whose packed calls are correct, by major compute capability, and the defect of those before.
 _FIRST_VERSION_FOR_PACKED = {
     9: ((9, 18, 0), "gaps between documents may give NaN or wrong gradients: TransformerEngine#2186"),
@@ -52,10 +54,18 @@ def unsupported(problem: AttentionProblem) -> str | None:
         return f"compute capability {problem.compute_capability} (supported: 8.0 and later)"
     if problem.cudnn_version == ():
         return "cuDNN is not installed (supported: 9.8 and later)"
+    if problem.cudnn_version in _VERSIONS_WITH_WRONG_BACKWARD:
+        return (
+            f"cuDNN {version_text(problem.cudnn_version)}, whose backward has known bugs (supported: 9.10.2 and later)"
+        )
     if problem.dtype not in _DTYPES:
         return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
-    if problem.head_dim > _MAX_HEAD_DIM or problem.head_dim % _HEAD_DIM_MULTIPLE:
-        return f"head dim {problem.head_dim} (supported: multiples of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM})"
+    max_head_dim = _MAX_HEAD_DIM.get(int(major), _OTHER_MAX_HEAD_DIM)
+    if problem.head_dim > max_head_dim or problem.head_dim % _HEAD_DIM_MULTIPLE:
+        return (
+            f"head dim {problem.head_dim} on compute capability {problem.compute_capability} (supported: multiples of"
+            f" {_HEAD_DIM_MULTIPLE} up to {max_head_dim})"
+        )
     if problem.value_dim != problem.head_dim:
         return f"head dim {problem.value_dim} of values (supported: head dim of queries, {problem.head_dim})"
     return None if problem.implicit_positions else _packed_unsupported(problem, int(major))
