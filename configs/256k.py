@@ -16,6 +16,8 @@ VARIANTS = ("h100", "70b", "mini")
 def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, VARIANTS)
     config = read_config(f"64k:{variant}")
+    config.attention.strategy = "ring"
+    config.memory.save = ()
     if variant == "mini":
         config.mesh.update(fsdp=2, context=4)
         config.train.gradient_accumulation_steps = 1

@@ -75,7 +75,7 @@ class Sizes:
     profile_tokens: tuple[int, ...] = (8192, 131_072)
     # Host memory.
     memory_fractions: tuple[str, ...] = ("0.75", "0.92")  # fractions of GPU memory in JAX's pool
-    pinned_gib: tuple[float, ...] = (8, 32, 64, 96)
+    pinned_gib: tuple[float, ...] = (8, 32)
     host_stack: tuple[int, int] = (16, 2**28)  # arrays, and float32 elements of each
     overlap_tokens: int = 65_536  # attention next to copies: about 50 ms on an H100
     long_host_tokens: int = 262_144

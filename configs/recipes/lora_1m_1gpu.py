@@ -4,7 +4,7 @@ r"""LoRA: extends Llama 3.1 8B Instruct to 1,048,576 tokens on a single H100 wit
     jaxlc plan --config=lora_1m_1gpu --topology=h100:1x1 --price_per_gpu_hour=2.5
 
 Adapters of rank 32 over frozen bf16 weights, as configs/1m_1gpu.py:lora, with the RoPE scaling of `extend_1m`;
-docs/lora.md gives memory and export. To train, on a machine with 300 GiB of host memory:
+docs/lora.md gives memory and export. To train, on a machine with 320 GiB of host memory:
 
     jaxlc train --config=lora_1m_1gpu --config.model.init_from=meta-llama/Llama-3.1-8B-Instruct \
       --config.data.sources=TEXTS

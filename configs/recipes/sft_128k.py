@@ -23,6 +23,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config = defaults()
     config.model.preset = "llama3.1-8b"
     config.mesh.update(context=8)
+    config.attention.strategy = "ulysses"  # in one NVLink domain 5% faster than the ring, by its estimate
     config.runtime.topology = "h100:1x8"
     config.data.seq_len = 131_072
     config.data.mixture = dict(chats=dict(paths="chats/*.jsonl", chat_field="messages"))
@@ -32,6 +33,7 @@ def get_config(variant: str = "") -> ConfigDict:
 
     if variant == "mini":
         shrink_for_cpu(config)
+        config.model.update(num_heads=8, head_dim=16)  # ulysses splits them over 8 devices
         config.data.chat_template = "chatml"
         config.data.mixture.chats.paths = __file__.removesuffix("sft_128k.py") + "mini_chats.jsonl"  # 160 chats
         config.mesh.update(context=8)

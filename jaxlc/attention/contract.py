@@ -5,18 +5,22 @@
 
 `ranges` is the mask: one contiguous range of keys per query. Causal masks, packed documents, sliding windows, and the
 blocks of these that strategies compute, all have this form. Kernels get neither positions nor segment ids.
+A kernel may have a function `prepare`, which computes from the ranges of a call what the kernel needs of them, once per
+training step instead of in every layer; forward and backward then take its result as `ranges`.
 
 `lse` is the natural logarithm of the sum of exponentials of a query's scaled scores, float32. With it, results over
 two disjoint sets of keys merge exactly (`merge.py`), so the same two functions compose over KV blocks, ring steps and
 tiles. The backward takes out and lse over *all* keys on all devices, even where k and v are one block. Its dk and dv
-are the gradients of that block, its dq is the contribution of that block to dq; all three are float32.
+are the gradients of that block, its dq is the contribution of that block to dq.
+
+Results are in q's dtype or in float32, whichever the kernel writes. Callers sum and merge them in float32.
 
 A query without visible keys (a fully masked row) has out 0, lse -inf and gradient 0.
 """
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +115,7 @@ class Kernel(Protocol):
     def forward(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (out_BTNH, lse_BNT), both float32."""
+        """Returns (out_BTNH, in q's dtype or float32, and lse_BNT, float32)."""
 
     def backward(
         self,
@@ -122,4 +126,10 @@ class Kernel(Protocol):
         spec: AttentionSpec,
         results: QueryResults,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (dq_BTNH, dk_BSKH, dv_BSKH), all float32."""
+        """Returns (dq_BTNH, dk_BSKH, dv_BSKH), in q's dtype or float32."""
+
+
+def prepared(kernel: Kernel | None, ranges: KeyRanges | None, num_keys: int, spec: AttentionSpec) -> Any:
+    """What `kernel` takes as `ranges`, over num_keys keys: the result of its `prepare`, or the ranges themselves."""
+    prepare = getattr(kernel, "prepare", None)
+    return ranges if prepare is None or ranges is None else prepare(ranges, num_keys, spec)

@@ -154,9 +154,12 @@ class Memory:
 
     @property
     def host_pools_fit(self) -> bool:
-        """Whether a node has the memory for all pools of pinned host memory. It does not count in `fits`, because the
-        pools of the processes are for staging buffers, and their number can be reduced."""
-        return self.host_pools_per_node_bytes <= USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
+        """Whether a node has the memory for all pools of pinned host memory and for a checkpoint. It does not count in
+        `fits`: the growth of the pools and their staging buffers are upper bounds."""
+        needed_bytes = self.host_pools_per_node_bytes + self.staging_bytes_per_node
+        return (
+            not self.host_pools_per_node_bytes or needed_bytes <= USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
+        )
 
     @property
     def fits(self) -> bool:
@@ -175,9 +178,8 @@ def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memor
     state, spaces = step.abstract_state, step.memory_spaces
     staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
     unified_bytes = unified_host_bytes(step.config.runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
-    pool_bytes = memory_pools.host_pool_bytes(step.config.runtime, memory_pools.pinned_host_bytes(step.config))
-    # XLA makes another pool of this size in each process, for staging buffers (runtime/memory_pools.py).
-    num_pools = gpus_per_node + gpus_per_node // gpus.devices_per_process
+    pool_bytes = memory_pools.host_pool_bytes(step.config.runtime, memory_pools.pooled_host_bytes(step.config))
+    num_processes = gpus_per_node // gpus.devices_per_process
     uses_nvshmem = any(collective.backend == "NVSHMEM" for collective in program.collectives)
     return Memory(
         device_capacity_bytes=gpus.device.memory_bytes,
@@ -203,7 +205,7 @@ def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memor
         largest=dump.largest(5),
         memory_fraction=step.config.runtime.memory_fraction,
         host_pool_bytes=pool_bytes or memory_pools.DEFAULT_HOST_GIB * 2**30,
-        host_pools_per_node_bytes=num_pools * pool_bytes,
+        host_pools_per_node_bytes=memory_pools.pools_per_node_bytes(pool_bytes, gpus_per_node, num_processes),
     )
 
 

@@ -9,6 +9,7 @@ from jaxlc.hlo.op_names import label
 from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
 from jaxlc.plan.record import PlanRecord
+from jaxlc.runtime.memory_pools import STAGING_BYTES
 from jaxlc.simulate.interval import Interval, estimate_text, range_text, seconds_text, two_digits
 from jaxlc.simulate.timeline import Prediction
 
@@ -94,8 +95,7 @@ def _memory(memory: Memory) -> Iterator[str]:
     usable = f"usable for both: {gib(usable_bytes)} of {gib(memory.host_capacity_per_node_bytes)} (--host_memory_gib)"
     yield _row("node: pinned host memory", memory.host_bytes_per_node, usable)
     if memory.host_pools_per_node_bytes:
-        num_pools = memory.host_pools_per_node_bytes // memory.host_pool_bytes
-        pools = f"{num_pools} of {gib(memory.host_pool_bytes)}, one per GPU and one per process"
+        pools = f"up to {gib(memory.host_pool_bytes)} per GPU, and {gib(STAGING_BYTES)} per process for staging"
         yield _row("node: pinned memory pools", memory.host_pools_per_node_bytes, pools)
     yield _row("node: checkpoint staging", memory.staging_bytes_per_node, "while a checkpoint is written")
     yield "largest arrays in device memory at the peak"
@@ -195,9 +195,11 @@ def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
     """Whether the step fits, and what to do. Arguments as in `page`."""
     memory = plan.memory
     if not memory.host_pools_fit:
-        needed, available = gib(memory.host_pools_per_node_bytes), gib(memory.host_capacity_per_node_bytes)
-        yield f"WARNING: the pools of pinned host memory of a node need {needed} GiB, and it has {available}: start"
-        yield "fewer processes per node (--devices_per_process), or set a smaller --config.runtime.pinned_host_gib."
+        needed_bytes = memory.host_pools_per_node_bytes + memory.staging_bytes_per_node
+        usable = gib(USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes)
+        yield f"WARNING: the pools of pinned host memory and a checkpoint may need {gib(needed_bytes)} GiB of a node,"
+        yield f"and {usable} GiB of it are usable: start fewer processes per node (--devices_per_process), or set a"
+        yield "smaller --config.runtime.pinned_host_gib."
     if memory.is_heap_too_small:
         setting = f"--config.runtime.nvshmem_heap_bytes={memory.sufficient_heap_bytes}"
         yield f"The NVSHMEM heap is too small: set {setting}."

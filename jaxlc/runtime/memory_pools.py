@@ -18,10 +18,13 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_params
 from jaxlc.runtime import unified_memory
 
-# XLA reads both when it opens the GPUs (xla/pjrt/gpu/gpu_helpers.cc, GetGpuHostAllocator). GB is 2^30 bytes. Without
-# preallocation the pool grows by regions of doubling size and never shrinks: one buffer of 282 GiB takes 512.
-_HOST_LIMIT, _HOST_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+# XLA reads it when it opens the GPUs (xla/pjrt/gpu/gpu_helpers.cc, GetGpuHostAllocator). GB is 2^30 bytes. The pool
+# grows by regions, each twice as large as the one before, up to the limit, and never shrinks (bfc_allocator.cc,
+# Extend). It is not preallocated: XLA makes another pool with the same limit in each process, for staging buffers of
+# copies to its GPUs (xla/pjrt/gpu/se_gpu_pjrt_client.cc), and would allocate both in full.
+_HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 DEFAULT_HOST_GIB = 64
+STAGING_BYTES = 16 * 2**30  # of the staging pool of a process: the largest arrays are a few GiB; assumed
 _MARGIN = 1.05  # factor of the estimated need, for alignment
 _BATCHES_GIB = 1  # for staging buffers of batches and metrics
 _GRADIENT_BYTES = _PARAMETER_BYTES = 4
@@ -39,7 +42,7 @@ def prepare(
 
     Args:
       config: with all values resolved.
-      pinned_host_bytes: what the training step needs per GPU, from `pinned_host_bytes`.
+      pinned_host_bytes: what the training step needs per GPU, from `pooled_host_bytes`.
       num_local: number of processes on this machine.
     Raises:
       UserError: the environment contradicts config.unified_memory.
@@ -55,7 +58,6 @@ def prepare(
         lines.append(f"pinned host memory pool: {environment[_HOST_LIMIT]} GiB per GPU ({_HOST_LIMIT})")
     elif pool_bytes:
         environment[_HOST_LIMIT] = str(pool_bytes // 2**30)
-        environment.setdefault(_HOST_PREALLOCATE, "true")
         lines.append(_host_pool_line(pool_bytes, num_local))
     return lines
 
@@ -69,6 +71,22 @@ def host_pool_bytes(config: RuntimeConfig, pinned_host_bytes: int) -> int:
     return math.ceil(_MARGIN * pinned_host_bytes / 2**30 + _BATCHES_GIB) * 2**30
 
 
+def pools_per_node_bytes(pool_bytes: int, num_gpus: int, num_processes: int) -> int:
+    """What the pools of `host_pool_bytes` grow to on a node, with those for staging buffers; 0 without pools."""
+    return num_gpus * pool_bytes + num_processes * STAGING_BYTES if pool_bytes else 0
+
+
+def pooled_host_bytes(config: Config) -> int:
+    """`pinned_host_bytes` in regions of the pool.
+
+    The arrays of the state are allocated first, one by one, so they take regions up to a power of 2. The temporary
+    buffers of a step are one allocation, which takes a region of what is left.
+    """
+    state_bytes, temporary_bytes = _state_and_temporary_bytes(config)
+    regions_bytes = 2 ** math.ceil(math.log2(_MARGIN * state_bytes)) if state_bytes else 0
+    return regions_bytes + temporary_bytes
+
+
 def pinned_host_bytes(config: Config) -> int:
     """Pinned host memory per GPU that a training step needs, estimated; 0 if config.memory uses none.
 
@@ -76,9 +94,14 @@ def pinned_host_bytes(config: Config) -> int:
     gradients and offloaded activations within a step, or copies of the arrays on the GPU while a checkpoint is written.
     `jaxlc plan` compares it with the compiled step.
     """
+    return sum(_state_and_temporary_bytes(config))
+
+
+def _state_and_temporary_bytes(config: Config) -> tuple[int, int]:
+    """The two parts of `pinned_host_bytes`."""
     memory, mesh = config.memory, config.mesh
     if not memory.offload and "host" not in (memory.parameters, memory.optimizer):
-        return 0
+        return 0, 0
     per_parameter = dict(state=0, gradients=0, on_gpu=0)
     per_parameter["state" if memory.parameters == "host" else "on_gpu"] += _PARAMETER_BYTES
     per_parameter["state" if memory.optimizer == "host" else "on_gpu"] += _MOMENTS_BYTES
@@ -94,7 +117,7 @@ def pinned_host_bytes(config: Config) -> int:
         state += frozen_bytes
     elif config.train.checkpoint_frozen:
         on_gpu += frozen_bytes
-    return state + max(gradients + _offloaded_bytes(config), on_gpu)
+    return state, max(gradients + _offloaded_bytes(config), on_gpu)
 
 
 def _offloaded_bytes(config: Config) -> int:
@@ -135,13 +158,11 @@ def _prepare_gpu_pool(config: RuntimeConfig, environment: MutableMapping[str, st
 
 def _host_pool_line(pool_bytes: int, num_local: int) -> str:
     line = (
-        f"pinned host memory pool: {pool_bytes // 2**30} GiB per GPU (config.runtime.pinned_host_gib), allocated at the"
-        " first use, which can take minutes"
+        f"pinned host memory pool: up to {pool_bytes // 2**30} GiB per GPU (config.runtime.pinned_host_gib), allocated"
+        " at the first use, which can take minutes"
     )
     machine = unified_memory.find_machine()
-    # XLA makes another pool of this size in each process, for staging buffers of copies to its GPUs
-    # (xla/pjrt/gpu/se_gpu_pjrt_client.cc, GetStreamExecutorGpuClient).
-    needed_bytes = (len(machine.gpu_kinds) + num_local) * pool_bytes
+    needed_bytes = pools_per_node_bytes(pool_bytes, len(machine.gpu_kinds), num_local)
     if machine.gpu_kinds and needed_bytes > unified_memory.HOST_SHARE * machine.host_memory_bytes:
         line += (
             f"; warning: the pools of {len(machine.gpu_kinds)} GPUs and {num_local} processes (staging buffers) of this"

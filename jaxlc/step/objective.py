@@ -103,8 +103,9 @@ class Objective:
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""
         attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
         if self.config.attention.document_mask:
-            positions = batch.positions
-            ranges = {kind: split.prepare(positions, batch.segment_ids) for kind, split in attentions.items()}
+            positions, model = batch.positions, self.config.model
+            q_like = jax.ShapeDtypeStruct((*positions.shape, model.num_heads, model.head_dim), self._compute_dtype)
+            ranges = {kind: split.prepare(positions, batch.segment_ids, q_like) for kind, split in attentions.items()}
         else:  # a sequence is one document: its mask is implicit
             positions, ranges = sequence_positions(batch.positions.shape, self.mesh), dict.fromkeys(attentions)
         context = LayerContext(
@@ -112,9 +113,7 @@ class Objective:
             ranges=ranges,
             shard=self._sharder(params.trainable),
             remat=make_remat(self._memory, period=len(self.config.model.layer_kinds)),
-            compute_dtype=mixed_precision.compute_dtype(
-                self.config.precision.compute, self.mesh.devices.flat[0].platform
-            ),
+            compute_dtype=self._compute_dtype,
         )
         return decoder.apply(
             params,
@@ -129,6 +128,10 @@ class Objective:
     def _sharder(self, params) -> Sharder:
         reduces_in_float32 = self.config.precision.reduce == "fp32"
         return Sharder(self.mesh, weights_on_host=is_on_host(params), reduces_in_float32=reduces_in_float32)
+
+    @property
+    def _compute_dtype(self):
+        return mixed_precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
 
     @property
     def _memory(self) -> MemoryConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.runtime import peers
-from jaxlc.runtime.memory_pools import pinned_host_bytes
+from jaxlc.runtime.memory_pools import pooled_host_bytes
 
 
 def main(command: ParsedCommand) -> int:
@@ -29,7 +29,7 @@ def main(command: ParsedCommand) -> int:
 
 def _run(command: ParsedCommand) -> int:
     stages = command.stages
-    pinned_bytes = max(pinned_host_bytes(stage.config) for stage in stages)
+    pinned_bytes = max(pooled_host_bytes(stage.config) for stage in stages)
     runtime.start(stages[0].config.runtime, pinned_host_bytes=pinned_bytes)  # before jax is imported
     from jaxlc.train import loop
     from jaxlc.train.reports.step_reports import TrainingStopped

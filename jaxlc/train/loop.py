@@ -15,7 +15,7 @@ from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
-from jaxlc.runtime.memory_pools import explained, pinned_host_bytes
+from jaxlc.runtime.memory_pools import explained, pooled_host_bytes
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.custom_model import Model
@@ -66,7 +66,7 @@ def run(
     # Config and devices: every stage is checked before the first one starts.
     stages = load_stages(config)
     first = stages[0].config
-    runtime.start(first.runtime, pinned_host_bytes=max(pinned_host_bytes(stage.config) for stage in stages))
+    runtime.start(first.runtime, pinned_host_bytes=max(pooled_host_bytes(stage.config) for stage in stages))
     for stage in stages:
         check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)
         if batches is None:

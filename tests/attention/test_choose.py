@@ -34,8 +34,18 @@ UNSUPPORTED_BY_CUDNN = {
     "V100": (_problem(V100), "compute capability 7.0 (supported: 8.0 and later)"),
     "AMD": (_problem(MI300), "compute capability gfx942 (supported: 8.0 and later)"),
     "float32": (_problem(dtype="float32"), "dtype float32 (supported: bfloat16, float16)"),
-    "head dim 256": (_problem(head_dim=256, value_dim=256), "head dim 256 (supported: multiples of 8 up to 128)"),
-    "head dim 100": (_problem(head_dim=100, value_dim=100), "head dim 100 (supported: multiples of 8 up to 128)"),
+    "head dim 256 on Blackwell": (
+        _problem(B200, head_dim=256, value_dim=256),
+        "head dim 256 on compute capability 10.0 (supported: multiples of 8 up to 128)",
+    ),
+    "head dim 100": (
+        _problem(head_dim=100, value_dim=100),
+        "head dim 100 on compute capability 9.0 (supported: multiples of 8 up to 256)",
+    ),
+    "cuDNN 9.10.1": (
+        _problem(cudnn_version=(9, 10, 1)),
+        "cuDNN 9.10.1, whose backward has known bugs (supported: 9.10.2 and later)",
+    ),
     "value dim": (_problem(value_dim=64), "head dim 64 of values (supported: head dim of queries, 128)"),
     "all_gather": (
         _problem(implicit_positions=False),
@@ -74,6 +84,7 @@ unsupported_by_cudnn = pytest.mark.parametrize(
         _problem(A100),
         _problem(dtype="float16"),
         _problem(head_dim=64, value_dim=64),
+        _problem(head_dim=256, value_dim=256, cudnn_version=(9, 18, 0), **PACKED),
         _problem(window=100),
         _problem(num_elements=2**31 - 1, cudnn_version=(9, 18, 0), **PACKED),
         _problem(cudnn_version=(9, 8, 0)),
@@ -82,8 +93,9 @@ unsupported_by_cudnn = pytest.mark.parametrize(
         _problem(RTX5090, cudnn_version=(9, 18, 1), **PACKED),
     ],
     ids=[
-        "H100", "A100", "float16", "head dim 64", "window", "packed on H100 with cuDNN 9.18", "H100 with cuDNN 9.8",
-        "packed on B200 with cuDNN 9.8", "packed on B200", "packed on RTX 5090 with cuDNN 9.18.1",
+        "H100", "A100", "float16", "head dim 64", "head dim 256", "window", "packed on H100 with cuDNN 9.18",
+        "H100 with cuDNN 9.8", "packed on B200 with cuDNN 9.8", "packed on B200",
+        "packed on RTX 5090 with cuDNN 9.18.1",
     ],
 )  # fmt: skip
 def test_auto_with_supported_problem_is_cudnn(problem):

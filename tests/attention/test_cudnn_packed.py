@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc import _jax_internals
-from jaxlc.attention import attend, choose, make
+from jaxlc.attention import choose, make
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn, cudnn_packed, packed_check, packed_operands
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn
@@ -111,7 +111,7 @@ STRATEGIES = {
     "ring of 3": dict(context=3, strategy="ring"),
     "ring of 8": dict(context=8, strategy="ring"),
     "ulysses": dict(context=2, strategy="ulysses"),
-    "hybrid": dict(context=4, strategy="hybrid", ulysses_ranks=2),
+    "hybrid": dict(context=4, strategy="hybrid", ulysses_degree=2),
 }
 _FULL = ("ring of 2", "ring of 3", "ring of 4", "ring of 8", "ulysses")
 
@@ -125,9 +125,11 @@ def test_packed_strategy_matches_float64_oracle(stand_in, settings):
     qkv, segments_BT, cotangents, oracle = expected()
     mesh = split_mesh(context=settings["context"])
     settings = {name: value for name, value in settings.items() if name != "context"}
-    attend_packed = functools.partial(
-        attend, mesh=mesh, kernel="cudnn", segment_ids=jnp.asarray(segments_BT), return_lse=True, **settings
-    )
+    attend_split = make(AttentionConfig(kernel="cudnn", **settings), mesh, token_order="natural")
+
+    def attend_packed(q, k, v):
+        return attend_split(q, k, v, attend_split.prepare(None, jnp.asarray(segments_BT), jax.typeof(q)))
+
     actual = jax.jit(functools.partial(_results, attend_packed))(qkv, cotangents)
     _assert_matches(actual, oracle)
 
@@ -296,7 +298,7 @@ def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context)
     segments_in_order = jnp.asarray(np.take_along_axis(segments_BT, order_BT, axis=1))
 
     def attend_packed(q, k, v):
-        return attend_ring(q, k, v, attend_ring.prepare(jnp.asarray(order_BT), segments_in_order))
+        return attend_ring(q, k, v, attend_ring.prepare(jnp.asarray(order_BT), segments_in_order, jax.typeof(q)))
 
     operands = [_reordered(x, order_BT) for x in (q, k, v)]
     cotangents = _reordered(dout, order_BT), _reordered(dlse, order_BT, axis=2)
@@ -431,16 +433,16 @@ def _calls(program) -> set[tuple]:
 @pytest.mark.jax_version
 @pytest.mark.gpu_compiler
 def test_packed_ring_on_h100s_has_expected_cudnn_calls():
-    """Ring step 0 is causal, the others are rectangles. Two documents per row."""
+    """Ring step 0 is causal, the others are rectangles. Two documents per row. Head dim 256 needs Hopper."""
     mesh, config = _h100(8), AttentionConfig(strategy="ring", kernel="auto")
-    assert choose(config, mesh, head_dim=64, dtype=jnp.bfloat16, packed=True).name == "cudnn"
+    assert choose(config, mesh, head_dim=256, dtype=jnp.bfloat16, packed=True).name == "cudnn"
     attend_ring = make(config, mesh)
     sharding = NamedSharding(mesh, PartitionSpec(None, CONTEXT))
-    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
+    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 256), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
     tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32, sharding=sharding)
 
     def loss(q, k, v, positions, segment_ids):
-        out, _ = attend_ring(q, k, v, attend_ring.prepare(positions, segment_ids))
+        out, _ = attend_ring(q, k, v, attend_ring.prepare(positions, segment_ids, jax.typeof(q)))
         return out.astype(jnp.float32).sum()
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, tokens, tokens)

@@ -62,7 +62,7 @@ def test_longest_context_mini_keeps_memory_and_attention(name):
     assert (mini.attention.strategy, mini.attention.ulysses_degree > 1) == (
         config.attention.strategy, config.attention.ulysses_degree > 1
     )  # fmt: skip
-    with pytest.raises(ValueError, match="unknown variant 'h100': expected one of (lora, )?mini"):
+    with pytest.raises(ValueError, match="unknown variant 'h100': expected one of (fast, lora, )?mini"):
         get_config(name, "h100")
 
 

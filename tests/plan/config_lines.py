@@ -13,7 +13,9 @@ from jaxlc import plan
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = [
     *(f"{config}:{variant}" for config in ("64k", "128k", "256k", "1m") for variant in ("", "h100", "70b", "mini")),
+    "64k:ring",
     *(f"{config}:" for config in ("1m_1gpu", "8m_8gpu", "32m_32gpu")),
+    "1m_1gpu:fast",
     "1m_1gpu:lora",
 ]
 

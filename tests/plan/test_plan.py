@@ -82,10 +82,11 @@ def test_page_names_the_settings_of_both_pools(result):
     text = page(dataclasses.replace(result, memory=pinned), "")
     assert "70.00  in a pool of 64.00 (runtime.pinned_host_gib)" in text and "VERDICT: does not fit, 6.00 GiB" in text
     assert "set --config.runtime.pinned_host_gib=71." in text
-    pools = dataclasses.replace(memory, host_pool_bytes=200 * 2**30, host_pools_per_node_bytes=12 * 200 * 2**30)
+    pools = dataclasses.replace(memory, host_pool_bytes=200 * 2**30, host_pools_per_node_bytes=2400 * 2**30)
     text = page(dataclasses.replace(result, memory=pools), "")
-    assert "2,400.00  12 of 200.00, one per GPU and one per process" in text and "VERDICT: fits" in text
-    assert "WARNING: the pools of pinned host memory of a node need 2,400.00 GiB, and it has 2,048.00: start" in text
+    assert "2,400.00  up to 200.00 per GPU, and 16.00 per process for staging" in text and "VERDICT: fits" in text
+    staged = f"{2400 + pools.staging_bytes_per_node / 2**30:,.2f}"
+    assert f"a checkpoint may need {staged} GiB of a node,\nand 1,843.20 GiB of it are usable: start" in text
 
 
 def test_recomputed_share_of_full_remat_is_one_forward(result):

@@ -8,15 +8,23 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxlc.config import RuntimeConfig, defaults, load
+from jaxlc.config import RuntimeConfig, defaults, load, read_config
 from jaxlc.core.errors import UserError
+from jaxlc.core.flops import num_params
 from jaxlc.runtime import memory_pools, unified_memory
-from jaxlc.runtime.memory_pools import explained, out_of_memory, pinned_host_bytes, prepare
+from jaxlc.runtime.memory_pools import (
+    STAGING_BYTES,
+    explained,
+    out_of_memory,
+    pinned_host_bytes,
+    pooled_host_bytes,
+    prepare,
+)
 from jaxlc.runtime.unified_memory import Machine
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
-LIMIT, PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def prepared(needed_bytes: int = 0, *, environment: dict | None = None, **runtime) -> tuple[dict[str, str], str]:
@@ -31,18 +39,32 @@ def machine(monkeypatch):
 
 def test_prepare_sets_both_pools():
     environment, text = prepared(90 * GIB)
-    assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.9", LIMIT: "96", PREALLOCATE: "true"}  # 5% and 1 GiB more
+    assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.9", LIMIT: "96"}  # 5% and 1 GiB more
     assert "GPU memory pool: 0.9 of each GPU's memory" in text
-    assert "pinned host memory pool: 96 GiB per GPU" in text and "warning" not in text
+    assert "pinned host memory pool: up to 96 GiB per GPU" in text and "warning" not in text
     assert prepared(0, memory_fraction=0.5)[0] == {"XLA_CLIENT_MEM_FRACTION": "0.5"}
     assert prepared(90 * GIB, pinned_host_gib=120.5)[0][LIMIT] == "121"
 
 
 def test_prepare_larger_than_host_memory_warns():
     """XLA makes a pool for each GPU, and one for the staging buffers of each process."""
-    assert "8 GPUs and 1 processes (staging buffers) of this machine need 1017 GiB in total" in prepared(106 * GIB)[1]
-    assert "need 912 GiB in total, and it has 1000 GiB" in prepare(RuntimeConfig(), {}, 53 * GIB, 8)[1]
-    assert "warning" not in prepared(53 * GIB)[1]
+    assert "8 GPUs and 1 processes (staging buffers) of this machine need 920 GiB in total" in prepared(106 * GIB)[1]
+    assert "need 936 GiB in total, and it has 1000 GiB" in prepare(RuntimeConfig(), {}, 95 * GIB, 8)[1]
+    assert "warning" not in prepared(95 * GIB)[1]
+
+
+def test_pool_of_1m_on_one_gpu_fits_a_machine_with_620_gib():
+    """State of 90 GiB in regions up to 128 GiB, then one buffer of 282 GiB, in a pool that grows up to its limit."""
+    config = load(read_config("1m_1gpu"))
+    environment, _ = prepared(pooled_host_bytes(config))
+    limit = int(environment[LIMIT])
+    left, region, state = limit, 2 / 1024, 0.97 * 12 * num_params(config.model) / GIB
+    while state > 0:  # the growth of XLA's allocator: regions of doubling size
+        left, state, region = left - min(region, left), state - region, 2 * region
+    temporaries = pinned_host_bytes(config) / GIB - 12 * num_params(config.model) / GIB
+    assert temporaries > 250 and left > temporaries
+    checkpoint = 12 * num_params(config.model)
+    assert limit + (STAGING_BYTES + checkpoint) / GIB < 0.9 * 620
 
 
 @pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
@@ -127,7 +149,11 @@ def test_variables_and_message_are_in_the_gpu_plugin():
     """XLA documents none of them."""
     plugin = next(path for cuda in (12, 13) if (path := _plugin_path(cuda)))
     with plugin.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for text in (LIMIT, PREALLOCATE, "to allocate larger host memory than the default 64 GB"):
+        for text in (
+            LIMIT,
+            "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE",
+            "to allocate larger host memory than the default 64 GB",
+        ):
             assert content.find(text.encode()) > 0, text
 
 

@@ -29,7 +29,7 @@ from jaxlc.simulate.topology import topology
 
 GIB = 2**30
 NO_FLAGS = dict(model=None, seq_len=None)
-# Rows of `jaxlc recommend --config=64k:h100 --topology=h100:1x8`, and of the config itself; JAX 0.10.1.
+# Rows of `jaxlc recommend --config=64k:ring --topology=h100:1x8`, and of the config itself; JAX 0.10.1.
 STORED = [json.loads(line) for line in (Path(__file__).parents[1] / "goldens/search_64k.jsonl").open()]
 
 
@@ -82,7 +82,7 @@ def test_search_of_64k_compiles_ulysses_with_saved_mlp_first():
         compiled.extend(candidates)
         raise KeyboardInterrupt
 
-    config = with_settings(load(read_config("64k:h100")), {"runtime.transport": "auto"})
+    config = with_settings(load(read_config("64k:ring")), {"runtime.transport": "auto"})
     with pytest.raises(KeyboardInterrupt):
         recommend(config, topology("h100:1x8"), compile_candidates, roofline=Roofline(), limit_seconds=1e9)
     assert space.name_of(compiled[0].config).startswith("context=8 ulysses, 64 microbatches")
@@ -95,7 +95,7 @@ def test_search_of_64k_compiles_ulysses_with_saved_mlp_first():
 def test_command_64k_writes_ulysses_with_saved_mlp(tmp_path, monkeypatch):
     """Compiles about ten full-size steps."""
     monkeypatch.chdir(tmp_path)
-    assert main(["recommend", "--config=64k:h100", "--config.runtime.transport=auto", "--search_minutes=60"]) == 0
+    assert main(["recommend", "--config=64k:ring", "--config.runtime.transport=auto", "--search_minutes=60"]) == 0
     config = load(read_config("recommended.py"))
     assert (config.attention.strategy, config.memory.save) == ("ulysses", ("mlp_gate", "mlp_up"))
 
@@ -260,7 +260,7 @@ def test_candidates_divide_batch_and_keep_settings():
 def test_estimate_state_and_saved_activations_are_a_lower_bound():
     """What the compiled steps need beyond them is less than twice the working set and NCCL's buffers."""
     rates = Rates(topology("h100:1x8"), Roofline())
-    config = with_settings(load(read_config("64k:h100")), {"runtime.transport": "auto"})
+    config = with_settings(load(read_config("64k:ring")), {"runtime.transport": "auto"})
     for row in STORED:
         settings = {f"mesh.{axis}": row[axis] for axis in vars(config.mesh)}
         settings |= {f"attention.{name}": row[name] for name in ("strategy", "ulysses_degree")}

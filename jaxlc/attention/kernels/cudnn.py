@@ -4,11 +4,11 @@ Without key ranges, cuDNN's masks are aligned at the first query and the first k
 graph_properties.h, `set_causal_mask`), so a causal call needs as many keys as queries. Then no query is fully masked,
 and no lse is -inf. With key ranges of packed documents, `cudnn_packed` passes the place and length of each document.
 
-Rounding: cuDNN returns out, dq, dk and dv in the dtype of q; they are converted to float32 here. So in a ring each
-partial result is rounded once, and all sums over ring steps are float32. The weights of a merge sum to 1, so the error
-of the merged out is that of one rounding, for any number of ring steps. The error of dq, dk and dv is at most 2^-9
-(bfloat16) of the sum of the magnitudes of the contributions. dq is summed in no fixed order, so its last bits differ
-between runs.
+Rounding: cuDNN returns out, dq, dk and dv in the dtype of q. So in a ring each partial result is rounded once, and all
+sums over ring steps are float32. The weights of a merge sum to 1, so the error of the merged out is that of one
+rounding, for any number of ring steps. The error of dq, dk and dv is at most 2^-9 (bfloat16) of the sum of the
+magnitudes of the contributions; twice that if the lse has a gradient. dq is summed in no fixed order, so its last bits
+differ between runs.
 """
 
 import functools
@@ -27,12 +27,14 @@ from jaxlc._jax_internals import (
 )
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn_packed
-from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS
+from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS, DocumentTable, buckets, document_table
 from jaxlc.core.errors import Unsupported, UserError
 
 _DTYPES = ("bfloat16", "float16")
-_MAX_HEAD_DIM = 128  # for the backward on compute capability 8.0 and later; 256 on Hopper needs newer cuDNN versions
+# For the backward, by major compute capability (cuDNN frontend 1.8 and later, scaled_dot_product_flash_attention.h).
+_MAX_HEAD_DIM, _OTHER_MAX_HEAD_DIM = {9: 256}, 128
 _HEAD_DIM_MULTIPLE = 8
+_VERSIONS_WITH_WRONG_BACKWARD = ((9, 10, 0), (9, 10, 1))  # refused by cuDNN frontend for "known bugs"
 # The first cuDNN whose packed calls are correct, by major compute capability, and the defect of those before.
 _FIRST_VERSION_FOR_PACKED = {
     9: ((9, 18, 0), "gaps between documents may give NaN or wrong gradients: TransformerEngine#2186"),
@@ -52,10 +54,18 @@ def unsupported(problem: AttentionProblem) -> str | None:
         return f"compute capability {problem.compute_capability} (supported: 8.0 and later)"
     if problem.cudnn_version == ():
         return "cuDNN is not installed (supported: 9.8 and later)"
+    if problem.cudnn_version in _VERSIONS_WITH_WRONG_BACKWARD:
+        return (
+            f"cuDNN {version_text(problem.cudnn_version)}, whose backward has known bugs (supported: 9.10.2 and later)"
+        )
     if problem.dtype not in _DTYPES:
         return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
-    if problem.head_dim > _MAX_HEAD_DIM or problem.head_dim % _HEAD_DIM_MULTIPLE:
-        return f"head dim {problem.head_dim} (supported: multiples of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM})"
+    max_head_dim = _MAX_HEAD_DIM.get(int(major), _OTHER_MAX_HEAD_DIM)
+    if problem.head_dim > max_head_dim or problem.head_dim % _HEAD_DIM_MULTIPLE:
+        return (
+            f"head dim {problem.head_dim} on compute capability {problem.compute_capability} (supported: multiples of"
+            f" {_HEAD_DIM_MULTIPLE} up to {max_head_dim})"
+        )
     if problem.value_dim != problem.head_dim:
         return f"head dim {problem.value_dim} of values (supported: head dim of queries, {problem.head_dim})"
     return None if problem.implicit_positions else _packed_unsupported(problem, int(major))
@@ -125,12 +135,19 @@ def forward(
     Raises:
       Unsupported: a causal call without ranges and with T != S, or with ranges a window, or 2^31 elements of q or k.
     """
-    if ranges is None:
-        call, operands = functools.partial(cudnn_attention_forward, **_settings(q_BTNH, k_BSKH, spec)), ()
-    else:
-        call, operands = functools.partial(cudnn_packed.forward, **_packed_settings(q_BTNH, spec)), tuple(ranges)
-    out_BTNH, lse_BNT = _fold_vmap_into_batch(call)(q_BTNH, k_BSKH, v_BSKH, *operands)
-    return out_BTNH.astype(jnp.float32), lse_BNT
+    call, operands = _call(cudnn_attention_forward, cudnn_packed.forward, q_BTNH, k_BSKH, ranges, spec)
+    return call(q_BTNH, k_BSKH, v_BSKH, *operands)
+
+
+def prepare(ranges: KeyRanges, num_keys: int, spec: AttentionSpec) -> DocumentTable:
+    """The table of documents that calls with these ranges need, over num_keys keys; see `contract`.
+
+    Its arrays have a first dimension of 1, so that they can be sharded as the ranges are. `vmap` does not support calls
+    with a table.
+    """
+    sizes = buckets(*ranges.start_BT.shape, num_keys)
+    table = document_table(*ranges, num_keys, sizes, causal=spec.causal)
+    return DocumentTable(*(x[None] for x in table))
 
 
 def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
@@ -141,16 +158,11 @@ def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSp
     of q, as dout is. Where the caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
     """
     out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-    if ranges is None:
-        call, operands = functools.partial(cudnn_attention_backward, **_settings(q_BTNH, k_BSKH, spec)), ()
-    else:
-        call, operands = functools.partial(cudnn_packed.backward, **_packed_settings(q_BTNH, spec)), tuple(ranges)
-    call = _fold_vmap_into_batch(call)
+    call, operands = _call(cudnn_attention_backward, cudnn_packed.backward, q_BTNH, k_BSKH, ranges, spec)
 
     def gradients(v_BSKH, out_BTNH, dout_BTNH):
         out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
-        dqkv = call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, *operands)
-        return tuple(x.astype(jnp.float32) for x in dqkv)
+        return call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, *operands)
 
     dq_BTNH, dk_BSKH, dv_BSKH = gradients(v_BSKH, out_BTNH, dout_BTNH)
 
@@ -193,6 +205,16 @@ def workspace_bytes(
     if num_heads != num_kv_heads:
         workspace += 2 * 2 * batch * num_keys * num_heads * head_dim
     return documents_per_row * workspace
+
+
+def _call(implicit: Callable, packed: Callable, q_BTNH, k_BSKH, ranges, spec: AttentionSpec) -> tuple[Callable, tuple]:
+    """`implicit` for a call without ranges or `packed` for one with them, with its settings, and its last operands."""
+    if ranges is None:
+        return _fold_vmap_into_batch(functools.partial(implicit, **_settings(q_BTNH, k_BSKH, spec))), ()
+    call = functools.partial(packed, **_packed_settings(q_BTNH, spec))
+    if isinstance(ranges, KeyRanges):
+        return _fold_vmap_into_batch(call), tuple(ranges)
+    return call, tuple(x[0] for x in ranges)
 
 
 def _fold_vmap_into_batch(call: Callable) -> Callable:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc._jax_internals import cudnn_packed_backward, cudnn_packed_forward
+from jaxlc.attention.contract import KeyRanges
 from jaxlc.attention.kernels.packed_operands import (
     MAX_ELEMENTS,
     Bucket,
@@ -31,18 +32,18 @@ def forward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    start_BT: jax.Array,
-    end_BT: jax.Array,
-    *,
+    *table: jax.Array,
     scale: float,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out_BTNH in q's dtype, lse_BNT float32) for key ranges [start, end) as in `document_table`.
+    """(out_BTNH in q's dtype, lse_BNT float32).
 
+    Args:
+      table: the arrays of `document_table`, or the key ranges (start_BT, end_BT) that it is computed from.
     Raises:
       Unsupported: q or k has 2^31 elements or more.
     """
-    calls = _Calls.create(q_BTNH, k_BSKH, start_BT, end_BT, causal=causal)
+    calls = _Calls.create(q_BTNH, k_BSKH, table, causal=causal)
 
     def call(bucket: Bucket, first):
         q, k, v = calls.rows(bucket, q_BTNH, k_BSKH, v_BSKH)
@@ -61,14 +62,12 @@ def backward(
     out_BTNH: jax.Array,
     lse_BNT: jax.Array,
     dout_BTNH: jax.Array,
-    start_BT: jax.Array,
-    end_BT: jax.Array,
-    *,
+    *table: jax.Array,
     scale: float,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dq, dk, dv) in q's dtype, without the gradient of the lse; out and dout in q's dtype. Raises as `forward`."""
-    calls = _Calls.create(q_BTNH, k_BSKH, start_BT, end_BT, causal=causal)
+    """(dq, dk, dv) in q's dtype, without the gradient of the lse; out and dout in q's dtype. Otherwise as `forward`."""
+    calls = _Calls.create(q_BTNH, k_BSKH, table, causal=causal)
 
     def call(bucket: Bucket, first):
         q, k, v, out, dout = calls.rows(bucket, q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)
@@ -89,7 +88,7 @@ class _Calls(NamedTuple):
     k_shape: tuple[int, ...]
 
     @classmethod
-    def create(cls, q_BTNH, k_BSKH, start_BT, end_BT, *, causal: bool) -> "_Calls":
+    def create(cls, q_BTNH, k_BSKH, table: tuple[jax.Array, ...], *, causal: bool) -> "_Calls":
         num_elements = max(q_BTNH.size, k_BSKH.size)
         if num_elements >= MAX_ELEMENTS:
             raise Unsupported(
@@ -99,8 +98,9 @@ class _Calls(NamedTuple):
             )
         (batch, num_queries), num_keys = q_BTNH.shape[:2], k_BSKH.shape[1]
         sizes = buckets(batch, num_queries, num_keys)
-        table = document_table(start_BT, end_BT, num_keys, sizes, causal=causal)
-        return cls(table, sizes, q_BTNH.shape, k_BSKH.shape)
+        if len(table) == len(KeyRanges._fields):
+            return cls(document_table(*table, num_keys, sizes, causal=causal), sizes, q_BTNH.shape, k_BSKH.shape)
+        return cls(DocumentTable(*table), sizes, q_BTNH.shape, k_BSKH.shape)
 
     @property
     def q_document_BT(self) -> jax.Array:

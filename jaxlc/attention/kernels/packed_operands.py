@@ -61,10 +61,13 @@ class DocumentTable(NamedTuple):
     q_length_D: jax.Array
     kv_start_D: jax.Array  # first row of k and v
     kv_length_D: jax.Array
-    num_documents: jax.Array
     bucket_ends: jax.Array  # [buckets]: number of documents in this bucket and those before it
     q_document: jax.Array  # [batch x num_queries]: the document that a row belongs to; -1 for fully masked rows
     kv_document: jax.Array  # [batch x num_keys]
+
+    @property
+    def num_documents(self) -> jax.Array:
+        return self.bucket_ends[-1]
 
     def bucket_of(self, document: jax.Array) -> jax.Array:
         """The index of the bucket of a document."""
@@ -113,7 +116,6 @@ def document_table(
         q_length_D,
         kv_start_D,
         kv_length_D,
-        num_documents,
         bucket_ends[:-1],
         _document_of_rows(q_start_D, q_length_D, batch * num_queries),
         _document_of_rows(kv_start_D, kv_length_D, batch * num_keys),

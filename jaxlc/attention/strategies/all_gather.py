@@ -31,7 +31,9 @@ class GatheredRanges(NamedTuple):
     inverse_bS: jax.Array
 
 
-def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> GatheredRanges | KeyRanges | None:
+def prepare(
+    tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks
+) -> GatheredRanges | KeyRanges | None:
     """The `ranges` of `attend`, once per training step."""
     if spec.window is not None:
         return halo.prepare(tokens, spec, ranks)
@@ -67,7 +69,7 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec, ranks: Ranks
     dq, dk, dv = kernel.backward(q, k_bSkH, v_bSkH, ranges.over_keys, spec, results)
     # Every rank contributes to the gradient of every key. The sum is float32; each rank keeps its own shard of it.
     with jax.named_scope(scopes.ALL_GATHER_KV):
-        dk, dv = (_reorder(x, ranges.inverse_bS) for x in (dk, dv))
+        dk, dv = (_reorder(x.astype(jnp.float32), ranges.inverse_bS) for x in (dk, dv))
         dk, dv = (lax.psum_scatter(x, ranks.axis, scatter_dimension=1, tiled=True) for x in (dk, dv))
     return dq, dk, dv
 

@@ -46,7 +46,7 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpe
     # sends these gradients back along the same line, in float32.
     kv_like = jax.ShapeDtypeStruct((*k.shape[:3], k.shape[3] + v.shape[3]), jnp.float32)
     extend = functools.partial(_prepend_halo, halo_tokens=_halo_tokens(q.shape[1], spec, ranks), ranks=ranks)
-    (dkv,) = jax.linear_transpose(extend, kv_like)(jnp.concatenate([dk, dv], axis=-1))
+    (dkv,) = jax.linear_transpose(extend, kv_like)(jnp.concatenate([dk, dv], axis=-1).astype(jnp.float32))
     return _join_chunks(dq), dkv[..., : k.shape[3]], dkv[..., k.shape[3] :]
 
 

@@ -15,20 +15,20 @@ import functools
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, Kernel
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies import ring, ulysses
 from jaxlc.attention.strategies.strategy import ShardedQKV
 from jaxlc.sharding.mesh import Ranks
 
 
-def prepare(tokens: TokenInfo, spec: AttentionSpec, outer: Ranks, inner: Ranks) -> KeyRanges | None:
+def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, outer: Ranks, inner: Ranks):
     """The `ranges` of `attend`, as `ring.prepare`; of all tokens of the group, in natural order."""
-    return ring.prepare(ulysses.gather_tokens(tokens, inner), spec, outer)
+    return ring.prepare(ulysses.gather_tokens(tokens, inner), kernel, spec, outer)
 
 
 def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], outer: Ranks, inner: Ranks) -> PartitionSpec:
-    """The PartitionSpec of both arrays of `prepare`."""
+    """The PartitionSpec of all arrays of `prepare`."""
     return ring.ranges_specs(spec, batch_axes, outer)
 
 

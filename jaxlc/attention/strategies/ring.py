@@ -23,14 +23,14 @@ that they belong to. All running sums are float32. The order of operations makes
       memory bandwidth.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, prepared
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
 from jaxlc.attention.strategies import halo
@@ -39,13 +39,26 @@ from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 
-def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
-    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or [b, t] of `halo.prepare`."""
-    return ring_key_ranges(tokens, spec, ranks) if spec.window is None else halo.prepare(tokens, spec, ranks)
+def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
+    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or [b, t] of `halo.prepare`.
+
+    Args:
+      kernel: the kernel of `attend`, whose `prepare` is applied to the ranges of each ring step. None: it is not.
+    """
+    if spec.window is not None:
+        return halo.prepare(tokens, spec, ranks)
+    ranges = ring_key_ranges(tokens, spec, ranks)
+    if ranges is None:
+        return None
+    num_keys = ranges.start_BT.shape[-1]
+    own_step = prepared(kernel, _ranges_of_step(ranges, 0), num_keys, spec)
+    other_steps = KeyRanges(*(x[1:] for x in ranges))
+    other_steps = jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, _of_whole_blocks(spec)))(other_steps)
+    return jax.tree.map(lambda own, others: jnp.concatenate([own[None], others]), own_step, other_steps)
 
 
 def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:
-    """The PartitionSpec of both arrays of `prepare`."""
+    """The PartitionSpec of all arrays of `prepare`."""
     tokens = PartitionSpec(batch_axes, ranks.axis)
     return PartitionSpec(None, *tokens) if spec.window is None else tokens
 
@@ -70,8 +83,8 @@ def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks)
     q, k, v, ranges = qkv
     ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))  # overlaps with attention over the rank's own block
-    out_lse = kernel.forward(q, k, v, ring.own_ranges, spec)
-    block, out_lse = lax.optimization_barrier((block, out_lse))
+    block, (out, lse) = _receive(block, kernel.forward(q, k, v, ring.own_ranges, spec))
+    out_lse = out.astype(jnp.float32), lse
 
     def loop_body(step, carry):
         block, out_lse = carry
@@ -87,8 +100,8 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: Atte
     q, k, v, ranges = qkv
     ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))
-    dq, dk, dv = kernel.backward(q, k, v, ring.own_ranges, spec, results)
-    block, dblock, dq = lax.optimization_barrier((block, _pack(dk, dv), dq))
+    block, (dq, dk, dv) = _receive(block, kernel.backward(q, k, v, ring.own_ranges, spec, results))
+    dq, dblock = dq.astype(jnp.float32), _pack(dk, dv).astype(jnp.float32)
 
     def loop_body(step, carry):
         block, dblock, dq = carry
@@ -114,17 +127,17 @@ class RingState(NamedTuple):
     spec: AttentionSpec
     ranks: Ranks
     rank: jax.Array | int  # this rank's index on the axis
-    ranges: KeyRanges | None  # over the block of each ring step: [ring steps, b, t]
+    ranges: Any  # of `prepare`: arrays with one entry per ring step; None: an implicit mask
 
     @classmethod
-    def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, ranges: KeyRanges | None) -> "RingState":
+    def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, ranges) -> "RingState":
         """The state of the calling rank; call inside `shard_map`."""
         return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), ranges)
 
     @property
-    def own_ranges(self) -> KeyRanges | None:
+    def own_ranges(self):
         """Over the rank's own KV block."""
-        return None if self.ranges is None else KeyRanges(*(x[0] for x in self.ranges))
+        return _ranges_of_step(self.ranges, 0)
 
     @property
     def computes_whole_blocks(self) -> bool:
@@ -187,20 +200,27 @@ class RingState(NamedTuple):
 
         The spec is not causal: a query attends to all keys of a half-block or to none, or the ranges are the mask.
         """
-        spec = AttentionSpec(**{**vars(self.spec), "causal": False})
-        if self.ranges is None:
-            return None, spec
-        return KeyRanges(*(lax.dynamic_index_in_dim(x, step, keepdims=False) for x in self.ranges)), spec
+        return _ranges_of_step(self.ranges, step), _of_whole_blocks(self.spec)
 
     def _select_halves(self, step) -> "_ZigzagPair":
         source = (self.rank - step) % self.ranks.size
         return _ZigzagPair.select(source < self.rank)
 
 
+def _ranges_of_step(ranges, step):
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, step, keepdims=False), ranges)
+
+
+def _of_whole_blocks(spec: AttentionSpec) -> AttentionSpec:
+    """The spec of the ring steps after the first."""
+    return AttentionSpec(**{**vars(spec), "causal": False})
+
+
 def _receive(in_flight, results):
     """Both arguments, available once the transfer and the kernel are done.
 
-    So the compiler cannot overlap the transfer with operations after the kernel instead of with the kernel.
+    Results are in the dtype that the kernel writes; those after the barrier are cast by the kernels that sum them. So
+    the compiler cannot overlap the transfer with operations after the kernel instead of with the kernel.
     """
     return lax.optimization_barrier((in_flight, results))
 

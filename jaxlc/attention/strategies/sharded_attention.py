@@ -140,7 +140,12 @@ class ShardedAttention:
     axes: AttentionAxes
     token_order: TokenOrder
 
-    def prepare(self, positions_BT: jax.Array | None, segments_BT: jax.Array | None):
+    def prepare(
+        self,
+        positions_BT: jax.Array | None,
+        segments_BT: jax.Array | None,
+        q_like: jax.ShapeDtypeStruct | None = None,
+    ):
         """The mask of packed documents as key ranges, for all layers of a training step.
 
         Args:
@@ -148,13 +153,20 @@ class ShardedAttention:
             from the token order.
           segments_BT: int32. Tokens attend within their own segment only, which is contiguous; 0 is padding. None: each
             sequence is one document.
+          q_like: the q_BTNH of all calls. With it, what a kernel computes from the ranges is computed once, here; such
+            calls have no `vmap`. None: each call computes it.
         Returns:
           The `ranges` of a call, a tree of arrays; None if nothing is masked, or if the mask is implicit.
         """
         if segments_BT is None and (positions_BT is None or not self.spec.causal):
             return None
         local = functools.partial(
-            prepare_shard, config=self.config, spec=self.spec, ranks=self.ranks, token_order=self.token_order
+            prepare_shard,
+            config=self.config,
+            kernel=None if q_like is None else self._kernel(q_like, q_like.shape[-1], packed=True),
+            spec=self.spec,
+            ranks=self.ranks,
+            token_order=self.token_order,
         )
         in_specs = tuple(None if x is None else self._specs.tokens for x in (positions_BT, segments_BT))
         return self._split(local, in_specs, self._ranges_specs)(positions_BT, segments_BT)
@@ -171,15 +183,10 @@ class ShardedAttention:
           ranges: of `prepare`. None: each sequence is one document.
         """
         _, heads, lse = self._specs
-        kernel = choose(
-            self.config, self.mesh, head_dim=q_BTNH.shape[-1], value_dim=v_BSKH.shape[-1], dtype=q_BTNH.dtype,
-            packed=ranges is not None, window=self.spec.window,
-            num_elements=math.prod(NamedSharding(self.split_mesh, heads).shard_shape(q_BTNH.shape)),
-        ).kernel  # fmt: skip
         local = functools.partial(
             attend_shard,
             config=self.config,
-            kernel=kernel,
+            kernel=self._kernel(q_BTNH, v_BSKH.shape[-1], packed=ranges is not None),
             spec=self.spec,
             ranks=self.ranks,
             token_order=self.token_order,
@@ -189,6 +196,13 @@ class ShardedAttention:
         ranges_specs = None if ranges is None else self._ranges_specs
         split = self._split(local, (heads, heads, heads, ranges_specs), (heads, lse))
         return split(q_BTNH, k_BSKH, v_BSKH, ranges)
+
+    def _kernel(self, q_BTNH: jax.Array | jax.ShapeDtypeStruct, value_dim: int, packed: bool) -> Kernel:
+        return choose(
+            self.config, self.mesh, head_dim=q_BTNH.shape[-1], value_dim=value_dim, dtype=q_BTNH.dtype,
+            packed=packed, window=self.spec.window,
+            num_elements=math.prod(NamedSharding(self.split_mesh, self._specs.heads).shard_shape(q_BTNH.shape)),
+        ).kernel  # fmt: skip
 
     @property
     def _specs(self) -> AttentionSpecs:
@@ -223,6 +237,7 @@ def prepare_shard(
     segments_bt: jax.Array | None,
     *,
     config: AttentionConfig,
+    kernel: Kernel | None,
     spec: AttentionSpec,
     ranks: tuple[Ranks, ...],
     token_order: TokenOrder,
@@ -234,7 +249,7 @@ def prepare_shard(
         tokens = tokens.map(lambda x_bt: to_zigzag(x_bt, all_ranks))
     if positions_bt is None:
         tokens = tokens._replace(positions_BT=all_ranks.positions(*segments_bt.shape))
-    return STRATEGIES[config.strategy].prepare(tokens, spec, *ranks)
+    return STRATEGIES[config.strategy].prepare(tokens, kernel, spec, *ranks)
 
 
 @jax.named_scope(scopes.CORE_ATTENTION)

@@ -2,10 +2,11 @@
 
 Every strategy is two functions that run inside `shard_map`, on this rank's shard of the sequence:
 
-    prepare(tokens: TokenInfo, spec, *ranks) -> ranges            once per training step
+    prepare(tokens: TokenInfo, kernel, spec, *ranks) -> ranges    once per training step
     attend(qkv: ShardedQKV, kernel, spec, *ranks) -> (out_btnH in q's dtype, lse_bnt float32)
 
-`ranges` is the mask as key ranges, in the form that this strategy's kernel calls need.
+`ranges` is the mask as key ranges, in the form that this strategy's kernel calls need, or what the kernel's `prepare`
+computed from them.
 """
 
 import functools
@@ -45,8 +46,8 @@ def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = Fa
     """A differentiable `attend(qkv, kernel, spec, ranks)` from a forward and a backward function.
 
     Args:
-      forward: `(qkv, kernel, spec, ranks) -> (out_btnH, lse_bnt)`, both float32.
-      backward: `(qkv, results, kernel, spec, ranks) -> (dq_btnH, dk_bskH, dv_bskH)`, all float32.
+      forward: `(qkv, kernel, spec, ranks) -> (out_btnH, lse_bnt)`; out in q's dtype or float32, lse float32.
+      backward: `(qkv, results, kernel, spec, ranks) -> (dq_btnH, dk_bskH, dv_bskH)`, in q's dtype or float32.
       inline: trace the operations of `forward` into the rule for differentiation. The default traces one opaque call,
         which `jax.checkpoint` recomputes as a whole; with `inline` it sees the single operations, and moves those that
         do not depend on differentiated inputs out of loops.

@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
+from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults, prepared
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp, repeat_heads
 from jaxlc.core import scopes
@@ -21,14 +21,19 @@ from jaxlc.sharding.layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
 
 
-def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
-    """The `ranges` of `attend`, once per training step: int32 [b, T], of all tokens in natural order."""
+def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
+    """The `ranges` of `attend`, once per training step: int32 [b, T], of all tokens in natural order.
+
+    Args:
+      kernel: the kernel of `attend`, whose `prepare` is applied to the ranges. None: it is not.
+    """
     tokens = gather_tokens(tokens, ranks)
-    return key_ranges(tokens, tokens, spec)
+    ranges = key_ranges(tokens, tokens, spec)
+    return ranges if ranges is None else prepared(kernel, ranges, ranges.start_BT.shape[1], spec)
 
 
 def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:
-    """The PartitionSpec of both arrays of `prepare`."""
+    """The PartitionSpec of all arrays of `prepare`."""
     return PartitionSpec(batch_axes)
 
 

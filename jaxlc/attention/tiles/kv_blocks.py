@@ -106,7 +106,8 @@ class GroupState(NamedTuple):
             return tuple(_update(x, new, step.query_subchunk) for x, new in zip(results, merged, strict=True))
 
         subchunks = jnp.arange(self.num_tile_subchunks)
-        results = lax.map(lambda subchunk: attend(self._diagonal_step(subchunk), kv_block), subchunks)
+        out_PbtnH, lse_Pbnt = lax.map(lambda subchunk: attend(self._diagonal_step(subchunk), kv_block), subchunks)
+        results = out_PbtnH.astype(jnp.float32), lse_Pbnt
         results = self._own_block_steps(lambda step, carry: merge_step(step, kv_block, carry), results)
         if self.outer.size == 1:
             return results
@@ -151,7 +152,8 @@ class GroupState(NamedTuple):
             return gradients_of_step(self._diagonal_step(subchunk), kv_block, dkv_block)[::-1]
 
         dkv_block, dq_PbtnH = lax.scan(diagonal, dkv_block, jnp.arange(self.num_tile_subchunks))
-        gradients = self._own_block_steps(lambda step, carry: add_step(step, kv_block, carry), (dq_PbtnH, dkv_block))
+        gradients = dq_PbtnH.astype(jnp.float32), dkv_block
+        gradients = self._own_block_steps(lambda step, carry: add_step(step, kv_block, carry), gradients)
         if self.outer.size == 1:
             return gradients
 

@@ -134,17 +134,18 @@ class TiledAttention:
         zeros = jnp.zeros((2, batch, num_tokens, self.kv_heads_stored, head_dim), dtype)
         return lax.with_sharding_constraint(zeros, NamedSharding(self.split_mesh, self._blocks))
 
-    def prepare(self, positions_BT: jax.Array, segments_BT: jax.Array) -> KeyRanges | None:
+    def prepare(self, positions_BT: jax.Array, segments_BT: jax.Array, q_like=None) -> KeyRanges | None:
         """The mask of packed documents as key ranges, once per training step.
 
         Args:
           positions_BT, segments_BT: int32, of the whole sequence in layout order.
+          q_like: of `ShardedAttention.prepare`; not used, since each call has other slices of the ranges.
         Returns:
           The ranges of each group's tokens over the block of each ring step, [ring steps, B, S].
         """
 
         def local(positions_bt, segments_bt):
-            return hybrid.prepare(TokenInfo(positions_bt, segments_bt), self._spec, self.outer, self.inner)
+            return hybrid.prepare(TokenInfo(positions_bt, segments_bt), None, self._spec, self.outer, self.inner)
 
         return self._split(local, (self._specs.tokens, self._specs.tokens), self._ranges)(positions_BT, segments_BT)
 
