@@ -8,6 +8,7 @@ that environment variables which JAX reads at start-up can still be set (`jaxlc.
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,12 @@ __all__ = [
 
 # Available after `import jaxlc` alone.
 _PACKAGES = ("attention", "config", "plan", "profile", "runtime", "sweep", "train")
+
+
+if os.path.basename(sys.argv[0]) in ("-m", "jaxlc"):  # the import belongs to `python -m jaxlc.VERB` or `jaxlc VERB`
+    from jaxlc.core import interrupts
+
+    interrupts.install()
 
 
 def start(

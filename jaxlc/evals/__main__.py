@@ -50,7 +50,8 @@ class Flags(VerbFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    return run_main(_evaluate, argv, description=__doc__, flags=Flags)
+    kept = "interrupted; finished predictions are kept, and the same command resumes"
+    return run_main(_evaluate, argv, description=__doc__, flags=Flags, interrupted=kept)
 
 
 def _evaluate(command: ParsedCommand[Flags]) -> int:

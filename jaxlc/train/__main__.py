@@ -19,9 +19,8 @@ def main(command: ParsedCommand) -> int:
     try:
         return _run(command)
     except KeyboardInterrupt as interrupt:  # before the first step, after the last, or a second Ctrl-C
-        print(f"\ninterrupted; {_latest_checkpoint(Path(command.workdir).expanduser())}", file=sys.stderr)
         peers.report_failure(interrupt)
-        return 130
+        raise KeyboardInterrupt(f"interrupted; {_latest_checkpoint(Path(command.workdir).expanduser())}") from None
     except Exception as error:
         peers.report_failure(error)
         raise
