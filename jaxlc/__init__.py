@@ -123,7 +123,8 @@ def load(
     as a run of no steps with the default settings, on one device unless `mesh` is given.
 
     Args:
-      workdir: the directory that the run was given, or a Hugging Face directory with tokenizer.json.
+      workdir: the directory that the run was given, a Hugging Face directory with tokenizer.json, or the hub id
+        ORGANIZATION/NAME of a model, which is downloaded.
       step: the checkpoint to load. None: the latest one.
       mesh: sizes of the mesh axes data, fsdp, context and tensor, e.g. `dict(context=2)`; axes that are not named have
         size 1. None: the mesh of the run.
@@ -171,7 +172,7 @@ def generate(
     with the same `Result` use the same compiled programs.
 
     Args:
-      source: the workdir of a run, a Hugging Face directory, or the `Result` of `train.run` or `load`.
+      source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of `train.run` or `load`.
       prompts: one text, or a list of texts or of token ids [tokens]. Text is encoded as in training, without special
         tokens; with a Hugging Face directory, it starts with the tokens that `transformers` adds, such as BOS.
       max_tokens: largest number of new tokens of each prompt.
@@ -223,8 +224,8 @@ def evaluate(
     the same call.
 
     Args:
-      source: the workdir of a run, a Hugging Face directory, or the `Result` of `train.run` or `load`.
-      out: directory of predictions and scores. None: `evals` in the workdir.
+      source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of `train.run` or `load`.
+      out: directory of predictions and scores. None: `evals` in the workdir, and runs/NAME/evals for a hub id.
       step, mesh: as in `load`; only with a path.
       report: called with each score.
       settings: fields of `jaxlc.config.EvalsConfig`:
@@ -250,9 +251,10 @@ def evaluate(
 
     checked = eval_settings(settings)
     result = _loaded(source, step, mesh)
-    from jaxlc.evals.evaluate_run import evaluate_run
+    from jaxlc.evals.evaluate_run import evaluate_run, results_directory
 
-    return evaluate_run(result, checked, Path(out or result.workdir / "evals"), report or (lambda row: None))
+    directory = Path(out) if out else results_directory(result.workdir if result is source else source)
+    return evaluate_run(result, checked, directory, report or (lambda row: None))
 
 
 def export(

@@ -27,7 +27,7 @@ _SETTINGS = (  # flags that are settings of jaxlc.config.EvalsConfig
 class Flags(VerbFlags):
     positional: ClassVar[tuple[str, ...]] = ("sources",)
 
-    sources: tuple[str, ...]  # workdir of a run, or a Hugging Face directory; or several
+    sources: tuple[str, ...]  # workdir of a run, Hugging Face directory or hub id; or several
     tasks: tuple[str, ...] = (NEEDLE,)  # needle, passkey, loss, ruler, or tasks of RULER, separated by commas
     lengths: tuple[Tokens, ...] = ()  # context lengths in tokens, such as 4096,65536,1M
     num_examples: int = 20  # examples of each task, length and depth; documents of loss
@@ -42,7 +42,7 @@ class Flags(VerbFlags):
     chat: bool = False  # prompts are messages of a user in the chat template of the model
     batch_size: int = 1  # examples that are computed together
     seed: int = 42  # random seed of the examples
-    out: str = ""  # directory of the results; default: SOURCE/evals
+    out: str = ""  # directory of the results; default: SOURCE/evals, and runs/NAME/evals for a hub id
     step: tuple[int, ...] = ()  # checkpoints to use, separated by commas; default: the latest
     mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
     simulated_devices: int = 0  # number of CPU devices to simulate
@@ -83,8 +83,10 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
 def _directories(sources: Sequence[str], out: str) -> list[Path]:
     """The directory of the results of each source: SOURCE/evals or, with `out`, a directory in it if there are several
     sources."""
+    from jaxlc.evals.evaluate_run import results_directory
+
     if not out:
-        return [Path(source).expanduser() / "evals" for source in sources]
+        return [results_directory(source) for source in sources]
     names = [Path(source).name for source in sources]
     is_unique = len(set(names)) == len(names)
     base = Path(out).expanduser()

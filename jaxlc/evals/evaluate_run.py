@@ -86,6 +86,12 @@ class EvaluatedModel:
         return [generation.text for generation in generations]
 
 
+def results_directory(source: str | Path) -> Path:
+    """The default directory of the results for a workdir, a Hugging Face directory, or a hub id."""
+    path = Path(source).expanduser()
+    return (path if path.exists() else Path("runs") / path.name) / "evals"
+
+
 def evaluate_run(result: Result, settings: EvalsConfig, out: Path, report: Report = lambda row: None) -> list[ScoreRow]:
     """Evaluates the model of `result`; see `jaxlc.evaluate`."""
     model = EvaluatedModel(
