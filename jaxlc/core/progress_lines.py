@@ -34,14 +34,15 @@ def progress_lines(what: str, *, is_shown: bool = True, log: Callable[[str], Non
         yield no_progress
         return
     start_seconds, is_over = time.monotonic(), threading.Event()
-    done, total = 0, 0
+    progress = (0, 0)
 
-    def update(new_done: int, new_total: int) -> None:
-        nonlocal done, total
-        done, total = new_done, new_total
+    def update(done: int, total: int) -> None:
+        nonlocal progress
+        progress = (done, total)
 
     def report() -> None:
         while not is_over.wait(SECONDS_BETWEEN_LINES):
+            done, total = progress
             seconds = time.monotonic() - start_seconds
             left = f"{done / total:.0%}, {duration_text(seconds * (total - done) / done)} left" if done else ""
             log(f"{what}: {left or f'{duration_text(seconds)} so far'}")
