@@ -34,11 +34,10 @@ def progress_lines(what: str, *, is_shown: bool = True, log: Callable[[str], Non
         yield no_progress
         return
     start_seconds, is_over = time.monotonic(), threading.Event()
-    progress = (0, 0)
+    progress = [0, 0]
 
     def update(done: int, total: int) -> None:
-        nonlocal progress
-        progress = (done, total)
+        progress[:] = done, total
 
     def report() -> None:
         while not is_over.wait(SECONDS_BETWEEN_LINES):
