@@ -50,4 +50,5 @@ def _latest_checkpoint(workdir: Path) -> str:
 
 
 if __name__ == "__main__":
-    peers.exit_process(run_main(main, sys.argv, description=__doc__))
+    kept = "interrupted; the same command resumes from the latest checkpoint, if there is one"
+    peers.exit_process(run_main(main, sys.argv, description=__doc__, interrupted=kept))
