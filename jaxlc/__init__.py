@@ -8,6 +8,7 @@ does not import JAX, so that environment variables which JAX reads at start-up c
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,12 @@ __all__ = [
 
 # Available after `import jaxlc` alone.
 _PACKAGES = ("attention", "config", "data", "plan", "profile", "runtime", "sweep", "train")
+
+
+if os.path.basename(sys.argv[0]) in ("-m", "jaxlc"):  # the import belongs to `python -m jaxlc.VERB` or `jaxlc VERB`
+    from jaxlc.core import interrupts
+
+    interrupts.install()
 
 
 def start(
@@ -117,7 +124,8 @@ def load(
     as a run of no steps with the default settings, on one device unless `mesh` is given.
 
     Args:
-      workdir: the directory that the run was given, or a Hugging Face directory with tokenizer.json.
+      workdir: the directory that the run was given, a Hugging Face directory with tokenizer.json, or the hub id
+        ORGANIZATION/NAME of a model, which is downloaded.
       step: the checkpoint to load. None: the latest one.
       mesh: sizes of the mesh axes data, fsdp, context and tensor, e.g. `dict(context=2)`; axes that are not named have
         size 1. None: the mesh of the run.
@@ -165,7 +173,7 @@ def generate(
     with the same `Result` use the same compiled programs.
 
     Args:
-      source: the workdir of a run, a Hugging Face directory, or the `Result` of `train.run` or `load`.
+      source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of `train.run` or `load`.
       prompts: one text, or a list of texts or of token ids [tokens]. Text is encoded as in training, without special
         tokens; with a Hugging Face directory, it starts with the tokens that `transformers` adds, such as BOS.
       max_tokens: largest number of new tokens of each prompt.
@@ -217,8 +225,8 @@ def evaluate(
     the same call.
 
     Args:
-      source: the workdir of a run, a Hugging Face directory, or the `Result` of `train.run` or `load`.
-      out: directory of predictions and scores. None: `evals` in the workdir.
+      source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of `train.run` or `load`.
+      out: directory of predictions and scores. None: `evals` in the workdir, and runs/NAME/evals for a hub id.
       step, mesh: as in `load`; only with a path.
       report: called with each score.
       settings: fields of `jaxlc.config.EvalsConfig`:
@@ -243,9 +251,10 @@ def evaluate(
 
     checked, target = eval_settings(settings), local_path(out) if out else None
     result = _loaded(source, step, mesh)
-    from jaxlc.evals.evaluate_run import evaluate_run
+    from jaxlc.evals.evaluate_run import evaluate_run, results_directory
 
-    return evaluate_run(result, checked, target or result.workdir / "evals", report or (lambda row: None))
+    directory = target or results_directory(result.workdir if result is source else source)
+    return evaluate_run(result, checked, directory, report or (lambda row: None))
 
 
 def export(

@@ -50,7 +50,7 @@ def export(
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    return run_main(_export, argv, description=__doc__, flags=Flags)
+    return run_main(_export, argv, description=__doc__, flags=Flags, interrupted="interrupted; nothing was written")
 
 
 def _export(command: ParsedCommand[Flags]) -> int:

@@ -38,7 +38,8 @@ class Flags(StageFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns its status: 1 if nothing fits, 130 after Ctrl-C."""
-    return run_main(_recommend, argv, description=__doc__, flags=Flags, base=base_config)
+    kept = "interrupted; compiled steps are kept, and the same command resumes"
+    return run_main(_recommend, argv, description=__doc__, flags=Flags, base=base_config, interrupted=kept)
 
 
 def _recommend(command: ParsedCommand[Flags]) -> int:

@@ -54,7 +54,8 @@ def load(path: str | Path) -> "Ranking":
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status, 130 after Ctrl-C."""
-    return run_main(_sweep, argv, description=__doc__, flags=Flags)
+    kept = "interrupted; finished points are kept, and the same command resumes"
+    return run_main(_sweep, argv, description=__doc__, flags=Flags, interrupted=kept)
 
 
 def _sweep(command: ParsedCommand[Flags]) -> int:

@@ -43,6 +43,8 @@ def existing_step(directory: Path, step: int | None) -> int:
       UserError: `directory` has no committed checkpoint of that step, or none at all.
     """
     steps = committed_steps(directory)
+    if not directory.parent.exists():
+        raise UserError(f"{directory.parent} does not exist: pass the workdir of a run")
     if not steps:
         raise UserError(f"no checkpoint in {directory}: pass the workdir of a run, which has a directory checkpoints/")
     if step is not None and step not in steps:

@@ -24,6 +24,7 @@ from jaxlc.config.settings import Settings
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
 from jaxlc.config.values import as_argument, typed
+from jaxlc.core import interrupts
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 from jaxlc.core.suggestions import did_you_mean
@@ -87,6 +88,7 @@ def run_main(
     description: str | None,
     flags: type[VerbFlags] = ConfigFlags,
     base: Base | None = None,
+    interrupted: str = "interrupted",
 ) -> int:
     """Parses `argv`, runs `main`, and returns the exit status: 2 after a UserError, 130 after Ctrl-C.
 
@@ -94,18 +96,19 @@ def run_main(
 
     Args:
       flags, base: see `parse`.
+      interrupted: printed after Ctrl-C: what is kept. A KeyboardInterrupt with a message replaces it.
     """
     try:
-        if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
-            print(help_text(description or "", flags, [arg for arg in argv[1:] if arg in HELP_SECTIONS]))
-            return 0
-        return main(parse(argv, flags=flags, base=base))
+        with interrupts.handled(interrupted):
+            if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
+                print(help_text(description or "", flags, [arg for arg in argv[1:] if arg in HELP_SECTIONS]))
+                return 0
+            return main(parse(argv, flags=flags, base=base))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        print(str(interrupt) or "interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return interrupts.end(interrupt)
     except BrokenPipeError:  # the reader of the output ended, as in `jaxlc plan --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
         return 128 + signal.SIGPIPE

@@ -46,7 +46,7 @@ def _resolved(values: dict[str, Any], overrides: Iterable[str]) -> tuple[Stage, 
     """The stages of a config that has some."""
     changes: dict[str, dict[str, Any]] = values.pop("stages")
     used = [path for path in overrides if not path.startswith("stages.")]
-    if values.get("data", {}).get("sources", DataConfig().sources) != DataConfig().sources:
+    if values.get("data", {}).get("sources", ()) not in ((), DataConfig().sources):
         used.append("data.sources")
     for path in used:
         check_used(changes, path)

@@ -36,7 +36,8 @@ class Flags(ConfigFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status."""
-    return run_main(_run, argv, description=__doc__, flags=Flags)
+    kept = "interrupted; tokenized sources are kept in config.data.cache_dir, and the same command resumes"
+    return run_main(_run, argv, description=__doc__, flags=Flags, interrupted=kept)
 
 
 def _run(command: ParsedCommand[Flags]) -> int:

@@ -29,7 +29,7 @@ _SETTINGS = (  # flags that are settings of jaxlc.config.EvalsConfig
 class Flags(VerbFlags):
     positional: ClassVar[tuple[str, ...]] = ("sources",)
 
-    sources: tuple[str, ...]  # workdir of a run, or a Hugging Face directory; or several
+    sources: tuple[str, ...]  # workdir of a run, Hugging Face directory or hub id; or several
     tasks: tuple[str, ...] = (NEEDLE,)  # needle, passkey, loss, ruler, or tasks of RULER, separated by commas
     lengths: tuple[Tokens, ...] = ()  # context lengths in tokens, such as 4096,65536,1M
     num_examples: int = 20  # examples of each task, length and depth; documents of loss
@@ -44,7 +44,7 @@ class Flags(VerbFlags):
     chat: bool = False  # prompts are messages of a user in the chat template of the model
     batch_size: int = 1  # examples that are computed together
     seed: int = 42  # random seed of the examples
-    out: str = ""  # directory of the results; default: SOURCE/evals
+    out: str = ""  # directory of the results; default: SOURCE/evals, and runs/NAME/evals for a hub id
     step: tuple[int, ...] = ()  # checkpoints to use, separated by commas; default: the latest
     mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
     simulated_devices: int = 0  # number of CPU devices to simulate
@@ -52,7 +52,8 @@ class Flags(VerbFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    return run_main(_evaluate, argv, description=__doc__, flags=Flags)
+    kept = "interrupted; finished predictions are kept, and the same command resumes"
+    return run_main(_evaluate, argv, description=__doc__, flags=Flags, interrupted=kept)
 
 
 def _evaluate(command: ParsedCommand[Flags]) -> int:
@@ -95,10 +96,14 @@ def _directories(sources: Sequence[str], out: str) -> list[Path]:
     Raises:
       UserError: a directory is not writable.
     """
-    paths = [local_path(source) for source in sources]
-    directories = _directories_in(local_path(out), sources) if out else [path / "evals" for path in paths]
-    for directory, path in zip(directories, paths, strict=True):
-        if out or path.is_dir():  # another source is refused later
+    from jaxlc.evals.evaluate_run import results_directory
+
+    if out:
+        directories = _directories_in(local_path(out), sources)
+    else:
+        directories = [results_directory(source) for source in sources]
+    for directory in directories:
+        if out or directory.parent.is_dir():  # another source is refused later
             make_writable(directory, "use a different directory, with --out")
     return directories
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import LOSS
+from jaxlc.core.paths import local_path
 from jaxlc.evals.cases import text_cases
 from jaxlc.evals.document_loss import TokenLosses, evaluate_loss
 from jaxlc.evals.example import Example
@@ -84,6 +85,12 @@ class EvaluatedModel:
         ids = [self.encode(example.prompt, example.answer_prefix) for example in examples]
         generations = self.generator()(ids, max_tokens=new_tokens, stop_ids=self.stop_ids)
         return [generation.text for generation in generations]
+
+
+def results_directory(source: str | Path) -> Path:
+    """The default directory of the results for a workdir, a Hugging Face directory, or a hub id."""
+    path = local_path(source)
+    return (path if path.exists() else Path("runs") / path.name) / "evals"
 
 
 def evaluate_run(result: Result, settings: EvalsConfig, out: Path, report: Report = lambda row: None) -> list[ScoreRow]:

@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
+from jaxlc.core.progress_lines import progress_lines
 from jaxlc.evals.example import Example
 from jaxlc.evals.scoring import Score, cleaned, score_of
 
@@ -53,13 +54,15 @@ class ResultFile:
         is_primary = jax.process_index() == 0
         if is_primary and missing:
             self._start("" if is_replaced else text)
-        for first in range(0, len(missing), batch_size):
-            indices = missing[first : first + batch_size]
-            made = [dict(index=index) | row for index, row in zip(indices, make_rows(indices), strict=True)]
-            rows |= {row["index"]: row for row in made}
-            if is_primary:
-                with self.path.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in made)
+        with progress_lines(self.path.stem, is_shown=is_primary) as update:
+            for first in range(0, len(missing), batch_size):
+                indices = missing[first : first + batch_size]
+                made = [dict(index=index) | row for index, row in zip(indices, make_rows(indices), strict=True)]
+                rows |= {row["index"]: row for row in made}
+                if is_primary:
+                    with self.path.open("a") as file:
+                        file.writelines(json.dumps(row) + "\n" for row in made)
+                update(first + len(indices), len(missing))
         return [rows[index] for index in range(num_rows)]
 
     def _start(self, text: str) -> None:

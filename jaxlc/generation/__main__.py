@@ -24,7 +24,7 @@ class Flags(VerbFlags):
     positional: ClassVar[tuple[str, ...]] = ("source",)
     moved: ClassVar[Mapping[str, str]] = {name: f"--plan --{name}" for name in _PLAN_FLAGS}
 
-    source: str  # workdir of a run, or a Hugging Face directory
+    source: str  # workdir of a run, Hugging Face directory or hub id
     prompt: str | None = None  # text to continue
     prompt_file: str = ""  # file with the text to continue; -: standard input
     max_tokens: int = 256  # largest number of new tokens

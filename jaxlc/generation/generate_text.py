@@ -57,6 +57,7 @@ def generate_text(
         stop_ids=stop_ids(result.tokenizer, result.workdir),
         chunk_tokens=chunk_tokens,
         stream=stream,
+        shows_progress=True,
     )
 
 

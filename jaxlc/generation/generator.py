@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.core.errors import UserError
+from jaxlc.core.progress_lines import Update, no_progress, progress_lines
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.cache import CacheLayout, empty_cache, layout_for
 from jaxlc.generation.cached_attention import NewTokens
@@ -68,6 +69,7 @@ class Generator:
         stop_ids: Sequence[int] = (),
         chunk_tokens: int = 0,
         stream: Stream | None = None,
+        shows_progress: bool = False,
     ) -> list[Generation]:
         """Continues all prompts as one batch.
 
@@ -78,6 +80,7 @@ class Generator:
           stop_ids: token ids that end a continuation.
           chunk_tokens: tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
           stream: called with new text as soon as it is known.
+          shows_progress: print lines on stderr while long prompts are computed.
         Raises:
           UserError: a prompt has no tokens, or an id that is not in the vocabulary; a number is out of range.
         """
@@ -88,7 +91,9 @@ class Generator:
         if not prompts:
             return []
         batch = _Batch(self, prompts, max_tokens, chunk_tokens)
-        logits_BV = batch.prefill()
+        is_shown = shows_progress and jax.process_index() == 0
+        with progress_lines("reading the prompt", is_shown=is_shown) as progress:
+            logits_BV = jax.block_until_ready(batch.prefill(progress))
         outputs = [_Output(self.tokenizer, stop, stop_ids, max_tokens, len(prompt)) for prompt in prompts]
         while True:
             tokens_B, log_probs_B = batch.choose(logits_BV, sampling)
@@ -131,13 +136,17 @@ class _Batch:
         self._cache = empty_cache(cached_step.abstract_cache(layout, len(self._prompts)))
         self._num_tokens_B = np.zeros(len(self._prompts), np.int32)  # in the cache
 
-    def prefill(self) -> jax.Array:
+    def prefill(self, progress: Update = no_progress) -> jax.Array:
         """Runs all prompts; returns the logits of the first new token, float32 [B, V]."""
-        logits_BV = None
+        logits_BV = previous_BV = None
         lengths_B = np.array([len(prompt) for prompt in self._prompts], np.int32)
         for first in range(0, int(lengths_B.max()), self._chunk_tokens):
             new_B = np.clip(lengths_B - first, 0, self._chunk_tokens)
             chunk_logits_BV = self._run([prompt[first : first + self._chunk_tokens] for prompt in self._prompts], new_B)
+            if previous_BV is not None:  # the devices compute this chunk while the next one is prepared
+                previous_BV.block_until_ready()
+                progress(first, int(lengths_B.max()))
+            previous_BV = chunk_logits_BV
             ends_B1 = ((new_B > 0) & (lengths_B <= first + self._chunk_tokens))[:, None]
             logits_BV = chunk_logits_BV if logits_BV is None else jnp.where(ends_B1, chunk_logits_BV, logits_BV)
         return logits_BV

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.interrupts import end_process
 from jaxlc.runtime.connection import Connection, Member, Message
 from jaxlc.runtime.rendezvous import Say, gather, join
 
@@ -144,7 +145,7 @@ def report_failure(error: BaseException) -> None:
 def exit_process(status: int) -> NoReturn:
     """Ends this process; after `report_failure` without JAX's exit handler, which waits for the other processes."""
     if _link is not None and _link.has_failed:
-        _exit_now(status)
+        end_process(status)
     sys.exit(status)
 
 
@@ -155,7 +156,7 @@ def _end(text: str, status: int) -> None:
         hint = f"start all processes again ({error})"
     with contextlib.suppress(OSError, ValueError):
         print(f"error: {text}; {hint}", file=sys.stderr, flush=True)
-    _exit_now(status)
+    end_process(status)
 
 
 def _at_exit() -> None:
@@ -164,15 +165,7 @@ def _at_exit() -> None:
         _link.close()
     else:  # an exception that nothing caught
         _link.close(failure=_text_of(sys.last_value))
-        _exit_now(1)
-
-
-def _exit_now(status: int) -> NoReturn:
-    """Ends the process while other threads may be inside a collective."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # such as a pipe whose reader has ended
-            stream.flush()
-    os._exit(status)
+        end_process(1)
 
 
 def _text_of(error: BaseException) -> str:

@@ -27,10 +27,16 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """
     devices = jax.devices() if devices is None else devices
     if config.num_devices != len(devices):
+        is_larger = config.num_devices > len(devices)
+        way = (
+            f"on CPU call jaxlc.start(simulated_devices={config.num_devices}) before anything uses a device"
+            if is_larger
+            else f"pass devices=jax.devices()[:{config.num_devices}]"
+        )
         raise UserError(
-            f"the mesh {mesh_text(vars(config))} needs {count_text(config.num_devices, 'device')} but"
-            f" {len(devices)} are"
-            f" given; use a mesh of that size, or pass devices=jax.devices()[:{config.num_devices}]"
+            f"the mesh {mesh_text(vars(config))} needs {count_text(config.num_devices, 'device')} but the number of"
+            f" devices is {len(devices)}; use a mesh of {count_text(len(devices), 'device')}, such as"
+            f" context={len(devices)}, or {way}"
         )
     shape = tuple(vars(config)[axis] for axis in MESH_AXES)
     return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

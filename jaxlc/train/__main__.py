@@ -19,9 +19,8 @@ def main(command: ParsedCommand) -> int:
     try:
         return _run(command)
     except KeyboardInterrupt as interrupt:  # before the first step, after the last, or a second Ctrl-C
-        print(f"\ninterrupted; {_latest_checkpoint(Path(command.workdir))}", file=sys.stderr)
         peers.report_failure(interrupt)
-        return 130
+        raise KeyboardInterrupt(f"interrupted; {_latest_checkpoint(Path(command.workdir))}") from None
     except Exception as error:
         peers.report_failure(error)
         raise
@@ -51,4 +50,5 @@ def _latest_checkpoint(workdir: Path) -> str:
 
 
 if __name__ == "__main__":
-    peers.exit_process(run_main(main, sys.argv, description=__doc__))
+    kept = "interrupted; the same command resumes from the latest checkpoint, if there is one"
+    peers.exit_process(run_main(main, sys.argv, description=__doc__, interrupted=kept))

@@ -40,8 +40,8 @@ class StageRun(Outputs):
         """Computes the held-out loss and writes it to metrics.jsonl, if there are held-out sequences."""
         if self.stage.evaluator is None:
             return position
-        with self.progress.spinner("evaluating"):
-            evaluation = self.stage.evaluator(position.state.params)
+        with self.progress.progress_bar("evaluating") as update:
+            evaluation = self.stage.evaluator(position.state.params, update)
         self.metrics.write(step=position.step, eval_loss=evaluation.loss)
         self.callbacks("on_evaluation", position.step, evaluation)
         return replace(position, evaluation=evaluation)
@@ -81,9 +81,11 @@ class StageRun(Outputs):
         evaluation, evaluator, data = end.evaluation, self.stage.evaluator, self.stage.data
         if stop is Stop.DONE:
             if evaluator is not None:
-                evaluation = evaluation or evaluator(end.state.params)
-                with self.progress.spinner("evaluating with limited context"):
-                    evaluation = evaluator.with_context_gain(end.state.params, evaluation)
+                if evaluation is None:
+                    with self.progress.progress_bar("evaluating") as update:
+                        evaluation = evaluator(end.state.params, update)
+                with self.progress.progress_bar("evaluating with limited context") as update:
+                    evaluation = evaluator.with_context_gain(end.state.params, evaluation, update)
             if jax.process_index() == 0:
                 baselines = data.baselines(self.stage.config)
                 num_tokens = num_tokens_until(stages, end.step)

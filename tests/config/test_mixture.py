@@ -95,7 +95,7 @@ def test_mixture_invalid_assignment_is_refused_at_once():
             change()
 
 
-def test_mixture_with_sources_or_without_shares_is_refused():
+def test_mixture_with_sources_or_without_shares_is_refused(tmp_path):
     settings = settings_with(a=dict(paths="x", share=0))
     with pytest.raises(UserError, match="all shares of config.data.mixture are 0"):
         load(settings)
@@ -107,5 +107,19 @@ def test_mixture_with_sources_or_without_shares_is_refused():
         load(settings)
     settings = settings_with()
     settings.data.sources = "x"
-    with pytest.raises(UserError, match="are both set"):
+    with pytest.raises(UserError, match=r"are both set: .* clear them with (--config.data.sources=)$") as error:
         load(settings)
+    config, mixture = tmp_path / "sources.py", "--config.data.mixture.a.paths=x"
+    config.write_text(
+        "from jaxlc.config import defaults\n"
+        "def get_config(variant):\n"
+        "    config = defaults()\n"
+        "    config.data.sources = 'x'\n"
+        "    return config\n"
+    )
+    clear = str(error.value).rpartition(" ")[2]
+    assert parse(["", f"--config={config}", mixture, clear]).config.data.sources == ()
+    with pytest.raises(UserError, match="are both set"):
+        parse(["", f"--config={config}", mixture])
+    with pytest.raises(UserError, match=r"config.data.sources is empty"):
+        parse(["", f"--config={config}", clear])

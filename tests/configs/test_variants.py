@@ -107,6 +107,21 @@ def test_check_num_devices_names_commands_that_work():
         assert words in str(error.value)
 
 
+@pytest.mark.parametrize("check", ["check_variant(variant, ())", "0"])  # a config may ignore its variant
+def test_check_num_devices_of_a_config_without_a_small_variant_does_not_name_one(tmp_path, check):
+    path = tmp_path / "recommended.py"
+    path.write_text(
+        "from jaxlc.config import check_variant, defaults\n"
+        "def get_config(variant):\n"
+        f"    {check}\n"
+        "    config = defaults()\n"
+        "    config.runtime.topology, config.mesh.context = 'h100:1x8', 8\n"
+        "    return config\n"
+    )
+    with pytest.raises(UserError, match=r"`jaxlc plan --config=\S+ --topology=h100:1x8`$"):
+        check_num_devices(load(read_config(str(path))), 1, "the number of available devices is", str(path))
+
+
 def test_train_on_other_devices_names_commands_that_work(tmp_path):
     output = runs.train_elsewhere("64k", tmp_path, status=2)
     assert "needs 8 devices but the number of available devices is 1" in output

@@ -11,6 +11,11 @@ PUBLISHED = {
     "llama3.2-3b": 3_212_749_824,
     "llama3.1-8b": 8_030_261_248,
     "llama3.1-70b": 70_553_706_496,
+    "llama3.3-70b": 70_553_706_496,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_248_023_552,
     "gemma3-12b": 11_766_034_176,
@@ -21,6 +26,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_num_params_of_presets_equals_published(name):
+    assert PUBLISHED.keys() == PRESETS.keys() - {"tiny"}
     assert num_params(PRESETS[name]) == PUBLISHED[name]
 
 

@@ -100,6 +100,10 @@ def test_tokenizer_end_token_of_tokenizer_config_is_used(tmp_path: Path, eos_tok
     assert load_tokenizer(str(tmp_path)).end_of_document_id == 8
     write_tokenizer(tmp_path / "tokenizer.json", "<stop>", "</s>")
     assert load_tokenizer(str(tmp_path)).end_of_document_id == 8  # a usual name comes first
+    for garbage in ("{", "[]"):
+        (tmp_path / "tokenizer_config.json").write_text(garbage)
+        with pytest.raises(UserError, match=r"cannot read '.*tokenizer_config.json' \(.*\); download it again"):
+            load_tokenizer(str(tmp_path))
 
 
 def test_tokenizer_unusable_file_is_refused(tmp_path: Path):

@@ -59,7 +59,10 @@ def test_prefill_and_decode_equal_one_forward_pass(mesh, model, one_device):
     num_decoded = [min(NUM_DECODED, len(tokens) - 1) for tokens in sequences]
     prompts = [tokens[: len(tokens) - count] for tokens, count in zip(sequences, num_decoded)]
     batch = _Batch(generator, prompts, max_tokens=NUM_DECODED, chunk_tokens=64)
-    logits = [np.asarray(batch.prefill())]
+    progress = []
+    logits = [np.asarray(batch.prefill(lambda *done: progress.append(done)))]
+    longest = max(map(len, prompts))
+    assert progress == [(first, longest) for first in range(64, longest, 64)]
     for index in range(NUM_DECODED):
         following = [tokens[min(len(p) + index, len(tokens) - 1)] for tokens, p in zip(sequences, prompts)]
         logits.append(np.asarray(batch.decode(np.array(following))))

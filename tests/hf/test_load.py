@@ -1,10 +1,14 @@
 """Hugging Face directories: values on a mesh, bytes read, and errors for bad input."""
 
+import contextlib
 import dataclasses
 import importlib.machinery
+import itertools
 import json
 import math
+import re
 import sys
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -13,6 +17,7 @@ import pytest
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
+import jaxlc
 import jaxlc.train
 from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load, with_settings
@@ -20,6 +25,8 @@ from jaxlc.config.models.config_json import settings_of
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.core import extras
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.evals.evaluate_run import results_directory
+from jaxlc.generation.__main__ import mesh_sizes
 from jaxlc.hf.load import layouts_of, paths_of, read_shard
 from jaxlc.hf.safetensors_files import TensorFiles
 from jaxlc.models import decoder
@@ -204,6 +211,38 @@ def test_config_json_unsupported_field_raises(case, changes, words, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("hidden_size", "32", "has hidden_size='32': expected an integer, at least 1"),
+        ("rope_theta", [10000], "has rope_theta=[10000]: expected a number"),
+        ("tie_word_embeddings", "no", "has tie_word_embeddings='no': expected true or false"),
+        ("rope_scaling.factor", "8", "has rope_scaling.factor='8': expected a number"),
+        ("rope_scaling", "llama3", "has rope_scaling='llama3': expected an object"),
+    ],
+)
+def test_config_json_wrong_type_names_the_field(path, value, words):
+    with pytest.raises(UserError, match=re.escape(f"a/config.json {words}")):
+        settings_of(_changed(CASES["llama"].config, path.split("."), value), "a/config.json")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_json_with_any_value_raises_no_other_error(case):
+    """Every field of every family with a value of every type: a UserError, or the model is unchanged or has it."""
+    config = CASES[case].config
+    paths = [[name] for name in config]
+    paths += [[name, inner] for name, value in config.items() if isinstance(value, dict) for inner in value]
+    for path, value in itertools.product(paths, ("32", [1], {"a": 1}, True, 1.5, 0, -1, "", [], {}, [None])):
+        with contextlib.suppress(UserError):
+            settings_of(_changed(config, path, value), "config.json")
+
+
+def _changed(config, path, value):
+    """A copy of `config` with another value of a field, or of a field of an object in it."""
+    name, *inner = path
+    return config | {name: _changed(config[name], inner, value) if inner else value}
+
+
 LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
     "mistral": (dict(), ("sliding",), 4096),  # the window that transformers uses without the field
     "gemma3_text": (dict(sliding_window=512), (*["sliding"] * 5, "full"), 512),
@@ -380,13 +419,16 @@ def test_hub_id_downloads_the_weights_only_to_load_them(tmp_path, monkeypatch):
     assert not any("*.safetensors" in patterns for patterns in hub.requests)
     loaded("org/tiny")
     assert "*.safetensors" in hub.requests[-1]
+    assert jaxlc.load("org/tiny").workdir == tmp_path / "cache"
+    assert results_directory("org/tiny") == Path("runs/tiny/evals")
+    assert results_directory("cache") == Path("cache/evals")
 
 
 def test_hub_that_cannot_be_reached_raises_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", FakeHub(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        UserError, match=r"cannot download model.init_from 'org/other' \(ConnectionError: Cannot"
+        UserError, match=r"cannot download config.model.init_from 'org/other' \(ConnectionError: Cannot"
     ) as error:
         config_of("org/other")
     assert "\n" not in str(error.value)
@@ -407,3 +449,15 @@ def test_init_from_without_a_model_raises(name, words, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="invalid value .* for config.model.init_from") as error:
         config_of(name)
     assert words in str(error.value)
+
+
+def test_load_of_a_directory_on_every_mesh_that_divides_the_model(tmp_path):
+    """The default of data.seq_len, which a directory does not have, is no limit."""
+    directory = write_model(tmp_path / "model", "llama")
+    loss = jaxlc.load(directory).model.loss("abc def ghi")
+    assert jaxlc.load(directory, mesh=dict(context=3)).model.loss("abc def ghi") == pytest.approx(loss, rel=1e-3)
+    with pytest.raises(UserError, match="the model does not split over the mesh .*num_heads=4 ") as error:
+        jaxlc.load(directory, mesh=dict(context=2, tensor=3))
+    advice = re.search(r"use another mesh, such as --mesh=(\S+) \(in Python mesh=dict\((.*)\)\)$", str(error.value))
+    sizes = mesh_sizes(advice[1])
+    assert jaxlc.load(directory, mesh=sizes).mesh.size == 6 and advice[2] == ", ".join(advice[1].split(","))

@@ -13,20 +13,10 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
 from jaxlc.core.flops import num_params
 from jaxlc.models import decoder
 from jaxlc.sharding.rules import is_vector, storage_spec
+from tests.core.test_flops import PUBLISHED
 from tests.models.small import B, T, plain_llama, run, small_inputs, small_mesh, small_model, small_params
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
-PUBLISHED = {
-    "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824,
-    "llama3.1-8b": 8_030_261_248,
-    "llama3.1-70b": 70_553_706_496,
-    "qwen3-8b": 8_190_735_360,
-    "mistral-7b": 7_248_023_552,
-    "gemma3-12b": 11_766_034_176,
-    "olmo3-7b": 7_298_011_136,
-    "olmo3-32b": 32_233_522_176,
-}
 VARIANTS = {
     "tied": dict(),
     "untied": dict(

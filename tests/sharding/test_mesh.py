@@ -1,10 +1,13 @@
 """The mesh: axes, order of devices, and a wrong number of devices."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+import jaxlc
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
@@ -25,9 +28,11 @@ def test_make_mesh_uses_given_devices():
     np.testing.assert_array_equal(make_mesh(MeshConfig(data=2), devices).devices.flat, devices)
 
 
-def test_make_mesh_wrong_number_of_devices_is_refused():
-    with pytest.raises(
-        UserError,
-        match=r"context=4 x tensor=1 needs 4 devices but 2 are given; use a mesh of that size, or pass devices=",
-    ):
-        make_mesh(MeshConfig(context=4), jax.devices()[:2])
+def test_make_mesh_of_another_size_gives_advice_that_works():
+    with pytest.raises(UserError, match=r"context=4 .* the number of devices is 8; .* such as context=8, or") as error:
+        jaxlc.make_mesh(context=4)
+    devices = re.search(r"pass devices=(jax.devices\(\)\[:4\])$", str(error.value))[1]
+    assert jaxlc.make_mesh(context=4, devices=eval(devices)).shape["context"] == 4
+    assert jaxlc.make_mesh(context=8).shape["context"] == 8
+    with pytest.raises(UserError, match=r"is 8; .*, or on CPU call jaxlc.start\(simulated_devices=16\) before any"):
+        make_mesh(MeshConfig(context=16))

@@ -115,7 +115,11 @@ def test_context_gain_of_model_equals_loss_of_cut_documents(axes):
     step = small_step(small_config(mesh=axes, **config))
     evaluator = Evaluator(step, sequences, 2)
     params = put_params(step, params)
-    evaluation = evaluator.with_context_gain(params, evaluator(params))
+    progress = []
+    evaluation = evaluator(params, lambda *done: progress.append(done))
+    evaluation = evaluator.with_context_gain(params, evaluation, lambda *done: progress.append(done))
+    assert {total for _, total in progress} == {2, 4} and progress[-1] == (4, 4)
+    assert (2, 2) in progress and sorted(progress, key=lambda x: x[::-1]) == progress
     full = evaluation.documents.loss[[0, 2], np.flatnonzero(evaluation.edges == 512)[0] :].sum(1)
     expected = np.array([limited[0] + limited[1], limited[2]]) - full
     np.testing.assert_allclose(evaluation.context_gain.documents.loss.sum(1), expected, rtol=1e-3)

@@ -55,4 +55,4 @@ def test_train_interrupted_outside_loop_names_latest_checkpoint(tmp_path, monkey
     config = runs.write_config(tmp_path)
     assert run_main(main, ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'run'}"], description="") == 130
     stderr = capsys.readouterr().err
-    assert stderr.startswith("\ninterrupted; ") and words in stderr
+    assert stderr.startswith("interrupted; ") and words in stderr

@@ -1,9 +1,12 @@
 import io
+import time
 
 import pytest
 from rich.console import Console
 
-from jaxlc.train.reports.progress import Progress, _duration_text, flops_text
+from jaxlc.core import progress_lines
+from jaxlc.core.counts import duration_text
+from jaxlc.train.reports.progress import Progress, flops_text
 
 ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, learning_rate=1e-3)
 
@@ -59,6 +62,15 @@ def test_progress_to_pipe_prints_plain_text(capsys, monkeypatch):
     assert len(lines) == 4
 
 
+def test_progress_bar_without_terminal_prints_lines_of_long_work(monkeypatch):
+    monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0.02)
+    progress, out = make_progress()
+    with progress, progress.spinner("compiling"), progress.progress_bar("evaluating") as update:
+        update(1, 2)
+        time.sleep(0.05)
+    assert out.getvalue().startswith("evaluating: 50%, 0:00 left\n") and "compiling" not in out.getvalue()
+
+
 def test_compiling_prints_seconds(clock):
     progress, out = make_progress()
     with progress, progress.compiling("the training step"):
@@ -112,4 +124,4 @@ def testflops_text(value, text):
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3 * 3600 + 62, "3:01:02")])
 def test_duration_text(seconds, text):
-    assert _duration_text(seconds) == text
+    assert duration_text(seconds) == text

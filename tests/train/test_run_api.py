@@ -205,9 +205,13 @@ def test_load_of_earlier_step_has_its_parameters_and_history(result):
         (dict(mesh=dict(contxt=2)), "unknown mesh axis 'contxt': expected data, fsdp, context, tensor"),
         (
             dict(mesh=dict(context=16)),
-            "the mesh of the run has 16 devices, and 8 are available: .* simulated_devices=16",
+            r"the mesh has 16 devices, and the number of available devices is 8: use .* --mesh=context=1 .*"
+            r" --simulated_devices=16 \(in Python, at the start, jaxlc.start\(simulated_devices=16\)\)",
         ),
-        (dict(mesh=dict(context=3)), r"does not split over the mesh .*context=3.* such as mesh=dict\(context=2\)"),
+        (
+            dict(mesh=dict(context=3)),
+            r"does not split over the mesh .*context=3.* such as --mesh=context=2 \(in Python mesh=dict\(",
+        ),
     ],
 )
 def test_load_with_invalid_arguments_names_the_choices(result, arguments, message):

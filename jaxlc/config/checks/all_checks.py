@@ -96,13 +96,16 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def _data_problems(config: Config) -> Iterator[str]:
-    if not config.data.sources:
+    if not config.data.sources and not config.data.mixture:
         yield "config.data.sources is empty: give files, directories, glob patterns, or 'python-stdlib'"
     for name, sources in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
         if "" in sources:
             yield f"config.data.{name} is {sources}, with an empty name in it; remove the empty name"
-    if config.data.mixture and config.data.sources != DataConfig().sources:
-        yield "config.data.sources and config.data.mixture are both set: add the sources to the mixture, as a source"
+    if config.data.mixture and config.data.sources not in ((), DataConfig().sources):
+        yield (
+            "config.data.sources and config.data.mixture are both set: add the sources to the mixture, as a source, or"
+            " clear them with --config.data.sources="
+        )
     yield from mixture_problems(config.data)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from jaxlc.config.files import read_config
 from jaxlc.config.frozen import Config
 from jaxlc.config.schema import MeshConfig
 from jaxlc.core.axes import MESH_AXES, mesh_text
@@ -26,10 +27,11 @@ def check_num_devices(config: Config, num_devices: int, there_are: str, config_p
     sizes = mesh_text(_sizes(config.mesh))
     problem = f"the mesh {sizes} needs {count_text(config.mesh.num_devices, 'device')} but {there_are} {num_devices}"
     if config.runtime.topology and config_path:
+        small = f"{config_path.partition(':')[0]}:mini"
+        run_small = f", or run a small version with `jaxlc train --config={small}`" if _runs_anywhere(small) else ""
         raise UserError(
             f"{problem}; the config is made for {config.runtime.topology}: run it there, or compile it ahead of time"
-            f" with `jaxlc plan --config={config_path} --topology={config.runtime.topology}`, or run a small"
-            f" version with `jaxlc train --config={config_path.partition(':')[0]}:mini`"
+            f" with `jaxlc plan --config={config_path} --topology={config.runtime.topology}`{run_small}"
         )
     mesh = working_mesh(config, num_devices)
     ways = [] if mesh is None else [mesh_overrides(config.mesh, mesh)]
@@ -37,6 +39,14 @@ def check_num_devices(config: Config, num_devices: int, there_are: str, config_p
         ways.append(f"--config.runtime.simulated_devices={config.mesh.num_devices}, on CPU")
     advice = f"use {', or '.join(ways)}" if ways else "no mesh of either size divides this model and batch"
     raise UserError(f"{problem}; {advice}")
+
+
+def _runs_anywhere(config_path: str) -> bool:
+    """Whether a config file has this variant, and it is made for no particular GPUs."""
+    try:
+        return not read_config(config_path).runtime.topology
+    except UserError:
+        return False
 
 
 def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:

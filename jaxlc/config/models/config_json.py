@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, Family
+from jaxlc.config.models.json_types import check_types
 from jaxlc.config.models.layer_groups import repeating_group
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
@@ -67,9 +68,10 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
       config: the content of config.json.
       where: its path, for errors.
     Raises:
-      UserError: a field is missing or has an invalid value.
+      UserError: a field is missing or has an invalid value or type.
       Unsupported: the decoder does not compute this model; the message names the field.
     """
+    check_types(config, where)
     family = _family_of(config, where)
     _check_fields(config, family, where)
     defaults = {**_DEFAULTS, **family.defaults}

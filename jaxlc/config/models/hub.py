@@ -18,17 +18,18 @@ def is_model_id(name: str) -> bool:
     return _MODEL_ID.fullmatch(name) is not None
 
 
-def download(repo_id: str, *, with_weights: bool) -> Path:
+def download(repo_id: str, what: str, *, with_weights: bool) -> Path:
     """The directory of the model in the cache of the hub; downloads the files that the cache lacks.
 
     Args:
       repo_id: ORGANIZATION/NAME.
+      what: the setting or argument that names it, for errors.
       with_weights: False: the description of the model only.
     Raises:
       UserError: the package is missing, the hub cannot be reached, or it has no such model.
     """
     patterns = [*DESCRIPTION_FILES, *(WEIGHT_FILES if with_weights else ())]
-    return _download(repo_id, patterns, "model.init_from", "model")
+    return _download(repo_id, patterns, what, "model")
 
 
 def download_tokenizer(repo_id: str) -> Path:

@@ -27,6 +27,22 @@ _OLMO3: dict[str, Any] = dict(
     rope_scaling_original_tokens=8192,
     **FAMILIES["olmo3"].settings,
 )
+_LLAMA_70B: dict[str, Any] = dict(
+    num_layers=80,
+    model_dim=8192,
+    num_heads=64,
+    num_kv_heads=8,
+    ffn_dim=28_672,
+    tie_embeddings=False,
+    **{**_LLAMA_3, **_LLAMA_3_1},
+)
+_QWEN2_5: dict[str, Any] = dict(
+    vocab_size=152_064,
+    head_dim=128,
+    tie_embeddings=False,
+    rope_theta=1_000_000.0,
+    **FAMILIES["qwen2"].settings,
+)
 
 _PRESETS = (
     ModelConfig(
@@ -72,15 +88,47 @@ _PRESETS = (
         tie_embeddings=False,
         **{**_LLAMA_3, **_LLAMA_3_1},
     ),
+    ModelConfig(preset="llama3.1-70b", **_LLAMA_70B),
+    ModelConfig(preset="llama3.3-70b", **_LLAMA_70B),  # meta-llama/Llama-3.3-70B-Instruct
     ModelConfig(
-        preset="llama3.1-70b",
+        preset="qwen2.5-7b",  # Qwen/Qwen2.5-7B
+        num_layers=28,
+        model_dim=3584,
+        num_heads=28,
+        num_kv_heads=4,
+        ffn_dim=18_944,
+        norm_epsilon=1e-6,
+        **_QWEN2_5,
+    ),
+    ModelConfig(
+        preset="qwen2.5-14b",  # Qwen/Qwen2.5-14B
+        num_layers=48,
+        model_dim=5120,
+        num_heads=40,
+        num_kv_heads=8,
+        ffn_dim=13_824,
+        norm_epsilon=1e-5,
+        **_QWEN2_5,
+    ),
+    ModelConfig(
+        preset="qwen2.5-32b",  # Qwen/Qwen2.5-32B
+        num_layers=64,
+        model_dim=5120,
+        num_heads=40,
+        num_kv_heads=8,
+        ffn_dim=27_648,
+        norm_epsilon=1e-5,
+        **_QWEN2_5,
+    ),
+    ModelConfig(
+        preset="qwen2.5-72b",  # Qwen/Qwen2.5-72B
         num_layers=80,
         model_dim=8192,
         num_heads=64,
         num_kv_heads=8,
-        ffn_dim=28_672,
-        tie_embeddings=False,
-        **{**_LLAMA_3, **_LLAMA_3_1},
+        ffn_dim=29_568,
+        norm_epsilon=1e-5,
+        **_QWEN2_5,
     ),
     ModelConfig(
         preset="qwen3-8b",

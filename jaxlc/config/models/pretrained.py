@@ -70,9 +70,7 @@ def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
     Raises:
       UserError: there is no such directory, or it contains no model.
     """
-    path = local_path(init_from)
-    if not path.exists() and hub.is_model_id(init_from):
-        path = hub.download(init_from, with_weights=with_weights)
+    path = find_directory(init_from, "config.model.init_from", with_weights=with_weights)
     if (path / CONFIG_FILE).is_file():
         return Pretrained(init_from=init_from, directory=path, is_run=False)
     if (path / "meta" / "metadata").is_file():
@@ -81,10 +79,30 @@ def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
     steps = [int(child.name) for child in checkpoints.iterdir() if child.name.isdigit()] if checkpoints.is_dir() else []
     if steps:
         return Pretrained(init_from=init_from, directory=checkpoints / str(max(steps)), is_run=True)
-    problem = f"{path} contains neither config.json nor checkpoints/" if path.exists() else f"{path} does not exist"
-    raise UserError(
-        f"invalid value {init_from!r} for config.model.init_from ({problem}): expected a Hugging Face directory with"
-        " config.json and safetensors files, the workdir of a run, or a hub id ORGANIZATION/NAME"
+    raise _no_model(init_from, "config.model.init_from", f"{path} contains neither config.json nor checkpoints/")
+
+
+def find_directory(name: str, what: str, *, with_weights: bool) -> Path:
+    """The directory `name`, or the copy of a model of the hub, which is downloaded if there is no such directory.
+
+    Args:
+      name: a path, or a hub id ORGANIZATION/NAME.
+      what: the setting or argument that has this value, for errors.
+    Raises:
+      UserError: there is no such directory, and no such model.
+    """
+    path = local_path(name)
+    if path.exists():
+        return path
+    if hub.is_model_id(name):
+        return hub.download(name, what, with_weights=with_weights)
+    raise _no_model(name, what, f"{path} does not exist")
+
+
+def _no_model(name: str, what: str, problem: str) -> UserError:
+    return UserError(
+        f"invalid value {name!r} for {what} ({problem}): expected a Hugging Face directory with config.json and"
+        " safetensors files, the workdir of a run, or a hub id ORGANIZATION/NAME"
     )
 
 

@@ -25,6 +25,7 @@ from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.paths import local_path
 from jaxlc.data.texts.chats import ASSISTANT
 from jaxlc.data.texts.records import BadRecord
+from jaxlc.data.tokens.tokenizers import read_tokenizer_config
 
 if TYPE_CHECKING:
     from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -220,7 +221,7 @@ def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplat
     Raises:
       UserError: there is no template, or it cannot be read.
     """
-    values = _tokenizer_config(tokenizer_file)
+    values = read_tokenizer_config(tokenizer_file.parent) if tokenizer_file else {}
     special_tokens = _special_tokens(values)
     if setting in TEMPLATES:
         return ChatTemplate(TEMPLATES[setting], special_tokens, f"the template {setting!r}")
@@ -242,21 +243,6 @@ def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplat
             f" Jinja file, or to {' or '.join(TEMPLATES)}"
         )
     return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")
-
-
-def _tokenizer_config(tokenizer_file: Path | None) -> dict[str, Any]:
-    """The content of tokenizer_config.json, empty if there is none.
-
-    Raises:
-      UserError: it cannot be read.
-    """
-    path = tokenizer_file and tokenizer_file.parent / "tokenizer_config.json"
-    if path is None or not path.exists():
-        return {}
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {str(path)!r} ({reason_of(error)}); download it again or remove it") from error
 
 
 def _special_tokens(values: dict[str, Any]) -> dict[str, str]:

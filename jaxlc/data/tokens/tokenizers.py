@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -192,9 +192,10 @@ class HuggingFaceTokenizer:
 
     def _usual_end_token(self, path: Path) -> str:
         """The end-of-document token of this tokenizer, or "" if it has none."""
-        special = self._special_tokens()
+        special, eos_token = self._special_tokens(), read_tokenizer_config(path.parent).get("eos_token")
         usual = next((token for token in _END_OF_DOCUMENT if token in special), "")
-        return usual or _eos_token(path.parent / "tokenizer_config.json")
+        eos_token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
+        return usual or (eos_token if isinstance(eos_token, str) else "")
 
     def _end_token_id(self, token: str) -> int:
         if not token:
@@ -238,11 +239,18 @@ def _read(path: Path) -> bytes:
         raise UserError(f"cannot read data.tokenizer {str(path)!r} ({reason_of(error)}); {advice}") from error
 
 
-def _eos_token(path: Path) -> str:
-    """The eos_token in a tokenizer_config.json, or "" if there is none."""
+def read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json, empty if there is none.
+
+    Raises:
+      UserError: it cannot be read, or is no JSON object.
+    """
+    path = directory / "tokenizer_config.json"
     try:
-        token = json.loads(path.read_bytes())["eos_token"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else ""
+        content = json.loads(path.read_bytes()) if path.exists() else {}
+        problem = "" if isinstance(content, dict) else "it is no JSON object"
+    except (OSError, ValueError) as error:
+        content, problem = {}, reason_of(error)
+    if problem:
+        raise UserError(f"cannot read {str(path)!r} ({problem}); download it again or remove it")
+    return content

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from jaxlc.core import html
 from jaxlc.core.axes import DATA, FSDP
+from jaxlc.core.progress_lines import Update, no_progress
 from jaxlc.data.sequences.loader import Sequences, batches
 from jaxlc.sharding.layout import natural_order
 from jaxlc.step.batch import BATCH_SPEC, Batch
@@ -99,12 +100,13 @@ class Evaluator:
         verify_evaluation(self._step, compiled)
         return compiled
 
-    def __call__(self, params) -> Evaluation:
-        losses = self._losses(params, self._heldout)
+    def __call__(self, params, progress: Update = no_progress) -> Evaluation:
+        """Evaluates `params`; `progress` is called with the number of sequences done and in total."""
+        losses = self._losses(params, self._heldout, progress)
         sums = concatenate([sum_documents(sequence, losses_S, self.edges) for sequence, losses_S in losses])
         return Evaluation(documents=sums, num_sequences=self.num_sequences)
 
-    def with_context_gain(self, params, evaluation: Evaluation) -> Evaluation:
+    def with_context_gain(self, params, evaluation: Evaluation, progress: Update = no_progress) -> Evaluation:
         """Adds the gain of full context to the evaluation of `params`, with two more passes over the sequences.
 
         The gain stays None if sequences have at most 512 tokens or no document is longer. Limited context is evaluated
@@ -115,8 +117,12 @@ class Evaluator:
         if config.data.seq_len <= PIECE_TOKENS or not config.attention.document_mask or self._step.model is not None:
             return evaluation
         limited = []
-        for offset in OFFSETS:
-            losses = self._losses(params, Pieces(self._heldout, offset))
+        for index, offset in enumerate(OFFSETS):
+            losses = self._losses(
+                params,
+                Pieces(self._heldout, offset),
+                lambda done, total, index=index: progress(index * total + done, len(OFFSETS) * total),
+            )
             sums = [
                 sum_documents(sequence, np.where(scored(sequence["positions"], offset), losses_S, 0.0), self.edges)
                 for sequence, losses_S in losses
@@ -125,7 +131,9 @@ class Evaluator:
         both_passes = dataclasses.replace(limited[0], loss=limited[0].loss + limited[1].loss)
         return dataclasses.replace(evaluation, context_gain=context_gain(evaluation.documents, both_passes))
 
-    def _losses(self, params, inputs: Sequences) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+    def _losses(
+        self, params, inputs: Sequences, progress: Update
+    ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
         """Yields each held-out sequence, and the loss of each of its tokens, float32 [S]; both in natural order.
 
         Args:
@@ -148,6 +156,7 @@ class Evaluator:
             indices = range(begin, min(begin + batch_size, self.num_sequences))
             for i, losses_S in zip(indices, np.asarray(losses)):  # the last batch may have more rows
                 yield self._heldout[i], losses_S[natural_order(order_of(inputs[i]))]
+            progress(len(indices) + begin, self.num_sequences)
 
 
 class _Repeated:

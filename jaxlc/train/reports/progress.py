@@ -4,13 +4,15 @@ A terminal has a live line, a notebook one display that is updated, and other ou
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as LiveBars
 
+from jaxlc.core.counts import duration_text
+from jaxlc.core.progress_lines import Update, progress_lines
 from jaxlc.runtime import compilation_cache
 from jaxlc.train.reports.notebook_display import NotebookDisplay
 
@@ -69,6 +71,9 @@ class Progress:
     @contextmanager
     def spinner(self, what: str) -> Iterator[None]:
         """Shows a spinner with the elapsed time; prints nothing to a file."""
+        if not self._is_live and self._notebook is None:
+            yield
+            return
         with self.progress_bar(what):
             yield
 
@@ -84,8 +89,12 @@ class Progress:
         self.log(f"compiled {what} in {time.perf_counter() - start_seconds:.1f} s{source}")
 
     @contextmanager
-    def progress_bar(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Shows a progress bar; yields a function (done, total) that updates it."""
+    def progress_bar(self, what: str) -> Iterator[Update]:
+        """Shows a progress bar, or lines in a file; yields a function (done, total) that updates it."""
+        if not self._is_live and self._notebook is None:
+            with progress_lines(what, is_shown=not self._console.quiet, log=self.log) as update:
+                yield update
+            return
         if self._notebook is not None:
             with self._notebook.activity(what) as set_progress:
                 yield set_progress
@@ -110,7 +119,7 @@ class Progress:
         text = (
             f"{self._stage}step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
             f"{self._utilization_text(step_seconds, flops_per_second_documents)}"
-            f"  {_duration_text((self._total_steps - step) * step_seconds)} left"
+            f"  {duration_text((self._total_steps - step) * step_seconds)} left"
         )
         if self._is_live:
             if self._steps_bar is None:
@@ -141,9 +150,3 @@ def flops_text(flops_per_second: float) -> str:
     units = (("P", 1e15), ("T", 1e12), ("G", 1e9))
     unit, size = next((pair for pair in units if flops_per_second >= pair[1]), units[-1])
     return f"{flops_per_second / size:.3g} {unit}FLOP/s"
-
-
-def _duration_text(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -16,10 +16,10 @@ from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import Config, from_dict, with_settings
 from jaxlc.config import load as load_config
 from jaxlc.config.checks.mesh_checks import working_mesh
-from jaxlc.config.models.pretrained import CONFIG_FILE, COPY_DIRECTORY, TOKENIZER_FILE
-from jaxlc.core.axes import BATCH_AXES, mesh_text
+from jaxlc.config.models.pretrained import CONFIG_FILE, COPY_DIRECTORY, TOKENIZER_FILE, find_directory
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import displayed, local_path
+from jaxlc.core.paths import displayed
 from jaxlc.data import open_corpus
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.sharding.mesh import all_sizes, make_mesh
@@ -41,7 +41,7 @@ def load(
     loss: TokenLoss | None = None,
 ) -> Result:
     """Loads the parameters of a run, without its optimizer state; see `jaxlc.load`."""
-    workdir = local_path(workdir).absolute()
+    workdir = find_directory(str(workdir), "the source", with_weights=True).absolute()
     if (workdir / CONFIG_FILE).is_file():
         for name, value in dict(step=step, model=model).items():
             if value is not None:
@@ -69,7 +69,7 @@ def load(
 
 def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: TokenLoss | None) -> Result:
     """The model in a Hugging Face directory, as a run of no steps."""
-    config = _on_mesh(load_config(ConfigDict({"model": {"init_from": str(directory)}})), mesh)
+    config = _on_mesh(load_config(ConfigDict({"model": {"init_from": str(directory)}})), mesh, is_run=False)
     tokenizer = load_matching_tokenizer(config)
     train_step = build_step(config, make_mesh(config.mesh, _start(config)), loss=loss)
     params, _ = load_pretrained(train_step)
@@ -95,10 +95,15 @@ def _with_existing_tokenizer(config: Config, workdir: Path) -> Config:
     return with_settings(config, {"data.tokenizer": str(copy)})
 
 
-def _on_mesh(config: Config, mesh: Mapping[str, int] | None) -> Config:
+def _on_mesh(config: Config, mesh: Mapping[str, int] | None, *, is_run: bool = True) -> Config:
     """`config` on a mesh of these sizes; axes that `mesh` does not name have size 1.
 
     The settings that depend on the mesh change with it. None of them changes the result.
+
+    Args:
+      is_run: False: data.seq_len has no meaning, and is changed to a length that the mesh divides.
+    Raises:
+      UserError: the mesh does not divide the model or the sequences of the run.
     """
     if mesh is None:
         return config
@@ -112,20 +117,30 @@ def _on_mesh(config: Config, mesh: Mapping[str, int] | None) -> Config:
         "train.global_batch_size": num_replicas,
         "train.eval_sequences": -(-config.train.eval_sequences // num_replicas) * num_replicas,
     }
+    if not is_run:
+        piece = 2 * sizes[CONTEXT] * sizes[TENSOR]
+        settings["data.seq_len"] = max(1, config.data.seq_len // piece) * piece
     if config.runtime.simulated_devices:
         settings["runtime.simulated_devices"] = math.prod(sizes.values())
     try:
         return with_settings(config, settings)
     except UserError as error:  # its advice is about settings of a new run, such as data.seq_len
         one_device = settings | {f"mesh.{axis}": 1 for axis in sizes} | {"train.global_batch_size": 1}
+        if not is_run:  # every mesh divides it
+            one_device["data.seq_len"] = 2 * math.lcm(*range(1, math.prod(sizes.values()) + 1))
         fallback = with_settings(config, one_device | {"runtime.simulated_devices": 0})
         meshes = (working_mesh(fallback, number) for number in range(math.prod(sizes.values()), 0, -1))
         nearest = next(asdict(mesh) for mesh in meshes if mesh is not None)
-        arguments = ", ".join(f"{axis}={size}" for axis, size in nearest.items() if size > 1) or "context=1"
         raise UserError(
-            f"the run does not split over the mesh {mesh_text(sizes)} ({str(error).partition(';')[0]}): pass another"
-            f" mesh, such as mesh=dict({arguments})"
+            f"the {'run' if is_run else 'model'} does not split over the mesh {mesh_text(sizes)}"
+            f" ({str(error).partition(';')[0]}): use another mesh, such as {_as_arguments(nearest)}"
         ) from None
+
+
+def _as_arguments(mesh: Mapping[str, int]) -> str:
+    """The argument `mesh` in both of its forms."""
+    sizes = [f"{axis}={size}" for axis, size in mesh.items() if size > 1] or ["context=1"]
+    return f"--mesh={','.join(sizes)} (in Python mesh=dict({', '.join(sizes)}))"
 
 
 def _start(config: Config) -> list[jax.Device]:
@@ -139,9 +154,10 @@ def _start(config: Config) -> list[jax.Device]:
     devices = jax.devices()
     if len(devices) < config.mesh.num_devices:
         raise UserError(
-            f"the mesh of the run has {config.mesh.num_devices} devices, and {len(devices)} are available: pass a"
-            " smaller mesh, such as mesh=dict(context=1), or simulate devices on CPU with"
-            f" simulated_devices={config.mesh.num_devices}"
+            f"the mesh has {config.mesh.num_devices} devices, and the number of available devices is {len(devices)}:"
+            f" use a smaller mesh, such as {_as_arguments({})}, or simulate devices on CPU with"
+            f" --simulated_devices={config.mesh.num_devices} (in Python, at the start,"
+            f" jaxlc.start(simulated_devices={config.mesh.num_devices}))"
         )
     return devices[: config.mesh.num_devices]
 

@@ -1,0 +1,20 @@
+import time
+
+from jaxlc.core import progress_lines
+
+
+def test_progress_lines_appear_in_long_work_only(monkeypatch, capsys):
+    with progress_lines.progress_lines("reading") as update:
+        update(1, 4)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0.05)
+    lines = []
+    with progress_lines.progress_lines("reading", log=lines.append) as update:
+        time.sleep(0.12)
+        update(1, 4)
+        time.sleep(0.1)
+    num_lines = len(lines)
+    assert lines[0] == "reading: 0:00 so far" and lines[-1] == "reading: 25%, 0:01 left"
+    with progress_lines.progress_lines("reading", is_shown=False, log=lines.append):
+        time.sleep(0.1)
+    assert len(lines) == num_lines <= 4
