@@ -103,7 +103,9 @@ def example(
         make = functools.partial(ruler_needles.needles, task.settings, texts, materials.prose)
         smallest = 5
     elif task.kind == "variable_tracking":
-        make, smallest = functools.partial(ruler_needles.variables, task.settings, texts), 5
+        seeded = random.Random(f"{seed} {name}")  # the same number of lines in all examples
+        solved_lines = ruler_needles.lines_of_solved_example(task.settings, texts, count_tokens, seeded)
+        make, smallest = functools.partial(ruler_needles.variables, task.settings, texts, solved_lines), 5
     elif task.kind == "common_words_extraction":
         make, smallest = functools.partial(ruler_lists.common_words, task.settings, texts, length < 4096), 10
     elif task.kind == "freq_words_extraction":

@@ -5,7 +5,6 @@ A prefill chunk and a decoding step are the same function; in the latter, each s
 
 import operator
 from dataclasses import dataclass
-from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jaxlc.generation.cached_attention import CachedAttention, NewTokens
 from jaxlc.models import decoder
 from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.norms import rms_norm
-from jaxlc.models.rope import RopeTables, rope_tables
+from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
 from jaxlc.sharding.rules import Sharder
 
 
@@ -34,10 +33,15 @@ class CachedDecoder:
     mesh: Mesh
     layout: CacheLayout
     compute_dtype: jnp.dtype
-    rope_tokens: int  # length that dynamic_ntk and longrope depend on; at least layout.max_tokens
+    rope_tokens: int  # see `rope.rope_tables`
 
     def __call__(
-        self, params: dict, cache: dict[str, tuple[KV, ...]], tokens_BC: jax.Array, new: NewTokens
+        self,
+        params: dict,
+        cache: dict[str, tuple[KV, ...]],
+        tokens_BC: jax.Array,
+        new: NewTokens,
+        tables: TablesOfKinds | None = None,
     ) -> tuple[jax.Array, dict[str, tuple[KV, ...]]]:
         """Appends the new tokens to the cache.
 
@@ -45,6 +49,7 @@ class CachedDecoder:
           params: the tree of `decoder.init`, in the compute dtype or float32.
           cache: see `cache.abstract_cache`. Donate it, so that it is updated in place.
           tokens_BC: int32, C a multiple of context x tensor; sequence b has new.num_new_B[b] tokens, then padding.
+          tables: RoPE tables of each sequence, of `rope.stacked_tables`; None: all have those of `rope_tokens`.
         Returns:
           Logits of the token after the last new one, float32 [B, V], of any value for a sequence without new tokens;
           the cache with the new tokens.
@@ -52,10 +57,12 @@ class CachedDecoder:
         shard = Sharder(self.mesh)
         module = decoder.bind(params, self.model, self.lora)
         x_BCD = module.embedded(tokens_BC, shard, self.compute_dtype)
+        # Padding may be beyond the tables and then has the last angles.
+        tables = tables or tables_of_kinds(self.model, self.layout.max_tokens, self.rope_tokens)
         updated = {}
         for name in LAYER_STACKS:
             if name in cache:
-                x_BCD, updated[name] = self._run_stack(getattr(module, name), x_BCD, cache[name], new, shard)
+                x_BCD, updated[name] = self._run_stack(getattr(module, name), x_BCD, cache[name], new, tables, shard)
         is_last_BC1 = (jnp.arange(tokens_BC.shape[1]) == new.num_new_B[:, None] - 1)[..., None]
         last_BD = jnp.where(is_last_BC1, x_BCD.astype(jnp.float32), 0.0).sum(axis=1).astype(self.compute_dtype)
         normed_BD = rms_norm(last_BD, module.final_norm.factor.astype(jnp.float32), self.model.norm_epsilon)
@@ -64,7 +71,13 @@ class CachedDecoder:
         return logits_BV[:, : self.model.vocab_size], updated
 
     def _run_stack(
-        self, layers: DecoderLayer, x_BCD: jax.Array, caches: tuple[KV, ...], new: NewTokens, shard: Sharder
+        self,
+        layers: DecoderLayer,
+        x_BCD: jax.Array,
+        caches: tuple[KV, ...],
+        new: NewTokens,
+        tables: TablesOfKinds,
+        shard: Sharder,
     ) -> tuple[jax.Array, tuple[KV, ...]]:
         """Runs stacked layers, one period of kinds per iteration. The caches are in the carry of the loop, where XLA
         updates them in place."""
@@ -78,7 +91,7 @@ class CachedDecoder:
             updated = []
             for place, (kind, cache) in enumerate(zip(kinds, caches, strict=True)):
                 layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), params))
-                x_BCD, cache = self._run_layer(layer, kind, x_BCD, cache, index, new, shard)
+                x_BCD, cache = self._run_layer(layer, kind, x_BCD, cache, index, new, tables[kind], shard)
                 updated.append(cache)
             return (x_BCD, tuple(updated)), None
 
@@ -94,9 +107,10 @@ class CachedDecoder:
         cache: KV,
         index: jax.Array,
         new: NewTokens,
+        tables: RopeTables | None,
         shard: Sharder,
     ) -> tuple[jax.Array, KV]:
-        positions_BC, tables = new.positions_BC(x_BCD.shape[1]), self._tables[kind]
+        positions_BC = new.positions_BC(x_BCD.shape[1])
         input_BCD = layer.attention_input(x_BCD, shard=shard)
         q_BCNH = layer.attention.queries(input_BCD, positions_BC, shard=shard, tables=tables)
         k_BCKH, v_BCKH = layer.attention.keys_values(input_BCD, positions_BC, shard=shard, tables=tables)
@@ -105,8 +119,3 @@ class CachedDecoder:
         )
         out_BCNH, cache = attend(q_BCNH, k_BCKH, v_BCKH, cache, index, new)
         return layer.after_attention(x_BCD, out_BCNH, shard=shard), cache
-
-    @cached_property
-    def _tables(self) -> dict[str, RopeTables | None]:
-        """RoPE tables of each kind of layers. Padding may be beyond them and then has the last angles."""
-        return {kind: rope_tables(self.model, kind, self.rope_tokens) for kind in self.model.layer_kinds}

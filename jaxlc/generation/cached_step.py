@@ -29,7 +29,7 @@ class CachedStep:
     cache_dtype: jnp.dtype
 
     def jitted(self, layout: CacheLayout) -> jax.stages.Wrapped:
-        """The function `(params, cache, tokens, new) -> (logits, cache)`; the cache is updated in place."""
+        """The function `(params, cache, tokens, new, tables) -> (logits, cache)`; the cache is updated in place."""
         function = CachedDecoder(
             model=self.config.model,
             lora=self.config.lora,
@@ -37,7 +37,7 @@ class CachedStep:
             mesh=self.mesh,
             layout=layout,
             compute_dtype=self.compute_dtype,
-            rope_tokens=max(layout.max_tokens, self.config.data.seq_len),
+            rope_tokens=self.config.data.seq_len,
         )
         replicated = NamedSharding(self.mesh, PartitionSpec())
         cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))

@@ -71,7 +71,7 @@ def generator_of(result: Result) -> Generator:
     if step.model is not None:
         raise Unsupported("unsupported: generation with a custom model, whose attention has no KV cache")
     if model not in _generators:
-        _generators[model] = Generator(step, result.params, result.tokenizer)
+        _generators[model] = Generator(step, result.params, result.tokenizer, is_pretrained=result.is_pretrained)
     return _generators[model]
 
 

@@ -17,6 +17,7 @@ from jaxlc.generation.cached_step import BATCH_SPEC, TOKENS_SPEC, CachedStep, ab
 from jaxlc.generation.sampling import Sampling, choose_tokens
 from jaxlc.generation.text_stream import TextStream
 from jaxlc.models import decoder
+from jaxlc.models.rope import TablesOfKinds, depends_on_length, stacked_tables
 from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.step.step import TrainStep
 
@@ -40,13 +41,15 @@ class Generator:
     Every process of a run must make the same calls.
     """
 
-    def __init__(self, step: TrainStep, params: dict, tokenizer: Tokenizer):
+    def __init__(self, step: TrainStep, params: dict, tokenizer: Tokenizer, *, is_pretrained: bool = False):
         """
         Args:
           step: the training step of the model, for its config and mesh.
           params: the tree of `decoder.init`, sharded over the mesh; they are copied in the compute dtype.
+          is_pretrained: see `Result.is_pretrained`; the RoPE of a continuation is that of its prompt.
         """
         self.config, self.mesh, self.tokenizer = step.config, step.mesh, tokenizer
+        self._rope_by_prompt = is_pretrained and depends_on_length(step.config.model)
         dtype = compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
         self.cached_step = CachedStep(config=self.config, mesh=self.mesh, compute_dtype=dtype, cache_dtype=dtype)
         self._steps: dict[CacheLayout, jax.stages.Wrapped] = {}
@@ -120,6 +123,12 @@ class Generator:
             self._steps[layout] = self.cached_step.jitted(layout)
         return self._steps[layout]
 
+    def tables(self, layout: CacheLayout, prompts: Sequence[np.ndarray]) -> TablesOfKinds | None:
+        """The argument `tables` of `step`."""
+        if not self._rope_by_prompt:
+            return None
+        return stacked_tables(self.config.model, layout.max_tokens, [len(prompt) for prompt in prompts])
+
 
 class _Batch:
     """The state of one call: the cache, and how many tokens each sequence has. Sequences are added so that the batch
@@ -132,7 +141,7 @@ class _Batch:
         longest = max(map(len, prompts))
         layout = layout_for(longest + max_tokens, generator.mesh)
         self._chunk_tokens = cached_step.prefill_tokens(longest, chunk_tokens)
-        self._step = generator.step(layout)
+        self._step, self._tables = generator.step(layout), generator.tables(layout, self._prompts)
         self._cache = empty_cache(cached_step.abstract_cache(layout, len(self._prompts)))
         self._num_tokens_B = np.zeros(len(self._prompts), np.int32)  # in the cache
 
@@ -175,7 +184,7 @@ class _Batch:
         tokens_BC = np.stack([np.pad(chunk, (0, chunk_tokens - len(chunk))) for chunk in chunks]).astype(np.int32)
         counts = (self._global(x.astype(np.int32), BATCH_SPEC) for x in (self._num_tokens_B, new_B))
         arguments = self._global(tokens_BC, TOKENS_SPEC), NewTokens(*counts)
-        logits_BV, self._cache = self._step(self._generator.params, self._cache, *arguments)
+        logits_BV, self._cache = self._step(self._generator.params, self._cache, *arguments, self._tables)
         self._num_tokens_B = self._num_tokens_B + new_B.astype(np.int32)
         return logits_BV
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.data.tokens.chat import ChatTemplate, load_chat_template
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.train.result.run_result import Result
@@ -59,6 +58,6 @@ def encoder_of(result: Result, *, chat: bool) -> PromptEncoder:
     """The encoder of a run, or of a Hugging Face directory, whose texts start as in `transformers`."""
     return prompt_encoder(
         result.tokenizer,
-        is_pretrained=(result.workdir / CONFIG_FILE).is_file(),
+        is_pretrained=result.is_pretrained,
         chat_template=result.config.data.chat_template if chat else None,
     )

@@ -12,6 +12,7 @@ within 1e-6 of float64 at any position.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,12 +26,18 @@ LOW_TOKENS = 4096  # number of positions of the low table
 
 
 class RopeTables(NamedTuple):
-    """float32 numpy arrays, computed in float64, for R/2 frequencies; R = head_dim x rope_fraction is rotated."""
+    """float32 numpy arrays, computed in float64, for R/2 frequencies; R = head_dim x rope_fraction is rotated.
+
+    With a leading dimension B, each sequence has tables of its own.
+    """
 
     high_cos: np.ndarray  # [ceil(max_tokens / 4096), R/2], multiplied by the attention factor, as high_sin
     high_sin: np.ndarray
     low_cos: np.ndarray  # [4096, R/2]
     low_sin: np.ndarray
+
+
+TablesOfKinds = dict[str, RopeTables | None]  # by kind of layers
 
 
 class Frequencies(NamedTuple):
@@ -40,22 +47,39 @@ class Frequencies(NamedTuple):
     attention_factor: float  # multiplies cos and sin, so that attention logits have its square
 
 
-def rope_tables(model: ModelConfig, kind: str, max_tokens: int) -> RopeTables | None:
+def depends_on_length(model: ModelConfig) -> bool:
+    """Whether the frequencies depend on the `rope_tokens` of `rope_tables`."""
+    return model.rope_scaling in ("dynamic_ntk", "longrope")
+
+
+def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int | None = None) -> RopeTables | None:
     """Tables for positions 0 <= position < max_tokens of layers of one kind; None for `nope`.
 
     Args:
       kind: full, sliding or nope, as in `model.layer_kinds`.
-      max_tokens: data.seq_len of the run. The frequencies of dynamic_ntk and longrope depend on it: all sequences of a
-        run use the same ones, also shorter documents.
+      rope_tokens: the length that dynamic_ntk and longrope choose frequencies for: data.seq_len for all sequences of a
+        run, also shorter documents and longer prompts; the length of the text for a model that was loaded from a
+        Hugging Face directory. None: max_tokens.
     """
     if kind == "nope":
         return None
-    radians, factor = rope_frequencies(model, kind, max_tokens)
+    radians, factor = rope_frequencies(model, kind, max_tokens if rope_tokens is None else rope_tokens)
     low = np.arange(min(LOW_TOKENS, max_tokens))
     high = np.arange(0, max_tokens, LOW_TOKENS)
     low_angles, high_angles = (np.outer(positions, radians) for positions in (low, high))
     tables = (factor * np.cos(high_angles), factor * np.sin(high_angles), np.cos(low_angles), np.sin(low_angles))
     return RopeTables(*(table.astype(np.float32) for table in tables))
+
+
+def tables_of_kinds(model: ModelConfig, max_tokens: int, rope_tokens: int) -> TablesOfKinds:
+    """`rope_tables` of each kind of layers."""
+    return {kind: rope_tables(model, kind, max_tokens, rope_tokens) for kind in dict.fromkeys(model.layer_kinds)}
+
+
+def stacked_tables(model: ModelConfig, max_tokens: int, rope_tokens_B: Sequence[int]) -> TablesOfKinds:
+    """As `tables_of_kinds`, with a leading dimension B: each sequence has its own `rope_tokens`."""
+    tables = {number: tables_of_kinds(model, max_tokens, number) for number in set(rope_tokens_B)}
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *(tables[number] for number in rope_tokens_B))
 
 
 def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | None) -> jax.Array:
@@ -70,7 +94,7 @@ def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | 
     if tables is None:
         return x_BTNH
     cos, sin = _cos_sin(positions_BT, tables)
-    dim = 2 * tables.low_cos.shape[1]
+    dim = 2 * tables.low_cos.shape[-1]
     first, second = jnp.split(x_BTNH[..., :dim].astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
     if dim == x_BTNH.shape[-1]:
@@ -80,9 +104,15 @@ def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | 
 
 def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, jax.Array]:
     """cos and sin, float32 [B, T, 1, R/2]; the 1 broadcasts over heads."""
+
+    def rows(table, index_BT1: jax.Array) -> jax.Array:
+        if table.ndim == 3:
+            return jnp.take_along_axis(table, index_BT1, axis=1, mode="clip")[:, :, None]
+        return jnp.asarray(table)[index_BT1]
+
     high_BT1, low_BT1 = positions_BT[:, :, None] // LOW_TOKENS, positions_BT[:, :, None] % LOW_TOKENS
-    high_cos, high_sin = jnp.asarray(tables.high_cos)[high_BT1], jnp.asarray(tables.high_sin)[high_BT1]
-    low_cos, low_sin = jnp.asarray(tables.low_cos)[low_BT1], jnp.asarray(tables.low_sin)[low_BT1]
+    high_cos, high_sin = rows(tables.high_cos, high_BT1), rows(tables.high_sin, high_BT1)
+    low_cos, low_sin = rows(tables.low_cos, low_BT1), rows(tables.low_sin, low_BT1)
     return high_cos * low_cos - high_sin * low_sin, high_sin * low_cos + high_cos * low_sin
 
 

@@ -16,6 +16,7 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.sequences.user_batches import complete_batch
 from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.models.rope import TablesOfKinds, tables_of_kinds
 from jaxlc.sharding.layout import natural_order
 from jaxlc.step.batch import BATCH_SPEC, Batch
 from jaxlc.step.loss_chunk import loss_chunk_tokens
@@ -31,6 +32,7 @@ class _Padded(NamedTuple):
     """Sequences with padding, so that they split over the mesh."""
 
     batch: Batch  # [sequences, tokens] in the order of the step
+    tables: tuple[TablesOfKinds, ...]  # one argument of the functions; a custom model has none
     natural_order: np.ndarray  # int64 [tokens]: index of each token in the batch
     shape: tuple[int, int]  # sequences and tokens without padding
     is_single: bool  # the caller passed text or one sequence: results have no batch dimension
@@ -45,9 +47,10 @@ class LanguageModel:
     once. Every process of a run must make the same calls.
     """
 
-    def __init__(self, step: TrainStep, params, tokenizer: Tokenizer):
+    def __init__(self, step: TrainStep, params, tokenizer: Tokenizer, *, is_pretrained: bool = False):
+        """`is_pretrained`: see `Result.is_pretrained`."""
         self.config, self.mesh, self.params, self.tokenizer = step.config, step.mesh, params, tokenizer
-        self._step = step
+        self._step, self._is_pretrained = step, is_pretrained
 
     def hidden_states(self, tokens: Tokens) -> jax.Array:
         """Final hidden states after the final norm, [B, T, D] in the compute dtype, T sharded over context and tensor.
@@ -57,7 +60,8 @@ class LanguageModel:
           UserError: a token is not in the vocabulary.
         """
         padded = self._padded(tokens)
-        hidden_BTD, head = self._functions(padded.batch.tokens.shape[1]).features(self.params, padded.batch)
+        functions = self._functions(padded.batch.tokens.shape[1])
+        hidden_BTD, head = functions.features(self.params, padded.batch, *padded.tables)
         if head is None:
             raise Unsupported("hidden states are unsupported: apply() of this model returns logits only")
         num_sequences, num_tokens = padded.shape
@@ -87,7 +91,7 @@ class LanguageModel:
                 " positions=, such as slice(-256, None), or use token_losses"
             )
         functions = self._functions(padded.batch.tokens.shape[1])
-        features_BTX, head_DV = functions.features(self.params, padded.batch)
+        features_BTX, head_DV = functions.features(self.params, padded.batch, *padded.tables)
         chunk_tokens = loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT]
         chunks = np.split(padded.natural_order[chosen_n], range(chunk_tokens, len(chosen_n), chunk_tokens))
         logits_BnV = np.concatenate(
@@ -102,7 +106,8 @@ class LanguageModel:
         Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks only.
         """
         padded = self._padded(tokens)
-        losses_BT = np.asarray(self._functions(padded.batch.tokens.shape[1]).token_losses(self.params, padded.batch))
+        functions = self._functions(padded.batch.tokens.shape[1])
+        losses_BT = np.asarray(functions.token_losses(self.params, padded.batch, *padded.tables))
         num_sequences, num_tokens = padded.shape
         losses_BT = losses_BT[:num_sequences, padded.natural_order[: num_tokens - 1]]
         return losses_BT[0] if padded.is_single else losses_BT
@@ -162,7 +167,11 @@ class LanguageModel:
         order = step.sequence_order.of({name: array[0] for name, array in arrays.items()})
         sharding = NamedSharding(self.mesh, PartitionSpec(*BATCH_SPEC[1:]))
         batch = Batch(**{name: _global_array(x[:, order], sharding) for name, x in arrays.items()})
-        return _Padded(batch, natural_order(order), (num_sequences, num_tokens), is_single=ids.ndim == 1)
+        tables = ()
+        if not is_custom:
+            rope_tokens = num_tokens if self._is_pretrained else self.config.data.seq_len
+            tables = (tables_of_kinds(self.config.model, padded_tokens, rope_tokens),)
+        return _Padded(batch, tables, natural_order(order), (num_sequences, num_tokens), is_single=ids.ndim == 1)
 
 
 class _Functions(NamedTuple):

@@ -22,7 +22,7 @@ from jaxlc.models import decoder, freezing, layer_tiles, layers
 from jaxlc.models.frozen_names import frozen_names
 from jaxlc.models.layer_stack import LayerContext, RunLayer
 from jaxlc.models.norms import rms_norm
-from jaxlc.models.rope import rope_tables
+from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
 from jaxlc.sharding.rules import Sharder, is_vector
 from jaxlc.step import mixed_precision
 from jaxlc.step.accumulation import accumulate
@@ -80,26 +80,33 @@ class Objective:
 
         return accumulate(objective, trainable, batch, trainable_dims, histories)
 
-    def token_losses(self, params, batch: Batch) -> jax.Array:
-        """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable."""
+    def token_losses(self, params, batch: Batch, tables: TablesOfKinds | None = None) -> jax.Array:
+        """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable.
+
+        Args:
+          tables: RoPE tables instead of those for data.seq_len.
+        """
         losses = token_losses(
-            *self._hidden_and_head(decoder.Params(params), batch), self._in_tiles(batch.targets), self._loss_spec
+            *self._hidden_and_head(decoder.Params(params), batch, tables),
+            self._in_tiles(batch.targets),
+            self._loss_spec,
         )
         return self._in_sequences(losses)
 
-    def features(self, params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def features(self, params, batch: Batch, tables: TablesOfKinds | None = None) -> tuple[jax.Array, jax.Array]:
         """Hidden states after the final norm [sequences, tokens, D], and the output head [D, V padded].
 
-        Both are in the compute dtype. The product of the two, without the padding, gives the logits.
+        Both are in the compute dtype. The product of the two, without the padding, gives the logits. `tables` as in
+        `token_losses`.
         """
-        x_BTD, scale_D, head_DV = self._hidden_and_head(decoder.Params(params), batch)
+        x_BTD, scale_D, head_DV = self._hidden_and_head(decoder.Params(params), batch, tables)
         return rms_norm(self._in_sequences(x_BTD), scale_D, epsilon=self.config.model.norm_epsilon), head_DV
 
     @cached_property
     def _loss_spec(self) -> LossSpec:
         return LossSpec.from_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
 
-    def _hidden_and_head(self, params: decoder.Params, batch: Batch):
+    def _hidden_and_head(self, params: decoder.Params, batch: Batch, tables: TablesOfKinds | None = None):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""
         attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
         if self.config.attention.document_mask:
@@ -108,8 +115,10 @@ class Objective:
             ranges = {kind: split.prepare(positions, batch.segment_ids, q_like) for kind, split in attentions.items()}
         else:  # a sequence is one document: its mask is implicit
             positions, ranges = sequence_positions(batch.positions.shape, self.mesh), dict.fromkeys(attentions)
+        seq_len = self.config.data.seq_len
+        tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(
-            run_layer={kind: self._run_layer(kind, split) for kind, split in attentions.items()},
+            run_layer={kind: self._run_layer(split, tables[kind]) for kind, split in attentions.items()},
             ranges=ranges,
             shard=self._sharder(params.trainable),
             remat=make_remat(self._memory, period=len(self.config.model.layer_kinds)),
@@ -161,9 +170,8 @@ class Objective:
             return attention.make_tiled(settings, self.mesh, tiles=self._num_tiles, num_kv_heads=model.num_kv_heads)
         return attention.make(settings, self.mesh, window=model.window_of(kind))
 
-    def _run_layer(self, kind: str, attend: ShardedAttention | TiledAttention) -> RunLayer:
-        """A decoder layer of this kind, with its attention and RoPE bound."""
-        tables = rope_tables(self.config.model, kind, self.config.data.seq_len)
+    def _run_layer(self, attend: ShardedAttention | TiledAttention, tables: RopeTables | None) -> RunLayer:
+        """A decoder layer with its attention and RoPE bound."""
         if isinstance(attend, TiledAttention):
             return functools.partial(
                 layer_tiles.run_layer,

@@ -7,6 +7,7 @@ import pytest
 
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.models.rope_json import max_position_embeddings, rope_fields, rope_settings
+from jaxlc.config.models.rope_settings import rope_problems
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models.rope import rope_frequencies
 from tests.models.plain_rope import LLAMA, SCALINGS, scaled_model
@@ -17,6 +18,7 @@ LOCAL = dataclasses.replace(NESTED, defaults=dict(rope_theta=1e6, rope_local_bas
 KINDS = ("sliding", "full")
 YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192)
 LINEAR = dict(rope_type="linear", factor=8.0)
+LLAMA3 = dict(YARN, rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 def read(config, family=FLAT, kinds=("full",)):
@@ -63,6 +65,22 @@ def test_rope_settings_of_longrope_take_lengths_outside_of_it():
     settings = read(dict(outside, rope_scaling=scaling))
     assert (settings["rope_scaling_factor"], settings["rope_scaling_original_tokens"]) == (32.0, 4096)
     assert settings["rope_scaling_long_factors"] == (2.0,)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "outside"),
+    [
+        (dict(LINEAR, factor=1.0), {}),
+        (dict(YARN, factor=1), {}),
+        (dict(YARN, factor=None), dict(max_position_embeddings=8192)),
+        (dict(LLAMA3, factor=1.0), {}),
+    ],
+)
+def test_rope_settings_of_factor_1_scale_nothing(scaling, outside):
+    settings = read(dict(outside, rope_theta=5e5, rope_scaling=scaling))
+    assert settings == read(dict(rope_theta=5e5))
+    with_attention_factor = read(dict(outside, rope_scaling=dict(YARN, factor=1.0, attention_factor=1.3)))
+    assert not list(rope_problems(dataclasses.replace(LLAMA, **with_attention_factor)))
 
 
 @pytest.mark.parametrize(

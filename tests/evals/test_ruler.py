@@ -126,6 +126,20 @@ def test_answers_follow_from_the_prompts(count_functions, materials):
         assert set(top) == set(example.references)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "num_lines"), [(r"\w+|[^\w\s]", [17, 145]), (r"\w{1,3}|[^\w\s]|\n", [11, 103]), (".|\n", [5, 31])]
+)
+def test_noise_of_variable_tracking_equals_that_of_the_published_script(pattern, num_lines, materials):
+    """Lines of noise in the solved example, which has 500 tokens, and in the question. The first two are those that
+    scripts/data/synthetic/variable_tracking.py of NVIDIA/RULER at c3f5e3b writes with these tokens; with the last ones,
+    5 lines exceed 500 tokens, and that script does not end. BOS or a chat template do not count."""
+    counts = [lambda text, extra=extra: len(re.findall(pattern, text)) + extra for extra in (0, 30)]
+    for length, count in zip((4096, 4126), counts):
+        example = ruler.example("vt", 0, length, count, materials)
+        parts = example.prompt.split("Memorize and track")[1:]
+        assert [part.count("The grass is green") for part in parts] == num_lines
+
+
 def test_multikey_text_has_the_needles_at_different_depths(count_functions, materials):
     depths = [
         ruler.example("niah_single_2", i, 4096, count_functions["bytes"], materials).depth for i in range(12)

@@ -18,6 +18,7 @@ from tests.step.synthetic import put_params, small_config, small_step
 TOLERANCE = 1e-4
 LENGTHS = (150, 7, 201, 64)
 KINDS = dict(layer_kinds=("sliding", "full", "nope"), window=20, num_layers=5)
+DYNAMIC = dict(rope_scaling="dynamic_ntk", rope_scaling_factor=4.0, rope_scaling_original_tokens=32)
 NUM_DECODED = 70
 
 
@@ -48,7 +49,7 @@ def one_device():
 
 
 @pytest.mark.parametrize(("mesh", "model"), [
-    (dict(), dict()), (dict(context=2), KINDS), (dict(context=4, tensor=2), dict()), (dict(context=8), dict()),
+    (dict(), dict()), (dict(context=2), KINDS), (dict(context=4, tensor=2), DYNAMIC), (dict(context=8), dict()),
     (dict(context=2, fsdp=2, tensor=2), KINDS), (dict(tensor=4, data=2), dict()),
 ], ids=str)  # fmt: skip
 def test_prefill_and_decode_equal_one_forward_pass(mesh, model, one_device):

@@ -118,13 +118,13 @@ CASES: dict[str, Case] = {
             head_dim=None,
             attention_bias=False,
             mlp_bias=False,
-            use_sliding_window=False,
-            sliding_window=None,
+            use_sliding_window=False,  # masks follow layer_types nevertheless
+            sliding_window=12,
             no_rope_layers=[1, 0, 1],
             no_rope_layer_interval=2,
-            layer_types=[FULL] * 3,
+            layer_types=[SLIDING, FULL, FULL],
         ),
-        group_layers=2,
+        group_layers=3,
     ),
     "gemma3": Case(
         config=_config(

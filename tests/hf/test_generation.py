@@ -1,12 +1,16 @@
-"""Greedy text against `transformers`, for the models of tests/hf/models.py: prompts longer than their windows."""
+"""Greedy text against `transformers`, for the models of tests/hf/models.py: prompts longer than their windows.
+
+And logits and first tokens of RoPE that depends on the length of a text.
+"""
 
 import numpy as np
 import pytest
 
+import jaxlc
 from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation.generator import Generator
-from tests.hf.comparison import MESHES, needs_transformers, run_jobs, step_of, tokens_of
+from tests.hf.comparison import MESHES, needs_transformers, relative_error, run_jobs, step_of, tokens_of
 from tests.hf.models import CASES, write_model
 
 pytestmark = needs_transformers
@@ -44,3 +48,48 @@ def test_greedy_tokens_equal_transformers(case, mesh, models, references):
     num_compared = int(np.argmax(gaps < MIN_GAP)) if (gaps < MIN_GAP).any() else NEW_TOKENS
     assert num_compared >= NEW_TOKENS // 2, gaps
     np.testing.assert_array_equal(generation.tokens[:num_compared], expected[:num_compared])
+
+
+LENGTHS = (40, 64, 100, 165, 240)
+ROPES = {  # with an original length of 64 tokens
+    "dynamic": dict(rope_type="dynamic", factor=4.0),
+    "longrope": dict(
+        rope_type="longrope",
+        original_max_position_embeddings=64,
+        short_factor=[1 + i / 8 for i in range(8)],
+        long_factor=[1.0 + i for i in range(8)],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    root = tmp_path_factory.mktemp("length")
+    return {
+        name: write_model(root / name, "qwen3", dtype=np.float32, rope_parameters=dict(rope, rope_theta=4e4))
+        for name, rope in ROPES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def logits_by_length(directories, tmp_path_factory):
+    jobs = {
+        (name, length): dict(job="gradients", directory=str(directory), tokens=tokens_of(length)[:1].tolist())
+        for name, directory in directories.items()
+        for length in LENGTHS
+    }
+    results = run_jobs(tmp_path_factory.mktemp("references"), jobs)
+    return {key: result["logits"][0] for key, result in results.items()}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_of_a_directory_follows_the_length_of_each_text(name, mesh, directories, logits_by_length):
+    """Logits, and first tokens of one batch of prompts of different lengths."""
+    loaded = jaxlc.load(directories[name], mesh=MESHES[mesh])
+    prompts = [tokens_of(length)[0] for length in LENGTHS]
+    generations = jaxlc.generate(loaded, prompts, max_tokens=2)
+    for prompt, generation in zip(prompts, generations, strict=True):
+        expected = logits_by_length[name, len(prompt)]
+        assert relative_error(loaded.model.logits(prompt), expected) <= 1e-4, len(prompt)
+        assert generation.tokens[0] == expected[-1].argmax(), len(prompt)

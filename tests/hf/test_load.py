@@ -33,7 +33,7 @@ from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import lacks_host_memory
 from jaxlc.step.step import build_step
-from tests.hf.models import CASES, tensors_of, write_model, write_tensors
+from tests.hf.models import CASES, FULL, SLIDING, tensors_of, write_model, write_tensors
 
 
 def config_of(directory, **settings):
@@ -197,6 +197,9 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
         ("gemma3", dict(layer_types=["chunked_attention"] * 4), "layers of type chunked_attention"),
         ("gemma3", dict(layer_types=["full_attention"] * 3), "types of 3 layers, and num_hidden_layers=4"),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+        ("smollm3", dict(layer_types=[FULL, SLIDING, FULL]), "layers of type sliding_attention without RoPE"),
+        ("smollm3", dict(layer_types=None, use_sliding_window=True), "layers of type sliding_attention without RoPE"),
+        ("smollm3", dict(sliding_window=None), "layers of type sliding_attention and no sliding_window"),
         ("smollm3", dict(no_rope_layers=[1]), "types of 1 layers, and num_hidden_layers=3"),
         ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layers of type sliding_attention"),

@@ -3,6 +3,7 @@
 Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py.
 """
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load
 from jaxlc.config.models.config_json import ROPE_SETTINGS, config_json_of
 from jaxlc.config.models.families import FAMILIES
-from jaxlc.config.models.rope_json import max_position_embeddings, rope_fields
+from jaxlc.config.models.rope_json import max_position_embeddings, rope_fields, rope_settings
 from jaxlc.models.rope import rope_frequencies
 from tests.hf.comparison import (
     MESHES,
@@ -30,7 +31,7 @@ from tests.hf.comparison import (
     tokens_of,
 )
 from tests.hf.models import write_model
-from tests.models.plain_rope import SCALINGS, scaled_model
+from tests.models.plain_rope import LLAMA, SCALINGS, scaled_model
 
 pytestmark = needs_transformers
 LENGTHS = (ORIGINAL_TOKENS // 2, 4 * ORIGINAL_TOKENS)  # below and 4 times beyond the original context
@@ -56,6 +57,29 @@ EXTENSIONS = {
     ),
 }
 CHANGES_WITH_LENGTH = ("dynamic_ntk", "longrope")
+_YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=4096)
+_LLAMA3 = dict(_YARN, rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
+_LONGROPE = dict(
+    rope_type="longrope", short_factor=[1 + i / 64 for i in range(64)], long_factor=[1 + i / 2 for i in range(64)]
+)
+# rope_parameters, and fields outside of them.
+CORNER_CASES = {
+    "yarn, length outside": (_YARN, dict(original_max_position_embeddings=65_536)),
+    "llama3, length outside": (_LLAMA3, dict(original_max_position_embeddings=65_536)),
+    "longrope, length outside": (
+        dict(_LONGROPE, original_max_position_embeddings=65_536, factor=4.0),
+        dict(original_max_position_embeddings=2048),
+    ),
+    "longrope, maximum below the original length": (
+        dict(_LONGROPE, original_max_position_embeddings=8192),
+        dict(max_position_embeddings=2048),
+    ),
+    "linear, factor 1": (dict(rope_type="linear", factor=1.0), {}),
+    "yarn, factor 1": (dict(_YARN, factor=1.0), {}),
+    "yarn, factor 1 and an attention factor": (dict(_YARN, factor=1.0, attention_factor=1.3), {}),
+    "llama3, factor 1": (dict(_LLAMA3, factor=1.0), {}),
+    "yarn, factor null": (dict(_YARN, factor=None, mscale=1.0, mscale_all_dim=0.5), {}),
+}
 
 
 def test_frequencies_equal_transformers(tmp_path):
@@ -72,6 +96,11 @@ def test_frequencies_equal_transformers(tmp_path):
             )
             cases.append((config, seq_len))
             expected.append(rope_frequencies(model, "full", seq_len))
+    for parameters, outside in CORNER_CASES.values():
+        config = sizes | dict(max_position_embeddings=131_072) | outside | dict(rope_parameters=parameters)
+        settings = rope_settings(config, "config.json", FAMILIES["llama"], ("full",))
+        cases.append((config, 2**20))
+        expected.append(rope_frequencies(dataclasses.replace(LLAMA, **settings), "full", 2**20))
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("reference_rope.py")
     command = [PYTHON, script, tmp_path / "cases.json", tmp_path / "out.json"]

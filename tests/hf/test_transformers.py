@@ -110,7 +110,7 @@ PARTS = {
     "window of all layers": ("mistral_window", dict(window=256), lambda params: params),
     "window of some layers": ("gemma3", dict(window=256), lambda params: params),
     "RoPE base of sliding layers": ("gemma3", dict(sliding_rope_theta=60000.0), lambda params: params),
-    "NoPE": ("smollm3", dict(layer_kinds=("full", "full")), lambda params: params),
+    "NoPE": ("smollm3", dict(layer_kinds=("sliding", "full", "full")), lambda params: params),
     "biases": ("qwen2", dict(), _zero_biases),
     "norm of heads": ("qwen3", dict(qk_norm="none"), lambda params: _without(("q_norm", "k_norm"), params)),
     "norm of projections": ("olmo3", dict(qk_norm="none"), lambda params: _without(("q_norm", "k_norm"), params)),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlc.config.models.presets import PRESETS
-from jaxlc.models.rope import LOW_TOKENS, apply_rope, rope_frequencies, rope_tables
+from jaxlc.models.rope import LOW_TOKENS, apply_rope, rope_frequencies, rope_tables, stacked_tables
 from tests.models.plain_rope import SCALINGS, plain_rope, scaled_model
 
 MAX_TOKENS = 2**26
@@ -45,6 +45,16 @@ def test_apply_rope_with_scaling_is_within_1e_6(name, kind):
             got = apply_rope(x_TH[None, :, None], positions[None], tables)[0, :, 0]
             expected = plain_rope(x_TH, positions, model, kind=kind, seq_len=seq_len)
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+
+
+def test_stacked_tables_rotate_each_sequence_as_its_own():
+    model, lengths = scaled_model("dynamic_ntk"), (4096, 10_000, 40_000)
+    x_BTNH = np.random.default_rng(0).standard_normal((3, 16, 1, model.head_dim)).astype(np.float32)
+    positions_BT = np.arange(3 * 16, dtype=np.int32).reshape(3, 16) + 5000
+    got = jax.jit(apply_rope)(x_BTNH, positions_BT, stacked_tables(model, 6000, lengths)["full"])
+    for row, length in enumerate(lengths):
+        expected = plain_rope(x_BTNH[row, :, 0], positions_BT[row], model, seq_len=length)
+        np.testing.assert_allclose(got[row, :, 0], expected, rtol=0, atol=1e-5)
 
 
 def test_rope_scalings_differ_from_one_another():

@@ -5,18 +5,17 @@ Two forms are read and written: `rope_theta`, `rope_scaling` and Gemma 3's `rope
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.model_schema import ModelConfig
-from jaxlc.config.models.rope_settings import DEFAULTS, PARAMETERS, attention_factor
+from jaxlc.config.models.rope_settings import DEFAULTS, NO_EFFECT_AT_1, PARAMETERS, attention_factor
 from jaxlc.core.errors import Unsupported, UserError
 
-# Fields of config.json; the last one is that of models such as Phi 3.
-ROPE_FIELDS = frozenset(
-    {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "original_max_position_embeddings"}
-)
+_LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+# Fields of config.json. The last one takes precedence over the same key in rope_scaling.
+ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", _ORIGINAL})
 _TYPES = {  # rope_type -> model.rope_scaling
     "default": "none",
     "linear": "linear",
@@ -27,7 +26,7 @@ _TYPES = {  # rope_type -> model.rope_scaling
 }
 _PARAMETERS = {  # key in rope_scaling -> suffix of model.rope_scaling_...
     "factor": "factor",
-    "original_max_position_embeddings": "original_tokens",
+    _ORIGINAL: "original_tokens",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "beta_fast": "beta_fast",
@@ -54,6 +53,8 @@ def rope_settings(config: Mapping[str, Any], where: str, family: Family, layer_k
     theta, scaling, new = (config.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters"))
     if "rope_theta" in config and theta is None and not new:
         raise Unsupported(f"unsupported: {where} has rope_theta=null, a model without RoPE")
+    if family.rope_by_layer_type:  # transformers reads the length within rope_scaling only
+        config = {name: value for name, value in config.items() if name != _ORIGINAL}
     old = _old_form(config, where, family)
     if not new:
         settings = old
@@ -79,7 +80,7 @@ def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
         theta *= model.rope_scaling_factor ** (model.head_dim / (model.head_dim - 2))
     old: dict[str, Any] = dict(rope_theta=theta, rope_scaling=scaling)
     if model.rope_scaling == "longrope":  # read by transformers 4
-        old["original_max_position_embeddings"] = model.rope_scaling_original_tokens
+        old[_ORIGINAL] = model.rope_scaling_original_tokens
     full = (scaling or {"rope_type": "default"}) | {"rope_theta": theta}
     if not family.rope_by_layer_type:
         return old | dict(rope_parameters=full)
@@ -166,24 +167,24 @@ def _one_rope(parameters: dict[str, Any], config: Mapping[str, Any], where: str)
     if partial != 1:
         raise Unsupported(f"unsupported: {where} has partial_rotary_factor={partial}; only 1 is supported")
     scaling = _TYPES[rope_type]
-    if rope_type == "yarn":
-        _replace_mscale(parameters)
     settings = {**DEFAULTS, "rope_theta": float(theta), "rope_fraction": 1.0, "rope_scaling": scaling}
-    for name, parameter in _names_of(rope_type).items():
-        value = parameters.pop(name, None)
-        if value is None:
-            value = _outside(name, rope_type, config)
-        if value is None and name not in _OPTIONAL:
+    names = _names_of(rope_type)
+    values = _values(names, parameters, rope_type, config)
+    if rope_type == "yarn":
+        _replace_mscale(parameters, values)
+    for name, parameter in names.items():
+        if values[name] is not None:
+            settings[f"rope_scaling_{parameter}"] = _converted(parameter, values[name])
+        elif name not in _OPTIONAL:
             raise UserError(f"{where} has RoPE of type {rope_type} without {name}; add it")
-        if value is not None:
-            settings[f"rope_scaling_{parameter}"] = _converted(parameter, value)
-    unknown = sorted(name for name, value in parameters.items() if value is not None)
+    unknown = sorted(name for name in parameters.keys() - values.keys() if parameters[name] is not None)
     if unknown:
         raise Unsupported(
             f"unsupported: {where} has the unknown RoPE parameter {unknown[0]}={parameters[unknown[0]]} for type"
             f" {rope_type}"
         )
-    return settings
+    is_unscaled = settings["rope_scaling_factor"] == 1 and settings["rope_scaling_attention_factor"] in (0, 1)
+    return settings | DEFAULTS if scaling in NO_EFFECT_AT_1 and is_unscaled else settings
 
 
 def _names_of(rope_type: str) -> dict[str, str]:
@@ -191,20 +192,27 @@ def _names_of(rope_type: str) -> dict[str, str]:
     used = PARAMETERS[_TYPES[rope_type]]
     names = {name: parameter for name, parameter in _PARAMETERS.items() if parameter in used}
     if rope_type == "dynamic":
-        names["max_position_embeddings"] = names.pop("original_max_position_embeddings")
+        names[_LONGEST] = names.pop(_ORIGINAL)
     return names
 
 
-def _outside(name: str, rope_type: str, config: Mapping[str, Any]) -> Any:
-    """The value of a parameter outside of rope_scaling, or None."""
-    if name == "max_position_embeddings":
-        return config.get(name)
-    original, longest = config.get("original_max_position_embeddings"), config.get("max_position_embeddings")
-    if rope_type != "longrope" or original is None:
-        return None
-    if name == "original_max_position_embeddings":
-        return original
-    return longest / original if name == "factor" and longest is not None else None
+def _values(
+    names: Iterable[str], parameters: Mapping[str, Any], rope_type: str, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values of `names`, or None: those of `parameters`; lengths outside of rope_scaling take precedence.
+
+    The factor of longrope, or a null factor of YaRN, is max_position_embeddings / original length. Longrope's only
+    gives the attention factor, which is 1 for a factor below 1.
+    """
+    outside = {name: config[name] for name in (_LONGEST, _ORIGINAL) if config.get(name) is not None}
+    values = {name: outside.get(name, parameters.get(name)) for name in names}
+    longest, original = outside.get(_LONGEST), values.get(_ORIGINAL)
+    is_derived = rope_type == "longrope" or (rope_type == "yarn" and "factor" in parameters)
+    if is_derived and values["factor"] is None and longest and original:
+        values["factor"] = longest / original
+    if rope_type == "longrope" and values["factor"] is not None:
+        values["factor"] = max(1.0, values["factor"])
+    return values
 
 
 def _converted(parameter: str, value: Any) -> Any:
@@ -212,12 +220,12 @@ def _converted(parameter: str, value: Any) -> Any:
     return tuple(map(float, value)) if isinstance(default, tuple) else type(default)(value)
 
 
-def _replace_mscale(parameters: dict[str, Any]) -> None:
+def _replace_mscale(parameters: dict[str, Any], values: dict[str, Any]) -> None:
     """Replaces DeepSeek's two factors by the attention factor that they give; one without the other has no effect."""
     mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
-    if mscale and mscale_all_dim and parameters.get("attention_factor") is None and parameters.get("factor"):
-        log_factor = math.log(parameters["factor"])
-        parameters["attention_factor"] = (0.1 * mscale * log_factor + 1) / (0.1 * mscale_all_dim * log_factor + 1)
+    if mscale and mscale_all_dim and values["attention_factor"] is None and values["factor"]:
+        log_factor = math.log(values["factor"])
+        values["attention_factor"] = (0.1 * mscale * log_factor + 1) / (0.1 * mscale_all_dim * log_factor + 1)
 
 
 def _check_family(model: ModelConfig, family: Family) -> None:
@@ -251,7 +259,7 @@ def _scaling_of(model: ModelConfig) -> dict[str, Any] | None:
         setting = f"rope_scaling_{parameter}"
         value = getattr(model, setting)
         is_default = name in _OPTIONAL and value == DEFAULTS[setting]
-        if name != "max_position_embeddings" and not is_default:
+        if name != _LONGEST and not is_default:
             scaling[name] = list(value) if isinstance(value, tuple) else value
     if rope_type == "longrope":
         scaling["attention_factor"] = attention_factor(model)  # transformers 4 ignores the factor

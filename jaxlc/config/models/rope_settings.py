@@ -20,7 +20,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 DEFAULTS: dict[str, Any] = {
     field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_scaling")
 }
-_NO_EFFECT_AT_1 = ("linear", "ntk", "yarn", "llama3")  # with rope_scaling_factor=1 they scale nothing
+NO_EFFECT_AT_1 = ("linear", "ntk", "yarn", "llama3")  # with rope_scaling_factor=1 and attention factor 1
 
 
 def with_scaling(shape: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
             f"config.model.rope_scaling={scaling!r} has no effect, since config.model.layer_kinds names no full layers;"
             " use --config.model.rope_scaling=none"
         )
-    if scaling in _NO_EFFECT_AT_1 and factor == 1:
+    if scaling in NO_EFFECT_AT_1 and factor == 1 and attention_factor(model) == 1:
         yield (
             f"config.model.rope_scaling={scaling!r} needs a rope_scaling_factor greater than 1, the new context length"
             " divided by the original one; use --config.model.rope_scaling_factor=4 or another factor"

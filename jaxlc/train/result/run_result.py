@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import Config
+from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.core import extras, html
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.paths import displayed
@@ -50,10 +51,16 @@ class Result:
     def mesh(self) -> Mesh:
         return self.train_step.mesh
 
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether this is the model of a Hugging Face directory, loaded as it is. Its texts start with the tokens that
+        `transformers` adds, and its RoPE follows the length of each text instead of data.seq_len."""
+        return (self.workdir / CONFIG_FILE).is_file()
+
     @cached_property
     def model(self) -> LanguageModel:
         """Logits, token losses and hidden states of the trained model, for text or tokens."""
-        return LanguageModel(self.train_step, self.params, self.tokenizer)
+        return LanguageModel(self.train_step, self.params, self.tokenizer, is_pretrained=self.is_pretrained)
 
     @cached_property
     def history(self) -> History:
