@@ -13,6 +13,7 @@ import jaxlc
 from jaxlc import runtime
 from jaxlc.config.checks.eval_checks import NEEDLE, eval_settings
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
+from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.config.values import Tokens
 from jaxlc.core.errors import UserError
 from jaxlc.generation.__main__ import mesh_sizes
@@ -64,16 +65,22 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
     runtime.import_jax()
     from jaxlc.evals.evaluate_run import evaluate_run
     from jaxlc.evals.pictures import draw_maps, draw_overlays
-    from jaxlc.evals.score_rows import step_directories
+    from jaxlc.evals.score_rows import comparison, step_directories
 
-    outs, directories = _directories(flags.sources, flags.out), dict[str, Path]()
-    for source, out in zip(flags.sources, outs, strict=True):
+    outs, scores, directories = _directories(flags.sources, flags.out), dict[str, list](), dict[str, Path]()
+    for source, name, out in zip(flags.sources, _names(flags.sources), outs, strict=True):
         for step in flags.step or [None]:
             result = jaxlc.load(source, step=step, mesh=mesh_sizes(flags.mesh))
-            rows = evaluate_run(result, settings, out, report=lambda row: print(row, flush=True))
-            _print_figures(draw_maps(rows, out))
-            directories[f"{source} step-{result.step}"] = out / f"step-{result.step}"
-    if len(flags.sources) == 1:
+            is_directory = (result.workdir / CONFIG_FILE).is_file()
+            label = name if is_directory else f"{name} step-{result.step}"
+            if len(flags.sources) > 1 or len(flags.step) > 1:
+                print(label)
+            scores[label] = evaluate_run(result, settings, out, report=lambda row: print(row, flush=True))
+            _print_figures(draw_maps(scores[label], out))
+            directories[label] = out / f"step-{result.step}"
+    if len(scores) > 1:
+        print("\n".join(["", *comparison(scores), ""]))
+    if len(flags.sources) == 1 and not is_directory:
         directories = {path.name: path for path in step_directories(outs[0])}  # earlier evaluations as well
     _print_figures(draw_overlays(directories, Path(flags.out).expanduser() if flags.out else outs[0]))
     return 0
@@ -84,12 +91,15 @@ def _directories(sources: Sequence[str], out: str) -> list[Path]:
     sources."""
     if not out:
         return [Path(source).expanduser() / "evals" for source in sources]
-    names = [Path(source).name for source in sources]
-    is_unique = len(set(names)) == len(names)
     base = Path(out).expanduser()
-    if len(sources) == 1:
-        return [base]
-    return [base / (name if is_unique else f"{index}-{name}") for index, name in enumerate(names, 1)]
+    return [base] if len(sources) == 1 else [base / name for name in _names(sources)]
+
+
+def _names(sources: Sequence[str]) -> list[str]:
+    """The names of the directories of the sources, with numbers if two are equal."""
+    names = [Path(source).expanduser().absolute().name for source in sources]
+    is_unique = len(set(names)) == len(names)
+    return names if is_unique else [f"{index}-{name}" for index, name in enumerate(names, 1)]
 
 
 def _print_figures(paths: Sequence[Path]) -> None:
