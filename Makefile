@@ -43,6 +43,7 @@ test-transformers: $(READY) .venv-transformers/.ready  ## compare with transform
 	JAXLC_TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers/bin/python \
 	  $(VENV)/bin/python $(PYTEST) --dist=loadfile tests/hf/test_transformers.py tests/hf/test_rope_scaling.py \
 	  tests/hf/test_chat_templates.py tests/hf/test_lora.py tests/hf/test_generation.py tests/hf/test_prompts.py $(ARGS)
+	.venv-transformers/bin/python -m pytest --durations=15 tests/hf/test_harness.py $(ARGS)
 
 test-jax0.12:  ## run the tests that depend on the JAX version on JAX 0.12 (needs Python 3.12 or newer)
 	$(call WITH_PYTHON_312,.venv-jax0.12,$(PYTEST) -m "jax_version and not heavy and not full",-plan)
@@ -106,10 +107,10 @@ define INSTALL
 	@touch $@
 endef
 
-.venv-transformers/.ready: tests/hf/requirements.txt
+.venv-transformers/.ready: tests/hf/requirements.txt requirements.lock
 	$(PYTHON) -m venv --clear $(@D)
-	@echo "installing torch and transformers into $(@D) (about 1 GB on Linux with the CPU build of torch)"
-	$(@D)/bin/python -m pip install --quiet --requirement tests/hf/requirements.txt
+	@echo "installing torch, transformers and lm_eval into $(@D) (about 2 GB on Linux with the CPU build of torch)"
+	$(@D)/bin/python -m pip install --quiet --requirement tests/hf/requirements.txt --requirement requirements.lock
 	@touch $@
 
 .venv-docs/.ready: requirements-docs.lock

@@ -86,7 +86,7 @@ def jaxlc_arguments(command: str) -> list[str] | None:
     words = shlex.split(command)
     if words[:1] == ["jaxlc"]:
         return words[1:]
-    if words[:2] == ["python", "-m"] and words[2].startswith("jaxlc."):
+    if words[:2] == ["python", "-m"] and words[2].startswith("jaxlc.") and words[2].removeprefix("jaxlc.") in VERBS:
         return [words[2].removeprefix("jaxlc."), *words[3:]]
     return None
 

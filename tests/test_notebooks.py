@@ -22,11 +22,12 @@ import os
 import subprocess
 import sys
 
-# There is no release yet: put the owner of your fork here, or set JAXLC_SOURCE="PATH_OF_A_WHEEL[plot]".
-JAXLC = os.environ.get("JAXLC_SOURCE", "jaxlc[plot] @ git+https://github.com/OWNER/jaxlc")
-if importlib.util.find_spec("jaxlc") is None:
+# Where jaxlc is missing, as on Colab, this installs it. JAXLC_SOURCE can be another pip requirement.
+JAXLC = os.environ.get("JAXLC_SOURCE", "./jaxlc[plot]")
+if getattr(importlib.util.find_spec("jaxlc"), "origin", None) is None:  # a checkout has a spec without origin
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", JAXLC], check=True)"""
-BADGE = "https://colab.research.google.com/github/OWNER/jaxlc/blob/main/notebooks/{name}"
+# Names of files and directories that a notebook may leave next to it.
+IGNORED = {line.strip("/").rpartition("/")[2] for line in (ROOT / ".gitignore").read_text().splitlines()}
 PRIVATE = re.compile(r"(?<![\w.:/<~-])/[\w.-]+/[\w.-]|0x[0-9a-f]{6,}")  # an absolute path, or an address in memory
 HOSTNAME = re.compile(rf"\b{re.escape(socket.gethostname())}\b")  # a short one may be a part of a word
 
@@ -113,7 +114,7 @@ def test_notebooks_exist_and_are_listed_in_the_readme():
 def check_run(path: Path, directory: Path, shorter: dict[str, str], environment: dict[str, str]) -> None:
     """Runs a notebook in a copy of its directory, with texts of its cells replaced by those of `shorter`."""
     shutil.copytree(path.parent, directory)
-    stored, notebook = read(path), read(directory / path.name)
+    stored, notebook, before = read(path), read(directory / path.name), set(directory.iterdir())
     for text, replacement in shorter.items():
         (cell,) = (cell for cell in code_cells(notebook) if text in cell.source)
         assert cell.source.count(text) == 1, text
@@ -122,6 +123,8 @@ def check_run(path: Path, directory: Path, shorter: dict[str, str], environment:
         notebook, resources={"metadata": {"path": str(directory)}}, **helpers.NOTEBOOK_TIMEOUTS
     )
     client.execute(env=environment | {"PYTHONPATH": str(ROOT)})
+    written = {file.name for file in set(directory.iterdir()) - before}
+    assert written <= IGNORED, "name it in .gitignore"
     for cell in code_cells(notebook):
         for output in cell.outputs:
             if output.get("name") == "stderr":
@@ -151,14 +154,15 @@ def test_notebook_at_full_length_runs_without_error_and_stderr(path, tmp_path):
 
 
 @notebooks
-def test_notebook_starts_with_badge_and_install_cell(path):
+def test_notebook_starts_with_machines_and_install_cell(path):
     first, second = read(path).cells[:2]
     assert first.cell_type == "markdown"
     assert first.source.startswith("# ")
-    assert BADGE.format(name=path.name) in first.source
     for machine in ("CPU", "T4", "H100"):
         assert machine in first.source
-    assert (second.cell_type, second.source) == ("code", INSTALL_CELL)
+    # `python -m benchmarks.site --links` replaces the requirement by that of a public repository.
+    requirement = re.search(r'"JAXLC_SOURCE", "(.*)"', second.source)[1]
+    assert (second.cell_type, second.source) == ("code", INSTALL_CELL.replace("./jaxlc[plot]", requirement))
 
 
 @notebooks

@@ -2,13 +2,14 @@
 
 python -m benchmarks.site build/pages
 python -m benchmarks.site --figures             # docs/images/zigzag_ring.svg and layer_tiles.svg
+python -m benchmarks.site --links               # after a change of the version or of [project.urls]: see links.py
 """
 
 import shutil
 import sys
 from pathlib import Path
 
-from benchmarks.site import pages
+from benchmarks.site import links, pages
 
 
 def main(arguments: list[str]) -> None:
@@ -16,6 +17,9 @@ def main(arguments: list[str]) -> None:
         from benchmarks.site import figures
 
         figures.write(pages.ROOT / "docs" / "images")
+        return
+    if arguments == ["--links"]:
+        links.update()
         return
     (target,) = map(Path, arguments)
     shutil.rmtree(target, ignore_errors=True)

@@ -65,7 +65,12 @@ def settings() -> str:
 def _setting_row(setting: Setting) -> str:
     choices = f"; {describe_type(setting.hint)}" if typing.get_origin(setting.hint) is typing.Literal else ""
     default = setting.default if setting.default in ("", _PRESET) else f"`{setting.default}`"
-    return f"| `{setting.key}` | {default} | {_cell(setting.comment.rstrip('.') + choices)} |"
+    return f"| {_breakable(setting.key)} | {default} | {_cell(setting.comment.rstrip('.') + choices)} |"
+
+
+def _breakable(key: str) -> str:
+    """A name that narrow screens break after a dot or an underscore only."""
+    return "<code>" + re.sub("([._])", r"\1<wbr>", key) + "</code>"
 
 
 def plan_fields() -> str:

@@ -8,6 +8,7 @@ from jaxlc.core.errors import UserError
 EXTRAS = {
     "huggingface_hub": "hf",
     "jinja2": "hf",
+    "lm_eval": "lm-eval",
     "matplotlib": "plot",
     "pyarrow": "data",
     "tensorboardX": "tensorboard",

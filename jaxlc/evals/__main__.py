@@ -67,17 +67,22 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
     runtime.import_jax()
     from jaxlc.evals.evaluate_run import evaluate_run
     from jaxlc.evals.pictures import draw_maps, draw_overlays
-    from jaxlc.evals.score_rows import step_directories
+    from jaxlc.evals.score_rows import comparison, step_directories
 
-    outs, directories = _directories(flags.sources, flags.out), dict[str, Path]()
-    for source, out in zip(flags.sources, outs, strict=True):
+    outs, scores, directories = _directories(flags.sources, flags.out), dict[str, list](), dict[str, Path]()
+    for source, name, out in zip(flags.sources, _names(flags.sources), outs, strict=True):
         with full_disk_explained(out, _kept):
             for step in flags.step or [None]:
                 result = jaxlc.load(source, step=step, mesh=mesh_sizes(flags.mesh))
-                rows = evaluate_run(result, settings, out, report=lambda row: print(row, flush=True))
-                _print_figures(draw_maps(rows, out))
-                directories[f"{source} step-{result.step}"] = out / f"step-{result.step}"
-    if len(flags.sources) == 1:
+                label = name if result.is_pretrained else f"{name} step-{result.step}"
+                if len(flags.sources) > 1 or len(flags.step) > 1:
+                    print(label)
+                scores[label] = evaluate_run(result, settings, out, report=lambda row: print(row, flush=True))
+                _print_figures(draw_maps(scores[label], out))
+                directories[label] = out / f"step-{result.step}"
+    if len(scores) > 1:
+        print("\n".join(["", *comparison(scores), ""]))
+    if len(flags.sources) == 1 and not result.is_pretrained:
         directories = {path.name: path for path in step_directories(outs[0])}  # earlier evaluations as well
     figures = local_path(flags.out) if flags.out else outs[0]
     with full_disk_explained(figures, _kept):
@@ -99,7 +104,8 @@ def _directories(sources: Sequence[str], out: str) -> list[Path]:
     from jaxlc.evals.evaluate_run import results_directory
 
     if out:
-        directories = _directories_in(local_path(out), sources)
+        base = local_path(out)
+        directories = [base] if len(sources) == 1 else [base / name for name in _names(sources)]
     else:
         directories = [results_directory(source) for source in sources]
     for directory in directories:
@@ -108,12 +114,11 @@ def _directories(sources: Sequence[str], out: str) -> list[Path]:
     return directories
 
 
-def _directories_in(base: Path, sources: Sequence[str]) -> list[Path]:
-    names = [Path(source).name for source in sources]
+def _names(sources: Sequence[str]) -> list[str]:
+    """The names of the directories of the sources, with numbers if two are equal."""
+    names = [local_path(source).absolute().name for source in sources]
     is_unique = len(set(names)) == len(names)
-    if len(sources) == 1:
-        return [base]
-    return [base / (name if is_unique else f"{index}-{name}") for index, name in enumerate(names, 1)]
+    return names if is_unique else [f"{index}-{name}" for index, name in enumerate(names, 1)]
 
 
 def _print_figures(paths: Sequence[Path]) -> None:

@@ -11,6 +11,7 @@ from jaxlc.evals.document_loss import DocumentLosses
 from jaxlc.evals.score_rows import ScoreRow
 
 _COLORS = (BLUE, RED, TEAL, AMBER, VIOLET, SKY, GRAY)
+_NUM_WIDTHS = 4  # of lines
 _TOKENS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
@@ -22,10 +23,12 @@ def depth_figure(rows: Sequence[ScoreRow], title: str) -> Figure:
         scores[depths.index(row.depth), lengths.index(row.length)] = row.score
     figure = new_figure(2.2 + 0.8 * len(lengths), 1.6 + 0.45 * len(depths), dpi=150)
     axes = figure.subplots()
-    image = axes.imshow(scores, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    # A map whose lightness increases: readers with any color vision, and gray prints, keep the order.
+    image = axes.imshow(scores, cmap="cividis", vmin=0, vmax=100, aspect="auto")
     for (y, x), score in np.ndenumerate(scores):
         if not np.isnan(score):
-            axes.text(x, y, f"{score:.0f}", ha="center", va="center", fontsize=9)
+            color = "white" if score < 45 else "black"
+            axes.text(x, y, f"{score:.0f}", ha="center", va="center", fontsize=9, color=color)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set(xlabel="length in tokens", ylabel="depth of the answer")
@@ -42,12 +45,17 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
     """
     figure = new_figure(7.0, 4.2, dpi=150)
     axes = figure.subplots()
-    for color, (label, rows) in zip(_COLORS * len(runs), runs.items()):
+    for index, (label, rows) in enumerate(runs.items()):
         lengths = sorted({row.length for row in rows})
         groups = [[row for row in rows if row.length == length] for length in lengths]
         means = [np.mean([row.score for row in group]) for group in groups]
         errors = [np.sqrt(np.nansum([row.standard_error**2 for row in group])) / len(group) for group in groups]
-        axes.errorbar(lengths, means, yerr=errors, fmt="o-", color=color, capsize=3, linewidth=1.2, label=label)
+        # Later lines are thinner and their markers smaller, so that equal lines are seen one inside the other.
+        size = (len(runs) - 1 - index) % _NUM_WIDTHS
+        axes.errorbar(
+            lengths, means, yerr=errors, fmt="o-", color=_COLORS[index % len(_COLORS)], capsize=3 + 2 * size,
+            linewidth=1.2 + 1.8 * size, markersize=4 + 3 * size, label=label,
+        )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(_TOKENS)
     tasks = sorted({row.task for rows in runs.values() for row in rows})
@@ -59,7 +67,7 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
 
 
 def loss_figure(runs: Mapping[str, DocumentLosses]) -> Figure:
-    """Loss against position with its 95% interval; one line for each checkpoint or model.
+    """Loss against position, with its 95% interval if there are enough documents; one line per model.
 
     Args:
       runs: label -> its losses.
@@ -79,10 +87,9 @@ def loss_figure(runs: Mapping[str, DocumentLosses]) -> Figure:
     axes.set(xlabel="position in the document, in tokens", ylabel="loss, nats per token")
     lengths = sorted({losses.length for losses in runs.values()})
     counts = sorted({losses.by_position.num_documents for losses in runs.values()})
-    axes.set_title(
-        f"Loss by position, {_either(counts)} documents of {_either(lengths)} tokens, 95% intervals",
-        loc="left", fontsize=10,
-    )  # fmt: skip
+    has_interval = any(np.isfinite(losses.by_position.by_position("loss")["low"]).any() for losses in runs.values())
+    title = f"Loss by position, {_either(counts)} documents of {_either(lengths)} tokens"
+    axes.set_title(title + ", 95% intervals" * has_interval, loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, title="gain of full context", title_fontsize=8)
     style_axes(axes, grid="y")
     return figure

@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.counts import count_text
+from jaxlc.core.text_table import aligned
 
 SCORES_FILE = "scores.jsonl"
 
@@ -54,6 +55,29 @@ def read_scores(directory: Path) -> list[ScoreRow]:
     for row in rows:
         row["standard_error"] = math.nan if row["standard_error"] is None else row["standard_error"]
     return [ScoreRow(**row) for row in rows]
+
+
+def comparison(scores: Mapping[str, Sequence[ScoreRow]]) -> list[str]:
+    """A table with one line per task and length and one column per model; with two models, also the change.
+
+    Scores of the needle and passkey tasks are means over their depths.
+
+    Args:
+      scores: label -> its rows.
+    """
+    groups: dict[tuple, dict[str, list[ScoreRow]]] = {}
+    for label, rows in scores.items():
+        for row in rows:
+            groups.setdefault((row.task, row.length, row.unit), {}).setdefault(label, []).append(row)
+    lines = [["", "length", "", *scores, *(["change"] if len(scores) == 2 else [])]]
+    for (task, length, unit), by_label in groups.items():
+        digits = 1 if unit == "%" else 4
+        means = [sum(row.score for row in rows) / len(rows) for rows in map(by_label.__getitem__, scores)]
+        cells = [f"{mean:.{digits}f}" for mean in means]
+        if len(scores) == 2:
+            cells.append(f"{means[1] - means[0]:+.{digits}f}")
+        lines.append([task, f"{length:,}", unit, *cells])
+    return aligned(lines)
 
 
 def step_directories(out: Path) -> list[Path]:

@@ -112,6 +112,30 @@ class LanguageModel:
         losses_BT = losses_BT[:num_sequences, padded.natural_order[: num_tokens - 1]]
         return losses_BT[0] if padded.is_single else losses_BT
 
+    def log_probs(self, tokens: Tokens, positions: np.ndarray, candidates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How probable candidates for the next token are. The logits exist in chunks only, on the devices.
+
+        Args:
+          tokens: [B, T]; shorter sequences may be padded at the end, since a token depends on earlier ones only.
+          positions: token indices, int [B, n]: candidate [b, i] follows token [b, positions[b, i]].
+          candidates: token ids, int [B, n].
+        Returns:
+          The log-probabilities of the candidates in nats, float32 [B, n], and whether each is the most probable token,
+          bool [B, n].
+        """
+        padded = self._padded(tokens)
+        features_BTX, head_DV = self._functions(padded.batch.tokens.shape[1]).features(self.params, padded.batch)
+        num_padding = features_BTX.shape[0] - len(positions)
+        positions_Bn = np.pad(padded.natural_order[positions], ((0, num_padding), (0, 0)))
+        candidates_Bn = np.pad(candidates, ((0, num_padding), (0, 0))).astype(np.int32)
+        chunk = max(1, loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT] // len(positions_Bn))
+        chunks = [
+            self._log_probs(features_BTX, head_DV, positions_Bn[:, i : i + chunk], candidates_Bn[:, i : i + chunk])
+            for i in range(0, positions_Bn.shape[1], chunk)
+        ]
+        log_probs_Bn, is_best_Bn = (np.concatenate(parts, axis=1) for parts in zip(*chunks))
+        return log_probs_Bn[: len(positions)], is_best_Bn[: len(positions)]
+
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
         losses = self.token_losses(tokens)
@@ -126,16 +150,26 @@ class LanguageModel:
 
     @functools.cached_property
     def _logits(self):
-        vocab_size, everywhere = self.config.model.vocab_size, NamedSharding(self.mesh, PartitionSpec())
+        def logits(features_BTX, head_DV, index_n):
+            return self._projected(features_BTX[:, index_n], head_DV)
 
-        def project(features_BTX, head_DV, index_n):
-            features_BnX = features_BTX[:, index_n]
-            if head_DV is None:
-                return features_BnX.astype(jnp.float32)
-            logits_BnV = jnp.einsum("BnD,DV->BnV", features_BnX, head_DV, preferred_element_type=jnp.float32)
-            return logits_BnV[..., :vocab_size]
+        return jax.jit(logits, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
-        return jax.jit(project, out_shardings=everywhere)
+    @functools.cached_property
+    def _log_probs(self):
+        def log_probs(features_BTX, head_DV, index_Bn, candidates_Bn):
+            logits_BnV = self._projected(jnp.take_along_axis(features_BTX, index_Bn[..., None], axis=1), head_DV)
+            chosen_Bn = jnp.take_along_axis(logits_BnV, candidates_Bn[..., None], axis=-1)[..., 0]
+            return chosen_Bn - jax.nn.logsumexp(logits_BnV, axis=-1), logits_BnV.argmax(-1) == candidates_Bn
+
+        return jax.jit(log_probs, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+
+    def _projected(self, features_BnX: jax.Array, head_DV: jax.Array | None) -> jax.Array:
+        """The logits, float32 [B, n, V]."""
+        if head_DV is None:
+            return features_BnX.astype(jnp.float32)
+        logits_BnV = jnp.einsum("BnD,DV->BnV", features_BnX, head_DV, preferred_element_type=jnp.float32)
+        return logits_BnV[..., : self.config.model.vocab_size]
 
     @functools.cache  # noqa: B019
     def _functions(self, num_tokens: int) -> "_Functions":

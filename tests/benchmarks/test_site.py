@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import support_table
-from benchmarks.site import notebook_page, pages, reference
+from benchmarks.site import links, notebook_page, pages, reference
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.setting_paths import fields_of
 
@@ -24,6 +24,8 @@ def written(tmp_path_factory) -> Path:
 
 def test_pages_contain_every_setting_and_plan_field(written):
     settings = (written / "config.md").read_text()
+    assert "| <code>model.<wbr>num_<wbr>layers</code> | " in settings  # breaks of lines at the ends of words only
+    settings = re.sub("</?code>", "`", settings.replace("<wbr>", ""))
     keys = [f"{section}.{name}" for section in SECTIONS for name in fields_of(SECTIONS[section])]
     assert [key for key in keys if f"\n| `{key}` | " not in settings] == []
     fields = (written / "plan_fields.md").read_text()
@@ -65,6 +67,22 @@ def test_navigation_lists_every_page(written):
     found = {str(path.relative_to(written)) for path in written.rglob("*.md")}
     dated = {name for name in found if re.match(r"benchmarks/\d", name)}  # benchmarks/index.md lists them
     assert found - dated == listed
+
+
+def test_links_and_version_are_those_of_pyproject():
+    stored = links.updated(links.repository())
+    assert [path.name for path, text in stored.items() if path.read_text() != text] == [], (
+        "see benchmarks/site/links.py"
+    )
+    url = "https://github.com/someone/somewhere"
+    texts = links.updated(url)
+    assert f'repo_url = "{url}"\n' in texts[ROOT / "zensical.toml"]
+    assert f'repository-code: "{url}"\n' in texts[ROOT / "CITATION.cff"]
+    first, install = json.loads(texts[ROOT / "notebooks" / "first_run.ipynb"])["cells"][:2]
+    assert "/github/someone/somewhere/blob/main/notebooks/first_run.ipynb)\n" in first["source"][2]
+    assert f'"jaxlc[plot] @ git+{url}")\n' in "".join(install["source"])
+    if not links.repository():
+        assert not any(word in text for text in stored.values() for word in ("colab.research", "repo_url"))
 
 
 def test_notebook_outputs_become_text_and_html(tmp_path):

@@ -115,6 +115,9 @@ def test_command_overlays_checkpoints_and_names_missing_documents(run, texts, tm
     printed = capsys.readouterr().out.splitlines()
     assert status == 0 and len([line for line in printed if "5 documents" in line]) == 6
     assert printed[-1] == f"figure {out}/loss_by_position.png"
+    labels = [f"{i}-{run.name} step-1" for i in (1, 2)]
+    assert all(label in printed for label in labels) and all(label in printed[-6] for label in labels)
+    assert printed[-5].split()[:3] == ["loss", "512", "nats"] and printed[-5].endswith("+0.0000")
     assert (out / "loss_by_position.png").stat().st_size > 5000
     assert [len(read_scores(out / f"{i}-{run.name}" / "step-1")) for i in (1, 2)] == [3, 3]
     assert main(["eval", str(run), "--tasks=loss", "--lengths=4096", f"--documents={texts}"]) == 2

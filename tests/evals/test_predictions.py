@@ -7,7 +7,9 @@ import os
 import re
 
 import jax
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 import jaxlc
 from jaxlc.config.checks.eval_checks import eval_settings
@@ -16,7 +18,8 @@ from jaxlc.evals.__main__ import main
 from jaxlc.evals.cases import text_cases
 from jaxlc.evals.example import Example
 from jaxlc.evals.predictions import Case, run_case
-from jaxlc.evals.score_rows import ScoreRow, read_scores, store_scores
+from jaxlc.evals.score_plots import depth_figure, score_figure
+from jaxlc.evals.score_rows import ScoreRow, comparison, read_scores, store_scores
 from jaxlc.evals.scoring import cleaned, match_all, match_any, score_of
 from tests.train import runs
 
@@ -100,6 +103,49 @@ def test_files_of_close_depths_differ():
     settings = eval_settings(dict(tasks="needle,passkey", lengths=(1024,), depths=(0.29, 0.331, 0.334)))
     names = [text_case.case.name for text_case in text_cases(settings, len)]
     assert names[:2] == ["needle-1024-29-of-1", "needle-1024-33.1-of-1"] and len(set(names)) == 6
+
+
+def _score(length: int, score: float, depth: float | None = None) -> ScoreRow:
+    return ScoreRow(
+        task="needle", haystack="a", length=length, depth=depth, num_needles=1, score=score, standard_error=1.0,
+        num_examples=5, seconds=1.0,
+    )  # fmt: skip
+
+
+def test_comparison_has_a_column_per_model_and_the_change():
+    before = [_score(512, 80.0, 0.0), _score(512, 90.0, 1.0), _score(2048, 0.0, 0.0)]
+    after = [_score(512, 70.0, 0.0), _score(512, 90.0, 1.0), _score(2048, 60.0, 0.0)]
+    lines = [line.split() for line in comparison({"base": before, "run step-5": after})]
+    assert lines == [
+        ["length", "base", "run", "step-5", "change"],
+        ["needle", "512", "%", "85.0", "80.0", "-5.0"],
+        ["needle", "2,048", "%", "0.0", "60.0", "+60.0"],
+    ]
+    assert "change" not in comparison({"a": before, "b": before, "c": after})[0]
+
+
+def test_equal_lines_of_scores_are_both_visible():
+    scores = [_score(512, 80.0), _score(1024, 40.0)]
+    (axes,) = score_figure({"base": scores, "run": scores}).axes
+    first, second = (container.lines[0] for container in axes.containers)
+    assert first.get_linewidth() > 2 * second.get_linewidth() and first.get_zorder() <= second.get_zorder()
+    assert first.get_markersize() > second.get_markersize()
+
+
+def test_digits_of_the_map_are_readable_on_every_color():
+    """WCAG's contrast of large text, also for the grays in which every color vision sees the map."""
+    (axes, _) = depth_figure([_score(2**i, 5.0 * i, 0.0) for i in range(21)], "Needle").axes
+    (image,) = axes.images
+
+    def luminance(color) -> float:
+        rgb = np.array(color[:3])
+        return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722]
+
+    cells = [luminance(image.to_rgba([[5.0 * i]])[0, 0]) for i in range(21)]
+    assert cells == sorted(cells)
+    for cell, text in zip(cells, axes.texts, strict=True):
+        dark, light = sorted([cell, luminance(to_rgb(text.get_color()))])
+        assert (light + 0.05) / (dark + 0.05) > 4
 
 
 def test_standard_error_of_one_example_is_null_in_the_file(tmp_path):

@@ -53,11 +53,11 @@ def test_write_report_prints_losses_and_saves_plots(tmp_path, monkeypatch, rows,
     config = small_config()
     summary = write_report(tmp_path, 2, config.tokens_per_step * 2, _evaluation(), BASELINES)
     assert all(word in summary for word in [*words, "unigram 2.100, bigram 1.800"]), summary
-    loss_axes, position_axes = figures[0].axes[0], figures[1].axes[0]
+    loss_axes, position_axes = figures[0].axes[0], figures[2].axes[0]
     drawn_losses = list(loss_axes.lines[0].get_ydata())
     assert drawn_losses == [row["loss"] for row in rows if row.get("loss") is not None]
     np.testing.assert_allclose(position_axes.lines[0].get_ydata(), [3.0, 170 / 90])
-    assert all(png_size(tmp_path / name)[0] > 800 for name in ("loss.png", "loss_by_position.png"))
+    assert all(png_size(tmp_path / name)[0] > 800 for name in ("loss.png", "optimizer.png", "loss_by_position.png"))
     assert "context gain" not in summary
 
 

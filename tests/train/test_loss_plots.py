@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from jaxlc.train.evaluation.context_gain import ContextGain
 from jaxlc.train.evaluation.document_sums import DocumentSums, position_edges
 from jaxlc.train.evaluation.held_out import Evaluation
-from jaxlc.train.reports.loss_plots import loss_by_position_figure, loss_figure
+from jaxlc.train.reports.loss_plots import loss_by_position_figure, loss_figure, optimizer_figure
 from tests.helpers import png_size
 from tests.step.synthetic import documents_evaluation
 
@@ -73,6 +73,24 @@ def test_loss_figure_draws_every_curve(tmp_path):
 )
 def test_loss_figure_with_few_rows_is_drawn(tmp_path, rows):
     assert save(loss_figure(rows, BASELINES), tmp_path / "loss.png")[0] > 800
+
+
+def test_optimizer_figure_draws_gradient_norm_and_learning_rate(tmp_path):
+    rows = [dict(step=step, loss=3.0, grad_norm=2.0 / step, learning_rate=1e-4 * step) for step in range(1, 6)]
+    rows[2]["grad_norm"] = None  # not finite
+    figure = optimizer_figure(rows)
+    assert save(figure, tmp_path / "optimizer.png")[0] > 800
+    norms, rates = (axes.lines[0] for axes in figure.axes)
+    assert list(norms.get_xdata()) == [1, 2, 4, 5] and list(norms.get_ydata())[0] == 2.0
+    np.testing.assert_allclose(rates.get_ydata(), [1e-4, 2e-4, 3e-4, 4e-4, 5e-4])
+    assert save(optimizer_figure([dict(step=1, loss=3.0)]), tmp_path / "empty.png")[0] > 800
+
+
+def test_figure_without_interval_has_no_legend_for_it():
+    for num_documents, labels in ((40, 2), (3, 1)):
+        (axes, _) = loss_by_position_figure(evaluation(512, lambda positions: 2.0 + 0 * positions, num_documents)).axes
+        texts = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert len(texts) == labels and ("95% interval, bootstrap over documents" in texts) == (num_documents == 40)
 
 
 def test_loss_by_position_figure_draws_mean_of_each_bin(tmp_path):

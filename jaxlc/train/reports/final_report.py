@@ -1,4 +1,4 @@
-"""The report at the end of a run: two plots, and a summary that is printed."""
+"""The report at the end of a run: plots, and a summary that is printed."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from jaxlc.train.reports.history import History
 from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
 from jaxlc.train.reports.progress import flops_text
 
-LOSS_PLOT, LOSS_BY_POSITION_PLOT = "loss.png", "loss_by_position.png"
+LOSS_PLOT, LOSS_BY_POSITION_PLOT, OPTIMIZER_PLOT = "loss.png", "loss_by_position.png", "optimizer.png"
 
 
 def write_report(
@@ -75,17 +75,17 @@ def write_report(
 def write_plots(
     workdir: Path, rows: list[Row], baselines: dict[str, float], evaluation: Evaluation | None
 ) -> list[str]:
-    """Writes loss.png and, with an evaluation, loss_by_position.png; returns lines with their paths.
+    """Writes loss.png, optimizer.png and, with an evaluation, loss_by_position.png; returns lines with their paths.
 
     If plots are skipped, the only line has the reason.
     """
     if not extras.is_installed("matplotlib"):
         return [f"plots           skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}"]
-    from jaxlc.train.reports.loss_plots import loss_by_position_figure, loss_figure  # imported here: matplotlib is slow
+    from jaxlc.train.reports import loss_plots  # imported here: matplotlib is slow
 
-    figures = {LOSS_PLOT: loss_figure(rows, baselines)}
+    figures = {LOSS_PLOT: loss_plots.loss_figure(rows, baselines), OPTIMIZER_PLOT: loss_plots.optimizer_figure(rows)}
     if evaluation is not None:
-        figures[LOSS_BY_POSITION_PLOT] = loss_by_position_figure(evaluation)
+        figures[LOSS_BY_POSITION_PLOT] = loss_plots.loss_by_position_figure(evaluation)
     for name, figure in figures.items():
         figure.savefig(workdir / name, bbox_inches="tight")
     return [f"{'' if index else 'plots':<15} {displayed(workdir / name)}" for index, name in enumerate(figures)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from jaxlc.core.plot_style import BLUE, FAINT, GRAY, RED, TEAL, new_figure, style_axes
 from jaxlc.train.evaluation.context_gain import PIECE_TOKENS, ContextGain
@@ -18,6 +18,7 @@ from jaxlc.train.reports.history import History
 from jaxlc.train.reports.metrics import Row
 
 _ZERO_BIN = (0.3, 0.5)  # where the logarithmic axis shows the tokens at position 0
+_NUMBER = FuncFormatter(lambda value, _: f"{value:g}")
 _COUNT = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
@@ -54,6 +55,31 @@ def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
     axes.set_title("Loss in training", loc="left")
     axes.legend(frameon=False)
     style_axes(axes, grid="y")
+    return figure
+
+
+def optimizer_figure(rows: Sequence[Row]) -> Figure:
+    """Gradient norm before clipping, and learning rate, over steps.
+
+    Args:
+      rows: of metrics.jsonl.
+    """
+    figure = new_figure(7.5, 4.8, dpi=150)
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    history = History(rows)
+    for axes, name, label, color in zip(
+        panels, ("grad_norm", "learning_rate"), ("gradient norm", "learning rate"), (BLUE, TEAL), strict=True
+    ):
+        axes.plot(*history.column(name), color=color, linewidth=1.2)
+        axes.set_ylabel(label)
+        style_axes(axes, grid="y")
+    panels[0].set_yscale("log")
+    panels[0].yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=_NUMBER, minor_locator=NullLocator())
+    panels[0].set_title("Gradient norm and learning rate", loc="left")
+    panels[1].set_ylim(bottom=0)
+    panels[1].ticklabel_format(axis="y", scilimits=(-3, 3))
+    panels[1].set_xlabel("step")
+    _draw_stages(panels[0], history)
     return figure
 
 
@@ -143,12 +169,14 @@ def _draw_means(axes: Axes, below: Axes, columns: dict[str, np.ndarray], mean: n
     center = np.where(first == 0, np.sqrt(np.prod(_ZERO_BIN)), np.sqrt(first * last))
     has_band = np.isfinite(low)
     label = "95% interval, bootstrap over documents"
-    axes.fill_between(center, low, high, where=has_band, color=color, alpha=0.18, linewidth=0, label=label)
+    if has_band.any():
+        axes.fill_between(center, low, high, where=has_band, color=color, alpha=0.18, linewidth=0, label=label)
     axes.plot(center, mean, "o-", color=color, markersize=3.5, linewidth=1.3)
     if not has_band.all():
         label = f"no interval: fewer than {MIN_DOCUMENTS} documents"
         axes.plot(center[~has_band], mean[~has_band], "o", color="white", mec=color, markersize=4, label=label)
-    axes.legend(frameon=False, fontsize=8)
+    if len(mean):
+        axes.legend(frameon=False, fontsize=8)
     limits = _limits(mean, low, high)
     if limits is not None:
         axes.set_ylim(*limits)

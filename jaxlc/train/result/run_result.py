@@ -18,7 +18,7 @@ from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.step import TrainStep
 from jaxlc.train.evaluation.held_out import Evaluation
-from jaxlc.train.reports.final_report import LOSS_BY_POSITION_PLOT, LOSS_PLOT
+from jaxlc.train.reports.final_report import LOSS_BY_POSITION_PLOT, LOSS_PLOT, OPTIMIZER_PLOT
 from jaxlc.train.reports.history import History
 from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row
 
@@ -75,6 +75,7 @@ class Result:
             checkpoints=CHECKPOINTS_DIRECTORY,
             loss_figure=LOSS_PLOT,
             loss_by_position_figure=LOSS_BY_POSITION_PLOT,
+            optimizer_figure=OPTIMIZER_PLOT,
             tensorboard=TENSORBOARD_DIRECTORY,
         )
         return {name: self.workdir / file for name, file in names.items() if (self.workdir / file).exists()}

@@ -1,0 +1,219 @@
+"""A model for lm-evaluation-harness: `lm_eval.simple_evaluate(HarnessModel(path), tasks=[...])`.
+
+Needs the package lm_eval. Import this module only where it is used.
+"""
+
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import Collator, has_bos_prefix, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+import jaxlc
+from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
+from jaxlc.core.axes import MESH_AXES
+from jaxlc.core.errors import UserError
+from jaxlc.generation.generate_text import generator_of, stop_ids
+from jaxlc.generation.sampling import Sampling
+from jaxlc.train.result.run_result import Result
+
+NAME = "jaxlc"  # of the model in lm_eval
+_MAX_NEW_TOKENS = 256  # of a task that sets no limit, as for the model `hf`
+
+
+@register_model(NAME)
+class HarnessModel(TemplateLM):
+    """A model for lm-evaluation-harness, with the tokens and rules of its model `hf` for the exported directory.
+
+    Every process of a run makes the same requests; process 0 returns the results of `simple_evaluate`, the others None.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Result,
+        *,
+        step: int | None = None,
+        batch_size: int | str = 1,
+        max_length: int = 0,
+        device: str | None = None,
+        **mesh: int,
+    ):
+        """
+        Args:
+          path: workdir of a run, a Hugging Face directory, or a loaded `Result`.
+          step: the checkpoint of the run. None: the latest one.
+          batch_size: requests that are computed together.
+          max_length: tokens of a request, of which longer ones lose the first; the window of rolling log-likelihoods.
+            0: max_position_embeddings of a Hugging Face directory, data.seq_len of a run.
+          device: of PyTorch, which lm_eval always passes; it has no effect.
+          mesh: sizes of mesh axes, such as context=4. None: the mesh of the run.
+        Raises:
+          UserError: an unknown argument, or the model cannot be loaded.
+        """
+        super().__init__()
+        if unknown := mesh.keys() - set(MESH_AXES):
+            expected = ", ".join(["path", "step", "max_length", *MESH_AXES])
+            raise UserError(f"unknown argument {min(unknown)!r} of the model: expected {expected}")
+        if not str(batch_size).isdecimal() or not int(batch_size):
+            raise UserError(f"invalid --batch_size={batch_size}: expected a number of at least 1")
+        self._result = path if isinstance(path, Result) else jaxlc.load(path, step=step, mesh=mesh or None)
+        self._tokenizer = self._result.tokenizer
+        self.batch_size = int(batch_size)
+        self.max_length = int(max_length) or _trained_length(self._result)
+        self._is_primary = jax.process_index() == 0
+        if not self._is_primary:
+            # lm_eval shares the requests out by `rank`, which stays 0. It reads this variable to find the process
+            # that reports.
+            os.environ["LOCAL_RANK"] = str(jax.process_index())
+
+    @property
+    def eot_token_id(self) -> int:
+        eos = self._special_id("eos_token")
+        return self._tokenizer.end_of_document_id if eos is None else eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What the first token of a text follows."""
+        bos = self._special_id("bos_token")
+        return next(iter(self._tokenizer.start_ids.tolist()), self.eot_token_id) if bos is None else bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+        """The ids of a text with special tokens; start tokens come first unless the text has them."""
+        ids = self._encode(string)
+        has_start = add_special_tokens is None and has_bos_prefix(string, self._special_texts.get("bos_token"))
+        return ids if add_special_tokens is False or has_start else [*self._tokenizer.start_ids.tolist(), *ids]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of whole texts, in windows of at most `max_length` tokens that do not overlap."""
+        windows = [
+            [make_disjoint_window(window) for window in self._windows(self.tok_encode(request.args[0]))]
+            for request in requests
+        ]
+        scored = iter(self._loglikelihood_tokens([(("", ""), *pair) for pairs in windows for pair in pairs]))
+        return [sum(next(scored)[0] for _ in pairs) for pairs in windows]
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continues prompts up to a stop string, an end-of-text token or the number of tokens of the task."""
+        ordered = Collator(
+            [request.args for request in requests],
+            sort_fn=lambda request: (-len(request[0]), request[0]),
+            group_fn=lambda request: request[1],
+            group_by="gen_kwargs",
+        )
+        texts = []
+        for batch in self._shown(ordered.get_batched(n=self.batch_size), "generate_until"):
+            texts += self._generate([prompt for prompt, _ in batch], batch[0][1])
+        return ordered.get_original(texts)
+
+    def _windows(self, ids: list[int]) -> Iterable[tuple[list[int], list[int]]]:
+        return get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether greedy decoding gives it.
+
+        Requests of equal input, such as answers of one token to the same question, are computed once.
+
+        Args:
+          requests: (texts, ids of the context, ids of the continuation).
+        """
+        by_input: dict[tuple[int, ...], list[int]] = {}
+        for index, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise UserError(
+                    f"a continuation has {len(continuation):,} tokens, and max_length is {self.max_length:,}: pass a"
+                    " larger max_length in --model_args"
+                )
+            by_input.setdefault((*context, *continuation)[-self.max_length - 1 : -1], []).append(index)
+        inputs = sorted(by_input, key=len, reverse=True)  # the longest first: it shows whether the memory suffices
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        batches = [inputs[first : first + self.batch_size] for first in range(0, len(inputs), self.batch_size)]
+        for batch in self._shown(batches, "loglikelihood"):
+            parts = [[(index, requests[index][2]) for index in by_input[ids]] for ids in batch]
+            candidates = [[token for _, x in part for token in x] for part in parts]
+            positions = [
+                [position for _, x in part for position in range(len(ids) - len(x), len(ids))]
+                for ids, part in zip(batch, parts)
+            ]
+            num_candidates = 2 ** (max(map(len, candidates)) - 1).bit_length()  # few sizes, few compiled programs
+            log_probs_Bn, is_best_Bn = self._result.model.log_probs(
+                self._rows(batch, len(batch[0])), *(self._rows(x, num_candidates) for x in (positions, candidates))
+            )
+            for part, log_probs_n, is_best_n in zip(parts, log_probs_Bn, is_best_Bn):
+                ends = np.cumsum([len(x) for _, x in part])
+                for (index, x), end in zip(part, ends):
+                    its = slice(end - len(x), end)
+                    results[index] = float(log_probs_n[its].sum(dtype=np.float64)), bool(is_best_n[its].all())
+        return results
+
+    def _generate(self, prompts: Sequence[str], settings: dict) -> list[str]:
+        """The continuations of a batch of prompts."""
+        wanted = normalize_gen_kwargs(settings, _MAX_NEW_TOKENS)
+        max_tokens, stop = wanted.pop("max_gen_toks"), wanted.pop("until", None) or []
+        temperature = wanted.pop("temperature", 1.0 if wanted.pop("do_sample") else 0.0)
+        top_p = wanted.pop("top_p", 1.0)
+        if unknown := wanted.keys():
+            raise UserError(
+                f"unsupported generation setting {min(unknown)!r}: expected do_sample, temperature, top_p, until or"
+                " max_gen_toks"
+            )
+        if max_tokens >= self.max_length:
+            raise UserError(
+                f"the task generates {max_tokens:,} tokens, and max_length is {self.max_length:,}: pass a larger"
+                " max_length in --model_args, or --gen_kwargs max_gen_toks=N"
+            )
+        ids = [self.tok_encode(prompt)[-(self.max_length - max_tokens) :] for prompt in prompts]
+        generations = generator_of(self._result)(
+            [np.array(row, np.int32) for row in self._filled(ids)],
+            max_tokens=max_tokens,
+            sampling=Sampling(temperature=temperature, top_p=top_p if temperature else 1.0),
+            stop=stop,
+            stop_ids=[*stop_ids(self._tokenizer, self._result.workdir), self.eot_token_id, *self._special_ids(stop)],
+        )
+        return [generation.text for generation in generations[: len(prompts)]]
+
+    def _special_ids(self, texts: Sequence[str]) -> list[int]:
+        """The special tokens among stop strings: they are not in the text of a generation."""
+        ids = [self._encode(text) for text in texts]
+        return [x[0] for x in ids if len(x) == 1 and not self._tokenizer.decode(np.array(x))]
+
+    def _rows(self, rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
+        """int32 [batch_size, length]: shorter rows are padded at the end, and rows repeat in an incomplete batch."""
+        return np.array([[*row, *[0] * (length - len(row))] for row in self._filled(rows)], np.int32)
+
+    def _filled(self, rows: Sequence) -> list:
+        """Rows of an incomplete batch, with repetitions of the last one: all batches use the same program."""
+        return [*rows, *[rows[-1]] * (self.batch_size - len(rows))]
+
+    def _shown(self, batches: Iterable, what: str) -> Iterable:
+        return tqdm(batches, desc=f"batches of {what}", disable=not self._is_primary)
+
+    def _encode(self, text: str) -> list[int]:
+        ((ids, _),) = self._tokenizer.encode_with_offsets([text])
+        return ids.tolist()
+
+    @functools.cached_property
+    def _special_texts(self) -> dict[str, str]:
+        """The tokens that tokenizer_config.json names, such as bos_token."""
+        path = self._tokenizer.file and self._tokenizer.file.with_name("tokenizer_config.json")
+        values = read_json(path) if path and path.is_file() else {}
+        texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in values.items()}
+        return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+
+    def _special_id(self, name: str) -> int | None:
+        text = self._special_texts.get(name)
+        return self._encode(text)[0] if text else None
+
+
+def _trained_length(result: Result) -> int:
+    """max_position_embeddings of a Hugging Face directory; the sequence length of a run."""
+    path = result.workdir / CONFIG_FILE
+    length = read_json(path).get("max_position_embeddings") if path.is_file() else None
+    return length or result.config.data.seq_len
