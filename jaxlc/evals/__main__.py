@@ -70,6 +70,8 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
     for source, out in zip(flags.sources, outs, strict=True):
         for step in flags.step or [None]:
             result = jaxlc.load(source, step=step, mesh=mesh_sizes(flags.mesh))
+            if len(flags.sources) > 1 or len(flags.step) > 1:
+                print(f"{source}, step {result.step}:", flush=True)
             rows = evaluate_run(result, settings, out, report=lambda row: print(row, flush=True))
             _print_figures(draw_maps(rows, out))
             directories[f"{source} step-{result.step}"] = out / f"step-{result.step}"
