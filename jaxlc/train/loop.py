@@ -107,9 +107,9 @@ def run(
 def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
     """Trains the stages that are not done, each from the checkpoint of the stage before, and writes the report."""
     outputs.progress.log_to(outputs.workdir / LOG_FILE)
+    read_rows(outputs.workdir / METRICS_FILE)  # raises before anything is compiled
     if jax.process_index() == 0 and (line := keep_config(outputs.workdir, stages)) is not None:
         outputs.progress.log(line)
-    read_rows(outputs.workdir / METRICS_FILE)  # raises before anything is compiled
     steps = {stage.name: stage.step for stage in stages}
     compiled = functools.lru_cache(maxsize=1)(lambda name: _compile(steps[name], outputs.progress))
 
