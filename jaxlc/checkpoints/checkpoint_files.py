@@ -48,7 +48,7 @@ def existing_step(directory: Path, step: int | None) -> int:
     if not steps:
         raise UserError(f"no checkpoint in {directory}: pass the workdir of a run, which has a directory checkpoints/")
     if step is not None and step not in steps:
-        raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
+        raise UserError(f"no checkpoint of step {step} in {directory}; existing steps: {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxlc.config.values import Tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
@@ -66,7 +68,8 @@ class DataConfig:
     # text of the token that ends each document, such as <|im_end|>. Empty: chosen from the special tokens of the
     # tokenizer, such as <|end_of_text|>, <|endoftext|> or </s>, or its eos_token.
     end_token: str = ""
-    seq_len: int = 4096  # sequence length in tokens, over all context ranks; documents are packed into sequences
+    # sequence length in tokens, over all context ranks, such as 131072 or 128K; documents are packed into sequences.
+    seq_len: Tokens = Tokens(4096)
     # field of records that holds the document; dots name fields of fields, such as data.text.
     text_field: str = "text"
     # number of records of a source, without a document that can be used, that are skipped with a warning.

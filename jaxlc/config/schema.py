@@ -8,6 +8,8 @@ The two largest sections have modules of their own, `model_schema` and `data_sch
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxlc.config.values import Tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -279,7 +281,7 @@ class EvalsConfig:
     tasks: tuple[str, ...] = ()
     # steps between evaluations, which start before the first step; 0: only at the end of the run or stage.
     every_steps: int = 0
-    lengths: tuple[int, ...] = ()  # context lengths in tokens; new tokens of the answer count. Empty: data.seq_len
+    lengths: tuple[Tokens, ...] = ()  # context lengths in tokens; new tokens of the answer count. Empty: data.seq_len
     num_examples: int = 20  # examples of each task and length, and of each depth; documents of loss
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)  # needle, passkey: from 0 (start) to 1 (end of the text)
     num_needles: int = 1  # needle: numbers in a text, of which one is asked for
@@ -289,7 +291,7 @@ class EvalsConfig:
     documents: tuple[str, ...] = ()  # loss: files, directories or glob patterns, as data.sources
     text_field: str = "text"  # loss: field of records that holds the document
     # loss: numbers of tokens that the limited context has, for the gain of full context.
-    context_limits: tuple[int, ...] = (1024,)
+    context_limits: tuple[Tokens, ...] = (Tokens(1024),)
     chat: bool = False  # prompts are messages of a user, in the chat template of the tokenizer or data.chat_template
     batch_size: int = 1  # examples that are computed together
     seed: int = 42  # random seed of the examples

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import math
 import numbers
 import os
@@ -13,12 +14,12 @@ from typing import Any, Literal, NamedTuple, NewType
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import suggestion
 
-# Types of flags, in addition to those of settings.
+# Types of flags, and of settings with such values.
 Count = NewType("Count", int)  # at least 1
 Positive = NewType("Positive", float)
 Tokens = NewType("Tokens", int)  # "1M" or "32K", multiples of 2^20 and 2^10, or "131072"
 
-_LENGTH_UNITS = {"": 1, "K": 2**10, "M": 2**20}
+_LENGTH_UNITS = {"K": 2**10, "M": 2**20}
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
@@ -79,6 +80,17 @@ def as_argument(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
+def as_python(value: Any) -> str:
+    """A value, plain JSON types, as it is written in a config file; a list as a tuple."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:_}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return f"({''.join(f'{as_python(item)}, ' for item in value).rstrip(' ' if len(value) == 1 else ', ')})"
+    return repr(value)
+
+
 def _as_integer(value: Any) -> int | None:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
@@ -115,8 +127,9 @@ def _if_positive(number: float | None) -> float | None:
 
 
 def _as_tokens(value: Any) -> int | None:
-    match = re.fullmatch(r"([1-9][\d_]*)([KM]?)", str(value).strip(), re.IGNORECASE)
-    return int(match[1]) * _LENGTH_UNITS[match[2].upper()] if match else None
+    match = re.fullmatch(r"([1-9][\d_]*)([KM])", str(value).strip(), re.IGNORECASE)
+    number = int(match[1]) * _LENGTH_UNITS[match[2].upper()] if match else _as_integer(value)
+    return number if number is not None and number > 0 else None
 
 
 def _as_sequence(value: Any) -> Sequence[Any]:

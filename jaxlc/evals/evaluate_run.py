@@ -16,7 +16,7 @@ from jaxlc.evals.document_loss import TokenLosses, evaluate_loss
 from jaxlc.evals.example import Example
 from jaxlc.evals.predictions import run_case
 from jaxlc.evals.score_rows import ScoreRow, store_scores
-from jaxlc.generation.generate_text import generator_of, stop_ids
+from jaxlc.generation.generate_text import generator_of, stop_ids, warn_beyond_context
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.prompts import PromptEncoder, encoder_of
 from jaxlc.train.result.run_result import Result
@@ -95,6 +95,7 @@ def results_directory(source: str | Path) -> Path:
 
 def evaluate_run(result: Result, settings: EvalsConfig, out: Path, report: Report = lambda row: None) -> list[ScoreRow]:
     """Evaluates the model of `result`; see `jaxlc.evaluate`."""
+    warn_beyond_context(result, max(settings.lengths))
     model = EvaluatedModel(
         encode=encoder_of(result, chat=settings.chat),
         token_losses=result.model.token_losses,

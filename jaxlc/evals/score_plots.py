@@ -78,7 +78,7 @@ def loss_figure(runs: Mapping[str, DocumentLosses]) -> Figure:
         columns = losses.by_position.by_position("loss")
         center = np.sqrt((columns["first_position"] + 1) * (columns["last_position"] + 1))  # 1 is the first position
         axes.fill_between(center, columns["low"], columns["high"], color=color, alpha=0.18, linewidth=0)
-        gains = [f"{losses.gain(limit).mean():+.3f} nats over {limit:,}" for limit in losses.limited]
+        gains = [f"{losses.gain(limit).mean():+z.3f} nats over {limit:,}" for limit in losses.limited]
         axes.plot(
             center, columns["loss"], "o-", color=color, markersize=3, linewidth=1.2, label="; ".join([label, *gains])
         )

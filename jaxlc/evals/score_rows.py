@@ -42,8 +42,8 @@ class ScoreRow:
         depth = "" if self.depth is None else f" depth {self.depth:>4.0%}"
         digits, noun = (1, "example") if self.unit == "%" else (4, "document")
         error = "" if math.isnan(self.standard_error) else f" ± {self.standard_error:.{digits}f}"
-        interval = "" if self.low is None else f" [{self.low:.4f}, {self.high:.4f}]"
-        score = f"{self.score:5.{digits}f}{error} {self.unit}{interval}"
+        interval = "" if self.low is None else f" [{self.low:z.4f}, {self.high:z.4f}]"
+        score = f"{self.score:z5.{digits}f}{error} {self.unit}{interval}"
         count = count_text(self.num_examples, noun)
         return f"{self.task:<16} {self.length:>10,}{depth}  {score}, {count}, {self.seconds:,.0f} s"
 

@@ -1,6 +1,7 @@
 """Text generation with the model of a run or of a Hugging Face directory: `jaxlc.generate`."""
 
 import json
+import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxlc.config.models.context_length import context_warning
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.generator import Generation, Generator, Stream
@@ -45,6 +47,7 @@ def generate_text(
     encode = encoder_of(result, chat=chat)
     encoded = [encode(prompt) if isinstance(prompt, str) else np.asarray(prompt) for prompt in prompts]
     generator = generator_of(result)
+    warn_beyond_context(result, max(map(len, encoded), default=0) + max_tokens)
     if frees_params:
         for stored, cast in zip(jax.tree.leaves(result.params), jax.tree.leaves(generator.params), strict=True):
             if stored.dtype != cast.dtype:
@@ -73,6 +76,15 @@ def generator_of(result: Result) -> Generator:
     if model not in _generators:
         _generators[model] = Generator(step, result.params, result.tokenizer, is_pretrained=result.is_pretrained)
     return _generators[model]
+
+
+def warn_beyond_context(result: Result, num_tokens: int) -> None:
+    """Prints a warning on stderr, on one process, if texts of `num_tokens` are longer than the context of the model."""
+    config = result.train_step.config
+    trained_tokens = config.data.seq_len if result.step else 0  # a Hugging Face directory has step 0
+    warning = context_warning(config.model, num_tokens, trained_tokens=trained_tokens)
+    if warning and result.train_step.model is None and jax.process_index() == 0:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def stop_ids(tokenizer: Tokenizer, workdir: Path) -> list[int]:

@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import Config, load
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
+from jaxlc.config.models.context_length import context_warning
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.plan.packing_estimates import estimate_packing, read_documents
@@ -46,7 +47,8 @@ def plan_step(
     _ = step.kernel_choice, step.transport  # unsupported ones are reported before the compiler starts
     starting()
     program = StepProgram.compile(step, TimeModel(gpus, config, roofline))
-    plan = dataclasses.replace(Plan.of(program), hints=hints(step))
+    warning = context_warning(config.model, config.data.seq_len) or ""
+    plan = dataclasses.replace(Plan.of(program), hints=hints(step), context_warning=warning)
     if evaluation:
         plan = dataclasses.replace(plan, evaluation_peak_bytes=program.evaluation_peak_bytes)
     if documents:

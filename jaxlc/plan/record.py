@@ -9,6 +9,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Self
 
+from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.plan.memory import Memory
@@ -54,6 +55,7 @@ class PlanRecord:
     kernel_choice: str  # the attention kernel, and why it was selected
     transport_choice: str  # the transport of attention's collective permutes, and why it was selected
     hints: tuple[str, ...] = ()  # settings that may make the step faster
+    context_warning: str = ""  # the sequence is longer than the context of the model; "": it is not
     advice: tuple[Change, ...] | None = None  # None: not requested
     config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the sections that shape the step
     layer_timeline: tuple[LayerEvent, ...] = ()  # simulated, of one layer
@@ -61,12 +63,16 @@ class PlanRecord:
     packing: PackingEstimates | None = None  # for packed sequences; None: not requested
 
     @property
+    def model(self) -> str:
+        """The name of the model; "" if the plan does not have it."""
+        return model_name(self.config.get("model", {}))
+
+    @property
     def title(self) -> str:
         """Model, sequence length, mesh and topology in one line."""
         axes = mesh_text({axis: size for axis, size in self.mesh.items() if size > 1})
-        model = self.config.get("model", {}).get("preset", "")
         target = f"{self.topology}, {axes}" if axes else self.topology
-        return f"{model + ', ' if model else ''}{self.sequence_tokens:,} tokens on {target}"
+        return f"{self.model + ', ' if self.model else ''}{self.sequence_tokens:,} tokens on {target}"
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON types."""

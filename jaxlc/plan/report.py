@@ -64,11 +64,18 @@ def mfu_text(predicted: Prediction) -> str:
 def _head(plan: PlanRecord) -> Iterator[str]:
     sizes = f"{count_text(plan.num_devices, 'GPU')}, {mesh_text(plan.mesh)}"
     yield f"{plan.topology}: {sizes}; compiled in {plan.compile_seconds:.0f} s"
-    yield f"sequence length {plan.sequence_tokens:,}, {plan.tokens_per_step:,} tokens per step"
+    model = f"{plan.model}, " if plan.model else ""
+    yield f"{model}sequence length {plan.sequence_tokens:,}, {plan.tokens_per_step:,} tokens per step"
     yield from _wrapped(f"attention kernel: {plan.kernel_choice}")
-    yield from _wrapped(f"transport: {plan.transport_choice}")
+    yield from _wrapped(transport_text(plan))
     for hint in plan.hints:
         yield from _wrapped(f"hint: {hint}")
+
+
+def transport_text(plan: PlanRecord) -> str:
+    """The transport of attention's collective permutes; other collectives are over NCCL."""
+    use = "" if plan.ring.hops else "; unused, since attention has no collective permutes"
+    return f"transport of attention: {plan.transport_choice}{use}"
 
 
 def _memory(memory: Memory) -> Iterator[str]:
@@ -143,6 +150,8 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
     yield "KERNELS per step            count"
     for name, count in plan.kernels.items():
         note = "on a GPU, XLA also tries cuBLAS and uses the faster one" if name == "triton gemm" else ""
+        if name.startswith("cudnn_packed"):
+            note = "kernel cudnn, with the lengths and offsets of documents"
         yield f"  {name:<34} {count:>7,}  {note}".rstrip()
 
 
@@ -203,6 +212,8 @@ def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
     if memory.is_heap_too_small:
         setting = f"--config.runtime.nvshmem_heap_bytes={memory.sufficient_heap_bytes}"
         yield f"The NVSHMEM heap is too small: set {setting}."
+    if plan.context_warning:
+        yield from _wrapped(f"WARNING: {plan.context_warning}")
     if memory.fits:
         yield f"VERDICT: fits, {gib(memory.device_peak_bytes)} of {gib(memory.usable_bytes)} GiB per GPU."
         if memory.spilled_bytes:

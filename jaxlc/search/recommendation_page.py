@@ -10,6 +10,7 @@ from typing import Any
 from jaxlc.config import Config, Stage, load_stages, read_config, with_settings
 from jaxlc.config.base_config import set_model
 from jaxlc.config.command_line import ParsedCommand
+from jaxlc.config.models.context_length import context_warning
 from jaxlc.config.settings import defaults
 from jaxlc.core.counts import gib
 from jaxlc.runtime.worker_processes import Row, default_num_workers
@@ -77,6 +78,9 @@ def page(recommendation: Recommendation, price_per_gpu_hour: float | None, pair_
     lines = [f"RECOMMENDATION, {goal}: {model}, {length} on {recommendation.gpus}"]
     if not search.best:
         return "\n".join([*lines, *_nothing_fits(recommendation)])
+    chosen = search.best[0][0].config
+    if warning := context_warning(chosen.model, chosen.data.seq_len):
+        lines.append(f"WARNING: {warning}")
     lines.append(str(Ranking(tuple(row for _, row in search.best), price_per_gpu_hour, pair_spread)) + "\n")
     for rank, (candidate, row) in enumerate(search.best, start=1):
         lines += _details(rank, candidate, row)

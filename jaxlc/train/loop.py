@@ -34,8 +34,9 @@ from jaxlc.train.prepared_stages import (
     stage_after,
     start_lines,
 )
-from jaxlc.train.reports.metrics import open_metrics
-from jaxlc.train.reports.progress import Progress
+from jaxlc.train.reports.config_copy import keep_config
+from jaxlc.train.reports.metrics import METRICS_FILE, open_metrics, read_rows
+from jaxlc.train.reports.progress import LOG_FILE, Progress
 from jaxlc.train.reports.start_report import step_lines
 from jaxlc.train.reports.step_reports import StepReports
 from jaxlc.train.result.run_result import Result
@@ -108,6 +109,10 @@ def run(
 
 def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
     """Trains the stages that are not done, each from the checkpoint of the stage before, and writes the report."""
+    outputs.progress.log_to(outputs.workdir / LOG_FILE)
+    read_rows(outputs.workdir / METRICS_FILE)  # raises before anything is compiled
+    if jax.process_index() == 0 and (line := keep_config(outputs.workdir, stages)) is not None:
+        outputs.progress.log(line)
     steps = {stage.name: stage.step for stage in stages}
     compiled = functools.lru_cache(maxsize=1)(lambda name: _compile(steps[name], outputs.progress))
 

@@ -19,6 +19,7 @@ from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY, comm
 from jaxlc.checkpoints.pretrained_params import check_pretrained, load_pretrained
 from jaxlc.config import Stage, to_dict
 from jaxlc.config.checks.eval_checks import parse_min_scores
+from jaxlc.config.models.context_length import context_warning
 from jaxlc.config.models.pretrained import copy_description
 from jaxlc.core.errors import UserError
 from jaxlc.models.frozen_names import trained_settings
@@ -221,5 +222,9 @@ def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[s
         if stage.name:
             reset = ", optimizer state reset" if stage.optimizer_state == "reset" else ""
             lines.append(f"STAGE {stage.name}: steps {stage.first_step + 1:,} to {stage.end_step:,}{reset}")
-        lines += [*lines_of_step, *stage.data.lines, ""]
+        lines += [*lines_of_step, *stage.data.lines]
+        if stage.step.model is None:
+            warning = context_warning(stage.config.model, stage.config.data.seq_len, stage=stage.name)
+            lines += [f"warning: {warning}"] if warning else []
+        lines.append("")
     return [*lines, *sharding_lines(stages[0].step)]

@@ -100,7 +100,7 @@ def test_schedule_of_each_stage_starts_new_or_continues():
         ([dict(name="a", steps=1, tokens=5)], "config.stages.a has both steps and tokens"),
         ([dict(name="a", steps=-1)], "invalid value -1 for config.stages.a.steps: expected at least 0"),
         ([dict(name="a", steps=1, data=dict(seqlen=3))], "did you mean config.stages.a.data.seq_len?"),
-        ([dict(name="a", steps=1, data=dict(seq_len="x"))], "for config.stages.a.data.seq_len: expected an integer"),
+        ([dict(name="a", steps=1, data=dict(seq_len="x"))], "for config.stages.a.data.seq_len: expected tokens"),
         ([dict(name="a", steps=1, train=dict(steps=3))], "set config.stages.a.steps"),
         ([dict(name="a", steps=1, model=dict(num_layers=3))], "stages change only RoPE settings of the model"),
         ([dict(name="a", steps=1, runtime=dict(transport="nccl"))], "all stages share it, so set config.runtime"),

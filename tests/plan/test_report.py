@@ -40,3 +40,15 @@ def test_estimates_are_medians_with_interval_and_two_digits():
     html = dataclasses.replace(slower, mesh=dict(context=4))._repr_html_()
     assert html.count("about 4.0 s (2.0 to 8.0)") == 3  # tile, figure of links, text
     assert "attention 95%, waiting 5.0%" in text
+
+
+def test_page_names_model_warning_and_unused_transport():
+    config = dict(model=dict(preset="tiny", init_from="../models/qwen14"))
+    plan = plan_of(MEMORY, config=config, context_warning="config.data.seq_len=8 is longer ...")
+    plan = dataclasses.replace(plan, mesh=dict(context=4))
+    text, html = page(plan, ""), plan._repr_html_()
+    assert plan.title.startswith("qwen14, 1 tokens on h100:1x4") and "\nqwen14, sequence length 1, " in text
+    assert "WARNING: config.data.seq_len=8 is longer ..." in text and "WARNING: config.data.seq_len=8" in html
+    assert "unused, since attention has no collective permutes" in text
+    with_hops = dataclasses.replace(plan, context_warning="", ring=dataclasses.replace(plan.ring, hops=2))
+    assert "unused" not in page(with_hops, "") and "WARNING" not in page(with_hops, "")

@@ -71,6 +71,25 @@ def test_progress_bar_without_terminal_prints_lines_of_long_work(monkeypatch):
     assert out.getvalue().startswith("evaluating: 50%, 0:00 left\n") and "compiling" not in out.getvalue()
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_log_file_has_lines_of_every_start_and_the_error(clock, tmp_path, is_terminal):
+    path = tmp_path / "log.txt"
+    for number in (1, 2):
+        with pytest.raises(ZeroDivisionError), make_progress(is_terminal=is_terminal)[0] as progress:
+            progress.log("before\nthe file")
+            progress.log_to(path)
+            with progress.compiling("the step"):
+                pass
+            for step in (10, 11):
+                progress.update(step=step, **ROW)
+            raise ZeroDivisionError(f"run {number}")
+    make_progress(is_primary=False)[0].log_to(path)
+    text = path.read_text()
+    assert text.count(" START ") == 2 and text.count("\nbefore\nthe file\n") == 2
+    assert text.count(" compiled the step in ") == text.count(" step 10/130 ") == 2 and "step 11" not in text
+    assert "\x1b" not in text and text.endswith(" ZeroDivisionError: run 2\n")
+
+
 def test_compiling_prints_seconds(clock):
     progress, out = make_progress()
     with progress, progress.compiling("the training step"):

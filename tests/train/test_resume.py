@@ -51,6 +51,11 @@ def test_run_killed_between_checkpoints_resumes_bitwise(config, uninterrupted, h
     output = runs.train(config, workdir)
     assert re.search(r"resuming from step (8|12) ", output), output
     assert runs.rows(workdir) == uninterrupted  # bitwise: floats survive JSON
+    log = (workdir / "log.txt").read_text()
+    assert log.count(" START ") == 2 and "\nmodel      tiny with random weights, " in log
+    assert "resuming from step" in log
+    assert read_config(str(workdir / "resolved_config.py")).train.steps == 12
+    assert not (workdir / "resolved_config-1.py").exists()
 
 
 @pytest.mark.heavy

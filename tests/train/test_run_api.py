@@ -208,7 +208,7 @@ def test_load_of_earlier_step_has_its_parameters_and_history(result):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(step=3), r"no checkpoint of step 3 in .*; there are 2, 4"),
+        (dict(step=3), r"no checkpoint of step 3 in .*; existing steps: 2, 4"),
         (dict(mesh=dict(contxt=2)), "unknown mesh axis 'contxt': expected data, fsdp, context, tensor"),
         (
             dict(mesh=dict(context=16)),

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,10 +32,38 @@ def test_step_lines_name_mesh_kernel_and_batch():
     assert "kernel blockwise" in text
 
 
+def test_step_lines_name_model_rope_optimizer_and_precision():
+    """Each with the settings that decide it; a LoRA run trains a part of the parameters."""
+    config = small_config(
+        model=dict(rope_scaling="yarn", rope_scaling_factor=4.0, rope_scaling_original_tokens=24),
+        optimizer=dict(schedule="wsd", decay_steps=20, warmup_steps=5, learning_rate=1e-4, max_grad_norm=0.0),
+        precision=dict(compute="bf16"),
+        lora=dict(rank=2),
+    )
+    model, rope, optimizer, precision, *_, saves = step_lines(config, small_step(config))
+    counts = r"\d,\d{3} of \d{2},\d{3} parameters trained, adapters of rank 2 included"
+    assert re.fullmatch(f"model      tiny with random weights, {counts}", model)
+    assert rope == "rope       yarn, factor 4 from 24 tokens; theta 10,000"
+    assert optimizer == (
+        "optimizer  AdamW, learning rate 0.0001, wsd over 100 steps, the last 20 of decay, 5 of warm-up; weight decay"
+        " 0.1"
+    )
+    assert precision == (
+        "precision  bfloat16 computation; trained parameters and optimizer state float32; frozen matrices bf16"
+    )
+    assert saves == "saves      at the end; keeps the latest 2 (train.keep_checkpoints)"
+
+
 def test_step_lines_name_cudnn_on_gpus_only(monkeypatch):
     assert "cudnn" not in "\n".join(step_lines(small_config(), small_step(small_config())))
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
-    step = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([gpu]), shape=dict(context=1), size=1), model=object())
+    step = SimpleNamespace(
+        mesh=SimpleNamespace(devices=np.array([gpu]), shape=dict(context=1), size=1),
+        abstract_state=SimpleNamespace(params={}),
+        frozen=frozenset(),
+        model=object(),
+        custom_optimizer=object(),
+    )
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     for version, line in (((9, 18, 1), "cudnn      9.18.1"), ((), "cudnn      not found")):
         monkeypatch.setattr(cudnn, "cudnn_version", lambda version=version: version)

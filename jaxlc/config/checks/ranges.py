@@ -45,7 +45,6 @@ RANGES: dict[str, dict[str, Range]] = {
     "mesh": dict.fromkeys(MESH_AXES, _FROM_1),
     "attention": dict(ulysses_degree=_FROM_1, query_block_tokens=_FROM_1, key_block_tokens=_FROM_1),
     "data": dict(
-        seq_len=_FROM_1,
         eval_fraction=_OPEN_FRACTION,
         max_bad_records=_FROM_0,
         tokenizing_processes=_FROM_0,

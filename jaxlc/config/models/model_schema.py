@@ -1,7 +1,11 @@
 """The section `model` of the settings; see `jaxlc.config.schema`. Imports no jax."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import PurePath
+from typing import Any, Literal
+
+from jaxlc.config.models.hub import is_model_id
 
 # Kinds of layers that model.layer_kinds may name.
 LAYER_KINDS = ("full", "sliding", "nope")
@@ -88,3 +92,20 @@ class ModelConfig:
     def window_of(self, kind: str) -> int | None:
         """The window in tokens of layers of this kind; None: attention to all earlier tokens."""
         return self.window if kind == "sliding" else None
+
+
+def model_name(model: Mapping[str, Any]) -> str:
+    """The name of a model in titles and messages: the hub id or last directory of its init_from, or else its preset.
+
+    Args:
+      model: the settings `preset` and `init_from`, among others: `vars(config.model)`, or a stored dictionary of it.
+    """
+    init_from = model.get("init_from", "")
+    if not init_from or is_model_id(init_from):
+        return init_from or model.get("preset", "")
+    path = PurePath(init_from)
+    cached = [part for part in path.parts if part.startswith("models--")]  # a snapshot in the cache of the hub
+    if cached:
+        return cached[-1].removeprefix("models--").replace("--", "/")
+    is_checkpoint = path.parent.name == "checkpoints"
+    return f"{path.parent.parent.name} step {path.name}" if is_checkpoint else path.name or init_from

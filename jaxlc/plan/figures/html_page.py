@@ -66,7 +66,9 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     badge = f"background:{color};color:white;border-radius:5px;padding:2px 9px;font-size:14px"
     title = f'{escape(plan.title)} <span style="{badge}">{verdict}</span>'
     yield f'<div style="font-size:17px;font-weight:600">{title}</div>'
-    yield _note(f"attention kernel: {plan.kernel_choice}; transport: {plan.transport_choice}")
+    if plan.context_warning:
+        yield _note(f"WARNING: {plan.context_warning}")
+    yield _note(f"attention kernel: {plan.kernel_choice}; {report.transport_text(plan)}")
     settings = _settings(plan)
     if settings:
         yield _note(f"settings other than the defaults: {settings}")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxlc.core.counts import count_text
 from jaxlc.data.sequences.loader import Sequences
 from jaxlc.train.evaluation.document_sums import MIN_DOCUMENTS, DocumentSums, Estimates
 
@@ -44,9 +45,10 @@ class ContextGain:
     def __str__(self) -> str:
         """The overall gain, its interval, and the number of documents."""
         (mean,), (low,), (high,), (num_documents,) = self.overall
+        documents = count_text(int(num_documents), "document")
         if num_documents < MIN_DOCUMENTS:
-            return f"{mean:.3f} nats per token, {num_documents:,} documents (fewer than {MIN_DOCUMENTS}: no interval)"
-        return f"{mean:.3f} nats per token [{low:.3f}, {high:.3f}], {num_documents:,} documents"
+            return f"{mean:z.3f} nats per token, {documents} (fewer than {MIN_DOCUMENTS}: no interval)"
+        return f"{mean:z.3f} nats per token [{low:z.3f}, {high:z.3f}], {documents}"
 
     def __repr__(self) -> str:
         return f"ContextGain({self})"

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from jaxlc.core import html
 from jaxlc.core.axes import DATA, FSDP
+from jaxlc.core.counts import count_text
 from jaxlc.core.progress_lines import Update, no_progress
 from jaxlc.data.sequences.loader import Sequences, batches
 from jaxlc.sharding.layout import natural_order
@@ -64,8 +65,8 @@ class Evaluation:
 
     def __repr__(self) -> str:
         return (
-            f"Evaluation(loss={self.loss:.3f}, {self.num_sequences:,} sequences,"
-            f" {self.documents.num_documents:,} documents, {self.sums.weight.sum():,.0f} tokens)"
+            f"Evaluation(loss={self.loss:.3f}, {count_text(self.num_sequences, 'sequence')},"
+            f" {count_text(self.documents.num_documents, 'document')}, {self.sums.weight.sum():,.0f} tokens)"
         )
 
     def _repr_html_(self) -> str:
@@ -177,4 +178,4 @@ def _html_table(title: str, columns: dict[str, np.ndarray]) -> str:
 def _cell(value) -> str:
     if isinstance(value, np.integer):
         return f"{value:,}"
-    return f"{value:.3f}" if np.isfinite(value) else ""
+    return f"{value:z.3f}" if np.isfinite(value) else ""

@@ -7,9 +7,10 @@ from jaxlc.core import extras
 from jaxlc.core.counts import count_text
 from jaxlc.core.paths import displayed
 from jaxlc.train.evaluation.held_out import Evaluation
+from jaxlc.train.reports.config_copy import CONFIG_COPY
 from jaxlc.train.reports.history import History
 from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
-from jaxlc.train.reports.progress import flops_text
+from jaxlc.train.reports.progress import LOG_FILE, flops_text
 
 LOSS_PLOT, LOSS_BY_POSITION_PLOT, OPTIMIZER_PLOT = "loss.png", "loss_by_position.png", "optimizer.png"
 
@@ -68,6 +69,7 @@ def write_report(
             *write_plots(workdir, rows, baselines, evaluation),
             f"metrics         {displayed(workdir / METRICS_FILE)}{tensorboard}",
             f"checkpoints     {displayed(workdir / CHECKPOINTS_DIRECTORY)}",
+            f"settings, log   {displayed(workdir / CONFIG_COPY)}, {displayed(workdir / LOG_FILE)}",
         ]
     )
 

@@ -147,8 +147,8 @@ def _draw_gain(axes: Axes, below: Axes, gain: ContextGain) -> None:
     axes.set_ylim(min(low, 0 - 0.1 * high), max(high, 0 - 0.1 * low))  # with the line at zero in view
     axes.set_ylabel("loss with limited - full context, nats per token")
     (mean,), (low,), (high,), _ = gain.overall
-    interval = f" [{low:.3f}, {high:.3f}]" if np.isfinite(low) else ""
-    axes.set_title(f"Gain of full context: {mean:.3f}{interval}", loc="left", fontsize=11)
+    interval = f" [{low:z.3f}, {high:z.3f}]" if np.isfinite(low) else ""
+    axes.set_title(f"Gain of full context: {mean:z.3f}{interval}", loc="left", fontsize=11)
     below.set_xlabel("earlier tokens (limited context: the last 256 to 511)")
     last = columns["last_position"][-1] + 0.5
     below.set_xscale("log")

@@ -1,12 +1,18 @@
 """Progress output of a run. Only the primary process prints.
 
-A terminal has a live line, a notebook one display that is updated, and other outputs have plain lines.
+A terminal has a live line, a notebook one display that is updated, and other outputs have plain lines. A log file gets
+plain lines in all cases.
 """
 
+import contextlib
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as LiveBars
@@ -16,6 +22,7 @@ from jaxlc.core.progress_lines import Update, progress_lines
 from jaxlc.runtime import compilation_cache
 from jaxlc.train.reports.notebook_display import NotebookDisplay
 
+LOG_FILE = "log.txt"  # in the workdir
 _MIN_SECONDS_BETWEEN_LINES = 5.0  # between two plain progress lines
 
 
@@ -27,6 +34,9 @@ class Progress:
     """
 
     def __init__(self, *, peak_flops_per_second: float | None, is_primary: bool, console: Console | None = None):
+        self._is_primary = is_primary
+        self._log_file: Path | None = None
+        self._unwritten: list[str] = []  # before `log_to`
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._console.quiet = not is_primary
         self._is_live = is_primary and self._console.is_terminal
@@ -51,11 +61,14 @@ class Progress:
             self._bars.update(self._steps_bar, total=total_steps)
 
     def __enter__(self) -> "Progress":
+        self._append(f"START {shlex.join(sys.argv)} (JAX {jax.__version__})")
         if self._is_live:
             self._bars.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error_type is not None:
+            self._append(f"{error_type.__name__}: {error}")
         if self._is_live:
             self._bars.stop()
         if self._notebook is not None:
@@ -63,10 +76,30 @@ class Progress:
 
     def log(self, text: str) -> None:
         """Prints above the live line."""
+        self._append(text)
         if self._notebook is not None:
             self._notebook.log(text)
         else:
             self._console.print(text, markup=False)
+
+    def log_to(self, path: Path) -> None:
+        """Appends to a file what was printed before this call, and what is printed from now on."""
+        self._log_file = path
+        self._write("".join(self._unwritten))
+
+    def _append(self, text: str) -> None:
+        """Adds to the log; one line has the time before it."""
+        stamp = "" if "\n" in text else time.strftime("%Y-%m-%d %H:%M:%S ")
+        if self._log_file is None:
+            self._unwritten.append(f"{stamp}{text}\n")
+        else:
+            self._write(f"{stamp}{text}\n")
+
+    def _write(self, text: str) -> None:
+        if self._log_file is not None and self._is_primary:
+            # A full disk stops the run when it saves a checkpoint, not here.
+            with contextlib.suppress(OSError), self._log_file.open("a") as out:
+                out.write(text)
 
     @contextmanager
     def spinner(self, what: str) -> Iterator[None]:
@@ -82,6 +115,8 @@ class Progress:
         """A spinner, and permanent lines before and after: compilation may take minutes, also without a terminal."""
         if not self._is_live and self._notebook is None:
             self.log(f"compiling {what} ...")
+        else:
+            self._append(f"compiling {what} ...")
         start_seconds = time.perf_counter()
         with self.spinner(f"compiling {what}"), compilation_cache.watch() as came_from_cache:
             yield
@@ -121,18 +156,19 @@ class Progress:
             f"{self._utilization_text(step_seconds, flops_per_second_documents)}"
             f"  {duration_text((self._total_steps - step) * step_seconds)} left"
         )
+        now_seconds = time.perf_counter()
+        has_line = step == self._total_steps or now_seconds - self._last_line_seconds >= _MIN_SECONDS_BETWEEN_LINES
+        if has_line:
+            self._last_line_seconds = now_seconds
+            self._append(text)
         if self._is_live:
             if self._steps_bar is None:
                 self._steps_bar = self._bars.add_task("", total=self._total_steps)
             self._bars.update(self._steps_bar, completed=step, description=text)
-            return
-        if self._notebook is not None:
+        elif self._notebook is not None:
             self._notebook.step(text, step / self._total_steps)
-            return
-        now_seconds = time.perf_counter()
-        if step == self._total_steps or now_seconds - self._last_line_seconds >= _MIN_SECONDS_BETWEEN_LINES:
-            self._last_line_seconds = now_seconds
-            self.log(text)
+        elif has_line:
+            self._console.print(text, markup=False)
 
     def _utilization_text(self, step_seconds: float, document_rate: float | None) -> str:
         if self._flops_per_step is None:

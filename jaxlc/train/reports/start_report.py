@@ -1,22 +1,25 @@
-"""The lines that a run prints before training: devices, kernel, memory, batch, data, shardings, and how it resumes."""
+"""The lines that a run prints before training: model, optimizer, devices, memory, batch, data, and how it resumes."""
 
 from pathlib import Path
 
 import jax
 
 from jaxlc.attention.kernels import cudnn
-from jaxlc.config import Config
+from jaxlc.config import Config, TrainConfig
+from jaxlc.config.models.context_length import context_tokens
+from jaxlc.config.models.model_schema import ModelConfig, model_name
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.counts import count_text
 from jaxlc.data import Corpus
 from jaxlc.data.sequences.mixed import PackedText
 from jaxlc.models import freezing
+from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.step.state import memory_lines
 from jaxlc.step.step import TrainStep
 
 
 def step_lines(config: Config, step: TrainStep) -> list[str]:
-    """The mesh, the attention kernel, the transport, host memory and the global batch.
+    """The model, the optimizer, the mesh, the attention kernel, the transport, host memory and the global batch.
 
     Raises:
       UserError: no attention kernel supports the config on these devices.
@@ -26,16 +29,18 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
     if config.train.gradient_accumulation_steps > 1:
         batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
     devices = f"{step.mesh.size} x {device.device_kind}, {count_text(jax.process_count(), 'process', 'es')}"
+    model = [*_model_lines(config, step), _optimizer_line(config, step), *_precision_lines(config, device.platform)]
     mesh = [f"mesh       {mesh_text(step.mesh.shape)}: {devices}", *_cudnn_lines(device)]
     if step.model is not None:
-        return [*mesh, f"model      {type(step.model).__name__} (custom)", f"step       {batch}"]
+        return [*model, *mesh, f"step       {batch}", _checkpoints_line(config.train)]
     return [
+        *model,
         *mesh,
         f"attention  {config.attention.strategy}, {step.sequence_order.description}; kernel {step.kernel_choice}",
         *_transport_lines(config, step),
         *memory_lines(config.memory, step.mesh),
-        *_frozen_lines(config, step),
         f"step       {batch}, {config.flops_per_step / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
+        _checkpoints_line(config.train),
     ]
 
 
@@ -45,18 +50,63 @@ def _cudnn_lines(device: jax.Device) -> list[str]:
     return [f"cudnn      {cudnn.version_text(cudnn.version_for(device) or ()) or 'not found'}"]
 
 
-def _frozen_lines(config: Config, step: TrainStep) -> list[str]:
-    if not step.frozen:
-        return []
+def _model_lines(config: Config, step: TrainStep) -> list[str]:
+    """The name of the model, its parameters and its RoPE."""
     params = step.abstract_state.params
     num_trained, num_params = (
         sum(x.size for x in jax.tree.leaves(tree)) for tree in (freezing.split(params, step.frozen)[0], params)
     )
-    adapters = f", adapters of rank {config.lora.rank} included" if config.lora.rank else ""
-    return [
-        f"trained    {num_trained:,} of {num_params:,} parameters{adapters}; frozen matrices are"
-        f" {config.precision.frozen}"
-    ]
+    counts = f"{count_text(num_params, 'parameter')}, all trained"
+    if step.frozen:
+        adapters = f", adapters of rank {config.lora.rank} included" if config.lora.rank else ""
+        counts = f"{num_trained:,} of {num_params:,} parameters trained{adapters}"
+    if step.model is not None:
+        return [f"model      {type(step.model).__name__} (custom), {counts}"]
+    weights = "" if config.model.init_from else " with random weights"
+    return [f"model      {model_name(vars(config.model))}{weights}, {counts}", f"rope       {_rope_text(config.model)}"]
+
+
+def _rope_text(model: ModelConfig) -> str:
+    if model.rope_scaling == "none":
+        scaling = "not scaled"
+    else:
+        original = model.rope_scaling_original_tokens
+        scaling = f"{model.rope_scaling}, factor {model.rope_scaling_factor:g}"
+        scaling += f" from {original:,} tokens" if original else ""
+    sliding = f", {model.sliding_rope_theta:,.0f} in sliding layers" if "sliding" in model.layer_kinds else ""
+    context = context_tokens(model)
+    base = f"; context of the model: {context:,} tokens" if context else ""
+    return f"{scaling}; theta {model.rope_theta:,.0f}{sliding}{base}"
+
+
+def _optimizer_line(config: Config, step: TrainStep) -> str:
+    if step.custom_optimizer is not None:
+        return "optimizer  custom"
+    optimizer = config.optimizer
+    schedule = f"{optimizer.schedule} over {count_text(optimizer.schedule_steps or config.train.steps, 'step')}"
+    if optimizer.schedule == "wsd":
+        schedule += f", the last {optimizer.decay_steps:,} of decay"
+    warmup = f", {optimizer.warmup_steps:,} of warm-up" if optimizer.warmup_steps else ""
+    clipping = f", gradient norm at most {optimizer.max_grad_norm:g}" if optimizer.max_grad_norm else ""
+    return (
+        f"optimizer  AdamW, learning rate {optimizer.learning_rate:g}, {schedule}{warmup}; weight"
+        f" decay {optimizer.weight_decay:g}{clipping}"
+    )
+
+
+def _precision_lines(config: Config, platform: str) -> list[str]:
+    precision = config.precision
+    products = "fp8 matrix products, otherwise " if precision.compute == "fp8" else ""
+    frozen = ""
+    if config.lora.rank or config.train.trainable or config.train.frozen:
+        frozen = f"; frozen matrices {precision.frozen}"
+    compute = compute_dtype(precision.compute, platform)
+    return [f"precision  {products}{compute} computation; trained parameters and optimizer state float32{frozen}"]
+
+
+def _checkpoints_line(train: TrainConfig) -> str:
+    period = f"every {count_text(train.checkpoint_every_steps, 'step')} and " if train.checkpoint_every_steps else ""
+    return f"saves      {period}at the end; keeps the latest {train.keep_checkpoints} (train.keep_checkpoints)"
 
 
 def _transport_lines(config: Config, step: TrainStep) -> list[str]:
