@@ -40,6 +40,7 @@ class Flags(VerbFlags):
     text_field: str = "text"  # loss: field of records that holds the document
     context_limits: tuple[Tokens, ...] = (Tokens(1024),)  # loss: tokens of the limited contexts
     chat: bool = False  # prompts are messages of a user in the chat template of the model
+    chat_template: str = ""  # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
     batch_size: int = 1  # examples that are computed together
     seed: int = 42  # random seed of the examples
     out: str = ""  # directory of the results; default: SOURCE/evals
@@ -70,7 +71,13 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
     for source, out in zip(flags.sources, outs, strict=True):
         for step in flags.step or [None]:
             result = jaxlc.load(source, step=step, mesh=mesh_sizes(flags.mesh))
-            rows = evaluate_run(result, settings, out, report=lambda row: print(row, flush=True))
+            rows = evaluate_run(
+                result,
+                settings,
+                out,
+                report=lambda row: print(row, flush=True),
+                chat_template=flags.chat_template,
+            )
             _print_figures(draw_maps(rows, out))
             directories[f"{source} step-{result.step}"] = out / f"step-{result.step}"
     if len(flags.sources) == 1:

@@ -1,6 +1,5 @@
 """Text generation with the model of a run or of a Hugging Face directory: `jaxlc.generate`."""
 
-import json
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,16 +7,15 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxlc.config.models.pretrained import COPY_DIRECTORY, eos_token_ids
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.generator import Generation, Generator, Stream
-from jaxlc.generation.prompts import encoder_of
+from jaxlc.generation.prompts import PromptEncoder, encoder_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.train.result.run_result import Result
 
 Prompt = str | Sequence[int] | np.ndarray
-_SETTINGS_FILE = "generation_config.json"
 # Generators keep compiled programs and a copy of the parameters.
 _generators: weakref.WeakKeyDictionary[LanguageModel, Generator] = weakref.WeakKeyDictionary()
 
@@ -33,6 +31,7 @@ def generate_text(
     stream: Stream | None = None,
     frees_params: bool = False,
     chat: bool = False,
+    chat_template: str = "",
 ) -> list[Generation]:
     """Continues `prompts` with the model of `result`; see `jaxlc.generate`.
 
@@ -42,7 +41,7 @@ def generate_text(
     """
     if isinstance(prompts, np.ndarray) or any(isinstance(prompt, int) for prompt in prompts):
         raise UserError("invalid prompts: expected a string, or a list of strings or of arrays of token ids")
-    encode = encoder_of(result, chat=chat)
+    encode = encoder_of(result, chat=chat, chat_template=chat_template)
     encoded = [encode(prompt) if isinstance(prompt, str) else np.asarray(prompt) for prompt in prompts]
     generator = generator_of(result)
     if frees_params:
@@ -53,8 +52,8 @@ def generate_text(
         encoded,
         max_tokens=max_tokens,
         sampling=sampling,
-        stop=[stop] if isinstance(stop, str) else stop,
-        stop_ids=stop_ids(result.tokenizer, result.workdir),
+        stop=[*([stop] if isinstance(stop, str) else stop), *encode.stop_texts],
+        stop_ids=stop_ids(encode, result.workdir),
         chunk_tokens=chunk_tokens,
         stream=stream,
     )
@@ -74,17 +73,7 @@ def generator_of(result: Result) -> Generator:
     return _generators[model]
 
 
-def stop_ids(tokenizer: Tokenizer, workdir: Path) -> list[int]:
-    """The end-of-document token, and the tokens that the generation_config.json of a pretrained model names."""
-    ids = {tokenizer.end_of_document_id}
-    for directory in (workdir, workdir / "pretrained"):
-        ids |= _eos_token_ids(directory / _SETTINGS_FILE)
-    return sorted(ids)
-
-
-def _eos_token_ids(path: Path) -> set[int]:
-    try:
-        named = json.loads(path.read_bytes()).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        return set()  # the file is optional
-    return {number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)}
+def stop_ids(encode: PromptEncoder, workdir: Path) -> list[int]:
+    """The end-of-turn token of a chat, the end-of-document token, and the tokens that a pretrained model names."""
+    ids = {*encode.stop_ids, encode.tokenizer.end_of_document_id}
+    return sorted(ids.union(eos_token_ids(workdir), eos_token_ids(workdir / COPY_DIRECTORY)))

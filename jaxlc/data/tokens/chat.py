@@ -12,6 +12,7 @@ Only the answers of the assistant are trained on. Their place in the rendered te
 A token is trained on if it contains a character of an answer. Text is encoded as a whole, with special tokens.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxlc.config.data_schema import CHAT_TEMPLATES
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.data.texts.records import BadRecord
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark answers in rendered text
-_END_OF_TURN = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])$")  # such as <|im_end|>, </s>, [/INST]
+_MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # such as <|im_end|>, </s>, [/INST]
+_END_OF_TURN = re.compile(f"({_MARKER.pattern})$")
+_QUESTION, _ANSWER = "Question", "Answer"  # the messages of a chat that shows which markers a template has
 # The templates that data.chat_template can name: text only, without tools.
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -43,7 +47,8 @@ _LLAMA3 = (
     "{% else %}{{ message['content'] }}<|eot_id|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-TEMPLATES = {"chatml": _CHATML, "llama3": _LLAMA3}
+TEMPLATES = dict(zip(CHAT_TEMPLATES, (_CHATML, _LLAMA3), strict=True))
+_ADVICE = f"set --config.data.chat_template to {', '.join(CHAT_TEMPLATES)} or a Jinja file"
 
 
 class RenderedChat(NamedTuple):
@@ -67,7 +72,8 @@ class ChatTemplate:
 
         from jaxlc.data.tokens.chat_environment import environment
 
-        self._name, self._special_tokens = name, special_tokens
+        self.name, self.source = name, source
+        self._special_tokens = special_tokens
         self.identity = (source, sorted(special_tokens.items()))  # what the rendered text depends on
         try:
             env = environment(_BEGIN, _END)
@@ -98,8 +104,28 @@ class ChatTemplate:
             spans = list(self._answers_by_prompts(marked, messages, tools, where))
         answers = tuple((begin, end) for begin, end in spans if begin < end)
         if not answers:
-            raise BadRecord(f"{where}: {self._name} renders no answer")
+            raise BadRecord(f"{where}: {self.name} renders no answer")
         return RenderedChat("".join(parts), answers)
+
+    @functools.cached_property
+    def markers(self) -> tuple[str, ...]:
+        """The markers of a chat of one question and its answer, in order, such as <|im_start|> and <|im_end|>."""
+        return tuple(dict.fromkeys(_MARKER.findall(self._example)))
+
+    @functools.cached_property
+    def end_of_turn(self) -> str:
+        """The marker that follows an answer, such as <|im_end|>, after which generation stops; "" if there is none."""
+        marker = _MARKER.match(self._example.rpartition(_ANSWER)[2].lstrip())
+        return marker[0] if marker else ""
+
+    @functools.cached_property
+    def _example(self) -> str:
+        """A rendered chat; "" if the template raises an error for it."""
+        messages = [dict(role="user", content=_QUESTION), dict(role=ASSISTANT, content=_ANSWER)]
+        try:
+            return re.sub(f"[{_BEGIN}{_END}]", "", self._render(messages, None, "example"))
+        except BadRecord:
+            return ""
 
     def prompt(self, text: str) -> str:
         """The prompt of a chat whose only message is `text`, of the user, up to the start of the answer.
@@ -124,7 +150,7 @@ class ChatTemplate:
                 prompt = _common_start(prompt, through)
                 if not text.startswith(prompt):
                     raise BadRecord(
-                        f"{where}: {self._name} renders message {number} differently in its prompt and in the chat;"
+                        f"{where}: {self.name} renders message {number} differently in its prompt and in the chat;"
                         f" {advice}"
                     )
             answer = through[len(prompt) :].rstrip()
@@ -151,7 +177,7 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise BadRecord(f"{where}: {self._name} raises an error for the messages ({reason_of(error)})") from error
+            raise BadRecord(f"{where}: {self.name} raises an error for the messages ({reason_of(error)})") from error
 
 
 def _common_start(a: str, b: str) -> str:
@@ -159,12 +185,13 @@ def _common_start(a: str, b: str) -> str:
     return a[:length]
 
 
-def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplate:
+def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str = _ADVICE) -> ChatTemplate:
     """The template of data.chat_template, or else of the tokenizer.
 
     Args:
-      setting: data.chat_template: a path, a key of TEMPLATES, or "".
+      setting: data.chat_template: a path, a key of TEMPLATES, the text of a template, or "".
       tokenizer_file: the tokenizer.json, next to which tokenizer_config.json and chat_template.jinja are; None: bytes.
+      advice: how to set a template, for errors.
     Raises:
       UserError: there is no template, or it cannot be read.
     """
@@ -172,23 +199,19 @@ def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplat
     special_tokens = _special_tokens(values)
     if setting in TEMPLATES:
         return ChatTemplate(TEMPLATES[setting], special_tokens, f"the template {setting!r}")
+    if "{" in setting:
+        return ChatTemplate(setting, special_tokens, "the chat template of the run")
     path = Path(setting).expanduser() if setting else tokenizer_file and tokenizer_file.parent / "chat_template.jinja"
     if path and (setting or path.is_file()):
         try:
             return ChatTemplate(path.read_text(), special_tokens, str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"cannot read data.chat_template {str(path)!r} ({reason_of(error)}); use a Jinja file, or"
-                f" {' or '.join(TEMPLATES)}"
-            ) from error
+            raise UserError(f"cannot read the chat template {str(path)!r} ({reason_of(error)}): {advice}") from error
     template = values.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = next((item["template"] for item in template if item.get("name") == "default"), None)
     if not isinstance(template, str):
-        raise UserError(
-            "data.tokenizer has no chat template, which a source of chats needs: set --config.data.chat_template to a"
-            f" Jinja file, or to {' or '.join(TEMPLATES)}"
-        )
+        raise UserError(f"data.tokenizer has no chat template, which chats need: {advice}")
     return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")
 
 
