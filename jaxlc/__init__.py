@@ -177,8 +177,7 @@ def generate(
       step, mesh: as in `load`; only with a path.
       chunk_tokens: tokens of a prompt that are computed at once. 0: 2,048 per context rank.
       stream: called with the index of a prompt and its new text as soon as the text is known.
-      chat: texts are messages of a user, in the chat template of the tokenizer or of data.chat_template. The answer
-        ends at the end-of-turn token of the template.
+      chat: texts are messages of a user, in the chat template of the model; answers end at its end-of-turn token.
       chat_template: of `chat`, instead of that of the model: "chatml", "llama3" or a Jinja file.
     Returns:
       The `Generation` of the prompt (text, tokens, log_probs, finish_reason), or a list for a list of prompts.

@@ -75,15 +75,14 @@ def write_base(directory, template):
 def test_chats_after_export_stop_at_the_end_of_turn_as_in_transformers(tmp_path):
     """A base model learns one chat by heart, and transformers' pipeline gives the answer after the export."""
     messages = [dict(role="user", content=QUESTION), dict(role="assistant", content=ANSWER)]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(dict(messages=messages))}\n" * 20)
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(dict(messages=messages))}\n" * 200)
     outs = {}
     for template in TEMPLATES:
-        config = config_of(write_base(tmp_path / template, template), 128, {})
+        config = config_of(write_base(tmp_path / template, template), 128, MESHES["context=4 x tensor=2"])
         config.data.update(chat_template=template, cache_dir=str(tmp_path / "cache"), eval_fraction=0.2)
         config.data.mixture = dict(chats=dict(paths=str(tmp_path / "chats.jsonl"), chat_field="messages"))
-        config.optimizer.update(learning_rate=1e-2, warmup_steps=2)
-        config.mesh.data = 2
-        config.train.update(steps=30, eval_every_steps=0)
+        config.optimizer = dict(learning_rate=1e-2, warmup_steps=2)
+        config.train.update(steps=60, eval_every_steps=0)
         jaxlc.train.run(config, tmp_path / f"run-{template}")
         outs[template] = jaxlc.export(tmp_path / f"run-{template}", tmp_path / f"out-{template}", dtype="fp32")
     jobs = {x: dict(job="chat", directory=str(outs[x]), message=QUESTION, num_tokens=40) for x in TEMPLATES}
