@@ -166,6 +166,7 @@ def generate(
     chunk_tokens: int = 0,
     stream: Callable[[int, str], None] | None = None,
     chat: bool = False,
+    chat_template: str = "",
 ) -> "Generation | list[Generation]":
     """Continues prompts of any length with a model, whose KV cache is split over the context and tensor axes.
 
@@ -180,12 +181,13 @@ def generate(
       temperature: logits are divided by it. 0: the token with the largest logit.
       top_p: sample from the smallest set of tokens with at least this probability.
       stop: strings that end a continuation, besides the end-of-document token of the tokenizer and the tokens that
-        the generation_config.json of a pretrained model names.
+        the generation_config.json of a pretrained model names, or its config.json.
       seed: of random sampling. A prompt's tokens do not depend on the other prompts or on the mesh.
       step, mesh: as in `load`; only with a path.
       chunk_tokens: tokens of a prompt that are computed at once. 0: 2,048 per context rank.
       stream: called with the index of a prompt and its new text as soon as the text is known.
-      chat: texts are messages of a user, in the chat template of the tokenizer or of data.chat_template.
+      chat: texts are messages of a user, in the chat template of the model; answers end at its end-of-turn token.
+      chat_template: of `chat`, instead of that of the model: "chatml", "llama3" or a Jinja file.
     Returns:
       The `Generation` of the prompt (text, tokens, log_probs, finish_reason), or a list for a list of prompts.
     Raises:
@@ -206,6 +208,7 @@ def generate(
         stream=stream,
         frees_params=result is not source,
         chat=chat,
+        chat_template=chat_template,
     )
     return generations[0] if isinstance(prompts, str) else generations
 
@@ -217,6 +220,7 @@ def evaluate(
     step: int | None = None,
     mesh: Mapping[str, int] | None = None,
     report: "Callable[[ScoreRow], None] | None" = None,
+    chat_template: str = "",
     **settings: Any,
 ) -> "list[ScoreRow]":
     """Scores a model at chosen context lengths on its mesh; docs/evaluation.md.
@@ -229,6 +233,7 @@ def evaluate(
       out: directory of predictions and scores. None: `evals` in the workdir, and runs/NAME/evals for a hub id.
       step, mesh: as in `load`; only with a path.
       report: called with each score.
+      chat_template: of the setting `chat`, instead of that of the model: "chatml", "llama3" or a Jinja file.
       settings: fields of `jaxlc.config.EvalsConfig`:
         lengths: in tokens of the tokenizer, prompt and new tokens together.
         tasks: "needle" (the default), "passkey", "loss", "ruler" (all its tasks), or names of RULER's tasks.
@@ -254,7 +259,7 @@ def evaluate(
     from jaxlc.evals.evaluate_run import evaluate_run, results_directory
 
     directory = target or results_directory(result.workdir if result is source else source)
-    return evaluate_run(result, checked, directory, report or (lambda row: None))
+    return evaluate_run(result, checked, directory, report or (lambda row: None), chat_template=chat_template)
 
 
 def export(

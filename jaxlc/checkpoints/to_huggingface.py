@@ -1,5 +1,6 @@
 """Writes the parameters of a checkpoint as a directory that `transformers` opens."""
 
+import contextlib
 import json
 import operator
 import shutil
@@ -7,15 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY, existing_step, read_meta
+from jaxlc.checkpoints.checkpoint_files import (
+    BASE,
+    CHECKPOINTS_DIRECTORY,
+    committed_steps,
+    existing_step,
+    read_meta,
+)
+from jaxlc.checkpoints.exported_text import write_text_files
 from jaxlc.checkpoints.stored_params import StoredParams
 from jaxlc.config import Config, from_dict
 from jaxlc.config.models.config_json import config_json_of, family_of
 from jaxlc.config.models.families import Family
-from jaxlc.config.models.pretrained import CONFIG_FILE, TEXT_FILES, TOKENIZER_FILE, Pretrained, original_of
+from jaxlc.config.models.pretrained import CONFIG_FILE, locate, original_of
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.paths import local_path
-from jaxlc.data.tokens.tokenizers import tokenizer_file
 from jaxlc.hf.adapters import read_adapter, write_adapters
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
@@ -51,7 +58,8 @@ def export(
     config = from_dict(meta["config"])
     source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.config_json()
-    content = config_json_of(config.model, base, seq_len=config.data.seq_len, dtype=DTYPES[dtype][1])
+    longest = _longest_sequence(directory, step)
+    content = config_json_of(config.model, base, seq_len=longest, dtype=DTYPES[dtype][1])
     load_all = (lambda: load_params(step)) if BASE in meta else None
     params = StoredParams(workdir, step, config, load_all=load_all)
     family = family_of(base, config.model)
@@ -64,9 +72,9 @@ def export(
         if adapters:
             write_adapters(config, family, params, partial)
         else:
-            _write_weights(config, family, params, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9))
+            content |= write_text_files(config, source, partial, longest=longest)
             (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
-            _write_other_files(config, source, partial)
+            _write_weights(config, family, params, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9))
         if target.is_dir():
             target.rmdir()
         partial.rename(target)
@@ -75,6 +83,22 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that failed
     return target
+
+
+def _longest_sequence(directory: Path, step: int) -> int:
+    """The longest sequences, in tokens, that the model of a checkpoint was trained on.
+
+    A run keeps the checkpoint at the end of each stage. The run that it started from counts too, if it still exists.
+    """
+    longest, init_from = 0, ""
+    for number in committed_steps(directory):
+        if number <= step:
+            with contextlib.suppress(UserError):  # another checkpoint, which cannot be read
+                stored = read_meta(directory, number)["config"]
+                longest, init_from = max(longest, stored["data"]["seq_len"]), stored["model"]["init_from"]
+    if init_from and Path(init_from).expanduser().exists() and (source := locate(init_from)).is_run:
+        longest = max(longest, _longest_sequence(source.directory.parent, int(source.directory.name)))
+    return longest
 
 
 def _write_weights(
@@ -106,15 +130,3 @@ def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:
         *((x.tensor.name.format(layer=layer), x.stored_shape) for layer, x in by_layer),
         *((x.tensor.name, x.stored_shape) for x in single.values()),
     ]
-
-
-def _write_other_files(config: Config, source: Pretrained | None, target: Path) -> None:
-    for name in TEXT_FILES:
-        if source is not None and (source.directory / name).is_file():
-            shutil.copyfile(source.directory / name, target / name)
-    if not (target / TOKENIZER_FILE).exists() and config.data.tokenizer != "bytes":
-        tokenizer = tokenizer_file(config.data.tokenizer)
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, target / TOKENIZER_FILE)
-    if not (target / "generation_config.json").exists():
-        (target / "generation_config.json").write_text("{}\n")

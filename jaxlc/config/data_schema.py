@@ -5,6 +5,8 @@ from typing import Literal
 
 from jaxlc.config.values import Tokens
 
+CHAT_TEMPLATES = ("chatml", "llama3")  # names that data.chat_template knows
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
@@ -74,7 +76,8 @@ class DataConfig:
     text_field: str = "text"
     # number of records of a source, without a document that can be used, that are skipped with a warning.
     max_bad_records: int = 0
-    # template of chats: a Jinja file, "chatml", or "llama3". Empty: that of the tokenizer.
+    # template of chats: "chatml", "llama3", a Jinja file, or its text. Empty: that of the run in model.init_from, or of
+    # the tokenizer.
     chat_template: str = ""
     # fraction of documents held out for evaluation, selected by a hash of their names. With too few documents, this
     # fraction of the longest one, at its end.

@@ -1,12 +1,13 @@
 """Converts an editable ConfigDict to checked and frozen dataclasses. Imports no jax."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxlc.config.checks.all_checks import check
-from jaxlc.config.data_schema import SourceConfig
+from jaxlc.config.data_schema import CHAT_TEMPLATES, SourceConfig
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, to_dict
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.models.pretrained import locate, with_overrides
@@ -43,7 +44,11 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     }
     sections["model"] = _with_shape(sections["model"])
     if "tokenizer" not in sections["data"] and sections["model"]["init_from"]:
-        sections["data"]["tokenizer"] = locate(sections["model"]["init_from"]).tokenizer()
+        sections["data"] = locate(sections["model"]["init_from"]).data_settings() | sections["data"]
+    template = sections["data"].get("chat_template", "")
+    if template not in CHAT_TEMPLATES and "{" not in template and (path := Path(template).expanduser()).is_file():
+        # A checkpoint has the text, because the file may change or go away.
+        sections["data"]["chat_template"] = path.read_text(errors="replace")
     mixture = sorted(sections["data"].get("mixture", {}).items())  # the order in a config has no effect
     sections["data"]["mixture"] = tuple(SourceConfig(name=name, **fields) for name, fields in mixture)
     loaded = Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})

@@ -3,6 +3,7 @@
 Evaluates runs and Hugging Face directories at chosen context lengths: needle, passkey, RULER, loss by position.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Flags(VerbFlags):
     text_field: str = "text"  # loss: field of records that holds the document
     context_limits: tuple[Tokens, ...] = (Tokens(1024),)  # loss: tokens of the limited contexts
     chat: bool = False  # prompts are messages of a user in the chat template of the model
+    chat_template: str = ""  # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
     batch_size: int = 1  # examples that are computed together
     seed: int = 42  # random seed of the examples
     out: str = ""  # directory of the results; default: SOURCE/evals, and runs/NAME/evals for a hub id
@@ -77,7 +79,8 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
                 label = name if result.is_pretrained else f"{name} step-{result.step}"
                 if len(flags.sources) > 1 or len(flags.step) > 1:
                     print(label)
-                scores[label] = evaluate_run(result, settings, out, report=lambda row: print(row, flush=True))
+                report, template = functools.partial(print, flush=True), flags.chat_template
+                scores[label] = evaluate_run(result, settings, out, report, chat_template=template)
                 _print_figures(draw_maps(scores[label], out))
                 directories[label] = out / f"step-{result.step}"
     if len(scores) > 1:

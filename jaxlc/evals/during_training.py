@@ -58,7 +58,7 @@ class TrainingScorer:
             encode=self._encode,
             token_losses=self._model.token_losses,
             generator=generator,
-            stop_ids=stop_ids(self._tokenizer, workdir),
+            stop_ids=stop_ids(self._encode, workdir),
             directory=out / f"step-{step}",
             identity=dict(model=str(workdir), step=step, parameters=_fingerprint(params)),
             replaces=True,

@@ -83,7 +83,7 @@ class EvaluatedModel:
 
     def _generate(self, examples: Sequence[Example], new_tokens: int) -> list[str]:
         ids = [self.encode(example.prompt, example.answer_prefix) for example in examples]
-        generations = self.generator()(ids, max_tokens=new_tokens, stop_ids=self.stop_ids)
+        generations = self.generator()(ids, max_tokens=new_tokens, stop=self.encode.stop_texts, stop_ids=self.stop_ids)
         return [generation.text for generation in generations]
 
 
@@ -93,15 +93,24 @@ def results_directory(source: str | Path) -> Path:
     return (path if path.exists() else Path("runs") / path.name) / "evals"
 
 
-def evaluate_run(result: Result, settings: EvalsConfig, out: Path, report: Report = lambda row: None) -> list[ScoreRow]:
+def evaluate_run(
+    result: Result,
+    settings: EvalsConfig,
+    out: Path,
+    report: Report = lambda row: None,
+    *,
+    chat_template: str = "",
+) -> list[ScoreRow]:
     """Evaluates the model of `result`; see `jaxlc.evaluate`."""
     warn_beyond_context(result, max(settings.lengths))
+    encode = encoder_of(result, chat=settings.chat, chat_template=chat_template)
     model = EvaluatedModel(
-        encode=encoder_of(result, chat=settings.chat),
+        encode=encode,
         token_losses=result.model.token_losses,
         generator=lambda: generator_of(result),
-        stop_ids=stop_ids(result.tokenizer, result.workdir),
+        stop_ids=stop_ids(encode, result.workdir),
         directory=out / f"step-{result.step}",
-        identity=dict(model=str(result.workdir), step=result.step),
+        identity=dict(model=str(result.workdir), step=result.step)
+        | (dict(chat_template=chat_template) if chat_template else {}),
     )
     return model.evaluate(settings, report)

@@ -31,7 +31,8 @@ class Flags(VerbFlags):
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0  # sample from the likeliest tokens of this probability
     stop: list[str] | None = None  # string that ends the text; may be repeated
-    chat: bool = False  # the prompt is a message of a user in the chat template
+    chat: bool = False  # the prompt is a message of a user in the chat template of the model
+    chat_template: str = ""  # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
     seed: int = 0  # random seed of sampling
     step: int | None = None  # checkpoint to use; default: the latest
     mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
@@ -65,6 +66,7 @@ def _generate(command: ParsedCommand[Flags]) -> int:
         mesh=mesh_sizes(flags.mesh),
         chunk_tokens=flags.chunk_tokens,
         chat=flags.chat,
+        chat_template=flags.chat_template,
         stream=lambda _, new: print(new, end="", flush=True),
     )
     print()

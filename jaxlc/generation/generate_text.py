@@ -1,6 +1,5 @@
 """Text generation with the model of a run or of a Hugging Face directory: `jaxlc.generate`."""
 
-import json
 import sys
 import weakref
 from collections.abc import Sequence
@@ -10,16 +9,15 @@ import jax
 import numpy as np
 
 from jaxlc.config.models.context_length import context_warning
+from jaxlc.config.models.pretrained import COPY_DIRECTORY, eos_token_ids
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.generator import Generation, Generator, Stream
-from jaxlc.generation.prompts import encoder_of
+from jaxlc.generation.prompts import PromptEncoder, encoder_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.train.result.run_result import Result
 
 Prompt = str | Sequence[int] | np.ndarray
-_SETTINGS_FILE = "generation_config.json"
 # Generators keep compiled programs and a copy of the parameters.
 _generators: weakref.WeakKeyDictionary[LanguageModel, Generator] = weakref.WeakKeyDictionary()
 
@@ -35,6 +33,7 @@ def generate_text(
     stream: Stream | None = None,
     frees_params: bool = False,
     chat: bool = False,
+    chat_template: str = "",
 ) -> list[Generation]:
     """Continues `prompts` with the model of `result`; see `jaxlc.generate`.
 
@@ -44,7 +43,7 @@ def generate_text(
     """
     if isinstance(prompts, np.ndarray) or any(isinstance(prompt, int) for prompt in prompts):
         raise UserError("invalid prompts: expected a string, or a list of strings or of arrays of token ids")
-    encode = encoder_of(result, chat=chat)
+    encode = encoder_of(result, chat=chat, chat_template=chat_template)
     encoded = [encode(prompt) if isinstance(prompt, str) else np.asarray(prompt) for prompt in prompts]
     generator = generator_of(result)
     warn_beyond_context(result, max(map(len, encoded), default=0) + max_tokens)
@@ -56,8 +55,8 @@ def generate_text(
         encoded,
         max_tokens=max_tokens,
         sampling=sampling,
-        stop=[stop] if isinstance(stop, str) else stop,
-        stop_ids=stop_ids(result.tokenizer, result.workdir),
+        stop=[*([stop] if isinstance(stop, str) else stop), *encode.stop_texts],
+        stop_ids=stop_ids(encode, result.workdir),
         chunk_tokens=chunk_tokens,
         stream=stream,
         shows_progress=True,
@@ -81,23 +80,13 @@ def generator_of(result: Result) -> Generator:
 def warn_beyond_context(result: Result, num_tokens: int) -> None:
     """Prints a warning on stderr, on one process, if texts of `num_tokens` are longer than the context of the model."""
     config = result.train_step.config
-    trained_tokens = config.data.seq_len if result.step else 0  # a Hugging Face directory has step 0
+    trained_tokens = 0 if result.is_pretrained else config.data.seq_len
     warning = context_warning(config.model, num_tokens, trained_tokens=trained_tokens)
     if warning and result.train_step.model is None and jax.process_index() == 0:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
-def stop_ids(tokenizer: Tokenizer, workdir: Path) -> list[int]:
-    """The end-of-document token, and the tokens that the generation_config.json of a pretrained model names."""
-    ids = {tokenizer.end_of_document_id}
-    for directory in (workdir, workdir / "pretrained"):
-        ids |= _eos_token_ids(directory / _SETTINGS_FILE)
-    return sorted(ids)
-
-
-def _eos_token_ids(path: Path) -> set[int]:
-    try:
-        named = json.loads(path.read_bytes()).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        return set()  # the file is optional
-    return {number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)}
+def stop_ids(encode: PromptEncoder, workdir: Path) -> list[int]:
+    """The end-of-turn token of a chat, the end-of-document token, and the tokens that a pretrained model names."""
+    ids = {*encode.stop_ids, encode.tokenizer.end_of_document_id}
+    return sorted(ids.union(eos_token_ids(workdir), eos_token_ids(workdir / COPY_DIRECTORY)))

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxlc.data.tokens.chat import ChatTemplate, load_chat_template
+from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.chat import ChatTemplate
+from jaxlc.data.tokens.fitting_template import end_of_turn_id, fitting_template
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.train.result.run_result import Result
 
@@ -32,32 +34,59 @@ class PromptEncoder:
         return ids
 
     @property
+    def stop_ids(self) -> list[int]:
+        """The end-of-turn token of the chat template."""
+        number = None if self.template is None else end_of_turn_id(self.template, self.tokenizer)
+        return [] if number is None else [number]
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """The text that ends an answer if it is not a token, as with the tokenizer `bytes`."""
+        return [] if self.template is None or self.stop_ids else [self.template.end_of_turn]
+
+    @property
     def overhead_tokens(self) -> int:
         """At least the number of tokens that a prompt has in addition to those of its text."""
         extra = len(self("a", "a")) - len(self.tokenizer.encode(b"aa"))
         return extra if self.template is None else extra + _MARGIN_TOKENS
 
 
-def prompt_encoder(tokenizer: Tokenizer, *, is_pretrained: bool, chat_template: str | None) -> PromptEncoder:
+def prompt_encoder(
+    tokenizer: Tokenizer,
+    *,
+    is_pretrained: bool,
+    chat_template: str | None,
+    flag: str = "--config.data.chat_template",
+) -> PromptEncoder:
     """The encoder of a model.
 
     Args:
       is_pretrained: whether texts start with `tokenizer.start_ids`. Documents of training have no such tokens.
       chat_template: data.chat_template, empty for that of the tokenizer; None: plain text.
+      flag: that sets a template, for errors.
     Raises:
-      UserError: there is no chat template.
+      UserError: there is no chat template, or it does not fit the tokenizer.
     """
     return PromptEncoder(
         tokenizer=tokenizer,
         start_ids=tokenizer.start_ids if is_pretrained else np.empty(0, np.int32),
-        template=None if chat_template is None else load_chat_template(chat_template, tokenizer.file),
+        template=None if chat_template is None else fitting_template(chat_template, tokenizer, flag=flag),
     )
 
 
-def encoder_of(result: Result, *, chat: bool) -> PromptEncoder:
-    """The encoder of a run, or of a Hugging Face directory, whose texts start as in `transformers`."""
+def encoder_of(result: Result, *, chat: bool, chat_template: str = "") -> PromptEncoder:
+    """The encoder of a run, or of a Hugging Face directory, whose texts start as in `transformers`.
+
+    Args:
+      chat_template: as data.chat_template; empty: that of the run, or of the tokenizer.
+    Raises:
+      UserError: as `prompt_encoder`, or a template without `chat`.
+    """
+    if chat_template and not chat:
+        raise UserError(f"chat_template={chat_template!r} has no effect without chat: set both")
     return prompt_encoder(
         result.tokenizer,
         is_pretrained=result.is_pretrained,
-        chat_template=result.config.data.chat_template if chat else None,
+        chat_template=(chat_template or result.config.data.chat_template) if chat else None,
+        flag="--chat_template",
     )

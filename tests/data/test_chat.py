@@ -88,7 +88,7 @@ def test_chat_template_is_found_next_to_the_tokenizer(tmp_path: Path):
     assert llama3 == render(HEADERS, CHATS[0])
     with pytest.raises(UserError, match="data.tokenizer has no chat template.*data.chat_template"):
         load_chat_template("", None)
-    with pytest.raises(UserError, match="cannot read data.chat_template"):
+    with pytest.raises(UserError, match="cannot read the chat template .*: set --config.data.chat_template"):
         load_chat_template(str(tmp_path / "none.jinja"), None)
     with pytest.raises(UserError, match="is not a valid Jinja template"):
         ChatTemplate("{% if %}", {})

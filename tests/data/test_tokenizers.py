@@ -70,7 +70,7 @@ def test_tokenizer_directory_and_hub_id_are_read(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer("org/tiny")
     assert (tokenizer.name, tokenizer.fingerprint) == ("org/tiny", expected.fingerprint)
-    assert hub.requests == [["tokenizer.json", "tokenizer_config.json"]]
+    assert hub.requests == [["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]]
     for name in (str(tmp_path), str(tmp_path / "tokenizer.json"), "org/tiny"):
         assert tokenizer_file(name) == tmp_path / "tokenizer.json"
     with pytest.raises(UserError, match=r"cannot download data.tokenizer 'org/other' \(ConnectionError: .* directory"):

@@ -12,6 +12,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.generation import generate_text, generator
 from jaxlc.generation.__main__ import main
 from jaxlc.generation.generate_text import stop_ids
+from jaxlc.generation.prompts import encoder_of
 from jaxlc.generation.sampling import Sampling
 from tests.train import runs
 
@@ -47,14 +48,27 @@ def test_command_prints_the_text_and_one_line_about_errors(run, tmp_path, capsys
     assert main(["generate", str(run), "--prompt=a", "--chat"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 4 and all(line.startswith("error: ") for line in errors)
+    assert errors[-1].endswith(
+        "has no chat template, which chats need: set --chat_template to chatml, llama3 or a Jinja file"
+    )
+    chat = ["--prompt=a", "--max_tokens=1", "--chat_template=chatml"]
+    assert main(["generate", str(run), *chat]) == 2
+    assert "chat_template='chatml' has no effect without chat" in capsys.readouterr().err
+    assert main(["generate", str(run), *chat, "--chat"]) == 0
+    prompt = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert f"prompt {len(prompt)} tokens" in capsys.readouterr().err
 
 
 def test_stop_ids_include_those_of_the_pretrained_model(run, tmp_path):
     result = jaxlc.load(run)
-    assert stop_ids(result.tokenizer, run) == [256]
+    encode = encoder_of(result, chat=False)
+    assert stop_ids(encode, run) == [256]
     (run / "pretrained").mkdir()
+    (run / "pretrained" / "config.json").write_text(json.dumps({"eos_token_id": 8}))
+    assert stop_ids(encode, run) == [8, 256]
     (run / "pretrained" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert stop_ids(result.tokenizer, run) == [7, 9, 256]
+    assert stop_ids(encode, run) == [7, 9, 256]
+    (run / "pretrained" / "config.json").unlink()
 
 
 def test_prompts_that_are_one_array_raise(run):

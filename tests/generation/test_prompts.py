@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 
+from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
+from jaxlc.data import open_corpus
+from jaxlc.data.tokens.chat import ChatTemplate
+from jaxlc.data.tokens.chat_environment import without_generation_tags
+from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.prompts import prompt_encoder
-from tests.data.chat_styles import CHATML, HEADERS, VARIABLES, write_tokenizer
+from tests.data.chat_styles import CHATML, HEADERS, SPECIAL_TOKENS, STYLES, VARIABLES, cases, write_tokenizer
 
 TEXTS = ("", "Which number?", "A text.\n" * 40)
 
@@ -66,7 +71,65 @@ def test_chat_prompt_ends_with_prefix_and_fits_its_overhead(tmp_path):
     expected = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n It"
     np.testing.assert_array_equal(encode("Hello", " It"), list(expected.encode()))
 
+    assert (encode.stop_ids, encode.stop_texts) == ([], ["<|im_end|>"])
 
-def test_chat_without_template_raises():
-    with pytest.raises(UserError, match="no chat template"):
-        prompt_encoder(load_tokenizer("bytes"), is_pretrained=False, chat_template="")
+
+STYLES_AND_ENDS = dict(chatml="<|im_end|>", headers="<|eot_id|>", brackets="</s>", reasoning="<|im_end|>")
+
+
+@pytest.mark.parametrize("style, end_of_turn", STYLES_AND_ENDS.items())
+def test_answers_stop_at_the_end_of_turn_of_the_template(tmp_path, style, end_of_turn):
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path)), end_token="</s>")
+    for source in (STYLES[style], without_generation_tags(STYLES[style])):
+        encode = prompt_encoder(tokenizer, is_pretrained=False, chat_template=source)
+        assert (encode.stop_ids, encode.stop_texts) == ([SPECIAL_TOKENS.index(end_of_turn)], [])
+
+
+@pytest.mark.parametrize("case", cases())
+def test_template_without_tags_renders_the_same_text(case):
+    template, chat = cases()[case]
+    template = "{#- {% generation %} is a comment #}\n" + template
+    without = without_generation_tags(template)
+    assert "generation %}" not in without.partition("#}")[2]
+    arguments = chat["messages"], chat.get("tools"), "chat"
+    expected = ChatTemplate(template, VARIABLES).render(*arguments).text
+    assert ChatTemplate(without, VARIABLES).render(*arguments).text == expected
+
+
+def write_tokenizer_without(directory, *tokens):
+    path = write_tokenizer(directory) / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"] = [x for x in content["added_tokens"] if x["content"] not in tokens]
+    for token in tokens:
+        content["model"]["vocab"][f"unused{content['model']['vocab'].pop(token)}"] = SPECIAL_TOKENS.index(token)
+    path.write_text(json.dumps(content))
+    return load_tokenizer(str(directory), end_token="</s>")
+
+
+def test_template_that_does_not_fit_the_tokenizer_names_those_that_fit(tmp_path):
+    tokenizer = write_tokenizer_without(tmp_path / "a", "<|im_start|>", "<|im_end|>")
+    message = (
+        r"'chatml' has <\|im_start\|> and <\|im_end\|>, which the tokenizer '.*' splits into several tokens: set"
+        " --config.data.chat_template to llama3 or a Jinja file whose markers are tokens of this tokenizer"
+    )
+    with pytest.raises(UserError, match=message):
+        fitting_template("chatml", tokenizer)
+    assert fitting_template("llama3", tokenizer).end_of_turn == "<|eot_id|>"
+    with pytest.raises(UserError, match=r"has no chat template.*: set --flag to llama3 or a Jinja file"):
+        fitting_template("", tokenizer, flag="--flag")
+    # Headers may be text, and the end of the turn may not.
+    assert fitting_template(CHATML.replace("<|im_end|>", "</s>"), tokenizer).end_of_turn == "</s>"
+    with pytest.raises(UserError, match=r"has <\|im_end\|>, which"):
+        fitting_template(CHATML, tokenizer)
+    neither = write_tokenizer_without(tmp_path / "b", "<|im_end|>", "<|eot_id|>")
+    with pytest.raises(UserError, match=r"has <\|eot_id\|>, which .*: set --config.data.chat_template to a Jinja file"):
+        fitting_template("llama3", neither)
+
+
+def test_chats_of_a_template_that_does_not_fit_are_refused_before_they_are_tokenized(tmp_path):
+    (tmp_path / "chats.jsonl").write_text("no chat")
+    write_tokenizer_without(tmp_path / "a", "<|im_end|>")
+    source = SourceConfig(name="chats", paths=(str(tmp_path / "chats.jsonl"),), chat_field="messages")
+    config = DataConfig(mixture=(source,), tokenizer=str(tmp_path / "a"), end_token="</s>", chat_template="chatml")
+    with pytest.raises(UserError, match=r"has <\|im_end\|>, which"):
+        open_corpus(config)

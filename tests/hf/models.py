@@ -242,13 +242,15 @@ def write_tensors(directory: Path, tensors: dict[str, np.ndarray], *, num_files:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
 
 
-def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """A tokenizer with one token per letter or digit, `</s>` and <unk>, and `vocab_size` tokens."""
-    words = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz0123456789 "]
+def write_tokenizer(
+    directory: Path, vocab_size: int, special_tokens: tuple[str, ...] = ("<unk>", "<s>", "</s>")
+) -> None:
+    """A tokenizer with special tokens, one token per letter or digit, and `vocab_size` tokens."""
+    words = [*special_tokens, *"abcdefghijklmnopqrstuvwxyz0123456789 "]
     words += [f"word{i}" for i in range(vocab_size - len(words))]
     special = [
         dict(id=i, content=words[i], single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-        for i in range(3)
+        for i in range(len(special_tokens))
     ]
     content = dict(
         version="1.0",

@@ -113,10 +113,27 @@ def generate(directory: str, prompt: list, num_tokens: int) -> dict[str, np.ndar
     return dict(tokens=output.sequences[0].numpy(), gaps=(largest[:, 0] - largest[:, 1]).numpy())
 
 
+def chat(directory: str, message: str, num_tokens: int) -> dict[str, np.ndarray]:
+    """The answer of the text-generation pipeline, its new tokens, and the lengths that the files of a model name."""
+    pipeline = transformers.pipeline("text-generation", model=directory, dtype=torch.float32)
+    messages = [dict(role="user", content=message)]
+    (result,) = pipeline(messages, max_new_tokens=num_tokens, do_sample=False)
+    inputs = pipeline.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    tokens = pipeline.model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)[0]
+    return dict(
+        text=np.array(result["generated_text"][-1]["content"]),
+        tokens=tokens[inputs["input_ids"].shape[1] :].numpy(),
+        temperature=np.array(pipeline.model.generation_config.temperature or 0.0),
+        lengths=np.array([pipeline.tokenizer.model_max_length, pipeline.model.config.max_position_embeddings]),
+    )
+
+
 def main(jobs_path: str) -> None:
     torch.set_num_threads(1)
     jobs = json.loads(pathlib.Path(jobs_path).read_text())
-    functions = {"gradients": gradients, "peft_gradients": peft_gradients, "train": train, "generate": generate}
+    functions = {function.__name__: function for function in (gradients, peft_gradients, train, generate, chat)}
     for job in jobs:
         arguments = {name: value for name, value in job.items() if name not in ("job", "out")}
         np.savez(job["out"], version=transformers.__version__, **functions[job["job"]](**arguments))

@@ -13,12 +13,15 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 import jaxlc
+from jaxlc.config import load
 from jaxlc.config.models.config_json import settings_of
+from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
+from jaxlc.data.tokens import chat
 from jaxlc.exporting import main
 from jaxlc.hf.write import TensorWriter
-from tests.hf.models import CASES, tensors_of, write_model
-from tests.train.runs import save_step_0
+from tests.hf.models import CASES, tensors_of, write_model, write_tensors, write_tokenizer
+from tests.train.runs import save_step_0, write_untrained_run
 
 
 def batches(num_steps, vocab_size=60):
@@ -127,6 +130,118 @@ def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsy
     assert config.model.rope_theta == 5e5
     assert_same_bits(tensors_in(jaxlc.export(tmp_path / "second", tmp_path / "out2")), tensors_in(out))
     assert (tmp_path / "out2" / "tokenizer.json").is_file()
+
+
+END = 0  # id of <|im_end|>
+_SPECIAL_TOKENS = ("<|im_end|>", "<s>", "</s>", "<unk>", "<|im_start|>")
+_QUESTION = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+def write_chat_model(directory, text_files):
+    """A base model whose logits are all 0, so that it continues every text with token 0, the end of turn of ChatML."""
+    write_model(directory, "llama")
+    tensors = tensors_of("llama")
+    write_tensors(directory, tensors | {"model.norm.weight": 0 * tensors["model.norm.weight"]}, num_files=2)
+    write_tokenizer(directory, 60, _SPECIAL_TOKENS)
+    for name in ("generation_config.json", "chat_template.jinja"):
+        (directory / name).unlink()
+    for name, content in text_files.items():
+        (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return directory
+
+
+def objects_in(directory, *names):
+    return [json.loads((directory / f"{name}.json").read_text()) for name in names]
+
+
+def test_export_of_a_chat_run_of_a_base_model_stops_at_the_end_of_turn(tmp_path):
+    """The base has no template and no generation_config.json; its tokenizer truncates to 32 tokens."""
+    files = {"tokenizer_config.json": dict(bos_token="<s>", eos_token="</s>", model_max_length=32)}
+    files["special_tokens_map.json"] = dict(bos_token="<s>", eos_token="</s>")
+    source = write_chat_model(tmp_path / "model", files)
+    (tmp_path / "own.jinja").write_text(chat.TEMPLATES["chatml"])
+    save_step_0(config_of(source, data__chat_template=str(tmp_path / "own.jinja")), tmp_path / "run")
+    (tmp_path / "own.jinja").unlink()
+    # A run on plain text that starts from it keeps the template, and has shorter sequences.
+    save_step_0(config_of(tmp_path / "run", data__seq_len=32), tmp_path / "second")
+    outs = [jaxlc.export(tmp_path / name, tmp_path / f"out-{name}") for name in ("run", "second")]
+    for out in outs:
+        config, generation, tokenizer, older = objects_in(
+            out, "config", "generation_config", "tokenizer_config", "special_tokens_map"
+        )
+        assert generation == dict(bos_token_id=1, pad_token_id=60, eos_token_id=[END, 2])
+        assert config["eos_token_id"] == [END, 2] and config["max_position_embeddings"] == 64
+        assert tokenizer == dict(bos_token="<s>", eos_token="<|im_end|>", model_max_length=64)
+        assert older == dict(bos_token="<s>", eos_token="<|im_end|>")
+        exported = chat.load_chat_template("", out / "tokenizer.json")
+        assert exported.source == (out / "chat_template.jinja").read_text() and "endgeneration" not in exported.source
+        expected = chat.ChatTemplate(chat.TEMPLATES["chatml"], {}).render(_QUESTION, None, "x").text
+        assert exported.render(_QUESTION, None, "x").text == expected
+    for directory in (tmp_path / "second", outs[0]):
+        generation = jaxlc.generate(directory, "hi", max_tokens=4, chat=True)
+        assert (generation.tokens.tolist(), generation.text, generation.finish_reason) == ([END], "", "stop")
+    # The base has no template, and does not stop there.
+    generation = jaxlc.generate(source, "hi", max_tokens=4, chat=True, chat_template="chatml")
+    assert generation.tokens.tolist() == [END]
+    assert jaxlc.generate(source, "hi", max_tokens=4).tokens.tolist() == [END] * 4
+
+
+def test_export_of_a_chat_run_replaces_the_template_of_its_base_and_keeps_generation_settings(tmp_path):
+    settings = dict(temperature=0.6, do_sample=True, bos_token_id=1, eos_token_id=[2, 7])
+    tokenizer = dict(eos_token="</s>", chat_template="{{ 'older' }}", tokenizer_class="X")
+    files = {"generation_config.json": settings, "tokenizer_config.json": tokenizer}
+    source = write_chat_model(tmp_path / "model", files | {"chat_template.jinja": "{{ 'base' }}"})
+    save_step_0(config_of(source, data__chat_template="chatml"), tmp_path / "run")
+    out = jaxlc.export(tmp_path / "run", tmp_path / "out")
+    assert "<|im_start|>" in (out / "chat_template.jinja").read_text()
+    assert objects_in(out, "generation_config") == [settings | dict(eos_token_id=[END, 2, 7])]
+    assert objects_in(out, "tokenizer_config") == [dict(eos_token="<|im_end|>", tokenizer_class="X")]
+    # A run on text keeps all files, except an empty generation_config.json.
+    (source / "generation_config.json").write_text("{}")
+    save_step_0(config_of(source), tmp_path / "texts")
+    out = jaxlc.export(tmp_path / "texts", tmp_path / "out-texts")
+    assert not (out / "generation_config.json").exists()
+    for name in ("tokenizer_config.json", "chat_template.jinja", "tokenizer.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    # The tokenizer of a run may be another one, for instance with tokens for the markers of a template.
+    own = write_chat_model(tmp_path / "own", {"chat_template.jinja": chat.TEMPLATES["chatml"]})
+    write_tokenizer(own, 59, (*_SPECIAL_TOKENS, "<|more|>"))
+    mixture = dict(chats=dict(paths="x", chat_field="messages"))
+    save_step_0(config_of(source, data__tokenizer=str(own), data__mixture=mixture), tmp_path / "other")
+    out = jaxlc.export(tmp_path / "other", tmp_path / "out-other")
+    assert (out / "tokenizer.json").read_bytes() == (own / "tokenizer.json").read_bytes()
+    assert "endgeneration" not in (out / "chat_template.jinja").read_text()
+    assert objects_in(out, "tokenizer_config") == [
+        dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "base", "scaling", "longest"),
+    [
+        (64, 512, {}, 512),
+        (1024, 512, {}, 1024),
+        (64, 512, dict(rope_scaling="yarn", rope_scaling_factor=9.0, rope_scaling_original_tokens=32), 512),
+        (64, 32, dict(rope_scaling="yarn", rope_scaling_factor=9.0, rope_scaling_original_tokens=32), 288),
+        (64, 32, dict(rope_scaling="dynamic_ntk", rope_scaling_factor=9.0, rope_scaling_original_tokens=32), 32),
+    ],
+)
+def test_max_position_embeddings_is_the_longest_context(seq_len, base, scaling, longest):
+    assert max_position_embeddings(load(ConfigDict({"model": scaling})).model, seq_len, base) == longest
+
+
+def test_export_that_fails_leaves_no_files(tmp_path, monkeypatch):
+    write_untrained_run(tmp_path / "run")
+    with pytest.raises(UserError, match="the run has no adapters"):
+        jaxlc.export(tmp_path / "run", tmp_path / "out", adapters=True)
+
+    def write(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxlc.hf.write.TensorWriter.write", write)
+    with pytest.raises(UserError, match="cannot write to .*out.partial .No space left on device.: export to"):
+        jaxlc.export(tmp_path / "run", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_export_of_step_that_does_not_exist_raises(tmp_path, capsys):

@@ -1,7 +1,9 @@
 """Greedy text against `transformers`, for the models of tests/hf/models.py: prompts longer than their windows.
 
-And logits and first tokens of RoPE that depends on the length of a text.
+Also logits and first tokens of RoPE that depends on the length of a text, and chats after training on them and export.
 """
+
+import json
 
 import numpy as np
 import pytest
@@ -10,8 +12,8 @@ import jaxlc
 from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation.generator import Generator
-from tests.hf.comparison import MESHES, needs_transformers, relative_error, run_jobs, step_of, tokens_of
-from tests.hf.models import CASES, write_model
+from tests.hf.comparison import MESHES, config_of, needs_transformers, relative_error, run_jobs, step_of, tokens_of
+from tests.hf.models import CASES, write_model, write_tokenizer
 
 pytestmark = needs_transformers
 PROMPT_TOKENS, NEW_TOKENS = 90, 24
@@ -93,3 +95,49 @@ def test_rope_of_a_directory_follows_the_length_of_each_text(name, mesh, directo
         expected = logits_by_length[name, len(prompt)]
         assert relative_error(loaded.model.logits(prompt), expected) <= 1e-4, len(prompt)
         assert generation.tokens[0] == expected[-1].argmax(), len(prompt)
+
+
+QUESTION, ANSWER = "how many", "there are 12"
+# Special tokens of the tokenizer, whose markers the template of that name needs.
+TEMPLATES = dict(
+    chatml=("<|im_start|>", "<|im_end|>"), llama3=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+)
+
+
+def write_base(directory, template):
+    """A base model without template and generation settings, or one with both for llama3."""
+    write_model(directory, "llama", dtype=np.float32)
+    write_tokenizer(directory, 60, ("<unk>", "<s>", "</s>", *TEMPLATES[template]))
+    settings = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", model_max_length=32)
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "generation_config.json").unlink()
+    (directory / "chat_template.jinja").unlink()
+    if template == "llama3":
+        (directory / "chat_template.jinja").write_text("{% for x in messages %}{{ x.content }}</s>{% endfor %}")
+        (directory / "generation_config.json").write_text(json.dumps(dict(temperature=0.6, top_p=0.9, do_sample=True)))
+    return directory
+
+
+def test_chats_after_export_stop_at_the_end_of_turn_as_in_transformers(tmp_path):
+    """A base model learns one chat by heart, and transformers' pipeline gives the answer after the export."""
+    messages = [dict(role="user", content=QUESTION), dict(role="assistant", content=ANSWER)]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(dict(messages=messages))}\n" * 200)
+    outs = {}
+    for template in TEMPLATES:
+        config = config_of(write_base(tmp_path / template, template), 128, MESHES["context=4 x tensor=2"])
+        config.data.update(chat_template=template, cache_dir=str(tmp_path / "cache"), eval_fraction=0.2)
+        config.data.mixture = dict(chats=dict(paths=str(tmp_path / "chats.jsonl"), chat_field="messages"))
+        config.optimizer = dict(learning_rate=1e-2, warmup_steps=2)
+        config.train.update(steps=60, eval_every_steps=0)
+        jaxlc.train.run(config, tmp_path / f"run-{template}")
+        outs[template] = jaxlc.export(tmp_path / f"run-{template}", tmp_path / f"out-{template}", dtype="fp32")
+    jobs = {x: dict(job="chat", directory=str(outs[x]), message=QUESTION, num_tokens=40) for x in TEMPLATES}
+    references = run_jobs(tmp_path, jobs)
+    for template, reference in references.items():
+        assert str(reference["text"]).replace(" ", "") == ANSWER.replace(" ", "")
+        assert reference["lengths"].tolist() == [128, 128]
+        for source in (outs[template], tmp_path / f"run-{template}"):
+            generation = jaxlc.generate(source, QUESTION, max_tokens=40, chat=True)
+            assert generation.finish_reason == "stop"
+            np.testing.assert_array_equal(generation.tokens, reference["tokens"])
+    assert np.isclose(references["llama3"]["temperature"], 0.6)

@@ -8,7 +8,7 @@ from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
 
 DESCRIPTION_FILES = ("*.json", "*.model", "*.jinja")  # config, tokenizer and chat template: some megabytes
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 WEIGHT_FILES = ("*.safetensors",)
 _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 

@@ -15,11 +15,11 @@ from jaxlc.config.values import typed
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 
-CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+CONFIG_FILE, TOKENIZER_FILE, GENERATION_FILE = "config.json", "tokenizer.json", "generation_config.json"
 # Of the tokenizer, the chat template and generation.
 TEXT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION_FILE),
 )
 COPY_DIRECTORY = "pretrained"  # in the workdir of a run: config.json and TEXT_FILES of the model it started from
 _NO_SETTINGS = ("preset", "init_from")  # fields that describe no computation
@@ -48,9 +48,12 @@ class Pretrained:
             }
         return settings_of(self.config_json(), str(self.directory / CONFIG_FILE))
 
-    def tokenizer(self) -> str:
-        """The value of data.tokenizer that belongs to the model; the file may not exist."""
-        return self.run_config()["data"]["tokenizer"] if self.is_run else str(self.directory / TOKENIZER_FILE)
+    def data_settings(self) -> dict[str, str]:
+        """The settings of `data` that belong to the model: tokenizer, whose file may not exist, and chat template."""
+        if not self.is_run:
+            return dict(tokenizer=str(self.directory / TOKENIZER_FILE))
+        stored = self.run_config()["data"]
+        return {name: stored[name] for name in ("tokenizer", "chat_template") if name in stored}
 
     def config_json(self) -> dict[str, Any]:
         """The fields of the language model in config.json; not for runs."""
@@ -136,6 +139,17 @@ def copy_description(init_from: str, workdir: Path) -> None:
     for name in (*TEXT_FILES, CONFIG_FILE):
         if (original.directory / name).is_file():
             shutil.copyfile(original.directory / name, target / name)
+
+
+def eos_token_ids(directory: Path) -> list[int]:
+    """The tokens that end generation in `transformers`: of generation_config.json or, without it, of config.json."""
+    for name in (GENERATION_FILE, CONFIG_FILE):
+        try:
+            named = json.loads((directory / name).read_bytes()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue  # the file is optional
+        return [number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)]
+    return []
 
 
 def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str, Any]:

@@ -92,20 +92,20 @@ def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def max_position_embeddings(model: ModelConfig, seq_len: int, base: int) -> int:
-    """The value of this field in the config.json of `model`.
+    """The value of this field in the config.json of `model`: the longest context, at least that of the base model.
 
     transformers reads it as the original context length of dynamic NTK. For YaRN, transformers 4 divides it by the
-    original length to get the factor.
+    original length to get the factor, which is exact unless one of the other lengths is longer.
 
     Args:
-      seq_len: sequence length of the run.
+      seq_len: the longest sequences of training.
       base: the value for the model that training started from, or 0.
     """
     if model.rope_scaling == "dynamic_ntk":
         return model.rope_scaling_original_tokens
-    if model.rope_scaling == "yarn":
-        return round(model.rope_scaling_factor * model.rope_scaling_original_tokens)
-    return max(seq_len, base)
+    is_yarn = model.rope_scaling == "yarn"
+    scaled = round(model.rope_scaling_factor * model.rope_scaling_original_tokens) if is_yarn else 0
+    return max(seq_len, base, scaled)
 
 
 def _old_form(config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:

@@ -12,6 +12,7 @@ Only the answers of the assistant are trained on. Their place in the rendered te
 A token is trained on if it contains a character of an answer. Text is encoded as a whole, with special tokens.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxlc.config.data_schema import CHAT_TEMPLATES
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.paths import local_path
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")  # that any template may have
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark answers in rendered text
-_END_OF_TURN = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])$")  # such as <|im_end|>, </s>, [/INST]
+_MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # such as <|im_end|>, </s>, [/INST]
+_END_OF_TURN = re.compile(f"({_MARKER.pattern})$")
+_QUESTION, _ANSWER = "Question", "Answer"  # the messages of a chat that shows which markers a template has
 # The templates that data.chat_template can name. Tools have the markup of Hermes and Qwen in chatml, and that of Llama
 # 3.1 in llama3, which has one call in an answer.
 _CHATML = (
@@ -77,7 +81,8 @@ _LLAMA3 = (
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-TEMPLATES = {"chatml": _CHATML, "llama3": _LLAMA3}
+TEMPLATES = dict(zip(CHAT_TEMPLATES, (_CHATML, _LLAMA3), strict=True))
+_ADVICE = f"set --config.data.chat_template to {', '.join(CHAT_TEMPLATES)} or a Jinja file"
 
 
 class RenderedChat(NamedTuple):
@@ -101,7 +106,8 @@ class ChatTemplate:
 
         from jaxlc.data.tokens.chat_environment import environment
 
-        self._name, self._source, self._special_tokens = name, source, special_tokens
+        self.name, self.source = name, source
+        self._special_tokens = special_tokens
         self.identity = (source, sorted(special_tokens.items()))  # what the rendered text depends on
         try:
             env = environment(_BEGIN, _END)
@@ -135,24 +141,44 @@ class ChatTemplate:
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         empty = [number for number, (begin, end) in zip(numbers, spans) if begin == end]
         if not answers or (empty and len(spans) == len(numbers)):
-            raise BadRecord(f"{where}: {self._name} renders no answer for message {(empty or numbers)[0]}")
+            raise BadRecord(f"{where}: {self.name} renders no answer for message {(empty or numbers)[0]}")
         return RenderedChat("".join(parts), answers)
+
+    @functools.cached_property
+    def markers(self) -> tuple[str, ...]:
+        """The markers of a chat of one question and its answer, in order, such as <|im_start|> and <|im_end|>."""
+        return tuple(dict.fromkeys(_MARKER.findall(self._example)))
+
+    @functools.cached_property
+    def end_of_turn(self) -> str:
+        """The marker that follows an answer, such as <|im_end|>, after which generation stops; "" if there is none."""
+        marker = _MARKER.match(self._example.rpartition(_ANSWER)[2].lstrip())
+        return marker[0] if marker else ""
+
+    @functools.cached_property
+    def _example(self) -> str:
+        """A rendered chat; "" if the template raises an error for it."""
+        messages = [dict(role="user", content=_QUESTION), dict(role=ASSISTANT, content=_ANSWER)]
+        try:
+            return re.sub(f"[{_BEGIN}{_END}]", "", self._render(messages, None, "example"))
+        except BadRecord:
+            return ""
 
     def _problems(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Iterator[str]:
         """What of a chat has no loss, or would be left out."""
         if not any(message["role"] == ASSISTANT for message in messages):
             yield f"no message has the role {ASSISTANT!r}, so there is nothing to train on"
         for number, role in enumerate(message["role"] for message in messages):
-            if role not in ROLES and f"'{role}'" not in self._source and f'"{role}"' not in self._source:
+            if role not in ROLES and f"'{role}'" not in self.source and f'"{role}"' not in self.source:
                 yield (
                     f"message {number} has the unknown role {role!r}, expected one of {', '.join(ROLES)}, or a role"
-                    f" that {self._name} names"
+                    f" that {self.name} names"
                 )
         advice = "set data.chat_template to one that does, such as chatml"
-        if any("tool_calls" in message for message in messages) and "tool_calls" not in self._source:
-            yield f"{self._name} does not render tool_calls; {advice}"
-        if tools and "tools" not in self._source:
-            yield f"{self._name} does not render tools; {advice}"
+        if any("tool_calls" in message for message in messages) and "tool_calls" not in self.source:
+            yield f"{self.name} does not render tool_calls; {advice}"
+        if tools and "tools" not in self.source:
+            yield f"{self.name} does not render tools; {advice}"
 
     def prompt(self, text: str) -> str:
         """The prompt of a chat whose only message is `text`, of the user, up to the start of the answer.
@@ -177,7 +203,7 @@ class ChatTemplate:
                 prompt = _common_start(prompt, through)
                 if not text.startswith(prompt):
                     raise BadRecord(
-                        f"{where}: {self._name} renders message {number} differently in its prompt and in the chat;"
+                        f"{where}: {self.name} renders message {number} differently in its prompt and in the chat;"
                         f" {advice}"
                     )
             answer = through[len(prompt) :].rstrip()
@@ -204,7 +230,7 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise BadRecord(f"{where}: {self._name} raises an error for the messages ({reason_of(error)})") from error
+            raise BadRecord(f"{where}: {self.name} raises an error for the messages ({reason_of(error)})") from error
 
 
 def _common_start(a: str, b: str) -> str:
@@ -212,12 +238,13 @@ def _common_start(a: str, b: str) -> str:
     return a[:length]
 
 
-def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplate:
+def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str = _ADVICE) -> ChatTemplate:
     """The template of data.chat_template, or else of the tokenizer.
 
     Args:
-      setting: data.chat_template: a path, a key of TEMPLATES, or "".
+      setting: data.chat_template: a path, a key of TEMPLATES, the text of a template, or "".
       tokenizer_file: the tokenizer.json, next to which tokenizer_config.json and chat_template.jinja are; None: bytes.
+      advice: how to set a template, for errors.
     Raises:
       UserError: there is no template, or it cannot be read.
     """
@@ -225,23 +252,19 @@ def load_chat_template(setting: str, tokenizer_file: Path | None) -> ChatTemplat
     special_tokens = _special_tokens(values)
     if setting in TEMPLATES:
         return ChatTemplate(TEMPLATES[setting], special_tokens, f"the template {setting!r}")
+    if "{" in setting:
+        return ChatTemplate(setting, special_tokens, "the chat template of the run")
     path = local_path(setting) if setting else tokenizer_file and tokenizer_file.parent / "chat_template.jinja"
     if path and (setting or path.is_file()):
         try:
             return ChatTemplate(path.read_text(), special_tokens, str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"cannot read data.chat_template {str(path)!r} ({reason_of(error)}); use a Jinja file, or"
-                f" {' or '.join(TEMPLATES)}"
-            ) from error
+            raise UserError(f"cannot read the chat template {str(path)!r} ({reason_of(error)}): {advice}") from error
     template = values.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = next((item["template"] for item in template if item.get("name") == "default"), None)
     if not isinstance(template, str):
-        raise UserError(
-            "data.tokenizer has no chat template, which a source of chats needs: set --config.data.chat_template to a"
-            f" Jinja file, or to {' or '.join(TEMPLATES)}"
-        )
+        raise UserError(f"data.tokenizer has no chat template, which chats need: {advice}")
     return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")
 
 

@@ -1,6 +1,7 @@
 """The Jinja environment of chat templates: settings, functions and the tag `generation` of published templates."""
 
 import json
+import re
 from typing import Any
 
 import jinja2
@@ -8,6 +9,9 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
+# A tag, or a comment, which may contain the text of one.
+_COMMENT_OR_TAG = re.compile(r"\{#.*?#\}|\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", re.DOTALL)
 
 
 def environment(begin: str, end: str) -> jinja2.Environment:
@@ -24,6 +28,18 @@ def environment(begin: str, end: str) -> jinja2.Environment:
     )
     env.filters["tojson"] = _to_json
     return env
+
+
+def without_generation_tags(source: str) -> str:
+    """A template that renders the same text and has no tags `generation`, which most inference engines cannot parse.
+
+    Each tag becomes an empty comment, which removes the white space around it as the tag does.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith("{#") else f"{{#{match[1]} {match[2]}#}}"
+
+    return _COMMENT_OR_TAG.sub(replaced, source)
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -33,7 +33,7 @@ from jaxlc.core.paths import local_path
 from jaxlc.data.texts.documents import BadRecords, Fields
 from jaxlc.data.texts.sources import SourceFile, split_hash
 from jaxlc.data.tokens import parallel_tokenizing
-from jaxlc.data.tokens.chat import load_chat_template
+from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.token_writer import TokenWriter
 from jaxlc.data.tokens.tokenized_pieces import Log, Reader, TokenizedPiece, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -119,7 +119,7 @@ def open_store(
       UserError: files cannot be read or contain no text, or the cache directory cannot be written.
     """
     directory = local_path(config.cache_dir)
-    template = load_chat_template(config.chat_template, tokenizer.file) if fields.chat else None
+    template = fitting_template(config.chat_template, tokenizer) if fields.chat else None
     reader = Reader(fields, BadRecords(config.max_bad_records), template)
     key = _cache_key(files, reader, tokenizer)
     paths = _Paths(*(directory / f"{key}.{name}" for name in ("tokens.npy", "index.npz", "skipped.txt")))
