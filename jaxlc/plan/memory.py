@@ -176,8 +176,6 @@ def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memor
     staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
     unified_bytes = unified_host_bytes(step.config.runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
     pool_bytes = memory_pools.host_pool_bytes(step.config.runtime, memory_pools.pinned_host_bytes(step.config))
-    # XLA makes another pool of this size in each process, for staging buffers (runtime/memory_pools.py).
-    num_pools = gpus_per_node + gpus_per_node // gpus.devices_per_process
     uses_nvshmem = any(collective.backend == "NVSHMEM" for collective in program.collectives)
     return Memory(
         device_capacity_bytes=gpus.device.memory_bytes,
@@ -203,8 +201,14 @@ def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memor
         largest=dump.largest(5),
         memory_fraction=step.config.runtime.memory_fraction,
         host_pool_bytes=pool_bytes or memory_pools.DEFAULT_HOST_GIB * 2**30,
-        host_pools_per_node_bytes=num_pools * pool_bytes,
+        host_pools_per_node_bytes=num_host_pools(gpus) * pool_bytes,
     )
+
+
+def num_host_pools(gpus: Topology) -> int:
+    """Pools of pinned host memory of a node: one per GPU, and one per process for staging buffers (memory_pools.py)."""
+    gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
+    return gpus_per_node + gpus_per_node // gpus.devices_per_process
 
 
 def evaluation_peak_bytes(step: TrainStep, memory: Memory, evaluation: CompiledProgram) -> int:
