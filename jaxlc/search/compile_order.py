@@ -22,8 +22,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.flops import causal_pairs, num_params
 from jaxlc.hlo.collectives import Groups
 from jaxlc.hlo.kernel_costs import Product
-from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE
-from jaxlc.runtime.memory_pools import activation_bytes, pinned_host_bytes
+from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, num_host_pools
+from jaxlc.runtime.memory_pools import activation_bytes, host_pool_bytes, pinned_host_bytes
 from jaxlc.simulate.packed_work import num_ring_steps
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel
@@ -36,19 +36,24 @@ _LOSS_CHUNK_TOKENS = 2048  # with memory.loss_chunk_tokens=0: the middle of its 
 
 
 class Estimate(NamedTuple):
-    """Of one step. Bytes are per GPU; those of the host per node."""
+    """One step. Bytes are per GPU; host memory is per node."""
 
     step_seconds: float
     exact_bytes: float  # state and saved activations
     working_bytes: float  # the layer that is computed, gathered weights and the loss; buffers of libraries are missing
     host_bytes_per_node: float  # with the staging of a checkpoint
-    uses_host: bool = False
+    host_pools_bytes: float = 0.0  # all pools of pinned memory of a node; 0: the step uses none
 
     def fits(self, gpus: Topology, working_ratio: float = 1.0) -> bool:
         """Whether it fits, if `working_bytes` are wrong by a factor of `working_ratio`."""
-        device_bytes = self.exact_bytes + working_ratio * self.working_bytes
-        fits_host = self.host_bytes_per_node <= USABLE_HOST_SHARE * gpus.host_memory_bytes_per_node
-        return fits_host and device_bytes <= USABLE_SHARE * gpus.device.memory_bytes
+        device_bytes, host_bytes = usable_memory(gpus)
+        fits_device = self.exact_bytes + working_ratio * self.working_bytes <= device_bytes
+        return fits_device and self.host_bytes_per_node <= host_bytes
+
+
+def usable_memory(gpus: Topology) -> tuple[float, float]:
+    """Bytes that a step may use: of a GPU, and of the host memory of a node."""
+    return USABLE_SHARE * gpus.device.memory_bytes, USABLE_HOST_SHARE * gpus.host_memory_bytes_per_node
 
 
 class Rates:
@@ -108,7 +113,7 @@ class Layout:
             self._exact_bytes(config),
             self._working_bytes(config),
             gpus_per_node * (pinned_bytes + staging_bytes),
-            uses_host=pinned_bytes > 0,
+            num_host_pools(self.gpus) * host_pool_bytes(config.runtime, pinned_bytes) if pinned_bytes else 0,
         )
 
     def _exact_bytes(self, config: Config) -> float:

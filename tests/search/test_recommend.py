@@ -138,7 +138,7 @@ class StubCompiler:
             return dict(status="refused", reason=self.results[key])
         seconds, gib = self.results[key]
         config = candidate.config
-        return space.point(candidate.base, candidate.settings).columns() | dict(
+        return candidate.columns() | dict(
             status="done",
             figures="estimated",
             model="tiny",
@@ -231,7 +231,8 @@ def test_plan_of_part_has_fewer_devices_per_process(monkeypatch):
     monkeypatch.setattr(plan, "plan", lambda config, topology, **options: (topology, options["devices_per_process"]))
     monkeypatch.setattr(worker, "row_of", lambda result, config: result)
     for name, expected in (("h100:2x8", 8), ("h100:1x4", 4), ("h100:1x6", 2)):
-        assert worker.estimate(small(), topology=name, devices_per_process=8) == (name, expected)
+        config = with_settings(small(), {"runtime.topology": name})
+        assert worker.estimate(config, devices_per_process=8) == (name, expected)
 
 
 def test_topologies_of_cheapest_are_parts():

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from jaxlc import sweep
-from jaxlc.config import Config, defaults, load
+from jaxlc.config import Config, command_line, defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import worker_processes
 from jaxlc.search import ranking, results, runner, worker
 from jaxlc.search.results import Ranking
-from jaxlc.search.space import Point, grid
-from jaxlc.sweep import main
+from jaxlc.search.space import Point
+from jaxlc.sweep import Flags, main
 from tests.helpers import TIMEOUT_SECONDS, record_figures, wait_until
 from tests.plan.gpus import small_config
 from tests.search import fakes
@@ -37,6 +37,13 @@ def small(tmp_path, model: dict | None = None, **mesh) -> Config:
     return load(config)
 
 
+def grid(config: Config, num_devices: int, **flags: str) -> tuple[list[Point], int]:
+    """The points of command-line flags."""
+    values = [f"--{name}={value}" for name, value in flags.items()]
+    parsed = command_line.parse(["sweep", "--config=quickstart", *values], flags=Flags).flags
+    return sweep.grid(config, num_devices, parsed)
+
+
 def three_points(tmp_path) -> list[Point]:
     """context x tensor: 1 x 4, 2 x 2, 4 x 1."""
     config = small(tmp_path)
@@ -47,7 +54,8 @@ ABOUT = dict(figures="estimated", topology="h100:1x4", model="tiny")
 
 
 def run(tmp_path, work, *, num_workers: int = 3, log=lambda line: None) -> list[dict]:
-    return runner.run(three_points(tmp_path), work, about=ABOUT, out=tmp_path, num_workers=num_workers, log=log)
+    points = three_points(tmp_path)
+    return ranking.ranked(runner.run(points, work, about=ABOUT, out=tmp_path, num_workers=num_workers, log=log))
 
 
 def mesh_of(row: dict) -> tuple[int, int]:
@@ -73,7 +81,8 @@ def test_points_all_meshes_keep_microbatch_per_replica(tmp_path):
     ]  # fmt: skip
     assert num_duplicates == 0
     for point in all_points:
-        train, mesh = point.config.train, point.config.mesh
+        config = point.checked()
+        train, mesh = config.train, config.mesh
         assert train.global_batch_size // train.gradient_accumulation_steps // (mesh.data * mesh.fsdp) == 1
     overrides = all_points[-1].overrides
     assert (
@@ -102,8 +111,8 @@ def test_points_duplicates_counted_and_rejected_with_reason(tmp_path):
     # The duplicates: hybrid at context 1, where ring communicates nothing either, and at 2, which has no divisor.
     assert set(by_name) == {(1, "ring"), (2, "ring"), (4, "ring"), (4, "hybrid"), (8, "ring"), (8, "hybrid")}
     assert num_duplicates == 2
-    assert "num_heads=4 is not divisible by config.mesh.tensor=8" in by_name[1, "ring"].refusal
-    assert by_name[1, "ring"].config is None
+    with pytest.raises(UserError, match=r"num_heads=4 is not divisible by config\.mesh\.tensor=8"):
+        by_name[1, "ring"].checked()
 
 
 @pytest.mark.parametrize("num_kv_heads, context, degree", [
@@ -121,10 +130,12 @@ def test_ulysses_degree_largest_without_repeated_kv_heads(tmp_path, num_kv_heads
 def test_points_batch_not_divisible_by_replicas_rejected(tmp_path):
     config = small(tmp_path)
     all_points, _ = grid(config, 8, axes="fsdp")
-    assert [point.refusal for point in all_points] == [
+    (row,) = runner.run(all_points, fakes.figures, about=ABOUT, out=tmp_path, num_workers=1)
+    assert (row["status"], row["reason"]) == (
+        "refused",
         "config.train.global_batch_size=4 is not divisible by"
-        " train.gradient_accumulation_steps x mesh.data x mesh.fsdp = 8; use 8"
-    ]
+        " train.gradient_accumulation_steps x mesh.data x mesh.fsdp = 8; use 8",
+    )
 
 
 def test_points_seq_lens_remats_and_transports_multiply(tmp_path):
@@ -136,14 +147,14 @@ def test_points_seq_lens_remats_and_transports_multiply(tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (dict(axes="contxt"), "invalid 'contxt' for --axes: did you mean context?"),
-    (dict(strategies="ring,rings"), "invalid 'rings' for --strategies: did you mean ring?"),
-    (dict(remat="most"), r"invalid 'most' for --remat: .*attention, .*full"),
-    (dict(transports="rdma"), r"invalid 'rdma' for --transports: .*nccl, nvshmem"),
-    (dict(seq_len="64k,1.5M"), "invalid --seq_len=1.5M: expected tokens"),
+    (dict(axes="contxt"), "unknown setting config.mesh.contxt: did you mean config.mesh.context?"),
+    (dict(strategies="ring,rings"), "invalid --strategies=rings: expected one of 'ring', .*did you mean ring?"),
+    (dict(remat="most"), "invalid --remat=most: expected one of 'none', 'full', 'attention', 'matmuls'"),
+    (dict(transports="rdma"), r"invalid --transports=rdma: expected one of .*'nccl', 'nvshmem'"),
+    (dict(seq_len="64k,1.5M"), "invalid --seq_len=64k,1.5M: expected a list of tokens"),
 ])  # fmt: skip
 def test_grid_invalid_value_raises_user_error(tmp_path, flags, message):
-    with pytest.raises(UserError, match=message.replace("n context?", r"n context\?")):
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
         grid(small(tmp_path), 4, **flags)
 
 
@@ -186,6 +197,15 @@ def test_run_failing_point_is_a_row_and_others_finish(tmp_path, work, status, re
     assert f"\n{status}: context=2 x tensor=2 ring: {reason}\n" in str(Ranking(tuple(rows)))
 
 
+_CONFIG = """
+from jaxlc.config import defaults
+
+def get_config(variant):
+    config = defaults()
+    config.data.update(seq_len=4096, cache_dir="{cache_dir}")
+    config.train.update(global_batch_size=4, gradient_accumulation_steps=4)
+    return config
+"""
 # Runs the command twice in one process, with fake work: the first run is interrupted, the second one killed.
 # A shell starts background jobs, such as a CI job, with SIGINT ignored, and their children inherit that.
 _COMMAND_TWICE = """
@@ -287,8 +307,10 @@ def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
     monkeypatch.setattr(worker, "estimate", fakes.figures_for)
     figures = record_figures(monkeypatch)
-    flags = dict(axes="context,tensor", transports="nccl,nvshmem", seq_len="2048,4096")
-    assert runner.estimate(small(tmp_path), tmp_path, topology="h100:1x4", workers=4, constants="", **flags) == 0
+    flags = ["--axes=context,tensor", "--transports=nccl,nvshmem", "--seq_len=2048,4096", "--workers=4"]
+    config = tmp_path / "config.py"
+    config.write_text(_CONFIG.format(cache_dir=str(tmp_path)))
+    assert main(["sweep", f"--config={config}", "--topology=h100:1x4", f"--out={tmp_path}", *flags]) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("starting the GPU compiler for h100:1x4\n12 points\n")
     assert "tiny, estimated for h100:1x4" in printed.out and "does not fit" in printed.out
@@ -312,7 +334,7 @@ def _check_mesh_plot(figure) -> None:
     assert [bar.get_width() for bar in memory.patches[:6]] == [2, 2, 4, 4, 1, 1]
     assert [bar.get_alpha() for bar in speed.patches[:6]] == [1, 1, 1, 1, 0.35, 0.35]
     assert speed.get_yticklabels()[0].get_text() == "context=2 x tensor=2 ring, nvshmem"
-    assert memory.lines[0].get_xdata()[0] == 80  # capacity
+    assert memory.lines[0].get_xdata()[0] == 76 and "usable" in memory.get_xlabel()
     assert "4,096" in figure.get_suptitle()
 
 
