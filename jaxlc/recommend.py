@@ -8,13 +8,12 @@ Searches mesh, attention strategy, microbatches and memory settings, without a G
 The same command resumes an interrupted search.
 """
 
-import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jaxlc.config import Config, load_stages, read_config, with_settings
 from jaxlc.config.base_config import base_config, set_model
@@ -34,8 +33,15 @@ if TYPE_CHECKING:
     from jaxlc.search.recommendation import Recommendation
 
 
+_ANY_MACHINE = {"runtime.simulated_devices": 0, "runtime.num_processes": 1, "runtime.process_id": 0}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flags(StageFlags):
+    moved: ClassVar[Mapping[str, str]] = {
+        name: f"jaxlc plan --config=recommended.py --{name}=FILE" for name in ("html", "json", "timeline")
+    }
+
     topology: str = ""  # target GPUs, such as h100:8x8; default: config.runtime.topology
     # what is best: the fastest, the cheapest or the fewest GPUs, or the longest sequence that fits
     goal: Literal["fastest", "cheapest", "fewest_gpus", "longest"] = "fastest"
@@ -77,7 +83,7 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
         # The devices raise an error here, rather than for every candidate, if the compiler is not installed.
         log(f"searching: {stage.name + ', ' if stage.name else ''}{gpus}, {len(gpus.devices)} GPUs, {flags.goal}")
         result = recommend(
-            _searchable(stage.config),
+            space.unchecked(stage.config, _ANY_MACHINE),
             gpus,
             _compile_in_processes(flags, topology, points),
             goal=flags.goal,
@@ -122,12 +128,6 @@ def _compile_in_processes(flags: Flags, topology: str, points: Path) -> "Compile
         return rows
 
     return compile_candidates
-
-
-def _searchable(config: Config) -> Config:
-    """Without settings of this machine."""
-    runtime = dataclasses.replace(config.runtime, simulated_devices=0, num_processes=1, process_id=0)
-    return dataclasses.replace(config, runtime=runtime)
 
 
 def _final(given: Config, candidate: "Candidate", row: Row) -> Config:

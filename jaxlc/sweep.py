@@ -8,6 +8,7 @@ the devices of this machine instead, one configuration at a time:
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def estimated(config: Config, flags: Flags, out: Path) -> Ranking:
 
     roofline = from_file(flags.constants)  # an invalid file is reported once, not for every point
     num_devices = len(parse_topology(topology).devices)  # as is a missing compiler
-    points = _points(space.unchecked(config, {"runtime.topology": topology}), num_devices, flags)
+    points = grid(space.unchecked(config, {"runtime.topology": topology}), num_devices, flags)
     workers = flags.workers or default_num_workers()
     rows = runner.estimate(points, topology, flags.constants, out=out, num_workers=workers)
     return Ranking(tuple(ranked(rows)), pair_spread=roofline.pair_spread)
@@ -105,19 +106,12 @@ def _measured(config: Config, flags: Flags, out: Path) -> Ranking:
         raise UserError(f"JAX does not start: {local['reason']}")
     devices = f"{local['num_devices']} x {local['device']}"
     about: Row = dict(figures="measured", topology=devices, model=space.model_name(config))
-    points = _points(config, local["num_devices"], flags)
+    points = grid(config, local["num_devices"], flags)
     return Ranking(tuple(ranked(runner.run(points, worker.measure, about=about, out=out, num_workers=1))))
 
 
-def _points(config: Config, num_devices: int, flags: Flags) -> list[Point]:
-    points, num_duplicates = grid(config, num_devices, flags)
-    skipped = f"; {num_duplicates} duplicate configurations skipped" if num_duplicates else ""
-    log(f"{len(points)} points{skipped}")
-    return points
-
-
-def grid(config: Config, num_devices: int, flags: Flags) -> tuple[list[Point], int]:
-    """All combinations of the values in the flags, and the number of skipped duplicates.
+def grid(config: Config, num_devices: int, flags: Flags) -> list[Point]:
+    """All combinations of the values in the flags; logs the number of skipped duplicates.
 
     With context=1 all strategies compile to the same program, so only the first is kept. Hybrid is skipped where
     context has no divisor that splits it into an all-to-all group and a ring: it would equal ulysses or ring. The
@@ -164,8 +158,9 @@ def grid(config: Config, num_devices: int, flags: Flags) -> tuple[list[Point], i
             "no points: hybrid needs a context axis that splits into Ulysses ranks and a ring, such as context=4, and a"
             " Ulysses degree that divides the heads; add axes to --axes, or strategies to --strategies"
         )
-    num_combinations = len(meshes) * len(names) * len(list(itertools.product(*choices.values())))
-    return points, num_combinations - len(points)
+    num_duplicates = len(meshes) * len(names) * math.prod(map(len, choices.values())) - len(points)
+    log(f"{len(points)} points" + (f"; {num_duplicates} duplicate configurations skipped" if num_duplicates else ""))
+    return points
 
 
 def _choices(flag: str, names: Sequence[str], config: Config, path: str) -> list[str]:

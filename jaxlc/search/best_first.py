@@ -6,7 +6,6 @@ candidate can change the choice: not by 2% within a mesh, nor by 5% across meshe
 """
 
 import statistics
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,11 +84,10 @@ class Search:
         self.num_left = 0  # candidates that could change the choice and were not compiled, because the time was over
         self._ratios: dict[Hashable, list[tuple[float, float]]] = {}  # compiled over estimated time, working memory
 
-    def run(self, compile_candidates: Compile, *, batch_size: int, limit_seconds: float) -> None:
-        """Compiles candidates until the choice is known, or until one fits and `limit_seconds` are over."""
-        start_seconds = time.monotonic()
+    def run(self, compile_candidates: Compile, is_over: Callable[[], bool], batch_size: int = 1) -> None:
+        """Compiles candidates until the choice is known, or `is_over`."""
         while pending := self.pending():
-            if self.best and time.monotonic() - start_seconds > limit_seconds:
+            if is_over():
                 self.num_left = len(pending)
                 return
             batch = pending[:batch_size]

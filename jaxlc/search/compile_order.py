@@ -184,45 +184,37 @@ class Layout:
             window = model.window_of(kind)
             pairs = self.num_sequences * causal_pairs(config.data.seq_len, window) / config.mesh.context
             layers = model.num_layers_of(kind) / model.num_layers
-            # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice. One step has a mask.
+            # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice. One ring step has a mask.
             for is_backward, products in enumerate((2, 7 if kernel == "pallas" else 5)):
-                for is_masked, share in ((not tile_tokens, 1 / steps), (False, 1 - 1 / steps)):
-                    totals[is_backward] += layers * self.roofline.attention_seconds(
-                        self.gpus.device,
-                        kernel,
-                        is_backward=bool(is_backward),
-                        flops=share * 2 * products * self.query_dim * pairs,
-                        num_keys=min(num_keys, window or num_keys),
-                        head_dim=model.head_dim,
-                        is_masked=is_masked,
-                    )
+                totals[is_backward] += layers * self.roofline.attention_seconds(
+                    self.gpus.device,
+                    kernel,
+                    is_backward=bool(is_backward),
+                    flops=2 * products * self.query_dim * pairs,
+                    num_keys=min(num_keys, window or num_keys),
+                    head_dim=model.head_dim,
+                    is_masked=steps == 1 and not tile_tokens,
+                )
         return totals[0], totals[1]
 
     def _layer_seconds(self, tile_tokens: int) -> tuple[dict[str, float], float]:
         """Matrix products of a layer with its weights: forward by the name of the result, and backward."""
-        model, rows, product = (
-            self.config.model,
-            min(tile_tokens or self.tokens, self.tokens),
-            self.rates.product_seconds,
-        )
+        model, rows = self.config.model, min(tile_tokens or self.tokens, self.tokens)
         features = model.ffn_dim / self.config.mesh.tensor
-        columns = (self.query_dim, self.key_dim, self.key_dim, model.model_dim, features, features, model.model_dim)
-        depths = (*3 * [model.model_dim], self.query_dim, *2 * [model.model_dim], features)
-        is_trained = self.num_trained / (self.num_trained + self.num_frozen)
-        forward, backward, count = {}, 0.0, self.tokens / rows
-        for name, width, depth in zip(_PRODUCTS, columns, depths, strict=True):
-            forward[name] = count * product(rows, width, depth)
-            backward += count * (product(rows, depth, width) + is_trained * product(depth, width, rows))
-        return forward, backward
+        widths = (self.query_dim, self.key_dim, self.key_dim, self.query_dim, features, features, features)
+        forward = {
+            name: self.tokens / rows * self.rates.product_seconds(rows, width, model.model_dim)
+            for name, width in zip(_PRODUCTS, widths, strict=True)
+        }
+        # Products of the same sizes give the gradients of activations, and of trained weights.
+        return forward, (1 + self.num_trained / (self.num_trained + self.num_frozen)) * sum(forward.values())
 
     def _loss_seconds(self, memory: MemoryConfig) -> float:
         """The output head of a microbatch, chunk by chunk; each reads and writes the head's float32 gradient."""
         chunk, model = memory.loss_chunk_tokens or _LOSS_CHUNK_TOKENS, self.config.model
-        vocab = model.vocab_size / self.config.mesh.tensor
-        shapes = ((chunk, vocab, model.model_dim), (chunk, model.model_dim, vocab), (model.model_dim, vocab, chunk))
-        products = sum(self.rates.product_seconds(*shape) for shape in shapes)
+        product = self.rates.product_seconds(chunk, model.vocab_size / self.config.mesh.tensor, model.model_dim)
         traffic = self.roofline.memory_seconds(self.gpus.device, 2 * 4 * self.head_params)
-        return self.tokens / chunk * (products + traffic)
+        return self.tokens / chunk * (3 * product + traffic)
 
     def _merge_seconds(self, tile_tokens: int, reruns: float) -> float:
         """Partial results in float32 of ring steps or tiles of keys: two are read and one is written."""

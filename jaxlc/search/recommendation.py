@@ -1,6 +1,7 @@
 """Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT compilation decides."""
 
 import bisect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +67,8 @@ def recommend(
         raise UserError(_no_layout(config, gpus))
     log(f"{len(pool):,} combinations of mesh, strategy, microbatches and memory settings may fit")
     search = Search(goal, pool)
-    search.run(compile_candidates, batch_size=batch_size, limit_seconds=limit_seconds)
+    end_seconds = time.monotonic() + limit_seconds
+    search.run(compile_candidates, lambda: bool(search.best) and time.monotonic() > end_seconds, batch_size)
     if search.num_left:
         log(f"stopped after {limit_seconds / 60:.3g} minutes, before the choice was certain; the same command resumes")
     else:

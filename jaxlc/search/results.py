@@ -7,6 +7,7 @@ import sys
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jaxlc.core import extras, html
@@ -74,17 +75,11 @@ class Ranking:
         Raises:
           UserError: no point completed, or matplotlib is not installed.
         """
-        extras.require("matplotlib", "a figure of a sweep")
-        from jaxlc.search import ranking_plots
-
-        return ranking_plots.meshes_figure(self._completed(), self.title)
+        return self._plots().meshes_figure(self._completed(), self.title)
 
     def transports_figure(self) -> "Figure":
         """Tokens/s over sequence length by transport. Raises UserError as `figure`."""
-        extras.require("matplotlib", "a figure of a sweep")
-        from jaxlc.search import ranking_plots
-
-        return ranking_plots.transports_figure(self._completed(), self.title)
+        return self._plots().transports_figure(self._completed(), self.title)
 
     def write(self, out: Path) -> list[Path]:
         """Writes the ranking as CSV, and the plots if matplotlib is installed. Returns their paths."""
@@ -97,9 +92,13 @@ class Ranking:
         if not extras.is_installed("matplotlib"):
             print(f"plots skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}", file=sys.stderr)
             return [path]
+        return [path, *self._plots().write(self.rows, self.title, out)]
+
+    def _plots(self) -> ModuleType:
+        extras.require("matplotlib", "a figure of a sweep")
         from jaxlc.search import ranking_plots
 
-        return [path, *ranking_plots.write(self.rows, self.title, out)]
+        return ranking_plots
 
     def note(self) -> str:
         """Which configurations the estimate cannot order, up to three meshes by number; "" if there are none."""

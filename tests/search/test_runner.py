@@ -37,7 +37,7 @@ def small(tmp_path, model: dict | None = None, **mesh) -> Config:
     return load(config)
 
 
-def grid(config: Config, num_devices: int, **flags: str) -> tuple[list[Point], int]:
+def grid(config: Config, num_devices: int, **flags: str) -> list[Point]:
     """The points of command-line flags."""
     values = [f"--{name}={value}" for name, value in flags.items()]
     parsed = command_line.parse(["sweep", "--config=quickstart", *values], flags=Flags).flags
@@ -47,7 +47,7 @@ def grid(config: Config, num_devices: int, **flags: str) -> tuple[list[Point], i
 def three_points(tmp_path) -> list[Point]:
     """context x tensor: 1 x 4, 2 x 2, 4 x 1."""
     config = small(tmp_path)
-    return grid(config, 4, axes="context,tensor")[0]
+    return grid(config, 4, axes="context,tensor")
 
 
 ABOUT = dict(figures="estimated", topology="h100:1x4", model="tiny")
@@ -74,12 +74,11 @@ def interrupt(line: str) -> None:
 
 def test_points_all_meshes_keep_microbatch_per_replica(tmp_path):
     config = small(tmp_path)
-    all_points, num_duplicates = grid(config, 4)
+    all_points = grid(config, 4)
     meshes = [point.columns() for point in all_points]
     assert sorted((mesh["fsdp"], mesh["context"], mesh["tensor"]) for mesh in meshes) == [
         (1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)
     ]  # fmt: skip
-    assert num_duplicates == 0
     for point in all_points:
         config = point.checked()
         train, mesh = config.train, config.mesh
@@ -92,7 +91,7 @@ def test_points_all_meshes_keep_microbatch_per_replica(tmp_path):
 
 def test_points_axis_not_listed_keeps_its_size(tmp_path):
     config = small(tmp_path, tensor=2)
-    all_points, _ = grid(config, 8, axes="context,data")
+    all_points = grid(config, 8, axes="context,data")
     assert {(p.config.mesh.context, p.config.mesh.data, p.config.mesh.tensor) for p in all_points} == {
         (1, 4, 2), (2, 2, 2), (4, 1, 2)
     }  # fmt: skip
@@ -104,13 +103,13 @@ def test_points_axis_not_listed_keeps_its_size(tmp_path):
         grid(small(tmp_path), 2, axes="context", strategies="hybrid")
 
 
-def test_points_duplicates_counted_and_rejected_with_reason(tmp_path):
+def test_points_duplicates_counted_and_rejected_with_reason(tmp_path, capsys):
     config = small(tmp_path)
-    all_points, num_duplicates = grid(config, 8, axes="context,tensor", strategies="ring,hybrid")
+    all_points = grid(config, 8, axes="context,tensor", strategies="ring,hybrid")
     by_name = {(p.columns()["context"], p.columns()["strategy"]): p for p in all_points}
     # The duplicates: hybrid at context 1, where ring communicates nothing either, and at 2, which has no divisor.
     assert set(by_name) == {(1, "ring"), (2, "ring"), (4, "ring"), (4, "hybrid"), (8, "ring"), (8, "hybrid")}
-    assert num_duplicates == 2
+    assert capsys.readouterr().err == "6 points; 2 duplicate configurations skipped\n"
     with pytest.raises(UserError, match=r"num_heads=4 is not divisible by config\.mesh\.tensor=8"):
         by_name[1, "ring"].checked()
 
@@ -123,25 +122,28 @@ def test_points_duplicates_counted_and_rejected_with_reason(tmp_path):
 ])  # fmt: skip
 def test_ulysses_degree_largest_without_repeated_kv_heads(tmp_path, num_kv_heads, context, degree):
     config = small(tmp_path, dict(num_heads=8, num_kv_heads=num_kv_heads))
-    ((point,), _) = grid(config, context, axes="context", strategies="hybrid")
+    (point,) = grid(config, context, axes="context", strategies="hybrid")
     assert point.config.attention.ulysses_degree == degree
 
 
 def test_points_batch_not_divisible_by_replicas_rejected(tmp_path):
     config = small(tmp_path)
-    all_points, _ = grid(config, 8, axes="fsdp")
+    all_points = grid(config, 8, axes="fsdp")
     (row,) = runner.run(all_points, fakes.figures, about=ABOUT, out=tmp_path, num_workers=1)
     assert (row["status"], row["reason"]) == (
         "refused",
         "config.train.global_batch_size=4 is not divisible by"
         " train.gradient_accumulation_steps x mesh.data x mesh.fsdp = 8; use 8",
     )
+    ranking = Ranking((row,))  # reasons without an empty table
+    assert str(ranking).splitlines()[2:] == [f"refused: fsdp=8: {row['reason']}"]
+    assert "<table" not in ranking._repr_html_() and "divisible" in ranking._repr_html_()
 
 
 def test_points_seq_lens_remats_and_transports_multiply(tmp_path):
     config = small(tmp_path)
     flags = dict(remat="full,attention", seq_len="2048,4096", transports="nccl,nvshmem")
-    all_points, _ = grid(config, 4, axes="context", **flags)
+    all_points = grid(config, 4, axes="context", **flags)
     assert len(all_points) == 8
     assert {p.config.data.seq_len for p in all_points} == {2048, 4096}
 
@@ -177,7 +179,7 @@ def test_run_interrupted_resumes_without_repeating_points(tmp_path):
 def test_run_other_config_adds_rows(tmp_path):
     run(tmp_path, fakes.figures)
     config = small(tmp_path)
-    longer = grid(config, 4, axes="context,tensor", seq_len="8192")[0]
+    longer = grid(config, 4, axes="context,tensor", seq_len="8192")
     rows = runner.run(longer, fakes.figures, about=ABOUT, out=tmp_path, num_workers=3)
     assert [row["seq_len"] for row in rows] == [8192] * 3 and len(written(tmp_path)) == 6
 
