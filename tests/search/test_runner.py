@@ -1,7 +1,6 @@
 """The mesh sweep: its grid of points, one process per point, resuming, interrupting, and the ranking."""
 
 import csv
-import functools
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxlc import sweep
-from jaxlc.config import Config, command_line, defaults, load
+from jaxlc.config import Config, command_line, defaults, load, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import worker_processes
 from jaxlc.search import ranking, results, runner, worker
@@ -395,8 +394,8 @@ def test_command_help_lists_own_flags_before_settings(capsys):
 @pytest.mark.gpu_compiler
 @pytest.mark.heavy
 def test_estimate_small_config_has_all_figures():
-    work = functools.partial(worker.estimate, topology="h100:1x4", constants="")
-    ((_, row),) = worker_processes.run_in_processes([load(small_config())], work, num_workers=1)
+    config = with_settings(load(small_config()), {"runtime.topology": "h100:1x4"})
+    ((_, row),) = worker_processes.run_in_processes([config], worker.estimate, num_workers=1)
     assert row["status"] == "done", row["reason"]
     assert row["fits"] and row["hops"] > 0 and row["hops_by"] == "NCCL" and row["kernel"] == "cudnn"
     assert row["tokens_per_second_per_device"] > 0 and 0 < row["mfu_causal"] < 1
