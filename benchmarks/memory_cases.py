@@ -1,14 +1,13 @@
 """Cases of the memory tables: an ablation of config.memory, baselines of other trainers, and the search for the maximum
 sequence length. Each case is the training step of Llama 3.1 8B, AOT-compiled for H100s."""
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxlc import runtime
-from jaxlc.config import Config, RuntimeConfig, defaults, load, with_settings
+from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core.axes import CONTEXT, MESH_AXES, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.worker_processes import Row, Work
@@ -238,27 +237,22 @@ def compile_cases(cases: Sequence[Case], out: Path, work: Work | None = None, nu
     Raises:
       UserError: a case cannot be compiled.
     """
-    rows = {}
-    for topology in dict.fromkeys(case.topology for case in cases):
-        points = [point(case) for case in cases if case.topology == topology]
-        results = runner.run(
-            points,
-            work or functools.partial(worker.estimate, topology=topology, constants=""),
-            about=dict(topology=topology, model=base().model.preset),
-            out=out,
-            num_workers=num_workers,
-        )
-        rows |= {(topology, row["overrides"]): row for row in results}
-    in_order = [rows[case.topology, point(case).overrides] for case in cases]
-    for case, row in zip(cases, in_order, strict=True):
+    rows = runner.run(
+        [point(case) for case in cases],
+        work or worker.estimate,
+        about=dict(model=base().model.preset),
+        out=out,
+        num_workers=num_workers,
+    )
+    for case, row in zip(cases, rows, strict=True):
         if row["status"] != "done":
             raise UserError(f"{case.name} on {case.topology}: {row['reason']}")
-    return in_order
+    return rows
 
 
 def point(case: Case) -> Point:
-    settings = {"memory.remat": "full"} | case.settings
-    return Point(settings=settings, config=with_settings(base(), settings))
+    settings = {"memory.remat": "full", "runtime.topology": case.topology} | case.settings
+    return Point(base=base(), settings=settings)
 
 
 def start() -> None:

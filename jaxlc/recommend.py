@@ -9,18 +9,39 @@ The same command resumes an interrupted search.
 """
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from jaxlc.config.base_config import base_config
+from jaxlc.config import Config, load_stages, read_config, with_settings
+from jaxlc.config.base_config import base_config, set_model
 from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
+from jaxlc.config.settings import defaults
+from jaxlc.config.stage_schema import Stage
 from jaxlc.config.values import Count, Positive
 from jaxlc.plan.terminal import start_on_cpu, target_topology
+from jaxlc.runtime.worker_processes import Row, default_num_workers
+from jaxlc.search import runner, space
+from jaxlc.search.config_file import check_path, config_source
+from jaxlc.search.results import row_text
+from jaxlc.search.runner import log
+
+if TYPE_CHECKING:
+    from jaxlc.search.best_first import Candidate, Compile
+    from jaxlc.search.recommendation import Recommendation
+
+
+_ANY_MACHINE = {"runtime.simulated_devices": 0, "runtime.num_processes": 1, "runtime.process_id": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(StageFlags):
+    moved: ClassVar[Mapping[str, str]] = {
+        name: f"jaxlc plan --config=recommended.py --{name}=FILE" for name in ("html", "json", "timeline")
+    }
+
     topology: str = ""  # target GPUs, such as h100:8x8; default: config.runtime.topology
     # what is best: the fastest, the cheapest or the fewest GPUs, or the longest sequence that fits
     goal: Literal["fastest", "cheapest", "fewest_gpus", "longest"] = "fastest"
@@ -43,15 +64,85 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _recommend(command: ParsedCommand[Flags]) -> int:
-    flags = command.flags
-    topology = target_topology(flags.topology, command.stages[0].config)
+    """Prints a recommendation for each stage, and writes the config file if each has one."""
+    flags, stages, path = command.flags, command.stages, Path(command.flags.out)
+    source, model = flags.config, flags.model or ""
+    topology = target_topology(flags.topology, stages[0].config)
+    check_path(path)
     start_on_cpu()
-    from jaxlc.search import recommendation_page
+    from jaxlc.search.recommendation import recommend
+    from jaxlc.search.recommendation_page import page
+    from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 
     options = dict(devices_per_process=flags.devices_per_process, host_memory_gib=flags.host_memory_gib)
     gpus = parse_topology(topology, **options)
-    return recommendation_page.run(command, gpus)
+    roofline = from_file(flags.constants)
+    points = Path("runs") / f"recommend_{Path(command.workdir if source else model).name}"
+    results: list[Recommendation] = []
+    for stage in stages:
+        # The devices raise an error here, rather than for every candidate, if the compiler is not installed.
+        log(f"searching: {stage.name + ', ' if stage.name else ''}{gpus}, {len(gpus.devices)} GPUs, {flags.goal}")
+        result = recommend(
+            space.unchecked(stage.config, _ANY_MACHINE),
+            gpus,
+            _compile_in_processes(flags, topology, points),
+            goal=flags.goal,
+            roofline=roofline,
+            batch_size=flags.workers or default_num_workers(),
+            limit_seconds=60 * flags.search_minutes / len(stages),
+            log=log,
+        )
+        results.append(result)
+        if stage.name:
+            print(f"STAGE {stage.name}")
+        print(page(result, flags.price_per_gpu_hour, roofline.pair_spread), end="\n\n")
+    best = [result.search.best[0] for result in results if result.search.best]
+    if len(best) < len(stages):
+        return 1
+    configs = [_final(stage.config, *chosen) for stage, chosen in zip(stages, best)]
+    texts = (": ".join(filter(None, (stage.name, row_text(row)))) for stage, (_, row) in zip(stages, best))
+    title = f"Recommended for {gpus}, {flags.goal}: {'; '.join(texts)}."
+    path.write_text(config_source(source, model, title, _base(source, model, stages), configs))
+    print(f"wrote {path}: jaxlc plan --config={path}; jaxlc train --config={path} --config.data.sources=TEXTS")
+    return 0
+
+
+def _compile_in_processes(flags: Flags, topology: str, points: Path) -> "Compile":
+    """Compiles each candidate in a process of its own; results are rows of points.jsonl, as those of a sweep."""
+    start_seconds = time.monotonic()
+
+    def compile_candidates(candidates: "Sequence[Candidate]") -> list[Row]:
+        rows = runner.estimate(
+            candidates,
+            topology,
+            flags.constants,
+            out=points,
+            num_workers=len(candidates),
+            log=lambda line: None,
+            host_memory_gib=flags.host_memory_gib,
+            devices_per_process=flags.devices_per_process,
+        )
+        for candidate, row in zip(candidates, rows, strict=True):
+            name = f"{candidate.gpus} {space.name_of(candidate.config)}"
+            log(f"{time.monotonic() - start_seconds:5.0f} s  {name}: {row_text(row)}")
+        return rows
+
+    return compile_candidates
+
+
+def _final(given: Config, candidate: "Candidate", row: Row) -> Config:
+    """The given config with the recommended settings, and the sizes of memory pools that the step needs."""
+    return with_settings(given, candidate.settings | row["pools"] | {"runtime.simulated_devices": 0})
+
+
+def _base(source: str, model: str, stages: Sequence[Stage]) -> Sequence[Stage]:
+    """The given config, without overrides of the command line; of its stages those that --stage=NAME selects."""
+    config = read_config(source) if source else defaults()
+    if model:
+        set_model(config, model)
+    names = [stage.name for stage in stages]
+    return [stage for stage in load_stages(config) if stage.name in names]
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def main(command: ParsedCommand[Flags]) -> int:
     if flags.json:
         write_json(flags.json, result.to_json() if len(stages) > 1 else plans[0].to_json())
     if flags.html:
-        plans[0].save(flags.html)
+        plans[0].save(flags.html, result.totals())
     if flags.timeline:
         plans[0].timeline_figure().savefig(flags.timeline)
     return 0

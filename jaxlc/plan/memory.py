@@ -179,7 +179,6 @@ def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memor
     staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
     unified_bytes = unified_host_bytes(step.config.runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
     pool_bytes = memory_pools.host_pool_bytes(step.config.runtime, memory_pools.pooled_host_bytes(step.config))
-    num_processes = gpus_per_node // gpus.devices_per_process
     uses_nvshmem = any(collective.backend == "NVSHMEM" for collective in program.collectives)
     return Memory(
         device_capacity_bytes=gpus.device.memory_bytes,
@@ -205,8 +204,15 @@ def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memor
         largest=dump.largest(5),
         memory_fraction=step.config.runtime.memory_fraction,
         host_pool_bytes=pool_bytes or memory_pools.DEFAULT_HOST_GIB * 2**30,
-        host_pools_per_node_bytes=memory_pools.pools_per_node_bytes(pool_bytes, gpus_per_node, num_processes),
+        host_pools_per_node_bytes=host_pools_per_node_bytes(pool_bytes, gpus),
     )
+
+
+def host_pools_per_node_bytes(pool_bytes: int, gpus: Topology) -> int:
+    """What the pools of pinned host memory grow to on a node, with those for staging buffers; see memory_pools.py."""
+    gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
+    num_processes = gpus_per_node // gpus.devices_per_process
+    return memory_pools.pools_per_node_bytes(pool_bytes, gpus_per_node, num_processes)
 
 
 def evaluation_peak_bytes(step: TrainStep, memory: Memory, evaluation: CompiledProgram) -> int:

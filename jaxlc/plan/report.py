@@ -200,15 +200,24 @@ def _packing(packing: PackingEstimates, interval: Interval) -> Iterator[str]:
     yield "  MFU: model FLOPs with the pairs of the documents, over the bf16 peak."
 
 
-def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
-    """Whether the step fits, and what to do. Arguments as in `page`."""
+def warnings(plan: PlanRecord) -> Iterator[str]:
+    """What would keep a step that fits from running, as sentences without a period."""
     memory = plan.memory
     if not memory.host_pools_fit:
         needed_bytes = memory.host_pools_per_node_bytes + memory.staging_bytes_per_node
         usable = gib(USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes)
-        yield f"WARNING: the pools of pinned host memory and a checkpoint may need {gib(needed_bytes)} GiB of a node,"
-        yield f"and {usable} GiB of it are usable: start fewer processes per node (--devices_per_process), or set a"
-        yield "smaller --config.runtime.pinned_host_gib."
+        yield (
+            f"the pools of pinned host memory and a checkpoint may need {gib(needed_bytes)} GiB of a node, and {usable}"
+            " GiB of it are usable: start fewer processes per node (--devices_per_process), or set a smaller"
+            " --config.runtime.pinned_host_gib"
+        )
+
+
+def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
+    """Whether the step fits, and what to do. Arguments as in `page`."""
+    memory = plan.memory
+    for warning in warnings(plan):
+        yield from _wrapped(f"WARNING: {warning}.")
     if memory.is_heap_too_small:
         setting = f"--config.runtime.nvshmem_heap_bytes={memory.sufficient_heap_bytes}"
         yield f"The NVSHMEM heap is too small: set {setting}."

@@ -1,5 +1,6 @@
 """The result of `jaxlc.plan.plan`, as text, as an HTML page and as figures."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -62,21 +63,25 @@ class Plan(PlanRecord):
         return f"<Plan: {self.title};\n {report.summary(self)}>"
 
     def _repr_html_(self) -> str:
-        if not extras.is_installed("matplotlib"):
-            return html_page.fragment(
-                self, {}, f"{extras.install_hint('matplotlib')} adds figures to this page.\n\n{self}"
-            )
-        return html_page.fragment(self, self._figures(), str(self))
+        return self._html({})
 
-    def save(self, path: str | Path) -> None:
+    def _html(self, totals: Mapping[str, str]) -> str:
+        if not extras.is_installed("matplotlib"):
+            hint = f"{extras.install_hint('matplotlib')} adds figures to this page."
+            return html_page.fragment(self, {}, f"{hint}\n\n{self}", totals)
+        return html_page.fragment(self, self._figures(), str(self), totals)
+
+    def save(self, path: str | Path, totals: Mapping[str, str] | None = None) -> None:
         """Writes the page that notebooks show as an HTML file, without scripts and external resources.
 
+        Args:
+          totals: further values of the page, name -> text, such as `StagesPlan.totals`.
         Raises:
           UserError: matplotlib is not installed, or the file cannot be written.
         """
         extras.require("matplotlib", "the plan as an HTML page")
         try:
-            Path(path).write_text(html_page.document(self.title, self._repr_html_()))
+            Path(path).write_text(html_page.document(self.title, self._html(totals or {})))
         except OSError as error:
             raise UserError(f"cannot write the plan to {path}: {error.strerror}") from error
 

@@ -8,7 +8,7 @@ from jaxlc.core.counts import count_text, gib
 from jaxlc.core.text_table import aligned
 from jaxlc.plan.report import verdict
 from jaxlc.plan.result import Plan
-from jaxlc.simulate.interval import seconds_text, two_digits
+from jaxlc.simulate.interval import range_text, seconds_text, two_digits
 
 _HEADS = ("stage", "steps", "length", "tokens", "GiB/GPU", "host GiB", "tokens/s/GPU", "step", "hours", "GPU-hours")
 
@@ -47,6 +47,13 @@ class StagesPlan:
     def cost(self, gpu_hours: float) -> float | None:
         """In the currency of the price."""
         return None if self.price_per_gpu_hour is None else gpu_hours * self.price_per_gpu_hour
+
+    def totals(self) -> dict[str, str]:
+        """GPU-hours, and with a price the cost, of all stages, for the HTML page."""
+        gpu_hours, interval = sum(stage.gpu_hours for stage in self.stages), self.stages[0].plan.predicted.interval
+        values = {"GPU-hours": gpu_hours, "cost": self.cost(gpu_hours)}
+        steps = f"of {sum(stage.num_steps for stage in self.stages):,} steps, estimated"
+        return {f"{name} {steps}": range_text(x, "", interval) for name, x in values.items() if x is not None}
 
     def __str__(self) -> str:
         return self.table("jaxlc plan")

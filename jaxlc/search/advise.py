@@ -1,11 +1,11 @@
 """Advice for a step that does not fit: the search over settings of memory only, for its mesh and strategy."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import Config, with_settings
+from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.plan.compile import on_gpus, plan_step
 from jaxlc.plan.record import Change
@@ -40,18 +40,14 @@ def with_advice(
     search = Search("fastest", changes)
     search.add(given, _row(given, plan))
     advice: list[Change] = []
-    while len(advice) < _NUM_COMPILED and sum(change.fits for change in advice) < _NUM_FITTING:
-        candidate = next(iter(search.pending()), None)
-        if candidate is None:
-            break
-        overrides = space.overrides(candidate.settings)
+
+    def compile_one(candidates: Sequence[Candidate]) -> list[Row]:
+        (candidate,) = candidates
+        overrides = candidate.overrides
         try:
-            changed = with_settings(config, candidate.settings)
-            result = plan_step(changed, gpus, lambda text=overrides: starting(f"with {text}"), roofline=roofline)
+            result = plan_step(candidate.checked(), gpus, lambda: starting(f"with {overrides}"), roofline=roofline)
         except UserError as error:  # invalid for this config, or refused by the compiler
-            search.add(candidate, dict(status="refused", reason=str(error)))
-            continue
-        search.add(candidate, _row(candidate, result))
+            return [dict(status="refused", reason=str(error))]
         advice.append(Change(
             overrides=overrides,
             cost=space.cost(config, candidate.settings),
@@ -59,6 +55,11 @@ def with_advice(
             host_bytes_per_node=result.memory.host_bytes_per_node,
             fits=result.memory.fits,
         ))  # fmt: skip
+        return [_row(candidate, result)]
+
+    search.run(
+        compile_one, lambda: len(advice) >= _NUM_COMPILED or sum(change.fits for change in advice) >= _NUM_FITTING
+    )
     return dataclasses.replace(plan, advice=tuple(advice))
 
 

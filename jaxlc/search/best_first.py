@@ -6,18 +6,15 @@ candidate can change the choice: not by 2% within a mesh, nor by 5% across meshe
 """
 
 import statistics
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxlc.config import Config
-from jaxlc.plan.memory import USABLE_SHARE
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import ranking, space
-from jaxlc.search.compile_order import Estimate
+from jaxlc.search.compile_order import Estimate, usable_memory
 from jaxlc.search.ranking import NUM_MESHES, Entry
-from jaxlc.search.space import Settings
+from jaxlc.search.space import Point
 from jaxlc.simulate.topology import Topology
 
 _MARGIN = 0.9  # factor on corrected estimates of memory: what exceeds the memory by less is compiled
@@ -26,18 +23,11 @@ Compile = Callable[[Sequence["Candidate"]], Sequence[Row]]  # the rows of candid
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
+class Candidate(Point):
     """A configuration with its estimate."""
 
-    settings: Settings  # on top of `base`
-    base: Config
     gpus: Topology
     estimate: Estimate
-
-    @cached_property
-    def config(self) -> Config:
-        """Not checked."""
-        return space.unchecked(self.base, self.settings)
 
     @cached_property
     def _mesh(self) -> Hashable:
@@ -55,16 +45,19 @@ class Candidate:
 
     def entry(self, time_ratio: float, working_ratio: float) -> Entry:
         """Its place among compiled candidates, by the corrected estimate."""
-        config, estimate, capacity_bytes = self.config, self.estimate, self.gpus.device.memory_bytes
+        config, estimate = self.config, self.estimate
+        usable_bytes, usable_host_bytes = usable_memory(self.gpus)
         device_bytes = estimate.exact_bytes + working_ratio * estimate.working_bytes
         return Entry(
             mesh=self._mesh,
             microbatches=config.train.gradient_accumulation_steps,
             seconds=time_ratio * estimate.step_seconds * self.gpus.num_gpus / config.tokens_per_step,
-            memory_left_bytes=USABLE_SHARE * capacity_bytes - device_bytes,
+            memory_left_bytes=usable_bytes - device_bytes,
             num_departures=self._num_departures,
-            has_warnings=device_bytes > config.runtime.memory_fraction * capacity_bytes,  # exceeds JAX's memory pool
-            uses_host=estimate.uses_host,
+            # It exceeds JAX's memory pool, or the pools of pinned host memory exceed the node.
+            has_warnings=device_bytes > config.runtime.memory_fraction * self.gpus.device.memory_bytes
+            or estimate.host_pools_bytes > usable_host_bytes,
+            uses_host=estimate.host_pools_bytes > 0,
         )
 
 
@@ -91,11 +84,10 @@ class Search:
         self.num_left = 0  # candidates that could change the choice and were not compiled, because the time was over
         self._ratios: dict[Hashable, list[tuple[float, float]]] = {}  # compiled over estimated time, working memory
 
-    def run(self, compile_candidates: Compile, *, batch_size: int, limit_seconds: float) -> None:
-        """Compiles candidates until the choice is known, or until one fits and `limit_seconds` are over."""
-        start_seconds = time.monotonic()
+    def run(self, compile_candidates: Compile, is_over: Callable[[], bool], batch_size: int = 1) -> None:
+        """Compiles candidates until the choice is known, or `is_over`."""
         while pending := self.pending():
-            if self.best and time.monotonic() - start_seconds > limit_seconds:
+            if is_over():
                 self.num_left = len(pending)
                 return
             batch = pending[:batch_size]

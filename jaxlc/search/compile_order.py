@@ -22,8 +22,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.flops import causal_pairs, num_params
 from jaxlc.hlo.collectives import Groups
 from jaxlc.hlo.kernel_costs import Product
-from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE
-from jaxlc.runtime.memory_pools import activation_bytes, pinned_host_bytes
+from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, host_pools_per_node_bytes
+from jaxlc.runtime.memory_pools import activation_bytes, host_pool_bytes, pinned_host_bytes, pooled_host_bytes
 from jaxlc.simulate.packed_work import num_ring_steps
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel
@@ -36,19 +36,24 @@ _LOSS_CHUNK_TOKENS = 2048  # with memory.loss_chunk_tokens=0: the middle of its 
 
 
 class Estimate(NamedTuple):
-    """Of one step. Bytes are per GPU; those of the host per node."""
+    """One step. Bytes are per GPU; host memory is per node."""
 
     step_seconds: float
     exact_bytes: float  # state and saved activations
     working_bytes: float  # the layer that is computed, gathered weights and the loss; buffers of libraries are missing
     host_bytes_per_node: float  # with the staging of a checkpoint
-    uses_host: bool = False
+    host_pools_bytes: float = 0.0  # all pools of pinned memory of a node, and a checkpoint; 0: no pools
 
     def fits(self, gpus: Topology, working_ratio: float = 1.0) -> bool:
         """Whether it fits, if `working_bytes` are wrong by a factor of `working_ratio`."""
-        device_bytes = self.exact_bytes + working_ratio * self.working_bytes
-        fits_host = self.host_bytes_per_node <= USABLE_HOST_SHARE * gpus.host_memory_bytes_per_node
-        return fits_host and device_bytes <= USABLE_SHARE * gpus.device.memory_bytes
+        device_bytes, host_bytes = usable_memory(gpus)
+        fits_device = self.exact_bytes + working_ratio * self.working_bytes <= device_bytes
+        return fits_device and self.host_bytes_per_node <= host_bytes
+
+
+def usable_memory(gpus: Topology) -> tuple[float, float]:
+    """Bytes that a step may use: of a GPU, and of the host memory of a node."""
+    return USABLE_SHARE * gpus.device.memory_bytes, USABLE_HOST_SHARE * gpus.host_memory_bytes_per_node
 
 
 class Rates:
@@ -103,12 +108,14 @@ class Layout:
         gpus_per_node = min(self.gpus.gpus_per_node, self.gpus.num_gpus)
         config = dataclasses.replace(self.config, memory=memory)
         pinned_bytes, staging_bytes = pinned_host_bytes(config), 12 * self.num_trained / self.num_shards
+        pool_bytes = host_pool_bytes(config.runtime, pooled_host_bytes(config))
+        pools_bytes = host_pools_per_node_bytes(pool_bytes, self.gpus)
         return Estimate(
             self._step_seconds(memory),
             self._exact_bytes(config),
             self._working_bytes(config),
             gpus_per_node * (pinned_bytes + staging_bytes),
-            uses_host=pinned_bytes > 0,
+            pools_bytes + gpus_per_node * staging_bytes if pools_bytes else 0,
         )
 
     def _exact_bytes(self, config: Config) -> float:
@@ -179,45 +186,37 @@ class Layout:
             window = model.window_of(kind)
             pairs = self.num_sequences * causal_pairs(config.data.seq_len, window) / config.mesh.context
             layers = model.num_layers_of(kind) / model.num_layers
-            # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice. One step has a mask.
+            # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice. One ring step has a mask.
             for is_backward, products in enumerate((2, 7 if kernel == "pallas" else 5)):
-                for is_masked, share in ((not tile_tokens, 1 / steps), (False, 1 - 1 / steps)):
-                    totals[is_backward] += layers * self.roofline.attention_seconds(
-                        self.gpus.device,
-                        kernel,
-                        is_backward=bool(is_backward),
-                        flops=share * 2 * products * self.query_dim * pairs,
-                        num_keys=min(num_keys, window or num_keys),
-                        head_dim=model.head_dim,
-                        is_masked=is_masked,
-                    )
+                totals[is_backward] += layers * self.roofline.attention_seconds(
+                    self.gpus.device,
+                    kernel,
+                    is_backward=bool(is_backward),
+                    flops=2 * products * self.query_dim * pairs,
+                    num_keys=min(num_keys, window or num_keys),
+                    head_dim=model.head_dim,
+                    is_masked=steps == 1 and not tile_tokens,
+                )
         return totals[0], totals[1]
 
     def _layer_seconds(self, tile_tokens: int) -> tuple[dict[str, float], float]:
         """Matrix products of a layer with its weights: forward by the name of the result, and backward."""
-        model, rows, product = (
-            self.config.model,
-            min(tile_tokens or self.tokens, self.tokens),
-            self.rates.product_seconds,
-        )
+        model, rows = self.config.model, min(tile_tokens or self.tokens, self.tokens)
         features = model.ffn_dim / self.config.mesh.tensor
-        columns = (self.query_dim, self.key_dim, self.key_dim, model.model_dim, features, features, model.model_dim)
-        depths = (*3 * [model.model_dim], self.query_dim, *2 * [model.model_dim], features)
-        is_trained = self.num_trained / (self.num_trained + self.num_frozen)
-        forward, backward, count = {}, 0.0, self.tokens / rows
-        for name, width, depth in zip(_PRODUCTS, columns, depths, strict=True):
-            forward[name] = count * product(rows, width, depth)
-            backward += count * (product(rows, depth, width) + is_trained * product(depth, width, rows))
-        return forward, backward
+        widths = (self.query_dim, self.key_dim, self.key_dim, self.query_dim, features, features, features)
+        forward = {
+            name: self.tokens / rows * self.rates.product_seconds(rows, width, model.model_dim)
+            for name, width in zip(_PRODUCTS, widths, strict=True)
+        }
+        # Products of the same sizes give the gradients of activations, and of trained weights.
+        return forward, (1 + self.num_trained / (self.num_trained + self.num_frozen)) * sum(forward.values())
 
     def _loss_seconds(self, memory: MemoryConfig) -> float:
         """The output head of a microbatch, chunk by chunk; each reads and writes the head's float32 gradient."""
         chunk, model = memory.loss_chunk_tokens or _LOSS_CHUNK_TOKENS, self.config.model
-        vocab = model.vocab_size / self.config.mesh.tensor
-        shapes = ((chunk, vocab, model.model_dim), (chunk, model.model_dim, vocab), (model.model_dim, vocab, chunk))
-        products = sum(self.rates.product_seconds(*shape) for shape in shapes)
+        product = self.rates.product_seconds(chunk, model.vocab_size / self.config.mesh.tensor, model.model_dim)
         traffic = self.roofline.memory_seconds(self.gpus.device, 2 * 4 * self.head_params)
-        return self.tokens / chunk * (products + traffic)
+        return self.tokens / chunk * (3 * product + traffic)
 
     def _merge_seconds(self, tile_tokens: int, reruns: float) -> float:
         """Partial results in float32 of ring steps or tiles of keys: two are read and one is written."""

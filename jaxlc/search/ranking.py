@@ -38,25 +38,28 @@ class Entry(NamedTuple):
 
 
 def entry_of(row: Row) -> Entry:
-    """The entry of a row with results. Rows of older versions lack warnings and departures."""
-    usable_bytes = row.get("device_usable_bytes") or row.get("device_capacity_bytes") or row["device_peak_bytes"]
+    """The entry of an estimated row. Stored rows of earlier versions lack departures, warnings and pools."""
     return Entry(
-        mesh=(row["topology"], row["seq_len"], *(row[axis] for axis in MESH_AXES)),
-        microbatches=row.get("gradient_accumulation_steps", 1),
+        mesh=mesh_of(row),
+        microbatches=row["gradient_accumulation_steps"],
         seconds=1 / row["tokens_per_second_per_device"],
-        memory_left_bytes=usable_bytes - row["device_peak_bytes"],
+        memory_left_bytes=row["device_usable_bytes"] - row["device_peak_bytes"],
         num_departures=row.get("departures", 0),
         fits=row["fits"],
         has_warnings=bool(row.get("warnings") or row.get("pools")),
-        uses_host=bool(row.get("host_bytes_per_node")),
+        uses_host=row["host_bytes_per_node"] > 0,
     )
+
+
+def mesh_of(row: Row) -> tuple[Hashable, ...]:
+    return row["topology"], row["seq_len"], *(row[axis] for axis in MESH_AXES)
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
     """Sorts rows: estimates as `places`; measurements by tokens/s; then points without results."""
     done = [row for row in rows if row["status"] == "done"]
     others = [row for row in rows if row["status"] != "done"]
-    if done and done[0].get("figures") == "measured":
+    if done and done[0]["figures"] == "measured":
         return sorted(done, key=lambda row: (not row["fits"], -row["tokens_per_second_per_device"])) + others
     return [done[index] for index in places([entry_of(row) for row in done])] + others
 

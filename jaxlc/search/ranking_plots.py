@@ -42,12 +42,13 @@ def meshes_figure(done: Sequence[dict], title: str) -> Figure:
         for place, row, color, alpha in zip(places, shown, colors, opacity, strict=True):
             axes.barh(place, row[column] / unit, color=color, alpha=alpha, height=0.72)
         plot_style.style_axes(axes, "x")
-    if "device_capacity_bytes" in shown[0]:
-        memory.axvline(shown[0]["device_capacity_bytes"] / 2**30, color=GRAY, linestyle=(0, (5, 4)), linewidth=0.9)
+    is_estimate = shown[0]["figures"] == "estimated"
+    if is_estimate:
+        memory.axvline(shown[0]["device_usable_bytes"] / 2**30, color=GRAY, linestyle=(0, (5, 4)), linewidth=0.9)
     speed.set_yticks(places, labels, fontsize=8)
     speed.invert_yaxis()
     speed.set(xlabel="tokens/s per device")
-    memory.set(xlabel="GiB per device" + ("; dashed: capacity" if "device_capacity_bytes" in shown[0] else ""))
+    memory.set(xlabel="GiB per device" + ("; dashed: usable" if is_estimate else ""))
     names = list(dict.fromkeys(row["strategy"] for row in shown))
     if len(names) > 1:
         handles = [speed.barh(0, 0, color=_COLORS[name], label=name) for name in names]

@@ -1,6 +1,7 @@
 """Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT compilation decides."""
 
 import bisect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, 
 from jaxlc.core.errors import UserError
 from jaxlc.search import space
 from jaxlc.search.best_first import Candidate, Compile, Search
-from jaxlc.search.compile_order import Layout, Rates
+from jaxlc.search.compile_order import Layout, Rates, usable_memory
 from jaxlc.search.space import Settings
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology, full_domain_size, part_of
@@ -17,6 +18,7 @@ from jaxlc.simulate.topology import Topology, full_domain_size, part_of
 _CHUNK_TOKENS = 256  # per GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks
 _MAX_DOMAINS = 512  # the largest number of NVLink domains that is tried if nothing fits
 _NUM_LENGTHS = 8  # the goal "longest" compiles the longest of these that fits
+LORA = {"lora.rank": 16}  # what is advised if only it fits
 _MARGIN = 0.5  # factor on a layer's working set, which is estimated roughly
 
 
@@ -29,6 +31,8 @@ class Recommendation:
     search: Search
     longest: int | None = None  # tokens of the longest sequence on these GPUs; None: none fits
     larger: Topology | None = None  # the fewest GPUs of this kind for the sequence; None: none that was tried
+    reason: str = ""  # why no sequence fits
+    fits_with_lora: bool = False
 
 
 def recommend(
@@ -63,7 +67,8 @@ def recommend(
         raise UserError(_no_layout(config, gpus))
     log(f"{len(pool):,} combinations of mesh, strategy, microbatches and memory settings may fit")
     search = Search(goal, pool)
-    search.run(compile_candidates, batch_size=batch_size, limit_seconds=limit_seconds)
+    end_seconds = time.monotonic() + limit_seconds
+    search.run(compile_candidates, lambda: bool(search.best) and time.monotonic() > end_seconds, batch_size)
     if search.num_left:
         log(f"stopped after {limit_seconds / 60:.3g} minutes, before the choice was certain; the same command resumes")
     else:
@@ -73,8 +78,18 @@ def recommend(
     ratio = search.working_ratio()
     rates, shorter = Rates(gpus, roofline), [x for x in lengths(gpus.num_gpus) if x < config.data.seq_len]
     longest = next(iter(shorter[_first_fitting(config, rates, shorter, ratio) :]), None)
-    larger = (part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), config.data.seq_len, ratio))
-    return Recommendation(base=config, gpus=gpus, search=search, longest=longest, larger=next(larger, None))
+    seq_len = config.data.seq_len
+    larger = (part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), seq_len, ratio))
+    lora = space.unchecked(config, LORA)
+    return Recommendation(
+        base=config,
+        gpus=gpus,
+        search=search,
+        longest=longest,
+        larger=next(larger, None),
+        reason=_reason(config, rates, lengths(gpus.num_gpus)[-1]) if longest is None else "",
+        fits_with_lora=not config.lora.rank and _may_fit(lora, rates, seq_len, ratio),
+    )
 
 
 def topologies(goal: str, gpus: Topology) -> list[Topology]:
@@ -103,7 +118,13 @@ def lengths(num_gpus: int) -> list[int]:
 
 
 def candidates(config: Config, rates: Rates, seq_len: int, max_sequences: int = 8) -> Iterator[Candidate]:
-    """All candidates for these GPUs whose state and saved activations fit.
+    """All candidates for these GPUs whose state and saved activations fit. Arguments as of `_all_candidates`."""
+    found = _all_candidates(config, rates, seq_len, max_sequences)
+    return (candidate for candidate in found if candidate.estimate.fits(rates.gpus, 0.0))
+
+
+def _all_candidates(config: Config, rates: Rates, seq_len: int, max_sequences: int) -> Iterator[Candidate]:
+    """Candidates whose mesh divides the model and the batch.
 
     A step has about as many tokens as that of `config`, in at least one sequence.
 
@@ -120,9 +141,8 @@ def candidates(config: Config, rates: Rates, seq_len: int, max_sequences: int = 
     for settings, layout in _layouts(space.unchecked(config, given), rates, max_sequences):
         for memory_settings in space.memory_settings(layout.config):
             estimate = layout.estimate(space.unchecked(layout.config, memory_settings).memory)
-            if estimate.fits(rates.gpus, 0.0):
-                all_settings = given | settings | memory_settings
-                yield Candidate(settings=all_settings, base=config, gpus=rates.gpus, estimate=estimate)
+            all_settings = given | settings | memory_settings
+            yield Candidate(settings=all_settings, base=config, gpus=rates.gpus, estimate=estimate)
 
 
 def _layouts(config: Config, rates: Rates, max_sequences: int = 8) -> Iterator[tuple[Settings, Layout]]:
@@ -152,6 +172,21 @@ def _may_fit(config: Config, rates: Rates, seq_len: int, working_ratio: float) -
     """Whether any settings fit by the estimate; more sequences per microbatch do not save memory."""
     found = candidates(config, rates, seq_len, max_sequences=1)
     return any(candidate.estimate.fits(rates.gpus, working_ratio) for candidate in found)
+
+
+def _reason(config: Config, rates: Rates, shortest: int) -> str:
+    """What is too large for a sequence of `shortest` tokens."""
+    gpus, estimates = rates.gpus, [x.estimate for x in _all_candidates(config, rates, shortest, max_sequences=1)]
+    usable_bytes, usable_host_bytes = usable_memory(gpus)
+    on_gpu = [x.exact_bytes for x in estimates if x.host_bytes_per_node <= usable_host_bytes]
+    on_host = [x.host_bytes_per_node for x in estimates if x.exact_bytes <= usable_bytes]
+    parts = []
+    if on_gpu:
+        parts.append(f"{min(on_gpu) / 2**30:,.0f} GiB of each GPU ({usable_bytes / 2**30:,.0f} usable)")
+    if on_host:
+        usable = f"{usable_host_bytes / 2**30:,.0f} usable, with copies for a checkpoint"
+        parts.append(f"{min(on_host) / 2**30:,.0f} GiB of host memory per node ({usable})")
+    return f"the training state needs at least {', or '.join(parts)}"
 
 
 def _larger(gpus: Topology) -> Iterator[Topology]:

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jaxlc.core import extras, html
 from jaxlc.core.errors import UserError
 from jaxlc.core.text_table import aligned
 from jaxlc.runtime.worker_processes import Row
-from jaxlc.search.ranking import NUM_MESHES, entry_of, name_of, ranked
+from jaxlc.search.ranking import NUM_MESHES, mesh_of, name_of
 from jaxlc.simulate.interval import PAIR_SPREAD, Interval, estimate_text, is_distinguishable, two_digits
 
 if TYPE_CHECKING:
@@ -59,12 +60,14 @@ class Ranking:
         return f"<Ranking of {len(self.rows)} points: {self.title};\n first: {self.rows[0]['overrides']}>"
 
     def __str__(self) -> str:
-        return "\n".join([self._heading(), *aligned(self._table()), *self._notes()])
+        return "\n".join([self._heading(), *aligned(self._table() if self._done() else []), *self._notes()])
 
     def _repr_html_(self) -> str:
-        head, *rows = self._table()
-        shown = html.table(head, rows, align="l" + "r" * (len(head) - 1))
-        return "\n".join([html.paragraph(self._heading()), shown, *map(html.paragraph, self._notes())])
+        parts = [html.paragraph(self._heading())]
+        if self._done():
+            head, *rows = self._table()
+            parts.append(html.table(head, rows, align="l" + "r" * (len(head) - 1)))
+        return "\n".join([*parts, *map(html.paragraph, self._notes())])
 
     def figure(self) -> "Figure":
         """Tokens/s and memory per point at the longest sequence length, best first.
@@ -72,17 +75,11 @@ class Ranking:
         Raises:
           UserError: no point completed, or matplotlib is not installed.
         """
-        extras.require("matplotlib", "a figure of a sweep")
-        from jaxlc.search import ranking_plots
-
-        return ranking_plots.meshes_figure(self._completed(), self.title)
+        return self._plots().meshes_figure(self._completed(), self.title)
 
     def transports_figure(self) -> "Figure":
         """Tokens/s over sequence length by transport. Raises UserError as `figure`."""
-        extras.require("matplotlib", "a figure of a sweep")
-        from jaxlc.search import ranking_plots
-
-        return ranking_plots.transports_figure(self._completed(), self.title)
+        return self._plots().transports_figure(self._completed(), self.title)
 
     def write(self, out: Path) -> list[Path]:
         """Writes the ranking as CSV, and the plots if matplotlib is installed. Returns their paths."""
@@ -95,26 +92,30 @@ class Ranking:
         if not extras.is_installed("matplotlib"):
             print(f"plots skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}", file=sys.stderr)
             return [path]
+        return [path, *self._plots().write(self.rows, self.title, out)]
+
+    def _plots(self) -> ModuleType:
+        extras.require("matplotlib", "a figure of a sweep")
         from jaxlc.search import ranking_plots
 
-        return [path, *ranking_plots.write(self.rows, self.title, out)]
+        return ranking_plots
 
     def note(self) -> str:
         """Which configurations the estimate cannot order, up to three meshes by number; "" if there are none."""
-        fitting = [(rank, row) for rank, row in enumerate(self._done(), start=1) if row["fits"]]
+        fitting = [(str(rank), row) for rank, row in enumerate(self._done(), start=1) if row["fits"]]
         if not fitting:
             return ""
-        speed, mesh = fitting[0][1]["tokens_per_second_per_device"], entry_of(fitting[0][1]).mesh
+        (_, first), speed = fitting[0], "tokens_per_second_per_device"
+        same = [(number, row) for number, row in fitting if mesh_of(row)[:2] == mesh_of(first)[:2]]
         close = [
-            (str(rank), entry_of(row).mesh)
-            for rank, row in fitting
-            if (row["topology"], row["seq_len"]) == mesh[:2]
-            and not is_distinguishable(row["tokens_per_second_per_device"], speed, self.pair_spread)
+            (mesh_of(row), number)
+            for number, row in same
+            if not is_distinguishable(row[speed], first[speed], self.pair_spread)
         ]
         if len(close) == 1:
             return ""
         by_mesh: dict[Hashable, str] = {}
-        for rank, mesh in close:
+        for mesh, rank in close:
             by_mesh.setdefault(mesh, rank)
         names = list(by_mesh.values())[:NUM_MESHES]
         num_others = len(close) - len(names)
@@ -157,18 +158,9 @@ class Ranking:
                 reasons.setdefault((row["status"], row["reason"]), []).append(name_of(row))
         for (status, reason), names in reasons.items():
             yield f"{status}: {'; '.join(names)}: {reason}"
-        if self.rows[0]["figures"] == "estimated":
+        if self.rows[0]["figures"] == "estimated" and self._done():
             yield "Memory is AOT-compiled; times are estimates, with the 80% interval of published runs."
             yield from filter(None, [self.note()])
-
-
-def load(path: str | Path) -> Ranking:
-    """The results of a finished or interrupted sweep; see `jaxlc.sweep.load`."""
-    file = Path(path) / ROWS if Path(path).is_dir() else Path(path)
-    rows = read_rows(file)
-    if not rows:
-        raise UserError(f"no points in {file}; run jaxlc sweep --out={file.parent}")
-    return Ranking(tuple(ranked(rows)))
 
 
 def read_rows(path: Path) -> list[Row]:

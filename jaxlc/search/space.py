@@ -8,21 +8,17 @@ import dataclasses
 import functools
 import itertools
 import math
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxlc.config import Config, defaults, load, with_settings
+from jaxlc.config import Config, with_settings
 from jaxlc.config.checks.mesh_checks import meshes_of
 from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.schema import MemoryConfig
-from jaxlc.config.setting_paths import hint_at
-from jaxlc.config.values import Tokens, typed
+from jaxlc.config.values import as_argument, defaults_of
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
 from jaxlc.core.counts import count_text
-from jaxlc.core.errors import UserError
-from jaxlc.core.suggestions import did_you_mean
 
 Settings = dict[str, Any]  # path -> value: "mesh.context" -> 8
 
@@ -73,6 +69,7 @@ ACTIVATIONS = (  # about from the most to the fewest bytes on the GPU
     Activations("full", "recomputes everything, several layers at a time, whose inputs are in host memory, and each"
                 " layer of them once more", offload=("residual",), layers_per_remat_group=2),
 )  # fmt: skip
+STRATEGIES = ("ring", "ulysses", "all_gather", "hybrid")
 _TILE_TOKENS = (32_768, 16_384, 8_192)  # larger tiles send KV blocks around the ring fewer times
 _STATE = (("device", "device"), ("host", "device"), ("host", "host"))  # (memory.optimizer, memory.parameters)
 _STATE_COSTS = {
@@ -82,17 +79,25 @@ _STATE_COSTS = {
 _MIN_CHUNK_TOKENS = 256  # below, the loss's matrix products are too small for the GPU
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Point:
-    """One configuration, or the reason why the config checks reject it."""
+    """A configuration: `settings` on top of the config `base`."""
 
-    settings: Settings  # on top of the given config
-    config: Config | None  # None if rejected
-    refusal: str = ""
+    base: Config
+    settings: Settings
+
+    @functools.cached_property
+    def config(self) -> Config:
+        """Not checked."""
+        return unchecked(self.base, self.settings)
+
+    def checked(self) -> Config:
+        """Raises UserError if the settings are invalid, or contradict each other or the base."""
+        return with_settings(self.base, self.settings)
 
     @property
     def overrides(self) -> str:
-        """Command-line flags that turn the given config into this point."""
+        """Command-line flags that turn the base into this point."""
         return overrides(self.settings)
 
     def columns(self) -> Settings:
@@ -100,18 +105,9 @@ class Point:
         return {key.rpartition(".")[2]: value for key, value in self.settings.items()}
 
 
-def point(config: Config, settings: Settings, **also: Any) -> Point:
-    """`config` with other settings; `also` are further ones, by path, that the point does not show."""
-    try:
-        return Point(settings=settings, config=with_settings(config, settings | also))
-    except UserError as error:
-        return Point(settings=settings, config=None, refusal=str(error))
-
-
 def overrides(settings: Settings) -> str:
     """Command-line flags: "--config.mesh.context=8 --config.memory.offload=residual"."""
-    texts = {path: ",".join(value) if isinstance(value, tuple) else value for path, value in settings.items()}
-    return " ".join(f"--config.{path}={text}" for path, text in texts.items())
+    return " ".join(f"--config.{path}={as_argument(value)}" for path, value in settings.items())
 
 
 def meshes(config: Config, num_devices: int, axes: Sequence[str] = MESH_AXES) -> Iterator[dict[str, int]]:
@@ -136,18 +132,17 @@ def ulysses_degrees(config: Config, mesh: Mapping[str, int]) -> list[int]:
     return without_repeats[::-1] + repeats
 
 
-def strategies(config: Config, mesh: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Attention strategies and their Ulysses degrees; with context=1 all are the same program."""
-    yield "ring", 1
-    if mesh[CONTEXT] > 1:
-        yield "ulysses", 1
-        yield "all_gather", 1
-        yield from (("hybrid", degree) for degree in ulysses_degrees(config, mesh))
+def strategies(
+    config: Config, mesh: Mapping[str, int], names: Sequence[str] = STRATEGIES, max_degrees: int | None = None
+) -> Iterator[Settings]:
+    """Attention strategies with their Ulysses degrees. With context=1 all are the same program: only the first."""
+    for name in names if mesh[CONTEXT] > 1 else names[:1]:
+        degrees = ulysses_degrees(config, mesh)[:max_degrees] if name == "hybrid" and mesh[CONTEXT] > 1 else [1]
+        yield from ({"attention.strategy": name, "attention.ulysses_degree": degree} for degree in degrees)
 
 
-def mesh_settings(mesh: Mapping[str, int], strategy: str, degree: int) -> Settings:
-    sizes = {f"mesh.{axis}": size for axis, size in mesh.items()}
-    return {**sizes, "attention.strategy": strategy, "attention.ulysses_degree": degree}
+def mesh_settings(mesh: Mapping[str, int]) -> Settings:
+    return {f"mesh.{axis}": size for axis, size in mesh.items()}
 
 
 def batch_settings(config: Config, mesh: Mapping[str, int], sequences: int) -> Settings:
@@ -168,82 +163,8 @@ def layouts(config: Config, num_devices: int, max_sequences: int = 8) -> Iterato
     for mesh in meshes(config, num_devices):
         per_replica, rest = divmod(config.train.global_batch_size, mesh[DATA] * mesh[FSDP])
         sizes = [] if rest else [size for size in range(1, max_sequences + 1) if per_replica % size == 0]
-        for (strategy, degree), size in itertools.product(strategies(config, mesh), sizes):
-            yield mesh_settings(mesh, strategy, degree) | batch_settings(config, mesh, size)
-
-
-def grid(
-    config: Config,
-    num_devices: int,
-    *,
-    axes: str | None = None,
-    strategies: str | None = None,
-    remat: str | None = None,
-    seq_len: str | None = None,
-    transports: str | None = None,
-) -> tuple[list[Point], int]:
-    """All combinations of the values that comma-separated flags name, and the number of skipped duplicates.
-
-    None selects the value in `config`; for `axes` it selects all axes but data. A mesh axis that is not in `axes` keeps
-    the size it has in the config. With context=1 all strategies compile to the same program, so only the first is kept.
-    Hybrid is skipped where context has no divisor that splits it into an all-to-all group and a ring: it would equal
-    ulysses or ring. The global batch size is that of `config`. Gradient accumulation steps follow from the number of
-    replicas, so that the microbatch per replica stays the same. Points that the config checks reject are included.
-
-    Raises:
-      UserError: an unknown name, or an invalid sequence length; no mesh of these axes has `num_devices` devices, or
-        none of them splits context for hybrid.
-    """
-    axis_names = _names(axes or f"{CONTEXT},{TENSOR},{FSDP}", MESH_AXES, "axes")
-    by_strategy = _choices(strategies, config, "attention.strategy", "strategies")
-    by_remat = _choices(remat, config, "memory.remat", "remat")
-    by_transport = _choices(transports, config, "runtime.transport", "transports")
-    lengths = [typed("--seq_len", text, Tokens) for text in seq_len.split(",")] if seq_len else [config.data.seq_len]
-    sizes = list(meshes(config, num_devices, axis_names))
-    if not sizes:
-        fixed = mesh_text({axis: size for axis, size in vars(config.mesh).items() if axis not in axis_names})
-        raise UserError(
-            f"no mesh of {num_devices} devices: --axes={','.join(axis_names)} cannot complete {fixed};"
-            " add axes to --axes"
-        )
-    train, replicas = config.train, config.mesh.data * config.mesh.fsdp
-    sequences = max(1, train.global_batch_size // (train.gradient_accumulation_steps * replicas))
-    simulated = {"runtime.simulated_devices": num_devices} if config.runtime.simulated_devices else {}
-    points, num_duplicates = [], 0
-    combinations = itertools.product(dict.fromkeys(lengths), by_transport, by_remat, sizes, by_strategy)
-    for tokens, transport, policy, mesh, strategy in combinations:
-        is_duplicate = mesh[CONTEXT] == 1 and strategy != by_strategy[0]
-        degrees = [1] if strategy != "hybrid" or mesh[CONTEXT] == 1 else ulysses_degrees(config, mesh)
-        if is_duplicate or not degrees:
-            num_duplicates += 1
-            continue
-        settings = mesh_settings(mesh, strategy, degrees[0]) | {
-            "memory.remat": policy,
-            "data.seq_len": tokens,
-            "runtime.transport": transport,
-            **batch_settings(config, mesh, sequences),
-        }
-        points.append(point(config, settings, **simulated))
-    if not points:
-        raise UserError(
-            "no points: hybrid needs a context axis that splits into Ulysses ranks and a ring, such as context=4, and a"
-            " Ulysses degree that divides the heads; add axes to --axes, or strategies to --strategies"
-        )
-    return points, num_duplicates
-
-
-def _choices(text: str | None, config: Config, path: str, flag: str) -> tuple[str, ...]:
-    """The values of a setting that a flag names."""
-    return _names(text or value_of(config, path), typing.get_args(hint_at(path)), flag)
-
-
-def _names(text: str, known: Sequence[str], flag: str) -> tuple[str, ...]:
-    """ "a,b" -> ("a", "b"). Raises UserError for a name that is not in `known`."""
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in known:
-            raise UserError(f"invalid {name!r} for --{flag}: {did_you_mean(name, known)}")
-    return names
+        for strategy, size in itertools.product(strategies(config, mesh), sizes):
+            yield mesh_settings(mesh) | strategy | batch_settings(config, mesh, size)
 
 
 def memory_settings(config: Config) -> Iterator[Settings]:
@@ -316,18 +237,13 @@ def value_of(config: Config, path: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-@functools.cache
-def _defaults() -> Config:
-    return load(defaults())
-
-
 def departures(config: Config) -> list[str]:
     """Settings of attention and memory that differ from `defaults()`."""
     return [
         f"{section}.{name}"
-        for section in ("attention", "memory")
-        for name, value in vars(getattr(_defaults(), section)).items()
-        if getattr(getattr(config, section), name) != value
+        for section, part in (("attention", config.attention), ("memory", config.memory))
+        for name, default in defaults_of(type(part)).items()
+        if getattr(part, name) != default
     ]
 
 
@@ -336,7 +252,7 @@ def name_of(config: Config) -> str:
     layout = layout_name(vars(config.mesh), config.attention.strategy, config.attention.ulysses_degree)
     steps, changed = config.train.gradient_accumulation_steps, [path for path in departures(config) if "memory" in path]
     values = {path.removeprefix("memory."): value_of(config, path) for path in ("memory.remat", *changed)}
-    texts = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values.items())
+    texts = (f"{name}={as_argument(value)}" for name, value in values.items())
     return f"{layout}, {count_text(steps, 'microbatch', 'es')}, {' '.join(texts)}"
 
 

@@ -28,11 +28,10 @@ _MEMORY = (
 )  # fmt: skip
 
 
-def estimate(config: Config, topology: str = "", constants: str = "", devices_per_process: int = 1, **options) -> Row:
-    """The values of the plan of the AOT-compiled training step that a ranking needs.
+def estimate(config: Config, constants: str = "", devices_per_process: int = 1, **options) -> Row:
+    """The values of the plan of the training step, AOT-compiled for config.runtime.topology, that a ranking needs.
 
     Args:
-      topology: target GPUs; default: config.runtime.topology.
       devices_per_process: GPUs per process; fewer if they do not divide the GPUs of a domain, as in a part of a node.
       options: further arguments of `jaxlc.plan.plan`.
     """
@@ -41,7 +40,7 @@ def estimate(config: Config, topology: str = "", constants: str = "", devices_pe
     from jaxlc.simulate.topology import topology as parse_topology
 
     runtime.start(RuntimeConfig(num_processes=1))
-    name = topology or config.runtime.topology
+    name = config.runtime.topology
     options["devices_per_process"] = math.gcd(devices_per_process, parse_topology(name).gpus_per_domain)
     return row_of(plan.plan(config, name, constants=constants, **options), config)
 
@@ -78,10 +77,11 @@ def row_of(result: "Plan", config: Config) -> Row:
 
 def _warnings(plan: "Plan") -> Iterator[str]:
     """What the page of the plan warns about, except for sizes of pools (`_pool_settings`)."""
+    from jaxlc.plan import report
+
     memory = plan.memory
     yield from plan.hints
-    if not memory.host_pools_fit:
-        yield "the pools of pinned host memory of a node need more than it has"
+    yield from report.warnings(plan)
     if memory.spilled_bytes:
         yield "unified memory: a part of the device memory is in host memory, whose accesses the estimate lacks"
     if plan.ring.exposed and memory.is_at_schedulers_limit:

@@ -125,8 +125,8 @@ def test_compile_cases_default_work_takes_config(monkeypatch, tmp_path):
     calls = []
 
     def run(points, work, **_):
-        inspect.signature(work.func).bind(points[0].config, **work.keywords)
-        calls.append(work.func)
+        inspect.signature(work).bind(points[0].config)
+        calls.append(work)
         return [{"overrides": point.overrides, "status": "done"} for point in points]
 
     monkeypatch.setattr(runner, "run", run)

@@ -19,6 +19,8 @@ from jaxlc.plan import Plan
 from jaxlc.plan.compile import hints
 from jaxlc.plan.record import Change
 from jaxlc.plan.report import page
+from jaxlc.plan.stage_table import StagePlan, StagesPlan
+from jaxlc.simulate.interval import range_text
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step.absent_memory import place_in_memory
 from jaxlc.step.step import TrainStep, build_step
@@ -86,7 +88,10 @@ def test_page_names_the_settings_of_both_pools(result):
     text = page(dataclasses.replace(result, memory=pools), "")
     assert "2,400.00  up to 200.00 per GPU, and 16.00 per process for staging" in text and "VERDICT: fits" in text
     staged = f"{2400 + pools.staging_bytes_per_node / 2**30:,.2f}"
-    assert f"a checkpoint may need {staged} GiB of a node,\nand 1,843.20 GiB of it are usable: start" in text
+    expected = (
+        f"WARNING: the pools of pinned host memory and a checkpoint may need {staged} GiB of a node, and 1,843.20"
+    )
+    assert expected in " ".join(text.split())
 
 
 def test_recomputed_share_of_full_remat_is_one_forward(result):
@@ -217,6 +222,10 @@ def test_memory_figure_shows_host_memory_if_used(result):
     _, host = dataclasses.replace(result, memory=memory).memory_figure().axes
     widths = {bar.get_label().rpartition(" ")[0]: bar[0].get_width() for bar in host.containers}
     assert widths == {"optimizer state": 2, "gradients and activations": 2, "checkpoint staging": 1}
+    memory = dataclasses.replace(memory, host_pools_per_node_bytes=3000 * GIB)  # 4 of them are used
+    _, host = dataclasses.replace(result, memory=memory).memory_figure().axes
+    assert "rest of the pools 2,996.00" in [bar.get_label() for bar in host.containers]
+    assert "too much" in host.get_title(loc="left")
 
 
 def test_links_figure_has_all_bytes_and_exposed_seconds(result):
@@ -237,10 +246,23 @@ def test_html_page_has_verdict_figures_and_no_external_resources(result, tmp_pat
     assert "<script" not in text and "@import" not in text and "src=" not in text
     links = set(re.findall(r'href="([^"]*)"', text)) | set(re.findall(r"url\(([^)]*)\)", text))
     assert all(link.startswith("#") for link in links)
-    assert result._repr_html_() in text
+    assert result._repr_html_() in text and '<meta name="viewport" content="width=device-width' in text
     assert "stroke: #000000" not in text  # invisible in dark mode
     with pytest.raises(UserError, match="cannot write the plan to"):
         result.save(tmp_path / "missing" / "plan.html")
+
+
+def test_html_page_has_cost_and_warnings(result, tmp_path):
+    pools = dict(host_pool_bytes=200 * GIB, host_pools_per_node_bytes=12 * 200 * GIB)
+    warned = dataclasses.replace(result, memory=dataclasses.replace(result.memory, **pools))
+    stages = StagesPlan(stages=(StagePlan(name="", num_steps=1000, plan=warned),), price_per_gpu_hour=2.5)
+    warned.save(tmp_path / "plan.html", stages.totals())
+    text = (tmp_path / "plan.html").read_text()
+    cost = 2.5 * stages.stages[0].gpu_hours
+    assert f">{range_text(cost, '', result.predicted.interval)}</div>" in text
+    assert "cost of 1,000 steps, estimated" in text and "GPU-hours of 1,000 steps, estimated" in text
+    assert "WARNING: the pools of pinned host memory and a checkpoint may need" in text
+    assert "cost of" not in result._repr_html_() and "WARNING" not in result._repr_html_()
 
 
 def test_html_page_of_step_that_does_not_fit_lists_changes(result):

@@ -23,13 +23,16 @@ def figures(config: Config) -> dict:
         mfu_causal=0.25,
         exposed_communication_seconds=0.5,
         fits=mesh.context > 1,
+        host_bytes_per_node=0,
         device_peak_bytes=2**30 * mesh.context,
         device_capacity_bytes=80 * 2**30,
+        device_usable_bytes=76 * 2**30,
+        warnings="",
     )
 
 
-def figures_for(config: Config, topology: str, constants: str) -> dict:
-    assert (topology, constants) == ("h100:1x4", "")
+def figures_for(config: Config, constants: str) -> dict:
+    assert (config.runtime.topology, constants) == ("h100:1x4", "")
     return figures(config)
 
 

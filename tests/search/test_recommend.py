@@ -16,13 +16,15 @@ from jaxlc.config.command_line import ConfigFlags, parse
 from jaxlc.config.values import Tokens, typed
 from jaxlc.core.errors import UserError
 from jaxlc.plan import __main__ as plan_command
+from jaxlc.plan.memory import host_pools_per_node_bytes
 from jaxlc.recommend import main
+from jaxlc.runtime.memory_pools import host_pool_bytes, pinned_host_bytes
 from jaxlc.search import ranking, space, worker
 from jaxlc.search.best_first import Candidate, Search, eligible
 from jaxlc.search.compile_order import Estimate, Layout, Rates
 from jaxlc.search.config_file import MARK, check_path, config_source
 from jaxlc.search.ranking import Entry
-from jaxlc.search.recommendation import Recommendation, candidates, lengths, recommend, topologies
+from jaxlc.search.recommendation import LORA, Recommendation, candidates, lengths, recommend, topologies
 from jaxlc.search.recommendation_page import page
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
@@ -138,7 +140,7 @@ class StubCompiler:
             return dict(status="refused", reason=self.results[key])
         seconds, gib = self.results[key]
         config = candidate.config
-        return space.point(candidate.base, candidate.settings).columns() | dict(
+        return candidate.columns() | dict(
             status="done",
             figures="estimated",
             model="tiny",
@@ -168,7 +170,7 @@ class StubCompiler:
 
 def searched(results, *pool: list[Candidate], limit_seconds: float = 1e9) -> tuple[Search, StubCompiler]:
     compiler, search = StubCompiler(results), Search("fastest", [x for group in pool for x in group])
-    search.run(compiler, batch_size=1, limit_seconds=limit_seconds)
+    search.run(compiler, lambda: bool(search.best) and limit_seconds == 0)
     return search, compiler
 
 
@@ -198,6 +200,26 @@ def test_search_refused_candidate_is_replaced():
     pool = [candidate(10, **steps(1)), candidate(11, **steps(2))]
     search, compiler = searched({1: "unsupported", 2: (11.0, 9)}, pool)
     assert compiler.compiled == [1, 2] and len(search.best) == 1
+
+
+def test_candidate_whose_host_pools_exceed_the_node_has_a_warning():
+    """A pool per GPU and staging buffers per process: fewer processes need less."""
+    gpus = [topology("h100:1x8", devices_per_process=number) for number in (1, 8)]
+    assert [host_pools_per_node_bytes(100 * GIB, x) for x in gpus] == [928 * GIB, 816 * GIB]
+    free = candidate(1.0)
+    pools = dataclasses.replace(free, estimate=free.estimate._replace(host_pools_bytes=2048 * GIB))
+    flags = [(x.has_warnings, x.uses_host) for x in (free.entry(1.0, 1.0), pools.entry(1.0, 1.0))]
+    assert flags == [(False, False), (True, True)]
+
+
+@pytest.mark.gpu_compiler
+def test_estimate_counts_host_pools_of_a_node():
+    config = with_settings(load(model("llama3.1-8b")), {"memory.optimizer": "host", "mesh.context": 8})
+    rates = Rates(topology("h100:1x8"), Roofline())
+    estimate = Layout(config, rates, {"full": "cudnn"}).estimate(config.memory)
+    assert estimate.host_pools_bytes == 16 * host_pool_bytes(config.runtime, pinned_host_bytes(config)) > 0
+    on_device = dataclasses.replace(config.memory, optimizer="device")
+    assert Layout(config, rates, {"full": "cudnn"}).estimate(on_device).host_pools_bytes == 0
 
 
 def test_search_limit_ends_it_after_first_fit():
@@ -231,7 +253,8 @@ def test_plan_of_part_has_fewer_devices_per_process(monkeypatch):
     monkeypatch.setattr(plan, "plan", lambda config, topology, **options: (topology, options["devices_per_process"]))
     monkeypatch.setattr(worker, "row_of", lambda result, config: result)
     for name, expected in (("h100:2x8", 8), ("h100:1x4", 4), ("h100:1x6", 2)):
-        assert worker.estimate(small(), topology=name, devices_per_process=8) == (name, expected)
+        config = with_settings(small(), {"runtime.topology": name})
+        assert worker.estimate(config, devices_per_process=8) == (name, expected)
 
 
 def test_topologies_of_cheapest_are_parts():
@@ -313,7 +336,14 @@ def test_recommend_nothing_fits_names_fewest_gpus():
     result = recommend(config, topology("h100:1x1"), too_large, roofline=Roofline(), limit_seconds=1)
     text = page(result, None)
     assert "nothing fits" in text and "16 GPUs would do: --topology=h100:2x8" in text
-    assert result.longest is None
+    reason = "needs at least 526 GiB of each GPU (75 usable), or 2,103 GiB of host memory per node (1,843 usable, with"
+    assert result.longest is None and f"no sequence length fits h100:1x1: the training state {reason}" in text
+    short = with_settings(config, {"data.seq_len": 2**15})
+    refused = StubCompiler(collections.defaultdict(lambda: "too large"))
+    result = recommend(short, topology("h100:1x1"), refused, roofline=Roofline(), limit_seconds=1)
+    assert "LoRA would fit: --config.lora.rank=16" in page(result, None)
+    lora = with_settings(short, LORA)
+    assert any(candidates(lora, Rates(topology("h100:1x1"), Roofline()), 2**15))
 
 
 @pytest.mark.gpu_compiler
@@ -374,6 +404,7 @@ def test_base_config_errors(flags, message):
     ("flags", "message"),
     [
         (["--goal=best"], "expected one of 'fastest'"),
+        (["--html=page.html"], "unknown flag --html: use jaxlc plan --config=recommended.py --html=FILE"),
         (["--workers=0"], "--workers=0"),
         (["--search_minutes=soon"], "invalid --search_minutes=soon: expected a positive number"),
         (["--out=recommended.txt"], "recommended.py"),

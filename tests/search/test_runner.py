@@ -1,7 +1,6 @@
 """The mesh sweep: its grid of points, one process per point, resuming, interrupting, and the ranking."""
 
 import csv
-import functools
 import json
 import math
 import os
@@ -14,13 +13,13 @@ import numpy as np
 import pytest
 
 from jaxlc import sweep
-from jaxlc.config import Config, defaults, load
+from jaxlc.config import Config, command_line, defaults, load, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import worker_processes
 from jaxlc.search import ranking, results, runner, worker
 from jaxlc.search.results import Ranking
-from jaxlc.search.space import Point, grid
-from jaxlc.sweep import main
+from jaxlc.search.space import Point
+from jaxlc.sweep import Flags, main
 from tests.helpers import TIMEOUT_SECONDS, record_figures, wait_until
 from tests.plan.gpus import small_config
 from tests.search import fakes
@@ -37,17 +36,25 @@ def small(tmp_path, model: dict | None = None, **mesh) -> Config:
     return load(config)
 
 
+def grid(config: Config, num_devices: int, **flags: str) -> list[Point]:
+    """The points of command-line flags."""
+    values = [f"--{name}={value}" for name, value in flags.items()]
+    parsed = command_line.parse(["sweep", "--config=quickstart", *values], flags=Flags).flags
+    return sweep.grid(config, num_devices, parsed)
+
+
 def three_points(tmp_path) -> list[Point]:
     """context x tensor: 1 x 4, 2 x 2, 4 x 1."""
     config = small(tmp_path)
-    return grid(config, 4, axes="context,tensor")[0]
+    return grid(config, 4, axes="context,tensor")
 
 
 ABOUT = dict(figures="estimated", topology="h100:1x4", model="tiny")
 
 
 def run(tmp_path, work, *, num_workers: int = 3, log=lambda line: None) -> list[dict]:
-    return runner.run(three_points(tmp_path), work, about=ABOUT, out=tmp_path, num_workers=num_workers, log=log)
+    points = three_points(tmp_path)
+    return ranking.ranked(runner.run(points, work, about=ABOUT, out=tmp_path, num_workers=num_workers, log=log))
 
 
 def mesh_of(row: dict) -> tuple[int, int]:
@@ -66,14 +73,14 @@ def interrupt(line: str) -> None:
 
 def test_points_all_meshes_keep_microbatch_per_replica(tmp_path):
     config = small(tmp_path)
-    all_points, num_duplicates = grid(config, 4)
+    all_points = grid(config, 4)
     meshes = [point.columns() for point in all_points]
     assert sorted((mesh["fsdp"], mesh["context"], mesh["tensor"]) for mesh in meshes) == [
         (1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)
     ]  # fmt: skip
-    assert num_duplicates == 0
     for point in all_points:
-        train, mesh = point.config.train, point.config.mesh
+        config = point.checked()
+        train, mesh = config.train, config.mesh
         assert train.global_batch_size // train.gradient_accumulation_steps // (mesh.data * mesh.fsdp) == 1
     overrides = all_points[-1].overrides
     assert (
@@ -83,7 +90,7 @@ def test_points_all_meshes_keep_microbatch_per_replica(tmp_path):
 
 def test_points_axis_not_listed_keeps_its_size(tmp_path):
     config = small(tmp_path, tensor=2)
-    all_points, _ = grid(config, 8, axes="context,data")
+    all_points = grid(config, 8, axes="context,data")
     assert {(p.config.mesh.context, p.config.mesh.data, p.config.mesh.tensor) for p in all_points} == {
         (1, 4, 2), (2, 2, 2), (4, 1, 2)
     }  # fmt: skip
@@ -95,15 +102,15 @@ def test_points_axis_not_listed_keeps_its_size(tmp_path):
         grid(small(tmp_path), 2, axes="context", strategies="hybrid")
 
 
-def test_points_duplicates_counted_and_rejected_with_reason(tmp_path):
+def test_points_duplicates_counted_and_rejected_with_reason(tmp_path, capsys):
     config = small(tmp_path)
-    all_points, num_duplicates = grid(config, 8, axes="context,tensor", strategies="ring,hybrid")
+    all_points = grid(config, 8, axes="context,tensor", strategies="ring,hybrid")
     by_name = {(p.columns()["context"], p.columns()["strategy"]): p for p in all_points}
     # The duplicates: hybrid at context 1, where ring communicates nothing either, and at 2, which has no divisor.
     assert set(by_name) == {(1, "ring"), (2, "ring"), (4, "ring"), (4, "hybrid"), (8, "ring"), (8, "hybrid")}
-    assert num_duplicates == 2
-    assert "num_heads=4 is not divisible by config.mesh.tensor=8" in by_name[1, "ring"].refusal
-    assert by_name[1, "ring"].config is None
+    assert capsys.readouterr().err == "6 points; 2 duplicate configurations skipped\n"
+    with pytest.raises(UserError, match=r"num_heads=4 is not divisible by config\.mesh\.tensor=8"):
+        by_name[1, "ring"].checked()
 
 
 @pytest.mark.parametrize("num_kv_heads, context, degree", [
@@ -114,36 +121,41 @@ def test_points_duplicates_counted_and_rejected_with_reason(tmp_path):
 ])  # fmt: skip
 def test_ulysses_degree_largest_without_repeated_kv_heads(tmp_path, num_kv_heads, context, degree):
     config = small(tmp_path, dict(num_heads=8, num_kv_heads=num_kv_heads))
-    ((point,), _) = grid(config, context, axes="context", strategies="hybrid")
+    (point,) = grid(config, context, axes="context", strategies="hybrid")
     assert point.config.attention.ulysses_degree == degree
 
 
 def test_points_batch_not_divisible_by_replicas_rejected(tmp_path):
     config = small(tmp_path)
-    all_points, _ = grid(config, 8, axes="fsdp")
-    assert [point.refusal for point in all_points] == [
+    all_points = grid(config, 8, axes="fsdp")
+    (row,) = runner.run(all_points, fakes.figures, about=ABOUT, out=tmp_path, num_workers=1)
+    assert (row["status"], row["reason"]) == (
+        "refused",
         "config.train.global_batch_size=4 is not divisible by"
-        " train.gradient_accumulation_steps x mesh.data x mesh.fsdp = 8; use 8"
-    ]
+        " train.gradient_accumulation_steps x mesh.data x mesh.fsdp = 8; use 8",
+    )
+    ranking = Ranking((row,))  # reasons without an empty table
+    assert str(ranking).splitlines()[2:] == [f"refused: fsdp=8: {row['reason']}"]
+    assert "<table" not in ranking._repr_html_() and "divisible" in ranking._repr_html_()
 
 
 def test_points_seq_lens_remats_and_transports_multiply(tmp_path):
     config = small(tmp_path)
     flags = dict(remat="full,attention", seq_len="2048,4096", transports="nccl,nvshmem")
-    all_points, _ = grid(config, 4, axes="context", **flags)
+    all_points = grid(config, 4, axes="context", **flags)
     assert len(all_points) == 8
     assert {p.config.data.seq_len for p in all_points} == {2048, 4096}
 
 
 @pytest.mark.parametrize("flags, message", [
-    (dict(axes="contxt"), "invalid 'contxt' for --axes: did you mean context?"),
-    (dict(strategies="ring,rings"), "invalid 'rings' for --strategies: did you mean ring?"),
-    (dict(remat="most"), r"invalid 'most' for --remat: .*attention, .*full"),
-    (dict(transports="rdma"), r"invalid 'rdma' for --transports: .*nccl, nvshmem"),
-    (dict(seq_len="64k,1.5M"), "invalid --seq_len=1.5M: expected tokens"),
+    (dict(axes="contxt"), "unknown setting config.mesh.contxt: did you mean config.mesh.context?"),
+    (dict(strategies="ring,rings"), "invalid --strategies=rings: expected one of 'ring', .*did you mean ring?"),
+    (dict(remat="most"), "invalid --remat=most: expected one of 'none', 'full', 'attention', 'matmuls'"),
+    (dict(transports="rdma"), r"invalid --transports=rdma: expected one of .*'nccl', 'nvshmem'"),
+    (dict(seq_len="64k,1.5M"), "invalid --seq_len=64k,1.5M: expected a list of tokens"),
 ])  # fmt: skip
 def test_grid_invalid_value_raises_user_error(tmp_path, flags, message):
-    with pytest.raises(UserError, match=message.replace("n context?", r"n context\?")):
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
         grid(small(tmp_path), 4, **flags)
 
 
@@ -166,7 +178,7 @@ def test_run_interrupted_resumes_without_repeating_points(tmp_path):
 def test_run_other_config_adds_rows(tmp_path):
     run(tmp_path, fakes.figures)
     config = small(tmp_path)
-    longer = grid(config, 4, axes="context,tensor", seq_len="8192")[0]
+    longer = grid(config, 4, axes="context,tensor", seq_len="8192")
     rows = runner.run(longer, fakes.figures, about=ABOUT, out=tmp_path, num_workers=3)
     assert [row["seq_len"] for row in rows] == [8192] * 3 and len(written(tmp_path)) == 6
 
@@ -186,6 +198,15 @@ def test_run_failing_point_is_a_row_and_others_finish(tmp_path, work, status, re
     assert f"\n{status}: context=2 x tensor=2 ring: {reason}\n" in str(Ranking(tuple(rows)))
 
 
+_CONFIG = """
+from jaxlc.config import defaults
+
+def get_config(variant):
+    config = defaults()
+    config.data.update(seq_len=4096, cache_dir="{cache_dir}")
+    config.train.update(global_batch_size=4, gradient_accumulation_steps=4)
+    return config
+"""
 # Runs the command twice in one process, with fake work: the first run is interrupted, the second one killed.
 # A shell starts background jobs, such as a CI job, with SIGINT ignored, and their children inherit that.
 _COMMAND_TWICE = """
@@ -287,8 +308,10 @@ def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
     monkeypatch.setattr(worker, "estimate", fakes.figures_for)
     figures = record_figures(monkeypatch)
-    flags = dict(axes="context,tensor", transports="nccl,nvshmem", seq_len="2048,4096")
-    assert runner.estimate(small(tmp_path), tmp_path, topology="h100:1x4", workers=4, constants="", **flags) == 0
+    flags = ["--axes=context,tensor", "--transports=nccl,nvshmem", "--seq_len=2048,4096", "--workers=4"]
+    config = tmp_path / "config.py"
+    config.write_text(_CONFIG.format(cache_dir=str(tmp_path)))
+    assert main(["sweep", f"--config={config}", "--topology=h100:1x4", f"--out={tmp_path}", *flags]) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("starting the GPU compiler for h100:1x4\n12 points\n")
     assert "tiny, estimated for h100:1x4" in printed.out and "does not fit" in printed.out
@@ -312,7 +335,7 @@ def _check_mesh_plot(figure) -> None:
     assert [bar.get_width() for bar in memory.patches[:6]] == [2, 2, 4, 4, 1, 1]
     assert [bar.get_alpha() for bar in speed.patches[:6]] == [1, 1, 1, 1, 0.35, 0.35]
     assert speed.get_yticklabels()[0].get_text() == "context=2 x tensor=2 ring, nvshmem"
-    assert memory.lines[0].get_xdata()[0] == 80  # capacity
+    assert memory.lines[0].get_xdata()[0] == 76 and "usable" in memory.get_xlabel()
     assert "4,096" in figure.get_suptitle()
 
 
@@ -371,8 +394,8 @@ def test_command_help_lists_own_flags_before_settings(capsys):
 @pytest.mark.gpu_compiler
 @pytest.mark.heavy
 def test_estimate_small_config_has_all_figures():
-    work = functools.partial(worker.estimate, topology="h100:1x4", constants="")
-    ((_, row),) = worker_processes.run_in_processes([load(small_config())], work, num_workers=1)
+    config = with_settings(load(small_config()), {"runtime.topology": "h100:1x4"})
+    ((_, row),) = worker_processes.run_in_processes([config], worker.estimate, num_workers=1)
     assert row["status"] == "done", row["reason"]
     assert row["fits"] and row["hops"] > 0 and row["hops_by"] == "NCCL" and row["kernel"] == "cudnn"
     assert row["tokens_per_second_per_device"] > 0 and 0 < row["mfu_causal"] < 1

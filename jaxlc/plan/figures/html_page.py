@@ -40,19 +40,21 @@ def document(title: str, body: str) -> str:
     """A complete HTML page around a fragment, in the light or dark colors that the browser is set to."""
     style = "margin:24px auto;max-width:1000px;padding:0 16px;background:Canvas;color:CanvasText"
     return (
-        f'<!doctype html>\n<html lang="en" style="color-scheme:light dark"><head><meta charset="utf-8">'
+        '<!doctype html>\n<html lang="en" style="color-scheme:light dark"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{escape(title)}</title></head>\n<body style="{style}">{body}</body></html>\n'
     )
 
 
-def fragment(plan: PlanRecord, figures: "Mapping[str, Figure]", text: str) -> str:
+def fragment(plan: PlanRecord, figures: "Mapping[str, Figure]", text: str, totals: Mapping[str, str]) -> str:
     """The body of the page, for a notebook.
 
     Args:
       figures: heading -> figure.
       text: the plan as plain text.
+      totals: further values, name -> text, such as the cost of the run.
     """
-    parts = [f'<div style="{_FONT};max-width:1000px">', *_head(plan)]
+    parts = [f'<div style="{_FONT};max-width:1000px">', *_head(plan, totals)]
     for heading, figure in figures.items():
         figure.suptitle("")  # the page has a title and a heading
         parts += [f'<div style="{_HEADING}">{escape(heading)}</div>', svg(figure)]
@@ -60,7 +62,7 @@ def fragment(plan: PlanRecord, figures: "Mapping[str, Figure]", text: str) -> st
     return "\n".join(parts)
 
 
-def _head(plan: PlanRecord) -> Iterator[str]:
+def _head(plan: PlanRecord, totals: Mapping[str, str]) -> Iterator[str]:
     memory, predicted = plan.memory, plan.predicted
     color, verdict = (TEAL, "fits") if memory.fits else (RED, "does not fit")
     badge = f"background:{color};color:white;border-radius:5px;padding:2px 9px;font-size:14px"
@@ -72,6 +74,7 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     settings = _settings(plan)
     if settings:
         yield _note(f"settings other than the defaults: {settings}")
+    yield from (_note(f"WARNING: {warning}.") for warning in report.warnings(plan))
     yield from (_note(f"hint: {hint}") for hint in plan.hints)
     exposed = predicted.exposed_communication_seconds / predicted.step_seconds
     tiles = {
@@ -80,6 +83,7 @@ def _head(plan: PlanRecord) -> Iterator[str]:
         "tokens/s per GPU, estimated": report.rate_text(predicted),
         "MFU (causal), estimated": report.mfu_text(predicted),
         "exposed communication, estimated": f"{two_digits(100 * exposed)}%",
+        **totals,
     }
     cells = (_tile(name, value) for name, value in tiles.items())
     yield f'<div style="display:flex;flex-wrap:wrap;gap:8px;margin:12px 0">{"".join(cells)}</div>'

@@ -54,6 +54,7 @@ def _host_parts(memory: Memory) -> _Parts:
         "parameters": (parameters, BLUE),
         "optimizer state": (optimizer, SKY),
         "gradients and activations": (memory.host_bytes_per_node - parameters - optimizer, TEAL),
+        "rest of the pools": (max(0, memory.host_pools_per_node_bytes - memory.host_bytes_per_node), GRAY),
         "checkpoint staging": (memory.staging_bytes_per_node, SILVER),
     }
 
