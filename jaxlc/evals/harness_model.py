@@ -22,6 +22,7 @@ from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
 from jaxlc.generation.generate_text import generator_of, stop_ids
+from jaxlc.generation.prompts import encoder_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.train.result.run_result import Result
 
@@ -170,12 +171,13 @@ class HarnessModel(TemplateLM):
                 " max_length in --model_args, or --gen_kwargs max_gen_toks=N"
             )
         ids = [self.tok_encode(prompt)[-(self.max_length - max_tokens) :] for prompt in prompts]
+        ends = stop_ids(encoder_of(self._result, chat=False), self._result.workdir)
         generations = generator_of(self._result)(
             [np.array(row, np.int32) for row in self._filled(ids)],
             max_tokens=max_tokens,
             sampling=Sampling(temperature=temperature, top_p=top_p if temperature else 1.0),
             stop=stop,
-            stop_ids=[*stop_ids(self._tokenizer, self._result.workdir), self.eot_token_id, *self._special_ids(stop)],
+            stop_ids=[*ends, self.eot_token_id, *self._special_ids(stop)],
         )
         return [generation.text for generation in generations[: len(prompts)]]
 
