@@ -8,6 +8,7 @@ from jaxlc.config import PRESETS, Config, Stage, to_dict
 from jaxlc.config.stage_schema import refusal
 from jaxlc.config.values import as_python
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
 from jaxlc.plan.output_files import check_output_file
 
 MARK = "Written by `jaxlc recommend`"
@@ -55,7 +56,7 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
     if model in PRESETS:
         lines.append(f"    config.model.preset = {as_python(model)}")
     elif model:  # a path is absolute, so that the file can be read from other directories
-        path = Path(model).expanduser()
+        path = local_path(model)
         lines.append(f"    config.model.init_from = {as_python(str(path.resolve()) if path.is_dir() else model)}")
     changes = _changes(base, recommended)
     lines += [
