@@ -27,8 +27,8 @@ from jaxlc.generation.prompts import encoder_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.train.result.run_result import Result
 
-NAME = "jaxlc"  # of the model in lm_eval
-_MAX_NEW_TOKENS = 256  # of a task that sets no limit, as for the model `hf`
+NAME = "jaxlc"  # the model in lm_eval
+_MAX_NEW_TOKENS = 256  # default of tasks without a limit, as for the model `hf`
 
 
 @register_model(NAME)
