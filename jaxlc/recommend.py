@@ -21,12 +21,12 @@ from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
 from jaxlc.config.settings import defaults
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.values import Count, Positive
+from jaxlc.core.progress_lines import print_to_stderr as log
 from jaxlc.plan.terminal import start_on_cpu, target_topology
 from jaxlc.runtime.worker_processes import Row, default_num_workers
 from jaxlc.search import runner, space
 from jaxlc.search.config_file import check_path, config_source
 from jaxlc.search.results import row_text
-from jaxlc.search.runner import log
 
 if TYPE_CHECKING:
     from jaxlc.search.best_first import Candidate, Compile

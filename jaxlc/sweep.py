@@ -22,12 +22,12 @@ from jaxlc.config.values import Count, Tokens, typed
 from jaxlc.core.axes import CONTEXT, FSDP, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
+from jaxlc.core.progress_lines import print_to_stderr as log
 from jaxlc.plan.terminal import start_on_cpu, target_topology
 from jaxlc.runtime.worker_processes import Row, default_num_workers, run_in_processes
 from jaxlc.search import results, runner, space, worker
 from jaxlc.search.ranking import ranked
 from jaxlc.search.results import Ranking
-from jaxlc.search.runner import log
 from jaxlc.search.space import Point
 
 __all__ = ["load"]

@@ -26,6 +26,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.write_errors import full_disk_reason
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
+_next_hook = sys.__unraisablehook__  # that of `jaxlc.core.interrupts` in a command
 DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
 BASE = "base"  # key of the stored meta: identifies the frozen parameters, which the checkpoint does not contain
 
@@ -129,7 +130,9 @@ def quiet_full_disk() -> None:
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_no_full_disk)  # has no effect the second time
-    sys.unraisablehook = _report_unraisable
+    global _next_hook
+    if sys.unraisablehook is not _report_unraisable:
+        _next_hook, sys.unraisablehook = sys.unraisablehook, _report_unraisable
 
 
 def _is_no_full_disk(record: logging.LogRecord) -> bool:
@@ -138,7 +141,7 @@ def _is_no_full_disk(record: logging.LogRecord) -> bool:
 
 def _report_unraisable(unraisable: Any) -> None:
     if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
+        _next_hook(unraisable)
 
 
 def _collect_abandoned_reads(seconds: float = 10.0) -> None:

@@ -21,8 +21,9 @@ from jaxlc.config import Config, from_dict
 from jaxlc.config.models.config_json import config_json_of, family_of
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.pretrained import CONFIG_FILE, locate, original_of
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
+from jaxlc.core.write_errors import write_errors_explained
 from jaxlc.hf.adapters import read_adapter, write_adapters
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
@@ -68,20 +69,19 @@ def export(
     partial = target.with_name(target.name + ".partial")  # renamed when it is complete
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        if adapters:
-            write_adapters(config, family, params, partial)
-        else:
-            content |= write_text_files(config, source, partial, longest=longest)
-            (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
-            _write_weights(config, family, params, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9))
-        if target.is_dir():
-            target.rmdir()
-        partial.rename(target)
-    except OSError as error:
-        raise UserError(f"cannot write to {target} ({reason_of(error)}): export to a different directory") from error
+        with write_errors_explained(target, "export to a different directory"):
+            partial.mkdir(parents=True)
+            if adapters:
+                write_adapters(config, family, params, partial)
+            else:
+                content |= write_text_files(config, source, partial, longest=longest)
+                (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+                _write_weights(config, family, params, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9))
+            if target.is_dir():
+                target.rmdir()
+            partial.rename(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that failed
+        shutil.rmtree(partial, ignore_errors=True)  # after an error
     return target
 
 
@@ -96,7 +96,7 @@ def _longest_sequence(directory: Path, step: int) -> int:
             with contextlib.suppress(UserError):  # another checkpoint, which cannot be read
                 stored = read_meta(directory, number)["config"]
                 longest, init_from = max(longest, stored["data"]["seq_len"]), stored["model"]["init_from"]
-    if init_from and Path(init_from).expanduser().exists() and (source := locate(init_from)).is_run:
+    if init_from and local_path(init_from).exists() and (source := locate(init_from)).is_run:
         longest = max(longest, _longest_sequence(source.directory.parent, int(source.directory.name)))
     return longest
 

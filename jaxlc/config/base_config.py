@@ -1,7 +1,6 @@
 """The config that a recommendation starts from: that of --config, or only a model. Imports no jax."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from ml_collections import ConfigDict
 
@@ -10,6 +9,7 @@ from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.settings import defaults
 from jaxlc.config.values import Tokens, typed
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
 from jaxlc.core.suggestions import suggestion
 
 TOKENS_PER_STEP = 4_194_304  # at most, without --config: as the shipped configs of 8B models
@@ -57,7 +57,7 @@ def set_model(config: ConfigDict, model: str) -> None:
     if model in PRESETS:
         config.model.preset = model
         return
-    if not Path(model).expanduser().is_dir() and not is_model_id(model):
+    if not local_path(model).is_dir() and not is_model_id(model):
         raise UserError(
             f"unknown --model={model}: expected a Hugging Face directory, a hub id ORGANIZATION/NAME, or one of"
             f" {', '.join(PRESETS)}{suggestion(model, PRESETS)}"

@@ -5,11 +5,9 @@ from typing import Any
 
 from jaxlc.config.checks.stage_checks import SCHEDULE
 from jaxlc.config.frozen import to_dict
-from jaxlc.config.stage_schema import Stage, StageConfig, refusal
+from jaxlc.config.stage_schema import FROM_LENGTHS, Stage, StageConfig, refusal
 from jaxlc.config.values import as_python, defaults_of
 
-# The lengths of stages decide them.
-_OF_LENGTHS = ("train.steps", "optimizer.schedule_steps", "optimizer.schedule_start")
 _HEAD = '''"""All settings of a run as `jaxlc train` resolved them; --config=FILE reads them."""
 
 from ml_collections import ConfigDict
@@ -34,7 +32,7 @@ def config_text(stages: Sequence[Stage]) -> str:
     It does not depend on defaults, presets, or a config.json that may change later. Relative paths stay relative.
     """
     first = stages[0]
-    settings = {path: value for path, value in _flat(first) if not (first.name and path in _OF_LENGTHS)}
+    settings = {path: value for path, value in _flat(first) if not (first.name and path in FROM_LENGTHS)}
     for index, stage in enumerate(stages[1:], start=1):
         settings |= {f"stages.{stage.name}.{path}": value for path, value in _changes(first, stage, index)}
     lines = [f"    {as_python(path)}: {as_python(value)}," for path, value in settings.items()]
@@ -72,7 +70,7 @@ def _changes(first: Stage, stage: Stage, index: int) -> Iterator[tuple[str, Any]
     """The settings with which a stage differs from the first one; `index`: its position, from 0."""
     given = dict(_flat(first)) | {"data.seed": first.config.data.seed + index}  # the seed that a stage has by default
     for path, value in _flat(stage):
-        is_derived = path in _OF_LENGTHS or refusal(stage.name, path)
+        is_derived = path in FROM_LENGTHS or refusal(stage.name, path)
         if stage.schedule == "continue" and path.removeprefix("optimizer.") in SCHEDULE:
             is_derived = True
         is_new_mixture = path.startswith("data.mixture.") and stage.config.data.mixture != first.config.data.mixture

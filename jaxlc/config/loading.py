@@ -1,7 +1,6 @@
 """Converts an editable ConfigDict to checked and frozen dataclasses. Imports no jax."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -14,6 +13,7 @@ from jaxlc.config.models.pretrained import locate, with_overrides
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.setting_paths import converted, set_at
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
 
 
 def load(config: ConfigDict | Config) -> Config:
@@ -46,7 +46,7 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     if "tokenizer" not in sections["data"] and sections["model"]["init_from"]:
         sections["data"] = locate(sections["model"]["init_from"]).data_settings() | sections["data"]
     template = sections["data"].get("chat_template", "")
-    if template not in CHAT_TEMPLATES and "{" not in template and (path := Path(template).expanduser()).is_file():
+    if template not in CHAT_TEMPLATES and "{" not in template and (path := local_path(template)).is_file():
         # A checkpoint has the text, because the file may change or go away.
         sections["data"]["chat_template"] = path.read_text(errors="replace")
     mixture = sorted(sections["data"].get("mixture", {}).items())  # the order in a config has no effect

@@ -10,6 +10,7 @@ from jaxlc.config.frozen import SECTIONS, Config
 _SECTIONS = ("attention", "data", "evals", "memory", "mesh", "optimizer", "train")
 _MODEL_PREFIXES = ("rope_theta", "rope_scaling", "sliding_rope_theta")
 _RUN_SETTINGS = ("data.tokenizer", "data.end_token", "train.seed", "train.keep_checkpoints")
+FROM_LENGTHS = ("train.steps", "optimizer.schedule_steps", "optimizer.schedule_start")  # set by the lengths of stages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Lines about the progress of long work, where there is no live display. Imports no jax."""
 
 import contextlib
-import functools
 import sys
 import threading
 import time
@@ -17,11 +16,14 @@ def no_progress(done: int, total: int) -> None:
     """An `Update` that shows nothing."""
 
 
-_to_stderr = functools.partial(print, file=sys.stderr, flush=True)
+def print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def progress_lines(what: str, *, is_shown: bool = True, log: Callable[[str], None] = _to_stderr) -> Iterator[Update]:
+def progress_lines(
+    what: str, *, is_shown: bool = True, log: Callable[[str], None] = print_to_stderr
+) -> Iterator[Update]:
     """Prints "WHAT: 38%, 1:07 left" every 10 seconds while it is entered; nothing for work that is shorter.
 
     A thread prints, so that a single long call has lines too: "WHAT: 0:20 so far".

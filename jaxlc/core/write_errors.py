@@ -20,12 +20,19 @@ def make_writable(directory: Path, advice: str) -> None:
     Raises:
       UserError: it cannot be created, or is not writable.
     """
-    try:
+    with write_errors_explained(directory, advice):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
+
+
+@contextmanager
+def write_errors_explained(place: Path | str, advice: str) -> Iterator[None]:
+    """Raises an OSError of the block as a UserError: "cannot write to PLACE (REASON): ADVICE"."""
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"cannot write to {directory} ({reason_of(error)}): {advice}") from error
+        raise UserError(f"cannot write to {place} ({reason_of(error)}): {advice}") from error
 
 
 def full_disk_reason(error: BaseException | None) -> str | None:

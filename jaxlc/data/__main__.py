@@ -20,6 +20,7 @@ from jaxlc.core import extras
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
+from jaxlc.core.progress_lines import print_to_stderr
 from jaxlc.core.suggestions import did_you_mean
 from jaxlc.core.write_errors import full_disk_explained, make_writable
 
@@ -51,7 +52,7 @@ def _run(command: ParsedCommand[Flags]) -> int:
 def _show(command: ParsedCommand[Flags]) -> int:
     from jaxlc.data.reports.examples import examples_of_stages
 
-    examples = examples_of_stages(command.stages, command.flags.num or 3, _print_to_stderr)
+    examples = examples_of_stages(command.stages, command.flags.num or 3, print_to_stderr)
     _print_warnings(examples.warnings)
     print(examples.text(color=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
     return 0
@@ -66,7 +67,7 @@ def _report(command: ParsedCommand[Flags]) -> int:
     sources, stages, warnings = {}, [], {}
     for stage in command.stages:
         config = stage.config
-        corpus = open_corpus(config.data, log=_print_to_stderr)
+        corpus = open_corpus(config.data, log=print_to_stderr)
         warnings |= dict.fromkeys(corpus.warnings)
         sources |= {source.name: source for source in source_lengths(corpus)}
         stages.append(stage_shares(stage.name, corpus, stage.num_steps * config.train.global_batch_size))
@@ -86,13 +87,9 @@ def _report(command: ParsedCommand[Flags]) -> int:
     return 0
 
 
-def _print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 def _print_warnings(warnings: Iterable[str]) -> None:
     for warning in warnings:
-        _print_to_stderr(f"warning: {warning}")
+        print_to_stderr(f"warning: {warning}")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ from functools import partial
 
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY, RULER
-from jaxlc.evals import needle, passkey, ruler
+from jaxlc.evals import needle, passkey
 from jaxlc.evals.example import CountTokens
 from jaxlc.evals.materials import Prose, prose_of
 from jaxlc.evals.predictions import Case
-from jaxlc.evals.ruler_questions import read_hotpotqa, read_squad
+from jaxlc.evals.ruler import ruler
+from jaxlc.evals.ruler.ruler_questions import read_hotpotqa, read_squad
 from jaxlc.evals.scoring import match_all
 
 _QUESTION_TASKS = ("qa_1", "qa_2")

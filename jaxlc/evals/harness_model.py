@@ -21,12 +21,14 @@ import jaxlc
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
 from jaxlc.generation.generate_text import generator_of, stop_ids
+from jaxlc.generation.prompts import encoder_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.train.result.run_result import Result
 
-NAME = "jaxlc"  # of the model in lm_eval
-_MAX_NEW_TOKENS = 256  # of a task that sets no limit, as for the model `hf`
+NAME = "jaxlc"  # the model in lm_eval
+_MAX_NEW_TOKENS = 256  # default of tasks without a limit, as for the model `hf`
 
 
 @register_model(NAME)
@@ -170,12 +172,13 @@ class HarnessModel(TemplateLM):
                 " max_length in --model_args, or --gen_kwargs max_gen_toks=N"
             )
         ids = [self.tok_encode(prompt)[-(self.max_length - max_tokens) :] for prompt in prompts]
+        ends = stop_ids(encoder_of(self._result, chat=False), self._result.workdir)
         generations = generator_of(self._result)(
             [np.array(row, np.int32) for row in self._filled(ids)],
             max_tokens=max_tokens,
             sampling=Sampling(temperature=temperature, top_p=top_p if temperature else 1.0),
             stop=stop,
-            stop_ids=[*stop_ids(self._tokenizer, self._result.workdir), self.eot_token_id, *self._special_ids(stop)],
+            stop_ids=[*ends, self.eot_token_id, *self._special_ids(stop)],
         )
         return [generation.text for generation in generations[: len(prompts)]]
 
@@ -202,10 +205,8 @@ class HarnessModel(TemplateLM):
     @functools.cached_property
     def _special_texts(self) -> dict[str, str]:
         """The tokens that tokenizer_config.json names, such as bos_token."""
-        path = self._tokenizer.file and self._tokenizer.file.with_name("tokenizer_config.json")
-        values = read_json(path) if path and path.is_file() else {}
-        texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in values.items()}
-        return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        file = self._tokenizer.file
+        return {} if file is None else named_tokens(read_tokenizer_config(file.parent))
 
     def _special_id(self, name: str) -> int | None:
         text = self._special_texts.get(name)
@@ -214,6 +215,6 @@ class HarnessModel(TemplateLM):
 
 def _trained_length(result: Result) -> int:
     """max_position_embeddings of a Hugging Face directory; the sequence length of a run."""
-    path = result.workdir / CONFIG_FILE
-    length = read_json(path).get("max_position_embeddings") if path.is_file() else None
-    return length or result.config.data.seq_len
+    if not result.is_pretrained:
+        return result.config.data.seq_len
+    return read_json(result.workdir / CONFIG_FILE).get("max_position_embeddings") or result.config.data.seq_len

@@ -11,7 +11,7 @@ from jaxlc.evals.document_loss import DocumentLosses
 from jaxlc.evals.score_rows import ScoreRow
 
 _COLORS = (BLUE, RED, TEAL, AMBER, VIOLET, SKY, GRAY)
-_NUM_WIDTHS = 4  # of lines
+_NUM_WIDTHS = 4  # line widths
 _TOKENS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 

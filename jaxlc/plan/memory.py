@@ -156,10 +156,13 @@ class Memory:
     def host_pools_fit(self) -> bool:
         """Whether a node has the memory for all pools of pinned host memory and for a checkpoint. It does not count in
         `fits`: the growth of the pools and their staging buffers are upper bounds."""
-        needed_bytes = self.host_pools_per_node_bytes + self.staging_bytes_per_node
-        return (
-            not self.host_pools_per_node_bytes or needed_bytes <= USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
-        )
+        usable_bytes = USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
+        return not self.host_pools_per_node_bytes or self.host_pools_and_staging_bytes <= usable_bytes
+
+    @property
+    def host_pools_and_staging_bytes(self) -> int:
+        """What the pools of pinned host memory and a checkpoint may need on a node."""
+        return self.host_pools_per_node_bytes + self.staging_bytes_per_node
 
     @property
     def fits(self) -> bool:

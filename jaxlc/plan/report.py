@@ -204,7 +204,7 @@ def warnings(plan: PlanRecord) -> Iterator[str]:
     """What would keep a step that fits from running, as sentences without a period."""
     memory = plan.memory
     if not memory.host_pools_fit:
-        needed_bytes = memory.host_pools_per_node_bytes + memory.staging_bytes_per_node
+        needed_bytes = memory.host_pools_and_staging_bytes
         usable = gib(USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes)
         yield (
             f"the pools of pinned host memory and a checkpoint may need {gib(needed_bytes)} GiB of a node, and {usable}"

@@ -24,7 +24,7 @@ from jaxlc.runtime import unified_memory
 # copies to its GPUs (xla/pjrt/gpu/se_gpu_pjrt_client.cc), and would allocate both in full.
 _HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 DEFAULT_HOST_GIB = 64
-STAGING_BYTES = 16 * 2**30  # of the staging pool of a process: the largest arrays are a few GiB; assumed
+STAGING_BYTES = 16 * 2**30  # staging pool of a process: the largest arrays are a few GiB; assumed
 _MARGIN = 1.05  # factor of the estimated need, for alignment
 _BATCHES_GIB = 1  # for staging buffers of batches and metrics
 _GRADIENT_BYTES = _PARAMETER_BYTES = 4

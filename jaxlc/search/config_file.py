@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxlc.config import PRESETS, Config, Stage, to_dict
-from jaxlc.config.stage_schema import refusal
+from jaxlc.config.stage_schema import FROM_LENGTHS, refusal
 from jaxlc.config.values import as_python
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
 from jaxlc.plan.output_files import check_output_file
 
 MARK = "Written by `jaxlc recommend`"
-_FROM_STEPS = ("train.steps", "optimizer.schedule_steps", "optimizer.schedule_start")  # set by the lengths of stages
 
 
 def check_path(path: Path) -> None:
@@ -55,7 +55,7 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
     if model in PRESETS:
         lines.append(f"    config.model.preset = {as_python(model)}")
     elif model:  # a path is absolute, so that the file can be read from other directories
-        path = Path(model).expanduser()
+        path = local_path(model)
         lines.append(f"    config.model.init_from = {as_python(str(path.resolve()) if path.is_dir() else model)}")
     changes = _changes(base, recommended)
     lines += [
@@ -73,7 +73,7 @@ def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> dict[str, 
         given = to_dict(stage.config)
         for section, settings in to_dict(config).items():
             for path, value in ((f"{section}.{name}", x) for name, x in settings.items() if x != given[section][name]):
-                if not (stage.name and path in _FROM_STEPS):
+                if not (stage.name and path in FROM_LENGTHS):
                     is_shared = not stage.name or refusal(stage.name, path)
                     changes[path if is_shared else f"stages.{stage.name}.{path}"] = value
     return changes

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,15 +15,11 @@ from typing import Any
 from jaxlc.config import Config, to_dict
 from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.errors import UserError
+from jaxlc.core.progress_lines import print_to_stderr as log
 from jaxlc.runtime.worker_processes import Row, Work, run_in_processes
 from jaxlc.search import worker
 from jaxlc.search.results import ROWS, read_rows, row_text
 from jaxlc.search.space import Point, name_of
-
-
-def log(line: str) -> None:
-    """Progress goes to stderr, results to stdout."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def estimate(

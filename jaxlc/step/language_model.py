@@ -124,7 +124,8 @@ class LanguageModel:
           bool [B, n].
         """
         padded = self._padded(tokens)
-        features_BTX, head_DV = self._functions(padded.batch.tokens.shape[1]).features(self.params, padded.batch)
+        functions = self._functions(padded.batch.tokens.shape[1])
+        features_BTX, head_DV = functions.features(self.params, padded.batch, *padded.tables)
         num_padding = features_BTX.shape[0] - len(positions)
         positions_Bn = np.pad(padded.natural_order[positions], ((0, num_padding), (0, 0)))
         candidates_Bn = np.pad(candidates, ((0, num_padding), (0, 0))).astype(np.int32)

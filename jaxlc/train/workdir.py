@@ -10,10 +10,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps, quiet_full_disk
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.errors import UserError
 from jaxlc.core.lock import LockHeld, locked
 from jaxlc.core.paths import local_path
-from jaxlc.core.write_errors import full_disk_explained, make_writable
+from jaxlc.core.write_errors import full_disk_explained, make_writable, write_errors_explained
 from jaxlc.train.reports.metrics import METRICS_FILE
 
 LOCK_FILE = "run.lock"
@@ -59,11 +59,9 @@ def prepare_workdir(workdir: str | Path) -> Path:
     """
     path, advice = local_path(workdir).absolute(), "use a different --workdir"
     make_writable(path, advice)
-    try:
+    with write_errors_explained(path, advice):
         (path / CHECKPOINTS_DIRECTORY).mkdir(exist_ok=True)
         (path / METRICS_FILE).open("a").close()
-    except OSError as error:
-        raise UserError(f"cannot write to {path} ({reason_of(error)}): {advice}") from error
     return path
 
 

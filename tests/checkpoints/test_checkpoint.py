@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxlc.checkpoints import checkpoint_files
 from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget, restore_params
 from jaxlc.core.errors import UserError
 from jaxlc.train.workdir import prepare_workdir
@@ -409,6 +411,7 @@ def test_kill_while_saving_loses_at_most_that_checkpoint(tmp_path):
 TWO_PROCESSES = """
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 directory, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 import jax
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process_id)
@@ -454,3 +457,14 @@ def test_two_processes_with_damage_use_same_older_checkpoint(tmp_path):
     state, _ = checkpoints.restore_latest(lambda _: RestoreTarget(target, dict(vocab_size=61)))
     checkpoints.close()
     np.testing.assert_array_equal(np.asarray(state["x"]), np.arange(4096, dtype=np.float32) * 2)
+
+
+def test_quiet_full_disk_passes_other_errors_to_the_hook_before(monkeypatch):
+    """Such as that of `jaxlc.core.interrupts`, which ends the process after Ctrl-C."""
+    seen: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    for _ in range(2):
+        checkpoint_files.quiet_full_disk()
+    for text in ("Event loop is closed", "another error"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))
+    assert seen == ["another error"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlc.evals import ruler
+from jaxlc.evals.ruler import ruler
 from jaxlc.evals.scoring import cleaned, score_of
 
 STORED = json.loads((Path(__file__).parent / "ruler_scores.json").read_text())["tasks"]

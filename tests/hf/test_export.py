@@ -230,17 +230,10 @@ def test_max_position_embeddings_is_the_longest_context(seq_len, base, scaling, 
     assert max_position_embeddings(load(ConfigDict({"model": scaling})).model, seq_len, base) == longest
 
 
-def test_export_that_fails_leaves_no_files(tmp_path, monkeypatch):
+def test_export_that_fails_leaves_no_files(tmp_path):
     write_untrained_run(tmp_path / "run")
     with pytest.raises(UserError, match="the run has no adapters"):
         jaxlc.export(tmp_path / "run", tmp_path / "out", adapters=True)
-
-    def write(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("jaxlc.hf.write.TensorWriter.write", write)
-    with pytest.raises(UserError, match="cannot write to .*out.partial .No space left on device.: export to"):
-        jaxlc.export(tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

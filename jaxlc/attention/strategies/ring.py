@@ -127,7 +127,7 @@ class RingState(NamedTuple):
     spec: AttentionSpec
     ranks: Ranks
     rank: jax.Array | int  # this rank's index on the axis
-    ranges: Any  # of `prepare`: arrays with one entry per ring step; None: an implicit mask
+    ranges: Any  # from `prepare`: arrays with one entry per ring step; None: an implicit mask
 
     @classmethod
     def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, ranges) -> "RingState":

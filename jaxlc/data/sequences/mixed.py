@@ -22,10 +22,10 @@ class PackedText(Protocol):
     """What `PackedSequences` and `MixedSequences` have in common."""
 
     seq_len: int
-    num_documents: int  # of all sources
-    num_tokens: int  # of all sources, in one epoch of each, without padding
+    num_documents: int  # in all sources
+    num_tokens: int  # in one epoch of each source, without padding
     num_sequences: int  # per epoch
-    epoch_tokens: int  # of these sequences, without padding
+    epoch_tokens: int  # in these sequences, without padding
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i, for any i >= 0; see `PackedSequences`."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.atomic_files import replacing
-from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.paths import local_path
+from jaxlc.core.write_errors import write_errors_explained
 
 PHONE_BOOK = "phone-book"
 _NAMES = """
@@ -112,13 +112,9 @@ def phone_book_file(config: DataConfig) -> Path:
     num_documents = max(_MIN_DOCUMENTS, _NUM_TOKENS // num_tokens)
     path = local_path(config.cache_dir) / f"{PHONE_BOOK}-{_FORMAT}-{num_tokens}.jsonl"
     if not path.exists():
-        try:
+        with write_errors_explained(f"data.cache_dir {config.cache_dir!r}", "use a writable directory"):
             path.parent.mkdir(parents=True, exist_ok=True)
             documents = itertools.islice(phone_book_documents(num_tokens), num_documents)
             with replacing(path) as out:  # several processes may write the same content at the same time
                 out.writelines(json.dumps({"text": " ".join(words)}).encode() + b"\n" for words in documents)
-        except OSError as error:
-            raise UserError(
-                f"cannot write to data.cache_dir {config.cache_dir!r} ({reason_of(error)}); use a writable directory"
-            ) from error
     return path

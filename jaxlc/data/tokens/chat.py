@@ -27,7 +27,7 @@ from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.paths import local_path
 from jaxlc.data.texts.chats import ASSISTANT
 from jaxlc.data.texts.records import BadRecord
-from jaxlc.data.tokens.tokenizers import read_tokenizer_config
+from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
 
 if TYPE_CHECKING:
     from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -249,7 +249,7 @@ def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str
       UserError: there is no template, or it cannot be read.
     """
     values = read_tokenizer_config(tokenizer_file.parent) if tokenizer_file else {}
-    special_tokens = _special_tokens(values)
+    special_tokens = named_tokens(values)
     if setting in TEMPLATES:
         return ChatTemplate(TEMPLATES[setting], special_tokens, f"the template {setting!r}")
     if "{" in setting:
@@ -266,16 +266,6 @@ def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str
     if not isinstance(template, str):
         raise UserError(f"data.tokenizer has no chat template, which chats need: {advice}")
     return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")
-
-
-def _special_tokens(values: dict[str, Any]) -> dict[str, str]:
-    """The special tokens that a template can name: bos_token and others."""
-    tokens = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in values.items()
-        if name.endswith("_token")
-    }
-    return {name: token for name, token in tokens.items() if isinstance(token, str)}
 
 
 def encode_chats(chats: Sequence[RenderedChat], tokenizer: "Tokenizer") -> list[tuple[np.ndarray, np.ndarray]]:

@@ -27,9 +27,10 @@ import numpy as np
 
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.atomic_files import replacing
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.errors import UserError
 from jaxlc.core.lock import locked
 from jaxlc.core.paths import local_path
+from jaxlc.core.write_errors import write_errors_explained
 from jaxlc.data.texts.documents import BadRecords, Fields
 from jaxlc.data.texts.sources import SourceFile, split_hash
 from jaxlc.data.tokens import parallel_tokenizing
@@ -130,7 +131,8 @@ def open_store(
 
     store = _read(paths, tokenizer)
     if store is None:
-        try:
+        advice = "use a writable directory with enough space for the tokenized corpus"
+        with write_errors_explained(f"data.cache_dir {config.cache_dir!r}", advice):
             directory.mkdir(parents=True, exist_ok=True)
             with locked(directory / f"{key}.lock.tmp", on_wait):
                 if _read(paths, tokenizer) is None:  # no other process has written it meanwhile
@@ -142,11 +144,6 @@ def open_store(
                         stream = parallel_tokenizing.parallel_pieces(parts, files, reader, config, tokenizer, log)
                     _write(paths, files, stream, reader, tokenizer, progress)
                     _keep_manifest(parts, directory / f"{key}.manifest.json")
-        except OSError as error:
-            raise UserError(
-                f"cannot write to data.cache_dir {config.cache_dir!r} ({reason_of(error)}); use a writable"
-                " directory with enough space for the tokenized corpus"
-            ) from error
         store = _read(paths, tokenizer)
         assert store is not None, f"{paths.tokens} was just written"
     if store.num_bad_records > config.max_bad_records:  # it was written with a higher limit

@@ -192,10 +192,9 @@ class HuggingFaceTokenizer:
 
     def _usual_end_token(self, path: Path) -> str:
         """The end-of-document token of this tokenizer, or "" if it has none."""
-        special, eos_token = self._special_tokens(), read_tokenizer_config(path.parent).get("eos_token")
+        special, named = self._special_tokens(), named_tokens(read_tokenizer_config(path.parent))
         usual = next((token for token in _END_OF_DOCUMENT if token in special), "")
-        eos_token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
-        return usual or (eos_token if isinstance(eos_token, str) else "")
+        return usual or named.get("eos_token", "")
 
     def _end_token_id(self, token: str) -> int:
         if not token:
@@ -254,3 +253,13 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     if problem:
         raise UserError(f"cannot read {str(path)!r} ({problem}); download it again or remove it")
     return content
+
+
+def named_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """The special tokens that tokenizer_config.json names: bos_token and others."""
+    tokens = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in tokenizer_config.items()
+        if name.endswith("_token")
+    }
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}

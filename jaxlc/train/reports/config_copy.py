@@ -9,7 +9,7 @@ from jaxlc.config.config_text import config_text
 from jaxlc.core.atomic_files import replacing
 
 CONFIG_COPY = "resolved_config.py"
-_MAX_NAMES = 8  # of changed settings in one line
+_MAX_NAMES = 8  # changed settings in one line
 
 
 def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:

@@ -29,7 +29,7 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
     if config.train.gradient_accumulation_steps > 1:
         batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
     devices = f"{step.mesh.size} x {device.device_kind}, {count_text(jax.process_count(), 'process', 'es')}"
-    model = [*_model_lines(config, step), _optimizer_line(config, step), *_precision_lines(config, device.platform)]
+    model = [*_model_lines(config, step), _optimizer_line(config, step), _precision_line(config, device.platform)]
     mesh = [f"mesh       {mesh_text(step.mesh.shape)}: {devices}", *_cudnn_lines(device)]
     if step.model is not None:
         return [*model, *mesh, f"step       {batch}", _checkpoints_line(config.train)]
@@ -94,14 +94,14 @@ def _optimizer_line(config: Config, step: TrainStep) -> str:
     )
 
 
-def _precision_lines(config: Config, platform: str) -> list[str]:
+def _precision_line(config: Config, platform: str) -> str:
     precision = config.precision
     products = "fp8 matrix products, otherwise " if precision.compute == "fp8" else ""
     frozen = ""
     if config.lora.rank or config.train.trainable or config.train.frozen:
         frozen = f"; frozen matrices {precision.frozen}"
     compute = compute_dtype(precision.compute, platform)
-    return [f"precision  {products}{compute} computation; trained parameters and optimizer state float32{frozen}"]
+    return f"precision  {products}{compute} computation; trained parameters and optimizer state float32{frozen}"
 
 
 def _checkpoints_line(train: TrainConfig) -> str:

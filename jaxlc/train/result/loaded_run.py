@@ -19,7 +19,7 @@ from jaxlc.config.checks.mesh_checks import working_mesh
 from jaxlc.config.models.pretrained import CONFIG_FILE, COPY_DIRECTORY, TOKENIZER_FILE, find_directory
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import displayed
+from jaxlc.core.paths import displayed, local_path
 from jaxlc.data import open_corpus
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.sharding.mesh import all_sizes, make_mesh
@@ -89,7 +89,7 @@ def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: Tok
 def _with_existing_tokenizer(config: Config, workdir: Path) -> Config:
     """`config`, with the tokenizer copied to `workdir` if its original Hugging Face directory is gone."""
     path, copy = Path(config.data.tokenizer), workdir / COPY_DIRECTORY / TOKENIZER_FILE
-    is_of_model = path == Path(config.model.init_from).expanduser() / TOKENIZER_FILE
+    is_of_model = path == local_path(config.model.init_from) / TOKENIZER_FILE
     if not is_of_model or path.exists() or not copy.is_file():
         return config
     return with_settings(config, {"data.tokenizer": str(copy)})

@@ -13,10 +13,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxlc.evals import ruler_lists, ruler_needles, ruler_questions
 from jaxlc.evals.example import CountTokens, Example, largest_example
 from jaxlc.evals.materials import Prose
-from jaxlc.evals.ruler_questions import Questions
+from jaxlc.evals.ruler import ruler_lists, ruler_needles, ruler_questions
+from jaxlc.evals.ruler.ruler_questions import Questions
 from jaxlc.evals.scoring import match_all, match_any
 
 
@@ -79,7 +79,7 @@ TASKS: dict[str, Task] = {
 
 @functools.cache
 def _templates() -> dict:
-    return json.loads((importlib.resources.files("jaxlc.evals") / "ruler_templates.json").read_text())
+    return json.loads((importlib.resources.files("jaxlc.evals.ruler") / "ruler_templates.json").read_text())
 
 
 def example(

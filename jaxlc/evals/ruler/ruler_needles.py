@@ -97,7 +97,7 @@ def lines_of_solved_example(
 ) -> int:
     """The lines of noise in the solved example of `variables`, as scripts/data/synthetic/variable_tracking.py of
     NVIDIA/RULER chooses them: as many as 500 tokens allow, without the solution, and at least 5."""
-    extra_tokens = count_tokens("")  # of the chat template or BOS, which the solved example does not have
+    extra_tokens = count_tokens("")  # from the chat template or BOS, which the solved example does not have
 
     def num_tokens(num_lines: int) -> int:
         return count_tokens("".join(_chains(settings, texts, num_lines, 3, rng)[:2])) - extra_tokens

@@ -1,0 +1,1 @@
+"""The 13 tasks of RULER: `ruler.example` makes their prompts."""

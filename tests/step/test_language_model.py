@@ -1,0 +1,22 @@
+"""Log-probabilities of candidates; `tests/train/test_run_api.py` has the other methods of `LanguageModel`."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlc.data.tokens.tokenizers import load_tokenizer
+from jaxlc.step.language_model import LanguageModel
+from tests.step.synthetic import small_config, small_step
+
+
+@pytest.mark.parametrize("is_pretrained", [False, True])
+def test_log_probs_have_the_rope_of_logits(is_pretrained):
+    """The frequencies of dynamic NTK depend on data.seq_len, or on the length of the text."""
+    scaling = dict(rope_scaling="dynamic_ntk", rope_scaling_factor=8.0, rope_scaling_original_tokens=8)
+    step = small_step(small_config(model=scaling))
+    params = jax.tree.map(lambda x: 8 * x, step.init().params)  # large attention logits
+    model = LanguageModel(step, params, load_tokenizer("bytes"), is_pretrained=is_pretrained)
+    ids = np.random.default_rng(0).integers(0, 61, (1, 20))
+    expected_V = np.asarray(jax.nn.log_softmax(model.logits(ids)[0, 19]))
+    log_probs, _ = model.log_probs(ids, np.full((1, 61), 19), np.arange(61)[None])
+    np.testing.assert_allclose(log_probs[0], expected_V, rtol=1e-4, atol=1e-5)
