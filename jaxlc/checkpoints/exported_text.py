@@ -43,7 +43,7 @@ def write_text_files(config: Config, source: Pretrained | None, target: Path, *,
     has_tokenizer = (target / TOKENIZER_FILE).is_file()
     tokenizer = load_tokenizer(str(target), config.data.end_token) if has_tokenizer else load_tokenizer("bytes")
     stop_ids = [] if source else [tokenizer.end_of_document_id]
-    if has_tokenizer and (config.data.chat_template or any(x.chat_field for x in config.data.mixture)):
+    if has_tokenizer and (config.data.chat_template or any(x.has_chats for x in config.data.mixture)):
         changes, end_of_turn = _write_template(config, tokenizer, target)
         base_ids = [] if source is None else eos_token_ids(source.directory)
         known = [end_of_turn, tokenizer.end_of_document_id, *base_ids]
