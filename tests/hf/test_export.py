@@ -206,7 +206,7 @@ def test_export_of_a_chat_run_replaces_the_template_of_its_base_and_keeps_genera
     # The tokenizer of a run may be another one, for instance with tokens for the markers of a template.
     own = write_chat_model(tmp_path / "own", {"chat_template.jinja": chat.TEMPLATES["chatml"]})
     write_tokenizer(own, 59, (*_SPECIAL_TOKENS, "<|more|>"))
-    mixture = dict(chats=dict(paths="x", chat_field="messages"))
+    mixture = dict(chats=dict(paths="x", chat_format="messages"))
     save_step_0(config_of(source, data__tokenizer=str(own), data__mixture=mixture), tmp_path / "other")
     out = jaxlc.export(tmp_path / "other", tmp_path / "out-other")
     assert (out / "tokenizer.json").read_bytes() == (own / "tokenizer.json").read_bytes()
