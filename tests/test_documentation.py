@@ -168,7 +168,7 @@ def check_arguments(arguments: list[str]) -> None:
     verb, *flags = arguments
     # The model is read when the flags are parsed, and need not exist on this machine.
     flags = [flag for flag in flags if not flag.startswith("--config.model.init_from=")]
-    flags = [flag for flag in flags if (verb, flag) != ("data", "report")]
+    flags = [flag for flag in flags if verb != "data" or flag not in ("report", "show")]
     own = [flag for flag in flags if not re.match(r"--(no)?config[.=]", flag)]
     takes_paths = verb in ("eval", "export", "generate", "profile")
     own = [flag for flag in own if not takes_paths or flag.startswith("-")]

@@ -128,7 +128,7 @@ def test_installed_quickstart_trains_in_an_empty_directory(installed, tmp_path):
 def test_installed_plan_prints_page_and_writes_files(installed, tmp_path):
     """In an empty directory, with a shipped config, and without the variables of the tests."""
     arguments = [
-        "--config=64k:mini",
+        "--config=256k:mini",
         "--topology=h100:1x4",
         "--transport=auto",
         "--json=plan.json",
@@ -137,6 +137,7 @@ def test_installed_plan_prints_page_and_writes_files(installed, tmp_path):
         "--advise",
         "--evaluation",
         "--host_memory_gib=100",
+        "--config.mesh.fsdp=1",
         "--config.mesh.context=2",
         "--config.mesh.tensor=2",
         "--config.model.num_layers=2",

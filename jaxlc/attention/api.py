@@ -146,5 +146,5 @@ def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, call: _Call, context_axis
         ranks=(Ranks(context_axis, lax.axis_size(context_axis)),),
         token_order=call.token_order,
     )
-    ranges = None if segments_bt is None else prepare_shard(None, segments_bt, **settings)
+    ranges = None if segments_bt is None else prepare_shard(None, segments_bt, kernel=None, **settings)
     return attend_shard(q_btnH, k_bskH, v_bskH, ranges, kernel=kernel, **settings)

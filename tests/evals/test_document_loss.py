@@ -122,5 +122,5 @@ def test_command_overlays_checkpoints_and_names_missing_documents(run, texts, tm
     assert [len(read_scores(out / f"{i}-{run.name}" / "step-1")) for i in (1, 2)] == [3, 3]
     assert main(["eval", str(run), "--tasks=loss", "--lengths=4096", f"--documents={texts}"]) == 2
     assert main(["eval", str(run), "--tasks=loss", "--lengths=512"]) == 2
-    errors = capsys.readouterr().err.splitlines()
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: 4,096")]
     assert "has 4,096 tokens: use a smaller length" in errors[0] and "the task loss needs documents" in errors[1]
