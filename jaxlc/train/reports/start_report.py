@@ -124,8 +124,8 @@ def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
     return [
         f"data       {count_text(train.num_documents, 'document')}, {count_text(train.num_tokens, 'token')};"
         f" held out: {count_text(heldout.num_documents, 'document')}, {count_text(heldout.num_tokens, 'token')}",
-        f"{_epoch_text(train)}, {_decimal(steps_per_epoch)} steps; this run:"
-        f" {count_text(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch)} epochs",
+        f"{_epoch_text(train)}, {_decimal(steps_per_epoch, 'step')}; this run:"
+        f" {count_text(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch, 'epoch')}",
     ]
 
 
@@ -180,7 +180,8 @@ def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, met
     return lines
 
 
-def _decimal(number: float) -> str:
+def _decimal(number: float, noun: str) -> str:
     if number < 0.01:
-        return "less than 0.01"
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+        return f"less than 0.01 {noun}s"
+    text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    return f"{text} {noun}{'' if text == '1' else 's'}"
