@@ -249,6 +249,7 @@ def _read_arrays(
 
 
 def _check_same_model(directory: Path, stored: dict, current: dict) -> None:
+    stored = {"kinds": {}, **stored}  # earlier versions did not have this setting
     for name in sorted((stored.keys() | current.keys()) - {"preset", "init_from"}):
         if stored.get(name) != current.get(name):
             raise UserError(

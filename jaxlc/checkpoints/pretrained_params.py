@@ -30,7 +30,7 @@ def check_pretrained(step: TrainStep) -> None:
     else:
         model = step.config.model
         family = family_of(pretrained.config_json(), model)
-        open_files(pretrained.directory, family, abstract, dims, vocab_size=model.vocab_size)
+        open_files(pretrained.directory, family, abstract, dims, model=model)
 
 
 def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None = None) -> tuple[dict, str]:
@@ -55,7 +55,7 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
             family_of(pretrained.config_json(), config.model),
             abstract,
             dims,
-            vocab_size=config.model.vocab_size,
+            model=config.model,
             progress=progress,
         )
         line = f"weights    {pretrained.directory}, {num_bytes:,} bytes read by this process"

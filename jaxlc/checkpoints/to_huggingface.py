@@ -107,7 +107,7 @@ def _write_weights(
     """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their tensors."""
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
+    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     with TensorWriter(target, _shapes(layouts), dtype=dtype, max_shard_bytes=max_shard_bytes) as files:
         paths = list(abstract)
         for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxlc.config.checks.stage_checks import SCHEDULE
+from jaxlc.config.differences import NAMED_PARTS
 from jaxlc.config.frozen import to_dict
 from jaxlc.config.stage_schema import FROM_LENGTHS, Stage, StageConfig, refusal
 from jaxlc.config.values import as_python, defaults_of
@@ -54,14 +55,12 @@ def _arguments(stage: Stage) -> str:
 
 
 def _flat(stage: Stage) -> Iterator[tuple[str, Any]]:
-    """(path, value) of the settings, those of sources as data.mixture.NAME.FIELD; the sources replace data.sources."""
+    """(path, value) of the settings, those of a source as data.mixture.NAME.FIELD; the sources replace data.sources."""
     for section, fields in to_dict(stage.config).items():
         for name, value in fields.items():
             path = f"{section}.{name}"
-            if path == "data.mixture":
-                yield from (
-                    (f"{path}.{key}.{field}", x) for key, source in value.items() for field, x in source.items()
-                )
+            if (section, name) in NAMED_PARTS:
+                yield from ((f"{path}.{key}.{field}", x) for key, part in value.items() for field, x in part.items())
             elif path != "data.sources" or not stage.config.data.mixture:
                 yield path, value
 

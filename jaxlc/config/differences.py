@@ -4,9 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlc.config.data_schema import SourceConfig
+from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.values import as_argument, defaults_of
 from jaxlc.core import html
 
+# (section, setting) -> the class of the parts with names that it contains.
+NAMED_PARTS: dict[tuple[str, str], type] = {("data", "mixture"): SourceConfig, ("model", "kinds"): KindConfig}
 Values = Mapping[str, Mapping[str, Any]]  # section -> name -> value
 
 
@@ -18,7 +21,7 @@ def differences(values: Values, defaults: Values) -> Iterator[tuple[str, str, An
 
 
 def _all_values(values: Values, defaults: Values) -> Iterator[tuple[str, str, Any, Any]]:
-    """Yields (section, name, value, default) of each setting; the name is mixture.NAME.FIELD for those of sources."""
+    """Yields (section, name, value, default) of each setting; the name is mixture.NAME.FIELD for those of a source."""
     for section, fields in defaults.items():
         for name, default in fields.items():
             value = values.get(section, {}).get(name)
@@ -26,9 +29,9 @@ def _all_values(values: Values, defaults: Values) -> Iterator[tuple[str, str, An
             if not isinstance(value, Mapping):
                 yield section, name, value, default
                 continue
-            for source, set_fields in value.items():
-                for field, field_default in defaults_of(SourceConfig).items():
-                    yield section, f"{name}.{source}.{field}", set_fields.get(field, field_default), field_default
+            for part, set_fields in value.items():
+                for field, field_default in defaults_of(NAMED_PARTS[section, name]).items():
+                    yield section, f"{name}.{part}.{field}", set_fields.get(field, field_default), field_default
 
 
 def setting_text(value: Any) -> str:

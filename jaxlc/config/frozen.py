@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxlc.config import differences
 from jaxlc.config.data_schema import DataConfig
+from jaxlc.config.differences import NAMED_PARTS
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import (
@@ -75,12 +76,13 @@ SECTIONS: dict[str, type] = typing.get_type_hints(Config)
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
     values = {section: _plain(getattr(config, section)) for section in SECTIONS}
-    values["data"]["mixture"] = {source.pop("name"): source for source in map(_plain, config.data.mixture)}
+    for section, name in NAMED_PARTS:
+        values[section][name] = {part.pop("name"): part for part in map(_plain, values[section][name])}
     return values
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    """The values of a section or source, with lists for tuples."""
+    """The values of a section, source or kind of layers, with lists for tuples."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(part).items()}
 
 
@@ -88,5 +90,6 @@ def default_values(preset: str) -> dict[str, dict[str, Any]]:
     """The default of every setting, section by section; for the model, those of `preset`, a key of PRESETS."""
     sections = {section: defaults_of(cls) for section, cls in SECTIONS.items()}
     sections["model"] = {**vars(PRESETS[preset]), "preset": DEFAULT_PRESET}
-    sections["data"]["mixture"] = dict[str, Any]()
+    for section, name in NAMED_PARTS:
+        sections[section][name] = dict[str, Any]()
     return sections

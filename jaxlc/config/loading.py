@@ -6,7 +6,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxlc.config.checks.all_checks import check
-from jaxlc.config.data_schema import CHAT_TEMPLATES, SourceConfig
+from jaxlc.config.data_schema import CHAT_TEMPLATES
+from jaxlc.config.differences import NAMED_PARTS
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, to_dict
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.models.pretrained import locate, with_overrides
@@ -14,6 +15,8 @@ from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.setting_paths import converted, set_at
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
+
+_LATER_SETTINGS = {"kinds"}  # settings of the model that configs of earlier versions do not have
 
 
 def load(config: ConfigDict | Config) -> Config:
@@ -49,8 +52,9 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     if template not in CHAT_TEMPLATES and "{" not in template and (path := local_path(template)).is_file():
         # A checkpoint has the text, because the file may change or go away.
         sections["data"]["chat_template"] = path.read_text(errors="replace")
-    mixture = sorted(sections["data"].get("mixture", {}).items())  # the order in a config has no effect
-    sections["data"]["mixture"] = tuple(SourceConfig(name=name, **fields) for name, fields in mixture)
+    for (section, setting), part in NAMED_PARTS.items():
+        fields_by_name = sorted(sections[section].get(setting, {}).items())  # the order in a config has no effect
+        sections[section][setting] = tuple(part(name=name, **fields) for name, fields in fields_by_name)
     loaded = Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
     check(loaded)
     return loaded
@@ -73,11 +77,11 @@ def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
 
     A config that was loaded before has all of them, and init_from is not read again: the model may be gone.
     """
-    shape = dict(vars(PRESETS[model.get("preset", DEFAULT_PRESET)]))
-    if model.keys() == shape.keys():
-        return model
+    shape = {**vars(PRESETS[model.get("preset", DEFAULT_PRESET)]), "kinds": {}}
+    if shape.keys() - model.keys() <= _LATER_SETTINGS:
+        return {**shape, **model}
     if not model.get("init_from"):
         return with_scaling(shape, model)
-    explicit = {name: value for name, value in model.items() if name not in ("preset", "init_from")}
+    explicit = {name: value for name, value in model.items() if name not in ("preset", "init_from") and value != {}}
     settings = with_overrides(locate(model["init_from"]), explicit)
     return shape | settings | {"preset": DEFAULT_PRESET, "init_from": model["init_from"]}

@@ -1,7 +1,8 @@
 """The tree of settings: what is declared at a path "section[.NAME].field", and values with these types. Imports no jax.
 
-A part of the tree is a dataclass: the config, a section, a source of data.mixture, or a stage. Sources and stages have
-names; they are declared as tuple[SourceConfig, ...], and a dictionary NAME -> settings while they are edited.
+A part of the tree is a dataclass: the config, a section, a source of data.mixture, a kind of model.kinds, or a stage.
+The last three have names: sources are declared as tuple[SourceConfig, ...], and are a dictionary NAME -> settings while
+they are edited.
 """
 
 import dataclasses
@@ -15,12 +16,13 @@ from ml_collections import ConfigDict
 
 from jaxlc.config.data_schema import SourceConfig
 from jaxlc.config.frozen import SECTIONS, Config
+from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.stage_schema import StageConfig, refusal
 from jaxlc.config.values import SettingError, invalid_value, typed
 from jaxlc.core.suggestions import did_you_mean, nearest_name
 
-NAMED = {SourceConfig: "source", StageConfig: "stage"}
+NAMED = {SourceConfig: "source", KindConfig: "layer kind", StageConfig: "stage"}
 
 
 def item_of(hint: Any) -> type | None:
@@ -127,7 +129,7 @@ def is_part(hint: Any) -> bool:
 
 def is_placeholder(path: str) -> bool:
     """Whether the setting is None until it is set: its default comes from the preset or from model.init_from."""
-    return path.startswith("model.") or path == "data.tokenizer"
+    return path == "data.tokenizer" or (path.rpartition(".")[0] == "model" and not is_part(hint_at(path)))
 
 
 def converted(path: str, value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Which parameters are trained, and how many, from the config alone. Imports no jax."""
 
 import fnmatch
+from collections import Counter
 
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
@@ -22,6 +23,13 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
     """The number of entries of all adapters."""
     if not lora.rank:
         return 0
+    return lora.rank * sum(
+        model.num_layers_of(kind) * _adapter_size(model.of_kind(kind), lora) for kind in set(model.layer_kinds)
+    )
+
+
+def _adapter_size(model: ModelConfig, lora: LoraConfig) -> int:
+    """Inputs and outputs of the adapters of a layer."""
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     sizes = dict(  # inputs + outputs
         query=model.model_dim + query,
@@ -32,7 +40,7 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
         mlp_up=model.model_dim + model.ffn_dim,
         mlp_down=model.ffn_dim + model.model_dim,
     )
-    return lora.rank * model.num_layers * sum(sizes[name] for name in {*lora.projections})
+    return sum(sizes[name] for name in {*lora.projections})
 
 
 def num_frozen_params(model: ModelConfig, lora: LoraConfig, train: TrainConfig, *, matmuls_only: bool = False) -> int:
@@ -49,19 +57,24 @@ def num_frozen_params(model: ModelConfig, lora: LoraConfig, train: TrainConfig, 
 
 def _matrix_sizes(model: ModelConfig) -> dict[str, int]:
     """Entries of each matrix, of all layers together, by the names in the parameter tree."""
+    vocabulary = ("embedding",) if model.tie_embeddings else ("embedding", "head")
+    sizes = Counter(dict.fromkeys(vocabulary, model.vocab_size * model.model_dim))
+    for (_, *kind), layers in model.layer_stacks.items():  # the last layers have the names of the others
+        for name, size in _layer_sizes(model.of_kind(model.kinds_of_layers[layers[0]])).items():
+            sizes["/".join(("layers", *kind, name))] += len(layers) * size
+    return dict(sizes)
+
+
+def _layer_sizes(model: ModelConfig) -> dict[str, int]:
+    """Entries of each matrix of a layer."""
     query = model.model_dim * model.num_heads * model.head_dim
     key_value = model.model_dim * model.num_kv_heads * model.head_dim
-    of_layer = {
+    return {
         "attention/wq": query,
         "attention/wk": key_value,
         "attention/wv": key_value,
         "attention/wo": query,
         **{f"mlp/{name}": model.model_dim * model.ffn_dim for name in ("w_gate", "w_up", "w_down")},
-    }
-    vocabulary = ("embedding",) if model.tie_embeddings else ("embedding", "head")
-    return {
-        **{f"layers/{name}": model.num_layers * size for name, size in of_layer.items()},
-        **dict.fromkeys(vocabulary, model.vocab_size * model.model_dim),
     }
 
 

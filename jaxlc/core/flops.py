@@ -13,14 +13,15 @@ forward and 8 N H in the backward. The number of pairs in a sequence of T tokens
     full     T^2            the convention of Megatron-LM and PaLM (2204.02311, appendix B): 12 L N H T per token
     causal   T (T + 1) / 2  the pairs that a causal mask leaves: half
 
-In sliding layers with a window of W < T tokens they are T W and T W - W (W - 1) / 2.
+In sliding layers with a window of W < T tokens they are T W and T W - W (W - 1) / 2. A pair in a layer whose kind has
+other heads counts as many pairs as it has FLOPs (`num_layers_by_kind`).
 
 A packed sequence has fewer pairs: the sum of the causal counts of its documents (`document_pairs`). So the causal FLOPs
 of packed sequences, and the utilization that is computed from them, are overestimates. State "causal", "full" or
 "documents" with every figure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 
@@ -34,6 +35,7 @@ class DecoderShape(Protocol):
     @property
     def layer_kinds(self) -> Sequence[str]: ...
     def num_layers_of(self, kind: str) -> int: ...
+    def of_kind(self, kind: str) -> "DecoderShape": ...
     def window_of(self, kind: str) -> int | None: ...
     @property
     def model_dim(self) -> int: ...
@@ -60,7 +62,7 @@ def training_flops(
 ) -> float:
     """Model FLOPs of forward and backward of one optimizer step over `num_sequences` of `seq_len`, on all devices."""
     count = {"full": _all_pairs, "causal": causal_pairs}[attention]
-    pairs = sum(model.num_layers_of(kind) * count(seq_len, model.window_of(kind)) for kind in set(model.layer_kinds))
+    pairs = sum(layers * count(seq_len, model.window_of(kind)) for kind, layers in num_layers_by_kind(model).items())
     return num_sequences * step_flops(model, num_tokens=seq_len, num_pairs=pairs)
 
 
@@ -78,14 +80,23 @@ def matmul_flops(model: DecoderShape, num_tokens: int) -> float:
     return 6.0 * num_matmul_params(model) * num_tokens
 
 
-def document_pairs(model: DecoderShape, lengths: Sequence[int]) -> int:
+def document_pairs(model: DecoderShape, lengths: Sequence[int]) -> float:
     """Pairs of a packed sequence with documents of these lengths in tokens, summed over the layers."""
-    kinds = set(model.layer_kinds)
     return sum(
-        model.num_layers_of(kind) * causal_pairs(int(length), model.window_of(kind))
-        for kind in kinds
+        layers * causal_pairs(int(length), model.window_of(kind))
+        for kind, layers in num_layers_by_kind(model).items()
         for length in lengths
     )
+
+
+def num_layers_by_kind(model: DecoderShape) -> dict[str, float]:
+    """Layers of each kind, as the number of layers with the heads of the model whose attention has as many FLOPs."""
+
+    def width(shape: DecoderShape) -> int:
+        return shape.num_heads * shape.head_dim
+
+    kinds = dict.fromkeys(model.layer_kinds)
+    return {kind: model.num_layers_of(kind) * width(model.of_kind(kind)) / width(model) for kind in kinds}
 
 
 def causal_pairs(seq_len: int, window: int | None = None) -> int:
@@ -100,16 +111,28 @@ def _all_pairs(seq_len: int, window: int | None) -> int:
 
 def num_matmul_params(model: DecoderShape) -> int:
     """The number of entries of all weight matrices in matrix products: the layers and the output head."""
-    attention = model.model_dim * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)  # q and o, k and v
-    feed_forward = 3 * model.model_dim * model.ffn_dim  # gate, up and down
-    return model.num_layers * (attention + feed_forward) + model.model_dim * model.vocab_size
+    return _sum_over_layers(model, _layer_matmul_params) + model.model_dim * model.vocab_size
 
 
 def num_params(model: DecoderShape) -> int:
     """The number of parameters, without the padding of the vocabulary."""
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim  # tied: counted as the head
+    return num_matmul_params(model) + embedding + _sum_over_layers(model, _layer_vectors) + model.model_dim
+
+
+def _sum_over_layers(model: DecoderShape, count: Callable[[DecoderShape], int]) -> int:
+    """The sum of `count` of all layers."""
+    return sum(model.num_layers_of(kind) * count(model.of_kind(kind)) for kind in set(model.layer_kinds))
+
+
+def _layer_matmul_params(model: DecoderShape) -> int:
+    attention = model.model_dim * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)  # q and o, k and v
+    return attention + 3 * model.model_dim * model.ffn_dim  # gate, up and down
+
+
+def _layer_vectors(model: DecoderShape) -> int:
+    """Entries of the norms and biases of a layer."""
     num_normed_heads = {"none": 0, "head": 2, "projection": model.num_heads + model.num_kv_heads}[model.qk_norm]
     num_biased_heads = model.num_heads + 2 * model.num_kv_heads if model.qkv_bias else 0
     num_norms = 4 if model.norm_placement == "pre_and_post" else 2
-    vectors = num_norms * model.model_dim + (num_normed_heads + num_biased_heads) * model.head_dim
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim  # tied: counted as the head
-    return num_matmul_params(model) + embedding + model.num_layers * vectors + model.model_dim
+    return num_norms * model.model_dim + (num_normed_heads + num_biased_heads) * model.head_dim

@@ -66,13 +66,13 @@ def layout_for(num_tokens: int, mesh: Mesh) -> CacheLayout:
 
 
 def num_cached_heads(model: ModelConfig, mesh: Mesh) -> int:
-    """Key/value heads in the cache: those of the model, repeated if the tensor axis is larger."""
+    """Key/value heads in the cache of layers with the sizes of `model`: repeated if the tensor axis is larger."""
     return max(model.num_kv_heads, mesh.shape[TENSOR])
 
 
-def kv_spec(kind: str) -> PartitionSpec:
-    """The sharding of the arrays of `KV`."""
-    return PartitionSpec(None, BATCH_AXES, None if kind == "sliding" else CONTEXT, TENSOR, None)
+def kv_spec(window: int | None) -> PartitionSpec:
+    """The sharding of the arrays of `KV`, for layers with this window."""
+    return PartitionSpec(None, BATCH_AXES, None if window else CONTEXT, TENSOR, None)
 
 
 def abstract_cache(
@@ -82,9 +82,9 @@ def abstract_cache(
     sizes = {LAYER_STACKS[0]: model.num_layers - model.num_last_layers, LAYER_STACKS[1]: model.num_last_layers}
 
     def kv(kind: str, num_layers: int) -> KV:
-        tokens = model.window if kind == "sliding" else layout.max_tokens
-        shape = (num_layers, batch_size, tokens, num_cached_heads(model, mesh), model.head_dim)
-        array = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, kv_spec(kind)))
+        window, sizes = model.window_of(kind), model.of_kind(kind)
+        shape = (num_layers, batch_size, window or layout.max_tokens, num_cached_heads(sizes, mesh), sizes.head_dim)
+        array = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, kv_spec(window)))
         return KV(array, array)
 
     period = len(model.layer_kinds)

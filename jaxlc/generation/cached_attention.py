@@ -69,7 +69,7 @@ class CachedAttention:
         local = _attend_window if self.window else functools.partial(_attend_all, layout=self.layout)
         spec = attention_spec(self.config, causal=False, window=None, scale=None)
         heads = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None)
-        cache_spec = kv_spec("sliding" if self.window else "full")
+        cache_spec = kv_spec(self.window)
         batch_spec = PartitionSpec(BATCH_AXES)
         specs = (heads, heads, heads, KV(cache_spec, cache_spec), PartitionSpec(), NewTokens(batch_spec, batch_spec))
         split = jax.shard_map(

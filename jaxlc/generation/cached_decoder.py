@@ -17,6 +17,7 @@ from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.generation.cache import KV, CacheLayout
 from jaxlc.generation.cached_attention import CachedAttention, NewTokens
 from jaxlc.models import decoder
+from jaxlc.models.layer_stack import Stacks
 from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
@@ -72,7 +73,7 @@ class CachedDecoder:
 
     def _run_stack(
         self,
-        layers: DecoderLayer,
+        layers: DecoderLayer | nnx.Dict,
         x_BCD: jax.Array,
         caches: tuple[KV, ...],
         new: NewTokens,
@@ -81,22 +82,21 @@ class CachedDecoder:
     ) -> tuple[jax.Array, tuple[KV, ...]]:
         """Runs stacked layers, one period of kinds per iteration. The caches are in the carry of the loop, where XLA
         updates them in place."""
-        layer_def, stacked = nnx.split(layers)
-        period = len(caches)
-        kinds = self.model.layer_kinds[:period]
-        stacked = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stacked)
+        stacks = Stacks.split(layers)
+        places = stacks.places(self.model.layer_kinds[: len(caches)])
 
         def run_period(carry, inputs):
             (x_BCD, caches), (params, index) = carry, inputs
             updated = []
-            for place, (kind, cache) in enumerate(zip(kinds, caches, strict=True)):
-                layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), params))
-                x_BCD, cache = self._run_layer(layer, kind, x_BCD, cache, index, new, tables[kind], shard)
+            for place, cache in zip(places, caches, strict=True):
+                own = jax.tree.map(operator.itemgetter(place.index), params.of(place.stack))
+                layer = nnx.merge(stacks.defs[place.stack], *own)
+                x_BCD, cache = self._run_layer(layer, place.kind, x_BCD, cache, index, new, tables[place.kind], shard)
                 updated.append(cache)
             return (x_BCD, tuple(updated)), None
 
-        num_periods = len(jax.tree.leaves(stacked)[0])
-        inputs = stacked, jnp.arange(num_periods, dtype=jnp.int32)
+        num_periods = stacks.num_layers // len(places)
+        inputs = stacks.grouped(places), jnp.arange(num_periods, dtype=jnp.int32)
         return lax.scan(run_period, (x_BCD, caches), inputs)[0]
 
     def _run_layer(

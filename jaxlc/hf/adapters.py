@@ -50,9 +50,8 @@ class StackedAdapter:
 
 def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | None:
     """The adapters of the weight with this path; None if it has none."""
-    stack, _, name = path.partition("/")
-    projection = next((projection for projection, of in PROJECTIONS.items() if of.param == name), None)
-    adapter = f"{stack}/{name.partition('/')[0]}/{LORA}/{projection}"
+    projection = next((name for name, projection in PROJECTIONS.items() if path.endswith(f"/{projection.param}")), None)
+    adapter = f"{path.rpartition('/')[0]}/{LORA}/{projection}"
     if f"{adapter}/a" not in params.abstract:
         return None
     arrays = params.read([f"{adapter}/a", f"{adapter}/b"])
@@ -70,7 +69,7 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
         raise UserError("the run has no adapters (config.lora.rank is 0): export it without --adapters")
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
+    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     trained = _trained_layouts(config, layouts)
     if model.tie_embeddings and "embedding" in trained:
         raise Unsupported(
@@ -83,7 +82,8 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
     with TensorWriter(target, shapes, dtype="F32", max_shard_bytes=num_bytes, single_file=_WEIGHTS_FILE) as files:
         for name, array in tensors.items():
             files.write(name, array)
-    targets = {_module(layouts[f"layers/{PROJECTIONS[name].param}"]) for name in config.lora.projections}
+    params_with_adapters = tuple(f"/{PROJECTIONS[name].param}" for name in config.lora.projections)
+    targets = {_module(layout) for path, layout in layouts.items() if path.endswith(params_with_adapters)}
     content = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",

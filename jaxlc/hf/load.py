@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxlc.config.models.families import Family
-from jaxlc.core.axes import LAYER_STACKS
+from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.safetensors_files import DTYPES, TensorFiles
 from jaxlc.hf.tensor_slices import Layout
@@ -28,7 +28,7 @@ def load_params(
     abstract_params: Any,
     dims: Any,
     *,
-    vocab_size: int,
+    model: ModelConfig,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict, int]:
     """The parameters of the model in `directory`, and the number of bytes of tensors that this process read.
@@ -36,13 +36,13 @@ def load_params(
     Args:
       abstract_params: shapes, dtypes and shardings of the parameters; shardings may be in host memory.
       dims: the same tree; each leaf is a tuple of dimension names. The dimension "vocab" may be larger than
-        `vocab_size`, and is padded with zeros.
+        `model.vocab_size`, and is padded with zeros.
       progress: called with the bytes of parameters done and in total.
     Raises:
       UserError: as `open_files`; or a tensor has NaN or infinite values.
       Unsupported: as `open_files`.
     """
-    files, layouts = open_files(directory, family, abstract_params, dims, vocab_size=vocab_size)
+    files, layouts = open_files(directory, family, abstract_params, dims, model=model)
     abstract = _by_path(abstract_params)
     total, done, loaded = sum(map(_num_bytes, abstract.values())), 0, {}
     for path, param in abstract.items():
@@ -55,39 +55,37 @@ def load_params(
 
 
 def open_files(
-    directory: Path, family: Family, abstract_params: Any, dims: Any, *, vocab_size: int
+    directory: Path, family: Family, abstract_params: Any, dims: Any, *, model: ModelConfig
 ) -> tuple[TensorFiles, dict[str, Layout]]:
     """The files of the model in `directory`, and the layouts of its parameters by path. Reads only the headers.
 
     Args:
-      abstract_params, dims, vocab_size: as `load_params`.
+      abstract_params, dims, model: as `load_params`.
     Raises:
       UserError: a file or tensor is missing, is damaged or has an unexpected shape.
       Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
     """
     files = TensorFiles(directory)
     files.tensors = _of_language_model(files.tensors, family)
-    layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), vocab_size)
+    layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model)
     _check(files, layouts)
     return files, layouts
 
 
 def layouts_of(
-    family: Family, abstract: Mapping[str, Any], dims: Mapping[str, tuple[str, ...]], vocab_size: int
+    family: Family, abstract: Mapping[str, Any], dims: Mapping[str, tuple[str, ...]], model: ModelConfig
 ) -> dict[str, Layout]:
     """The layout of the tensor of each parameter, by the parameter's path, without vocabulary padding."""
-    tensors = {tensor.param: tensor for tensor in family.tensors}
-    layouts = {}
+    tensors, layouts = {tensor.param: tensor for tensor in family.tensors}, {}
+    stacks = {"/".join(path) + "/": layers for path, layers in model.layer_stacks.items()}
     for path, param in abstract.items():
-        stack, _, name = path.partition("/")
-        sizes = tuple(vocab_size if dim == _VOCAB else size for dim, size in zip(dims[path], param.shape))
-        if stack not in LAYER_STACKS:
+        sizes = tuple(model.vocab_size if dim == _VOCAB else size for dim, size in zip(dims[path], param.shape))
+        stack = next((stack for stack in stacks if path.startswith(stack)), None)
+        if stack is None:
             layouts[path] = Layout(tensor=tensors[path], shape=sizes)
-            continue
-        path_in_first = f"{LAYER_STACKS[0]}/{name}"  # the last layers follow those of the first stack
-        first = 0 if path == path_in_first else abstract[path_in_first].shape[0]
-        layers = range(first, first + sizes[0])
-        layouts[path] = Layout(tensor=tensors[path_in_first], shape=sizes[1:], layers=layers)
+        else:
+            tensor = tensors[f"layers/{path.removeprefix(stack)}"]
+            layouts[path] = Layout(tensor=tensor, shape=sizes[1:], layers=stacks[stack])
     return layouts
 
 

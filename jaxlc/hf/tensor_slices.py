@@ -11,11 +11,11 @@ from jaxlc.config.models.families import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A tensor, or those of consecutive layers, and the parameter that they become."""
+    """A tensor, or those of several layers, and the parameter that they become."""
 
     tensor: Tensor
     shape: tuple[int, ...]  # shape of the parameter, for one layer
-    layers: range | None = None  # for a stacked parameter: the indices of its layers in the model
+    layers: Sequence[int] | None = None  # for a stacked parameter: the indices of its layers in the model
 
     @property
     def names(self) -> list[str]:

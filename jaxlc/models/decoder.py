@@ -6,14 +6,15 @@
 It computes no logits: the loss computes them chunk by chunk. The decoder is independent of attention strategies and
 tiling, which are inside `LayerContext.run_layer`, and of the mesh, which is inside its `Sharder`.
 
-The kinds of layers (model.layer_kinds) repeat with a period. Their parameters are stacked in "layers", of which a scan
-runs one period per iteration (`layer_stack`). If the period does not divide the number of layers, the rest is in
-"last_layers" and runs after the scan.
+The kinds of layers (model.layer_kinds) repeat with a period. Their parameters are stacked in "layers", or in
+"layers"/KIND for each kind if the shapes of kinds differ (`ModelConfig.layer_stacks`). A scan runs one period per
+iteration (`layer_stack`). If the period does not divide the number of layers, the rest is in "last_layers" and runs
+after the scan.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +50,19 @@ class Decoder(nnx.Module):
         padding = vocab_size_padded - V
         self.embedding = _pad_vocab(matrix(keys, fan_in=D, vocab=V, model=D), padding)
         self.head = None if model.tie_embeddings else _pad_vocab(matrix(keys, fan_in=D, model=D, vocab=V), padding)
-        stacked = nnx.vmap(lambda key: DecoderLayer(model, InitKeys(key), fp8, lora))
         layer_keys = jax.random.split(keys.params(), model.num_layers)
-        num_in_periods = model.num_layers - model.num_last_layers
-        self.layers = stacked(layer_keys[:num_in_periods])
-        self.last_layers = stacked(layer_keys[num_in_periods:]) if model.num_last_layers else None
+
+        def stacked(layers: Sequence[int]) -> DecoderLayer:
+            shape = model.of_kind(model.kinds_of_layers[layers[0]])
+            return nnx.vmap(lambda key: DecoderLayer(shape, InitKeys(key), fp8, lora))(layer_keys[jnp.array(layers)])
+
+        stacks: dict[str, Any] = dict.fromkeys(LAYER_STACKS)
+        for (stack, *kind), layers in model.layer_stacks.items():
+            if kind:
+                stacks[stack] = nnx.Dict({**(stacks[stack] or {}), kind[0]: stacked(layers)})
+            else:
+                stacks[stack] = stacked(layers)
+        self.layers, self.last_layers = stacks.values()
         self.final_norm = RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=D)
         self.embedding_multiplier = D**0.5 if model.scale_embeddings else 1.0
 
@@ -172,10 +181,14 @@ def _abstract_decoder(
 def _bf16_flags(model: ModelConfig, state, fp8: Fp8 | None) -> dict:
     """The values of all `IsBf16` variables of the decoder, float32, one per layer of each stack."""
 
+    layer_stacks = model.layer_stacks
+
     def flags(path, like):
+        stack, kind = (key.key for key in path[:2])
+        layers = layer_stacks.get((stack,)) or layer_stacks[stack, kind]
         is_bf16_L = jnp.zeros(model.num_layers, like.dtype).at[jnp.array(fp8.bf16_layers)].set(1)
-        first = 0 if path[0].key == LAYER_STACKS[0] else model.num_layers - model.num_last_layers
-        return is_bf16_L[first : first + len(like)]
+        is_consecutive = layers[-1] - layers[0] == len(layers) - 1
+        return is_bf16_L[layers[0] : layers[-1] + 1] if is_consecutive else is_bf16_L[jnp.array(layers)]
 
     return nnx.to_pure_dict(jax.tree.map_with_path(flags, nnx.filter_state(state, IsBf16)))
 

@@ -30,8 +30,8 @@ def frozen_names(config: Config, names: Sequence[str]) -> frozenset[str]:
     if not (trainable or lora.rank):
         raise UserError("config.train.frozen selects all parameters: at least one must be trained")
     for projection in lora.projections if lora.rank else ():
-        name = f"layers/{PROJECTIONS[projection].param}"
-        if name in trainable:
+        name = next((name for name in sorted(trainable) if name.endswith(f"/{PROJECTIONS[projection].param}")), None)
+        if name is not None:
             raise UserError(
                 f"config.train.trainable selects {name}, which has an adapter: remove {projection!r} from"
                 " config.lora.projections, or add the parameter to config.train.frozen"

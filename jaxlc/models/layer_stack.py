@@ -1,11 +1,13 @@
 """Runs the layers of a stack: a scan over periods of layer kinds, with rematerialization of layers and of groups.
 
-The kinds of layers (model.layer_kinds) repeat with a period. Their parameters have equal shapes and are stacked. An
-iteration of the scan runs one period of them, or one remat group.
+The kinds of layers (model.layer_kinds) repeat with a period. Their parameters are stacked: in one stack if all kinds
+have equal shapes, and otherwise in one for each kind. An iteration of the scan runs one period, or one remat group; a
+group is whole periods, so each iteration has the same number of layers of every stack.
 """
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -60,8 +62,55 @@ class LayerContext(NamedTuple):
     compute_dtype: Any  # the dtype of matrix products and of the residual stream
 
 
+class Place(NamedTuple):
+    """Where one layer of an iteration has its parameters."""
+
+    kind: str
+    stack: str  # key of `Stacks.params`
+    index: int  # among the layers of the stack in this iteration
+
+
+class Stacks(NamedTuple):
+    """The layers of one of LAYER_STACKS: a stack for each kind, or one with the key "" for all kinds."""
+
+    defs: dict[str, nnx.GraphDef]
+    params: LayerParams  # both parts are dictionaries of stacks, with arrays [layers, ...]
+
+    @classmethod
+    def split(cls, layers: DecoderLayer | nnx.Dict, is_frozen: IsFrozen = lambda *_: False) -> "Stacks":
+        """The stacks of a decoder's `layers` or `last_layers`."""
+        by_key = {"": layers} if isinstance(layers, DecoderLayer) else dict(layers)
+        defs, trainable, frozen = {}, {}, {}
+        for key, layer in by_key.items():
+            prefix = (key,) if key else ()
+            parts = nnx.split(layer, lambda path, leaf, prefix=prefix: is_frozen((*prefix, *path), leaf), ...)
+            defs[key], frozen[key], trainable[key] = parts
+        return cls(defs, LayerParams(trainable, frozen))
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(jax.tree.leaves(self.params.of(stack))[0]) for stack in self.defs)
+
+    def places(self, kinds: Sequence[str]) -> list[Place]:
+        """The places of an iteration with layers of these kinds."""
+        stacks = [kind if kind in self.defs else "" for kind in kinds]
+        return [Place(kind, stack, stacks[:i].count(stack)) for i, (kind, stack) in enumerate(zip(kinds, stacks))]
+
+    def grouped(self, places: Sequence[Place]) -> LayerParams:
+        """The parameters as [iterations, layers of the stack in an iteration, ...]."""
+        sizes = Counter(place.stack for place in places)
+
+        def grouped(stacks: dict) -> dict:
+            return {
+                key: jax.tree.map(lambda x, size=sizes[key]: x.reshape(-1, size, *x.shape[1:]), stack)
+                for key, stack in stacks.items()
+            }
+
+        return LayerParams(*map(grouped, self.params))
+
+
 def run_stack(
-    layers: DecoderLayer,
+    layers: DecoderLayer | nnx.Dict,
     x_BTD: jax.Array,
     positions_BT: jax.Array,
     layer_kinds: Sequence[str],
@@ -73,38 +122,32 @@ def run_stack(
     Args:
       is_frozen: selects the parameters that are not differentiated.
     """
-    layer_def, frozen, trainable = nnx.split(layers, is_frozen, ...)
-    stacked = LayerParams(trainable, frozen)
-    num_layers = len(jax.tree.leaves(stacked)[0])
-    period = min(len(layer_kinds), num_layers)
+    stacks = Stacks.split(layers, is_frozen)
+    num_layers = stacks.num_layers
+    places = stacks.places(layer_kinds[:num_layers])
     run_layer, shard, remat = context.run_layer, context.shard, context.remat
     shared = positions_BT, context.ranges  # arrays that are equal for all layers
 
-    def run_one(kind, x_BTD, params, shared, prefetch=None):
+    def run_one(place, x_BTD, params, shared, prefetch=None):
         positions_BT, ranges = shared
         params = LayerParams(params.trainable, jax.lax.stop_gradient(params.frozen))  # for `offloaded_layers`
-        return run_layer[kind](layer_def, params, x_BTD, positions_BT, ranges[kind], prefetch, shard=shard)
+        layer_def = stacks.defs[place.stack]
+        return run_layer[place.kind](layer_def, params, x_BTD, positions_BT, ranges[place.kind], prefetch, shard=shard)
 
-    run_kind = {kind: remat.wrap_layer(functools.partial(run_one, kind)) for kind in run_layer}
-    runs = [run_kind[kind] for kind in layer_kinds[:period]]
+    run_kind = {place.kind: remat.wrap_layer(functools.partial(run_one, place)) for place in places}
     if len(layer_kinds) > 1:
-        runs = [_in_backward_order(run) for run in runs]
+        run_kind = {kind: _in_backward_order(run) for kind, run in run_kind.items()}
     if remat.layers_per_group > 1:
         group_size = min(remat.layers_per_group, num_layers)
-        runs = [remat.wrap_group(_group_of([runs[index % period] for index in range(group_size)]))]
-        stacked = _grouped(stacked, group_size)
-    if shard.weights_on_host:
-        (run,) = runs  # `config.layer_checks` requires remat groups if layers differ
-        return offloaded_layers.run_layers(run, x_BTD, stacked, shared, shard.fetched)
-    if len(runs) == 1:
-        return jax.lax.scan(lambda x_BTD, params: runs[0](x_BTD, params, shared), x_BTD, stacked)[0]
-
-    def run_period(x_BTD, params):
-        for run, layer_params in zip(runs, _unstacked(params), strict=True):
-            x_BTD, _ = run(x_BTD, layer_params, shared)
-        return x_BTD, None
-
-    return jax.lax.scan(run_period, x_BTD, _grouped(stacked, period))[0]
+        places = stacks.places([layer_kinds[index % len(layer_kinds)] for index in range(group_size)])
+        run, params = remat.wrap_group(_group_of(run_kind, places)), stacks.grouped(places)
+    elif len(places) == 1:
+        run, params = run_kind[places[0].kind], stacks.params.of(places[0].stack)
+    else:
+        run, params = _period_of(run_kind, places), stacks.grouped(places)
+    if shard.weights_on_host:  # `config.layer_checks` requires remat groups if layers differ
+        return offloaded_layers.run_layers(run, x_BTD, params, shared, shard.fetched)
+    return jax.lax.scan(lambda x_BTD, params: run(x_BTD, params, shared), x_BTD, params)[0]
 
 
 def _in_backward_order(run: Callable) -> Callable:
@@ -127,26 +170,33 @@ def _in_backward_order(run: Callable) -> Callable:
     return run_ordered
 
 
-def _group_of(runs: Sequence[Callable]) -> Callable:
-    """A function that runs one remat group, layer by layer; its parameters are stacked."""
+def _group_of(run_kind: Mapping[str, Callable], places: Sequence[Place]) -> Callable:
+    """A function that runs one remat group, layer by layer; its parameters are grouped."""
 
     def run_group(x_BTD, params, shared, prefetch=None):
+        def run(place, x_BTD, *prefetch):
+            layer = jax.tree.map(operator.itemgetter(place.index), params.of(place.stack))
+            return run_kind[place.kind](x_BTD, layer, shared, *prefetch)
+
         # Not a scan: when the group is recomputed, the output of its last layer is unused and not computed.
-        x_BTD, next_weights = runs[0](x_BTD, _layer_at(params, 0), shared, prefetch)
-        for index, run in enumerate(runs[1:], 1):
-            x_BTD, _ = run(x_BTD, _layer_at(params, index), shared)
+        x_BTD, next_weights = run(places[0], x_BTD, prefetch)
+        for place in places[1:]:
+            x_BTD, _ = run(place, x_BTD)
         return x_BTD, next_weights
 
     return run_group
 
 
-def _layer_at(stacked, index: int):
-    return jax.tree.map(operator.itemgetter(index), stacked)
+def _period_of(run_kind: Mapping[str, Callable], places: Sequence[Place]) -> Callable:
+    """A function that runs one period, layer by layer; its parameters are grouped."""
 
+    def run_period(x_BTD, params, shared):
+        layers = {stack: _unstacked(params.of(stack)) for stack in params.trainable}
+        for place in places:
+            x_BTD, _ = run_kind[place.kind](x_BTD, layers[place.stack][place.index], shared)
+        return x_BTD, None
 
-def _grouped(stacked, size: int):
-    """[L, ...] as [L / size, size, ...]."""
-    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), stacked)
+    return run_period
 
 
 def _unstacked(stacked) -> list:

@@ -39,6 +39,10 @@ class LayerParams(NamedTuple):
         """These frozen parameters with other trainable ones."""
         return LayerParams(trainable, self.frozen)
 
+    def of(self, stack: str) -> "LayerParams":
+        """The parameters of one stack, if both parts are dictionaries of stacks."""
+        return LayerParams(self.trainable[stack], self.frozen[stack])
+
 
 class Prefetch(NamedTuple):
     """Weights of the layers that follow, copied to the device while a layer runs."""

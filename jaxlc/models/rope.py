@@ -53,15 +53,15 @@ def depends_on_length(model: ModelConfig) -> bool:
 
 
 def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int | None = None) -> RopeTables | None:
-    """Tables for positions 0 <= position < max_tokens of layers of one kind; None for `nope`.
+    """Tables for positions 0 <= position < max_tokens of layers of one kind; None without RoPE (`nope`).
 
     Args:
-      kind: full, sliding or nope, as in `model.layer_kinds`.
+      kind: as in `model.layer_kinds`.
       rope_tokens: the length that dynamic_ntk and longrope choose frequencies for: data.seq_len for all sequences of a
         run, also shorter documents and longer prompts; the length of the text for a model that was loaded from a
         Hugging Face directory. None: max_tokens.
     """
-    if kind == "nope":
+    if model.attention_of(kind) == "nope":
         return None
     radians, factor = rope_frequencies(model, kind, max_tokens if rope_tokens is None else rope_tokens)
     low = np.arange(min(LOW_TOKENS, max_tokens))
@@ -117,7 +117,7 @@ def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, ja
 
 
 def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies:
-    """Frequencies of the layers of kind full or sliding.
+    """Frequencies of the layers of one kind that has RoPE.
 
     linear: Chen et al. 2023, arXiv:2306.15595. ntk: Peng et al. 2023, arXiv:2309.00071, section 3.1. dynamic_ntk:
     section 3.3, with the base of transformers. yarn: sections 3.2 and 3.4, with the ramp over dimensions of the
@@ -126,8 +126,8 @@ def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies
     Args:
       seq_len: length that dynamic_ntk and longrope depend on.
     """
-    dim = int(model.head_dim * model.rope_fraction)
-    if kind == "sliding":
+    dim = int(model.of_kind(kind).head_dim * model.rope_fraction)
+    if model.attention_of(kind) == "sliding":
         return Frequencies(_powers(model.sliding_rope_theta, dim), 1.0)
     scale, theta = model.rope_scaling_factor, model.rope_theta
     if model.rope_scaling == "ntk":

@@ -23,10 +23,11 @@ from jaxlc.plan.compiled_program import CompiledProgram, compile_program
 from jaxlc.plan.generation_result import GenerationPlan, ProgramPlan
 from jaxlc.simulate.interval import time_interval
 from jaxlc.simulate.roofline import Roofline
-from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
+from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel, shape_of
 from jaxlc.simulate.timed_ops import TimedOps
 from jaxlc.simulate.timeline import Simulator
 from jaxlc.simulate.topology import Topology, make_mesh
+from jaxlc.step.layer_kernels import by_kind
 from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import build_step
@@ -49,14 +50,14 @@ class CachedTimeModel(TimeModel):
         Without a window, all queries attend to the keys of each rank, whose shares are equal up to a block. With a
         window, each rank has its own queries.
         """
-        model, shape = self.config.model, self.step.mesh.shape
+        model, shape = shape_of(call, self.config.model), self.step.mesh.shape
         num_heads = model.num_heads // shape[TENSOR]
         pairs = chunk_pairs(self.num_past, self.num_new, model.window if call.has_window else None) / shape[CONTEXT]
         return 4.0 * model.head_dim * num_heads * self._local_batch_size * pairs
 
     def attention_seconds(self, call: AttentionKernelCall) -> float:
         """The larger of the compute time and the time to read keys and values once, as in decoding."""
-        model, mesh = self.config.model, self.step.mesh
+        model, mesh = shape_of(call, self.config.model), self.step.mesh
         num_heads = num_cached_heads(model, mesh) // mesh.shape[TENSOR]
         num_tokens = self.num_past + self.num_new
         num_keys = num_tokens / mesh.shape[CONTEXT]
@@ -151,10 +152,10 @@ def _step(config: Config, gpus: Topology, cache_dtype: str) -> CachedStep:
 
 
 def _kernel_choice(step: CachedStep) -> str:
-    config = step.config
-    device = step.mesh.devices.flat[0]
-    kernel = kernel_for(config.attention.kernel, device, dtype=step.compute_dtype, head_dim=config.model.head_dim)
-    return f"{kernel.name} ({kernel.reason})"
+    model, device = step.config.model, step.mesh.devices.flat[0]
+    choose = functools.partial(kernel_for, step.config.attention.kernel, device, dtype=step.compute_dtype)
+    kernels = {kind: choose(head_dim=model.of_kind(kind).head_dim) for kind in model.layer_kinds}
+    return "; ".join(by_kind({kind: f"{kernel.name} ({kernel.reason})" for kind, kernel in kernels.items()}))
 
 
 def _program_plan(

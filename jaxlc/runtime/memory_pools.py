@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
-from jaxlc.config import Config, RuntimeConfig
+from jaxlc.config import Config, ModelConfig, RuntimeConfig
 from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
 from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
@@ -128,24 +128,37 @@ def _offloaded_bytes(config: Config) -> int:
 
 
 def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> float:
-    """Bytes of named activations (`config.schema.TENSOR_NAMES`) of these layers, for one microbatch on one GPU."""
-    model, mesh = config.model, config.mesh
-    itemsize = 4 if config.precision.compute == "fp32" else 2
-    num_key_heads = max(model.num_kv_heads, mesh.tensor)  # fewer heads than ranks are repeated
-    values_per_token = dict(
+    """Bytes of named activations (`config.schema.TENSOR_NAMES`) of `num_layers` average layers, for one microbatch on
+    one GPU."""
+    model, names = config.model, list(names)
+    num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
+    values = sum(
+        model.num_layers_of(kind) * values_per_token[name]
+        for kind in set(model.layer_kinds)
+        for values_per_token in [_values_per_token(config, model.of_kind(kind))]
+        for name in names
+    )
+    return num_tokens * values * num_layers / model.num_layers * _itemsize(config) / config.mesh.num_devices
+
+
+def _itemsize(config: Config) -> int:
+    return 4 if config.precision.compute == "fp32" else 2
+
+
+def _values_per_token(config: Config, model: ModelConfig) -> dict[str, int]:
+    """Values of each named activation of a layer with the sizes of `model`."""
+    num_key_heads = max(model.num_kv_heads, config.mesh.tensor)  # fewer heads than ranks are repeated
+    return dict(
         residual=model.model_dim,
         query=model.num_heads * model.head_dim,
         key=num_key_heads * model.head_dim,
         value=num_key_heads * model.head_dim,
         attention_out=model.num_heads * model.head_dim,
-        attention_lse=model.num_heads * 4 // itemsize,  # float32
+        attention_lse=model.num_heads * 4 // _itemsize(config),  # float32
         attention_projected=model.model_dim,
         mlp_gate=model.ffn_dim,
         mlp_up=model.ffn_dim,
     )
-    num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
-    values = sum(values_per_token[name] for name in names) * num_layers
-    return num_tokens * values * itemsize / mesh.num_devices
 
 
 def _prepare_gpu_pool(config: RuntimeConfig, environment: MutableMapping[str, str]) -> str:

@@ -9,12 +9,12 @@ corrects the rest (`best_first`), and the answer is always a compiled step.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.config import Config
+from jaxlc.config import Config, ModelConfig
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.config.schema import TENSOR_NAMES, MemoryConfig
 from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
@@ -71,7 +71,8 @@ class Rates:
 
     def kernels(self, config: Config) -> Mapping[str, str] | None:
         """The attention kernel of each kind of layers; None if the requested one is unsupported."""
-        values = config.tokens_per_step * config.model.num_heads * config.model.head_dim
+        shapes = map(config.model.of_kind, config.model.layer_kinds)
+        values = config.tokens_per_step * max(shape.num_heads * shape.head_dim for shape in shapes)
         values //= config.train.gradient_accumulation_steps * config.mesh.num_devices
         key = (config.attention.strategy, values >= 2**31)  # more than cuDNN's offsets
         if key not in self._kernels:
@@ -97,8 +98,10 @@ class Layout:
         self.num_shards = mesh.fsdp * mesh.context * mesh.tensor
         self.num_frozen = num_frozen_params(model, config.lora, train)
         self.num_trained = num_params(model) - self.num_frozen + num_adapter_params(model, config.lora)
-        self.query_dim = model.num_heads * model.head_dim / mesh.tensor
-        self.key_dim = max(model.num_kv_heads / mesh.tensor, 1) * model.head_dim
+        # Means over the layers.
+        self.query_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.head_dim / mesh.tensor)
+        self.key_dim = _mean_over_layers(model, lambda x: max(x.num_kv_heads / mesh.tensor, 1) * x.head_dim)
+        self.ffn_dim = _mean_over_layers(model, lambda shape: shape.ffn_dim / mesh.tensor)
         self.head_params = model.model_dim * model.vocab_size / mesh.tensor
         self.collectives = self._collectives()
         self.attention_seconds = functools.cache(self._attention_seconds)  # by memory.tile_tokens
@@ -185,16 +188,16 @@ class Layout:
         for kind, kernel in self.kernels.items():
             window = model.window_of(kind)
             pairs = self.num_sequences * causal_pairs(config.data.seq_len, window) / config.mesh.context
-            layers = model.num_layers_of(kind) / model.num_layers
+            shape, share = model.of_kind(kind), model.num_layers_of(kind) / model.num_layers
             # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice. One ring step has a mask.
             for is_backward, products in enumerate((2, 7 if kernel == "pallas" else 5)):
-                totals[is_backward] += layers * self.roofline.attention_seconds(
+                totals[is_backward] += share * self.roofline.attention_seconds(
                     self.gpus.device,
                     kernel,
                     is_backward=bool(is_backward),
-                    flops=2 * products * self.query_dim * pairs,
+                    flops=2 * products * shape.num_heads * shape.head_dim / config.mesh.tensor * pairs,
                     num_keys=min(num_keys, window or num_keys),
-                    head_dim=model.head_dim,
+                    head_dim=shape.head_dim,
                     is_masked=steps == 1 and not tile_tokens,
                 )
         return totals[0], totals[1]
@@ -202,8 +205,7 @@ class Layout:
     def _layer_seconds(self, tile_tokens: int) -> tuple[dict[str, float], float]:
         """Matrix products of a layer with its weights: forward by the name of the result, and backward."""
         model, rows = self.config.model, min(tile_tokens or self.tokens, self.tokens)
-        features = model.ffn_dim / self.config.mesh.tensor
-        widths = (self.query_dim, self.key_dim, self.key_dim, self.query_dim, features, features, features)
+        widths = (*(self.query_dim, self.key_dim, self.key_dim, self.query_dim), *[self.ffn_dim] * 3)
         forward = {
             name: self.tokens / rows * self.rates.product_seconds(rows, width, model.model_dim)
             for name, width in zip(_PRODUCTS, widths, strict=True)
@@ -230,7 +232,7 @@ class Layout:
         config, model, mesh = self.config, self.config.model, self.config.mesh
         ranks, steps = num_head_ranks(config), num_ring_steps(config)
         sizes = (mesh.data, mesh.fsdp, mesh.context // ranks, ranks, mesh.tensor)
-        layer_params = model.model_dim * (2 * self.query_dim + 2 * self.key_dim + 3 * model.ffn_dim / mesh.tensor)
+        layer_params = model.model_dim * (2 * self.query_dim + 2 * self.key_dim + 3 * self.ffn_dim)
         keys = 2 * 2 * self.tokens * self.key_dim
 
         def seconds(kind: str, axes: tuple[int, ...], num_bytes: float) -> float:
@@ -238,7 +240,8 @@ class Layout:
             groups = _groups(sizes, axes, kind == "collective-permute")
             return self.model.group_seconds(kind, groups, num_bytes * (size - 1) / size)[0] if size > 1 else 0.0
 
-        exchanged = 2 * self.query_dim + 2 * max(self.key_dim, model.head_dim * ranks)
+        head_dim = _mean_over_layers(model, lambda shape: shape.head_dim)
+        exchanged = 2 * self.query_dim + 2 * max(self.key_dim, head_dim * ranks)
         exchange = seconds("all-to-all", (3,), 2 * self.tokens * exchanged)
         if config.attention.strategy == "all_gather":
             exchange = seconds("all-gather", (2,), keys * mesh.context)
@@ -249,6 +252,12 @@ class Layout:
             hop=steps * seconds("collective-permute", (2,), keys) if steps > 1 else 0.0,
             transfer=seconds("all-gather", (4,), 2 * self.tokens * model.model_dim),
         )
+
+
+def _mean_over_layers(model: ModelConfig, value: Callable[[ModelConfig], float]) -> float:
+    """The mean of `value` of the sizes of all layers."""
+    total = sum(model.num_layers_of(kind) * value(model.of_kind(kind)) for kind in set(model.layer_kinds))
+    return total / model.num_layers
 
 
 class _Collectives(NamedTuple):

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from jaxlc.config import Config
+from jaxlc.config import Config, ModelConfig
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.attention_collectives import AttentionCollective
@@ -132,7 +132,15 @@ def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionW
     if call.has_window:
         return work.window_pairs / whole.window_pairs * _visible_in_window(config)
     pairs = work.ring_step_pairs if call.is_ring_step else work.own_pairs
-    return min(1.0, pairs * _num_heads_of_call(config) / _all_pairs(call, config))
+    shape = shape_of(call, config.model)
+    return min(1.0, pairs * _num_heads_of_call(config, shape) / _all_pairs(call, shape))
+
+
+def shape_of(call: AttentionKernelCall, model: ModelConfig) -> ModelConfig:
+    """The settings of the layers of a call: of the first kind with its window and, if there is one, its head dim."""
+    kinds = [kind for kind in model.layer_kinds if (model.window_of(kind) is not None) == call.has_window]
+    shapes = [model.of_kind(kind) for kind in kinds] or [model]
+    return next((shape for shape in shapes if shape.head_dim == call.head_dim), shapes[0])
 
 
 def _visible_in_window(config: Config) -> float:
@@ -144,18 +152,19 @@ def _visible_in_window(config: Config) -> float:
     return causal_pairs(num_tokens, window) / (num_tokens * num_keys)
 
 
-def _num_heads_of_call(config: Config) -> float:
-    """Query heads of a device in a kernel call, times the sequences of a microbatch."""
+def _num_heads_of_call(config: Config, model: ModelConfig) -> float:
+    """Query heads of a device in a kernel call of layers with the sizes of `model`, times the sequences of a
+    microbatch."""
     train, mesh = config.train, config.mesh
     sequences = train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
-    return sequences * config.model.num_heads / (mesh.tensor * num_head_ranks(config))
+    return sequences * model.num_heads / (mesh.tensor * num_head_ranks(config))
 
 
-def _all_pairs(call: AttentionKernelCall, config: Config) -> float:
+def _all_pairs(call: AttentionKernelCall, model: ModelConfig) -> float:
     """Pairs of a query and a key that a call covers, masked ones included, summed over sequences and heads.
 
     Those of a blockwise loop follow from its FLOPs: 2 or 5 matrix products per pair.
     """
     if call.sizes is not None:
         return float(math.prod(call.sizes))
-    return call.full_flops / (2.0 * (5 if call.is_backward else 2) * config.model.head_dim)
+    return call.full_flops / (2.0 * (5 if call.is_backward else 2) * model.head_dim)

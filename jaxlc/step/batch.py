@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT
+from jaxlc.core.flops import num_layers_by_kind
 from jaxlc.sharding.layout import token_at
 
 
@@ -39,11 +40,11 @@ def attention_pairs(batch: Batch, model: ModelConfig) -> jax.Array:
     """Pairs of a query and a key that the document mask leaves in a batch, summed over the layers; float32."""
     is_text = batch.segment_ids > 0
     pairs = jnp.float32(0)
-    for kind in dict.fromkeys(model.layer_kinds):
+    for kind, num_layers in num_layers_by_kind(model).items():
         num_keys = jnp.minimum(batch.positions + 1, model.window_of(kind) or batch.positions.shape[-1])
         # First by sequence: a sum in float32 over all tokens would round away single addends.
         by_sequence = jnp.where(is_text, num_keys, 0).sum(-1, dtype=jnp.float32)
-        pairs += model.num_layers_of(kind) * by_sequence.sum()
+        pairs += num_layers * by_sequence.sum()
     return pairs
 
 

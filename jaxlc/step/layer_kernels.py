@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from jax.sharding import Mesh
 
 from jaxlc import attention
-from jaxlc.config import Config
+from jaxlc.config import Config, ModelConfig
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.step import mixed_precision
 
@@ -20,15 +20,16 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
     model = config.model
     dtype = mixed_precision.compute_dtype(config.precision.compute, mesh.devices.flat[0].platform)
     choose = functools.partial(
-        attention.choose,
-        config.attention,
-        mesh,
-        head_dim=model.head_dim,
-        dtype=dtype,
-        packed=config.attention.document_mask,
-        num_elements=_num_query_elements(config, mesh),
+        attention.choose, config.attention, mesh, dtype=dtype, packed=config.attention.document_mask
     )
-    return {kind: choose(window=model.window_of(kind)) for kind in dict.fromkeys(model.layer_kinds)}
+    return {
+        kind: choose(
+            head_dim=model.of_kind(kind).head_dim,
+            window=model.window_of(kind),
+            num_elements=_num_query_elements(config, mesh, model.of_kind(kind)),
+        )
+        for kind in dict.fromkeys(model.layer_kinds)
+    }
 
 
 def by_kind(texts: Mapping[str, str]) -> Iterator[str]:
@@ -39,9 +40,10 @@ def by_kind(texts: Mapping[str, str]) -> Iterator[str]:
         yield from (f"{kind}: {text}" for kind, text in texts.items())
 
 
-def _num_query_elements(config: Config, mesh: Mesh) -> int:
-    """Elements of a device's queries in one layer; of a tile's, if layers are computed in tiles."""
+def _num_query_elements(config: Config, mesh: Mesh, model: ModelConfig) -> int:
+    """Elements of a device's queries in a layer with the sizes of `model`; of a tile's, if layers are computed in
+    tiles."""
     sizes, train = mesh.shape, config.train
     batch = train.global_batch_size // (train.gradient_accumulation_steps * sizes[DATA] * sizes[FSDP])
     tokens = config.memory.tile_tokens or config.data.seq_len // sizes[CONTEXT]
-    return batch * tokens * config.model.num_heads // sizes[TENSOR] * config.model.head_dim
+    return batch * tokens * model.num_heads // sizes[TENSOR] * model.head_dim

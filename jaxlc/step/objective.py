@@ -110,9 +110,11 @@ class Objective:
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""
         attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
         if self.config.attention.document_mask:
-            positions, model = batch.positions, self.config.model
-            q_like = jax.ShapeDtypeStruct((*positions.shape, model.num_heads, model.head_dim), self._compute_dtype)
-            ranges = {kind: split.prepare(positions, batch.segment_ids, q_like) for kind, split in attentions.items()}
+            positions = batch.positions
+            ranges = {
+                kind: split.prepare(positions, batch.segment_ids, self._abstract_queries(kind, positions.shape))
+                for kind, split in attentions.items()
+            }
         else:  # a sequence is one document: its mask is implicit
             positions, ranges = sequence_positions(batch.positions.shape, self.mesh), dict.fromkeys(attentions)
         seq_len = self.config.data.seq_len
@@ -163,11 +165,17 @@ class Objective:
         """The inverse of `_in_tiles`."""
         return layout_of(x, self.mesh.shape[CONTEXT]) if self._num_tiles else x
 
+    def _abstract_queries(self, kind: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        """q_BTNH of layers of this kind; `shape` is [B, T]."""
+        model = self.config.model.of_kind(kind)
+        return jax.ShapeDtypeStruct((*shape, model.num_heads, model.head_dim), self._compute_dtype)
+
     def _attention(self, kind: str) -> ShardedAttention | TiledAttention:
         """The attention of layers of this kind; by tiles if memory.tile_tokens is set."""
         model, settings = self.config.model, self.config.attention
         if self._num_tiles:
-            return attention.make_tiled(settings, self.mesh, tiles=self._num_tiles, num_kv_heads=model.num_kv_heads)
+            num_kv_heads = model.of_kind(kind).num_kv_heads
+            return attention.make_tiled(settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads)
         return attention.make(settings, self.mesh, window=model.window_of(kind))
 
     def _run_layer(self, attend: ShardedAttention | TiledAttention, tables: RopeTables | None) -> RunLayer:

@@ -7,8 +7,10 @@ arXiv:2101.06840), but the arithmetic is done on the device. The memory of an ar
 `jax.typeof(x).memory_space`.
 """
 
+import functools
+import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import optax
 from jax import lax
 
 from jaxlc.core import scopes
+from jaxlc.models.freezing import insert
 from jaxlc.models.offloaded_layers import layer_of
 from jaxlc.step.state import DEVICE, is_on_host, memory_kind_of, to_memory_kind
 
@@ -36,10 +39,10 @@ def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
 
     if not is_on_host(gradients):
         return jnp.sqrt(squares(None, gradients))
-    sums = [
-        _stream(squares, dims[name], jnp.zeros(_num_layers(dims[name], part)), part).sum()
-        for name, part in gradients.items()
-    ]
+    sums = []
+    for path in _stacks(gradients, dims):
+        part, part_dims = _at(gradients, path), _at(dims, path)
+        sums.append(_stream(squares, part_dims, jnp.zeros(_num_layers(part_dims, part)), part).sum())
     return jnp.sqrt(sum(sums))
 
 
@@ -52,7 +55,8 @@ def add(gradients: dict, others: dict, dims: dict) -> dict:
 
     if not is_on_host(gradients):
         return add_part(gradients, others)
-    return {name: _stream(add_part, dims[name], part, others[name]) for name, part in gradients.items()}
+    paths = _stacks(gradients, dims)
+    return _tree({path: _stream(add_part, *(_at(tree, path) for tree in (dims, gradients, others))) for path in paths})
 
 
 @jax.named_scope(scopes.OPTIMIZER)
@@ -86,13 +90,14 @@ def update(
 
     if not is_on_host(old):
         return update_part(dims)(old, gradients)
-    parts = {}
+    parts: dict[tuple[str, ...], ParamsAndOptState] = {}
     # A streamed update does not write the optimizer's count, and all parts may be streamed: an update of no parameters
     # gives it.
     shared = update_part({})(ParamsAndOptState({}, _without_params(old.opt_state)), {}).opt_state
-    for name in sorted(old.params, key=lambda name: _is_stacked(dims[name]), reverse=True):  # layers first
-        part = ParamsAndOptState(old.params[name], _of_part(old.opt_state, name))
-        parts[name] = _stream(update_part(dims[name]), dims[name], part, gradients[name])
+    paths = _stacks(old.params, dims)
+    for path in sorted(paths, key=lambda path: _is_stacked(_at(dims, path)), reverse=True):  # layers first
+        part, part_dims = ParamsAndOptState(_at(old.params, path), _of_part(old.opt_state, path)), _at(dims, path)
+        parts[path] = _stream(update_part(part_dims), part_dims, part, _at(gradients, path))
     return _joined(old, parts, shared)
 
 
@@ -126,6 +131,30 @@ def _stream(function: Callable, dims, results, *operands):
     return lax.fori_loop(0, _num_layers(dims, operands), run_layer, results)
 
 
+def _stacks(params: dict, dims: dict) -> list[tuple[str, ...]]:
+    """The paths of the parts that are streamed: the entries of the tree, or of an entry whose stacks, those of several
+    kinds of layers, differ in their number of layers."""
+
+    def paths(name: str) -> list[tuple[str, ...]]:
+        is_one = not _is_stacked(dims[name]) or len({len(x) for x in jax.tree.leaves(params[name])}) == 1
+        return [(name,)] if is_one else [(name, kind) for kind in params[name]]
+
+    return [path for name in params for path in paths(name)]
+
+
+def _at(tree: dict, path: tuple[str, ...]):
+    """The entry of nested dictionaries at a path."""
+    return functools.reduce(operator.getitem, path, tree)
+
+
+def _tree(parts: dict[tuple[str, ...], Any]) -> dict:
+    """The nested dictionaries with these entries."""
+    tree: dict = {}
+    for path, part in parts.items():
+        insert(tree, path, part)
+    return tree
+
+
 def _is_stacked(dims) -> bool:
     return _first(dims)[0] == "layers"
 
@@ -139,9 +168,9 @@ def _first(dims) -> tuple[str, ...]:
     return jax.tree.leaves(dims, is_leaf=lambda x: isinstance(x, tuple))[0]
 
 
-def _of_part(opt_state: optax.OptState, name: str) -> optax.OptState:
-    """The optimizer state of one entry of the parameters; moments are dictionaries with the same keys."""
-    return jax.tree.map(lambda x: x[name] if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
+def _of_part(opt_state: optax.OptState, path: tuple[str, ...]) -> optax.OptState:
+    """The optimizer state of one part of the parameters; moments are dictionaries with the same keys."""
+    return jax.tree.map(lambda x: _at(x, path) if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
 
 
 def _without_params(opt_state: optax.OptState) -> optax.OptState:
@@ -149,15 +178,17 @@ def _without_params(opt_state: optax.OptState) -> optax.OptState:
     return jax.tree.map(lambda x: {} if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
 
 
-def _joined(whole: ParamsAndOptState, parts: dict[str, ParamsAndOptState], shared: optax.OptState) -> ParamsAndOptState:
+def _joined(
+    whole: ParamsAndOptState, parts: dict[tuple[str, ...], ParamsAndOptState], shared: optax.OptState
+) -> ParamsAndOptState:
     """Joins parts of the parameters and of the optimizer state; other optimizer state comes from `shared`."""
 
     def join(in_whole, common, *states):
-        return dict(zip(parts, states)) if _is_dict(in_whole) else common
+        return _tree(dict(zip(parts, states))) if _is_dict(in_whole) else common
 
     opt_states = [part.opt_state for part in parts.values()]
     return ParamsAndOptState(
-        params={name: part.params for name, part in parts.items()},
+        params=_tree({path: part.params for path, part in parts.items()}),
         opt_state=jax.tree.map(join, whole.opt_state, shared, *opt_states, is_leaf=_is_dict),
     )
 

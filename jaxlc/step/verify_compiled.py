@@ -78,14 +78,18 @@ def check_kernels(step: TrainStep) -> str | None:
         check_deterministic(device)
     if not config.attention.document_mask:
         return None
-    model = config.model
-    return check_packed_cudnn(
-        device,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=mixed_precision.compute_dtype(config.precision.compute, device.platform),
-    )
+    shapes = dict.fromkeys(config.model.of_kind(kind) for kind in kernels if kernels[kind].name == "cudnn")
+    lines = [
+        check_packed_cudnn(
+            device,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=mixed_precision.compute_dtype(config.precision.compute, device.platform),
+        )
+        for shape in shapes
+    ]
+    return "; ".join(dict.fromkeys(lines))
 
 
 def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:
@@ -104,7 +108,7 @@ def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list
         attention_collectives,
         strategy=step.config.attention.strategy,
         num_layers=model.num_layers,
-        num_sliding=model.num_layers_of("sliding"),
+        num_sliding=sum(model.window_of(kind) is not None for kind in model.kinds_of_layers),
     )
     return lines + check(step, attention_collectives)
 

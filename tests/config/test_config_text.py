@@ -16,6 +16,7 @@ def stages_without_tokens(stages: tuple[Stage, ...]) -> list[Stage]:
 def with_other_stages():
     """Stages with other sources, seeds, schedules and gates than the first one."""
     config = read_config("quickstart")
+    config.model.update(layer_kinds="full,wide", kinds=dict(wide=dict(head_dim=64)))
     books, code = dict(name="books", paths=("books",), min_tokens=5), dict(name="code", paths=("a", "b"))
     config.data.mixture = [books, code]
     config.stages = [

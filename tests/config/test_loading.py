@@ -167,10 +167,35 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
         (dict(layer_kinds="sliding"), "which need a window: set config.model.window"),
         (dict(window=4), "config.model.window=4 has no effect"),
         (dict(layer_kinds="full,nope", num_layers=1), "use --config.model.num_layers=2 or more"),
+        (dict(layer_kinds="full,wid", kinds=dict(wide={})), "expected one or more of full, sliding, nope, wide"),
+        (
+            dict(kinds=dict(wide={})),
+            "no effect, since config.model.layer_kinds does not name it; use --config.model.layer_kinds=full,wide",
+        ),
+        (dict(kinds=dict(full=dict(head_dim=-2))), "-2 for config.model.kinds.full.head_dim: expected at least 0"),
+        (dict(kinds=dict(full=dict(head_dim=7))), "config.model.kinds.full.head_dim=7 is odd"),
+        (dict(kinds=dict(full=dict(num_heads=3))), "config.model.kinds.full.num_heads=3 is not a multiple"),
+        (dict(kinds=dict(full=dict(attention="nope"))), "contradicts the name 'full'; use a different name"),
     ],
 )
 def test_load_invalid_layer_kinds_raise(model, words):
     assert words in rejected(changed("model", **model))
+
+
+def test_load_kinds_round_trips_and_stored_config_of_earlier_version_loads():
+    config = changed("model", layer_kinds="sliding,wide", window=4)
+    config.model.kinds.wide.update(head_dim=16, ffn_dim=96)
+    model = load(config).model
+    assert (model.of_kind("wide").head_dim, model.of_kind("sliding"), model.window_of("wide")) == (16, model, None)
+    assert model.layer_stacks == {("layers", "sliding"): [0, 2], ("layers", "wide"): [1, 3]}
+    assert from_dict(json.loads(json.dumps(to_dict(load(config))))) == load(config)
+    with pytest.raises(UserError, match="did you mean config.model.kinds.wide.head_dim"):
+        config.model.kinds.wide.head_dims = 16
+    before = to_dict(load(changed("model", window=4, layer_kinds="sliding,full")))
+    before["model"] |= dict(init_from="/a/model/that/is/gone")
+    del before["model"]["kinds"]
+    after = from_dict(before).model
+    assert (after.kinds, list(after.layer_stacks)) == ((), [("layers",)])
 
 
 def test_load_another_rope_scaling_drops_parameters_of_the_preset():

@@ -6,11 +6,14 @@ import pytest
 from jaxlc.config.trained_params import num_adapter_params, num_frozen_params
 from jaxlc.models import freezing
 from jaxlc.models.lora import is_adapter
-from tests.step.synthetic import small_config, small_step
+from tests.step.synthetic import MIXED_KINDS, small_config, small_step
 
 CASES = {
     "lora": dict(lora=dict(rank=3, projections=("query", "value", "attention_projected", "mlp_down"))),
     "lora, tied": dict(lora=dict(rank=3), model=dict(tie_embeddings=True), train=dict(trainable=("embedding",))),
+    "lora, shapes": dict(
+        lora=dict(rank=3), model=MIXED_KINDS | dict(num_layers=7), train=dict(trainable=("layers/wide/mlp/*",))
+    ),
     "no lora": dict(train=dict(frozen=("embedding", "*/w_up", "*norm*"))),
     "all trained": {},
 }

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from jaxlc.config import PRESETS
+from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.core.flops import num_matmul_params, num_params, training_flops
 
 # The counts that Hugging Face reports for the published weights (`safetensors.total` of the model API).
@@ -63,3 +64,9 @@ def test_training_flops_of_sliding_layers_count_pairs_in_window():
     in_window = sum(min(query + 1, 3) for query in range(10))  # layers 0 and 3 are sliding
     per_pair = 12 * model.num_heads * model.head_dim
     assert counts == {"causal": per_pair * (2 * in_window + 3 * 55), "full": per_pair * (2 * 30 + 3 * 100)}
+    wide = KindConfig(name="full", head_dim=2 * model.head_dim)  # layers 1 and 4
+    model = dataclasses.replace(model, kinds=(wide,))
+    matmuls = 6 * num_matmul_params(model) * 10
+    assert training_flops(model, num_sequences=1, seq_len=10, attention="causal") - matmuls == per_pair * (
+        2 * in_window + (2 * 2 + 1) * 55
+    )

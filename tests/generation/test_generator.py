@@ -13,7 +13,7 @@ from jaxlc.generation import cached_attention
 from jaxlc.generation.generator import Generator, _Batch, _Output
 from jaxlc.simulate.topology import topology
 from jaxlc.step.language_model import LanguageModel
-from tests.step.synthetic import put_params, small_config, small_step
+from tests.step.synthetic import MIXED_KINDS, put_params, small_config, small_step
 
 TOLERANCE = 1e-4
 LENGTHS = (150, 7, 201, 64)
@@ -50,7 +50,7 @@ def one_device():
 
 @pytest.mark.parametrize(("mesh", "model"), [
     (dict(), dict()), (dict(context=2), KINDS), (dict(context=4, tensor=2), DYNAMIC), (dict(context=8), dict()),
-    (dict(context=2, fsdp=2, tensor=2), KINDS), (dict(tensor=4, data=2), dict()),
+    (dict(context=2, fsdp=2, tensor=2), MIXED_KINDS | dict(num_layers=7)), (dict(tensor=4, data=2), dict()),
 ], ids=str)  # fmt: skip
 def test_prefill_and_decode_equal_one_forward_pass(mesh, model, one_device):
     """Prompts of unequal lengths in chunks of 64 tokens, then the rest of each sequence token by token."""

@@ -97,7 +97,7 @@ def by_names_in_files(step, params) -> dict[str, np.ndarray]:
     model = step.config.model
     family = family_of(read_json(Path(model.init_from) / "config.json"), model)
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
+    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     by_name = {}
     for path, param in paths_of(params):
         layout = layouts[path]

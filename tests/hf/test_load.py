@@ -20,9 +20,10 @@ from safetensors.numpy import load_file
 import jaxlc
 import jaxlc.train
 from jaxlc.checkpoints.pretrained_params import load_pretrained
-from jaxlc.config import load, with_settings
-from jaxlc.config.models.config_json import settings_of
+from jaxlc.config import PRESETS, load, with_settings
+from jaxlc.config.models.config_json import config_json_of, settings_of
 from jaxlc.config.models.families import FAMILIES
+from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.core import extras
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.evals.evaluate_run import results_directory
@@ -139,7 +140,7 @@ def test_read_shard_reads_only_its_share(tmp_path):
     files = TensorFiles(write_model(tmp_path / "model", "llama"))
     model = config_of(tmp_path / "model").model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = layouts_of(FAMILIES["llama"], abstract, dict(paths_of(decoder.dims_of(model))), model.vocab_size)
+    layouts = layouts_of(FAMILIES["llama"], abstract, dict(paths_of(decoder.dims_of(model))), model)
     for path, (cut, parts) in {"layers/attention/wo": (1, 4), "layers/mlp/w_up": (1, 16), "embedding": (1, 8)}.items():
         param = abstract[path]
         index = [(0, size, 1) for size in param.shape]
@@ -149,6 +150,23 @@ def test_read_shard_reads_only_its_share(tmp_path):
         assert files.bytes_read - before == math.prod(param.shape) * 2 // parts
         whole = expected_params("llama")[path]
         np.testing.assert_array_equal(shard, whole[tuple(slice(*piece) for piece in index)])
+
+
+def test_layouts_of_layers_of_different_shapes_name_their_layers():
+    kinds = (KindConfig(name="wide", head_dim=64),)
+    model = dataclasses.replace(PRESETS["tiny"], num_layers=7, layer_kinds=("full", "wide", "full"), kinds=kinds)
+    abstract, dims = decoder.abstract_params(model, model.vocab_size), decoder.dims_of(model)
+    layouts = layouts_of(FAMILIES["llama"], *(dict(paths_of(tree)) for tree in (abstract, dims)), model)
+    queries = {path: layout for path, layout in layouts.items() if path.endswith("/wq")}
+    assert {path: list(layout.layers or ()) for path, layout in queries.items()} == {
+        "layers/full/attention/wq": [0, 2, 3, 5],
+        "layers/wide/attention/wq": [1, 4],
+        "last_layers/full/attention/wq": [6],
+    }
+    assert queries["layers/wide/attention/wq"].names[1] == "model.layers.4.self_attn.q_proj.weight"
+    assert queries["layers/wide/attention/wq"].stored_shape == (model.num_heads * 64, model.model_dim)
+    with pytest.raises(Unsupported, match="layers of different sizes"):
+        config_json_of(model, None, seq_len=64, dtype="float32")
 
 
 def test_config_takes_shape_and_tokenizer_of_the_model(tmp_path):

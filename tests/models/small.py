@@ -109,16 +109,15 @@ def _plain_norm(x, scale, model):
 
 def _plain_row(params, model, tokens_T, positions_T):
     x_TD = params["embedding"][tokens_T] * (math.sqrt(model.model_dim) if model.scale_embeddings else 1)
-    for layer in range(model.num_layers):
-        in_periods = model.num_layers - model.num_last_layers
-        stack, index = ("layers", layer) if layer < in_periods else ("last_layers", layer - in_periods)
-        p = jax.tree.map(operator.itemgetter(index), params[stack])
-        kind = model.layer_kinds[layer % len(model.layer_kinds)]
+    for layer, kind in enumerate(model.kinds_of_layers):
+        path, layers = next(item for item in model.layer_stacks.items() if layer in item[1])
+        stack = functools.reduce(operator.getitem, path, params)
+        p = jax.tree.map(operator.itemgetter(layers.index(layer)), stack)
         for block, name in ((_plain_attention, "attention"), (_plain_mlp, "mlp")):
             out_TD = x_TD
             if model.norm_placement in ("pre", "pre_and_post"):
                 out_TD = _plain_norm(out_TD, p[f"{name}_norm"]["scale"], model)
-            out_TD = block(p[name], model, kind, out_TD, positions_T)
+            out_TD = block(p[name], model.of_kind(kind), kind, out_TD, positions_T)
             if model.norm_placement in ("post", "pre_and_post"):
                 out_TD = _plain_norm(out_TD, p[f"{name}_post_norm"]["scale"], model)
             x_TD = x_TD + out_TD
@@ -157,7 +156,7 @@ def _plain_attention(p, model, kind, x_TD, positions_T):
         k_head = n // (model.num_heads // model.num_kv_heads)
         q_TH, k_TH = (plain_rope(x_TH, positions_T, model, kind=kind) for x_TH in (q_TNH[:, n], k_TKH[:, k_head]))
         for t in range(len(x_TD)):
-            visible = slice(max(0, t + 1 - model.window) if kind == "sliding" else 0, t + 1)
+            visible = slice(max(0, t + 1 - (model.window_of(kind) or t + 1)), t + 1)
             scores = k_TH[visible] @ q_TH[t] / math.sqrt(model.query_scale_dim or model.head_dim)
             weights = np.exp(scores - scores.max())
             out_TD[t] += weights / weights.sum() @ v_TKH[visible, k_head] @ p["wo"][n]

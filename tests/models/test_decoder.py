@@ -1,6 +1,7 @@
 """The decoder: published sizes, a float64 reference Llama, meshes, padding, gradients."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.presets import PRESETS
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.flops import num_params
 from jaxlc.models import decoder
 from jaxlc.sharding.rules import is_vector, storage_spec
@@ -41,6 +43,13 @@ VARIANTS = {
         rope_scaling_factor=8.0,
         rope_scaling_original_tokens=32,
     ),
+    "shapes": dict(
+        qk_norm="head",
+        num_layers=7,
+        layer_kinds=("sliding", "wide", "sliding"),
+        window=5,
+        kinds=(KindConfig(name="wide", num_heads=2, num_kv_heads=1, head_dim=10, ffn_dim=40),),
+    ),
     "olmo": dict(qk_norm="projection", norm_placement="post", qkv_bias=True),
     "odd": dict(
         tie_embeddings=False,
@@ -68,27 +77,29 @@ def test_every_preset_except_tiny_has_a_published_count():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dims_of_names_every_parameter_dimension(variant):
     model = small_model(**VARIANTS[variant])
-    sizes = dict(
-        model=16,
-        heads=4,
-        kv_heads=model.num_kv_heads,
-        head_dim=6,
-        ffn=24,
-        vocab=model.vocab_size,
-    )
     params, dims = decoder.abstract_params(model, model.vocab_size), decoder.dims_of(model)
 
-    def check(param, names):
+    def check(path, param, names):
+        own = model.of_kind(path[1].key) if "shapes" in variant and len(path) > 2 else model
+        sizes = dict(
+            model=16,
+            heads=own.num_heads,
+            kv_heads=own.num_kv_heads,
+            head_dim=own.head_dim,
+            ffn=own.ffn_dim,
+            vocab=model.vocab_size,
+        )
         assert all(sizes.get(name, size) == size for name, size in zip(names, param.shape, strict=True))
         assert (names[-1] in ("norm", "bias")) == is_vector(names)
 
-    jax.tree.map(check, params, dims)
+    jax.tree.map_with_path(check, params, dims)
     assert sum(x.size for x in jax.tree.leaves(params)) == num_params(model)
     num_stacked = 0
-    for stack in params.keys() & LAYER_STACKS:
-        assert dims[stack]["attention"]["wq"] == ("layers", "model", "heads", "head_dim")
-        (num_layers,) = {len(param) for param in jax.tree.leaves(params[stack])}
-        num_stacked += num_layers
+    for path, layers in model.layer_stacks.items():
+        stack, stack_dims = (functools.reduce(operator.getitem, path, tree) for tree in (params, dims))
+        assert stack_dims["attention"]["wq"] == ("layers", "model", "heads", "head_dim")
+        assert {len(param) for param in jax.tree.leaves(stack)} == {len(layers)}
+        num_stacked += len(layers)
     assert num_stacked == model.num_layers
 
 

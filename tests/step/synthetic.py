@@ -13,6 +13,12 @@ from jaxlc.step.step import TrainStep, build_step
 from jaxlc.train.evaluation.document_sums import DocumentSums
 from jaxlc.train.evaluation.held_out import Evaluation
 
+# Layers whose heads and feed-forward layer differ, three in a period.
+MIXED_KINDS = dict(
+    layer_kinds=("sliding", "wide", "sliding"),
+    window=20,
+    kinds=dict(wide=dict(num_kv_heads=4, head_dim=12, ffn_dim=96)),
+)
 TOKENS = 96  # divisible by every context x tensor of the tests
 ROWS = 4
 

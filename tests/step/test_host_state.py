@@ -28,7 +28,7 @@ from jaxlc.step.optimizer import learning_rate_schedule, make_optimizer
 from jaxlc.step.state import DEVICE, HOST, PINNED_HOST, bytes_per_device, lacks_host_memory, memory_lines
 from jaxlc.step.step import TrainStep, build_step
 from tests.plan import gpus
-from tests.step.synthetic import make_batch, natural_rows, small_config, small_step, without_padding
+from tests.step.synthetic import MIXED_KINDS, make_batch, natural_rows, small_config, small_step, without_padding
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 pytestmark = pytest.mark.jax_version
@@ -40,10 +40,13 @@ needs_host_memory = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 
 DIMS = {"embedding": ("vocab", "model"), "layers": {"w": ("layers", "model", "ffn"), "n": ("layers", "norm")}}
 SHAPES = {"embedding": (5, 4), "layers": {"w": (3, 4, 6), "n": (3, 4)}}
+# Stacks of two kinds of layers.
+DIMS["last_layers"] = dict.fromkeys(("a", "b"), DIMS["layers"])
+SHAPES["last_layers"] = {"a": SHAPES["layers"], "b": {"w": (2, 4, 5), "n": (2, 4)}}
 
 
 def _tree(seed: int):
-    keys = iter(jax.random.split(jax.random.key(seed), 3))
+    keys = iter(jax.random.split(jax.random.key(seed), 7))
     return jax.tree.map(lambda shape: jax.random.normal(next(keys), shape), SHAPES, is_leaf=lambda x: type(x) is tuple)
 
 
@@ -64,7 +67,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize("names", [("embedding", "layers"), ("layers",)])  # the latter, as with LoRA
+@pytest.mark.parametrize("names", [("embedding", "layers", "last_layers"), ("layers",)])  # the latter, as with LoRA
 @pytest.mark.parametrize("grad_norm", [0.5, 20.0])  # below and above the clipping norm
 def test_streamed_update_equals_plain_update(both_ways, grad_norm: float, names: tuple[str, ...]):
     config = small_config().optimizer
@@ -128,11 +131,19 @@ def test_steps_with_state_in_host_memory_equal_device(on_device, memory):
 
 
 @needs_host_memory
-def test_steps_of_layer_kinds_in_host_memory_equal_device():
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(dict(num_layers=5, layer_kinds=("sliding", "full"), window=20), marks=pytest.mark.full),
+        dict(**MIXED_KINDS, num_layers=7),
+    ],
+    ids=["kinds", "shapes"],
+)
+def test_steps_of_layer_kinds_in_host_memory_equal_device(model):
     """Two groups of layers in the loop, and a last layer."""
-    model = dict(num_layers=5, layer_kinds=("sliding", "full"), window=20)
+    group = dict(layers_per_remat_group=len(model["layer_kinds"]))
     (_, state, seen), (_, expected, expected_seen) = (
-        _three_steps(model, **memory) for memory in (dict(**ON_HOST, layers_per_remat_group=2), {})
+        _three_steps(model, **memory) for memory in (dict(**ON_HOST, **group), {})
     )
     np.testing.assert_allclose(seen, expected_seen, rtol=FLOAT32_PARITY)
     _close(state.params, expected.params, FLOAT32_PARITY)

@@ -1,5 +1,6 @@
 """Context, tensor and fsdp parallelism against one device: equal loss and gradients."""
 
+import ast
 import dataclasses
 import functools
 import itertools
@@ -10,6 +11,7 @@ import pytest
 
 from jaxlc.config import load
 from tests.step.synthetic import (
+    MIXED_KINDS,
     gradients_and_loss,
     make_batch,
     natural_rows,
@@ -36,8 +38,8 @@ MESHES = [
 
 @functools.cache
 def _on_one_device(**overrides):
-    """(parameters, gradients, cross entropy) of one device; overrides are config sections as sorted tuples."""
-    config = small_config(**{section: dict(values) for section, values in overrides.items()})
+    """(parameters, gradients, cross entropy) of one device; overrides are config sections as text."""
+    config = small_config(**{section: ast.literal_eval(values) for section, values in overrides.items()})
     step = small_step(config)
     params = step.init().params
     gradients, loss = jax.jit(gradients_and_loss(step))(params, make_batch(step, natural_rows()))
@@ -56,7 +58,7 @@ def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), **override
     Args:
       split, memory: settings of the attention strategy and of memory, which the step on one device does not have.
     """
-    frozen = {section: tuple(sorted(values.items())) for section, values in overrides.items()}
+    frozen = {section: repr(values) for section, values in overrides.items()}
     params, gradients, loss = _on_one_device(**frozen)
     config = with_mesh(small_config(**overrides), **axes)
     config = dataclasses.replace(
@@ -83,7 +85,7 @@ def test_accumulation_of_unequal_microbatches_equals_one_device(axes):
 
 def test_accumulation_on_one_device_equals_one_batch():
     _, gradients, loss = _on_one_device()
-    _, accumulated, accumulated_loss = _on_one_device(train=(("gradient_accumulation_steps", 4),))
+    _, accumulated, accumulated_loss = _on_one_device(train="{'gradient_accumulation_steps': 4}")
     np.testing.assert_allclose(accumulated_loss, loss, rtol=FLOAT32_PARITY)
     _assert_close(accumulated, gradients)
 
@@ -107,6 +109,17 @@ KINDS = [
     ("hybrid", dict(context=4, fsdp=2), _PACKED, dict(remat="full", offload=("attention_out", "attention_lse"))),
     ("hybrid", dict(context=4, tensor=2), _ONE_DOCUMENT, dict(remat="none")),
 ]
+# Layers of different shapes: whole groups of layers, last layers, and tiles, which sliding layers do not support.
+MIXED_CASES = [
+    ("ring", dict(context=2, tensor=2), dict(num_layers=7), dict(remat="full", offload=("residual",))),
+    ("hybrid", dict(context=4, fsdp=2), dict(num_layers=6), dict(remat="attention", layers_per_remat_group=3)),
+    (
+        "ring",
+        dict(context=2, tensor=4),
+        dict(num_layers=4, layer_kinds=("full", "wide"), window=0),
+        dict(remat="full", tile_tokens=24),
+    ),
+]
 
 
 # Every strategy, two of them with packed documents.
@@ -120,6 +133,12 @@ def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     settings = settings | dict(model=settings["model"] | kinds)
     _assert_same(axes, split=split, memory=memory, **settings)
+
+
+@pytest.mark.parametrize(("strategy", "axes", "model", "memory"), MIXED_CASES)
+def test_layers_of_different_shapes_equal_one_device(strategy, axes, model, memory):
+    split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
+    _assert_same(axes, split=split, memory=memory, model=MIXED_KINDS | model)
 
 
 @pytest.mark.parametrize(

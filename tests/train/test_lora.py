@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.core.errors import UserError
 from jaxlc.models.lora import PROJECTIONS
 from tests.step.synthetic import (
@@ -25,8 +24,10 @@ from tests.tolerances import FLOAT32_PARITY, max_relative_error
 LORA = dict(rank=4, alpha=6.0)
 SCALE = 1.5
 FLOAT32 = dict(compute="fp32", frozen="fp32")
-# Two layers per iteration of the loop and a last one; embeddings and norms are trained, as in LongLoRA.
-KINDS = dict(num_layers=3, layer_kinds=("sliding", "full"), window=20, qk_norm="head", qkv_bias=True)
+# Two layers of different shapes per iteration of the loop and a last one; embeddings and norms are trained, as in
+# LongLoRA.
+KINDS = dict(num_layers=5, layer_kinds=("sliding", "full"), window=20, qk_norm="head", qkv_bias=True)
+KINDS |= dict(kinds=dict(full=dict(num_heads=2, head_dim=12, ffn_dim=96)))
 KINDS_TRAINABLE = ("embedding", "*norm*")
 
 
@@ -52,10 +53,11 @@ def nested(leaves: dict) -> dict:
 
 def adapters_of(leaves: dict[str, np.ndarray]):
     """(name of the projection's weight, name of its adapter, the projection) for every adapter in every stack."""
-    for stack, (projection, of) in ((stack, item) for stack in LAYER_STACKS for item in PROJECTIONS.items()):
-        adapter = f"{stack}/{of.param.split('/')[0]}/lora/{projection}"
-        if f"{adapter}/a" in leaves:
-            yield f"{stack}/{of.param}", adapter, of
+    for name in leaves:
+        if "/lora/" in name and name.endswith("/a"):
+            adapter = name.removesuffix("/a")
+            of, block = PROJECTIONS[adapter.rpartition("/")[2]], adapter.partition("/lora/")[0]
+            yield f"{block}/{of.param.partition('/')[2]}", adapter, of
 
 
 def merged(leaves: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:

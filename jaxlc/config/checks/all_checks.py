@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from jaxlc.config.checks.eval_checks import training_problems
-from jaxlc.config.checks.layer_checks import layer_problems
+from jaxlc.config.checks.layer_checks import layer_problems, shapes
 from jaxlc.config.checks.lora_checks import lora_problems
 from jaxlc.config.checks.mesh_checks import (
     check_num_devices,
@@ -33,8 +33,8 @@ def check(config: Config) -> None:
     for section in RANGES:
         raise_first(range_problems(section, getattr(config, section)))
     for problems in (
-        _model_problems,
         layer_problems,
+        _model_problems,
         _optimizer_problems,
         _data_problems,
         _memory_problems,
@@ -58,15 +58,15 @@ def check(config: Config) -> None:
 
 
 def _model_problems(config: Config) -> Iterator[str]:
-    model = config.model
-    if model.num_heads % model.num_kv_heads:
-        yield (
-            f"config.model.num_heads={model.num_heads} is not a multiple of num_kv_heads={model.num_kv_heads};"
-            " every key/value head serves the same number of query heads"
-        )
-    if model.head_dim % 2:
-        yield f"config.model.head_dim={model.head_dim} is odd, and RoPE rotates pairs; use {model.head_dim + 1}"
-    yield from rope_problems(model)
+    for path, model in shapes(config.model).items():
+        if model.num_heads % model.num_kv_heads:
+            yield (
+                f"config.{path}.num_heads={model.num_heads} is not a multiple of num_kv_heads={model.num_kv_heads};"
+                " every key/value head serves the same number of query heads"
+            )
+        if model.head_dim % 2:
+            yield f"config.{path}.head_dim={model.head_dim} is odd, and RoPE rotates pairs; use {model.head_dim + 1}"
+        yield from rope_problems(model)
 
 
 def _optimizer_problems(config: Config) -> Iterator[str]:

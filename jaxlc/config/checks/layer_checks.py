@@ -3,18 +3,21 @@
 from collections.abc import Iterator
 
 from jaxlc.config.frozen import Config
-from jaxlc.config.models.model_schema import LAYER_KINDS
+from jaxlc.config.models.model_schema import LAYER_KINDS, KindConfig, ModelConfig
 from jaxlc.config.values import invalid_value
 
 
 def layer_problems(config: Config) -> Iterator[str]:
-    """Problems of model.layer_kinds, and contradictions with the settings that depend on it."""
+    """Problems of model.layer_kinds and model.kinds, and contradictions with the settings that depend on it."""
     model = config.model
-    unknown = [kind for kind in model.layer_kinds if kind not in LAYER_KINDS]
+    names = list(dict.fromkeys((*LAYER_KINDS, *(kind.name for kind in model.kinds))))
+    unknown = [kind for kind in model.layer_kinds if kind not in names]
     if unknown or not model.layer_kinds:
-        expected = f"one or more of {', '.join(LAYER_KINDS)}, separated by commas"
-        yield invalid_value("model.layer_kinds", unknown[0] if unknown else "", expected, LAYER_KINDS)
-    has_sliding = "sliding" in model.layer_kinds
+        expected = f"one or more of {', '.join(names)}, separated by commas"
+        yield invalid_value("model.layer_kinds", unknown[0] if unknown else "", expected, names)
+    for kind in model.kinds:
+        yield from _kind_problems(model, kind)
+    has_sliding = "sliding" in model.attentions
     if has_sliding and not model.window:
         yield "config.model.layer_kinds has sliding layers, which need a window: set config.model.window, in tokens"
     if model.window and not has_sliding:
@@ -28,6 +31,26 @@ def layer_problems(config: Config) -> Iterator[str]:
             f" {model.num_layers}; use --config.model.num_layers={len(model.layer_kinds)} or more, or fewer kinds"
         )
     yield from _group_problems(config)
+
+
+def shapes(model: ModelConfig) -> dict[str, ModelConfig]:
+    """The settings of each kind of layers, by the path of the settings: model, or model.kinds.NAME."""
+    by_kind = {kind: model.of_kind(kind) for kind in model.layer_kinds}
+    return {"model" if own is model else f"model.kinds.{kind}": own for kind, own in by_kind.items()}
+
+
+def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
+    path = f"model.kinds.{kind.name}"
+    if kind.name not in model.layer_kinds:
+        yield (
+            f"config.{path} has no effect, since config.model.layer_kinds does not name it; use"
+            f" --config.model.layer_kinds={','.join((*model.layer_kinds, kind.name))}, or remove it"
+        )
+    for name, value in vars(kind).items():
+        if isinstance(value, int) and value < 0:
+            yield invalid_value(f"{path}.{name}", value, "at least 0; 0 is the value of the model")
+    if kind.attention and kind.name in LAYER_KINDS and kind.attention != kind.name:
+        yield f"config.{path}.attention={kind.attention!r} contradicts the name {kind.name!r}; use a different name"
 
 
 def _group_problems(config: Config) -> Iterator[str]:

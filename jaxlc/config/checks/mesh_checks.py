@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from jaxlc.config.checks.layer_checks import shapes
 from jaxlc.config.files import read_config
 from jaxlc.config.frozen import Config
 from jaxlc.config.schema import MeshConfig
@@ -93,21 +94,22 @@ def split_problems(config: Config) -> Iterator[str]:
 
 def _tensor_problems(config: Config) -> Iterator[str]:
     """Heads and features that the mesh does not divide."""
-    model, tensor = config.model, config.mesh.tensor
-    if model.num_heads % tensor:
-        yield f"config.model.num_heads={model.num_heads} is not divisible by config.mesh.tensor={tensor}"
-    if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
-        yield (
-            f"config.model.num_kv_heads={model.num_kv_heads} is neither a multiple nor a divisor of"
-            f" config.mesh.tensor={tensor}"
-        )
-    if model.ffn_dim % tensor:
-        yield f"config.model.ffn_dim={model.ffn_dim} is not divisible by config.mesh.tensor={tensor}"
+    tensor = config.mesh.tensor
+    for path, model in shapes(config.model).items():
+        if model.num_heads % tensor:
+            yield f"config.{path}.num_heads={model.num_heads} is not divisible by config.mesh.tensor={tensor}"
+        if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
+            yield (
+                f"config.{path}.num_kv_heads={model.num_kv_heads} is neither a multiple nor a divisor of"
+                f" config.mesh.tensor={tensor}"
+            )
+        if model.ffn_dim % tensor:
+            yield f"config.{path}.ffn_dim={model.ffn_dim} is not divisible by config.mesh.tensor={tensor}"
 
 
 def _strategy_problems(config: Config) -> Iterator[str]:
     """A context axis that the strategy does not divide, and heads that do not split over its ranks."""
-    attention, model, mesh = config.attention, config.model, config.mesh
+    attention, mesh = config.attention, config.mesh
     if attention.strategy == "hybrid" and mesh.context % attention.ulysses_degree:
         yield (
             f"config.mesh.context={mesh.context} is not divisible by config.attention.ulysses_degree="
@@ -119,14 +121,15 @@ def _strategy_problems(config: Config) -> Iterator[str]:
             f" config.attention.strategy is {attention.strategy!r}; use --config.attention.ulysses_degree=1"
         )
     ranks = num_head_ranks(config)
-    heads, kv_heads = model.num_heads // mesh.tensor, max(1, model.num_kv_heads // mesh.tensor)
-    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-        setting = "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_degree"
-        yield (
-            f"config.attention.strategy={attention.strategy!r} splits heads over {setting}={ranks}, and each tensor"
-            f" rank has {heads} query and {kv_heads} key/value heads, which must split or repeat evenly;"
-            " 'ring' has no such limit"
-        )
+    for model in shapes(config.model).values():
+        heads, kv_heads = model.num_heads // mesh.tensor, max(1, model.num_kv_heads // mesh.tensor)
+        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            setting = "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_degree"
+            yield (
+                f"config.attention.strategy={attention.strategy!r} splits heads over {setting}={ranks}, and each tensor"
+                f" rank has {heads} query and {kv_heads} key/value heads, which must split or repeat evenly;"
+                " 'ring' has no such limit"
+            )
 
 
 def num_head_ranks(config: Config) -> int:

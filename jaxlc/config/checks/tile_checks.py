@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from jaxlc.config.checks.layer_checks import shapes
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.config.frozen import Config
 
@@ -38,12 +39,13 @@ def tile_problems(config: Config) -> Iterator[str]:
             f" is not a multiple of 2 x mesh.tensor = {pieces}; use {_nearest_divisor(per_device, tile_tokens, pieces)}"
         )
     ranks = num_head_ranks(config)
-    kv_heads = max(1, config.model.num_kv_heads // mesh.tensor)
-    if kv_heads % ranks:
-        yield (
-            f"{setting} needs the {kv_heads} key/value heads of a tensor rank to split over {ranks} Ulysses ranks;"
-            " use strategy ring, or hybrid with a config.attention.ulysses_degree that divides them"
-        )
+    for model in shapes(config.model).values():
+        kv_heads = max(1, model.num_kv_heads // mesh.tensor)
+        if kv_heads % ranks:
+            yield (
+                f"{setting} needs the {kv_heads} key/value heads of a tensor rank to split over {ranks} Ulysses ranks;"
+                " use strategy ring, or hybrid with a config.attention.ulysses_degree that divides them"
+            )
 
 
 def _nearest_divisor(tokens: int, target: int, pieces: int) -> int:

@@ -110,6 +110,11 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
     """
     if config is not None:
         return FAMILIES[config["model_type"]]
+    if model.kinds:
+        raise Unsupported(
+            "unsupported: no model_type of transformers has layers of different sizes (config.model.kinds); the weights"
+            " are in the checkpoints of the run, which jaxlc.load and model.init_from read"
+        )
     family = next((family for family in FAMILIES.values() if family.fits(model)), None)
     if family is None:
         settings = ", ".join(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlc.config.models.model_schema import ModelConfig, model_name
+from jaxlc.config.models.model_schema import KindConfig, ModelConfig, model_name
 from jaxlc.config.models.pretrained import Pretrained, locate
 from jaxlc.core.errors import UserError
 
@@ -21,7 +21,7 @@ def context_tokens(model: ModelConfig, trained_tokens: int = 0) -> int | None:
     Args:
       trained_tokens: data.seq_len of the run that trained the weights; 0: they are those of model.init_from.
     """
-    if "full" not in model.layer_kinds or model.rope_scaling == "dynamic_ntk":
+    if "full" not in model.attentions or model.rope_scaling == "dynamic_ntk":
         return None
     if not model.init_from:
         return trained_tokens or None
@@ -95,4 +95,8 @@ def _base_of(model: ModelConfig) -> tuple[Mapping[str, Any], int] | None:
 def _context_of_run(source: Pretrained, settings: Mapping[str, Any]) -> int | None:
     stored = source.run_config()
     names = {name: stored["model"][name] for name in ("preset", "init_from")}
-    return context_tokens(ModelConfig(**settings, **names), stored["data"]["seq_len"]) or stored["data"]["seq_len"]
+    kinds = tuple(KindConfig(name=name, **fields) for name, fields in settings.get("kinds", {}).items())
+    return (
+        context_tokens(ModelConfig(**{**settings, **names, "kinds": kinds}), stored["data"]["seq_len"])
+        or stored["data"]["seq_len"]
+    )

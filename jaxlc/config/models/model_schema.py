@@ -1,14 +1,29 @@
 """The section `model` of the settings; see `jaxlc.config.schema`. Imports no jax."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
 from jaxlc.config.models.hub import is_model_id
+from jaxlc.core.axes import LAYER_STACKS
 
-# Kinds of layers that model.layer_kinds may name.
+# Kinds of layers that model.layer_kinds may name, besides those of model.kinds.
 LAYER_KINDS = ("full", "sliding", "nope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindConfig:
+    """How the layers of one kind differ from the settings of the model, as --config.model.kinds.NAME.KEY."""
+
+    name: str  # an entry of model.layer_kinds: full, sliding, nope, or another name
+    # attention of the layers, as in model.layer_kinds. Empty: that of the name; full if it names none.
+    attention: Literal["", "full", "sliding", "nope"] = ""
+    num_heads: int = 0  # number of query heads; 0: model.num_heads
+    num_kv_heads: int = 0  # number of key/value heads; 0: model.num_kv_heads
+    head_dim: int = 0  # width of each attention head; 0: model.head_dim
+    ffn_dim: int = 0  # width of the feed-forward layer; 0: model.ffn_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +61,9 @@ class ModelConfig:
     # kinds of the layers, a group that repeats: layer i has kind layer_kinds[i % length]. full: attention to all
     # earlier tokens. sliding: attention to the last `window` tokens. nope: as full, without position embedding.
     layer_kinds: tuple[str, ...] = ("full",)
+    # kinds of layers whose heads or feed-forward layer have other sizes; docs/models.md. Set the fields of a kind with
+    # config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds may name.
+    kinds: tuple[KindConfig, ...] = ()
     # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
     # model has no sliding layers.
     window: int = 0
@@ -89,9 +107,40 @@ class ModelConfig:
         """Number of layers of this kind."""
         return self.kinds_of_layers.count(kind)
 
+    def attention_of(self, kind: str) -> str:
+        """The attention of layers of this kind: full, sliding or nope."""
+        own = next((settings.attention for settings in self.kinds if settings.name == kind), "")
+        return own or (kind if kind in LAYER_KINDS else "full")
+
+    @property
+    def attentions(self) -> frozenset[str]:
+        """The attention of all layers: a set of full, sliding and nope."""
+        return frozenset(map(self.attention_of, self.layer_kinds))
+
     def window_of(self, kind: str) -> int | None:
         """The window in tokens of layers of this kind; None: attention to all earlier tokens."""
-        return self.window if kind == "sliding" else None
+        return self.window if self.attention_of(kind) == "sliding" else None
+
+    def of_kind(self, kind: str) -> "ModelConfig":
+        """The settings of the layers of this kind: those of the model with the sizes of the kind."""
+        own = next((vars(settings) for settings in self.kinds if settings.name == kind), {})
+        sizes = {name: size for name, size in own.items() if name not in ("name", "attention") and size}
+        return dataclasses.replace(self, **sizes) if sizes else self
+
+    @property
+    def layer_stacks(self) -> dict[tuple[str, ...], list[int]]:
+        """The indices of the layers of each parameter stack, by its path in the parameter tree.
+
+        ("layers",) and ("last_layers",) if all layers have equal shapes, otherwise ("layers", KIND) for each kind. The
+        layers after the last whole group of layer_kinds are in last_layers.
+        """
+        has_equal_shapes = len({self.of_kind(kind) for kind in self.layer_kinds}) == 1
+        stacks: dict[tuple[str, ...], list[int]] = {}
+        for layer, kind in enumerate(self.kinds_of_layers):
+            stack = LAYER_STACKS[layer >= self.num_layers - self.num_last_layers]
+            path = (stack,) if has_equal_shapes else (stack, kind)
+            stacks.setdefault(path, []).append(layer)
+        return stacks
 
 
 def model_name(model: Mapping[str, Any]) -> str:

@@ -42,7 +42,7 @@ class Pretrained:
         if self.is_run:
             stored, hints = self.run_config()["model"], typing.get_type_hints(ModelConfig)
             return {
-                name: typed(f"model.{name}", value, hints[name])
+                name: value if isinstance(value, dict) else typed(f"model.{name}", value, hints[name])
                 for name, value in stored.items()
                 if name not in _NO_SETTINGS
             }
@@ -158,7 +158,7 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
     Raises:
       UserError: another setting of `explicit` differs; the message names the difference.
     """
-    settings = pretrained.model_settings()
+    settings = {"kinds": {}, **pretrained.model_settings()}
     for name, value in explicit.items():
         if name in settings and name not in CHANGEABLE_SETTINGS and settings[name] != value:
             raise UserError(

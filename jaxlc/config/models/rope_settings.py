@@ -57,7 +57,7 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
     yield from _fraction_problems(model)
     yield from _unused_parameters(model)
     scaling, factor = model.rope_scaling, model.rope_scaling_factor
-    if scaling != "none" and "full" not in model.layer_kinds:
+    if scaling != "none" and "full" not in model.attentions:
         yield (
             f"config.model.rope_scaling={scaling!r} has no effect, since config.model.layer_kinds names no full layers;"
             " use --config.model.rope_scaling=none"

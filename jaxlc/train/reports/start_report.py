@@ -73,7 +73,7 @@ def _rope_text(model: ModelConfig) -> str:
         original = model.rope_scaling_original_tokens
         scaling = f"{model.rope_scaling}, factor {model.rope_scaling_factor:g}"
         scaling += f" from {original:,} tokens" if original else ""
-    sliding = f", {model.sliding_rope_theta:,.0f} in sliding layers" if "sliding" in model.layer_kinds else ""
+    sliding = f", {model.sliding_rope_theta:,.0f} in sliding layers" if "sliding" in model.attentions else ""
     context = context_tokens(model)
     base = f"; context of the model: {context:,} tokens" if context else ""
     return f"{scaling}; theta {model.rope_theta:,.0f}{sliding}{base}"

@@ -94,7 +94,7 @@ class Family:
         settings = {**COMMON_SETTINGS, **self.settings}
         has_settings = all(vars(model)[name] == value for name, value in settings.items())
         has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
-        return has_settings and has_scale and frozenset(model.layer_kinds) in self.layer_kinds
+        return has_settings and has_scale and not model.kinds and frozenset(model.layer_kinds) in self.layer_kinds
 
 
 def _tensors(*, qk_norm: str, norm_placement: str, qkv_bias: bool) -> tuple[Tensor, ...]:
