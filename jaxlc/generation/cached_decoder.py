@@ -118,4 +118,4 @@ class CachedDecoder:
             config=self.attention, mesh=self.mesh, layout=self.layout, window=self.model.window_of(kind)
         )
         out_BCNH, cache = attend(q_BCNH, k_BCKH, v_BCKH, cache, index, new)
-        return layer.after_attention(x_BCD, out_BCNH, shard=shard), cache
+        return layer.after_attention(x_BCD, out_BCNH, shard=shard).x_BTD, cache

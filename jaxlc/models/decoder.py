@@ -27,7 +27,7 @@ from jaxlc.models.embedding import lookup
 from jaxlc.models.freezing import join, paths_in_layer
 from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.layer_stack import IsFrozen, LayerContext, run_stack
-from jaxlc.models.layers import DecoderLayer, matrix
+from jaxlc.models.layers import DecoderLayer, LayerOutput, matrix
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.models.norms import RMSNorm
 from jaxlc.sharding.rules import Sharder
@@ -73,13 +73,15 @@ class Decoder(nnx.Module):
         layer_kinds: Sequence[str],
         context: LayerContext,
         is_frozen: IsFrozen,
-    ) -> jax.Array:
-        """Returns the final hidden states x_BTD, before the final norm; see `apply`."""
-        x_BTD = self.embedded(tokens_BT, context.shard, context.compute_dtype)
+    ) -> LayerOutput:
+        """Returns the final hidden states x_BTD, before the final norm, and the sums of the layers; see `apply`."""
+        output = LayerOutput(self.embedded(tokens_BT, context.shard, context.compute_dtype), {})
         for layers in (self.layers, self.last_layers):
             if layers is not None:
-                x_BTD = run_stack(layers, x_BTD, positions_BT, layer_kinds, context, is_frozen)
-        return x_BTD
+                x_BTD, sums = run_stack(layers, output.x_BTD, positions_BT, layer_kinds, context, is_frozen)
+                both = {name: jnp.concatenate([output.sums[name], sums[name]]) for name in output.sums.keys() & sums}
+                output = LayerOutput(x_BTD, {**output.sums, **sums, **both})
+        return output
 
     def embedded(self, tokens_BT: jax.Array, shard: Sharder, compute_dtype) -> jax.Array:
         """The input of the first layer, x_BTD in compute_dtype, T sharded over context and tensor."""
@@ -142,7 +144,7 @@ def apply(
     *,
     fp8: Fp8 | None = None,
     lora: LoraConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
     """Runs the decoder, under `jit`.
 
     Args:
@@ -152,7 +154,8 @@ def apply(
       lora: the adapters that `params` contains.
     Returns:
       x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; factor_D of the final norm,
-      float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor.
+      float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor; sums
+      over the tokens that layers return, float32 [layers that return it] by name.
     """
     shard, frozen_in_layer = context.shard, paths_in_layer(params.frozen)
     joined = join(params.trainable, params.frozen)
@@ -160,8 +163,8 @@ def apply(
     vocab_size_padded = joined["embedding"].shape[0]
     graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8, lora)
     decoder = nnx.merge(graph_def, joined, params.histories or {}, _bf16_flags(model, state, fp8))
-    x_BTD = decoder(tokens_BT, positions_BT, model.layer_kinds, context, lambda path, _: path in frozen_in_layer)
-    return x_BTD, decoder.final_norm.factor, decoder.head_DV(shard, context.compute_dtype)
+    output = decoder(tokens_BT, positions_BT, model.layer_kinds, context, lambda path, _: path in frozen_in_layer)
+    return output.x_BTD, decoder.final_norm.factor, decoder.head_DV(shard, context.compute_dtype), output.sums
 
 
 def bind(params: dict, model: ModelConfig, lora: LoraConfig | None = None) -> Decoder:

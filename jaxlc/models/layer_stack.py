@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.models import offloaded_layers
-from jaxlc.models.layers import DecoderLayer
-from jaxlc.models.offloaded_layers import LayerParams, Prefetch
+from jaxlc.models.layers import DecoderLayer, LayerOutput
+from jaxlc.models.offloaded_layers import LayerParams, Place, Prefetch
 from jaxlc.sharding.rules import Sharder
 
 IsFrozen = Callable[[tuple[str, ...], Any], bool]  # (path within a layer, parameter), an nnx filter
@@ -38,8 +39,8 @@ class RunLayer(Protocol):
         prefetch: Prefetch | None = None,
         *,
         shard: Sharder,
-    ) -> tuple[jax.Array, Any]:
-        """Returns x_BTD after the layer, and the weights that were prefetched meanwhile (None without `prefetch`)."""
+    ) -> tuple[LayerOutput, Any]:
+        """Returns the output, and the weights that were prefetched meanwhile (None without `prefetch`)."""
 
 
 class Remat(Protocol):
@@ -60,14 +61,6 @@ class LayerContext(NamedTuple):
     shard: Sharder
     remat: Remat
     compute_dtype: Any  # the dtype of matrix products and of the residual stream
-
-
-class Place(NamedTuple):
-    """Where one layer of an iteration has its parameters."""
-
-    kind: str
-    stack: str  # key of `Stacks.params`
-    index: int  # among the layers of the stack in this iteration
 
 
 class Stacks(NamedTuple):
@@ -116,11 +109,13 @@ def run_stack(
     layer_kinds: Sequence[str],
     context: LayerContext,
     is_frozen: IsFrozen,
-) -> jax.Array:
-    """Returns x_BTD after the layers of one of LAYER_STACKS; the first one has the kind layer_kinds[0].
+) -> LayerOutput:
+    """Runs the layers of one of LAYER_STACKS; the first one has the kind layer_kinds[0].
 
     Args:
       is_frozen: selects the parameters that are not differentiated.
+    Returns:
+      x_BTD, and the sums of the layers [layers that return it], in their order.
     """
     stacks = Stacks.split(layers, is_frozen)
     num_layers = stacks.num_layers
@@ -140,14 +135,24 @@ def run_stack(
     if remat.layers_per_group > 1:
         group_size = min(remat.layers_per_group, num_layers)
         places = stacks.places([layer_kinds[index % len(layer_kinds)] for index in range(group_size)])
-        run, params = remat.wrap_group(_group_of(run_kind, places)), stacks.grouped(places)
+        runs, params, places = [remat.wrap_group(_group_of(run_kind, places))], stacks.grouped(places), None
     elif len(places) == 1:
-        run, params = run_kind[places[0].kind], stacks.params.of(places[0].stack)
+        runs, params, places = [run_kind[places[0].kind]], stacks.params.of(places[0].stack), None
     else:
-        run, params = _period_of(run_kind, places), stacks.grouped(places)
-    if shard.weights_on_host:  # `config.layer_checks` requires remat groups if layers differ
-        return offloaded_layers.run_layers(run, x_BTD, params, shared, shard.fetched)
-    return jax.lax.scan(lambda x_BTD, params: run(x_BTD, params, shared), x_BTD, params)[0]
+        runs, params = [run_kind[place.kind] for place in places], stacks.grouped(places)
+    if shard.weights_on_host:
+        x_BTD, sums = offloaded_layers.run_layers(runs, places, x_BTD, params, shared, shard.fetched)
+    else:
+        run = runs[0] if places is None else _period_of(runs, places)
+        x_BTD, sums = jax.lax.scan(lambda x_BTD, params: run(x_BTD, params, shared)[0], x_BTD, params)
+    return LayerOutput(x_BTD, _in_layer_order(sums if isinstance(sums, list) else [sums]))
+
+
+def _in_layer_order(sums: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """[layers] of each name, from [iterations] of each layer of an iteration."""
+    names = dict.fromkeys(name for of_layer in sums for name in of_layer)
+    by_name = {name: [of_layer[name] for of_layer in sums if name in of_layer] for name in names}
+    return {name: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:]) for name, parts in by_name.items()}
 
 
 def _in_backward_order(run: Callable) -> Callable:
@@ -179,22 +184,26 @@ def _group_of(run_kind: Mapping[str, Callable], places: Sequence[Place]) -> Call
             return run_kind[place.kind](x_BTD, layer, shared, *prefetch)
 
         # Not a scan: when the group is recomputed, the output of its last layer is unused and not computed.
-        x_BTD, next_weights = run(places[0], x_BTD, prefetch)
+        output, next_weights = run(places[0], x_BTD, prefetch)
+        sums = [output.sums]
         for place in places[1:]:
-            x_BTD, _ = run(place, x_BTD)
-        return x_BTD, next_weights
+            output, _ = run(place, output.x_BTD)
+            sums.append(output.sums)
+        return (output.x_BTD, sums), next_weights
 
     return run_group
 
 
-def _period_of(run_kind: Mapping[str, Callable], places: Sequence[Place]) -> Callable:
+def _period_of(runs: Sequence[Callable], places: Sequence[Place]) -> Callable:
     """A function that runs one period, layer by layer; its parameters are grouped."""
 
     def run_period(x_BTD, params, shared):
         layers = {stack: _unstacked(params.of(stack)) for stack in params.trainable}
-        for place in places:
-            x_BTD, _ = run_kind[place.kind](x_BTD, layers[place.stack][place.index], shared)
-        return x_BTD, None
+        all_sums = []
+        for run, place in zip(runs, places, strict=True):
+            (x_BTD, sums), _ = run(x_BTD, layers[place.stack][place.index], shared)
+            all_sums.append(sums)
+        return (x_BTD, all_sums), None
 
     return run_period
 

@@ -22,7 +22,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.models.layers import DecoderLayer
+from jaxlc.models.layers import DecoderLayer, LayerOutput
 from jaxlc.models.matmuls import in_use
 from jaxlc.models.offloaded_layers import LayerParams, Prefetch, overlap_with_prefetch, schedule_after
 from jaxlc.models.rope import RopeTables
@@ -56,7 +56,7 @@ def run_layer(
     saves_attention: bool,
     shard: Sharder,
     tables: RopeTables | None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[LayerOutput, Any]:
     """Runs the layer `nnx.merge(layer_def, *params)` on tiles; equal to `layers.run_layer` on the whole sequences.
 
     Weights are cast and gathered once, for all tiles. Remat policies apply to the names residual, attention_out and
@@ -67,7 +67,7 @@ def run_layer(
       saves_attention: whether the remat policy saves attention_out and attention_lse; otherwise the backward pass
         recomputes attention.
     Returns:
-      x_nBtD, and the prefetched weights (None without `prefetch`).
+      The output with x_nBtD, and the prefetched weights (None without `prefetch`).
     """
     x_nBtD = checkpoint_name(x_nBtD, "residual")
     weights = jax.tree.map(
@@ -102,7 +102,7 @@ class _TiledLayer:
     saves_attention: bool
 
     def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
-        """Returns (y_nBtD, the prefetched weights), and the residuals of the backward pass."""
+        """Returns (the output with y_nBtD, the prefetched weights), and the residuals of the backward pass."""
         attention = self.attention
         kv = self._keys_values(weights, x_nBtD, positions_nBt)
 
@@ -111,20 +111,21 @@ class _TiledLayer:
             x_BtD = _at(x_nBtD, tile)
             q_BtNH = self._queries(weights, x_BtD, positions_Bt)
             results = attention.forward(q_BtNH, kv, tile, ranges)
-            y_BtD = self._after_attention(weights, x_BtD, results[0])
-            return _put(x_nBtD, y_BtD, tile), results if self.saves_attention else None
+            y_BtD, sums = self._after_attention(weights, x_BtD, results[0])
+            return _put(x_nBtD, y_BtD, tile), (results if self.saves_attention else None, sums)
 
         def run_tiles(x_nBtD):
             return lax.scan(run_tile, x_nBtD, (_tiles(x_nBtD), positions_nBt))
 
-        (y_nBtD, saved), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
+        (y_nBtD, (saved, sums)), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
         if saved is not None:  # named inside the custom_vjp rule: see attention/strategies/ring.py
             saved = checkpoint_name(saved[0], "attention_out"), checkpoint_name(saved[1], "attention_lse")
-        return (y_nBtD, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, prefetch)
+        output = LayerOutput(y_nBtD, jax.tree.map(lambda sums_n: sums_n.sum(0), sums))
+        return (output, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, prefetch)
 
     def backward(self, residuals, gradients):
         weights, x_nBtD, positions_nBt, ranges, saved, prefetch = residuals
-        dy_nBtD, _ = gradients
+        (dy_nBtD, dsums), _ = gradients
         attention, trainable, all_of = self.attention, weights.trainable, weights.with_trainable
         # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
         # the same time.
@@ -137,7 +138,7 @@ class _TiledLayer:
             q_BtNH, queries_vjp = jax.vjp(lambda w, x: self._queries(all_of(w), x, positions_Bt), trainable, x_BtD)
             out_BtNH, lse_BNt = saved or attention.forward(q_BtNH, kv, tile, ranges)
             _, rest_vjp = jax.vjp(lambda w, *x: self._after_attention(all_of(w), *x), trainable, x_BtD, out_BtNH)
-            dweights_rest, dx_rest, dout_BtNH = rest_vjp(_at(dx_nBtD, tile))
+            dweights_rest, dx_rest, dout_BtNH = rest_vjp(LayerOutput(_at(dx_nBtD, tile), dsums))
             dq_BtNH, dkv = attention.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
             dweights_queries, dx_queries = queries_vjp(dq_BtNH.astype(q_BtNH.dtype))
             dweights = _add(_add(dweights, dweights_rest), dweights_queries)

@@ -8,7 +8,7 @@ are float32, or bf16 if they are frozen; a layer computes in the dtype of its in
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +150,15 @@ class MLP(_Block):
         return shard.residual(down_BTD)
 
 
+class LayerOutput(NamedTuple):
+    """The results of a layer."""
+
+    x_BTD: jax.Array  # the residual stream
+    # Sums over the tokens by name, float32, for terms of the loss; dense layers have none. They add up over tiles, and
+    # are global arrays, so that XLA adds those of the ranks.
+    sums: dict[str, jax.Array]
+
+
 class DecoderLayer(nnx.Module):
     """An attention block and an MLP block, whose outputs are added to the residual stream.
 
@@ -178,8 +187,8 @@ class DecoderLayer(nnx.Module):
         attend: Callable,
         shard: Sharder,
         tables: RopeTables | None,
-    ) -> tuple[jax.Array, Any]:
-        """Returns (x_BTD, the prefetched weights, None without `prefetch`).
+    ) -> tuple[LayerOutput, Any]:
+        """Returns the output, and the prefetched weights (None without `prefetch`).
 
         T of x_BTD is sharded over context and tensor; each block gathers its input over tensor once.
 
@@ -198,8 +207,8 @@ class DecoderLayer(nnx.Module):
         """Returns x_BTD, normed if there is a norm before attention, and gathered over tensor."""
         return shard.gathered(_normed(x_BTD, self.attention_norm))
 
-    def after_attention(self, x_BTD: jax.Array, out_BTNH: jax.Array, *, shard: Sharder) -> jax.Array:
-        """The layer after attention: returns x_BTD plus the projected attention output plus the MLP output."""
+    def after_attention(self, x_BTD: jax.Array, out_BTNH: jax.Array, *, shard: Sharder) -> LayerOutput:
+        """The layer after attention: x_BTD plus the projected attention output plus the MLP output."""
         projected_BTD = self.attention.projected(out_BTNH, shard=shard)
         with jax.named_scope(scopes.ATTENTION):
             x_BTD += _normed(projected_BTD, self.attention_post_norm)
@@ -207,7 +216,7 @@ class DecoderLayer(nnx.Module):
             input_BTD = shard.gathered(_normed(x_BTD, self.mlp_norm))
         down_BTD = self.mlp(input_BTD, shard=shard)
         with jax.named_scope(scopes.MLP):
-            return x_BTD + _normed(down_BTD, self.mlp_post_norm)
+            return LayerOutput(x_BTD + _normed(down_BTD, self.mlp_post_norm), {})
 
 
 def _normed(x_BTD: jax.Array, norm: RMSNorm | None) -> jax.Array:
@@ -225,7 +234,7 @@ def run_layer(
     attend: Callable,
     shard: Sharder,
     tables: RopeTables | None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[LayerOutput, Any]:
     """Runs the layer `nnx.merge(layer_def, *params)` on whole sequences. With `attend` and `tables` bound, it is a
     `layer_stack.RunLayer`.
 

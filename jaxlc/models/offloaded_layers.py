@@ -18,7 +18,7 @@ wrap of negative indices changes (`layer_of`). The fetch before each scan is a k
 program.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,14 @@ class LayerParams(NamedTuple):
     def of(self, stack: str) -> "LayerParams":
         """The parameters of one stack, if both parts are dictionaries of stacks."""
         return LayerParams(self.trainable[stack], self.frozen[stack])
+
+
+class Place(NamedTuple):
+    """Where one layer of an iteration has its parameters."""
+
+    kind: str
+    stack: str  # key of both parts of `LayerParams`
+    index: int  # among the layers of the stack in an iteration
 
 
 class Prefetch(NamedTuple):
@@ -84,73 +92,118 @@ _schedule_after_backward.defvjp(
 )
 
 
-def run_layers(run: Callable, x_BTD: jax.Array, stacked: LayerParams, shared, fetch: Callable) -> jax.Array:
-    """Runs all layers; returns the output of the last one.
+def run_layers(
+    runs: Sequence[Callable], places: Sequence[Place] | None, x_BTD: jax.Array, stacked: LayerParams, shared, fetch
+) -> tuple[jax.Array, Any]:
+    """Runs all layers; returns the x_BTD of the last one, and the sums of all of them: [iterations], in a list if an
+    iteration has several layers.
 
     Args:
-      run: `(x_BTD, weights, shared, prefetch) -> (x_BTD, prefetch.in_forward)`, one layer or one remat group, which
-        calls `overlap_with_prefetch` around its attention. It applies `jax.checkpoint` itself, stops the gradient of
+      runs: the functions of the layers, or of the remat group, of an iteration:
+        `(x_BTD, weights, shared, prefetch) -> ((x_BTD, sums), prefetch.in_forward)`, which calls
+        `overlap_with_prefetch` around its attention. It applies `jax.checkpoint` itself, stops the gradient of
         weights.frozen within, and closes over no arrays of the sequence length: they would be stored once per layer.
-      stacked: pytrees of weights with a leading dimension of layers, or of remat groups. Gradients are stored in the
-        same memory as the weights.
+      places: of the weights of each function. None: `runs` has one function, which gets those of an iteration.
+      stacked: pytrees of weights with a leading dimension of iterations; with `places`, dictionaries of stacks with a
+        second dimension of the layers in an iteration. Gradients are stored in the same memory as the weights.
       shared: pytree of arrays that are equal for all layers and not differentiated. None may be a constant of the
         traced program, since constants become its arguments.
-      fetch: copies the weights of one layer to the device.
+      fetch: the function that copies the weights of one layer to the device.
     """
-    last = len(jax.tree.leaves(stacked)[0]) - 1
+    last, num_runs = len(jax.tree.leaves(stacked)[0]) - 1, len(runs)
 
     @jax.named_scope(scopes.PREFETCH)
-    def fetch_layer(stacked, layer):
-        return fetch(jax.tree.map(lambda stack: layer_of(stack, layer), stacked))
+    def fetch_layer(stacked, iteration, run):
+        """The weights of `runs[run]`, which may be of the next or of the previous iteration."""
+        iteration, run = iteration + run // num_runs, run % num_runs
+        if places is None:
+            return fetch(jax.tree.map(lambda stack: layer_of(stack, iteration), stacked))
+        place = places[run]
+        return fetch(jax.tree.map(lambda stack: layer_of(stack, iteration, place.index), stacked.of(place.stack)))
+
+    def unstacked(results: list):
+        return results[0] if places is None else results
 
     @jax.custom_vjp
     def through_layers(x_BTD, stacked, shared):
-        def run_layer(layer, carry):
-            x_BTD, weights = carry
-            return run(x_BTD, weights, shared, Prefetch(fetch_layer(stacked, layer + 1), weights))
+        def run_iteration(carry, _):
+            iteration, x_BTD, weights = carry
+            all_sums = []
+            for index, run in enumerate(runs):
+                prefetch = Prefetch(fetch_layer(stacked, iteration, index + 1), weights)
+                (x_BTD, sums), weights = run(x_BTD, weights, shared, prefetch)
+                all_sums.append(sums)
+            return (iteration + 1, x_BTD, weights), unstacked(all_sums)
 
-        return lax.fori_loop(0, last + 1, run_layer, (x_BTD, fetch_layer(stacked, 0)))[0]
+        first_carry = jnp.int32(0), x_BTD, fetch_layer(stacked, 0, 0)
+        (_, x_BTD, _), sums = lax.scan(run_iteration, first_carry, length=last + 1)
+        return x_BTD, sums
 
     def forward(x_BTD, stacked, shared):
-        def run_layer(carry, _):
-            layer, x_BTD, weights = carry
-            # An array of its own for the unused half: JAX recognizes argument residuals by the identity of the array.
-            prefetch = Prefetch(fetch_layer(stacked, layer + 1), jax.tree.map(jnp.zeros_like, weights))
-            y_BTD, backward, next_weights = jax.vjp(run, x_BTD, weights, shared, prefetch, has_aux=True)
-            replace_argument_residuals(backward, 1, [None, None, None])  # the backward pass sets them again
-            return (layer + 1, y_BTD, next_weights), backward
+        def run_iteration(carry, _):
+            iteration, x_BTD, weights = carry
+            backwards, all_sums = [], []
+            for index, run in enumerate(runs):
+                # An array of its own for the unused half: JAX recognizes argument residuals by their identity.
+                unused = jax.eval_shape(lambda index=index: fetch_layer(stacked, 0, (index - 1) % num_runs))
+                unused = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), unused)
+                prefetch = Prefetch(fetch_layer(stacked, iteration, index + 1), unused)
+                (x_BTD, sums), backward, weights = jax.vjp(run, x_BTD, weights, shared, prefetch, has_aux=True)
+                replace_argument_residuals(backward, 1, [None, None, None])  # the backward pass sets them again
+                backwards.append(backward)
+                all_sums.append(sums)
+            return (iteration + 1, x_BTD, weights), (backwards, unstacked(all_sums))
 
-        first_carry = jnp.int32(0), x_BTD, fetch_layer(stacked, 0)
-        (_, y_BTD, _), backwards = lax.scan(run_layer, first_carry, length=last + 1)
-        return y_BTD, (backwards, stacked, shared)
+        first_carry = jnp.int32(0), x_BTD, fetch_layer(stacked, 0, 0)
+        (_, y_BTD, _), (backwards, sums) = lax.scan(run_iteration, first_carry, length=last + 1)
+        return (y_BTD, sums), (backwards, stacked, shared)
 
-    def backward(residuals, dy_BTD):
+    def backward(residuals, gradients):
         backwards, stacked, shared = residuals
+        dy_BTD, dsums = gradients
 
-        def run_layer(carry, backward):
-            layer, dx_BTD, weights = carry
-            # A layer that is recomputed prefetches nothing in its forward: it is given its own weights.
-            prefetch = Prefetch(weights, fetch_layer(stacked, layer - 1))
-            replace_argument_residuals(backward, 1, [weights, shared, prefetch])
-            dx_BTD, dweights, _, (_, next_weights) = backward(dx_BTD)
-            return (layer - 1, dx_BTD, next_weights), jax.tree.map(_to_memory_of, stacked.trainable, dweights.trainable)
+        def run_iteration(carry, operands):
+            (iteration, dx_BTD, weights, following), (backwards, dsums) = carry, operands
+            dweights, dsums = [None] * num_runs, [dsums] if places is None else dsums
+            for index in reversed(range(num_runs)):
+                # A layer that is recomputed prefetches nothing in its forward: it is given weights of the same shapes,
+                # its own or those of the layer that the backward pass ran before it.
+                in_forward = weights if following is None else following
+                prefetch = Prefetch(in_forward, fetch_layer(stacked, iteration, index - 1))
+                replace_argument_residuals(backwards[index], 1, [weights, shared, prefetch])
+                dx_BTD, gradient, _, (_, previous) = backwards[index]((dx_BTD, dsums[index]))
+                dweights[index] = gradient.trainable
+                weights, following = previous, None if places is None else weights
+            dweights = dweights[0] if places is None else _by_stack(dweights, places)
+            return (iteration - 1, dx_BTD, weights, following), jax.tree.map(_to_memory_of, stacked.trainable, dweights)
 
-        first_carry = jnp.int32(last), dy_BTD, fetch_layer(stacked, last)
-        (_, dx_BTD, _), dstacked = lax.scan(run_layer, first_carry, backwards, reverse=True)
+        following = None if places is None else fetch_layer(stacked, last, 0)
+        first_carry = jnp.int32(last), dy_BTD, fetch_layer(stacked, last, num_runs - 1), following
+        (_, dx_BTD, *_), dstacked = lax.scan(run_iteration, first_carry, (backwards, dsums), reverse=True)
         return dx_BTD, LayerParams(dstacked, None), None
 
     through_layers.defvjp(forward, backward)
     return through_layers(x_BTD, stacked, shared)
 
 
-def layer_of(stack: jax.Array, layer: jax.Array | int) -> jax.Array:
-    """`stack[layer]`; of an index past either end, the layer at that end, as `lax.dynamic_slice` clamps it.
+def _by_stack(trees: Sequence[Any], places: Sequence[Place]) -> dict[str, Any]:
+    """[layers of the stack in an iteration, ...] by stack, from the tree of each layer."""
+    by_stack: dict[str, list] = {}
+    for tree, place in zip(trees, places, strict=True):
+        by_stack.setdefault(place.stack, []).append(tree)
+    return {stack: jax.tree.map(lambda *layers: jnp.stack(layers), *of_stack) for stack, of_stack in by_stack.items()}
+
+
+def layer_of(stack: jax.Array, *indices: jax.Array | int) -> jax.Array:
+    """`stack[indices]`; of an index past either end, the layer at that end, as `lax.dynamic_slice` clamps it.
 
     Args:
-      layer: int32 scalar; in a loop over stacks in host memory, a loop counter plus or minus a constant.
+      indices: int32 scalars; in a loop over stacks in host memory, loop counters plus or minus a constant, or
+        constants.
     """
-    starts = (layer, *(0 for _ in stack.shape[1:]))
-    return lax.dynamic_slice(stack, starts, (1, *stack.shape[1:]), allow_negative_indices=False)[0]
+    starts = (*indices, *(0 for _ in stack.shape[len(indices) :]))
+    sizes = (*(1 for _ in indices), *stack.shape[len(indices) :])
+    return lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)[(0,) * len(indices)]
 
 
 @jax.named_scope(scopes.OFFLOAD_GRADIENTS)

@@ -73,7 +73,7 @@ class Objective:
         trainable_dims, _ = freezing.split(self.dims, self.frozen)
 
         def objective(trainable, histories, part: Batch):
-            hidden_and_head = self._hidden_and_head(decoder.Params(trainable, frozen, histories), part)
+            *hidden_and_head, _ = self._hidden_and_head(decoder.Params(trainable, frozen, histories), part)
             targets, weights = self._in_tiles(part.targets), self._in_tiles(part.loss_weights)
             sums = loss_sums(*hidden_and_head, targets, weights, self._loss_spec)
             return sums.objective, sums.cross_entropy
@@ -86,11 +86,8 @@ class Objective:
         Args:
           tables: RoPE tables instead of those for data.seq_len.
         """
-        losses = token_losses(
-            *self._hidden_and_head(decoder.Params(params), batch, tables),
-            self._in_tiles(batch.targets),
-            self._loss_spec,
-        )
+        *hidden_and_head, _ = self._hidden_and_head(decoder.Params(params), batch, tables)
+        losses = token_losses(*hidden_and_head, self._in_tiles(batch.targets), self._loss_spec)
         return self._in_sequences(losses)
 
     def features(self, params, batch: Batch, tables: TablesOfKinds | None = None) -> tuple[jax.Array, jax.Array]:
@@ -99,7 +96,7 @@ class Objective:
         Both are in the compute dtype. The product of the two, without the padding, gives the logits. `tables` as in
         `token_losses`.
         """
-        x_BTD, scale_D, head_DV = self._hidden_and_head(decoder.Params(params), batch, tables)
+        x_BTD, scale_D, head_DV, _ = self._hidden_and_head(decoder.Params(params), batch, tables)
         return rms_norm(self._in_sequences(x_BTD), scale_D, epsilon=self.config.model.norm_epsilon), head_DV
 
     @cached_property
@@ -107,7 +104,8 @@ class Objective:
         return LossSpec.from_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
 
     def _hidden_and_head(self, params: decoder.Params, batch: Batch, tables: TablesOfKinds | None = None):
-        """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head."""
+        """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head, and
+        the sums of the layers, which no term of the loss uses yet."""
         attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
         if self.config.attention.document_mask:
             positions = batch.positions

@@ -228,7 +228,6 @@ def test_load_rope_factors_from_text_round_trip():
             "=2 is not a multiple of the 3 layers of config.model.layer_kinds; use 1",
         ),
         (dict(layers_per_remat_group=9), "=9 does not divide the 6 layers in whole groups of config.model.layer_kinds"),
-        (dict(parameters="host"), "use --config.memory.layers_per_remat_group=3"),
         (dict(tile_tokens=1024), "with sliding layers (config.model.window=5)"),
     ],
 )

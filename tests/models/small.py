@@ -89,7 +89,7 @@ def context_of(model, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: 
 
 def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: layer):
     """(normed x_BTD, head_DV) of the decoder; call under `jit`."""
-    x_BTD, factor_D, head_DV = decoder.apply(
+    x_BTD, factor_D, head_DV, _ = decoder.apply(
         decoder.Params(params), model, tokens_BT, positions_BT, context_of(model, mesh, compute_dtype, remat)
     )
     return rms_norm(x_BTD, factor_D, model.norm_epsilon), head_DV

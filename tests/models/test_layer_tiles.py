@@ -69,13 +69,13 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, varia
 
     def whole(params, x_BTD):
         layer = nnx.merge(layer_def, params)
-        return layer(x_BTD, positions_BT, attend=_attend, shard=shard, tables=tables)[0]
+        return layer(x_BTD, positions_BT, attend=_attend, shard=shard, tables=tables)[0].x_BTD
 
     def to_tiles(x_BT):
         return jnp.stack(jnp.split(x_BT, num_tiles, axis=1))
 
     def in_tiles(params, x_BTD):
-        y_nBtD, _ = layer_tiles.run_layer(
+        (y_nBtD, _), _ = layer_tiles.run_layer(
             layer_def,
             LayerParams(params, nnx.State({})),
             to_tiles(x_BTD),

@@ -7,7 +7,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.models import offloaded_layers
-from jaxlc.models.offloaded_layers import LayerParams
+from jaxlc.models.offloaded_layers import LayerParams, Place
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 pytestmark = pytest.mark.jax_version
@@ -19,10 +19,11 @@ POLICIES = {"nothing": _KEEP(), "hidden": _KEEP("hidden")}
 
 def _run(x_BD, params, shared, prefetch=None):
     weights = {**params.trainable, **jax.lax.stop_gradient(params.frozen)}
-    work = lambda x_BD: jnp.tanh(x_BD @ weights["up"] + shared["bias_BF"])  # noqa: E731
+    bias_BF = shared["bias_BF"][:, : weights["up"].shape[-1]]
+    work = lambda x_BD: jnp.tanh(x_BD @ weights["up"] + bias_BF)  # noqa: E731
     hidden_BF, fetched = offloaded_layers.overlap_with_prefetch(work, (x_BD,), prefetch)
     hidden_BF = checkpoint_name(hidden_BF, "hidden")
-    return x_BD * shared["scale_B1"] + hidden_BF @ weights["down"], fetched
+    return (x_BD * shared["scale_B1"] + hidden_BF @ weights["down"], (hidden_BF**3).sum()), fetched
 
 
 def _inputs(trainable=("up", "down")):
@@ -34,6 +35,12 @@ def _inputs(trainable=("up", "down")):
     return x, {name: weights.pop(name) for name in trainable}, weights
 
 
+def _loss(results):
+    """Of the output of the last layer, and of the sum that each layer returns."""
+    y_BD, sums_L = results
+    return (y_BD**2).sum() + (sums_L**2).sum()
+
+
 def _losses(policy):
     run = jax.checkpoint(_run, policy=policy)
     scale_B1 = jnp.arange(1.0, B + 1)[:, None]
@@ -41,11 +48,11 @@ def _losses(policy):
 
     def plain(x_BD, trainable, frozen):
         stacked = LayerParams(trainable, frozen)
-        return (jax.lax.scan(lambda x_BD, params: run(x_BD, params, shared), x_BD, stacked)[0] ** 2).sum()
+        return _loss(jax.lax.scan(lambda x_BD, params: run(x_BD, params, shared)[0], x_BD, stacked))
 
     def prefetched(x_BD, trainable, frozen):
         stacked = LayerParams(trainable, frozen)
-        return (offloaded_layers.run_layers(run, x_BD, stacked, shared, fetch=lambda w: w) ** 2).sum()
+        return _loss(offloaded_layers.run_layers([run], None, x_BD, stacked, shared, fetch=lambda w: w))
 
     return plain, prefetched
 
@@ -56,6 +63,36 @@ def test_run_layers_equals_scan(policy, trainable):
     inputs = _inputs(trainable)
     plain, prefetched = (jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*inputs) for loss in _losses(policy))
     errors = jax.tree.map(max_relative_error, prefetched, plain)
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
+def test_run_layers_of_two_kinds_equals_loop():
+    """Three layers per iteration, of two stacks with different shapes."""
+    rng = np.random.default_rng(0)
+    places = [Place("a", "a", 0), Place("b", "b", 0), Place("a", "a", 1)]
+    shapes = dict(a=dict(up=(L, 2, D, F), down=(L, 2, F, D)), b=dict(up=(L, 1, D, F - 1), down=(L, 1, F - 1, D)))
+    draw = lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    weights = jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    shared = dict(scale_B1=jnp.ones((B, 1)), bias_BF=jnp.ones((B, F)))
+    run = jax.checkpoint(_run, policy=POLICIES["hidden"])
+
+    def loop(x_BD, weights):
+        sums: list[list] = [[], [], []]
+        for iteration in range(L):
+            for place, of_place in zip(places, sums):
+                own = jax.tree.map(lambda x: x[iteration, place.index], weights[place.stack])  # noqa: B023
+                (x_BD, total), _ = run(x_BD, LayerParams(own, {}), shared)
+                of_place.append(total)
+        return _loss((x_BD, jnp.array(sums)))
+
+    def prefetched(x_BD, weights):
+        stacked = LayerParams(weights, dict(a={}, b={}))
+        x_BD, sums = offloaded_layers.run_layers([run] * 3, places, x_BD, stacked, shared, fetch=lambda w: w)
+        return _loss((x_BD, jnp.array(sums)))
+
+    x_BD = draw((B, D))
+    plain, got = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x_BD, weights) for f in (loop, prefetched))
+    errors = jax.tree.map(max_relative_error, got, plain)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
 

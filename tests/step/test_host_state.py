@@ -132,18 +132,18 @@ def test_steps_with_state_in_host_memory_equal_device(on_device, memory):
 
 @needs_host_memory
 @pytest.mark.parametrize(
-    "model",
+    ("model", "num_at_once"),
     [
-        pytest.param(dict(num_layers=5, layer_kinds=("sliding", "full"), window=20), marks=pytest.mark.full),
-        dict(**MIXED_KINDS, num_layers=7),
+        pytest.param(dict(num_layers=5, layer_kinds=("sliding", "full"), window=20), 2, marks=pytest.mark.full),
+        (dict(**MIXED_KINDS, num_layers=7), 1),
+        pytest.param(dict(**MIXED_KINDS, num_layers=7), 3, marks=pytest.mark.full),
     ],
-    ids=["kinds", "shapes"],
+    ids=["kinds", "shapes", "groups of shapes"],
 )
-def test_steps_of_layer_kinds_in_host_memory_equal_device(model):
+def test_steps_of_layer_kinds_in_host_memory_equal_device(model, num_at_once: int):
     """Two groups of layers in the loop, and a last layer."""
-    group = dict(layers_per_remat_group=len(model["layer_kinds"]))
     (_, state, seen), (_, expected, expected_seen) = (
-        _three_steps(model, **memory) for memory in (dict(**ON_HOST, **group), {})
+        _three_steps(model, **memory) for memory in (dict(**ON_HOST, layers_per_remat_group=num_at_once), {})
     )
     np.testing.assert_allclose(seen, expected_seen, rtol=FLOAT32_PARITY)
     _close(state.params, expected.params, FLOAT32_PARITY)

@@ -65,8 +65,3 @@ def _group_problems(config: Config) -> Iterator[str]:
         if config.model.num_last_layers:
             layers = f"the {num_layers} layers in whole groups of config.model.layer_kinds"
         yield f"{setting} does not divide {layers}; use a divisor"
-    if memory.parameters == "host" and period > 1 and group == 1:
-        yield (
-            f"unsupported: config.memory.parameters='host' with {period} layers in config.model.layer_kinds and"
-            f" config.memory.layers_per_remat_group=1; use --config.memory.layers_per_remat_group={period}"
-        )

@@ -61,8 +61,8 @@ class ModelConfig:
     # kinds of the layers, a group that repeats: layer i has kind layer_kinds[i % length]. full: attention to all
     # earlier tokens. sliding: attention to the last `window` tokens. nope: as full, without position embedding.
     layer_kinds: tuple[str, ...] = ("full",)
-    # kinds of layers whose heads or feed-forward layer have other sizes; docs/models.md. Set the fields of a kind with
-    # config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds may name.
+    # kinds of layers whose heads or feed-forward layer have other sizes; docs/architecture.md. Set the fields of a kind
+    # with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds may name.
     kinds: tuple[KindConfig, ...] = ()
     # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
     # model has no sliding layers.
