@@ -18,6 +18,7 @@ wrap of negative indices changes (`layer_of`). The fetch before each scan is a k
 program.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -110,80 +111,98 @@ def run_layers(
         traced program, since constants become its arguments.
       fetch: the function that copies the weights of one layer to the device.
     """
-    last, num_runs = len(jax.tree.leaves(stacked)[0]) - 1, len(runs)
-
-    @jax.named_scope(scopes.PREFETCH)
-    def fetch_layer(stacked, iteration, run):
-        """The weights of `runs[run]`, which may be of the next or of the previous iteration."""
-        iteration, run = iteration + run // num_runs, run % num_runs
-        if places is None:
-            return fetch(jax.tree.map(lambda stack: layer_of(stack, iteration), stacked))
-        place = places[run]
-        return fetch(jax.tree.map(lambda stack: layer_of(stack, iteration, place.index), stacked.of(place.stack)))
-
-    def unstacked(results: list):
-        return results[0] if places is None else results
+    layers = _PrefetchedLayers(tuple(runs), places, fetch, len(jax.tree.leaves(stacked)[0]))
 
     @jax.custom_vjp
-    def through_layers(x_BTD, stacked, shared):
+    def through_layers(*operands):
+        return layers.run(*operands)
+
+    through_layers.defvjp(layers.forward, layers.backward)
+    return through_layers(x_BTD, stacked, shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PrefetchedLayers:
+    """All layers, and the forward and backward rules of their derivative; see `run_layers` for the first fields."""
+
+    runs: tuple[Callable, ...]
+    places: Sequence[Place] | None
+    fetch: Callable
+    num_iterations: int
+
+    def run(self, x_BTD, stacked, shared):
         def run_iteration(carry, _):
             iteration, x_BTD, weights = carry
             all_sums = []
-            for index, run in enumerate(runs):
-                prefetch = Prefetch(fetch_layer(stacked, iteration, index + 1), weights)
+            for index, run in enumerate(self.runs):
+                prefetch = Prefetch(self._fetched(stacked, iteration, index + 1), weights)
                 (x_BTD, sums), weights = run(x_BTD, weights, shared, prefetch)
                 all_sums.append(sums)
-            return (iteration + 1, x_BTD, weights), unstacked(all_sums)
+            return (iteration + 1, x_BTD, weights), self._of_iteration(all_sums)
 
-        first_carry = jnp.int32(0), x_BTD, fetch_layer(stacked, 0, 0)
-        (_, x_BTD, _), sums = lax.scan(run_iteration, first_carry, length=last + 1)
+        first_carry = jnp.int32(0), x_BTD, self._fetched(stacked, 0, 0)
+        (_, x_BTD, _), sums = lax.scan(run_iteration, first_carry, length=self.num_iterations)
         return x_BTD, sums
 
-    def forward(x_BTD, stacked, shared):
+    def forward(self, x_BTD, stacked, shared):
         def run_iteration(carry, _):
             iteration, x_BTD, weights = carry
             backwards, all_sums = [], []
-            for index, run in enumerate(runs):
+            for index, run in enumerate(self.runs):
                 # An array of its own for the unused half: JAX recognizes argument residuals by their identity.
-                unused = jax.eval_shape(lambda index=index: fetch_layer(stacked, 0, (index - 1) % num_runs))
-                unused = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), unused)
-                prefetch = Prefetch(fetch_layer(stacked, iteration, index + 1), unused)
+                unused = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._abstract_before(stacked, index))
+                prefetch = Prefetch(self._fetched(stacked, iteration, index + 1), unused)
                 (x_BTD, sums), backward, weights = jax.vjp(run, x_BTD, weights, shared, prefetch, has_aux=True)
                 replace_argument_residuals(backward, 1, [None, None, None])  # the backward pass sets them again
                 backwards.append(backward)
                 all_sums.append(sums)
-            return (iteration + 1, x_BTD, weights), (backwards, unstacked(all_sums))
+            return (iteration + 1, x_BTD, weights), (backwards, self._of_iteration(all_sums))
 
-        first_carry = jnp.int32(0), x_BTD, fetch_layer(stacked, 0, 0)
-        (_, y_BTD, _), (backwards, sums) = lax.scan(run_iteration, first_carry, length=last + 1)
+        first_carry = jnp.int32(0), x_BTD, self._fetched(stacked, 0, 0)
+        (_, y_BTD, _), (backwards, sums) = lax.scan(run_iteration, first_carry, length=self.num_iterations)
         return (y_BTD, sums), (backwards, stacked, shared)
 
-    def backward(residuals, gradients):
+    def backward(self, residuals, gradients):
         backwards, stacked, shared = residuals
         dy_BTD, dsums = gradients
+        last, is_one = self.num_iterations - 1, self.places is None
 
         def run_iteration(carry, operands):
             (iteration, dx_BTD, weights, following), (backwards, dsums) = carry, operands
-            dweights, dsums = [None] * num_runs, [dsums] if places is None else dsums
-            for index in reversed(range(num_runs)):
+            dweights, dsums = [], [dsums] if is_one else dsums
+            for index in reversed(range(len(self.runs))):
                 # A layer that is recomputed prefetches nothing in its forward: it is given weights of the same shapes,
                 # its own or those of the layer that the backward pass ran before it.
-                in_forward = weights if following is None else following
-                prefetch = Prefetch(in_forward, fetch_layer(stacked, iteration, index - 1))
+                in_forward = weights if is_one else following
+                prefetch = Prefetch(in_forward, self._fetched(stacked, iteration, index - 1))
                 replace_argument_residuals(backwards[index], 1, [weights, shared, prefetch])
                 dx_BTD, gradient, _, (_, previous) = backwards[index]((dx_BTD, dsums[index]))
-                dweights[index] = gradient.trainable
-                weights, following = previous, None if places is None else weights
-            dweights = dweights[0] if places is None else _by_stack(dweights, places)
-            return (iteration - 1, dx_BTD, weights, following), jax.tree.map(_to_memory_of, stacked.trainable, dweights)
+                dweights.insert(0, gradient.trainable)
+                weights, following = previous, None if is_one else weights
+            dweights = dweights[0] if is_one else _by_stack(dweights, self.places)
+            dweights = jax.tree.map(_to_memory_of, stacked.trainable, dweights)
+            return (iteration - 1, dx_BTD, weights, following), dweights
 
-        following = None if places is None else fetch_layer(stacked, last, 0)
-        first_carry = jnp.int32(last), dy_BTD, fetch_layer(stacked, last, num_runs - 1), following
+        following = None if is_one else self._fetched(stacked, last, 0)
+        first_carry = jnp.int32(last), dy_BTD, self._fetched(stacked, last, len(self.runs) - 1), following
         (_, dx_BTD, *_), dstacked = lax.scan(run_iteration, first_carry, (backwards, dsums), reverse=True)
         return dx_BTD, LayerParams(dstacked, None), None
 
-    through_layers.defvjp(forward, backward)
-    return through_layers(x_BTD, stacked, shared)
+    @jax.named_scope(scopes.PREFETCH)
+    def _fetched(self, stacked, iteration, index):
+        """The weights of `runs[index]`, which may be of the next or of the previous iteration, on the device."""
+        iteration, index = iteration + index // len(self.runs), index % len(self.runs)
+        if self.places is None:
+            return self.fetch(jax.tree.map(lambda stack: layer_of(stack, iteration), stacked))
+        place = self.places[index]
+        return self.fetch(jax.tree.map(lambda stack: layer_of(stack, iteration, place.index), stacked.of(place.stack)))
+
+    def _abstract_before(self, stacked, index):
+        """Shapes of the weights of the layer before `runs[index]`."""
+        return jax.eval_shape(lambda: self._fetched(stacked, 0, (index - 1) % len(self.runs)))
+
+    def _of_iteration(self, results: list):
+        return results[0] if self.places is None else results
 
 
 def _by_stack(trees: Sequence[Any], places: Sequence[Place]) -> dict[str, Any]:
