@@ -10,7 +10,7 @@ from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import reference
 from jaxlc.models import layer_tiles
 from jaxlc.models.init_keys import InitKeys
-from jaxlc.models.layers import DecoderLayer
+from jaxlc.models.layers import DecoderLayer, LayerOutput
 from jaxlc.models.offloaded_layers import LayerParams
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder
@@ -58,7 +58,15 @@ OLMO = dict(qk_norm="projection", norm_placement="post", qkv_bias=True, query_sc
 
 
 @pytest.mark.parametrize("num_tiles, saves_attention, variant", [(1, False, {}), (3, True, GEMMA), (4, False, OLMO)])
-def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, variant):
+def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, variant, monkeypatch: pytest.MonkeyPatch):
+    """Both return the sum of squares of the output."""
+    after_attention = DecoderLayer.after_attention
+
+    def with_sum(self, *operands, shard):
+        output = after_attention(self, *operands, shard=shard)
+        return output._replace(sums=dict(squares=(output.x_BTD**2).sum()))
+
+    monkeypatch.setattr(DecoderLayer, "after_attention", with_sum)
     model = small_model(**variant)
     layer_def, params = nnx.split(DecoderLayer(model, InitKeys(jax.random.key(0))))
     rng = np.random.default_rng(0)
@@ -69,13 +77,13 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, varia
 
     def whole(params, x_BTD):
         layer = nnx.merge(layer_def, params)
-        return layer(x_BTD, positions_BT, attend=_attend, shard=shard, tables=tables)[0].x_BTD
+        return layer(x_BTD, positions_BT, attend=_attend, shard=shard, tables=tables)[0]
 
     def to_tiles(x_BT):
         return jnp.stack(jnp.split(x_BT, num_tiles, axis=1))
 
     def in_tiles(params, x_BTD):
-        (y_nBtD, _), _ = layer_tiles.run_layer(
+        (y_nBtD, sums), _ = layer_tiles.run_layer(
             layer_def,
             LayerParams(params, nnx.State({})),
             to_tiles(x_BTD),
@@ -86,11 +94,11 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, varia
             shard=shard,
             tables=tables,
         )
-        return jnp.concatenate(y_nBtD, axis=1)
+        return LayerOutput(jnp.concatenate(y_nBtD, axis=1), sums)
 
     def with_gradients(layer):
-        y_BTD, backward = jax.vjp(layer, params, x_BTD)
-        return y_BTD, *backward(dy_BTD)
+        output, backward = jax.vjp(layer, params, x_BTD)
+        return output, *backward(LayerOutput(dy_BTD, dict(squares=jnp.float32(0.7))))
 
     errors = jax.tree.map(
         max_relative_error, jax.jit(with_gradients, static_argnums=0)(in_tiles), with_gradients(whole)
