@@ -77,7 +77,7 @@ def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
 
     A config that was loaded before has all of them, and init_from is not read again: the model may be gone.
     """
-    shape = {**vars(PRESETS[model.get("preset", DEFAULT_PRESET)]), "kinds": {}}
+    shape = {**vars(PRESETS[model.get("preset", DEFAULT_PRESET)]), "kinds": dict[str, Any]()}
     if shape.keys() - model.keys() <= _LATER_SETTINGS:
         return {**shape, **model}
     if not model.get("init_from"):

@@ -94,9 +94,7 @@ def _base_of(model: ModelConfig) -> tuple[Mapping[str, Any], int] | None:
 
 def _context_of_run(source: Pretrained, settings: Mapping[str, Any]) -> int | None:
     stored = source.run_config()
-    names = {name: stored["model"][name] for name in ("preset", "init_from")}
     kinds = tuple(KindConfig(name=name, **fields) for name, fields in settings.get("kinds", {}).items())
-    return (
-        context_tokens(ModelConfig(**{**settings, **names, "kinds": kinds}), stored["data"]["seq_len"])
-        or stored["data"]["seq_len"]
-    )
+    names = {name: stored["model"][name] for name in ("preset", "init_from")}
+    fields: dict[str, Any] = {**settings, **names, "kinds": kinds}
+    return context_tokens(ModelConfig(**fields), stored["data"]["seq_len"]) or stored["data"]["seq_len"]

@@ -123,7 +123,7 @@ class ModelConfig:
 
     def of_kind(self, kind: str) -> "ModelConfig":
         """The settings of the layers of this kind: those of the model with the sizes of the kind."""
-        own = next((vars(settings) for settings in self.kinds if settings.name == kind), {})
+        own = next((vars(settings) for settings in self.kinds if settings.name == kind), dict[str, Any]())
         sizes = {name: size for name, size in own.items() if name not in ("name", "attention") and size}
         return dataclasses.replace(self, **sizes) if sizes else self
 

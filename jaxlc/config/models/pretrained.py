@@ -158,7 +158,7 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
     Raises:
       UserError: another setting of `explicit` differs; the message names the difference.
     """
-    settings = {"kinds": {}, **pretrained.model_settings()}
+    settings = {"kinds": dict[str, Any](), **pretrained.model_settings()}
     for name, value in explicit.items():
         if name in settings and name not in CHANGEABLE_SETTINGS and settings[name] != value:
             raise UserError(
