@@ -12,7 +12,9 @@ CASES = {
     "lora": dict(lora=dict(rank=3, projections=("query", "value", "attention_projected", "mlp_down"))),
     "lora, tied": dict(lora=dict(rank=3), model=dict(tie_embeddings=True), train=dict(trainable=("embedding",))),
     "lora, shapes": dict(
-        lora=dict(rank=3), model=MIXED_KINDS | dict(num_layers=7), train=dict(trainable=("layers/wide/mlp/*",))
+        lora=dict(rank=3, projections=("query", "value")),
+        model=MIXED_KINDS | dict(num_layers=7),
+        train=dict(trainable=("layers/wide/mlp/*",)),
     ),
     "no lora": dict(train=dict(frozen=("embedding", "*/w_up", "*norm*"))),
     "all trained": {},

@@ -26,7 +26,7 @@ SCALE = 1.5
 FLOAT32 = dict(compute="fp32", frozen="fp32")
 # Two layers of different shapes per iteration of the loop and a last one; embeddings and norms are trained, as in
 # LongLoRA.
-KINDS = dict(num_layers=5, layer_kinds=("sliding", "full"), window=20, qk_norm="head", qkv_bias=True)
+KINDS = dict(num_layers=3, layer_kinds=("sliding", "full"), window=20, qk_norm="head", qkv_bias=True)
 KINDS |= dict(kinds=dict(full=dict(num_heads=2, head_dim=12, ffn_dim=96)))
 KINDS_TRAINABLE = ("embedding", "*norm*")
 
