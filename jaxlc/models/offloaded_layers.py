@@ -111,7 +111,7 @@ def run_layers(
         traced program, since constants become its arguments.
       fetch: the function that copies the weights of one layer to the device.
     """
-    layers = _PrefetchedLayers(tuple(runs), places, fetch, len(jax.tree.leaves(stacked)[0]))
+    layers = _PrefetchedLayers(tuple(map(_with_tuple, runs)), places, fetch, len(jax.tree.leaves(stacked)[0]))
 
     @jax.custom_vjp
     def through_layers(*operands):
@@ -119,6 +119,16 @@ def run_layers(
 
     through_layers.defvjp(layers.forward, layers.backward)
     return through_layers(x_BTD, stacked, shared)
+
+
+def _with_tuple(run: Callable) -> Callable:
+    """`run`, whose output is a plain tuple, as its cotangent in the backward pass is."""
+
+    def run_with_tuple(*operands):
+        output, next_weights = run(*operands)
+        return tuple(output), next_weights
+
+    return run_with_tuple
 
 
 @dataclasses.dataclass(frozen=True)
