@@ -5,15 +5,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxlc.config.chat_template_file import read_template, template_path
 from jaxlc.config.checks.all_checks import check
-from jaxlc.config.data_schema import CHAT_TEMPLATES, SourceConfig
+from jaxlc.config.data_schema import SourceConfig
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, to_dict
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.models.pretrained import locate, with_overrides
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.setting_paths import converted, set_at
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import local_path
 
 
 def load(config: ConfigDict | Config) -> Config:
@@ -45,10 +45,10 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     sections["model"] = _with_shape(sections["model"])
     if "tokenizer" not in sections["data"] and sections["model"]["init_from"]:
         sections["data"] = locate(sections["model"]["init_from"]).data_settings() | sections["data"]
-    template = sections["data"].get("chat_template", "")
-    if template not in CHAT_TEMPLATES and "{" not in template and (path := local_path(template)).is_file():
+    template = template_path(sections["data"].get("chat_template", ""))
+    if template and template.is_file():
         # A checkpoint has the text, because the file may change or go away.
-        sections["data"]["chat_template"] = path.read_text(errors="replace")
+        sections["data"]["chat_template"] = read_template(template)
     mixture = sorted(sections["data"].get("mixture", {}).items())  # the order in a config has no effect
     sections["data"]["mixture"] = tuple(SourceConfig(name=name, **fields) for name, fields in mixture)
     loaded = Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})

@@ -173,6 +173,14 @@ def test_load_invalid_layer_kinds_raise(model, words):
     assert words in rejected(changed("model", **model))
 
 
+def test_load_chat_template_is_the_text_of_its_file(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages }}")
+    assert load(changed("data", chat_template=str(path))).data.chat_template == "{{ messages }}"
+    path.write_bytes(b"\xff{{ messages }}")
+    assert rejected(changed("data", chat_template=str(path))).startswith("cannot read the chat template ")
+
+
 def test_load_another_rope_scaling_drops_parameters_of_the_preset():
     llama = PRESETS["llama3.1-8b"]
     model = load(changed("model", preset="llama3.1-8b", rope_scaling="none")).model
