@@ -8,9 +8,10 @@ does not import JAX, so that environment variables which JAX reads at start-up c
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from jaxlc.core import interrupts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,10 +47,7 @@ __all__ = [
 _PACKAGES = ("attention", "config", "data", "plan", "profile", "runtime", "sweep", "train")
 
 
-if os.path.basename(sys.argv[0]) in ("-m", "jaxlc"):  # the import belongs to `python -m jaxlc.VERB` or `jaxlc VERB`
-    from jaxlc.core import interrupts
-
-    interrupts.install()
+interrupts.install_for_command()
 
 
 def start(

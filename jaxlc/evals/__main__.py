@@ -72,6 +72,7 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
     from jaxlc.evals.score_rows import comparison, step_directories
 
     outs, scores, directories = _directories(flags.sources, flags.out), dict[str, list](), dict[str, Path]()
+    report = functools.partial(print, flush=True)
     for source, name, out in zip(flags.sources, _names(flags.sources), outs, strict=True):
         with full_disk_explained(out, _kept):
             for step in flags.step or [None]:
@@ -79,8 +80,7 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
                 label = name if result.is_pretrained else f"{name} step-{result.step}"
                 if len(flags.sources) > 1 or len(flags.step) > 1:
                     print(label)
-                report, template = functools.partial(print, flush=True), flags.chat_template
-                scores[label] = evaluate_run(result, settings, out, report, chat_template=template)
+                scores[label] = evaluate_run(result, settings, out, report, chat_template=flags.chat_template)
                 _print_figures(draw_maps(scores[label], out))
                 directories[label] = out / f"step-{result.step}"
     if len(scores) > 1:
