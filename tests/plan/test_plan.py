@@ -84,6 +84,7 @@ def test_page_names_the_settings_of_both_pools(result):
     text = page(dataclasses.replace(result, memory=pinned), "")
     assert "70.00  in a pool of 64.00 (runtime.pinned_host_gib)" in text and "VERDICT: does not fit, 6.00 GiB" in text
     assert "set --config.runtime.pinned_host_gib=71." in text
+    assert dataclasses.replace(pinned, host_pool_bytes=71 * 2**30).fits
     pools = dataclasses.replace(memory, host_pool_bytes=200 * 2**30, host_pools_per_node_bytes=2400 * 2**30)
     text = page(dataclasses.replace(result, memory=pools), "")
     assert "2,400.00  up to 200.00 per GPU, and 16.00 per process for staging" in text and "VERDICT: fits" in text
