@@ -10,7 +10,8 @@ from jaxlc.data import open_corpus
 from jaxlc.data.sequences.balance import balanced_order, replica_cost
 from jaxlc.plan.packing_estimates import mix_of_lengths
 from jaxlc.train.run_data import RunData
-from tests.data.corpora import S, make_config
+from tests.data.corpora import make_config
+from tests.step.synthetic import TOKENS as S
 from tests.step.synthetic import small_config, small_step
 
 
@@ -69,13 +70,13 @@ def run_batches(corpus, config, first: int, num_steps: int) -> list[np.ndarray]:
 
 
 def test_run_has_each_sequence_of_a_step_once(tmp_path):
-    """In the order of their work, the same after a resume."""
-    corpus = open_corpus(make_config(tmp_path))
-    config = config_with(4, 2, data=dict(seq_len=S))
-    steps = run_batches(corpus, config, first=16, num_steps=3)
+    """With a lower replica cost, and the same after a resume; the first index is no multiple of the batch size."""
+    corpus = open_corpus(make_config(tmp_path, seq_len=S))
+    config = config_with(4, 2)
+    steps = run_batches(corpus, config, first=12, num_steps=3)
     moved = 0
     for step, batch in enumerate(steps):
-        indices = range(16 + 8 * step, 24 + 8 * step)
+        indices = range(12 + 8 * step, 20 + 8 * step)
         natural = np.stack([[corpus.train[i][name] for i in indices] for name in ("segment_ids", "tokens")])
         rows, expected = (sorted(np.moveaxis(b.reshape(2, 8, S), 1, 0).tolist()) for b in (batch, natural))
         assert rows == expected
@@ -87,7 +88,7 @@ def test_run_has_each_sequence_of_a_step_once(tmp_path):
         assert costs[1] <= costs[0]
         moved += costs[1] < costs[0]
     assert moved
-    np.testing.assert_array_equal(run_batches(corpus, config, first=24, num_steps=2), steps[1:])
-    unmasked = config_with(4, 2, data=dict(seq_len=S), attention=dict(document_mask=False))
-    (batch,) = run_batches(corpus, unmasked, first=16, num_steps=1)
-    np.testing.assert_array_equal(batch[1].reshape(8, S), [corpus.train[i]["tokens"] for i in range(16, 24)])
+    np.testing.assert_array_equal(run_batches(corpus, config, first=20, num_steps=2), steps[1:])
+    unmasked = config_with(4, 2, attention=dict(document_mask=False))
+    (batch,) = run_batches(corpus, unmasked, first=12, num_steps=1)
+    np.testing.assert_array_equal(batch[1].reshape(8, S), [corpus.train[i]["tokens"] for i in range(12, 20)])
