@@ -14,6 +14,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs, document_pairs
+from jaxlc.data.sequences.balance import balanced_order
 from jaxlc.data.sequences.loader import OrderOf
 from jaxlc.sharding.document_layout import by_ring_step, ring_cost
 
@@ -89,13 +90,16 @@ def mean_of_microbatches(config: Config, sequences: Sequence[SequenceWork]) -> A
     """The mean work per sequence if each microbatch takes as long as its slowest replica.
 
     Replicas wait for each other where they gather weights and sum gradients, in every layer. Consecutive sequences form
-    microbatches, as in a run.
+    global batches, whose sequences have the places of a run (`balanced_order`).
     """
+    num_sequences, batch_size = len(sequences), config.train.global_batch_size
+    batches = np.resize(np.arange(num_sequences), (-(-num_sequences // batch_size), batch_size))
+    pairs = np.array([sequence.pairs for sequence in sequences])
+    placed = np.concatenate([batch[balanced_order(config, pairs[batch])] for batch in batches])
+    works = np.array([sequence.work for sequence in sequences])[placed]
     num_replicas = config.mesh.data * config.mesh.fsdp
-    per_replica = config.train.global_batch_size // (config.train.gradient_accumulation_steps * num_replicas)
-    works = np.array([sequence.work for sequence in sequences])
-    num_microbatches = -(-len(works) // (num_replicas * per_replica))
-    works = np.resize(works, (num_microbatches, num_replicas, per_replica, works.shape[1])).mean(axis=2)
+    per_replica = batch_size // (config.train.gradient_accumulation_steps * num_replicas)
+    works = works.reshape(-1, num_replicas, per_replica, works.shape[1]).mean(axis=2)
     steps = num_ring_steps(config)
     slowest = [max((AttentionWork(*row) for row in rows), key=lambda work: work.total(steps)) for rows in works]
     return AttentionWork(*np.mean(slowest, axis=0).tolist())

@@ -100,10 +100,11 @@ def test_visible_fraction_follows_the_work():
     assert visible_fraction(own._replace(is_masked=False), config, work) == 1.0
 
 
-def test_mean_of_microbatches_takes_the_slowest_replica():
+def test_mean_of_microbatches_takes_the_slowest_replica_of_balanced_batches():
     config = config_with(mesh=dict(fsdp=2), train=dict(global_batch_size=8, gradient_accumulation_steps=2))
     whole, short = (sequence_work(config, ZIGZAG, lengths) for lengths in ([TOKENS], [64] * 64))
-    sequences = [whole, short, short, short] + [short] * 4  # two replicas of two sequences, two microbatches
+    # Two microbatches of two replicas of two sequences: both long sequences are in the first one.
+    sequences = [whole, short, short, short] * 2
     first = (np.array(whole.work) + short.work) / 2
     expected = (first + short.work) / 2
     np.testing.assert_allclose(mean_of_microbatches(config, sequences), expected)

@@ -50,10 +50,11 @@ def _assert_close(got, gradients, tolerance=FLOAT32_PARITY):
     assert max(jax.tree.leaves(errors)) <= tolerance, errors
 
 
-def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), **overrides):
+def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), order=range(4), **overrides):
     """Compares steps with equal parameters.
 
     Args:
+      order: of the sequences in the batch of the step, which is natural on one device.
       split, memory: settings of the attention strategy and of memory, which the step on one device does not have.
     """
     frozen = {section: tuple(sorted(values.items())) for section, values in overrides.items()}
@@ -65,7 +66,8 @@ def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), **override
         memory=dataclasses.replace(config.memory, **dict(memory)),
     )
     step = small_step(load(config))
-    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
+    rows = [natural_rows()[i] for i in order]
+    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, rows))
     np.testing.assert_allclose(got_loss, loss, rtol=tolerance)
     _assert_close(got, gradients, tolerance)
 
@@ -75,10 +77,14 @@ def test_loss_and_gradients_on_mesh_equal_one_device(axes):
     _assert_same(axes)
 
 
-@pytest.mark.parametrize("axes", [dict(context=2, data=2), dict(context=2, fsdp=2, tensor=2)], ids=str)
-def test_accumulation_of_unequal_microbatches_equals_one_device(axes):
-    """Microbatches have 95 + 91 and 9 + 0 targets: the sums are added and divided once."""
-    _assert_same(axes, train=dict(gradient_accumulation_steps=2))
+@pytest.mark.parametrize(
+    "axes, order",
+    [(dict(context=2, data=2), (0, 3, 2, 1)), (dict(context=2, fsdp=2, tensor=2), (0, 1, 2, 3))],
+    ids=["data, another order", "fsdp"],
+)
+def test_accumulation_of_unequal_microbatches_equals_one_device(axes, order):
+    """The sums of unequal numbers of targets, 95, 91, 9 and 0, are added and divided once, in any order."""
+    _assert_same(axes, order=order, train=dict(gradient_accumulation_steps=2))
 
 
 def test_accumulation_on_one_device_equals_one_batch():
