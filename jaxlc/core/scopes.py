@@ -22,6 +22,11 @@ WINDOW_HALO = "window_halo"  # sliding windows: exchange of the tokens before ea
 MORE_DOCUMENTS = "more_documents"  # loop over calls of packed attention; runs if one call cannot take all documents
 REORDER = "zigzag_reorder"  # exchanges chunks: natural to zigzag order, and back
 
+# Linear attention.
+DELTA_RULE = "delta_rule"  # the gated delta rule, exchanges included
+DELTA_STATES = "delta_states"  # inside DELTA_RULE: exchange of the maps of states between ranks
+CONVOLUTION = "short_convolution"  # causal convolution over the sequence, exchange included
+
 # Calls of tokamax's kernels, whose custom calls have no name.
 MOSAIC_FORWARD = "mosaic_forward"
 MOSAIC_BACKWARD = "mosaic_backward"  # a call with one result computes dq, one with two dk and dv
