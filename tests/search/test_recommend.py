@@ -344,7 +344,8 @@ def test_recommend_nothing_fits_names_fewest_gpus():
     result = recommend(short, topology("h100:1x1"), refused, roofline=Roofline(), limit_seconds=1)
     assert "LoRA would fit: --config.lora.rank=16" in page(result, None)
     lora = with_settings(short, LORA)
-    assert any(candidates(lora, Rates(topology("h100:1x1"), Roofline()), 2**15))
+    found = candidates(lora, Rates(topology("h100:1x1"), Roofline()), 2**15)
+    assert any(candidate.estimate.fits(candidate.gpus) for candidate in found)
 
 
 @pytest.mark.gpu_compiler
