@@ -68,24 +68,22 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     about = about | dict(jax=importlib.metadata.version("jax"))
     keys = [_key(point.config, about) for point in points]
-    points_by_key = dict(zip(keys, points))
-    rows = {row["key"]: row for row in read_rows(path)}
-    new = [key for key in points_by_key if key not in rows]
+    rows, configs = {row["key"]: row for row in read_rows(path)}, dict[str, Config]()
+    new = {key: point for key, point in zip(keys, points) if key not in rows}
     if len(new) < len(points):
         log(f"{len(points) - len(new)} of {len(points)} points are already in {path}")
-    configs: dict[str, Config] = {}
     start_seconds = time.monotonic()
     with path.open("a") as file:
 
         def add(key: str, figures: Row) -> None:
-            point = points_by_key[key]
-            rows[key] = dict(key=key) | about | point.columns() | dict(overrides=point.overrides) | figures
+            settings = new[key].columns() | dict(overrides=new[key].overrides)
+            rows[key] = dict(key=key) | about | settings | figures
             file.write(json.dumps(rows[key]) + "\n")
             file.flush()
 
-        for key in new:
+        for key, point in new.items():
             try:
-                configs[key] = points_by_key[key].checked()
+                configs[key] = point.checked()
             except UserError as error:
                 add(key, dict(status="refused", reason=str(error)))
         total = len(configs)
@@ -96,16 +94,20 @@ def run(
             for num_run, (index, figures) in enumerate(results, start=1):
                 key, config = [*configs.items()][index]
                 add(key, figures)
-                minutes = (time.monotonic() - start_seconds) / num_run * (total - num_run) / 60
-                left = f"; about {minutes:.0f} min left" if minutes >= 1 else ""
-                name = f"{name_of(config)}, {config.data.seq_len:,} tokens, {config.runtime.transport}"
-                log(f"{num_run}/{total} {name}: {row_text(rows[key])}{left}")
+                left_seconds = (time.monotonic() - start_seconds) / num_run * (total - num_run)
+                log(f"{num_run}/{total} {_line(config, rows[key], left_seconds)}")
         except KeyboardInterrupt:
             num_done = sum(key in rows for key in keys)
             raise KeyboardInterrupt(
                 f"interrupted: {num_done} of {len(points)} points are in {path}; the same command resumes"
             ) from None
     return [rows[key] for key in keys]
+
+
+def _line(config: Config, row: Row, left_seconds: float) -> str:
+    """What the log shows of a finished point."""
+    left = f"; about {left_seconds / 60:.0f} min left" if left_seconds >= 60 else ""
+    return f"{name_of(config)}, {config.data.seq_len:,} tokens, {config.runtime.transport}: {row_text(row)}{left}"
 
 
 def _key(config: Config, about: Row) -> str:
