@@ -37,8 +37,11 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
         return None
     before, after = _settings(kept), _settings(path)
     names = [name for name in before | after if before.get(name) != after.get(name)]
+    if not names:  # only their order or the text around them
+        kept.unlink()
+        return None
     shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES))
-    return f"settings changed since the last start: {shown}; the earlier ones are in {kept.name}" if names else None
+    return f"settings changed since the last start: {shown}; the earlier ones are in {kept.name}"
 
 
 def _settings(path: Path) -> dict[str, Any]:
