@@ -17,14 +17,12 @@ _COLORS = {"ring": BLUE, "hybrid": RED, "ulysses": TEAL, "all_gather": AMBER}
 def write(rows: Sequence[dict], title: str, out: Path) -> list[Path]:
     """Writes the plots for rows sorted best first; returns their paths. Without completed points there is no plot."""
     done = [row for row in rows if row["status"] == "done"]
-    paths = []
-    if done:
-        paths.append(out / MESHES)
-        meshes_figure(done, title).savefig(paths[-1])
+    figures = {MESHES: meshes_figure} if done else {}
     if len({row["transport"] for row in done}) > 1:
-        paths.append(out / TRANSPORTS)
-        transports_figure(done, title).savefig(paths[-1])
-    return paths
+        figures[TRANSPORTS] = transports_figure
+    for name, draw in figures.items():
+        draw(done, title).savefig(out / name)
+    return [out / name for name in figures]
 
 
 def meshes_figure(done: Sequence[dict], title: str) -> Figure:
