@@ -38,12 +38,12 @@ def test_scores_equal_those_of_the_published_scorer():
     texts = [cleaned(text) for text, _ in PREDICTIONS]
     for match, expected in ((match_all, NVIDIA_MATCH_ALL), (match_any, NVIDIA_MATCH_PART)):
         values = [match(text, references) for text, (_, references) in zip(texts, PREDICTIONS)]
-        assert round(score_of(values).mean, 2) == expected
+        assert round(score_of(values).score, 2) == expected
 
 
 def test_standard_error_is_that_of_the_mean():
     score = score_of([1, 0, 1, 1])
-    assert score.mean == 75 and math.isclose(score.standard_error, 100 * math.sqrt(0.25 / 4))
+    assert score.score == 75 and math.isclose(score.standard_error, 100 * math.sqrt(0.25 / 4))
     assert math.isnan(score_of([1]).standard_error)
 
 
@@ -71,7 +71,7 @@ def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
     first, asked[:] = list(asked), []
     score = run_case(_case(), generate, tmp_path, dict(step=1), batch_size=1)
     assert first == [f"question {i} answer" for i in range(3)] and asked == [f"question {i} answer" for i in (3, 4)]
-    assert (score.mean, score.num_examples) == (80, 5)
+    assert (score.score, score.num_examples) == (80, 5)
 
 
 def test_predictions_of_another_checkpoint_raise(tmp_path):
@@ -101,7 +101,7 @@ def test_invalid_settings_raise(values, message):
 
 def test_files_of_close_depths_differ():
     settings = eval_settings(dict(tasks="needle,passkey", lengths=(1024,), depths=(0.29, 0.331, 0.334)))
-    names = [text_case.case.name for text_case in text_cases(settings, len)]
+    names = [case.name for case, _ in text_cases(settings, len)]
     assert names[:2] == ["needle-1024-29-of-1", "needle-1024-33.1-of-1"] and len(set(names)) == 6
 
 

@@ -148,11 +148,6 @@ def _epoch_text(train: PackedText) -> str:
     return f"epoch      of the mixture, until a source would repeat: {sequences}, {tokens}"
 
 
-def sharding_lines(step: TrainStep) -> list[str]:
-    """The shape, sharding and bytes per device of each parameter."""
-    return [str(step.sharding_table)]
-
-
 def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, meta: dict, stage: str = "") -> list[str]:
     """What a run that resumes from the checkpoint of `step` prints; `meta` is stored in that checkpoint.
 
