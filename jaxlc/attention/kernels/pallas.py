@@ -47,6 +47,16 @@ def forward(
 
 
 @functools.partial(jax.jit, static_argnames="spec")
+def forward_in_layer(
+    q_BTNH: jax.Array, k_BLSKH: jax.Array, v_BLSKH: jax.Array, layer: jax.Array, ranges: KeyRanges, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """See `contract.Kernel.forward`, over the keys and values of layer `layer`, int32, which are not copied."""
+    from jaxlc.attention.kernels.flash_forward import flash_forward
+
+    return _call(flash_forward, spec, (q_BTNH, k_BLSKH, v_BLSKH, ranges, layer[None]))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
 def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
     """See `contract.Kernel.backward`."""
     from jaxlc.attention.kernels.flash_backward import QueryStats, flash_dkv, flash_dq
@@ -67,13 +77,13 @@ def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
     """Runs `kernel` compiled, or interpreted on a CPU; the lowering selects by its platform."""
     from jaxlc.attention.kernels.triton_blocks import KernelParams
 
-    q_BTNH, k_BSKH = operands[:2]
+    q_BTNH, k = operands[:2]
     tuning = tuning_params(kernel.__name__, q_BTNH.dtype.name)
     mask = BlockMask(
         causal=spec.causal,
         window=spec.window,
         num_queries=q_BTNH.shape[1],
-        num_keys=k_BSKH.shape[1],
+        num_keys=k.shape[-3],
         query_block=_block_tokens(spec.query_block_tokens, tuning.query_block_tokens),
         kv_block=_block_tokens(spec.key_block_tokens, tuning.kv_block_tokens),
     )
