@@ -1,10 +1,13 @@
 """Attention of a chunk of new tokens over the KV cache, context parallel.
 
-A chunk of a prompt attends in two parts that are merged by their log-sum-exp. Attention over the chunk itself is that of
-training, with the same strategy and kernel, since padding comes last. All its queries attend to all tokens in the
-cache: each rank computes the queries of the whole chunk against the keys that it stores, and the results are exchanged,
-as in Yang et al. 2024 (arXiv:2411.01783, "pass-Q"): they are much smaller than the cache. In sliding layers each rank
-computes its own queries against the last tokens, in one call.
+A chunk of a prompt attends in two parts that are merged by their log-sum-exp:
+
+    tokens of the chunk    causal, with the strategy and kernel of training, since padding comes last
+    tokens in the cache    all queries of a sequence attend to all of them. Each rank computes the queries of the whole
+                           chunk against the keys that it stores. Queries and results are exchanged, which are much
+                           smaller than the cache ("pass-Q", Yang et al. 2024, arXiv:2411.01783).
+
+In sliding layers each rank computes its own queries against the last tokens and those of the chunk, in one call.
 
 In a decoding step, each rank computes the one query of each sequence against the keys that it stores.
 """

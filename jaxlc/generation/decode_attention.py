@@ -2,8 +2,8 @@
 
 On a GPU, the query heads that share a key/value head become rows of one query block, so that each key is read once. The
 keys are split into parts, which are computed in parallel and merged by their log-sum-exp (Flash-Decoding, Dao et al.
-2023, pytorch.org/blog/flash-decoding). Each part is a query block with its own key ranges. Kernels that read a whole
-array of keys and values get them in short blocks, one after the other.
+2023, pytorch.org/blog/flash-decoding). Each part is a query block with its own key range. Kernels that cannot read a
+layer in place get its keys and values in short blocks, one after the other.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.merge import merge, merge_parts
 
 _MIN_ROWS = 16  # the smallest query block of a kernel
-_MAX_ROWS = 128  # the largest one
 _NUM_PROGRAMS = 256  # about two per multiprocessor of an H100
 _MIN_PART_KEYS = 512
+_KV_BLOCK = 128  # parts are whole blocks of a kernel
 _BLOCK_KEYS = 1024
 
 
@@ -48,18 +48,14 @@ def attend_one(
 
 def _in_parts(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
     (batch, groups, num_kv_heads, _), max_keys = q_BGKH.shape, k_BLSKH.shape[2]
-    block = min(max(_MIN_ROWS, 1 << (groups - 1).bit_length()), _MAX_ROWS)
-    num_rows = -(-groups // block) * block
+    num_rows = max(_MIN_ROWS, 1 << (groups - 1).bit_length())
     num_parts = max(1, min(_NUM_PROGRAMS // (batch * num_kv_heads), max_keys // _MIN_PART_KEYS))
-    part_keys = -(-max_keys // num_parts)
-
-    # Rows [B, P, R]: those after the query heads have no keys.
-    first_P1 = part_keys * jnp.arange(num_parts, dtype=jnp.int32)[:, None]
-    end_BPR = jnp.where(jnp.arange(num_rows) < groups, jnp.minimum(first_P1 + part_keys, num_keys_B[:, None, None]), 0)
-    ranges = KeyRanges(jnp.broadcast_to(first_P1, end_BPR.shape), end_BPR)
-    ranges = KeyRanges(*(jnp.where(ranges.start_BT < end_BPR, x, 0).reshape(batch, -1) for x in ranges))
+    part_keys = -(-max_keys // (num_parts * _KV_BLOCK)) * _KV_BLOCK
+    first_P = part_keys * jnp.arange(num_parts, dtype=jnp.int32)
+    end_BP = jnp.minimum(first_P + part_keys, num_keys_B[:, None])
+    ranges = KeyRanges(jnp.minimum(first_P, end_BP), end_BP)
     q_BRKH = jnp.pad(q_BGKH, ((0, 0), (0, num_rows - groups), (0, 0), (0, 0)))
-    spec = dataclasses.replace(spec, query_block_tokens=block)
+    spec = dataclasses.replace(spec, query_block_tokens=num_rows)
     out, lse = kernel.forward_in_layer(jnp.tile(q_BRKH, (1, num_parts, 1, 1)), k_BLSKH, v_BLSKH, layer, ranges, spec)
     out_BPRKH = out.reshape(batch, num_parts, num_rows, num_kv_heads, -1)
     lse_BKPR = lse.reshape(batch, num_kv_heads, num_parts, num_rows)

@@ -34,6 +34,7 @@ def flash_forward(
     v: jax.Array,
     ranges: Ranges | None,
     layer_1: jax.Array | None = None,
+    blocks: jax.Array | None = None,
     *,
     params: KernelParams,
 ) -> tuple[jax.Array, jax.Array]:
@@ -41,11 +42,12 @@ def flash_forward(
 
     Args:
       k, v: [B, S, K, H]; [B, L, S, K, H] with `layer_1`, int32 [1], which selects a layer.
+      blocks: the result of `kv_block_ranges` if it is known.
     """
     mask, (batch, num_queries, num_heads, head_dim) = params.mask, q_BTNH.shape
     num_kv_heads, value_dim = v.shape[-2:]
     heads_per_kv = num_heads // num_kv_heads
-    blocks = kv_block_ranges(ranges, mask)
+    blocks = kv_block_ranges(ranges, mask) if blocks is None else blocks
 
     own_rows = functools.partial(own_rows_spec, mask.query_block)
     all_keys = functools.partial(all_keys_spec, v.shape[1:-2], heads_per_kv)
