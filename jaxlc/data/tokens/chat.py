@@ -189,8 +189,8 @@ class ChatTemplate:
         marked = self._render(messages, None, "prompt", add_generation_prompt=not continues_last)
         text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
         if continues_last:
-            before, last, _ = text.rpartition(messages[-1]["content"].strip())
-            text = before + last
+            last = messages[-1]["content"]  # which templates may strip
+            text = "".join(text.rpartition(last if last in text else last.strip())[:2])
         return text
 
     def _answers_by_prompts(
