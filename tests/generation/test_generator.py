@@ -184,9 +184,9 @@ def test_one_query_over_a_layer_of_the_cache_equals_one_call(kernel, dtype, num_
 
 def test_decoding_copies_no_layer_of_the_cache(one_device):
     """Such a copy would be a temporary array. The cache is updated in place."""
-    model = KINDS | dict(window=30_000)
-    step = small_step(small_config(model=model))
-    generator = generator_of(step, step.init().params)
+    params, _ = one_device(**KINDS)
+    step = small_step(small_config(model=KINDS | dict(window=30_000)))
+    generator = generator_of(step, params)
     layout = layout_for(30_000, step.mesh)
     lowered = generator.cached_step.lower(generator.params, layout, batch_size=2, num_tokens=1)
     memory = lowered.compile().memory_analysis()
