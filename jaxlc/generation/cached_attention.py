@@ -111,6 +111,7 @@ class CachedAttention:
             out, lse = self._chunk_attention(q_BCNH, k_BCKH, v_BCKH)
             with jax.named_scope(scopes.CORE_ATTENTION):
                 out_BCNH, lse_BNC = merge(out_BCNH, lse_BNC, out.astype(jnp.float32), lse)
+        # out and lse are over all keys here.
         return out_BCNH.astype(q_BCNH.dtype), cache
 
     @property
