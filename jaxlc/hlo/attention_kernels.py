@@ -124,8 +124,8 @@ def documents_per_row(call: Instruction) -> int:
 
 
 def _custom_call(computation: Computation, call: Instruction, kernel: str, name: str, is_masked: bool):
-    """A kernel whose first operands are q_BTNH, k_BSKH and v_BSKH."""
-    (batch, num_queries, num_heads, head_dim), (_, num_keys, _, _), (_, _, _, value_dim) = (
+    """A kernel whose first operands are q_BTNH, k_BSKH and v_BSKH; k and v may have layers between B and S."""
+    (batch, num_queries, num_heads, head_dim), (*_, num_keys, _, _), (*_, value_dim) = (
         operand.arrays[0].dims for operand in computation.operands(call)[:3]
     )
     sizes = Sizes(batch * num_heads, num_queries, num_keys)

@@ -21,6 +21,7 @@ from jaxlc.evals.predictions import Case, run_case
 from jaxlc.evals.score_plots import depth_figure, score_figure
 from jaxlc.evals.score_rows import ScoreRow, comparison, read_scores, store_scores
 from jaxlc.evals.scoring import cleaned, match_all, match_any, score_of
+from jaxlc.generation.prompts import PromptEncoder
 from tests.train import runs
 
 # (prediction, references), with the scores that NVIDIA's scorer gives: string_match_all and string_match_part of
@@ -173,7 +174,7 @@ def test_command_that_cannot_write_prints_one_line(tmp_path, monkeypatch, capsys
         assert re.fullmatch(f"error: cannot write to {tmp_path / out} .*{words}.*\n", capsys.readouterr().err)
 
 
-def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
+def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys, monkeypatch):
     jax.devices()  # the simulated devices of the tests, before the command starts JAX
     runs.write_untrained_run(tmp_path / "run")
     arguments = [
@@ -197,6 +198,23 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
     assert "invalid --lengths=5x: expected a list of tokens, such as 4096,32K,1M" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "run"), "--lengths=1K", "--step=last"]) == 2
     assert "invalid --step=last: expected a list of integers" in capsys.readouterr().err
+    chat = [
+        "--tasks=passkey",
+        "--lengths=1024",
+        "--num_examples=1",
+        "--depths=0",
+        "--chat",
+        f"--out={tmp_path / 'chat'}",
+    ]
+    assert main(["eval", str(tmp_path / "run"), *chat]) == 2
+    assert "set --chat_template to chatml, llama3 or a Jinja file" in capsys.readouterr().err
+    prompts = []
+    encode = PromptEncoder.__call__
+    monkeypatch.setattr(PromptEncoder, "__call__", lambda *text: prompts.append(encode(*text)) or prompts[-1])
+    assert main(["eval", str(tmp_path / "run"), *chat, "--chat_template=chatml"]) == 0
+    assert any(bytes(prompt.astype(np.uint8)).startswith(b"<|im_start|>user\n") for prompt in prompts)
+    (stored,) = (tmp_path / "chat").glob("step-1/*passkey*.jsonl")
+    assert json.loads(stored.read_text().splitlines()[0])["chat_template"] == "chatml"
     again = jaxlc.evaluate(
         tmp_path / "run", tasks=["needle"], lengths=[1024], num_examples=2, depths=[0.0, 1.0], batch_size=2
     )

@@ -74,7 +74,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
 def _packed_unsupported(problem: AttentionProblem, major: int) -> str | None:
     """Why packed calls do not support `problem`."""
     if not problem.document_ranges:
-        return "key ranges of all_gather or of a sliding window (supported: those of packed documents without a window)"
+        return "key ranges of all_gather, sliding windows or decoding (supported: packed documents without a window)"
     if major < 9:
         return f"packed documents on compute capability {problem.compute_capability} (supported: 9.0 and later)"
     if problem.num_elements >= MAX_ELEMENTS:

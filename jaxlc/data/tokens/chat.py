@@ -179,13 +179,18 @@ class ChatTemplate:
         if tools and "tools" not in self.source:
             yield f"{self.name} does not render tools; {advice}"
 
-    def prompt(self, text: str) -> str:
-        """The prompt of a chat whose only message is `text`, of the user, up to the start of the answer.
+    def prompt(self, messages: list[dict[str, Any]], *, continues_last: bool = False) -> str:
+        """The prompt of a chat, up to the start of the next answer, or with `continues_last` of the last message.
 
         Raises:
           BadRecord: the template raises an error.
         """
-        return self._render([dict(role="user", content=text)], None, "prompt", add_generation_prompt=True)
+        marked = self._render(messages, None, "prompt", add_generation_prompt=not continues_last)
+        text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
+        if continues_last:
+            last = messages[-1]["content"]  # which templates may strip
+            text = "".join(text.rpartition(last if last in text else last.strip())[:2])
+        return text
 
     def _answers_by_prompts(
         self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, where: str
