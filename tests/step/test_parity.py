@@ -106,13 +106,28 @@ KINDS = [
     ("ulysses", dict(context=2, tensor=2), _ONE_DOCUMENT, dict(remat="matmuls")),
     ("hybrid", dict(context=4, fsdp=2), _PACKED, dict(remat="full", offload=("attention_out", "attention_lse"))),
     ("hybrid", dict(context=4, tensor=2), _ONE_DOCUMENT, dict(remat="none")),
+    (
+        "ring",
+        dict(context=2, fsdp=2),
+        _PACKED,
+        dict(remat="full", tile_tokens=24, offload=("residual", "attention_out", "attention_lse")),
+    ),
+    (
+        "hybrid",
+        dict(context=4),
+        _ONE_DOCUMENT,
+        dict(remat="attention", tile_tokens=12, layers_per_remat_group=3, parameters="host"),
+    ),
 ]
 
 
 # Every strategy, two of them with packed documents.
 @pytest.mark.parametrize(
     "strategy, axes, settings, memory",
-    [pytest.param(*case, marks=[] if index in (1, 2, 5, 6) else pytest.mark.full) for index, case in enumerate(KINDS)],
+    [
+        pytest.param(*case, marks=[] if index in (1, 2, 5, 6, 8) else pytest.mark.full)
+        for index, case in enumerate(KINDS)
+    ],
     ids=str,
 )
 def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
