@@ -207,6 +207,18 @@ def test_number_and_size_of_kernel_calls(case: Case, keys: int, monkeypatch: pyt
     assert pairs == TOKENS**2 / 2 + TOKENS * subchunk / 2  # diagonal sub-chunks count as full squares
 
 
+@pytest.mark.parametrize(
+    "tile_tokens, num_kv_heads, context, keys",
+    [(32_768, 8, 1, 65_536), (8192, 8, 1, 16_384), (32_768, 32, 1, 32_768), (32_768, 8, 8, 262_144)],
+)
+def test_keys_of_a_call_follow_from_memory(tile_tokens, num_kv_heads, context, keys):
+    """Of 1,048,576 tokens per device: grouped queries have smaller keys; after an exchange, a rank has fewer heads."""
+    config, mesh = AttentionConfig(strategy="ulysses"), split_mesh(context=context)
+    tiled = make_tiled(config, mesh, tiles=1_048_576 // tile_tokens, num_kv_heads=num_kv_heads)
+    q_BtNH = jax.ShapeDtypeStruct((1, context * tile_tokens, 32, 128), jnp.bfloat16)
+    assert tiled._subchunks_per_step(q_BtNH) * tile_tokens // 2 == keys
+
+
 @pytest.fixture
 def wrong_index_in_block(monkeypatch: pytest.MonkeyPatch):
     """Sub-chunks of the tile have the index of another sub-chunk in the block."""

@@ -28,7 +28,7 @@ def step_with(**memory) -> TrainStep:
 
 @pytest.mark.heavy
 def test_sliding_layers_in_tiles_compute_and_send_only_their_window():
-    """A call has a sub-chunk's keys, the window before it and the tokens received for it; these are sent once a pass."""
+    """A call has a sub-chunk's keys, the window before it and the received tokens, which are sent once a pass."""
     step = step_with(tile_tokens=512, remat="full")
     program = analyze(step.compile(extra_options=dict(WITHOUT_GPU)).as_text())
     subchunk_tokens, received_tokens = 256, 2 * (WINDOW - 1)

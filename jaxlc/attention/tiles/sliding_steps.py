@@ -18,6 +18,8 @@ from jaxlc.attention.contract import KeyRanges, QueryResults
 from jaxlc.attention.strategies.window_exchange import WindowKeys, num_extended_keys
 from jaxlc.attention.tiles.kv_blocks import GroupState
 
+CHUNKS = 2  # a tile has sub-chunks of both halves of a group's tokens, see query_tiles.py
+
 
 class SlidingSteps(NamedTuple):
     """As `GroupState.forward` and `backward`; its spec has the window, and its ranges are over the extended keys."""
@@ -77,9 +79,6 @@ class SlidingSteps(NamedTuple):
             num_tokens = num_queries * group.num_block_subchunks
             num_received = num_extended_keys(num_tokens, group.spec, group.outer, CHUNKS) - num_tokens // CHUNKS
         return min(num_queries + group.spec.window - 1 + num_received, num_extended)
-
-
-CHUNKS = 2  # a tile has sub-chunks of both halves of a group's tokens, see query_tiles.py
 
 
 def _call_at(x_Pbt: jax.Array, call) -> jax.Array:
