@@ -57,14 +57,14 @@ def assert_close(actual, desired):
 @pytest.mark.parametrize(
     "strategy, outer, inner, window",
     [
-        ("ring", 2, 1, None),
+        pytest.param("ring", 2, 1, None, marks=pytest.mark.full),
         ("ring", 4, 1, None),
         ("ring", 8, 1, None),
-        ("hybrid", 2, 2, None),
+        pytest.param("hybrid", 2, 2, None, marks=pytest.mark.full),
         ("hybrid", 4, 2, None),
         ("all_gather", 4, 1, None),
         ("ring", 4, 1, 4),
-        ("hybrid", 2, 2, 6),
+        pytest.param("hybrid", 2, 2, 6, marks=pytest.mark.full),
     ],
     ids=str,
 )  # the number of groups of ranks in the ring, and the number of ranks in each
@@ -76,7 +76,14 @@ def test_document_order_equals_natural_order_on_one_device(strategy, outer, inne
 
 
 @pytest.mark.parametrize(
-    "outer, inner, tiles, window", [(2, 1, 4, None), (2, 2, 2, None), (4, 1, 2, 4), (2, 2, 4, 6)], ids=str
+    "outer, inner, tiles, window",
+    [
+        (2, 2, 2, None),
+        (2, 2, 4, 6),
+        pytest.param(2, 1, 4, None, marks=pytest.mark.full),
+        pytest.param(4, 1, 2, 4, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_document_order_in_tiles_equals_natural_order_on_one_device(outer, inner, tiles, window):
     order_T, context = document_order(SEGMENTS_T, outer, inner, mirrored=True, window=window), outer * inner

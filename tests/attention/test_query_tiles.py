@@ -104,7 +104,18 @@ CASES = [
 ]
 
 
-_FULL = (4, 7, 10, 15, 16, 18, 22, 25)  # other cases have their strategy, mesh axes and kernel, in other combinations
+_FULL = (
+    4,
+    7,
+    10,
+    15,
+    16,
+    18,
+    22,
+    24,
+    25,
+    26,
+)  # other cases have their strategy, mesh axes and kernel, in other combinations
 
 
 @pytest.mark.parametrize(
