@@ -78,7 +78,7 @@ def test_document_order_equals_natural_order_on_one_device(strategy, outer, inne
 @pytest.mark.parametrize(
     "outer, inner, tiles, window",
     [
-        (2, 2, 2, None),
+        pytest.param(2, 2, 2, None, marks=pytest.mark.full),
         (2, 2, 4, 6),
         pytest.param(2, 1, 4, None, marks=pytest.mark.full),
         pytest.param(4, 1, 2, 4, marks=pytest.mark.full),

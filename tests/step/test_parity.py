@@ -124,10 +124,7 @@ KINDS = [
 # Every strategy, two of them with packed documents.
 @pytest.mark.parametrize(
     "strategy, axes, settings, memory",
-    [
-        pytest.param(*case, marks=[] if index in (1, 2, 5, 6, 8) else pytest.mark.full)
-        for index, case in enumerate(KINDS)
-    ],
+    [pytest.param(*case, marks=[] if index in (1, 2, 5, 6) else pytest.mark.full) for index, case in enumerate(KINDS)],
     ids=str,
 )
 def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
@@ -135,6 +132,12 @@ def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     settings = settings | dict(model=settings["model"] | kinds)
     _assert_same(axes, split=split, memory=memory, **settings)
+
+
+@pytest.mark.full
+def test_sliding_layer_in_tiles_equals_one_device():
+    memory = dict(remat="full", tile_tokens=24, offload=("residual", "attention_out", "attention_lse"))
+    _assert_same(dict(context=2), memory=memory, model=dict(num_layers=1, layer_kinds=("sliding",), window=20))
 
 
 @pytest.mark.parametrize(
