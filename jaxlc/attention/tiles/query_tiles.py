@@ -2,9 +2,9 @@
 
     tiled = make_tiled(config, mesh, tiles=n, num_kv_heads=K)
     kv = tiled.empty(batch, num_tokens, head_dim, dtype)    K and V of the whole sequence; opaque
+    ranges = tiled.prepare(positions_BT, segments_BT)       once per training step
     kv = tiled.put(kv, k_BtKH, v_BtKH, tile)                for each tile
     kv = tiled.exchange(kv, ranges)                         before the first query
-    ranges = tiled.prepare(positions_BT, segments_BT)       once per training step
     out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
     dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
     dkv = tiled.add_exchanged(dkv, ranges)                  after the last query
