@@ -37,6 +37,10 @@ class TileAttention(Protocol):
 
     def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array: ...
 
+    def exchange(self, kv: jax.Array, ranges) -> jax.Array: ...
+
+    def add_exchanged(self, dkv: jax.Array, ranges) -> jax.Array: ...
+
     def take(self, kv: jax.Array, tile) -> tuple[jax.Array, jax.Array]: ...
 
     def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges) -> tuple[jax.Array, jax.Array]: ...
@@ -104,7 +108,7 @@ class _TiledLayer:
     def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
         """Returns (y_nBtD, the prefetched weights), and the residuals of the backward pass."""
         attention = self.attention
-        kv = self._keys_values(weights, x_nBtD, positions_nBt)
+        kv = self._keys_values(weights, x_nBtD, positions_nBt, ranges)
 
         def run_tile(x_nBtD, operands):
             tile, positions_Bt = operands
@@ -129,7 +133,7 @@ class _TiledLayer:
         # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
         # the same time.
         x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
-        kv = self._keys_values(weights, x_nBtD, positions_nBt)
+        kv = self._keys_values(weights, x_nBtD, positions_nBt, ranges)
 
         def tile_backward(carry, operands):
             dx_nBtD, dkv, dweights = carry
@@ -161,13 +165,14 @@ class _TiledLayer:
             carry, next_weights = schedule_after(carry, prefetch.in_backward)
             prefetch = Prefetch(None, next_weights)
         dx_nBtD, dkv, dweights = carry
+        dkv = attention.add_exchanged(dkv, ranges)
         carry, _ = lax.scan(keys_values_backward, (dx_nBtD, dweights), (tiles, x_nBtD, positions_nBt))
         dx_nBtD, dweights = carry
         dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
         return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
 
-    def _keys_values(self, weights, x_nBtD, positions_nBt) -> jax.Array:
-        """K and V of all tokens, in the layout of the tile attention."""
+    def _keys_values(self, weights, x_nBtD, positions_nBt, ranges) -> jax.Array:
+        """K and V of all tokens, in the layout of the tile attention, after its exchange."""
         attention = self.attention
         abstract_tile = jax.eval_shape(self._tile_keys_values, weights, x_nBtD[0], positions_nBt[0])
 
@@ -179,7 +184,8 @@ class _TiledLayer:
         empty = attention.empty(batch, len(x_nBtD) * tile_tokens, head_dim, x_nBtD.dtype)
         # The zeros depend on x, so that they are not allocated before it.
         x_nBtD, zero = lax.optimization_barrier((x_nBtD, jnp.zeros((), empty.dtype)))
-        return lax.scan(put, empty + zero, (_tiles(x_nBtD), x_nBtD, positions_nBt))[0]
+        kv, _ = lax.scan(put, empty + zero, (_tiles(x_nBtD), x_nBtD, positions_nBt))
+        return attention.exchange(kv, ranges)
 
     def _layer(self, weights) -> DecoderLayer:
         return nnx.merge(self.layer_def, *weights)

@@ -121,6 +121,33 @@ class Assignment:
             pieces += [(*piece, rank) for piece in shared + whole]
         return np.array(pieces, np.int64).reshape(-1, 4), num_shared_tokens
 
+    def mirrored_pieces(self) -> np.ndarray | None:
+        """As `pieces`, for layers in tiles: sharded documents have their two pieces in different halves of a rank.
+
+        The second half has them in the opposite order. So a tile, which mirrors them (attention/tiles/query_tiles.py),
+        has both pieces of a document. The tokens that the next rank needs of cut documents are in the first half, too.
+
+        Returns:
+          int64 [pieces, 4], with the half of a rank, 2 x rank or 2 x rank + 1, in place of the rank. None: the pieces
+          do not fit into the halves.
+        """
+        half_tokens, context = self.rank_tokens // 2, len(self.whole)
+        num_tokens_lo = self.sizes[:, :context].sum(axis=1)
+        pieces = []
+        for rank in range(context):
+            first, middle, last = [], [], []
+            for document, offset, tokens in self._shared_pieces(rank):
+                is_sharded = document < len(self.sizes)
+                is_last = offset >= num_tokens_lo[document] if is_sharded else offset > 0
+                (first if not is_last else last if is_sharded else middle).append((document, offset, tokens))
+            middle += [(document, 0, int(self.lengths[document])) for document in self.whole[rank]]
+            if max(sum(tokens for _, _, tokens in part) for part in (first, last)) > half_tokens:
+                return None
+            begin, second = _split_at(first + middle, half_tokens)
+            pieces += [(*piece, 2 * rank) for piece in begin]
+            pieces += [(*piece, 2 * rank + 1) for piece in second + last[::-1]]
+        return np.array(pieces, np.int64).reshape(-1, 4)
+
     def _shared_pieces(self, rank: int) -> list[tuple[int, int, int]]:
         """(document, offset, tokens) of the sharded and the cut documents of a rank, in the order of its tokens."""
         offsets = np.cumsum(self.sizes, axis=1) - self.sizes
@@ -139,19 +166,32 @@ class Assignment:
                 pieces.append((document, head, int(self.lengths[document]) - head))
         return pieces
 
-    def order(self, pieces: np.ndarray) -> np.ndarray:
-        """int64 [tokens]: index i of the layout holds token `order[i]` of the sequence; `pieces` as of `pieces()`."""
-        context = len(self.whole)
+    def order(self, pieces: np.ndarray, per_rank: int = 1) -> np.ndarray:
+        """int64 [tokens]: index i of the layout holds token `order[i]` of the sequence.
+
+        `pieces` as of `pieces()`; as of `mirrored_pieces()` with two halves `per_rank`.
+        """
         next_padding = int(self.lengths.sum())
         parts = []
-        for rank in range(context):
-            rank_pieces = pieces[pieces[:, 3] == rank]
-            first = self.begins[rank_pieces[:, 0]] + rank_pieces[:, 1]
-            parts += [np.arange(begin, begin + tokens) for begin, tokens in zip(first, rank_pieces[:, 2], strict=True)]
-            num_padding = self.rank_tokens - int(rank_pieces[:, 2].sum())
+        for place in range(per_rank * len(self.whole)):
+            place_pieces = pieces[pieces[:, 3] == place]
+            first = self.begins[place_pieces[:, 0]] + place_pieces[:, 1]
+            parts += [np.arange(begin, begin + tokens) for begin, tokens in zip(first, place_pieces[:, 2], strict=True)]
+            num_padding = self.rank_tokens // per_rank - int(place_pieces[:, 2].sum())
             parts.append(np.arange(next_padding, next_padding + num_padding))
             next_padding += num_padding
         return np.concatenate(parts)
+
+
+def _split_at(pieces: list[tuple[int, int, int]], num_tokens: int) -> tuple[list, list]:
+    """The first `num_tokens` tokens of pieces (document, offset, tokens), and the others; a piece may be cut in two."""
+    first, rest, free = [], [], num_tokens
+    for document, offset, tokens in pieces:
+        size = min(tokens, free)
+        free -= size
+        first += [(document, offset, size)] * (size > 0)
+        rest += [(document, offset + size, tokens - size)] * (tokens > size)
+    return first, rest
 
 
 def _cut_into_pieces(lengths: np.ndarray, context: int, unit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -161,6 +201,7 @@ def _cut_into_pieces(lengths: np.ndarray, context: int, unit: int) -> tuple[np.n
     have the fewest tokens so far.
     """
     tokens = np.zeros(context, np.int64)
+    tokens_lo, tokens_hi = np.zeros((2, context), np.int64)
     units, rest = np.divmod(lengths, unit)
     base, extra = np.divmod(units, 2 * context)
     sizes = np.repeat(base[:, None] * unit, 2 * context, axis=1)
@@ -171,12 +212,16 @@ def _cut_into_pieces(lengths: np.ndarray, context: int, unit: int) -> tuple[np.n
             if num_extra <= 0:
                 break
             ranks = np.argsort(tokens, kind="stable")[:num_extra]
-            is_hi = (ranks + document + half) % 2 == 1
+            is_hi = tokens_hi[ranks] <= tokens_lo[ranks]
             sizes[document, np.where(is_hi, 2 * context - 1 - ranks, ranks)] += unit
             tokens[ranks] += unit
+            tokens_hi[ranks[is_hi]] += unit
+            tokens_lo[ranks[~is_hi]] += unit
         rank = int(np.argmin(tokens))
-        sizes[document, 2 * context - 1 - rank] += rest[document]
+        is_hi = tokens_hi[rank] <= tokens_lo[rank]
+        sizes[document, 2 * context - 1 - rank if is_hi else rank] += rest[document]
         tokens[rank] += rest[document]
+        (tokens_hi if is_hi else tokens_lo)[rank] += rest[document]
     return sizes, (sizes[:, :context] + sizes[:, : context - 1 : -1]).sum(axis=0)
 
 

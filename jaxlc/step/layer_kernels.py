@@ -25,10 +25,14 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
         mesh,
         head_dim=model.head_dim,
         dtype=dtype,
-        packed=config.attention.document_mask,
         num_elements=_num_query_elements(config, mesh),
     )
-    return {kind: choose(window=model.window_of(kind)) for kind in dict.fromkeys(model.layer_kinds)}
+    kernels = {}
+    for kind in dict.fromkeys(model.layer_kinds):
+        window = model.window_of(kind)
+        has_ranges = config.attention.document_mask or (window is not None and config.memory.tile_tokens > 0)
+        kernels[kind] = choose(window=window, packed=has_ranges)
+    return kernels
 
 
 def by_kind(texts: Mapping[str, str]) -> Iterator[str]:

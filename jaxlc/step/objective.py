@@ -114,7 +114,11 @@ class Objective:
             q_like = jax.ShapeDtypeStruct((*positions.shape, model.num_heads, model.head_dim), self._compute_dtype)
             ranges = {kind: split.prepare(positions, batch.segment_ids, q_like) for kind, split in attentions.items()}
         else:  # a sequence is one document: its mask is implicit
-            positions, ranges = sequence_positions(batch.positions.shape, self.mesh), dict.fromkeys(attentions)
+            positions = sequence_positions(batch.positions.shape, self.mesh)
+            ranges = {
+                kind: split.prepare(positions, None) if isinstance(split, TiledAttention) else None
+                for kind, split in attentions.items()
+            }
         seq_len = self.config.data.seq_len
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(
@@ -166,9 +170,12 @@ class Objective:
     def _attention(self, kind: str) -> ShardedAttention | TiledAttention:
         """The attention of layers of this kind; by tiles if memory.tile_tokens is set."""
         model, settings = self.config.model, self.config.attention
+        window = model.window_of(kind)
         if self._num_tiles:
-            return attention.make_tiled(settings, self.mesh, tiles=self._num_tiles, num_kv_heads=model.num_kv_heads)
-        return attention.make(settings, self.mesh, window=model.window_of(kind))
+            return attention.make_tiled(
+                settings, self.mesh, tiles=self._num_tiles, num_kv_heads=model.num_kv_heads, window=window
+            )
+        return attention.make(settings, self.mesh, window=window)
 
     def _run_layer(self, attend: ShardedAttention | TiledAttention, tables: RopeTables | None) -> RunLayer:
         """A decoder layer with its attention and RoPE bound."""

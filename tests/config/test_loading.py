@@ -223,7 +223,6 @@ def test_load_rope_factors_from_text_round_trip():
         ),
         (dict(layers_per_remat_group=9), "=9 does not divide the 6 layers in whole groups of config.model.layer_kinds"),
         (dict(parameters="host"), "use --config.memory.layers_per_remat_group=3"),
-        (dict(tile_tokens=1024), "with sliding layers (config.model.window=5)"),
     ],
 )
 def test_load_memory_settings_that_layer_kinds_contradict_raise(memory, words):

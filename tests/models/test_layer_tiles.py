@@ -21,7 +21,7 @@ B, T = 2, 24
 
 
 class _TileAttention:
-    """Tiles are consecutive parts of the sequence; kv is [2, B, S, K, H]."""
+    """Tiles are consecutive parts of the sequence; kv is [2, B, S, K, H]. An exchange doubles it."""
 
     def __init__(self, tile_tokens: int, num_kv_heads: int):
         self.tile_tokens, self.num_kv_heads = tile_tokens, num_kv_heads
@@ -32,6 +32,11 @@ class _TileAttention:
     def put(self, kv, k_BtKH, v_BtKH, tile):
         return jax.lax.dynamic_update_slice_in_dim(kv, jnp.stack([k_BtKH, v_BtKH]), tile * self.tile_tokens, axis=2)
 
+    def exchange(self, kv, ranges):
+        return 2 * kv
+
+    add_exchanged = exchange
+
     def take(self, kv, tile):
         return tuple(jax.lax.dynamic_slice_in_dim(kv, tile * self.tile_tokens, self.tile_tokens, axis=2))
 
@@ -40,13 +45,13 @@ class _TileAttention:
         return KeyRanges(jnp.zeros_like(positions), positions + 1)
 
     def forward(self, q_BtNH, kv, tile, ranges):
-        return reference.forward(q_BtNH, *kv, self._key_ranges(q_BtNH, tile), AttentionSpec())
+        return reference.forward(q_BtNH, *(kv / 2), self._key_ranges(q_BtNH, tile), AttentionSpec())
 
     def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges):
         key_ranges = self._key_ranges(q_BtNH, tile)
         results = QueryResults(out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt))
-        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *kv, key_ranges, AttentionSpec(), results)
-        return dq_BtNH, dkv + jnp.stack([dk_BSKH, dv_BSKH])
+        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *(kv / 2), key_ranges, AttentionSpec(), results)
+        return dq_BtNH, dkv + jnp.stack([dk_BSKH, dv_BSKH]) / 2
 
 
 def _attend(q_BTNH, k_BTKH, v_BTKH):

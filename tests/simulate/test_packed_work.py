@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxlc.attention.tiles.tile_order import tiles_of
 from jaxlc.config import defaults, load
 from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
@@ -30,13 +31,16 @@ def config_with(tokens: int = TOKENS, context: int = CONTEXT, **sections):
     return load(config)
 
 
-def dense_work(lengths, order_T, num_ranks, window=TOKENS) -> np.ndarray:
-    """[query ranks, key ranks]: visible pairs, counted on the mask in natural order."""
+def dense_work(lengths, order_T, num_ranks, window=TOKENS, queries=slice(None)) -> np.ndarray:
+    """[query ranks, key ranks]: visible pairs of some queries of the layout, counted on the mask in natural order."""
     document_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
     positions_T = np.arange(TOKENS)
     mask_TS = (document_T[:, None] == document_T) & (document_T > 0) & (positions_T[:, None] >= positions_T)
     mask_TS &= positions_T[:, None] - positions_T < window
-    return mask_TS[np.ix_(order_T, order_T)].reshape(num_ranks, -1, num_ranks, TOKENS // num_ranks).sum(axis=(1, 3))
+    is_query_T = np.zeros(TOKENS, bool)
+    is_query_T[queries] = True
+    mask_TS = mask_TS[np.ix_(order_T, order_T)] & is_query_T[:, None]
+    return mask_TS.reshape(num_ranks, -1, num_ranks, TOKENS // num_ranks).sum(axis=(1, 3))
 
 
 def by_step(work) -> np.ndarray:
@@ -53,6 +57,15 @@ def test_work_of_zigzag_order_equals_dense_count():
     assert result.ring_cost == pytest.approx(slowest.sum() * CONTEXT / steps.sum())
     pairs = sum(causal_pairs(length) for length in LENGTHS)
     assert result.pairs == config.model.num_layers * pairs and steps.sum() == pairs
+
+
+def test_work_in_tiles_is_that_of_the_slowest_rank_in_each_tile():
+    config = config_with(memory=dict(tile_tokens=TOKENS // (2 * CONTEXT), remat="full"))
+    result = sequence_work(config, ZIGZAG, LENGTHS)
+    order_T, tiles = zigzag_order(TOKENS, CONTEXT), np.asarray(tiles_of(np.arange(TOKENS)[None], CONTEXT, 2))[:, 0]
+    slowest = sum(by_step(dense_work(LENGTHS, order_T, CONTEXT, queries=tile)).max(axis=1) for tile in tiles)
+    assert result.work[:2] == (slowest[0], slowest[1:].mean())
+    assert result.ring_cost > sequence_work(config_with(), ZIGZAG, LENGTHS).ring_cost
 
 
 def test_work_of_document_order_equals_layout():

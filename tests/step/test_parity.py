@@ -112,6 +112,18 @@ KINDS = [
     ("ulysses", dict(context=2, tensor=2), _ONE_DOCUMENT, dict(remat="matmuls")),
     ("hybrid", dict(context=4, fsdp=2), _PACKED, dict(remat="full", offload=("attention_out", "attention_lse"))),
     ("hybrid", dict(context=4, tensor=2), _ONE_DOCUMENT, dict(remat="none")),
+    (
+        "ring",
+        dict(context=2, fsdp=2),
+        _PACKED,
+        dict(remat="full", tile_tokens=24, offload=("residual", "attention_out", "attention_lse")),
+    ),
+    (
+        "hybrid",
+        dict(context=4),
+        _ONE_DOCUMENT,
+        dict(remat="attention", tile_tokens=12, layers_per_remat_group=3, parameters="host"),
+    ),
 ]
 
 
@@ -126,6 +138,12 @@ def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     settings = settings | dict(model=settings["model"] | kinds)
     _assert_same(axes, split=split, memory=memory, **settings)
+
+
+@pytest.mark.full
+def test_sliding_layer_in_tiles_equals_one_device():
+    memory = dict(remat="full", tile_tokens=24, offload=("residual", "attention_out", "attention_lse"))
+    _assert_same(dict(context=2), memory=memory, model=dict(num_layers=1, layer_kinds=("sliding",), window=20))
 
 
 @pytest.mark.parametrize(

@@ -33,20 +33,20 @@ from jax.sharding import PartitionSpec
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, prepared
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
-from jaxlc.attention.strategies import halo
+from jaxlc.attention.strategies import halo, window_exchange
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 
 def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
-    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or [b, t] of `halo.prepare`.
+    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or of `window_exchange.prepare`.
 
     Args:
       kernel: the kernel of `attend`, whose `prepare` is applied to the ranges of each ring step. None: it is not.
     """
     if spec.window is not None:
-        return halo.prepare(tokens, spec, ranks)
+        return window_exchange.prepare(tokens, spec, ranks)
     ranges = ring_key_ranges(tokens, spec, ranks)
     if ranges is None:
         return None
@@ -69,13 +69,14 @@ def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -
     Args:
       qkv: this rank's shard: in zigzag order without ranges; with ranges, in any order for which `key_ranges` holds.
       kernel: the kernel for one KV block.
-      spec: with a window, only the tokens that it reaches are sent and computed (halo.py).
+      spec: with a window, only the tokens that it reaches are sent and computed (halo.py, window_exchange.py).
       ranks: the mesh axis that splits the sequence, of any size from 1.
     Returns:
       out_btnH in q's dtype, lse_bnt float32.
     """
     if spec.window is not None:
-        return halo.attend(qkv, kernel, spec, ranks)
+        attend_window = halo.attend if qkv.ranges is None else window_exchange.attend
+        return attend_window(qkv, kernel, spec, ranks)
     return _attend(qkv, kernel, spec, ranks)
 
 
