@@ -11,7 +11,7 @@ import pytest
 import jaxlc
 from jaxlc.attention import gated_delta_rule, natural_order, short_convolution, zigzag_order
 from jaxlc.attention.delta_rule import sharded_rule
-from jaxlc.attention.delta_rule.chunks import unit_lower_inverse
+from jaxlc.attention.delta_rule.chunk_rule import unit_lower_inverse
 from jaxlc.core.errors import Unsupported, UserError
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.delta_rule.chunks import Affine, identity
+from jaxlc.attention.delta_rule.chunk_rule import Affine, identity
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.delta_rule.chunks import CHUNK_TOKENS, Affine, Tokens, affine_map, outputs
+from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Affine, Tokens, affine_map, outputs
 from jaxlc.attention.delta_rule.entering_states import entering_states, predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
