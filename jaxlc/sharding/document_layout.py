@@ -22,6 +22,7 @@ maximum over ranks of the work, relative to the mean work of a rank. 1 is ideal.
 smallest whose ring cost is below a limit: each sharded document makes the pieces shorter that kernels work on.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,9 @@ from jaxlc.sharding.document_assignment import Assignment
 from jaxlc.sharding.layout import zigzag_order
 
 MAX_RING_COST = 1.03  # accepted without trying to cut more documents, or into finer pieces
+# Any two ranks have tokens of at most this many documents in common. So the number of kernel calls of a ring step is
+# static: attention/kernels/packed_operands.py, `few_buckets`.
+MAX_SHARED_DOCUMENTS = 11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +82,8 @@ def document_layout(
             f"a sequence of {num_tokens} tokens does not split over {context} ranks; use a multiple of {context}"
         )
     best, best_cost = None, np.inf
-    for unit, num_sharded in _candidates(lengths, num_tokens // context, context, block_tokens):
-        assignment = Assignment.create(lengths, num_tokens // context, context, num_sharded, unit)
-        cost = np.inf if assignment is None else ring_cost(by_ring_step(assignment.work_by_rank()))
+    for assignment in _assignments(lengths, num_tokens // context, context, block_tokens):
+        cost = ring_cost(by_ring_step(assignment.work_by_rank()))
         if cost < best_cost:
             best, best_cost = assignment, cost
         if best_cost <= max_cost:
@@ -124,21 +127,35 @@ def by_ring_step(work: np.ndarray) -> np.ndarray:
     return work[ranks, (ranks - ranks[:, None]) % len(work)]
 
 
-def _candidates(lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int):
+def _assignments(lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int) -> Iterator[Assignment]:
+    """The candidates in the order of preference, with documents cut in sequence where no other one is possible."""
+    num_found = 0
+    for in_sequence in (False, True):
+        for unit, num_sharded in _candidates(lengths, rank_tokens, context, block_tokens, in_sequence):
+            assignment = Assignment.create(lengths, rank_tokens, context, num_sharded, unit, in_sequence)
+            if assignment is not None and assignment.num_shared() <= MAX_SHARED_DOCUMENTS:
+                num_found += 1
+                yield assignment
+        if num_found:
+            return
+
+
+def _candidates(lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, in_sequence: bool):
     """(unit of piece lengths, number of sharded documents), in the order of preference."""
     if context == 1 or not len(lengths):
         yield 1, 0
         return
-    first = int((lengths > rank_tokens).sum())  # longer than a rank's tokens: never whole
+    # Longer than a rank's tokens: never whole.
+    first = 0 if in_sequence else int((lengths > rank_tokens).sum())
+    last = min(len(lengths), MAX_SHARED_DOCUMENTS)
     units = [block_tokens]
     while units[-1] > 1:
         units.append(max(1, units[-1] // 4))
     for unit in units:
         num_sharded = first
-        while num_sharded < len(lengths):
+        while num_sharded <= last:
             yield unit, num_sharded
             num_sharded += 1 + (num_sharded - first) // 8
-        yield unit, len(lengths)
 
 
 def _layout_of(assignment: Assignment) -> DocumentLayout:
