@@ -17,6 +17,7 @@ class SequenceOrder:
     description: str  # for the start report
     # arrays [S] in natural order, "segment_ids" among them -> int64 [S]: index i of the batch holds token of(...)[i].
     of: OrderOf
+    few_documents: bool = False  # context ranks share at most `document_layout.MAX_SHARED_DOCUMENTS` of a sequence
 
 
 def natural(num_tokens: int) -> SequenceOrder:
@@ -45,6 +46,7 @@ def choose(config: Config, context: int) -> SequenceOrder:
     return SequenceOrder(
         description="tokens in the order of per-document sharding",
         of=lambda sequence: document_order(sequence["segment_ids"], context // inner, inner),
+        few_documents=True,
     )
 
 
