@@ -115,6 +115,8 @@ def _crossing_fraction(kind: str, groups: Groups, gpus_per_domain: int) -> float
 def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionWork | None = None) -> float:
     """The fraction of a call's pairs of query and key that its mask leaves, on the slowest rank.
 
+    The first of several packed calls counts the pairs of all documents.
+
     A call with a window covers the queries of a chunk, or of the sequence, and their keys (`attention.halo`). In tiled
     layers, masked calls are causal or, with config.attention.document_mask, cannot be distinguished; most of those are
     fully visible for one document.
@@ -124,6 +126,8 @@ def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionW
     """
     if not call.is_masked:
         return 1.0
+    if call.has_further_documents:
+        return 0.0
     whole = one_document(config)
     work = work or whole
     if config.memory.tile_tokens:
