@@ -37,6 +37,8 @@ class AttentionSpec:
     causal: bool = True  # a query attends to keys of its segment at its own and earlier positions
     window: int | None = None  # a query attends to itself and the window - 1 tokens before it; only with causal
     scale: float | None = None  # multiplies q . k; None: 1/sqrt(H)
+    # The calls of ring steps have few documents: those that ranks share at most (sharding/document_layout.py).
+    few_documents: bool = False
     query_block_tokens: int = 256  # upper limits of the block sizes of kernels that work in blocks
     key_block_tokens: int = 256
 

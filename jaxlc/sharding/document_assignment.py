@@ -16,16 +16,26 @@ class Assignment:
     unit: int
     sizes: np.ndarray  # int64 [sharded documents, 2 x context]: tokens of each piece
     whole: list[list[int]]  # by rank
-    cuts: list[tuple[int, int, int]] = field(default_factory=list)  # document, rank of its head, tokens of its head
+    cuts: list[tuple[int, int, int, int]] = field(default_factory=list)  # document, rank, offset, tokens
 
     @classmethod
-    def create(cls, lengths, rank_tokens: int, context: int, num_sharded: int, unit: int) -> "Assignment | None":
-        """None: the tokens cannot be equal on all ranks with these sharded documents."""
+    def create(
+        cls, lengths, rank_tokens: int, context: int, num_sharded: int, unit: int, in_sequence: bool = False
+    ) -> "Assignment | None":
+        """None: the tokens cannot be equal on all ranks with these sharded documents.
+
+        Args:
+          in_sequence: the other documents are placed one after the other, and cut where the space of a rank ends.
+        """
         documents = np.argsort(-lengths, kind="stable")
         begins = (np.cumsum(lengths) - lengths)[documents]
         lengths = lengths[documents]
         sizes, tokens = _cut_into_pieces(lengths[:num_sharded], context, unit)
-        whole, tokens = _place_whole(lengths, num_sharded, tokens, rank_tokens)
+        cuts = []
+        if in_sequence:
+            whole, cuts = [[] for _ in range(context)], _place_in_sequence(lengths, num_sharded, rank_tokens - tokens)
+        else:
+            whole, tokens = _place_whole(lengths, num_sharded, tokens, rank_tokens)
         assignment = cls(
             documents=documents,
             lengths=lengths,
@@ -34,7 +44,10 @@ class Assignment:
             unit=unit,
             sizes=sizes,
             whole=whole,
+            cuts=cuts,
         )
+        if in_sequence:
+            return assignment if (tokens <= rank_tokens).all() else None
         return assignment if assignment._equalize(tokens - rank_tokens) else None
 
     def _equalize(self, excess: np.ndarray) -> bool:
@@ -65,8 +78,9 @@ class Assignment:
             if longer:  # the shortest of them, which has the least work
                 document = longer[-1]
                 self.whole[source].remove(document)
-                head = int(self.lengths[document]) - num_tokens if flow > 0 else num_tokens
-                self.cuts.append((document, rank, head))
+                length = int(self.lengths[document])
+                head = length - num_tokens if flow > 0 else num_tokens
+                self.cuts += [(document, rank, 0, head), (document, rank + 1, head, length - head)]
                 return True
             if not documents:
                 return self._shift_pieces(rank, num_tokens if flow > 0 else -num_tokens)
@@ -98,13 +112,22 @@ class Assignment:
         diagonal = (both * (both + 1) // 2).sum(axis=0)
         for rank, documents in enumerate(self.whole):
             diagonal[rank] += (self.lengths[documents] * (self.lengths[documents] + 1) // 2).sum()
-        for document, rank, head in self.cuts:
-            rest = int(self.lengths[document]) - head
-            diagonal[rank] += head * (head + 1) // 2
-            diagonal[rank + 1] += rest * (rest + 1) // 2
-            work[rank + 1, rank] += rest * head
+        for document, rank, offset, tokens in self.cuts:
+            diagonal[rank] += tokens * (tokens + 1) // 2
+            for other, other_rank, other_offset, num_keys in self.cuts:
+                if other == document and other_offset < offset:
+                    work[rank, other_rank] += tokens * num_keys
         np.fill_diagonal(work, diagonal)
         return work
+
+    def num_shared(self) -> int:
+        """The largest number of documents that two ranks share."""
+        context = len(self.whole)
+        has_tokens = np.zeros((len(self.lengths), context), int)
+        has_tokens[: len(self.sizes)] = self.sizes[:, :context] + self.sizes[:, : context - 1 : -1] > 0
+        for document, rank, _, _ in self.cuts:
+            has_tokens[document, rank] = 1
+        return int(np.max(has_tokens.T @ has_tokens * (1 - np.eye(context, dtype=int)), initial=0))
 
     def pieces(self) -> tuple[np.ndarray, int]:
         """The pieces of all ranks, and the largest number of tokens of a rank that other ranks need.
@@ -159,12 +182,7 @@ class Assignment:
             for chunk in chunks
         ]
         pieces = [piece for piece in pieces if piece[2]]
-        for document, head_rank, head in self.cuts:
-            if head_rank == rank:
-                pieces.append((document, 0, head))
-            elif head_rank == rank - 1:
-                pieces.append((document, head, int(self.lengths[document]) - head))
-        return pieces
+        return pieces + [(document, offset, tokens) for document, at, offset, tokens in self.cuts if at == rank]
 
     def order(self, pieces: np.ndarray, per_rank: int = 1) -> np.ndarray:
         """int64 [tokens]: index i of the layout holds token `order[i]` of the sequence.
@@ -236,3 +254,19 @@ def _place_whole(lengths, num_sharded: int, tokens: np.ndarray, rank_tokens: int
         work[rank] += length * length
         free[rank] -= length
     return whole, rank_tokens - np.array(free, np.int64)
+
+
+def _place_in_sequence(lengths, num_sharded: int, free: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """The other documents one after the other as (document, rank, offset, tokens); `free` int64 [context]: tokens."""
+    ends, places = np.cumsum(np.maximum(free, 0)), []
+    begin = 0
+    for document, length in enumerate(lengths[num_sharded:].tolist(), num_sharded):
+        offset = 0
+        while offset < length:
+            rank = int(np.searchsorted(ends, begin, side="right"))
+            if rank == len(ends):
+                return places
+            tokens = min(length - offset, int(ends[rank]) - begin)
+            places.append((document, rank, offset, tokens))
+            offset, begin = offset + tokens, begin + tokens
+    return places

@@ -22,7 +22,7 @@ maximum over ranks of the work, relative to the mean work of a rank. 1 is ideal.
 smallest whose ring cost is below a limit: each sharded document makes the pieces shorter that kernels work on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,9 @@ from jaxlc.sharding.window_room import has_room
 
 _BLOCK_TOKENS = 128
 MAX_RING_COST = 1.03  # accepted without trying to cut more documents, or into finer pieces
+# Any two ranks have tokens of at most this many documents in common. So the number of kernel calls of a ring step is
+# static: attention/kernels/packed_operands.py, `few_buckets`.
+MAX_SHARED_DOCUMENTS = 11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +152,15 @@ def _best_assignment(
     Args:
       fits: a further condition. With it, candidates with finer pieces are not tried once one fits.
     """
-    best, best_cost, best_unit = None, np.inf, block_tokens
-    for unit, num_sharded in _candidates(lengths, num_tokens // context, context, block_tokens):
-        if best_cost <= max_cost or (fits is not None and best is not None and unit < best_unit):
+    best, best_cost = None, np.inf
+    for assignment in _assignments(lengths, num_tokens // context, context, block_tokens, may_cut=fits is None):
+        if fits is not None and best is not None and assignment.unit < best.unit:
             break
-        assignment = Assignment.create(lengths, num_tokens // context, context, num_sharded, unit)
-        cost = np.inf if assignment is None else ring_cost(by_ring_step(assignment.work_by_rank()))
+        cost = ring_cost(by_ring_step(assignment.work_by_rank()))
         if cost < best_cost and (fits is None or fits(assignment)):
-            best, best_cost, best_unit = assignment, cost, unit
+            best, best_cost = assignment, cost
+        if best_cost <= max_cost:
+            break
     return best
 
 
@@ -172,21 +176,41 @@ def by_ring_step(work: np.ndarray) -> np.ndarray:
     return work[ranks, (ranks - ranks[:, None]) % len(work)]
 
 
-def _candidates(lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int):
+def _assignments(
+    lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, *, may_cut: bool
+) -> Iterator[Assignment]:
+    """The candidates in the order of preference.
+
+    Args:
+      may_cut: if no other candidate is possible, documents are cut in sequence.
+    """
+    num_found = 0
+    for in_sequence in (False, True)[: 1 + may_cut]:
+        for unit, num_sharded in _candidates(lengths, rank_tokens, context, block_tokens, in_sequence):
+            assignment = Assignment.create(lengths, rank_tokens, context, num_sharded, unit, in_sequence)
+            if assignment is not None and assignment.num_shared() <= MAX_SHARED_DOCUMENTS:
+                num_found += 1
+                yield assignment
+        if num_found:
+            return
+
+
+def _candidates(lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, in_sequence: bool):
     """(unit of piece lengths, number of sharded documents), in the order of preference."""
     if context == 1 or not len(lengths):
         yield 1, 0
         return
-    first = int((lengths > rank_tokens).sum())  # longer than a rank's tokens: never whole
+    # Longer than a rank's tokens: never whole.
+    first = 0 if in_sequence else int((lengths > rank_tokens).sum())
+    last = min(len(lengths), MAX_SHARED_DOCUMENTS)
     units = [block_tokens]
     while units[-1] > 1:
         units.append(max(1, units[-1] // 4))
     for unit in units:
         num_sharded = first
-        while num_sharded < len(lengths):
+        while num_sharded <= last:
             yield unit, num_sharded
             num_sharded += 1 + (num_sharded - first) // 8
-        yield unit, len(lengths)
 
 
 def _layout_of(assignment: Assignment) -> DocumentLayout:

@@ -114,14 +114,17 @@ def _crossing_fraction(kind: str, groups: Groups, gpus_per_domain: int) -> float
 def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionWork | None = None) -> float:
     """The fraction of a call's pairs of query and key that its mask leaves, on the slowest rank.
 
-    In tiled layers, masked calls without a window are causal or, with config.attention.document_mask, cannot be
-    distinguished; most of those are fully visible for one document.
+    The first of several packed calls counts the pairs of all documents. In tiled layers, masked calls without a window
+    are causal or, with config.attention.document_mask, cannot be distinguished; most of those are fully visible for one
+    document.
 
     Args:
       work: of the sequences; None: each sequence is one document.
     """
     if not call.is_masked:
         return 1.0
+    if call.has_further_documents:
+        return 0.0
     whole = one_document(config)
     work = work or whole
     if call.has_window:

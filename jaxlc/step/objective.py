@@ -24,7 +24,7 @@ from jaxlc.models.layer_stack import LayerContext, RunLayer
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
 from jaxlc.sharding.rules import Sharder, is_vector
-from jaxlc.step import mixed_precision
+from jaxlc.step import mixed_precision, sequence_order
 from jaxlc.step.accumulation import accumulate
 from jaxlc.step.batch import Batch, sequence_positions
 from jaxlc.step.loss import LossSpec, TokenLoss, loss_sums, token_losses
@@ -175,7 +175,8 @@ class Objective:
             return attention.make_tiled(
                 settings, self.mesh, tiles=self._num_tiles, num_kv_heads=model.num_kv_heads, window=window
             )
-        return attention.make(settings, self.mesh, window=window)
+        few_documents = sequence_order.choose(self.config, self.mesh.shape[CONTEXT]).few_documents
+        return attention.make(settings, self.mesh, window=window, few_documents=few_documents)
 
     def _run_layer(self, attend: ShardedAttention | TiledAttention, tables: RopeTables | None) -> RunLayer:
         """A decoder layer with its attention and RoPE bound."""

@@ -18,6 +18,7 @@ class SequenceOrder:
     description: str  # for the start report
     # arrays [S] in natural order, "segment_ids" among them -> int64 [S]: index i of the batch holds token of(...)[i].
     of: OrderOf
+    few_documents: bool = False  # context ranks share at most `document_layout.MAX_SHARED_DOCUMENTS` of a sequence
 
 
 def natural(num_tokens: int) -> SequenceOrder:
@@ -42,19 +43,17 @@ def choose(config: Config, context: int) -> SequenceOrder:
     reason = _zigzag_reason(config, context)
     if reason is not None:
         return zigzag(config.data.seq_len, context, reason)
-    inner, window = _group_size(config), _window(config)
+    inner, window, is_tiled = _group_size(config), _window(config), bool(config.memory.tile_tokens)
 
     def order_of(sequence):
-        order_T = document_order(
-            sequence["segment_ids"],
-            context // inner,
-            inner,
-            mirrored=bool(config.memory.tile_tokens),
-            window=window,
-        )
+        order_T = document_order(sequence["segment_ids"], context // inner, inner, mirrored=is_tiled, window=window)
         return zigzag_order(config.data.seq_len, context) if order_T is None else order_T
 
-    return SequenceOrder(description="tokens in the order of per-document sharding", of=order_of)
+    return SequenceOrder(
+        description="tokens in the order of per-document sharding",
+        of=order_of,
+        few_documents=window is None and not is_tiled,  # these may need zigzag order for a sequence
+    )
 
 
 def _zigzag_reason(config: Config, context: int) -> str | None:

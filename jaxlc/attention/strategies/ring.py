@@ -39,6 +39,13 @@ from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 
+class PreparedSteps(NamedTuple):
+    """What a kernel's `prepare` returns for the calls of each ring step; arrays [ring steps, b, ...]."""
+
+    own_step: Any
+    other_steps: Any  # None: there are none
+
+
 def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
     """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or of `window_exchange.prepare`.
 
@@ -48,13 +55,16 @@ def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks
     if spec.window is not None:
         return window_exchange.prepare(tokens, spec, ranks)
     ranges = ring_key_ranges(tokens, spec, ranks)
-    if ranges is None:
-        return None
+    if ranges is None or not hasattr(kernel, "prepare"):
+        return ranges
     num_keys = ranges.start_BT.shape[-1]
-    own_step = prepared(kernel, _ranges_of_step(ranges, 0), num_keys, spec)
+    own_step = jax.tree.map(lambda x: x[None], prepared(kernel, _ranges_of_step(ranges, 0), num_keys, spec))
+    if ranks.size == 1:
+        return PreparedSteps(own_step, None)
     other_steps = KeyRanges(*(x[1:] for x in ranges))
-    other_steps = jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, _of_whole_blocks(spec)))(other_steps)
-    return jax.tree.map(lambda own, others: jnp.concatenate([own[None], others]), own_step, other_steps)
+    return PreparedSteps(
+        own_step, jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, _of_whole_blocks(spec)))(other_steps)
+    )
 
 
 def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:
@@ -128,7 +138,7 @@ class RingState(NamedTuple):
     spec: AttentionSpec
     ranks: Ranks
     rank: jax.Array | int  # this rank's index on the axis
-    ranges: Any  # from `prepare`: arrays with one entry per ring step; None: an implicit mask
+    ranges: Any  # from `prepare`; None: an implicit mask
 
     @classmethod
     def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, ranges) -> "RingState":
@@ -209,6 +219,9 @@ class RingState(NamedTuple):
 
 
 def _ranges_of_step(ranges, step):
+    """The ranges of a ring step; step 0 is static."""
+    if isinstance(ranges, PreparedSteps):
+        ranges, step = (ranges.own_step, 0) if isinstance(step, int) and step == 0 else (ranges.other_steps, step - 1)
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, step, keepdims=False), ranges)
 
 

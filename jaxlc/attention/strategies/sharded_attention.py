@@ -3,6 +3,7 @@
 `make` builds the attention that models call; `api.attend` is the public function.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -106,6 +107,7 @@ def make(
     scale: float | None = None,
     axes: AttentionAxes = DEFAULT_AXES,
     token_order: TokenOrder = "zigzag",
+    few_documents: bool = False,
 ) -> "ShardedAttention":
     """Attention over a sequence split on the mesh, as functions of global arrays.
 
@@ -113,13 +115,14 @@ def make(
       window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
       axes: the axes of the mesh that split the batch, the sequence and the heads.
       token_order: the order of the tokens of all arguments and results; see `attend`.
+      few_documents: tokens are in the order of per-document sharding, in which ranks share few documents.
     Raises:
       UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context axis.
     """
     known_strategy(config.strategy)
     inner = config.ulysses_degree if config.strategy == "hybrid" else None
     split_mesh, ranks = split_context(mesh, inner, axes.context)
-    spec = attention_spec(config, causal, window, scale)
+    spec = dataclasses.replace(attention_spec(config, causal, window, scale), few_documents=few_documents)
     return ShardedAttention(
         config=config, mesh=mesh, split_mesh=split_mesh, ranks=ranks, spec=spec, axes=axes, token_order=token_order
     )
