@@ -17,6 +17,8 @@ from jaxlc.core.extras import is_installed
 from jaxlc.core.hardware import Device
 from jaxlc.search.measure import seconds_of_calls
 
+MAIN_KERNELS = ("cudnn", "pallas")  # which `auto` chooses on GPUs
+
 
 def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, packed: bool = False) -> list[str]:
     """Names of the kernels that support the problem on the first device, without the reference.
