@@ -37,6 +37,7 @@ IDEAL = Roofline(
     network_step_seconds=0,
     host_latency_seconds=0,
     kernel_gap_seconds=0,
+    synchronization_seconds=0,
     attention_half_keys_masked=0,
     attention_half_keys_unmasked=0,
     matmul_ramp_seconds=0,
@@ -224,13 +225,17 @@ def test_transfer_through_a_loop_delays_those_inside():
     assert estimate.step_seconds == approx(6 * HOP)
 
 
-def test_conditional_counts_its_longest_branch():
+def test_conditional_counts_its_longest_branch_and_a_synchronization():
     branches = "".join(
         f"%{name} () -> s32[] {{\n" + "\n".join(f"  {line}" for line in (*INPUTS, *lines, END)) + "\n}\n\n"
         for name, lines in dict(short=(copy(),), long=(dot(), copy())).items()
     )
-    estimate = predicted("%b = s32[] conditional(%x), branch_computations={%long, %short}", more=branches)
-    assert estimate.step_seconds == approx(DOT + COPY)
+    waiting = dataclasses.replace(IDEAL, synchronization_seconds=1e-3)
+    conditional = "%b = s32[] conditional(%x), branch_computations={%long, %short}"
+    estimate = predicted(permute_start(), conditional, permute_done(), more=branches, roofline=waiting)
+    assert estimate.step_seconds == approx(DOT + COPY + 1e-3)
+    assert estimate.seconds_by_resource["host synchronization"] == approx(1e-3)
+    assert estimate.exposed_communication_seconds == 0
 
 
 @pytest.mark.parametrize("opcode, shape, seconds", [
