@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.attention_overlap import compile_step, two_layers
 from jaxlc.config import defaults, load
+from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_matmul_params, training_flops
 from jaxlc.core.hardware import Efficiency
@@ -16,6 +17,7 @@ from jaxlc.plan import summary
 from jaxlc.simulate import interval, timeline
 from jaxlc.simulate import roofline as roofline_module
 from jaxlc.simulate.layer_timeline import _merged, layer, layer_timeline
+from jaxlc.simulate.packed_work import AttentionWork
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel, visible_fraction
 from jaxlc.simulate.timeline import Event, Prediction, events, predict
@@ -236,6 +238,18 @@ def test_conditional_counts_its_longest_branch_and_a_synchronization():
     assert estimate.step_seconds == approx(DOT + COPY + 1e-3)
     assert estimate.seconds_by_resource["host synchronization"] == approx(1e-3)
     assert estimate.exposed_communication_seconds == 0
+
+
+def test_loop_over_further_documents_has_the_rounds_of_the_work():
+    """The host reads the condition once more than the body runs; for one document the body does not run."""
+    body = LOOP.format(lines="\n".join(f"  {line}" for line in (*INPUTS, copy())))
+    loop = WHILE.partition(", backend_config")[0] + f', metadata={{op_name="jit(step)/{scopes.MORE_DOCUMENTS}/while"}}'
+    analyzed = analyze(program(*INPUTS, loop, END, more=body))
+    waiting = dataclasses.replace(IDEAL, synchronization_seconds=1e-3)
+    model = TimeModel(topology("h100:1x2"), load(defaults()), waiting)
+    assert predict(analyzed, model).step_seconds == approx(1e-3)
+    packed = dataclasses.replace(model, work=AttentionWork(1, 1, 1, own_further_calls=2.5, ring_step_further_calls=9))
+    assert predict(analyzed, packed).step_seconds == approx(2.5 * COPY + 3.5e-3)
 
 
 @pytest.mark.parametrize("opcode, shape, seconds", [
