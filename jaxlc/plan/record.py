@@ -55,7 +55,7 @@ class PlanRecord:
     kernels: dict[str, int]  # executions by name: attention kernels by pass, matrix products, library calls
     kernel_choice: str  # the attention kernel, and why it was selected
     transport_choice: str  # the transport of attention's collective permutes, and why it was selected
-    launches: Launches | None = None  # None: in a plan of an earlier version
+    launches: Launches | None = None  # how the step runs; None: in a plan of an earlier version
     hints: tuple[str, ...] = ()  # settings that may make the step faster
     context_warning: str = ""  # the sequence is longer than the context of the model; "": it is not
     advice: tuple[Change, ...] | None = None  # None: not requested
