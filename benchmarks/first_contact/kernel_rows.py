@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.first_contact.attention_inputs import (
-    MAIN_KERNELS,
     both_passes,
+    is_main,
     random_inputs,
     ranges_for,
     supported_kernels,
@@ -71,13 +71,13 @@ def kernel_rows(sizes: Sizes) -> Iterator[Row]:
         for num_tokens in sizes.check_tokens:
             labels = dict(kernel="cudnn", case="packed check", heads=str(sizes.heads), tokens=num_tokens)
             yield Row(labels=labels, measure=functools.partial(_check_packed, sizes, num_tokens), seconds=60)
-    yield from _rows(sizes, _main_cases(sizes), lambda name: name in MAIN_KERNELS)
+    yield from _rows(sizes, _main_cases(sizes), is_main)
 
 
 def more_kernel_rows(sizes: Sizes) -> Iterator[Row]:
     """Other kernels, heads and types."""
     yield from _rows(sizes, _other_cases(sizes), lambda _: True)
-    yield from _rows(sizes, _main_cases(sizes), lambda name: name not in MAIN_KERNELS)
+    yield from _rows(sizes, _main_cases(sizes), lambda name: not is_main(name))
 
 
 def _rows(sizes: Sizes, cases: Iterator[_Case], is_chosen: Callable[[str], bool]) -> Iterator[Row]:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.first_contact.attention_inputs import (
-    MAIN_KERNELS,
     device_or_h100,
+    is_main,
     random_inputs,
     ranges_for,
     seconds_per_call,
@@ -41,8 +41,8 @@ class _Candidate(NamedTuple):
 def rate_rows(sizes: Sizes) -> Iterator[Row]:
     """The kernels that `auto` chooses, at the first two lengths: packed documents, then causal attention."""
     first = sizes.rate_tokens[:2]
-    yield from _packed_rows(sizes, lambda name: name in MAIN_KERNELS)
-    yield from _rows_of_lengths(sizes, first, causal=True, is_chosen=lambda name: name in MAIN_KERNELS)
+    yield from _packed_rows(sizes, is_main)
+    yield from _rows_of_lengths(sizes, first, causal=True, is_chosen=is_main)
 
 
 def more_rate_rows(sizes: Sizes) -> Iterator[Row]:
@@ -50,8 +50,8 @@ def more_rate_rows(sizes: Sizes) -> Iterator[Row]:
     first, others = sizes.rate_tokens[:2], sizes.rate_tokens[2:]
     yield from _rows_of_lengths(sizes, others, causal=True)
     yield from _rows_of_lengths(sizes, first, causal=False)
-    yield from _rows_of_lengths(sizes, first, causal=True, is_chosen=lambda name: name not in MAIN_KERNELS)
-    yield from _packed_rows(sizes, lambda name: name not in MAIN_KERNELS)
+    yield from _rows_of_lengths(sizes, first, causal=True, is_chosen=lambda name: not is_main(name))
+    yield from _packed_rows(sizes, lambda name: not is_main(name))
 
 
 def _rows_of_lengths(
