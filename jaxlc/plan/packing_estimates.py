@@ -96,10 +96,11 @@ def mix_of_lengths(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
     """Documents of one sequence without padding: 60% of the tokens are in documents of at least an eighth of the
     sequence, the others in shorter ones from 256 tokens. Both kinds are log-uniform, in random order."""
     lengths: list[int] = []
-    longest_short = max(num_tokens // 8, _MIX_MIN_TOKENS + 1)
+    shortest = max(1, min(_MIX_MIN_TOKENS, num_tokens // 8))
+    longest_short = max(num_tokens // 8, shortest + 1)
     for share, low, high in (
         (_MIX_LONG_SHARE, longest_short, num_tokens),
-        (1.0, _MIX_MIN_TOKENS, longest_short),
+        (1.0, shortest, longest_short),
     ):
         while (budget := int(share * num_tokens) - sum(lengths)) > 0:
             lengths.append(min(int(np.exp(rng.uniform(np.log(low), np.log(high)))), budget))

@@ -2,7 +2,7 @@
 
 A ring step ends on all ranks at the same time, because each rank waits for its next KV block. So the time of a sequence
 follows from the rank with the most pairs in each step, and depends on the lengths of the documents and on the order of
-tokens that distributes them over the ranks (`jaxlc.step.sequence_order`). NumPy only.
+tokens that distributes them over the ranks (`jaxlc.step.sequence_order`).
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxlc.attention.kernels.packed_operands import buckets
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs, document_pairs
@@ -25,6 +26,9 @@ class AttentionWork(NamedTuple):
     own_pairs: float  # in ring step 0, or in the only kernel call of a strategy without ring steps
     ring_step_pairs: float  # mean over the other ring steps, 0 without them
     window_pairs: float
+    # Calls of a packed kernel in addition to the first one of a block, which takes a limited number of documents.
+    own_further_calls: float = 0.0
+    ring_step_further_calls: float = 0.0  # mean over the other ring steps
 
     def total(self, num_ring_steps: int) -> float:
         """Pairs of full layers in all ring steps."""
@@ -78,12 +82,19 @@ def sequence_work(config: Config, order_of: OrderOf, lengths: Sequence[int]) -> 
     if config.attention.strategy == "all_gather":
         work = work.sum(axis=1, keepdims=True)
     slowest = work.max(axis=2).sum(axis=0).astype(float)
+    calls = by_ring_step(_further_calls(pieces, shards, num_tokens // shards)).max(axis=1).astype(float)
     window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
     return SequenceWork(
         lengths=tuple(int(length) for length in lengths),
         pairs=document_pairs(config.model, lengths),
         ring_cost=ring_cost(work.reshape(-1, shards)),
-        work=AttentionWork(slowest[0], slowest[1:].mean() if len(slowest) > 1 else 0.0, float(window_pairs.max())),
+        work=AttentionWork(
+            slowest[0],
+            slowest[1:].mean() if len(slowest) > 1 else 0.0,
+            float(window_pairs.max()),
+            calls[0],
+            calls[1:].mean() if len(calls) > 1 else 0.0,
+        ),
     )
 
 
@@ -156,6 +167,27 @@ def _pairs_by_rank(pieces: _Pieces, num_ranks: int, num_tiles: int) -> np.ndarra
     np.add.at(pairs, (pieces.tile, rank), num_tokens[:, None] * (by_rank - by_rank[first]))
     np.add.at(pairs, (pieces.tile, rank, rank), num_tokens * (num_tokens + 1) // 2)
     return pairs
+
+
+def _further_calls(pieces: _Pieces, num_ranks: int, local_tokens: int) -> np.ndarray:
+    """int64 [query ranks, key ranks]: calls after the first one for the documents that both ranks have.
+
+    The longest documents are first, and a call takes consecutive ones from the size of its first document on.
+    """
+    sizes = buckets(1, local_tokens, local_tokens)
+    limits = np.array([size.num_queries for size in sizes[1:]])
+    tokens = np.zeros((num_ranks, pieces.document.max(initial=0) + 1), np.int64)
+    np.add.at(tokens, (pieces.rank, pieces.document), pieces.num_tokens)
+    calls = np.zeros((num_ranks, num_ranks), np.int64)
+    for ranks in np.ndindex(calls.shape):
+        queries_and_keys = tokens[list(ranks)]
+        longest = queries_and_keys.max(axis=0)[queries_and_keys.all(axis=0)]
+        size_of = np.sort((longest[:, None] <= limits).sum(axis=1))
+        first = sizes[0].num_documents
+        while first < len(size_of):
+            first += sizes[size_of[first]].num_documents
+            calls[ranks] += 1
+    return calls
 
 
 def _window_pairs(pieces: _Pieces, num_ranks: int, window: int) -> np.ndarray:

@@ -10,6 +10,9 @@ from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import Cost
+from jaxlc.hlo.op_names import is_data_dependent, is_in_ring_step
+from jaxlc.hlo.parser import Instruction, Program
+from jaxlc.hlo.trip_counts import trip_count
 from jaxlc.simulate.efficiency import num_steps
 from jaxlc.simulate.packed_work import AttentionWork, num_ring_steps, num_shards, one_document
 from jaxlc.simulate.roofline import Roofline
@@ -32,6 +35,15 @@ class TimeModel:
     def attention_flops(self, call: AttentionKernelCall) -> float:
         """FLOPs of one run of an attention kernel, without those that its mask skips."""
         return call.full_flops * visible_fraction(call, self.config, self.work)
+
+    def num_rounds(self, program: Program, loop: Instruction) -> float:
+        """Rounds of a loop in one run; those over further documents are a mean. Raises ValueError as `trip_count`."""
+        if not is_data_dependent(loop.op_name):
+            return trip_count(program, loop)
+        if self.work is None:
+            return 0
+        is_ring_step = is_in_ring_step(loop.op_name)
+        return self.work.ring_step_further_calls if is_ring_step else self.work.own_further_calls
 
     def attention_seconds(self, call: AttentionKernelCall) -> float:
         return self.roofline.attention_seconds(

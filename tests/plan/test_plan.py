@@ -142,6 +142,9 @@ def test_kernels_are_counted_by_pass(result):
         "forward": calls, "recomputation": calls, "backward": calls
     }  # fmt: skip
     assert result.kernels["triton gemm"] > 0
+    operations, launches, graphs, synchronizations = result.launches
+    assert 0 < graphs < launches < operations and operations > sum(result.kernels.values()) and synchronizations == 0
+    assert f"  GPU operations {operations:,}, host launches {launches:,} ({graphs:,} CUDA graphs)" in str(result)
 
 
 def test_to_json_has_stable_keys(result):
@@ -157,6 +160,7 @@ def test_to_json_has_stable_keys(result):
     assert values["collectives"][0].keys() == {
         "kind", "axes", "backend", "mode", "count", "bytes", "crosses_domains"
     }  # fmt: skip
+    assert values["launches"] == result.launches._asdict()
     assert values["layer_timeline"][0].keys() == {"pass_name", "lane", "kind", "start_seconds", "end_seconds"}
     assert values["ring"].keys() == {"hops", "hidden", "exposed", "exposed_forward", "by_backend"}
     assert values["tokens_per_step"] == ACCUMULATION * values["sequence_tokens"]

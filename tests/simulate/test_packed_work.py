@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.kernels.packed_operands import buckets, document_table
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.tiles.tile_order import tiles_of
 from jaxlc.config import defaults, load
 from jaxlc.core.flops import causal_pairs
@@ -53,7 +56,7 @@ def test_work_of_zigzag_order_equals_dense_count():
     result = sequence_work(config, ZIGZAG, LENGTHS)
     steps = by_step(dense_work(LENGTHS, zigzag_order(TOKENS, CONTEXT), CONTEXT))
     slowest = steps.max(axis=1)
-    assert result.work == (slowest[0], slowest[1:].mean(), steps.sum(axis=0).max())
+    assert result.work[:3] == (slowest[0], slowest[1:].mean(), steps.sum(axis=0).max())
     assert result.ring_cost == pytest.approx(slowest.sum() * CONTEXT / steps.sum())
     pairs = sum(causal_pairs(length) for length in LENGTHS)
     assert result.pairs == config.model.num_layers * pairs and steps.sum() == pairs
@@ -84,6 +87,34 @@ def test_work_by_strategy_equals_dense_count(strategy, num_ranks, degree):
     steps = work.sum(axis=1)[None] if strategy == "all_gather" else by_step(work)
     rest = steps.max(axis=1)[1:]
     assert result.work[:2] == (steps[0].max(), rest.mean() if len(rest) else 0)
+
+
+def table_calls(lengths, order_T, num_ranks) -> np.ndarray:
+    """[query ranks, key ranks]: calls after the first one, from the kernel's own table."""
+    sizes = buckets(1, TOKENS // num_ranks, TOKENS // num_ranks)
+    segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
+    ranks = [TokenInfo(*(x.reshape(num_ranks, 1, -1)[rank] for x in (order_T, segments_T[order_T])))
+             for rank in range(num_ranks)]  # fmt: skip
+    calls = np.zeros((num_ranks, num_ranks), int)
+    for query_rank, key_rank in np.ndindex(calls.shape):
+        ranges = key_ranges(ranks[query_rank], ranks[key_rank], AttentionSpec())
+        table = document_table(*ranges, TOKENS // num_ranks, sizes, causal=query_rank == key_rank)
+        first = sizes[0].num_documents
+        while first < table.num_documents:
+            first += sizes[int(table.bucket_of(first))].num_documents
+            calls[query_rank, key_rank] += 1
+    return calls
+
+
+@pytest.mark.parametrize("order_of, context", [(ZIGZAG, CONTEXT), (by_document, CONTEXT), (zigzag(TOKENS, 1).of, 1)])
+def test_further_calls_equal_those_of_the_document_table(order_of, context):
+    lengths = (*[3] * 30, *[20] * 30, *[300] * 3, 200, 1500)
+    segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
+    order_T = order_of(dict(segment_ids=segments_T))
+    own, *others = by_step(table_calls(lengths, order_T, context)).max(axis=1)
+    work = sequence_work(config_with(context=context), order_of, lengths).work
+    assert (work.own_further_calls, work.ring_step_further_calls) == (own, np.mean(others) if others else 0)
+    assert own > 1
 
 
 def test_work_of_window_equals_dense_count():
