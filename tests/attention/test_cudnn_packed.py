@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc import _jax_internals
 from jaxlc.attention import choose, make
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.kernels import cudnn, cudnn_packed, packed_check, packed_operands
+from jaxlc.attention.kernels import cudnn, cudnn_packed, packed_check, packed_operands, reference
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
@@ -313,6 +313,23 @@ def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context,
     inverse_BT = np.argsort(order_BT, axis=1)
     actual = [_reordered(x, inverse_BT, axis=2 if x.ndim == 3 else 1) for x in actual]
     _assert_matches(actual, float64_oracle(q, k, v, segments_BT, dout, dlse))
+
+
+def test_two_calls_of_a_ring_step_match_reference(stand_in):
+    """Eleven documents, three of them longer than a quarter of the tokens, a gap, and another order of the keys."""
+    lengths = np.array([1, 13, -1, 13, 1, 1, 13, 1, 1, 1, 1, 1])
+    segments_BT = np.repeat(np.where(lengths > 0, np.arange(1, 13), 0), abs(lengths))[None]
+    q, k, v, dout = inputs(batch=1, num_tokens=48)
+    spec = AttentionSpec(causal=False, few_documents=True)
+    ranges = key_ranges(*(TokenInfo(None, jnp.asarray(x)) for x in (segments_BT, segments_BT[:, ::-1])), spec)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(kernel):
+        out, lse = kernel.forward(q, k, v, ranges, spec)
+        return out, lse, *kernel.backward(q, k, v, ranges, spec, QueryResults(out, lse, dout, jnp.zeros_like(lse)))
+
+    assert "while" not in str(jax.make_jaxpr(results, static_argnums=0)(cudnn))
+    _assert_matches(*([np.asarray(x) for x in results(kernel)] for kernel in (cudnn, reference)))
 
 
 def test_more_than_few_documents_give_nan(stand_in):
