@@ -41,9 +41,9 @@ def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks, chunks: int = 
     own = TokenInfo(tokens.positions_BT, segments_bt)
     if ranks.size == 1:
         return key_ranges(own, own, spec)
-    num_tokens, rank = segments_bt.shape[1], lax.axis_index(ranks.axis)
+    (batch, num_tokens), rank = segments_bt.shape, lax.axis_index(ranks.axis)
     everyone = own.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis))
-    sent = []
+    sent = [jnp.zeros((batch, 0), jnp.int32)]  # a window of one token needs none
     for distance, room in room_by_distance(num_tokens, ranks.size, spec.window).items():
         receiver = everyone.map(lambda x, at=(rank + distance) % ranks.size: x[at])
         is_needed_bt = functools.reduce(
