@@ -4,8 +4,8 @@
     kv = tiled.empty(batch, num_tokens, head_dim, dtype)    K and V of the whole sequence; opaque
     kv = tiled.put(kv, k_BtKH, v_BtKH, tile)                for each tile, before the first query
     ranges = tiled.prepare(positions_BT, segments_BT)       once per training step
-    out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
-    dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+    out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges, sinks_N)
+    dq_BtNH, dkv, dsinks_N = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges, sinks_N)
     dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                after the last query
 
 Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced.
@@ -41,7 +41,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
+from jaxlc.attention import sinks
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies import hybrid
 from jaxlc.attention.strategies.mesh_axes import DEFAULT_AXES, AttentionSpecs
@@ -180,7 +181,9 @@ class TiledAttention:
         dk_BtKH, dv_BtKH = split(dkv, tile)
         return self._sum_repeated(dk_BtKH), self._sum_repeated(dv_BtKH)
 
-    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges, sinks_N: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Attention of a tile's queries over all keys.
 
         Args:
@@ -188,6 +191,7 @@ class TiledAttention:
           kv: after `put` of all tiles.
           tile: index of the tile, int32.
           ranges: of `prepare`. None: each sequence is one document.
+          sinks_N: float32; see sinks.py. None: no sinks.
         Returns:
           out_BtNH in q's dtype, lse_BNt float32.
         """
@@ -201,7 +205,7 @@ class TiledAttention:
 
         in_specs = (self._specs.heads, self._blocks, _REPLICATED, self._ranges)
         split = self._split(local, in_specs, (self._specs.heads, self._specs.lse))
-        return split(q_BtNH, kv, tile, ranges)
+        return sinks.join(*split(q_BtNH, kv, tile, ranges), sinks_N)
 
     def backward(
         self,
@@ -213,11 +217,13 @@ class TiledAttention:
         lse_BNt: jax.Array,
         dout_BtNH: jax.Array,
         ranges,
-    ) -> tuple[jax.Array, jax.Array]:
+        sinks_N: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The gradients of `forward`'s out.
 
         Returns:
-          dq_BtNH in q's dtype, and dkv with this tile's contribution added.
+          dq_BtNH in q's dtype, dkv with this tile's contribution added, and this tile's gradient of the sinks, float32
+          (None without sinks).
         """
         group_of = self._group_with_kernel(q_BtNH, ranges)
 
@@ -230,7 +236,11 @@ class TiledAttention:
         heads, blocks = self._specs.heads, self._blocks
         in_specs = (heads, blocks, blocks, _REPLICATED, heads, self._specs.lse, heads, self._ranges)
         split = self._split(local, in_specs, (heads, blocks))
-        return split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+        dq_BtNH, dkv = split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+        if sinks_N is None:
+            return dq_BtNH, dkv, None
+        results = QueryResults(out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt))
+        return dq_BtNH, dkv, sinks.gradient(sinks_N, results)
 
     def _group_with_kernel(self, q_BtNH: jax.Array, ranges) -> Callable:
         """A function (tile, ranges_bs) -> GroupState, to be called inside `shard_map`."""
