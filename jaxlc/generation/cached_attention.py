@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxlc.attention import sinks
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges
 from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.merge import merge_parts
@@ -52,13 +53,21 @@ class CachedAttention:
     window: int | None  # tokens that a query of a sliding layer attends to. None: all earlier tokens
 
     def __call__(
-        self, q_BCNH: jax.Array, k_BCKH: jax.Array, v_BCKH: jax.Array, cache: KV, layer: jax.Array, new: NewTokens
+        self,
+        q_BCNH: jax.Array,
+        k_BCKH: jax.Array,
+        v_BCKH: jax.Array,
+        cache: KV,
+        layer: jax.Array,
+        new: NewTokens,
+        sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, KV]:
         """Appends the keys and values of the new tokens to layer `layer` of `cache`, and attends.
 
         Args:
           q_BCNH, k_BCKH, v_BCKH: of a chunk of C tokens, a multiple of the context axis, which splits C.
           layer: index into the first dimension of `cache`, int32.
+          sinks_N: float32; see attention/sinks.py. None: no sinks.
         Returns:
           out_BCNH in the dtype of q; padding has any value. The cache with the new tokens.
         """
@@ -76,13 +85,15 @@ class CachedAttention:
             functools.partial(local, forward=forward, spec=spec),
             mesh=self.mesh,
             in_specs=specs,
-            out_specs=(heads, KV(cache_spec, cache_spec)),
+            out_specs=(heads, PartitionSpec(BATCH_AXES, TENSOR, CONTEXT), KV(cache_spec, cache_spec)),
             check_vma=False,
         )
         k_BCKH, v_BCKH = (repeat_heads(x, self.mesh.shape[TENSOR]) for x in (k_BCKH, v_BCKH))
         window_scope = jax.named_scope(scopes.SLIDING_WINDOW) if self.window else nullcontext()
         with jax.named_scope(scopes.CORE_ATTENTION), window_scope:
-            return split(q_BCNH, k_BCKH, v_BCKH, cache, layer, new)
+            out_BCNH, lse_BNC, cache = split(q_BCNH, k_BCKH, v_BCKH, cache, layer, new)
+            out_BCNH, _ = sinks.join(out_BCNH, lse_BNC, sinks_N)  # once, after the merge over ranks
+            return out_BCNH.astype(q_BCNH.dtype), cache
 
 
 def kernel_for(name: str, device: jax.Device, *, dtype: jnp.dtype, head_dim: int) -> KernelSelection:
@@ -162,8 +173,8 @@ def _attend_all(
     layout: CacheLayout,
     forward: Forward,
     spec: AttentionSpec,
-) -> tuple[jax.Array, KV]:
-    """Attention to all earlier tokens; runs inside `shard_map`."""
+) -> tuple[jax.Array, jax.Array, KV]:
+    """(out_bcnH, lse_bnc, the cache) of attention to all earlier tokens; runs inside `shard_map`."""
     rank = lax.axis_index(CONTEXT)
     q_bCnH, k_bCkH, v_bCkH = (lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in (q_bcnH, k_bckH, v_bckH))
     positions_bC = new.positions_BC(q_bCnH.shape[1])
@@ -190,7 +201,9 @@ def _attend_all(
         tiled=True,
     )
     out_bcnH, total_bcn1 = sums_bcnX[..., :-1], sums_bcnX[..., -1:]
-    return (out_bcnH / jnp.where(total_bcn1 == 0, 1.0, total_bcn1)).astype(q_bcnH.dtype), cache
+    max_bnc = lax.dynamic_slice_in_dim(max_bnC, rank * q_bcnH.shape[1], q_bcnH.shape[1], axis=2)
+    lse_bnc = max_bnc + jnp.log(total_bcn1[..., 0].swapaxes(1, 2))
+    return out_bcnH / jnp.where(total_bcn1 == 0, 1.0, total_bcn1), lse_bnc, cache
 
 
 def _attend_window(
@@ -203,8 +216,8 @@ def _attend_window(
     *,
     forward: Forward,
     spec: AttentionSpec,
-) -> tuple[jax.Array, KV]:
-    """Attention to the last tokens; runs inside `shard_map`."""
+) -> tuple[jax.Array, jax.Array, KV]:
+    """(out_bcnH, lse_bnc, the cache) of attention to the last tokens; runs inside `shard_map`."""
     (batch, c), window = q_bcnH.shape[:2], cache.k.shape[2]
     chunks = (lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in (k_bckH, v_bckH))
     past = [lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache]
@@ -216,9 +229,9 @@ def _attend_window(
     end_bc = jnp.broadcast_to(index_c + window + 1, (batch, c))
     start_bc = jnp.maximum(end_bc - window, window - new.num_past_B[:, None])
     ranges = KeyRanges(*(jnp.where(is_new_bc, x, 0) for x in (start_bc, end_bc)))
-    out_bcnH, _ = forward(q_bcnH, *(x.astype(q_bcnH.dtype) for x in (k_bSkH, v_bSkH)), ranges, spec)
+    out_bcnH, lse_bnc = forward(q_bcnH, *(x.astype(q_bcnH.dtype) for x in (k_bSkH, v_bSkH)), ranges, spec)
 
     last = jax.vmap(lambda x_SkH, num_new: lax.dynamic_slice_in_dim(x_SkH, num_new, window))
     updated = (last(x, new.num_new_B) for x in (k_bSkH, v_bSkH))
     cache = KV(*(lax.dynamic_update_index_in_dim(old, x, layer, 0) for old, x in zip(cache, updated, strict=True)))
-    return out_bcnH.astype(q_bcnH.dtype), cache
+    return out_bcnH, lse_bnc, cache
