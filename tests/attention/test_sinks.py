@@ -138,8 +138,8 @@ def test_sink_in_each_ring_step_does_not_match(context, monkeypatch):
 
 @functools.cache
 def calls_on_h100(kind: str) -> Counter:
-    """The attention kernel calls of each pass, in a ring of two."""
-    mesh = make_mesh(topology("h100:1x2"), MeshConfig(context=2))
+    """The attention kernel calls of each pass, in a ring of four."""
+    mesh = make_mesh(topology("h100:1x4"), MeshConfig(context=4))
     attention = make(AttentionConfig(kernel="cudnn"), mesh)
     attend_fn = {
         "without": lambda q, k, v, sinks_N: attention(q, k, v)[0],
@@ -163,13 +163,13 @@ def calls_on_h100(kind: str) -> Counter:
 @pytest.mark.gpu_compiler
 @pytest.mark.jax_version
 def test_sinks_add_no_kernel_call():
-    assert calls_on_h100("with") == calls_on_h100("without") == dict(forward=2, backward=2)
+    assert calls_on_h100("with") == calls_on_h100("without") == dict(forward=4, backward=4)
 
 
 @pytest.mark.full
 @pytest.mark.gpu_compiler
 def test_differentiating_the_factor_of_sinks_adds_backward_calls():
-    assert calls_on_h100("differentiated")["backward"] > 2
+    assert calls_on_h100("differentiated")["backward"] > 4
 
 
 def test_attend_with_wrong_number_of_sinks_raises():
