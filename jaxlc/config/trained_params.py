@@ -22,12 +22,12 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
     """The number of entries of all adapters."""
     if not lora.rank:
         return 0
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    heads, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     sizes = dict(  # inputs + outputs
-        query=model.model_dim + query,
+        query=model.model_dim + model.num_heads * model.query_dim,
         key=model.model_dim + key_value,
         value=model.model_dim + key_value,
-        attention_projected=query + model.model_dim,
+        attention_projected=heads + model.model_dim,
         mlp_gate=model.model_dim + model.ffn_dim,
         mlp_up=model.model_dim + model.ffn_dim,
         mlp_down=model.ffn_dim + model.model_dim,
@@ -49,13 +49,13 @@ def num_frozen_params(model: ModelConfig, lora: LoraConfig, train: TrainConfig, 
 
 def _matrix_sizes(model: ModelConfig) -> dict[str, int]:
     """Entries of each matrix, of all layers together, by the names in the parameter tree."""
-    query = model.model_dim * model.num_heads * model.head_dim
+    heads = model.model_dim * model.num_heads
     key_value = model.model_dim * model.num_kv_heads * model.head_dim
     of_layer = {
-        "attention/wq": query,
+        "attention/wq": heads * model.query_dim,
         "attention/wk": key_value,
         "attention/wv": key_value,
-        "attention/wo": query,
+        "attention/wo": heads * model.head_dim,
         **{f"mlp/{name}": model.model_dim * model.ffn_dim for name in ("w_gate", "w_up", "w_down")},
     }
     vocabulary = ("embedding",) if model.tie_embeddings else ("embedding", "head")

@@ -53,6 +53,12 @@ class DecoderShape(Protocol):
     def norm_placement(self) -> Literal["pre", "post", "pre_and_post"]: ...
     @property
     def qkv_bias(self) -> bool: ...
+    @property
+    def attention_out_bias(self) -> bool: ...
+    @property
+    def attention_sinks(self) -> bool: ...
+    @property
+    def query_dim(self) -> int: ...
 
 
 def training_flops(
@@ -100,7 +106,8 @@ def _all_pairs(seq_len: int, window: int | None) -> int:
 
 def num_matmul_params(model: DecoderShape) -> int:
     """The number of entries of all weight matrices in matrix products: the layers and the output head."""
-    attention = model.model_dim * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)  # q and o, k and v
+    num_outputs = model.num_heads * model.query_dim + 2 * model.num_kv_heads * model.head_dim  # of q, k and v
+    attention = model.model_dim * (num_outputs + model.num_heads * model.head_dim)
     feed_forward = 3 * model.model_dim * model.ffn_dim  # gate, up and down
     return model.num_layers * (attention + feed_forward) + model.model_dim * model.vocab_size
 
@@ -108,8 +115,11 @@ def num_matmul_params(model: DecoderShape) -> int:
 def num_params(model: DecoderShape) -> int:
     """The number of parameters, without the padding of the vocabulary."""
     num_normed_heads = {"none": 0, "head": 2, "projection": model.num_heads + model.num_kv_heads}[model.qk_norm]
-    num_biased_heads = model.num_heads + 2 * model.num_kv_heads if model.qkv_bias else 0
     num_norms = 4 if model.norm_placement == "pre_and_post" else 2
-    vectors = num_norms * model.model_dim + (num_normed_heads + num_biased_heads) * model.head_dim
+    vectors = (num_norms + model.attention_out_bias) * model.model_dim + num_normed_heads * model.head_dim
+    if model.qkv_bias:
+        vectors += model.num_heads * model.query_dim + 2 * model.num_kv_heads * model.head_dim
+    if model.attention_sinks:
+        vectors += model.num_heads
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim  # tied: counted as the head
     return num_matmul_params(model) + embedding + model.num_layers * vectors + model.model_dim

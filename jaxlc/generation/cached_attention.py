@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxlc.attention import sinks
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, prepared
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
@@ -88,6 +89,7 @@ class CachedAttention:
         layer: jax.Array,
         new: NewTokens,
         ranges: Any,
+        sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, KV]:
         """Appends the keys and values of the new tokens to layer `layer` of `cache`, and attends.
 
@@ -95,6 +97,7 @@ class CachedAttention:
           q_BCNH, k_BCKH, v_BCKH: of a chunk of C tokens, a multiple of the context axis, which splits C.
           layer: index into the second dimension of `cache`, int32.
           ranges: of `prepare`.
+          sinks_N: float32; see attention/sinks.py. None: no sinks.
         Returns:
           out_BCNH in the dtype of q; padding has any value. The cache with the new tokens.
         """
@@ -111,7 +114,8 @@ class CachedAttention:
             out, lse = self._chunk_attention(q_BCNH, k_BCKH, v_BCKH)
             with jax.named_scope(scopes.CORE_ATTENTION):
                 out_BCNH, lse_BNC = merge(out_BCNH, lse_BNC, out.astype(jnp.float32), lse)
-        # out and lse are over all keys here.
+        with jax.named_scope(scopes.CORE_ATTENTION):
+            out_BCNH, _ = sinks.join(out_BCNH, lse_BNC, sinks_N)  # once: out and lse are over all keys here
         return out_BCNH.astype(q_BCNH.dtype), cache
 
     @property

@@ -138,7 +138,7 @@ def _run_layer(
 ) -> tuple[jax.Array, KV]:
     positions_BC = new.positions_BC(x_BCD.shape[1])
     input_BCD = layer.attention_input(x_BCD, shard=shard)
-    q_BCNH = layer.attention.queries(input_BCD, positions_BC, shard=shard, tables=tables)
+    q_BCNH, gate_BCNH = layer.attention.queries(input_BCD, positions_BC, shard=shard, tables=tables)
     k_BCKH, v_BCKH = layer.attention.keys_values(input_BCD, positions_BC, shard=shard, tables=tables)
-    out_BCNH, cache = attend(q_BCNH, k_BCKH, v_BCKH, cache, index, new, ranges)
-    return layer.after_attention(x_BCD, out_BCNH, shard=shard), cache
+    out_BCNH, cache = attend(q_BCNH, k_BCKH, v_BCKH, cache, index, new, ranges, layer.attention.sinks_N)
+    return layer.after_attention(x_BCD, out_BCNH, gate_BCNH, shard=shard), cache

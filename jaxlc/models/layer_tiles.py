@@ -43,9 +43,11 @@ class TileAttention(Protocol):
 
     def take(self, kv: jax.Array, tile) -> tuple[jax.Array, jax.Array]: ...
 
-    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges) -> tuple[jax.Array, jax.Array]: ...
+    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges, sinks_N) -> tuple[jax.Array, jax.Array]: ...
 
-    def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges) -> tuple[jax.Array, jax.Array]: ...
+    def backward(
+        self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges, sinks_N
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]: ...
 
 
 def run_layer(
@@ -113,9 +115,9 @@ class _TiledLayer:
         def run_tile(x_nBtD, operands):
             tile, positions_Bt = operands
             x_BtD = _at(x_nBtD, tile)
-            q_BtNH = self._queries(weights, x_BtD, positions_Bt)
-            results = attention.forward(q_BtNH, kv, tile, ranges)
-            y_BtD = self._after_attention(weights, x_BtD, results[0])
+            q_BtNH, gate_BtNH, sinks_N = self._queries(weights, x_BtD, positions_Bt)
+            results = attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
+            y_BtD = self._after_attention(weights, x_BtD, results[0], gate_BtNH)
             return _put(x_nBtD, y_BtD, tile), results if self.saves_attention else None
 
         def run_tiles(x_nBtD):
@@ -138,12 +140,16 @@ class _TiledLayer:
         def tile_backward(carry, operands):
             dx_nBtD, dkv, dweights = carry
             tile, x_BtD, positions_Bt, saved = operands
-            q_BtNH, queries_vjp = jax.vjp(lambda w, x: self._queries(all_of(w), x, positions_Bt), trainable, x_BtD)
-            out_BtNH, lse_BNt = saved or attention.forward(q_BtNH, kv, tile, ranges)
-            _, rest_vjp = jax.vjp(lambda w, *x: self._after_attention(all_of(w), *x), trainable, x_BtD, out_BtNH)
-            dweights_rest, dx_rest, dout_BtNH = rest_vjp(_at(dx_nBtD, tile))
-            dq_BtNH, dkv = attention.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
-            dweights_queries, dx_queries = queries_vjp(dq_BtNH.astype(q_BtNH.dtype))
+            (q_BtNH, gate_BtNH, sinks_N), queries_vjp = jax.vjp(
+                lambda w, x: self._queries(all_of(w), x, positions_Bt), trainable, x_BtD
+            )
+            results = saved or attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
+            _, rest_vjp = jax.vjp(
+                lambda w, *x: self._after_attention(all_of(w), *x), trainable, x_BtD, results[0], gate_BtNH
+            )
+            dweights_rest, dx_rest, dout_BtNH, dgate_BtNH = rest_vjp(_at(dx_nBtD, tile))
+            dq_BtNH, dkv, dsinks_N = attention.backward(q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N)
+            dweights_queries, dx_queries = queries_vjp((dq_BtNH.astype(q_BtNH.dtype), dgate_BtNH, dsinks_N))
             dweights = _add(_add(dweights, dweights_rest), dweights_queries)
             return (_put(dx_nBtD, dx_rest + dx_queries, tile), dkv, dweights), None
 
@@ -196,12 +202,14 @@ class _TiledLayer:
         return layer.attention.keys_values(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
 
     def _queries(self, weights, x_BtD, positions_Bt):
+        """(q_BtNH, gate_BtNH or None, sinks_N or None)"""
         layer = self._layer(weights)
         input_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        return layer.attention.queries(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
+        queries = layer.attention.queries(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
+        return *queries, layer.attention.sinks_N
 
-    def _after_attention(self, weights, x_BtD, out_BtNH):
-        return self._layer(weights).after_attention(x_BtD, out_BtNH, shard=self.shard)
+    def _after_attention(self, weights, x_BtD, out_BtNH, gate_BtNH):
+        return self._layer(weights).after_attention(x_BtD, out_BtNH, gate_BtNH, shard=self.shard)
 
 
 def _tiles(x_nBtD: jax.Array) -> jax.Array:

@@ -134,7 +134,7 @@ def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> f
     num_key_heads = max(model.num_kv_heads, mesh.tensor)  # fewer heads than ranks are repeated
     values_per_token = dict(
         residual=model.model_dim,
-        query=model.num_heads * model.head_dim,
+        query=model.num_heads * model.query_dim,
         key=num_key_heads * model.head_dim,
         value=num_key_heads * model.head_dim,
         attention_out=model.num_heads * model.head_dim,

@@ -136,7 +136,7 @@ def tiled_results(tiled: TiledAttention, order_T: np.ndarray, ranges, operands):
         def loop_body(dkv, operands):
             q_BtNH, dout_BtNH, tile = operands
             out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
-            dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+            dq_BtNH, dkv, _ = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
             return dkv, (out_BtNH, dq_BtNH)
 
         dkv = jnp.zeros(kv.shape, jnp.float32)

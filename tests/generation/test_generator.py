@@ -25,6 +25,7 @@ from tests.step.synthetic import put_params, small_config, small_step
 TOLERANCE = 1e-4
 LENGTHS = (150, 7, 201, 64)
 KINDS = dict(layer_kinds=("sliding", "full", "nope"), window=20, num_layers=5)
+KINDS |= dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)
 DYNAMIC = dict(rope_scaling="dynamic_ntk", rope_scaling_factor=4.0, rope_scaling_original_tokens=32)
 NUM_DECODED = 70
 

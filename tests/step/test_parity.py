@@ -39,9 +39,14 @@ def _on_one_device(**overrides):
     """(parameters, gradients, cross entropy) of one device; overrides are config sections as sorted tuples."""
     config = small_config(**{section: dict(values) for section, values in overrides.items()})
     step = small_step(config)
-    params = step.init().params
+    params = jax.tree.map_with_path(_different_sinks, step.init().params)
     gradients, loss = jax.jit(gradients_and_loss(step))(params, make_batch(step, natural_rows()))
     return params, gradients, loss
+
+
+def _different_sinks(path, x):
+    """Initial sinks are 0. With other values, sinks of the wrong heads are detected."""
+    return np.linspace(-2, 3, x.size, dtype=np.float32).reshape(x.shape) if path[-1].key == "sinks" else x
 
 
 def _assert_close(got, gradients, tolerance=FLOAT32_PARITY):
@@ -135,6 +140,7 @@ KINDS = [
 )
 def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
     kinds = dict(layer_kinds=("sliding", "full", "nope"), window=20, rope_scaling="linear", rope_scaling_factor=8.0)
+    kinds |= dict(attention_sinks=True)
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     settings = settings | dict(model=settings["model"] | kinds)
     _assert_same(axes, split=split, memory=memory, **settings)
@@ -149,7 +155,15 @@ def test_sliding_layer_in_tiles_equals_one_device():
 @pytest.mark.parametrize(
     "model",
     [
-        dict(qk_norm="projection", norm_placement="pre_and_post", qkv_bias=True, zero_centered_norm=True),
+        dict(
+            qk_norm="projection",
+            norm_placement="pre_and_post",
+            qkv_bias=True,
+            attention_out_bias=True,
+            attention_gate=True,
+            zero_centered_norm=True,
+            rope_fraction=0.5,
+        ),
         dict(
             tie_embeddings=True,
             vocab_size=64,
@@ -248,8 +262,9 @@ _COMBINATIONS = [  # every pair of a mesh, a strategy and two settings of memory
 def test_memory_settings_equal_one_device(axes, attention, memory):
     """Gradients against one device with the state on the device; `test_host_state.py` tests the update."""
     mask = {key: value for key, value in attention.items() if key == "document_mask"}
-    params, gradients, loss = _on_one_device(**({"attention": tuple(mask.items())} if mask else {}))
-    step = small_step(small_config(mesh=axes, attention=attention, memory=memory))
+    model = dict(attention_sinks=True, attention_gate=True)
+    params, gradients, loss = _on_one_device(attention=tuple(mask.items()), model=tuple(model.items()))
+    step = small_step(small_config(mesh=axes, model=model, attention=attention, memory=memory))
     got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=FLOAT32_PARITY)
     _assert_close(got, gradients)

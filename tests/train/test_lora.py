@@ -27,6 +27,7 @@ SCALE = 1.5
 FLOAT32 = dict(compute="fp32", frozen="fp32")
 # Two layers per iteration of the loop and a last one; embeddings and norms are trained, as in LongLoRA.
 KINDS = dict(num_layers=3, layer_kinds=("sliding", "full"), window=20, qk_norm="head", qkv_bias=True)
+KINDS |= dict(attention_gate=True, attention_sinks=True, attention_out_bias=True)
 KINDS_TRAINABLE = ("embedding", "*norm*")
 
 

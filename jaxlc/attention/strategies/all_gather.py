@@ -58,13 +58,13 @@ def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -
 
 
 def _forward(qkv: ShardedQKV, kernel, spec, ranks: Ranks):
-    q, k, v, _ = qkv
+    q, k, v, *_ = qkv
     ranges = _ranges(qkv, spec, ranks)
     return kernel.forward(q, *_gather_kv(k, v, ranges, ranks), ranges.over_keys, spec)
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec, ranks: Ranks):
-    q, k, v, _ = qkv
+    q, k, v, *_ = qkv
     ranges = _ranges(qkv, spec, ranks)
     k_bSkH, v_bSkH = _gather_kv(k, v, ranges, ranks)
     dq, dk, dv = kernel.backward(q, k_bSkH, v_bSkH, ranges.over_keys, spec, results)

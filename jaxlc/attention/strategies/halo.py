@@ -27,7 +27,7 @@ def _forward(qkv: ShardedQKV, kernel, spec: AttentionSpec, ranks: Ranks):
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, _ = qkv
+    q, k, v, *_ = qkv
     operands = _chunk_operands(qkv, spec, ranks)
     dq, dk, dv = kernel.backward(*operands, spec, QueryResults(*map(_split_chunks, results, (1, 2, 1, 2))))
     # A token's gradient is the sum over its own chunk and every halo that contains it. The transpose of the exchange
@@ -44,7 +44,7 @@ attend = attention_vjp(_forward, _backward)
 
 def _chunk_operands(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks):
     """(q, k, v, ranges) of one kernel call: the two chunks are stacked along its batch, keys start with their halo."""
-    q, k, v, _ = qkv
+    q, k, v, *_ = qkv
     halo_tokens = _halo_tokens(q.shape[1], spec, ranks)
     kv = _prepend_halo(jnp.concatenate([k, v], axis=-1), halo_tokens, ranks)
     # Tied to the queries, see `attend_shard`.

@@ -91,7 +91,7 @@ def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -
 
 
 def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, ranges = qkv
+    q, k, v, ranges, _ = qkv
     ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))  # overlaps with attention over the rank's own block
     block, (out, lse) = _receive(block, kernel.forward(q, k, v, ring.own_ranges, spec))
@@ -108,7 +108,7 @@ def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks)
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, ranges = qkv
+    q, k, v, ranges, _ = qkv
     ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))
     block, (dq, dk, dv) = _receive(block, kernel.backward(q, k, v, ring.own_ranges, spec, results))

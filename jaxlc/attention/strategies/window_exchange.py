@@ -89,7 +89,7 @@ def _forward(qkv: ShardedQKV, kernel, spec: AttentionSpec, ranks: Ranks):
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, keys = qkv
+    q, k, v, keys, _ = qkv
     dq, dk, dv = kernel.backward(*_operands(qkv, spec, ranks), spec, results)
     if ranks.size == 1:
         return dq, dk, dv
@@ -103,7 +103,7 @@ attend = attention_vjp(_forward, _backward)
 
 def _operands(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks):
     """(q, k, v, ranges) of the kernel call."""
-    q, k, v, keys = qkv
+    q, k, v, keys, _ = qkv
     if ranks.size == 1:
         return q, k, v, keys
     kv = extend(jnp.concatenate([k, v], axis=-1), keys, spec, ranks)

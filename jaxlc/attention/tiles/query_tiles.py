@@ -5,8 +5,8 @@
     ranges = tiled.prepare(positions_BT, segments_BT)       once per training step
     kv = tiled.put(kv, k_BtKH, v_BtKH, tile)                for each tile
     kv = tiled.exchange(kv, ranges)                         before the first query
-    out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
-    dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+    out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges, sinks_N)
+    dq_BtNH, dkv, dsinks_N = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges, sinks_N)
     dkv = tiled.add_exchanged(dkv, ranges)                  after the last query
     dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                for each tile
 
@@ -43,7 +43,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel
+from jaxlc.attention import sinks
+from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges_of_halves
 from jaxlc.attention.strategies import ulysses, window_exchange
 from jaxlc.attention.strategies.mesh_axes import DEFAULT_AXES, AttentionSpecs
@@ -212,7 +213,9 @@ class TiledAttention:
         dk_BtKH, dv_BtKH = split(dkv, tile)
         return self._sum_repeated(dk_BtKH), self._sum_repeated(dv_BtKH)
 
-    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges, sinks_N: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Attention of a tile's queries over all keys.
 
         Args:
@@ -220,6 +223,7 @@ class TiledAttention:
           kv: of `exchange`, after `put` of all tiles.
           tile: index of the tile, int32.
           ranges: of `prepare`. None, without a window: each sequence is one document.
+            sinks_N: float32; see sinks.py. None: no sinks.
         Returns:
           out_BtNH in q's dtype, lse_BNt float32.
         """
@@ -233,7 +237,7 @@ class TiledAttention:
 
         in_specs = (self._specs.heads, self._blocks, _REPLICATED, self._ranges)
         split = self._split(local, in_specs, (self._specs.heads, self._specs.lse))
-        return split(q_BtNH, kv, tile, ranges)
+        return sinks.join(*split(q_BtNH, kv, tile, ranges), sinks_N)
 
     def backward(
         self,
@@ -245,11 +249,13 @@ class TiledAttention:
         lse_BNt: jax.Array,
         dout_BtNH: jax.Array,
         ranges,
-    ) -> tuple[jax.Array, jax.Array]:
+        sinks_N: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The gradients of `forward`'s out.
 
         Returns:
-          dq_BtNH in q's dtype, and dkv with this tile's contribution added.
+          dq_BtNH in q's dtype, dkv with this tile's contribution added, and this tile's gradient of the sinks, float32
+          (None without sinks).
         """
         group_of = self._group_with_kernel(q_BtNH, ranges)
 
@@ -263,7 +269,11 @@ class TiledAttention:
         heads, blocks = self._specs.heads, self._blocks
         in_specs = (heads, blocks, blocks, _REPLICATED, heads, self._specs.lse, heads, self._ranges)
         split = self._split(local, in_specs, (heads, blocks))
-        return split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+        dq_BtNH, dkv = split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+        if sinks_N is None:
+            return dq_BtNH, dkv, None
+        results = QueryResults(out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt))
+        return dq_BtNH, dkv, sinks.gradient(sinks_N, results)
 
     def _group_with_kernel(self, q_BtNH: jax.Array, ranges) -> Callable:
         """A function (tile, ranges_bs) -> GroupState, to be called inside `shard_map`."""

@@ -39,6 +39,12 @@ class ModelConfig:
     zero_centered_norm: bool = False  # RMSNorms multiply by 1 + scale instead of scale, as in Gemma
     norm_epsilon: Above0[float]  # added to the mean square in RMSNorm
     qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen 2.5
+    attention_out_bias: bool = False  # bias of the output projection of attention, as in gpt-oss
+    # a trained logit per query head that joins the denominator of the attention softmax, as in gpt-oss.
+    attention_sinks: bool = False
+    # the output of attention is multiplied by the sigmoid of a gate before its projection; the query projection
+    # computes the gate as well, as in Qwen 3.5.
+    attention_gate: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"  # function of the feed-forward gate; gelu_tanh in Gemma
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
     # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
@@ -50,8 +56,8 @@ class ModelConfig:
     # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
     # model has no sliding layers.
     window: int = 0
-    # base of the RoPE frequencies of sliding layers, which are never scaled.
-    sliding_rope_theta: Above0[float] = 10_000.0
+    sliding_rope_theta: Above0[float] = 10_000.0  # base of the RoPE frequencies of sliding layers
+    sliding_rope_scaling: bool = False  # rope_scaling applies to sliding layers, too, as in gpt-oss
     rope_theta: Above0[float]  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
     # how RoPE frequencies are changed to extend the context; docs/pretrained.md. linear: divided by the factor. ntk: a
     # larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low frequencies divided, high ones unchanged,
@@ -82,6 +88,11 @@ class ModelConfig:
     def num_last_layers(self) -> int:
         """Number of layers after the last whole group of layer_kinds."""
         return self.num_layers % len(self.layer_kinds)
+
+    @property
+    def query_dim(self) -> int:
+        """The width of a head in the query projection: head_dim, and as much for the gate."""
+        return 2 * self.head_dim if self.attention_gate else self.head_dim
 
     @property
     def kinds_of_layers(self) -> tuple[str, ...]:
