@@ -1,26 +1,32 @@
 """The balance of packed sequences over context ranks: zigzag order, the best packing order, per-document sharding.
 
-    python -m benchmarks.document_balance              # the table of docs/packing.md; a few seconds
+    python -m benchmarks.document_balance              # the tables of docs/packing.md; a minute
     python -m benchmarks.document_balance --image      # docs/images/packing_balance.png
 
 Work is the number of pairs of a query and a key that it attends to. Ring cost is the sum over ring steps of the maximum
 over ranks, relative to the mean work of a rank: the ring steps are synchronized. Runs on the host.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from absl import app, flags
 
+from jaxlc.config import defaults, load
 from jaxlc.core import plot_style
 from jaxlc.data.sequences.packing import best_fit
 from jaxlc.data.texts.sources import PYTHON_STDLIB, list_files
 from jaxlc.plan.packing_estimates import mix_of_lengths
 from jaxlc.sharding.document_layout import by_ring_step, document_layout, ring_cost
+from jaxlc.sharding.layout import zigzag_order
+from jaxlc.simulate.packed_work import sequence_work
+from jaxlc.step.sequence_order import choose
 
 TOKENS, CONTEXT = 524_288, 8
 _NUM_SEQUENCES = 30
+_WINDOW_CASES, _WINDOWS, _NUM_WINDOW_SEQUENCES = ((65_536, 8), (262_144, 8), (524_288, 8)), (128, 1024, 4096), 10
 _NUM_ORDERS = 64  # random orders of the documents that "best packing order" tries, and two sorted ones
 _IMAGE = Path(__file__).parents[1] / "docs" / "images" / "packing_balance.png"
 _ORDERS = ("zigzag", "best packing order", "per-document sharding")
@@ -95,6 +101,27 @@ def table() -> Iterator[str]:
         yield f"| {name} ({len(sequences)}) | {' | '.join(cells)} | {num_complete} | {shared:.0%} |"
 
 
+def window_table() -> Iterator[str]:
+    """Lines of Markdown: mean ring cost of full layers in models with sliding layers too, and how many sequences remain
+    in zigzag order, since their pieces need more windows of other ranks than there is room for."""
+    yield "| tokens | ranks | window | mean ring cost | sequences in zigzag order |"
+    yield "| --- | --- | --- | --- | --- |"
+    for (num_tokens, context), window in itertools.product(_WINDOW_CASES, _WINDOWS):
+        config = defaults()
+        config.model.update(layer_kinds="sliding,full", window=window)
+        config.mesh.context, config.data.seq_len = context, num_tokens
+        order_of, zigzag_T = choose(load(config), context).of, zigzag_order(num_tokens, context)
+        rng, costs, num_zigzag = np.random.default_rng(0), [], 0
+        for _ in range(_NUM_WINDOW_SEQUENCES):
+            lengths = mix_of_lengths(rng, num_tokens)
+            costs.append(sequence_work(load(config), order_of, lengths).ring_cost)
+            segments_T = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+            padded_T = np.pad(segments_T, (0, num_tokens - len(segments_T)))
+            num_zigzag += np.array_equal(order_of({"segment_ids": padded_T}), zigzag_T)
+        share = f"{num_zigzag} of {len(costs)}"
+        yield f"| {num_tokens:,} | {context} | {window:,} | {np.mean(costs):.2f} | {share} |"
+
+
 def draw(lengths: np.ndarray, path: Path) -> None:
     """Draws the work of the ranks over time, with synchronized ring steps, for each of `_ORDERS`."""
     works = [work * CONTEXT / work.sum() for work in ring_works(lengths)]  # 1: the mean work of a rank
@@ -123,7 +150,7 @@ def main(_) -> None:
     if flags.FLAGS.image:
         draw(mix_of_lengths(np.random.default_rng(0), TOKENS), _IMAGE)
     else:
-        print("\n".join(table()))
+        print("\n".join([*table(), "", *window_table()]))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ does not import JAX, so that environment variables which JAX reads at start-up c
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from jaxlc.core import interrupts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,10 +47,7 @@ __all__ = [
 _PACKAGES = ("attention", "config", "data", "plan", "profile", "runtime", "sweep", "train")
 
 
-if os.path.basename(sys.argv[0]) in ("-m", "jaxlc"):  # the import belongs to `python -m jaxlc.VERB` or `jaxlc VERB`
-    from jaxlc.core import interrupts
-
-    interrupts.install()
+interrupts.install_for_command()
 
 
 def start(
@@ -75,7 +73,7 @@ def start(
     """
     from jaxlc import runtime
     from jaxlc.config import RuntimeConfig
-    from jaxlc.config.checks.ranges import range_problems
+    from jaxlc.config.ranges import range_problems
     from jaxlc.core.errors import raise_first
 
     config = RuntimeConfig(
@@ -288,9 +286,21 @@ def export(
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or `out` cannot be written.
       jaxlc.core.errors.Unsupported: the model has no equivalent in transformers.
     """
-    from jaxlc import exporting
+    from jaxlc import runtime
+    from jaxlc.config import RuntimeConfig
 
-    return exporting.export(workdir, out, step=step, dtype=dtype, max_shard_gb=max_shard_gb, adapters=adapters)
+    runtime.start(RuntimeConfig(num_processes=1))
+    from jaxlc.checkpoints import to_huggingface
+
+    return to_huggingface.export(
+        workdir,
+        out,
+        step=step,
+        dtype=dtype,
+        max_shard_gb=max_shard_gb,
+        adapters=adapters,
+        load_params=lambda step: load(workdir, step=step, mesh={}).params,
+    )
 
 
 def __getattr__(name: str) -> Any:

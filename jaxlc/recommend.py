@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from jaxlc.config import Config, load_stages, read_config, with_settings
+from jaxlc.config import load_stages, read_config, with_settings
 from jaxlc.config.base_config import base_config, set_model
 from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
 from jaxlc.config.settings import defaults
@@ -100,7 +100,10 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
     best = [result.search.best[0] for result in results if result.search.best]
     if len(best) < len(stages):
         return 1
-    configs = [_final(stage.config, *chosen) for stage, chosen in zip(stages, best)]
+    configs = [  # with the sizes of memory pools that the steps need
+        with_settings(stage.config, candidate.settings | row["pools"] | {"runtime.simulated_devices": 0})
+        for stage, (candidate, row) in zip(stages, best)
+    ]
     texts = (": ".join(filter(None, (stage.name, row_text(row)))) for stage, (_, row) in zip(stages, best))
     title = f"Recommended for {gpus}, {flags.goal}: {'; '.join(texts)}."
     path.write_text(config_source(source, model, title, _base(source, model, stages), configs))
@@ -129,11 +132,6 @@ def _compile_in_processes(flags: Flags, topology: str, points: Path) -> "Compile
         return rows
 
     return compile_candidates
-
-
-def _final(given: Config, candidate: "Candidate", row: Row) -> Config:
-    """The given config with the recommended settings, and the sizes of memory pools that the step needs."""
-    return with_settings(given, candidate.settings | row["pools"] | {"runtime.simulated_devices": 0})
 
 
 def _base(source: str, model: str, stages: Sequence[Stage]) -> Sequence[Stage]:

@@ -1,8 +1,9 @@
 """The first measurements on an NVIDIA GPU, in parts: kernels, training steps, memory, host memory, checkpoints.
 
-    python scripts/gpu_first_contact.py --parts=env,kernels,profile,basics,rates --out=out/1.jsonl --seconds=540
-    python scripts/gpu_first_contact.py --parts=steps,ring,workspace,long,memory,compile --out=out/2.jsonl --seconds=540
-    python scripts/gpu_first_contact.py --parts=host,hoststep,save --out=out/3.jsonl --seconds=540
+    python scripts/gpu_first_contact.py --parts=env,kernels,rates,basics,profile --out=out/1.jsonl --seconds=540
+    python scripts/gpu_first_contact.py --parts=host,hoststep,steps,save --out=out/2.jsonl --seconds=540
+    python scripts/gpu_first_contact.py --parts=more_kernels,more_rates,ring,workspace,long,memory,compile \
+      --out=out/3.jsonl --seconds=540
     python scripts/gpu_first_contact.py --dry_run --out=out/dry_run.jsonl
 
 The most important rows come first. Each row is one line of --out, written when it is known. A row that fails, crashes

@@ -28,7 +28,11 @@ def main(paths: list[Path]) -> None:
             directory = Path(temporary) / "notebooks"
             shutil.copytree(path.parent, directory)
             client = nbclient.NotebookClient(
-                notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(directory)}}
+                notebook,
+                timeout=300,
+                record_timing=False,
+                coalesce_streams=True,
+                resources={"metadata": {"path": str(directory)}},
             )
             client.execute(env=os.environ | {"PYTHONPATH": str(ROOT)})
         notebook.metadata = nbformat.from_dict(METADATA)

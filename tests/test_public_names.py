@@ -25,7 +25,11 @@ FUNCTIONS = {  # name -> parameters
     "jaxlc.attention.dot_product_attention": "query key value bias mask scale is_causal query_seq_lengths"
     " key_value_seq_lengths local_window_size implementation return_residual mesh context_axis batch_axes head_axis"
     " strategy",
+    "jaxlc.attention.gated_delta_rule": "q_BTGK k_BTGK v_BTHV g_BTH beta_BTH mesh segment_ids scale context_axis"
+    " batch_axes head_axis token_order",
     "jaxlc.attention.natural_order": "layout_order",
+    "jaxlc.attention.short_convolution": "x_BTW weights_PW mesh segment_ids context_axis batch_axes head_axis"
+    " token_order",
     "jaxlc.attention.zigzag_order": "num_tokens context",
     "jaxlc.config.check_variant": "variant variants",
     "jaxlc.config.defaults": "",

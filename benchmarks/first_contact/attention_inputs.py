@@ -18,6 +18,11 @@ from jaxlc.core.hardware import Device
 from jaxlc.search.measure import seconds_of_calls
 
 
+def is_main(kernel: str) -> bool:
+    """Whether `auto` chooses the kernel, on GPUs and on other devices."""
+    return kernel in (("cudnn", "pallas") if jax.devices()[0].platform == "gpu" else ("blockwise",))
+
+
 def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, packed: bool = False) -> list[str]:
     """Names of the kernels that support the problem on the first device, without the reference.
 

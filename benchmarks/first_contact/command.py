@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -44,18 +45,21 @@ _DEVICE_FAILED = 75  # exit status of a process whose GPU no longer works; the r
 class Part(NamedTuple):
     rows: Callable[[Sizes, Path], Iterator[Row]]  # called with the sizes and the directory of the output file
     has_process_per_row: bool  # for rows that need a new process: its variables, or the memory that JAX has reserved
+    environment: Mapping[str, str] = MappingProxyType({})  # variables of a process with all rows
 
 
-def _part(make_rows: Callable[[Sizes], Iterator[Row]], has_process_per_row: bool = False) -> Part:
-    return Part(lambda sizes, _: make_rows(sizes), has_process_per_row)
+def _part(make_rows: Callable[[Sizes], Iterator[Row]], has_process_per_row: bool = False, **environment: str) -> Part:
+    return Part(lambda sizes, _: make_rows(sizes), has_process_per_row, environment)
 
 
 PARTS = {  # the most important first
     "env": _part(kernel_rows.environment_rows),
-    "kernels": _part(kernel_rows.kernel_rows),
-    "profile": Part(step_rows.profile_rows, True),
+    "kernels": _part(kernel_rows.kernel_rows, XLA_FLAGS=rows.FLAGS_WITHOUT_TRITON),
+    "rates": _part(rate_rows.rate_rows, XLA_FLAGS=rows.FLAGS_WITHOUT_TRITON),
     "basics": _part(rate_rows.basic_rows),
-    "rates": _part(rate_rows.rate_rows),
+    "profile": Part(step_rows.profile_rows, True),
+    "more_kernels": _part(kernel_rows.more_kernel_rows, XLA_FLAGS=rows.FLAGS_WITHOUT_TRITON),
+    "more_rates": _part(rate_rows.more_rate_rows, XLA_FLAGS=rows.FLAGS_WITHOUT_TRITON),
     "steps": _part(step_rows.step_rows, True),
     "ring": _part(ring_rows.ring_rows),
     "workspace": _part(long_rows.workspace_rows),
@@ -81,7 +85,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
 def main(_: Sequence[str]) -> None:
     values = flags.FLAGS
     logging.set_verbosity(logging.WARNING)  # JAX notes each change of its cache directory
-    deadline_seconds = time.monotonic() + values.seconds
+    deadline_seconds = float("inf") if values.dry_run else time.monotonic() + values.seconds
     out = Path(values.out).absolute()
     sizes = DRY_RUN if values.dry_run else Sizes()
     file = RowFile(out, dict(dry_run=True) if values.dry_run else None)
@@ -138,7 +142,7 @@ def _run_part(name: str, file: RowFile, out: Path, deadline_seconds: float) -> N
     """Runs the rows of a part in one process, and those after a row that ends it in the next one."""
     first: int | None = 0
     while first is not None:
-        last = _run_process(name, first, {}, {}, file, out, deadline_seconds)
+        last = _run_process(name, first, {}, dict(PARTS[name].environment), file, out, deadline_seconds)
         first = None if last is None else last + 1
 
 

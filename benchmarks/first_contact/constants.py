@@ -27,9 +27,10 @@ def from_rows(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for name, measured in shares.items():
         if measured:
             constants[name] = statistics.median(row["share"] for row in measured)
-    gaps = [row["median_gap_seconds"] for row in _of(rows, "profile") if row.get("median_gap_seconds")]
-    if gaps:
-        constants["kernel_gap_seconds"] = statistics.median(gaps)
+    for row in _of(rows, "basics", name="small kernels"):
+        constants["kernel_gap_seconds"] = row["graph_seconds"]
+    for row in _of(rows, "basics", name="synchronization"):
+        constants["synchronization_seconds"] = max(0.0, row["seconds"])
     return {name: value for name, value in constants.items() if value}
 
 

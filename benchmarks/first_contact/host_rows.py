@@ -14,7 +14,7 @@ from jax import lax
 from benchmarks.first_contact.attention_inputs import device_or_h100, random_inputs, supported_kernels
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
-from benchmarks.first_contact.step_rows import plan_in_process, step_config
+from benchmarks.first_contact.step_rows import planned, step_config
 from jaxlc import runtime
 from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels.choose import KERNELS
@@ -143,15 +143,11 @@ def host_step_rows(sizes: Sizes) -> Iterator[Row]:
 def _host_step(sizes: Sizes, preset: str, num_tokens: int, memory: dict) -> dict:
     config = step_config(sizes, preset, num_tokens, attention=dict(document_mask=False), memory=memory)
     runtime.start(config.runtime)
-    plan = None if sizes.is_dry_run else plan_in_process(config, jax.devices()[0].device_kind)
     measured = measure_step(config, 1)
-    if plan is None:
+    if sizes.is_dry_run:
         return measured
-    return measured | dict(
-        planned_seconds=plan["predicted"]["step_seconds"],
-        planned_host_bytes=plan["memory"]["host_bytes_per_device"],
-        planned_exposed_host_seconds=plan["predicted"]["exposed_host_copy_seconds"],
-    )
+    names = ("step_seconds", "exposed_host_copy_seconds")
+    return measured | planned(config, predicted=names, memory=("host_bytes_per_device",))
 
 
 def _equality(sizes: Sizes, memory: dict) -> dict:

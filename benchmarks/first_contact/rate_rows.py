@@ -11,6 +11,7 @@ from jax import lax
 
 from benchmarks.first_contact.attention_inputs import (
     device_or_h100,
+    is_main,
     random_inputs,
     ranges_for,
     seconds_per_call,
@@ -38,16 +39,28 @@ class _Candidate(NamedTuple):
 
 
 def rate_rows(sizes: Sizes) -> Iterator[Row]:
-    """The most important first: causal attention, then packed documents, at the first two lengths."""
-    yield from _rows_of_lengths(sizes, sizes.rate_tokens[:2], causal=True)
-    yield from _packed_rows(sizes)
-    yield from _rows_of_lengths(sizes, sizes.rate_tokens[2:], causal=True)
-    yield from _rows_of_lengths(sizes, sizes.rate_tokens[:2], causal=False)
+    """The kernels that `auto` chooses, at the first two lengths: packed documents, then causal attention."""
+    first = sizes.rate_tokens[:2]
+    yield from _packed_rows(sizes, is_main)
+    yield from _rows_of_lengths(sizes, first, causal=True, is_chosen=is_main)
 
 
-def _rows_of_lengths(sizes: Sizes, lengths: Sequence[int], *, causal: bool) -> Iterator[Row]:
+def more_rate_rows(sizes: Sizes) -> Iterator[Row]:
+    """Other lengths, no mask, and other kernels."""
+    first, others = sizes.rate_tokens[:2], sizes.rate_tokens[2:]
+    yield from _rows_of_lengths(sizes, others, causal=True)
+    yield from _rows_of_lengths(sizes, first, causal=False)
+    yield from _rows_of_lengths(sizes, first, causal=True, is_chosen=lambda name: not is_main(name))
+    yield from _packed_rows(sizes, lambda name: not is_main(name))
+
+
+def _rows_of_lengths(
+    sizes: Sizes, lengths: Sequence[int], *, causal: bool, is_chosen: Callable[[str], bool] = lambda _: True
+) -> Iterator[Row]:
     for num_tokens in lengths:
         for candidate in _candidates(sizes, num_tokens, causal):
+            if not is_chosen(candidate.name):
+                continue
             for which in ("forward", "backward"):
                 if getattr(candidate, which) is not None:
                     labels = dict(kernel=candidate.name, tokens=num_tokens, causal=causal, which=which)
@@ -56,11 +69,11 @@ def _rows_of_lengths(sizes: Sizes, lengths: Sequence[int], *, causal: bool) -> I
                     yield Row(labels=labels, measure=measure, seconds=10 + 8 * (num_tokens / 65_536) ** 2)
 
 
-def _packed_rows(sizes: Sizes) -> Iterator[Row]:
+def _packed_rows(sizes: Sizes, is_chosen: Callable[[str], bool]) -> Iterator[Row]:
     """Packed documents: of a whole sequence, and of a ring step, where queries and keys have other offsets."""
     for num_tokens in sizes.rate_tokens[:2]:
         for case, causal in (("causal", True), ("ring step", False)):
-            for name in supported_kernels(sizes.heads, sizes.dtype, packed=True):
+            for name in filter(is_chosen, supported_kernels(sizes.heads, sizes.dtype, packed=True)):
                 is_too_slow = name == "blockwise" and num_tokens > sizes.blockwise_max_tokens
                 if is_too_slow or (name == "pallas" and sizes.is_dry_run):
                     continue
@@ -154,12 +167,13 @@ def _peak(sizes: Sizes) -> float:
 
 
 def basic_rows(sizes: Sizes) -> Iterator[Row]:
+    yield Row(labels=dict(name="small kernels"), measure=_small_kernels, seconds=20)
+    yield Row(labels=dict(name="synchronization"), measure=_synchronization, seconds=20)
     for dtype in ("bf16", "fp8"):
         for shape in sizes.products:
             labels = dict(name="product", dtype=dtype, shape=list(shape))
             yield Row(labels=labels, measure=functools.partial(_product, sizes, dtype, shape), seconds=20)
     yield Row(labels=dict(name="device copy"), measure=functools.partial(_device_copy, sizes), seconds=15)
-    yield Row(labels=dict(name="small kernels"), measure=_small_kernels, seconds=20)
 
 
 def _product(sizes: Sizes, dtype: str, shape: tuple[int, int, int]) -> dict:
@@ -204,3 +218,28 @@ def _small_kernels() -> dict:
         compiled = chain.lower(x).compile(compiler_options=options if on_gpu else {})
         seconds[f"{name}_seconds"] = min(seconds_of_calls(compiled, x, repeats=5)) / _NUM_LAUNCHES
     return seconds
+
+
+def _synchronization() -> dict:
+    """Time by which a round of a loop is longer if its trip count is an argument, so that the host reads its condition.
+
+    That includes the kernel of the condition.
+    """
+
+    @jax.jit
+    def rounds(x, num_rounds):
+        return lax.while_loop(lambda state: state[0] < num_rounds, _round, (0, x))[1]
+
+    @jax.jit
+    def known_rounds(x):
+        return lax.fori_loop(0, _NUM_LAUNCHES, lambda index, x: _round((index, x))[1], x)
+
+    x = jnp.zeros(1024)
+    unknown = min(seconds_of_calls(rounds, x, jnp.int32(_NUM_LAUNCHES), repeats=5)) / _NUM_LAUNCHES
+    known = min(seconds_of_calls(known_rounds, x, repeats=5)) / _NUM_LAUNCHES
+    return dict(seconds=unknown - known, unknown_trip_count_seconds=unknown, known_trip_count_seconds=known)
+
+
+def _round(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    index, x = state
+    return index + 1, lax.optimization_barrier(x + 1)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_ERROR_CHARS = 600
+# XLA times other libraries for each product of a Triton kernel, which takes seconds. References are float32 products.
+FLAGS_WITHOUT_TRITON = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ class Sizes:
         Heads(num_heads=8, num_kv_heads=2, head_dim=256),
     )
     oracle_dtypes: tuple[str, ...] = ("float16",)  # in addition to `dtype`
+    check_tokens: tuple[int, ...] = (32_768, 131_072)
     # Rates, workspace, long sequences, ring steps.
     rate_tokens: tuple[int, ...] = (16_384, 131_072, 4096, 65_536)  # the most important first
     blockwise_max_tokens: int = 16_384
@@ -94,7 +95,7 @@ class Sizes:
 _SMALL = Heads(num_heads=4, num_kv_heads=2, head_dim=16)
 DRY_RUN = Sizes(
     is_dry_run=True, dtype="float32", heads=_SMALL, num_calls=2, repeats=1, oracle_tokens=64, oracle_window=20,
-    oracle_heads=(), oracle_dtypes=(), rate_tokens=(64,), blockwise_max_tokens=64,
+    oracle_heads=(), oracle_dtypes=(), check_tokens=(64,), rate_tokens=(64,), blockwise_max_tokens=64,
     workspace_tokens=(64,), workspace_heads=(_SMALL,), long_cases=((64, _SMALL),), num_sampled=8,
     ring_cases=((64, _SMALL),), ring_ranks=2, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
     copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), remats=("attention",), num_masks=1,

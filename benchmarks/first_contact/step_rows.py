@@ -8,27 +8,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import jaxlc.profile
-from benchmarks.first_contact.rows import Row
+from benchmarks.first_contact.attention_inputs import device_or_h100
+from benchmarks.first_contact.rows import FLAGS_WITHOUT_TRITON, Row
 from benchmarks.first_contact.sizes import Sizes
 from jaxlc import runtime
 from jaxlc.config import Config, defaults, load, to_dict
 from jaxlc.core import hardware
+from jaxlc.hlo import analyze
+from jaxlc.plan.packing_estimates import mix_of_lengths
 from jaxlc.runtime import compilation_cache
 from jaxlc.search.measure import measure_step, random_batch
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.simulate.topology import has_gpu_compiler
+from jaxlc.simulate.packed_work import sequence_work
+from jaxlc.simulate.time_model import TimeModel
+from jaxlc.simulate.timeline import predict
+from jaxlc.simulate.topology import has_gpu_compiler, topology
 from jaxlc.step.step import build_step
 from jaxlc.train.step_profiler import PROFILE_DIRECTORY, StepProfiler
 
 _ONE_DOCUMENT, _PACKED = dict(document_mask=False), dict(document_mask=True)  # the kernel is chosen by "auto"
-_NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
 _NUM_TRACED, _NUM_WARM_UP = 3, 2
 # Reads a config as JSON and prints the plan as JSON, without a GPU.
 _PLAN = """
@@ -52,6 +58,12 @@ def step_config(sizes: Sizes, preset: str, num_tokens: int, **sections: dict[str
     return load(config)
 
 
+def _documents(config: Config) -> Sequence[int]:
+    """Lengths of the documents of a sequence: one, or about 14 of the lengths that `jaxlc plan` calls mix."""
+    num_tokens = config.data.seq_len
+    return mix_of_lengths(np.random.default_rng(0), num_tokens).tolist() if config.attention.document_mask else ()
+
+
 def step_rows(sizes: Sizes) -> Iterator[Row]:
     fp8 = dict(precision=dict(compute="bf16" if sizes.is_dry_run else "fp8"))
     for num_tokens in sizes.step_tokens:
@@ -61,7 +73,7 @@ def step_rows(sizes: Sizes) -> Iterator[Row]:
                 yield _step_row(sizes, attention | dict(remat=remat, tokens=num_tokens), num_tokens, sections)
     first = sizes.step_tokens[0]
     for attention in (_ONE_DOCUMENT, _PACKED)[: sizes.num_masks]:
-        labels = attention | dict(tokens=first, xla_flags=_NO_TRITON)
+        labels = attention | dict(tokens=first, triton_gemm=False)
         yield _step_row(sizes, labels, first, dict(attention=attention), _xla_flags(sizes))
     yield _step_row(
         sizes, _ONE_DOCUMENT | dict(tokens=first, compute="fp8"), first, dict(attention=_ONE_DOCUMENT) | fp8
@@ -72,13 +84,13 @@ def _step_row(sizes: Sizes, labels: dict, num_tokens: int, sections: dict, envir
     def measure() -> dict:
         config = step_config(sizes, sizes.preset, num_tokens, **sections)
         runtime.start(config.runtime)
-        return measure_step(config, sizes.repeats)
+        return measure_step(config, sizes.repeats, _documents(config))
 
     return Row(labels=labels, measure=measure, seconds=60 + 70 * num_tokens / 131_072, environment=environment or {})
 
 
 def _xla_flags(sizes: Sizes) -> dict[str, str]:
-    return {} if sizes.is_dry_run else dict(XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {_NO_TRITON}".strip())
+    return {} if sizes.is_dry_run else dict(XLA_FLAGS=FLAGS_WITHOUT_TRITON)
 
 
 def compile_rows(sizes: Sizes) -> Iterator[Row]:
@@ -135,27 +147,29 @@ def _planned_memory(sizes: Sizes, attention: dict) -> dict:
     """The plan's bytes next to those of the compiled program, with its workspaces, and to the peak of one step."""
     config = step_config(sizes, sizes.preset, sizes.step_tokens[-1], attention=attention)
     runtime.start(config.runtime)
-    plan = plan_in_process(config, jax.devices()[0].device_kind)
-    measured = measure_step(config, 1)
+    measured = measure_step(config, 1, _documents(config))
     names = ("device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "device_peak_bytes")
-    planned = {f"planned_{name}": plan["memory"][name] for name in names} if plan else {}
-    if plan:
-        planned["planned_seconds"] = plan["predicted"]["step_seconds"]
-    return measured | planned
+    return measured | planned(config, memory=names, predicted=("step_seconds",))
 
 
-def plan_in_process(config: Config, device_kind: str) -> dict[str, Any] | None:
-    """The plan of `config` as JSON, made in another process on the CPU; None without the GPU compiler."""
+def planned(config: Config, **names: Sequence[str]) -> dict[str, Any]:
+    """Values of the plan of `config`, made in another process on the CPU; a plan that fails becomes a value, too.
+
+    Args:
+      names: keys of the sections of the plan, such as predicted=("step_seconds",).
+    """
     if not has_gpu_compiler():
-        return None
+        return {}
+    device_kind = jax.devices()[0].device_kind
     device = hardware.find(device_kind) or hardware.find("h100")
     command = [sys.executable, "-c", _PLAN]
     environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join(sys.path))
     values = json.dumps([to_dict(config), f"{device.name}:1x1"])
     ran = subprocess.run(command, input=values, env=environment, capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise RuntimeError(f"the plan failed: {ran.stderr[-400:]}")
-    return json.loads(ran.stdout.splitlines()[-1])
+        return dict(plan_error=ran.stderr[-400:])
+    plan = json.loads(ran.stdout.splitlines()[-1])
+    return {f"planned_{name}": plan[section][name] for section in names for name in names[section]}
 
 
 def _fits(sizes: Sizes, num_tokens: int) -> dict:
@@ -171,7 +185,7 @@ def _fits(sizes: Sizes, num_tokens: int) -> dict:
 
 def profile_rows(sizes: Sizes, out: Path) -> Iterator[Row]:
     for num_tokens in sizes.profile_tokens:
-        for mask, attention in (("one document", _ONE_DOCUMENT), ("packed", _PACKED))[: sizes.num_masks]:
+        for mask, attention in (("one document", _ONE_DOCUMENT), ("mix of documents", _PACKED))[: sizes.num_masks]:
             directory = out / f"profile_{mask.replace(' ', '_')}_{num_tokens}"
             measure = functools.partial(_profile, sizes, num_tokens, attention, directory)
             yield Row(labels=dict(mask=mask, tokens=num_tokens), measure=measure,
@@ -184,9 +198,15 @@ def _profile(sizes: Sizes, num_tokens: int, attention: dict, directory: Path) ->
     config = step_config(sizes, sizes.preset, num_tokens, attention=attention, profile=dict(steps=steps))
     runtime.start(config.runtime)
     step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
-    state, batch = step.init(), random_batch(step)
-    with StepProfiler(config, directory, step.compile(), lambda _: None) as profiled_step:
+    compiled, documents = step.compile(), _documents(config)
+    state, batch = step.init(), random_batch(step, documents)
+    with StepProfiler(config, directory, compiled, lambda _: None) as profiled_step:
         for number in range(1, _NUM_WARM_UP + _NUM_TRACED + 1):
             state, _ = profiled_step(number, state, batch)
-    topology = "h100:1x1" if sizes.is_dry_run else ""
-    return jaxlc.profile.compare(directory / PROFILE_DIRECTORY, topology=topology).to_json()
+    gpus = "h100:1x1" if sizes.is_dry_run else ""
+    measured = jaxlc.profile.compare(directory / PROFILE_DIRECTORY, topology=gpus).to_json()
+    if documents:
+        work = sequence_work(config, step.sequence_order.of, documents).work
+        model = TimeModel(topology(f"{device_or_h100().name}:1x1"), config, work=work)
+        measured["estimated_seconds_of_documents"] = predict(analyze(compiled.as_text()), model).step_seconds
+    return measured

@@ -9,6 +9,7 @@ from typing import Any
 from jaxlc.config.help import HELP_SECTIONS, Setting, field_comments, section_text, settings_of
 from jaxlc.config.values import describe_type
 from jaxlc.hlo.memory_dump import LiveTensor
+from jaxlc.hlo.thunks import Launches
 from jaxlc.plan.generation_result import GenerationPlan, ProgramPlan
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates
@@ -24,6 +25,7 @@ _RECORDS = {  # heading on the page -> class
     "memory.largest": LiveTensor,
     "collectives": CollectiveStats,
     "ring": Ring,
+    "launches": Launches,
     "advice": Change,
     "layer_timeline": LayerEvent,
     "packing": PackingEstimates,

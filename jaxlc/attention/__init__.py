@@ -1,6 +1,10 @@
-"""Attention over a sequence that is split across devices. `attend` and `dot_product_attention` are the public API."""
+"""Attention over a sequence that is split across devices.
+
+The public API: `attend`, `dot_product_attention` and, of linear attention, `gated_delta_rule` and `short_convolution`.
+"""
 
 from jaxlc.attention.api import attend
+from jaxlc.attention.delta_rule.linear_attention import gated_delta_rule, short_convolution
 from jaxlc.attention.dot_product import dot_product_attention
 from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.strategies.sharded_attention import choose, make
@@ -12,9 +16,11 @@ __all__ = [
     "attend",
     "choose",
     "dot_product_attention",
+    "gated_delta_rule",
     "make",
     "make_tiled",
     "natural_order",
+    "short_convolution",
     "zigzag_order",
 ]
 

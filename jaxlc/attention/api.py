@@ -44,6 +44,7 @@ def attend(
     segment_ids: jax.Array | None = None,
     ulysses_ranks: int | None = None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     context_axis: str = CONTEXT,
     batch_axes: str | Sequence[str] | None = None,
     head_axis: str | None = None,
@@ -64,31 +65,30 @@ def attend(
       causal: whether a query attends to its own and earlier positions only.
       window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
       segment_ids: [B, T] int32. Tokens attend within their own segment only; 0 is padding. The tokens of a segment must
-        be contiguous in natural order. This is checked for concrete arrays; traced arrays, as under `jit`, are not
-        checked, and the results for other segments are undefined. None: one segment.
+        be contiguous in natural order, which is checked for concrete arrays, not under `jit`. None: one segment.
       ulysses_ranks: for "hybrid": number of neighboring ranks that exchange heads, a divisor of the context size.
       scale: multiplies q . k. None: 1/sqrt(H).
+      sinks: [N], a logit per query head in the denominator of the softmax, as in gpt-oss. None: no sinks.
       context_axis, batch_axes, head_axis: names of the mesh axes that split T, B and N. None: "data" and "fsdp" for
         B, "tensor" for N, as far as the mesh has them. Arrays are replicated over other axes.
       token_order: of all arguments and results. "natural", or "zigzag" (`zigzag_order`), which saves an exchange.
       return_lse: also return the log-sum-exp of each query's scores, which is differentiable, too.
     Returns:
-      out_BTNH in q's dtype. With return_lse: (out_BTNH, lse_BNT float32); of a fully masked query, (0, -inf).
+      out_BTNH in q's dtype, with return_lse also lse_BNT float32. Fully masked queries: out 0, lse -inf or the sink.
     Raises:
       UserError: a shape does not split over the mesh, or a name is unknown.
-      Unsupported: the strategy or kernel does not support the problem; the message has the value and the limit. Or a
-        segment is not contiguous.
+      Unsupported: the strategy or kernel does not support the problem, or a segment is not contiguous.
     """
     call = _checked_call(mesh, strategy, kernel, causal, window, ulysses_ranks, scale, token_order)
-    check_shapes(q_BTNH, k_BSKH, v_BSKH, segment_ids)
+    check_shapes(q_BTNH, k_BSKH, v_BSKH, segment_ids, sinks)
     if is_manual(context_axis, q_BTNH):
-        results = _attend_local(q_BTNH, k_BSKH, v_BSKH, segment_ids, call, context_axis)
+        results = _attend_local(q_BTNH, k_BSKH, v_BSKH, segment_ids, sinks, call, context_axis)
     else:
         axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
         check_split(q_BTNH, k_BSKH, mesh, axes)
         if segment_ids is not None:
             check_contiguous(segment_ids, mesh.shape[context_axis] if token_order == "zigzag" else 1)
-        results = _attend_global(q_BTNH, k_BSKH, v_BSKH, segment_ids, call, axes)
+        results = _attend_global(q_BTNH, k_BSKH, v_BSKH, segment_ids, sinks, call, axes)
     return results if return_lse else results[0]
 
 
@@ -118,17 +118,17 @@ def _checked_call(mesh, strategy, kernel, causal, window, ulysses_ranks, scale, 
     return _Call(mesh, config, causal, window, scale, token_order)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _attend_global(q_BTNH, k_BSKH, v_BSKH, segments_BT, call: _Call, axes: AttentionAxes):
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _attend_global(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, call: _Call, axes: AttentionAxes):
     attend = make(
         call.config, call.mesh, causal=call.causal, window=call.window, scale=call.scale, axes=axes,
         token_order=call.token_order,
     )  # fmt: skip
-    return attend(q_BTNH, k_BSKH, v_BSKH, attend.prepare(None, segments_BT))
+    return attend(q_BTNH, k_BSKH, v_BSKH, attend.prepare(None, segments_BT), sinks_N)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, call: _Call, context_axis: str):
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, sinks_n, call: _Call, context_axis: str):
     """`attend` inside the caller's `shard_map`, where the context axis is Manual."""
     if call.config.strategy == "hybrid":
         raise Unsupported("unsupported: strategy hybrid inside shard_map (supported: ring, all_gather, ulysses)")
@@ -147,4 +147,4 @@ def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, call: _Call, context_axis
         token_order=call.token_order,
     )
     ranges = None if segments_bt is None else prepare_shard(None, segments_bt, kernel=None, **settings)
-    return attend_shard(q_btnH, k_bskH, v_bskH, ranges, kernel=kernel, **settings)
+    return attend_shard(q_btnH, k_bskH, v_bskH, ranges, sinks_n, kernel=kernel, **settings)

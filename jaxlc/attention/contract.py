@@ -7,6 +7,9 @@
 blocks of these that strategies compute, all have this form. Kernels get neither positions nor segment ids.
 A kernel may have a function `prepare`, which computes from the ranges of a call what the kernel needs of them, once per
 training step instead of in every layer; forward and backward then take its result as `ranges`.
+It may also have `forward_in_layer(q_BTNH, k_BLSKH, v_BLSKH, layer, ranges, spec)`: forward over the keys of one layer
+of a KV cache, without a copy of the layer. The ranges are [B, P]: T/P consecutive queries, a power of 2 from 16, share
+one.
 
 `lse` is the natural logarithm of the sum of exponentials of a query's scaled scores, float32. With it, results over
 two disjoint sets of keys merge exactly (`merge.py`), so the same two functions compose over KV blocks, ring steps and
@@ -34,6 +37,8 @@ class AttentionSpec:
     causal: bool = True  # a query attends to keys of its segment at its own and earlier positions
     window: int | None = None  # a query attends to itself and the window - 1 tokens before it; only with causal
     scale: float | None = None  # multiplies q . k; None: 1/sqrt(H)
+    # The calls of ring steps have few documents: those that ranks share at most (sharding/document_layout.py).
+    few_documents: bool = False
     query_block_tokens: int = 256  # upper limits of the block sizes of kernels that work in blocks
     key_block_tokens: int = 256
 

@@ -55,6 +55,23 @@ def key_ranges(queries: TokenInfo, keys: TokenInfo, spec: AttentionSpec) -> KeyR
     return KeyRanges(*(jnp.where(is_empty_BT, 0, x).astype(jnp.int32) for x in (first_BT, end_BT)))
 
 
+def seen_by(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Array:
+    """bool, the shape of the keys: whether a query at a later position has the key in its sliding window.
+
+    The documents of the queries are contiguous, with ascending positions.
+    """
+    first, end = jax.vmap(_document_ranges)(keys.segments_BT, queries.segments_BT)
+    next_query = jax.vmap(_first_key_from)(queries.positions_BT, keys.positions_BT + 1, first, end)
+    last = queries.positions_BT.shape[1] - 1
+    position = jnp.take_along_axis(queries.positions_BT, jnp.minimum(next_query, last), axis=1)
+    return (next_query < end) & (position - keys.positions_BT < window)
+
+
+def first_own_key(queries: TokenInfo, keys: TokenInfo) -> jax.Array:
+    """int32, the shape of the queries: the index of the first key of each query's document; any if there is none."""
+    return jax.vmap(_document_ranges)(queries.segments_BT, keys.segments_BT)[0]
+
+
 def ring_key_ranges(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
     """The ranges of this rank's tokens over the block of each ring step, int32 [ring steps, b, t].
 
@@ -63,9 +80,31 @@ def ring_key_ranges(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> Key
     if ranks.size == 1:
         ranges = key_ranges(tokens, tokens, spec)
         return None if ranges is None else KeyRanges(*(x[None] for x in ranges))
-    all_tokens = tokens.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis))
+    blocks = _ring_blocks(tokens, ranks)
+    return jax.vmap(lambda block: key_ranges(tokens, block, spec))(blocks)
+
+
+def ring_key_ranges_of_halves(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
+    """As `ring_key_ranges`, over each half of each block: int32 [ring steps, halves, b, t].
+
+    The tokens of a document need be contiguous only within each half.
+    """
+
+    def halves(x_nbt):
+        return jnp.moveaxis(x_nbt.reshape(*x_nbt.shape[:2], 2, -1), 2, 1)
+
+    def ranges_of(block):
+        return key_ranges(tokens, block, spec)
+
+    return jax.vmap(jax.vmap(ranges_of))(_ring_blocks(tokens, ranks).map(halves))
+
+
+def _ring_blocks(tokens: TokenInfo, ranks: Ranks) -> TokenInfo:
+    """The tokens of rank - i for each ring step i: [ring steps, b, t]."""
+    if ranks.size == 1:
+        return tokens.map(lambda x_bt: x_bt[None])
     sources = (lax.axis_index(ranks.axis) - jnp.arange(ranks.size)) % ranks.size
-    return jax.vmap(lambda source: key_ranges(tokens, all_tokens.map(lambda x: x[source]), spec))(sources)
+    return tokens.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis)[sources])
 
 
 def _document_ranges(q_segments_T: jax.Array, k_segments_S: jax.Array) -> tuple[jax.Array, jax.Array]:

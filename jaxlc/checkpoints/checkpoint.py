@@ -28,6 +28,7 @@ from jaxlc.checkpoints.checkpoint_files import (
     unreadable,
 )
 from jaxlc.checkpoints.checksums import nonfinite_param, shapes_of, summaries_of
+from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.step.state import is_on_host
 
@@ -204,8 +205,9 @@ class Checkpoints:
         meta, problem = on_every_process(lambda: read_valid_meta(directory))
         if problem:
             return None, problem
-        _check_same_model(directory, meta["config"]["model"], model)
-        _check_same_trained(directory, meta["config"], trained)
+        shape = {f"model.{name}": value for name, value in model.items() if name not in ("preset", "init_from")}
+        stored = {"model.kinds": {}, **{f"model.{name}": value for name, value in meta["config"]["model"].items()}}
+        _check_same_settings(directory, flattened(meta["config"]) | stored, shape | trained)
         if BASE in meta:
             abstract_state = without_frozen
         described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))
@@ -248,24 +250,12 @@ def _read_arrays(
     return (None, problem) if problem else (arrays, None)
 
 
-def _check_same_model(directory: Path, stored: dict, current: dict) -> None:
-    stored = {"kinds": {}, **stored}  # earlier versions did not have this setting
-    for name in sorted((stored.keys() | current.keys()) - {"preset", "init_from"}):
-        if stored.get(name) != current.get(name):
+def _check_same_settings(directory: Path, stored: dict, required: dict) -> None:
+    for path, value in required.items():
+        if stored.get(path) != value:
             raise UserError(
-                f"checkpoint {directory} has a different model: model.{name} is {stored.get(name)} there"
-                f" and {current.get(name)} in this config; use a different --workdir"
-            )
-
-
-def _check_same_trained(directory: Path, stored: dict, trained: dict) -> None:
-    for path, value in trained.items():
-        section, _, name = path.partition(".")
-        before = stored[section].get(name)
-        if before != value:
-            raise UserError(
-                f"checkpoint {directory} has config.{path}={before}, and this config has {value}; use a different"
-                " --workdir"
+                f"checkpoint {directory} has config.{path}={stored.get(path)}, and this config has {value}; use a"
+                " different --workdir"
             )
 
 

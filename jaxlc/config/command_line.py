@@ -235,9 +235,9 @@ def help_text(description: str, flags: type[VerbFlags] = ConfigFlags, sections: 
 
 
 def _flag_lines(flags: type[VerbFlags]) -> Iterator[str]:
-    comments = {name: text for cls in reversed(flags.__mro__[:-1]) for name, text in field_comments(cls).items()}
-    for field in dataclasses.fields(flags):
+    comments = field_comments(flags)
+    for field in sorted(dataclasses.fields(flags), key=lambda field: field.name not in flags.positional):
         name = field.name.upper() if field.name in flags.positional else f"--{field.name}"
         has_default = field.default not in (dataclasses.MISSING, None, "", ()) and not isinstance(field.default, bool)
         default = f"; default: {as_argument(field.default)}" if has_default else ""
-        yield f"  {name:<22} {comments[field.name]}{default}"
+        yield f"  {name:<22} {comments[field.name].rstrip('.')}{default}"

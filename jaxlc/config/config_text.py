@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxlc.config.checks.stage_checks import SCHEDULE
-from jaxlc.config.differences import NAMED_PARTS
 from jaxlc.config.frozen import to_dict
 from jaxlc.config.stage_schema import FROM_LENGTHS, Stage, StageConfig, refusal
-from jaxlc.config.values import as_python, defaults_of
+from jaxlc.config.values import as_python, defaults_of, flattened
 
 _HEAD = '''"""All settings of a run as `jaxlc train` resolved them; --config=FILE reads them."""
 
@@ -33,17 +32,12 @@ def config_text(stages: Sequence[Stage]) -> str:
     It does not depend on defaults, presets, or a config.json that may change later. Relative paths stay relative.
     """
     first = stages[0]
-    settings = {path: value for path, value in _flat(first) if not (first.name and path in FROM_LENGTHS)}
+    settings = {path: x for path, x in _settings(first).items() if not (first.name and path in FROM_LENGTHS)}
     for index, stage in enumerate(stages[1:], start=1):
         settings |= {f"stages.{stage.name}.{path}": value for path, value in _changes(first, stage, index)}
-    lines = [f"    {as_python(path)}: {as_python(value)}," for path, value in settings.items()]
-    heads = [f"    dict({_arguments(stage)})," for stage in stages if stage.name]
-    tables = [*_table("STAGES = [", heads, "]"), *_table("SETTINGS = {", lines, "}")]
-    return _HEAD + "\n".join(tables) + "\n" + _FUNCTION
-
-
-def _table(start: str, lines: Sequence[str], end: str) -> list[str]:
-    return [start, *lines, end] if lines else [start + end]
+    heads = "".join(f"    dict({_arguments(stage)}),\n" for stage in stages if stage.name)
+    stages_text = f"[\n{heads}]" if heads else "[]"
+    return f"{_HEAD}STAGES = {stages_text}\nSETTINGS = {as_python(settings)}\n{_FUNCTION}"
 
 
 def _arguments(stage: Stage) -> str:
@@ -54,21 +48,18 @@ def _arguments(stage: Stage) -> str:
     return ", ".join(f"{name}={as_python(value)}" for name, value in values.items())
 
 
-def _flat(stage: Stage) -> Iterator[tuple[str, Any]]:
-    """(path, value) of the settings, those of a source as data.mixture.NAME.FIELD; the sources replace data.sources."""
-    for section, fields in to_dict(stage.config).items():
-        for name, value in fields.items():
-            path = f"{section}.{name}"
-            if (section, name) in NAMED_PARTS:
-                yield from ((f"{path}.{key}.{field}", x) for key, part in value.items() for field, x in part.items())
-            elif path != "data.sources" or not stage.config.data.mixture:
-                yield path, value
+def _settings(stage: Stage) -> dict[str, Any]:
+    """The settings by their paths; the sources of a mixture replace data.sources."""
+    settings = flattened(to_dict(stage.config))
+    if stage.config.data.mixture:
+        del settings["data.sources"]
+    return settings
 
 
 def _changes(first: Stage, stage: Stage, index: int) -> Iterator[tuple[str, Any]]:
     """The settings with which a stage differs from the first one; `index`: its position, from 0."""
-    given = dict(_flat(first)) | {"data.seed": first.config.data.seed + index}  # the seed that a stage has by default
-    for path, value in _flat(stage):
+    given = _settings(first) | {"data.seed": first.config.data.seed + index}  # the seed that a stage has by default
+    for path, value in _settings(stage).items():
         is_derived = path in FROM_LENGTHS or refusal(stage.name, path)
         if stage.schedule == "continue" and path.removeprefix("optimizer.") in SCHEDULE:
             is_derived = True

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxlc.config.ranges import Between0And1
 from jaxlc.config.values import Tokens
 
 CHAT_TEMPLATES = ("chatml", "llama3")  # names that data.chat_template knows
@@ -81,7 +82,7 @@ class DataConfig:
     chat_template: str = ""
     # fraction of documents held out for evaluation, selected by a hash of their names. With too few documents, this
     # fraction of the longest one, at its end.
-    eval_fraction: float = 0.05
+    eval_fraction: Between0And1[float] = 0.05
     # sources for evaluation, as data.sources. Their files are not trained on, and eval_fraction has no effect. Empty:
     # eval_fraction of data.sources.
     eval_sources: tuple[str, ...] = ()

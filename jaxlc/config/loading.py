@@ -5,8 +5,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxlc.config.chat_template_file import read_template, template_path
 from jaxlc.config.checks.all_checks import check
-from jaxlc.config.data_schema import CHAT_TEMPLATES
 from jaxlc.config.differences import NAMED_PARTS
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, to_dict
 from jaxlc.config.models.presets import PRESETS
@@ -14,7 +14,6 @@ from jaxlc.config.models.pretrained import locate, with_overrides
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.setting_paths import converted, set_at
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import local_path
 
 _LATER_SETTINGS = {"kinds"}  # settings of the model that configs of earlier versions do not have
 
@@ -48,10 +47,10 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     sections["model"] = _with_shape(sections["model"])
     if "tokenizer" not in sections["data"] and sections["model"]["init_from"]:
         sections["data"] = locate(sections["model"]["init_from"]).data_settings() | sections["data"]
-    template = sections["data"].get("chat_template", "")
-    if template not in CHAT_TEMPLATES and "{" not in template and (path := local_path(template)).is_file():
+    template = template_path(sections["data"].get("chat_template", ""))
+    if template and template.is_file():
         # A checkpoint has the text, because the file may change or go away.
-        sections["data"]["chat_template"] = path.read_text(errors="replace")
+        sections["data"]["chat_template"] = read_template(template)
     for (section, setting), part in NAMED_PARTS.items():
         fields_by_name = sorted(sections[section].get(setting, {}).items())  # the order in a config has no effect
         sections[section][setting] = tuple(part(name=name, **fields) for name, fields in fields_by_name)

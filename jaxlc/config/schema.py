@@ -1,13 +1,15 @@
 """The sections of the settings: frozen dataclasses with their defaults. Imports no jax.
 
-The comments above or behind a field are its documentation, which `--help` prints. `jaxlc.config.load` is the only way
-to make a Config: it checks types, ranges and contradictions before JAX starts. Functions take the section they need.
-The two largest sections have modules of their own, `model_schema` and `data_schema`.
+The comments above or behind a field are its documentation, which `--help` prints. A number is at least 0 unless
+its type names another range. `jaxlc.config.load` is the only way to make a Config: it checks types, ranges and
+contradictions before JAX starts. Functions take the section they need. The two largest sections have modules of their
+own, `model_schema` and `data_schema`.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxlc.config.ranges import Above0, Above0UpTo1, From0Below1, From0UpTo1, From1, FromMinus1, ZeroOrAbove1
 from jaxlc.config.values import Tokens
 
 
@@ -15,10 +17,11 @@ from jaxlc.config.values import Tokens
 class MeshConfig:
     """Number of devices along each axis of the device mesh. The product is the number of devices."""
 
-    data: int = 1  # data parallelism: parameters replicated, batch split
-    fsdp: int = 1  # fully sharded data parallelism: parameters and optimizer state sharded, batch split
-    context: int = 1  # context parallelism: sequence split; parameters and optimizer state are sharded here as well
-    tensor: int = 1  # tensor parallelism: heads, feed-forward and vocabulary split
+    data: From1[int] = 1  # data parallelism: parameters replicated, batch split
+    fsdp: From1[int] = 1  # fully sharded data parallelism: parameters and optimizer state sharded, batch split
+    # context parallelism: sequence split; parameters and optimizer state are sharded here as well.
+    context: From1[int] = 1
+    tensor: From1[int] = 1  # tensor parallelism: heads, feed-forward and vocabulary split
 
     @property
     def num_devices(self) -> int:
@@ -33,7 +36,7 @@ class AttentionConfig:
     # all_gather: each rank gathers all K/V. ulysses: an all-to-all exchanges sequence for heads. hybrid: ulysses within
     # groups of ulysses_degree ranks, ring between groups.
     strategy: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"
-    ulysses_degree: int = 1  # strategy hybrid: number of adjacent ranks in a Ulysses group; divides mesh.context
+    ulysses_degree: From1[int] = 1  # strategy hybrid: number of adjacent ranks in a Ulysses group; divides mesh.context
     # True: a query attends to keys of its own document only. False: to all earlier tokens of the packed sequence.
     document_mask: bool = True
     # with document_mask. True: each long document is split over the context ranks by itself, and short documents are
@@ -42,8 +45,8 @@ class AttentionConfig:
     # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
     # support the case is an error. mosaic needs the extra jaxlc[mosaic], and auto never selects it.
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference", "mosaic"] = "auto"
-    query_block_tokens: int = 512  # query block size of the pallas and blockwise kernels, in tokens
-    key_block_tokens: int = 512  # KV block size of the pallas and blockwise kernels, in tokens
+    query_block_tokens: From1[int] = 512  # query block size of the pallas and blockwise kernels, in tokens
+    key_block_tokens: From1[int] = 512  # KV block size of the pallas and blockwise kernels, in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +61,14 @@ class OptimizerConfig:
     decay_steps: int = 0  # schedule wsd: steps of the final linear decay
     # learning rate before the warm-up as a fraction of the peak, such as 0.1 to warm up again from the final learning
     # rate of a cosine schedule.
-    initial_learning_rate_ratio: float = 0.0
-    final_learning_rate_ratio: float = 0.1  # cosine, linear and wsd: final learning rate as a fraction of the peak
+    initial_learning_rate_ratio: From0UpTo1[float] = 0.0
+    # cosine, linear and wsd: final learning rate as a fraction of the peak.
+    final_learning_rate_ratio: From0UpTo1[float] = 0.1
     schedule_steps: int = 0  # steps of the schedule, warm-up included; 0: train.steps. Stages set it.
     schedule_start: int = 0  # number of updates of the optimizer before the schedule starts. Stages set it.
-    beta1: float = 0.9  # decay rate of the first moment
-    beta2: float = 0.95  # decay rate of the second moment
-    epsilon: float = 1e-8  # added to the denominator of Adam
+    beta1: From0Below1[float] = 0.9  # decay rate of the first moment
+    beta2: From0Below1[float] = 0.95  # decay rate of the second moment
+    epsilon: Above0[float] = 1e-8  # added to the denominator of Adam
     weight_decay: float = 0.1  # decoupled weight decay, multiplied by the learning rate; 0: none
     decay_embeddings: bool = True  # weight decay of the token embedding; the output head is a matrix like others
     decay_norms: bool = False  # weight decay of norm scales and biases
@@ -98,13 +102,13 @@ class PrecisionConfig:
     bf16_layers: tuple[int, ...] = ()
     # fp8: scale of each tensor. current: from its own largest magnitude. delayed: from that of past steps.
     fp8_scaling: Literal["current", "delayed"] = "current"
-    fp8_amax_history_len: int = 1024  # fp8 with delayed scaling: number of past steps
-    loss_scale: float = 2.0**15  # fp16: initial loss scale
-    loss_scale_growth_factor: float = 2.0  # fp16: factor after loss_scale_growth_interval steps without overflow
-    loss_scale_growth_interval: int = 2000  # fp16: number of steps without overflow before the scale grows
-    loss_scale_backoff_factor: float = 0.5  # fp16: factor after an overflow
-    loss_scale_min: float = 1.0  # fp16: smallest scale; train.nonfinite handles an overflow at this scale
-    loss_scale_max: float = 2.0**24  # fp16: largest scale
+    fp8_amax_history_len: From1[int] = 1024  # fp8 with delayed scaling: number of past steps
+    loss_scale: Above0[float] = 2.0**15  # fp16: initial loss scale
+    loss_scale_growth_factor: From1[float] = 2.0  # fp16: factor after loss_scale_growth_interval steps without overflow
+    loss_scale_growth_interval: From1[int] = 2000  # fp16: number of steps without overflow before the scale grows
+    loss_scale_backoff_factor: From0Below1[float] = 0.5  # fp16: factor after an overflow
+    loss_scale_min: Above0[float] = 1.0  # fp16: smallest scale; train.nonfinite handles an overflow at this scale
+    loss_scale_max: Above0[float] = 2.0**24  # fp16: largest scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +116,7 @@ class LoraConfig:
     """LoRA (Hu et al. 2021): trained low-rank adapters of frozen projections; docs/lora.md."""
 
     rank: int = 0  # rank of the adapters; 0: no adapters
-    alpha: float = 32.0  # the output of an adapter is multiplied by alpha / rank
+    alpha: Above0[float] = 32.0  # the output of an adapter is multiplied by alpha / rank
     rslora: bool = False  # multiply it by alpha / sqrt(rank) instead (rsLoRA), which suits high ranks
     # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down.
     projections: tuple[str, ...] = MATMUL_NAMES
@@ -145,7 +149,7 @@ class MemoryConfig:
     # layer input and the attention output are saved. matmuls: the results of matrix products are saved. full: only the
     # layer input is saved.
     remat: Literal["none", "full", "attention", "matmuls"] = "attention"
-    layers_per_remat_group: int = 1  # number of layers recomputed together; only the input of the group is saved
+    layers_per_remat_group: From1[int] = 1  # number of layers recomputed together; only the input of the group is saved
     # more tensors to save on the device, of residual, query, key, value, attention_out, attention_lse,
     # attention_projected, mlp_gate, mlp_up.
     save: tuple[str, ...] = ()
@@ -168,11 +172,11 @@ class RuntimeConfig:
     # number of processes of the run; more than 1 uses jax.distributed. 0: from the launcher (Slurm, Open MPI,
     # Kubernetes, or JAX_NUM_PROCESSES; docs/clusters.md), and 1 without one.
     num_processes: int = 0
-    process_id: int = -1  # index of this process, from 0 to num_processes - 1; -1: from the launcher
+    process_id: FromMinus1[int] = -1  # index of this process, from 0 to num_processes - 1; -1: from the launcher
     # host:port of process 0, reachable from all processes. Empty: from the launcher, and 127.0.0.1:9753 without one.
     coordinator_address: str = ""
-    start_timeout_seconds: int = 300  # how long the processes wait for each other at the start
-    heartbeat_seconds: int = 100  # a process that is silent for this time counts as failed, and the others exit
+    start_timeout_seconds: From1[int] = 300  # how long the processes wait for each other at the start
+    heartbeat_seconds: From1[int] = 100  # a process that is silent for this time counts as failed, and the others exit
     topology: str = ""  # target GPUs of this config, as NAME:DOMAINSxGPUS, such as h100:8x8; "": none
     # how context-parallel sends and receives move between GPUs; docs/xla_flags.md. A named one that cannot be used is
     # an error.
@@ -188,14 +192,14 @@ class RuntimeConfig:
     compilation_cache_dir: str = "auto"
     # JAX's memory pool as a fraction of each GPU's memory. The rest is for NCCL, cuBLAS, the CUDA context and kernels.
     # XLA_CLIENT_MEM_FRACTION in the environment takes precedence.
-    memory_fraction: float = 0.9
+    memory_fraction: Above0UpTo1[float] = 0.9
     # size in GiB of the pool of pinned host memory of each GPU, allocated at once. 0: what the training state and the
     # activations in host memory need. XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB in the environment takes precedence.
     pinned_host_gib: float = 0.0
     unified_memory: bool = False  # GPU arrays may spill to host memory; for Grace Hopper and Grace Blackwell
     # JAX's memory pool as a multiple of GPU memory, with unified_memory. 0: so that the pools of all GPUs take 90% of
     # host memory in addition to GPU memory.
-    unified_memory_fraction: float = 0.0
+    unified_memory_fraction: ZeroOrAbove1[float] = 0.0
     # use only GPU kernels whose results are equal in every run of the same compiled program; slower, docs/xla_flags.md.
     deterministic: bool = False
     # compiler options for GPUs; docs/xla_flags.md.
@@ -215,10 +219,10 @@ class RuntimeConfig:
 class TrainConfig:
     """Steps, batch size, evaluation, checkpoints and logging."""
 
-    steps: int = 100  # number of optimizer steps, those of earlier runs in the same workdir included
-    global_batch_size: int = 1  # sequences per optimizer step, over all devices
+    steps: From1[int] = 100  # number of optimizer steps, those of earlier runs in the same workdir included
+    global_batch_size: From1[int] = 1  # sequences per optimizer step, over all devices
     # number of microbatches that a step processes one after the other; divides the batch size per replica.
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: From1[int] = 1
     seed: int = 0  # random seed of the initial parameters
     # parameters to train, named as in the table of shardings that a run prints; * stands for any characters: *norm* is
     # all norms. The other parameters are frozen: they have no gradients and no optimizer state. Adapters of LoRA are
@@ -229,13 +233,13 @@ class TrainConfig:
     # what happens at a NaN or infinite loss or gradient. stop: the run ends. skip: the update is skipped.
     nonfinite: Literal["stop", "skip"] = "stop"
     eval_every_steps: int = 0  # steps between evaluations; 0: at the end only
-    eval_sequences: int = 4  # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp
+    eval_sequences: From1[int] = 4  # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp
     checkpoint_every_steps: int = 0  # steps between checkpoints; 0: at the end only
-    keep_checkpoints: int = 2  # number of latest checkpoints to keep
+    keep_checkpoints: From1[int] = 2  # number of latest checkpoints to keep
     # store frozen parameters in checkpoints. False: small checkpoints, which need the base model: model.init_from, or
     # without it the initial values of train.seed. Their fingerprint is checked.
     checkpoint_frozen: bool = True
-    log_every_steps: int = 1  # steps between fetching metrics and writing a row of metrics.jsonl
+    log_every_steps: From1[int] = 1  # steps between fetching metrics and writing a row of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,24 +278,31 @@ RULER_TASKS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalsConfig:
-    """Scores of tasks and losses of documents at chosen context lengths, during training; docs/evaluation.md."""
+class EvalSettings:
+    """An evaluation: scores of tasks and losses of documents at chosen context lengths."""
 
     # needle, passkey, loss, ruler (all tasks of RULER), or names of RULER's tasks. Empty: no scores.
     tasks: tuple[str, ...] = ()
-    # steps between evaluations, which start before the first step; 0: only at the end of the run or stage.
-    every_steps: int = 0
     lengths: tuple[Tokens, ...] = ()  # context lengths in tokens; new tokens of the answer count. Empty: data.seq_len
-    num_examples: int = 20  # examples of each task and length, and of each depth; documents of loss
+    num_examples: From1[int] = 20  # examples of each task and length, and of each depth; documents of loss
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)  # needle, passkey: from 0 (start) to 1 (end of the text)
-    num_needles: int = 1  # needle: numbers in a text, of which one is asked for
-    haystack: tuple[str, ...] = ()  # files with prose for prompts. Empty: docstrings of Python's standard library
+    num_needles: From1[int] = 1  # needle: numbers in a text, of which one is asked for
+    # files with prose that fills the prompts, separated by commas. Empty: docstrings of Python's standard library.
+    haystack: tuple[str, ...] = ()
     squad: str = ""  # SQuAD 2.0 file, for qa_1
     hotpotqa: str = ""  # HotpotQA file, for qa_2
-    documents: tuple[str, ...] = ()  # loss: files, directories or glob patterns, as data.sources
+    documents: tuple[str, ...] = ()  # loss: files, directories or glob patterns, separated by commas
     text_field: str = "text"  # loss: field of records that holds the document
     # loss: numbers of tokens that the limited context has, for the gain of full context.
     context_limits: tuple[Tokens, ...] = (Tokens(1024),)
     chat: bool = False  # prompts are messages of a user, in the chat template of the tokenizer or data.chat_template
-    batch_size: int = 1  # examples that are computed together
+    batch_size: From1[int] = 1  # examples that are computed together
     seed: int = 42  # random seed of the examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalsConfig(EvalSettings):
+    """Scores of tasks and losses of documents at chosen context lengths, during training; docs/evaluation.md."""
+
+    # steps between evaluations, which start before the first step; 0: only at the end of the run or stage.
+    every_steps: int = 0

@@ -133,7 +133,7 @@ class Settings(ConfigDict):
         return differences.as_html(title, values, default_values(preset))
 
 
-class Stages(Sequence[Settings]):
+class Stages(Sequence[Settings]):  # not a tuple: a FrozenConfigDict contains no tuples of ConfigDicts
     """The stages of a config in their order; each is also an attribute by its name: config.stages.long.steps."""
 
     def __init__(self, stages: Iterable[Settings]):

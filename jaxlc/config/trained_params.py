@@ -30,12 +30,12 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
 
 def _adapter_size(model: ModelConfig, lora: LoraConfig) -> int:
     """Inputs and outputs of the adapters of a layer."""
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    heads, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     sizes = dict(  # inputs + outputs
-        query=model.model_dim + query,
+        query=model.model_dim + model.num_heads * model.query_dim,
         key=model.model_dim + key_value,
         value=model.model_dim + key_value,
-        attention_projected=query + model.model_dim,
+        attention_projected=heads + model.model_dim,
         mlp_gate=model.model_dim + model.ffn_dim,
         mlp_up=model.model_dim + model.ffn_dim,
         mlp_down=model.ffn_dim + model.model_dim,
@@ -67,13 +67,13 @@ def _matrix_sizes(model: ModelConfig) -> dict[str, int]:
 
 def _layer_sizes(model: ModelConfig) -> dict[str, int]:
     """Entries of each matrix of a layer."""
-    query = model.model_dim * model.num_heads * model.head_dim
+    heads = model.model_dim * model.num_heads
     key_value = model.model_dim * model.num_kv_heads * model.head_dim
     return {
-        "attention/wq": query,
+        "attention/wq": heads * model.query_dim,
         "attention/wk": key_value,
         "attention/wv": key_value,
-        "attention/wo": query,
+        "attention/wo": heads * model.head_dim,
         **{f"mlp/{name}": model.model_dim * model.ffn_dim for name in ("w_gate", "w_up", "w_down")},
     }
 

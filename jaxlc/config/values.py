@@ -8,7 +8,7 @@ import numbers
 import os
 import re
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NewType
 
 from jaxlc.core.errors import UserError
@@ -75,19 +75,29 @@ def defaults_of(part: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(part) if field.default is not dataclasses.MISSING}
 
 
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their paths: {"mesh.context": 8} for {"mesh": {"context": 8}}."""
+    paths: dict[str, Any] = {}
+    for name, value in values.items():
+        paths |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return paths
+
+
 def as_argument(value: object) -> str:
     """A value as it is written on the command line."""
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def as_python(value: Any) -> str:
-    """A value, plain JSON types, as it is written in a config file; a list as a tuple."""
+    """A value, plain JSON types, as it is written in a config file; a list as a tuple, a dictionary in lines."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:_}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):
         return f"({''.join(f'{as_python(item)}, ' for item in value).rstrip(' ' if len(value) == 1 else ', ')})"
+    if isinstance(value, dict):
+        return "".join(["{\n", *(f"    {as_python(key)}: {as_python(item)},\n" for key, item in value.items()), "}"])
     return repr(value)
 
 

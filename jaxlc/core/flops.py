@@ -55,6 +55,12 @@ class DecoderShape(Protocol):
     def norm_placement(self) -> Literal["pre", "post", "pre_and_post"]: ...
     @property
     def qkv_bias(self) -> bool: ...
+    @property
+    def attention_out_bias(self) -> bool: ...
+    @property
+    def attention_sinks(self) -> bool: ...
+    @property
+    def query_dim(self) -> int: ...
 
 
 def training_flops(
@@ -126,13 +132,18 @@ def _sum_over_layers(model: DecoderShape, count: Callable[[DecoderShape], int]) 
 
 
 def _layer_matmul_params(model: DecoderShape) -> int:
-    attention = model.model_dim * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)  # q and o, k and v
+    num_outputs = model.num_heads * model.query_dim + 2 * model.num_kv_heads * model.head_dim  # of q, k and v
+    attention = model.model_dim * (num_outputs + model.num_heads * model.head_dim)
     return attention + 3 * model.model_dim * model.ffn_dim  # gate, up and down
 
 
 def _layer_vectors(model: DecoderShape) -> int:
     """Entries of the norms and biases of a layer."""
     num_normed_heads = {"none": 0, "head": 2, "projection": model.num_heads + model.num_kv_heads}[model.qk_norm]
-    num_biased_heads = model.num_heads + 2 * model.num_kv_heads if model.qkv_bias else 0
     num_norms = 4 if model.norm_placement == "pre_and_post" else 2
-    return num_norms * model.model_dim + (num_normed_heads + num_biased_heads) * model.head_dim
+    vectors = (num_norms + model.attention_out_bias) * model.model_dim + num_normed_heads * model.head_dim
+    if model.qkv_bias:
+        vectors += model.num_heads * model.query_dim + 2 * model.num_kv_heads * model.head_dim
+    if model.attention_sinks:
+        vectors += model.num_heads
+    return vectors

@@ -31,9 +31,12 @@ class Efficiency(NamedTuple):
     backward: float
 
 
-# Time between the end of a kernel and the start of the next: NVIDIA's "Getting Started with CUDA Graphs" has 3.4 us per
-# kernel of 2.9 us inside a graph, and 3.8 us outside.
-KERNEL_GAP_SECONDS = 1e-6
+# Time of a kernel in addition to its products or bytes, so the period of a kernel with hardly any work: assumed until
+# `scripts/gpu_first_contact.py` measures it, 1.5 us for its start and end, and 1 us to the next kernel. NVIDIA's
+# "Getting Started with CUDA Graphs" has gaps of 0.5 us inside a graph and 0.9 us outside.
+KERNEL_GAP_SECONDS = 2.5e-6
+# The GPU is idle while the host reads the predicate of a loop or a conditional and launches what follows: assumed.
+SYNCHRONIZATION_SECONDS = 20e-6
 # The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450
 # GB/s on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards per node
 # (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200 (Azure/AI-benchmarking-guide).

@@ -22,11 +22,7 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, caption
       ValueError: a row is longer or shorter than the header or `align`.
     """
     cells = [tuple(row) for row in rows]
-    num_columns = len(header) or len(align) or max(map(len, cells), default=0)
-    align = align or "l" * num_columns
-    for row in (*cells, header, align):
-        if row and len(row) != num_columns:
-            raise ValueError(f"a row of the table has {len(row)} cells, expected {num_columns}: {row!r}")
+    align = align or "l" * (len(header) or max(map(len, cells), default=0))
     lines = [_row("th", header, align, f"border-bottom:{_BORDER};font-weight:600")] if header else []
     lines += [_row("td", row, align, "font-variant-numeric:tabular-nums") for row in cells]
     title = f"<caption style='caption-side:top;text-align:left;{_CELL}'>{escape(caption)}</caption>" if caption else ""
@@ -53,7 +49,7 @@ def preformatted(text: str) -> str:
 
 def _row(tag: str, cells: Sequence[object], align: str, style: str) -> str:
     parts = []
-    for cell, letter in zip(cells, align):
+    for cell, letter in zip(cells, align, strict=True):
         text = "" if cell is None else escape(str(cell))
         parts.append(f"<{tag} style='{_CELL};{style};text-align:{_ALIGN[letter]}'>{text}</{tag}>")
     # JupyterLab shades every second row by default.

@@ -23,13 +23,14 @@ _is_requested = False
 _stderr = 2  # a copy of the file descriptor, which `jaxlc.runtime.stderr` replaces for a time
 
 
-def install() -> None:
-    """Handles Ctrl-C of a process that runs a command, from its first import on.
+def install_for_command() -> None:
+    """Handles Ctrl-C of a process that runs `python -m jaxlc.VERB` or `jaxlc VERB`, from its first import on.
 
     A process in which SIGINT is ignored, such as a background job of a shell, still ignores it.
     """
     global _stderr
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    is_command = os.path.basename(sys.argv[0]) in ("-m", "jaxlc")  # "-m" while the packages of a module are imported
+    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _stderr = os.dup(2)
         signal.signal(signal.SIGINT, _handle)
         sys.unraisablehook = _ignored_error

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 BLUE, RED, TEAL, AMBER = "#1f5fa8", "#d1495b", "#2a9d8f", "#e9a23b"
 SKY, VIOLET = "#8fb4dc", "#7a5ea8"
 GRAY, SILVER, FAINT = "#6b7280", "#9aa5b1", "#dde1e6"  # secondary text and lines, background kernels, grid lines
+CYCLE = (BLUE, RED, TEAL, AMBER, VIOLET, SKY, GRAY)  # colors of the lines or bars of one figure
 
 
 def new_figure(width: float, height: float, **options: Any) -> "Figure":

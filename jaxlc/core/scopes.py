@@ -18,9 +18,15 @@ RING_SEND = "ring_send"  # collective permute of a KV block, or of its gradients
 ALL_GATHER_KV = "all_gather_kv"  # all-gather of K and V; in the backward pass also the reduce-scatter of dK and dV
 ALL_TO_ALL = "all_to_all_heads"  # Ulysses: exchange of heads for tokens, and back
 SLIDING_WINDOW = "sliding_window"  # attention with a window, exchanges included
+KV_CACHE = "kv_cache"  # generation: the update of the KV cache, and attention to the tokens in it
 WINDOW_HALO = "window_halo"  # sliding windows: exchange of the tokens before each chunk
 MORE_DOCUMENTS = "more_documents"  # loop over calls of packed attention; runs if one call cannot take all documents
 REORDER = "zigzag_reorder"  # exchanges chunks: natural to zigzag order, and back
+
+# Linear attention.
+DELTA_RULE = "delta_rule"  # the gated delta rule, exchanges included
+DELTA_STATES = "delta_states"  # inside DELTA_RULE: exchange of the maps of states between ranks
+CONVOLUTION = "short_convolution"  # causal convolution over the sequence, exchange included
 
 # Calls of tokamax's kernels, whose custom calls have no name.
 MOSAIC_FORWARD = "mosaic_forward"

@@ -64,13 +64,8 @@ def open_corpus(
       log: prints one line while the corpus is opened.
       tokenizer: of the config, if it is loaded already.
     Raises:
-      UserError: the sources, the tokenizer, the cache, data.eval_fraction or data.seq_len cannot be used.
+      UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used.
     """
-    if not 0 < config.eval_fraction < 1:
-        raise UserError(
-            f"invalid value {config.eval_fraction} for data.eval_fraction: expected more than 0 and less than 1;"
-            " training ends with an evaluation on held-out text, so use a small value such as 0.01"
-        )
     tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.end_token)
     eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
     check_max_tokens(eval_files, 1)

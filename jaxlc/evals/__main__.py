@@ -6,7 +6,7 @@ Evaluates runs and Hugging Face directories at chosen context lengths: needle, p
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,38 +14,22 @@ import jaxlc
 from jaxlc import runtime
 from jaxlc.config.checks.eval_checks import NEEDLE, eval_settings
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
+from jaxlc.config.schema import EvalSettings
 from jaxlc.config.values import Tokens
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 from jaxlc.core.write_errors import full_disk_explained, make_writable
 from jaxlc.generation.__main__ import mesh_sizes
 
-_SETTINGS = (  # flags that are settings of jaxlc.config.EvalsConfig
-    *("tasks", "lengths", "num_examples", "depths", "num_needles", "haystack", "squad", "hotpotqa", "documents"),
-    *("text_field", "context_limits", "chat", "batch_size", "seed"),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(VerbFlags):
+class Flags(VerbFlags, EvalSettings):
     positional: ClassVar[tuple[str, ...]] = ("sources",)
 
     sources: tuple[str, ...]  # workdir of a run, Hugging Face directory or hub id; or several
     tasks: tuple[str, ...] = (NEEDLE,)  # needle, passkey, loss, ruler, or tasks of RULER, separated by commas
-    lengths: tuple[Tokens, ...] = ()  # context lengths in tokens, such as 4096,65536,1M
-    num_examples: int = 20  # examples of each task, length and depth; documents of loss
-    depths: tuple[float, ...] = (0, 0.25, 0.5, 0.75, 1)  # needle, passkey: from 0 (start) to 1 (end)
-    num_needles: int = 1  # needle: numbers in a text, of which one is asked for
-    haystack: tuple[str, ...] = ()  # files with prose, separated by commas; default: docstrings
-    squad: str = ""  # SQuAD 2.0 file, for qa_1
-    hotpotqa: str = ""  # HotpotQA file, for qa_2
-    documents: tuple[str, ...] = ()  # loss: files, directories or glob patterns, separated by commas
-    text_field: str = "text"  # loss: field of records that holds the document
-    context_limits: tuple[Tokens, ...] = (Tokens(1024),)  # loss: tokens of the limited contexts
-    chat: bool = False  # prompts are messages of a user in the chat template of the model
+    lengths: tuple[Tokens, ...] = ()  # context lengths in tokens, such as 4096,65536,1M; new tokens of the answer count
     chat_template: str = ""  # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
-    batch_size: int = 1  # examples that are computed together
-    seed: int = 42  # random seed of the examples
     out: str = ""  # directory of the results; default: SOURCE/evals, and runs/NAME/evals for a hub id
     step: tuple[int, ...] = ()  # checkpoints to use, separated by commas; default: the latest
     mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
@@ -65,13 +49,14 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
         raise UserError("no --lengths: pass context lengths in tokens, such as --lengths=4096,65536")
     if flags.simulated_devices:
         jaxlc.start(simulated_devices=flags.simulated_devices)
-    settings = eval_settings({name: getattr(flags, name) for name in _SETTINGS})
+    settings = eval_settings({field.name: getattr(flags, field.name) for field in fields(EvalSettings)})
     runtime.import_jax()
     from jaxlc.evals.evaluate_run import evaluate_run
     from jaxlc.evals.pictures import draw_maps, draw_overlays
     from jaxlc.evals.score_rows import comparison, step_directories
 
     outs, scores, directories = _directories(flags.sources, flags.out), dict[str, list](), dict[str, Path]()
+    report = functools.partial(print, flush=True)
     for source, name, out in zip(flags.sources, _names(flags.sources), outs, strict=True):
         with full_disk_explained(out, _kept):
             for step in flags.step or [None]:
@@ -79,8 +64,7 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
                 label = name if result.is_pretrained else f"{name} step-{result.step}"
                 if len(flags.sources) > 1 or len(flags.step) > 1:
                     print(label)
-                report, template = functools.partial(print, flush=True), flags.chat_template
-                scores[label] = evaluate_run(result, settings, out, report, chat_template=template)
+                scores[label] = evaluate_run(result, settings, out, report, chat_template=flags.chat_template)
                 _print_figures(draw_maps(scores[label], out))
                 directories[label] = out / f"step-{result.step}"
     if len(scores) > 1:

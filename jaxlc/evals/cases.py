@@ -1,8 +1,8 @@
 """The cases of an evaluation that are scored by generated text: needle, passkey and RULER."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY, RULER
@@ -17,20 +17,8 @@ from jaxlc.evals.scoring import match_all
 _QUESTION_TASKS = ("qa_1", "qa_2")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextCase:
-    """A case, and what its score is of; see `ScoreRow`."""
-
-    task: str
-    haystack: str
-    length: int
-    depth: float | None = None
-    num_needles: int | None = None
-    case: Case
-
-
-def text_cases(settings: EvalsConfig, count_tokens: CountTokens) -> Iterator[TextCase]:
-    """Yields the cases of each length, in the order needle, passkey, RULER.
+def text_cases(settings: EvalsConfig, count_tokens: CountTokens) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Yields the cases of each length, in the order needle, passkey, RULER, and what they score: fields of `ScoreRow`.
 
     Raises:
       UserError: a file with prose or questions cannot be read.
@@ -53,11 +41,13 @@ def text_cases(settings: EvalsConfig, count_tokens: CountTokens) -> Iterator[Tex
                 num_examples=settings.num_examples,
                 new_tokens=task.new_tokens,
             )
-            yield TextCase(task=name, haystack=prose.name, length=length, case=case)
+            yield case, dict(task=name, haystack=prose.name, length=length)
 
 
-def _cases_at_depths(settings: EvalsConfig, prose: Prose, length: int, options: dict) -> Iterator[TextCase]:
-    """Yields the cases of needle and passkey. `options` are further arguments of their examples."""
+def _cases_at_depths(
+    settings: EvalsConfig, prose: Prose, length: int, options: dict
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """`text_cases` of needle and passkey. `options` are further arguments of their examples."""
     needle_settings = dict(prose=prose, num_needles=settings.num_needles)
     for task, module, materials, haystack, num_needles in (
         (NEEDLE, needle, needle_settings, prose.name, settings.num_needles),
@@ -72,7 +62,7 @@ def _cases_at_depths(settings: EvalsConfig, prose: Prose, length: int, options: 
                 num_examples=settings.num_examples,
                 new_tokens=module.NEW_TOKENS,
             )
-            yield TextCase(task=task, haystack=haystack, length=length, depth=depth, num_needles=num_needles, case=case)
+            yield case, dict(task=task, haystack=haystack, length=length, depth=depth, num_needles=num_needles)
 
 
 def _ruler_tasks(settings: EvalsConfig) -> list[str]:

@@ -19,7 +19,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import BadRecords, Document, Fields, read_documents
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.evals.predictions import ResultFile, stored_rows
+from jaxlc.evals.predictions import resumed_rows, stored_rows
 from jaxlc.evals.score_rows import ScoreRow
 from jaxlc.train.evaluation.document_sums import DocumentSums, estimate, position_edges
 
@@ -115,14 +115,15 @@ def losses_of(
 
     content = hashlib.sha256(b"".join(document.ids.tobytes() for document in documents)).hexdigest()
     header = dict(case=f"{LOSS}-{length}", documents=content, context_limits=limits, **identity)
-    file = ResultFile(path=directory / f"{LOSS}-{length}.jsonl", header=header, replaces=replaces)
-    return _losses_of_rows(length, file.rows(len(documents), make_rows, settings.batch_size))
+    path, batch_size = directory / f"{LOSS}-{length}.jsonl", settings.batch_size
+    rows = resumed_rows(path, header, len(documents), make_rows, batch_size=batch_size, replaces=replaces)
+    return _losses_of_rows(length, rows)
 
 
 def stored_losses(directory: Path) -> list[DocumentLosses]:
     """The losses in the directory of a checkpoint, shorter lengths first."""
     paths = {int(path.stem.partition("-")[2]): path for path in directory.glob(f"{LOSS}-*.jsonl")}
-    stored = {length: list(stored_rows(paths[length])) for length in sorted(paths)}
+    stored = {length: list(stored_rows(paths[length].read_text())) for length in sorted(paths)}
     return [_losses_of_rows(length, rows) for length, rows in stored.items() if rows]
 
 
@@ -156,9 +157,8 @@ def loss_rows(losses: DocumentLosses, documents: str, seconds: float) -> Iterato
         low, high = (None if np.isnan(end[0]) else float(end[0]) for end in (interval.low, interval.high))
         error = means.std(ddof=1) / np.sqrt(count) if count > 1 else np.nan
         yield ScoreRow(
-            task=task, haystack=documents, length=losses.length, depth=None, num_needles=None,
-            score=float(means.mean()), standard_error=float(error), num_examples=count,
-            seconds=round(seconds, 1), unit="nats", low=low, high=high,
+            task=task, haystack=documents, length=losses.length, score=float(means.mean()),
+            standard_error=float(error), num_examples=count, seconds=round(seconds, 1), unit="nats", low=low, high=high,
         )  # fmt: skip
 
 

@@ -58,22 +58,17 @@ class EvaluatedModel:
         def count_tokens(text: str) -> int:
             return len(tokenizer.encode(text.encode())) + overhead_tokens
 
-        for text_case in text_cases(settings, count_tokens):
+        for case, subject in text_cases(settings, count_tokens):
             start = time.monotonic()
             score = run_case(
-                text_case.case,
+                case,
                 self._generate,
                 self.directory,
-                identity | dict(haystack=text_case.haystack, chat=settings.chat),
+                identity | dict(haystack=subject["haystack"], chat=settings.chat),
                 batch_size=settings.batch_size,
                 replaces=self.replaces,
             )
-            yield ScoreRow(
-                task=text_case.task, haystack=text_case.haystack, length=text_case.length, depth=text_case.depth,
-                num_needles=text_case.num_needles, score=score.mean, standard_error=score.standard_error,
-                num_examples=score.num_examples, seconds=round(time.monotonic() - start, 1),
-                chat=settings.chat,
-            )  # fmt: skip
+            yield ScoreRow(**subject, **score._asdict(), seconds=round(time.monotonic() - start, 1), chat=settings.chat)
 
     def _losses_after_start(self, ids_BT: np.ndarray) -> np.ndarray:
         """`token_losses` of texts that start with the start tokens of the model, whose own losses do not count."""

@@ -21,6 +21,8 @@ import jaxlc
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.chat import ChatTemplate
+from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
 from jaxlc.generation.generate_text import generator_of, stop_ids
 from jaxlc.generation.prompts import encoder_of
@@ -46,6 +48,7 @@ class HarnessModel(TemplateLM):
         batch_size: int | str = 1,
         max_length: int = 0,
         device: str | None = None,
+        chat_template: str = "",
         **mesh: int,
     ):
         """
@@ -56,18 +59,20 @@ class HarnessModel(TemplateLM):
           max_length: tokens of a request, of which longer ones lose the first; the window of rolling log-likelihoods.
             0: max_position_embeddings of a Hugging Face directory, data.seq_len of a run.
           device: of PyTorch, which lm_eval always passes; it has no effect.
+          chat_template: chatml, llama3 or a Jinja file, used with --apply_chat_template. "": that of the run or of the
+            tokenizer.
           mesh: sizes of mesh axes, such as context=4. None: the mesh of the run.
         Raises:
           UserError: an unknown argument, or the model cannot be loaded.
         """
         super().__init__()
         if unknown := mesh.keys() - set(MESH_AXES):
-            expected = ", ".join(["path", "step", "max_length", *MESH_AXES])
+            expected = ", ".join(["path", "step", "max_length", "chat_template", *MESH_AXES])
             raise UserError(f"unknown argument {min(unknown)!r} of the model: expected {expected}")
         if not str(batch_size).isdecimal() or not int(batch_size):
             raise UserError(f"invalid --batch_size={batch_size}: expected a number of at least 1")
         self._result = path if isinstance(path, Result) else jaxlc.load(path, step=step, mesh=mesh or None)
-        self._tokenizer = self._result.tokenizer
+        self._tokenizer, self._template_setting = self._result.tokenizer, chat_template
         self.batch_size = int(batch_size)
         self.max_length = int(max_length) or _trained_length(self._result)
         self._is_primary = jax.process_index() == 0
@@ -86,6 +91,23 @@ class HarnessModel(TemplateLM):
         """What the first token of a text follows."""
         bos = self._special_id("bos_token")
         return next(iter(self._tokenizer.start_ids.tolist()), self.eot_token_id) if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self._result.workdir).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The source of the template. Raises UserError for a name, which is an argument of the model."""
+        if isinstance(chat_template, str):
+            raise UserError(
+                f"invalid --apply_chat_template {chat_template}: pass it without a value, and"
+                f" chat_template={chat_template} in --model_args"
+            )
+        return self._template.source
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The prompt of a chat; without `add_generation_prompt` its last message is continued."""
+        return self._template.prompt(chat_history, continues_last=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """The ids of a text with special tokens; start tokens come first unless the text has them."""
@@ -201,6 +223,11 @@ class HarnessModel(TemplateLM):
     def _encode(self, text: str) -> list[int]:
         ((ids, _),) = self._tokenizer.encode_with_offsets([text])
         return ids.tolist()
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        setting = self._template_setting or self._result.config.data.chat_template
+        return fitting_template(setting, self._tokenizer, flag="--model_args chat_template")
 
     @functools.cached_property
     def _special_texts(self) -> dict[str, str]:

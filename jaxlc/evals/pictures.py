@@ -18,11 +18,10 @@ def draw_maps(rows: Sequence[ScoreRow], out: Path) -> list[Path]:
         return []
     from jaxlc.evals import score_plots
 
-    rows_by_task = {task: [row for row in rows if row.task == task] for task in _MAPS}
     figures = {
-        f"{task}.png": score_plots.depth_figure(task_rows, _MAPS[task])
-        for task, task_rows in rows_by_task.items()
-        if task_rows
+        f"{task}.png": score_plots.depth_figure(found, title)
+        for task, title in _MAPS.items()
+        if (found := [row for row in rows if row.task == task])
     }
     return _saved(figures, out)
 

@@ -30,68 +30,55 @@ class Case:
     new_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResultFile:
-    """A file of results. Every process of a run makes the same calls; only process 0 reads and writes the file."""
+def resumed_rows(
+    path: Path,
+    header: dict,
+    num_rows: int,
+    make_rows: Callable[[list[int]], list[dict]],
+    *,
+    batch_size: int,
+    replaces: bool = False,
+) -> list[dict]:
+    """The rows 0 .. num_rows - 1 of a file. Those that it does not have are made and appended, batch by batch.
 
-    path: Path
-    header: dict  # what the results depend on, in the first line of the file
-    replaces: bool = False  # results of another header are replaced instead of refused
+    Every process of a run makes the same call; only process 0 reads and writes the file.
 
-    def rows(self, num_rows: int, make_rows: Callable[[list[int]], list[dict]], batch_size: int) -> list[dict]:
-        """The rows 0 .. num_rows - 1. Those that the file does not have are made and appended, batch by batch.
-
-        Args:
-          make_rows: indices of rows -> these rows.
-        Raises:
-          UserError: the file has results of another header.
-        """
-        text = _text_on_all_processes(self.path)
-        stored = _parsed(text.partition("\n")[0])
-        is_replaced = self.replaces and bool(_difference(stored or {}, self.header))
-        rows = {} if is_replaced else {row["index"]: row for row in self._stored_rows(text)}
-        missing = [index for index in range(num_rows) if index not in rows]
-        is_primary = jax.process_index() == 0
-        if is_primary and missing:
-            self._start("" if is_replaced else text)
-        with progress_lines(self.path.stem, is_shown=is_primary) as update:
-            for first in range(0, len(missing), batch_size):
-                indices = missing[first : first + batch_size]
-                made = [dict(index=index) | row for index, row in zip(indices, make_rows(indices), strict=True)]
-                rows |= {row["index"]: row for row in made}
-                if is_primary:
-                    with self.path.open("a") as file:
-                        file.writelines(json.dumps(row) + "\n" for row in made)
-                update(first + len(indices), len(missing))
-        return [rows[index] for index in range(num_rows)]
-
-    def _start(self, text: str) -> None:
-        """Writes the file with the complete lines that it has, or with the header."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path) as out:
-            out.write((text or json.dumps(self.header) + "\n").encode())
-
-    def _stored_rows(self, text: str) -> Iterator[dict]:
-        if not text:
-            return
-        if difference := _difference(_parsed(text.partition("\n")[0]) or {}, self.header):
-            raise UserError(
-                f"{self.path} has predictions of other settings ({difference}): use another --out, or remove the file"
-            )
-        yield from _rows_of(text)
+    Args:
+      header: what the rows depend on, in the first line of the file.
+      make_rows: indices of rows -> these rows.
+      replaces: rows of another header are replaced instead of refused.
+    Raises:
+      UserError: the file has rows of another header.
+    """
+    text = _text_on_all_processes(path)
+    difference = _difference(_parsed(text.partition("\n")[0]) or {}, header) if text else ""
+    if difference and not replaces:
+        raise UserError(
+            f"{path} has predictions of other settings ({difference}): use another --out, or remove the file"
+        )
+    text = "" if difference else text
+    rows = {row["index"]: row for row in stored_rows(text)}
+    missing = [index for index in range(num_rows) if index not in rows]
+    is_primary = jax.process_index() == 0
+    if is_primary and missing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as out:  # without an incomplete line at its end
+            out.write((text or json.dumps(header) + "\n").encode())
+    with progress_lines(path.stem, is_shown=is_primary) as update:
+        for first in range(0, len(missing), batch_size):
+            indices = missing[first : first + batch_size]
+            made = [dict(index=index) | row for index, row in zip(indices, make_rows(indices), strict=True)]
+            rows |= {row["index"]: row for row in made}
+            if is_primary:
+                with path.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in made)
+            update(first + len(indices), len(missing))
+    return [rows[index] for index in range(num_rows)]
 
 
-def stored_rows(path: Path) -> Iterator[dict]:
-    """Yields the rows that a file has, without its header."""
-    yield from _rows_of(path.read_text())
-
-
-def _rows_of(text: str) -> Iterator[dict]:
-    """Yields the complete rows; a line that an interrupted evaluation cut off is ignored."""
-    _, *lines = text.splitlines()
-    for line in lines:
-        if (row := _parsed(line)) is not None:
-            yield row
+def stored_rows(text: str) -> Iterator[dict]:
+    """Yields the rows of a file after its header; a line that an interrupted evaluation cut off is ignored."""
+    yield from filter(None, map(_parsed, text.splitlines()[1:]))
 
 
 def run_case(
@@ -122,8 +109,9 @@ def run_case(
         ]
 
     header = dict(case=case.name, new_tokens=case.new_tokens, **identity)
-    file = ResultFile(path=directory / f"{case.name}.jsonl", header=header, replaces=replaces)
-    return score_of([row["score"] for row in file.rows(case.num_examples, make_rows, batch_size)])
+    path = directory / f"{case.name}.jsonl"
+    rows = resumed_rows(path, header, case.num_examples, make_rows, batch_size=batch_size, replaces=replaces)
+    return score_of([row["score"] for row in rows])
 
 
 def _text_on_all_processes(path: Path) -> str:

@@ -6,11 +6,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, SKY, TEAL, VIOLET, new_figure, style_axes
+from jaxlc.core.plot_style import CYCLE, new_figure, style_axes
 from jaxlc.evals.document_loss import DocumentLosses
 from jaxlc.evals.score_rows import ScoreRow
 
-_COLORS = (BLUE, RED, TEAL, AMBER, VIOLET, SKY, GRAY)
 _NUM_WIDTHS = 4  # line widths
 _TOKENS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
@@ -53,7 +52,7 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
         # Later lines are thinner and their markers smaller, so that equal lines are seen one inside the other.
         size = (len(runs) - 1 - index) % _NUM_WIDTHS
         axes.errorbar(
-            lengths, means, yerr=errors, fmt="o-", color=_COLORS[index % len(_COLORS)], capsize=3 + 2 * size,
+            lengths, means, yerr=errors, fmt="o-", color=CYCLE[index % len(CYCLE)], capsize=3 + 2 * size,
             linewidth=1.2 + 1.8 * size, markersize=4 + 3 * size, label=label,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
@@ -74,7 +73,7 @@ def loss_figure(runs: Mapping[str, DocumentLosses]) -> Figure:
     """
     figure = new_figure(7.0, 4.2, dpi=150)
     axes = figure.subplots()
-    for color, (label, losses) in zip(_COLORS * len(runs), runs.items()):
+    for color, (label, losses) in zip(CYCLE * len(runs), runs.items()):
         columns = losses.by_position.by_position("loss")
         center = np.sqrt((columns["first_position"] + 1) * (columns["last_position"] + 1))  # 1 is the first position
         axes.fill_between(center, columns["low"], columns["high"], color=color, alpha=0.18, linewidth=0)

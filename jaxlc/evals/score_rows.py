@@ -21,8 +21,8 @@ class ScoreRow:
     task: str
     haystack: str  # name of the prose or of the documents; empty: none
     length: int  # in tokens
-    depth: float | None  # needle and passkey only
-    num_needles: int | None  # needle only
+    depth: float | None = None  # needle and passkey only
+    num_needles: int | None = None  # needle only
     score: float
     standard_error: float  # standard error of the mean over examples; NaN for one example
     num_examples: int

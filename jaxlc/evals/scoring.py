@@ -2,22 +2,19 @@
 
 import math
 import re
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-@dataclass(frozen=True)
-class Score:
-    """The mean over examples, in percent."""
+class Score(NamedTuple):
+    """The mean over examples, in percent; fields as in `ScoreRow`."""
 
-    mean: float
-    standard_error: float  # standard error of the mean; NaN for one example
+    score: float
+    standard_error: float
     num_examples: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.1f} ± {self.standard_error:.1f} (n={self.num_examples})"
 
 
 def cleaned(prediction: str) -> str:
@@ -37,7 +34,5 @@ def match_any(prediction: str, references: Sequence[str]) -> float:
 
 def score_of(values: Sequence[float]) -> Score:
     """The mean of values in 0 .. 1."""
-    count = len(values)
-    mean = sum(values) / count
-    variance = sum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else math.nan
-    return Score(100 * mean, 100 * math.sqrt(variance / count), count)
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return Score(100 * statistics.fmean(values), 100 * deviation / math.sqrt(len(values)), len(values))

@@ -2,7 +2,8 @@
 
 Layers that attend to all earlier tokens store token i on the context rank (i // block) % context, so that at every
 length the ranks have equal work up to one block. A rank stores its tokens in ascending order. So the keys that a query
-attends to are a prefix of each rank's keys. Sliding layers store the last `window` tokens only, on all context ranks.
+attends to are a prefix of each rank's keys. Sliding layers store the last `window` tokens only, on all context ranks:
+token i in slot i % window.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ BLOCK_TOKENS = 64  # consecutive tokens on one rank
 class KV(NamedTuple):
     """Keys and values of some layers that have the same place in the period of layer kinds.
 
-    [layers, B, tokens, K, H]; K is repeated to the size of the tensor axis if that is larger. Layers that attend to all
-    earlier tokens shard the tokens over context. Sliding layers have the last `window` tokens, the newest one last.
+    [B, layers, tokens, K, H]; K is repeated to the size of the tensor axis if that is larger. Layers that attend to all
+    earlier tokens shard the tokens over context.
     """
 
     k: jax.Array
@@ -65,6 +66,11 @@ def layout_for(num_tokens: int, mesh: Mesh) -> CacheLayout:
     return CacheLayout(num_ranks=ranks, max_tokens=num_blocks * ranks * BLOCK_TOKENS)
 
 
+def decode_tokens(mesh: Mesh) -> int:
+    """Tokens of a decoding step per sequence: one new token, and padding to the ranks that split them."""
+    return mesh.shape[CONTEXT] * mesh.shape[TENSOR]
+
+
 def num_cached_heads(model: ModelConfig, mesh: Mesh) -> int:
     """Key/value heads in the cache of layers with the sizes of `model`: repeated if the tensor axis is larger."""
     return max(model.num_kv_heads, mesh.shape[TENSOR])
@@ -72,7 +78,7 @@ def num_cached_heads(model: ModelConfig, mesh: Mesh) -> int:
 
 def kv_spec(window: int | None) -> PartitionSpec:
     """The sharding of the arrays of `KV`, for layers with this window."""
-    return PartitionSpec(None, BATCH_AXES, None if window else CONTEXT, TENSOR, None)
+    return PartitionSpec(BATCH_AXES, None, None if window else CONTEXT, TENSOR, None)
 
 
 def abstract_cache(
@@ -83,7 +89,7 @@ def abstract_cache(
 
     def kv(kind: str, num_layers: int) -> KV:
         window, sizes = model.window_of(kind), model.of_kind(kind)
-        shape = (num_layers, batch_size, window or layout.max_tokens, num_cached_heads(sizes, mesh), sizes.head_dim)
+        shape = (batch_size, num_layers, window or layout.max_tokens, num_cached_heads(sizes, mesh), sizes.head_dim)
         array = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, kv_spec(window)))
         return KV(array, array)
 

@@ -3,8 +3,11 @@
 A prefill chunk and a decoding step are the same function; in the latter, each sequence has one new token.
 """
 
+import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxlc.config import AttentionConfig, LoraConfig, ModelConfig
 from jaxlc.core.axes import LAYER_STACKS
-from jaxlc.generation.cache import KV, CacheLayout
+from jaxlc.generation.cache import KV, CacheLayout, num_cached_heads
 from jaxlc.generation.cached_attention import CachedAttention, NewTokens
 from jaxlc.models import decoder
 from jaxlc.models.layer_stack import Stacks
@@ -60,10 +63,17 @@ class CachedDecoder:
         x_BCD = module.embedded(tokens_BC, shard, self.compute_dtype)
         # Padding may be beyond the tables and then has the last angles.
         tables = tables or tables_of_kinds(self.model, self.layout.max_tokens, self.rope_tokens)
+        attention = self.attention_of_kinds(*tokens_BC.shape)
+        ranges = {kind: attend.prepare(new) for kind, attend in attention.items()}
+        run_layer = functools.partial(_run_layer, new=new, shard=shard)
+        run_kind = {
+            kind: functools.partial(run_layer, attend=attend, ranges=ranges[kind], tables=tables[kind])
+            for kind, attend in attention.items()
+        }
         updated = {}
         for name in LAYER_STACKS:
             if name in cache:
-                x_BCD, updated[name] = self._run_stack(getattr(module, name), x_BCD, cache[name], new, tables, shard)
+                x_BCD, updated[name] = self._run_stack(getattr(module, name), x_BCD, cache[name], run_kind)
         is_last_BC1 = (jnp.arange(tokens_BC.shape[1]) == new.num_new_B[:, None] - 1)[..., None]
         last_BD = jnp.where(is_last_BC1, x_BCD.astype(jnp.float32), 0.0).sum(axis=1).astype(self.compute_dtype)
         normed_BD = rms_norm(last_BD, module.final_norm.factor.astype(jnp.float32), self.model.norm_epsilon)
@@ -71,14 +81,29 @@ class CachedDecoder:
         logits_BV = jnp.einsum("BD,DV->BV", normed_BD, head_DV, preferred_element_type=jnp.float32)
         return logits_BV[:, : self.model.vocab_size], updated
 
+    def attention_of_kinds(self, batch: int, chunk_tokens: int) -> dict[str, CachedAttention]:
+        """The attention of each kind of layers, for chunks of `chunk_tokens` tokens."""
+
+        def attention_of(kind: str) -> CachedAttention:
+            model = self.model.of_kind(kind)
+            shape = batch, chunk_tokens, model.num_heads, model.head_dim
+            return CachedAttention(
+                config=self.attention,
+                mesh=self.mesh,
+                layout=self.layout,
+                window=model.window_of(kind),
+                q_like=jax.ShapeDtypeStruct(shape, self.compute_dtype),
+                num_kv_heads=num_cached_heads(model, self.mesh),
+            )
+
+        return {kind: attention_of(kind) for kind in dict.fromkeys(self.model.layer_kinds)}
+
     def _run_stack(
         self,
         layers: DecoderLayer | nnx.Dict,
         x_BCD: jax.Array,
         caches: tuple[KV, ...],
-        new: NewTokens,
-        tables: TablesOfKinds,
-        shard: Sharder,
+        run_kind: dict[str, Callable],
     ) -> tuple[jax.Array, tuple[KV, ...]]:
         """Runs stacked layers, one period of kinds per iteration. The caches are in the carry of the loop, where XLA
         updates them in place."""
@@ -91,7 +116,7 @@ class CachedDecoder:
             for place, cache in zip(places, caches, strict=True):
                 own = jax.tree.map(operator.itemgetter(place.index), params.of(place.stack))
                 layer = nnx.merge(stacks.defs[place.stack], *own)
-                x_BCD, cache = self._run_layer(layer, place.kind, x_BCD, cache, index, new, tables[place.kind], shard)
+                x_BCD, cache = run_kind[place.kind](layer, x_BCD, cache, index)
                 updated.append(cache)
             return (x_BCD, tuple(updated)), None
 
@@ -99,23 +124,22 @@ class CachedDecoder:
         inputs = stacks.grouped(places), jnp.arange(num_periods, dtype=jnp.int32)
         return lax.scan(run_period, (x_BCD, caches), inputs)[0]
 
-    def _run_layer(
-        self,
-        layer: DecoderLayer,
-        kind: str,
-        x_BCD: jax.Array,
-        cache: KV,
-        index: jax.Array,
-        new: NewTokens,
-        tables: RopeTables | None,
-        shard: Sharder,
-    ) -> tuple[jax.Array, KV]:
-        positions_BC = new.positions_BC(x_BCD.shape[1])
-        input_BCD = layer.attention_input(x_BCD, shard=shard)
-        q_BCNH = layer.attention.queries(input_BCD, positions_BC, shard=shard, tables=tables)
-        k_BCKH, v_BCKH = layer.attention.keys_values(input_BCD, positions_BC, shard=shard, tables=tables)
-        attend = CachedAttention(
-            config=self.attention, mesh=self.mesh, layout=self.layout, window=self.model.window_of(kind)
-        )
-        out_BCNH, cache = attend(q_BCNH, k_BCKH, v_BCKH, cache, index, new)
-        return layer.after_attention(x_BCD, out_BCNH, shard=shard).x_BTD, cache
+
+def _run_layer(
+    layer: DecoderLayer,
+    x_BCD: jax.Array,
+    cache: KV,
+    index: jax.Array,
+    *,
+    new: NewTokens,
+    attend: CachedAttention,
+    ranges: Any,
+    tables: RopeTables | None,
+    shard: Sharder,
+) -> tuple[jax.Array, KV]:
+    positions_BC = new.positions_BC(x_BCD.shape[1])
+    input_BCD = layer.attention_input(x_BCD, shard=shard)
+    q_BCNH, gate_BCNH = layer.attention.queries(input_BCD, positions_BC, shard=shard, tables=tables)
+    k_BCKH, v_BCKH = layer.attention.keys_values(input_BCD, positions_BC, shard=shard, tables=tables)
+    out_BCNH, cache = attend(q_BCNH, k_BCKH, v_BCKH, cache, index, new, ranges, layer.attention.sinks_N)
+    return layer.after_attention(x_BCD, out_BCNH, gate_BCNH, shard=shard).x_BTD, cache

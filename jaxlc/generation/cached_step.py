@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.config import Config
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.generation.cache import KV, CacheLayout, abstract_cache
+from jaxlc.generation.cache import KV, CacheLayout, abstract_cache, decode_tokens
 from jaxlc.generation.cached_attention import NewTokens
 from jaxlc.generation.cached_decoder import CachedDecoder
 from jaxlc.sharding.rules import is_vector, storage_spec
@@ -30,7 +31,21 @@ class CachedStep:
 
     def jitted(self, layout: CacheLayout) -> jax.stages.Wrapped:
         """The function `(params, cache, tokens, new, tables) -> (logits, cache)`; the cache is updated in place."""
-        function = CachedDecoder(
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
+        return jax.jit(self._decoder(layout).__call__, donate_argnums=1, out_shardings=(replicated, cache))
+
+    def kernels(self, layout: CacheLayout, batch_size: int, num_tokens: int) -> dict[str, KernelSelection]:
+        """The attention kernels of a program for `num_tokens` tokens of each sequence, by what they attend to."""
+        attention = self._decoder(layout).attention_of_kinds(batch_size, num_tokens)
+        selections = {}
+        for kind, attend in attention.items():
+            prefix = f"{kind} layers, " if len(attention) > 1 else ""
+            selections |= {prefix + what: kernel for what, kernel in attend.kernels.items()}
+        return selections
+
+    def _decoder(self, layout: CacheLayout) -> CachedDecoder:
+        return CachedDecoder(
             model=self.config.model,
             lora=self.config.lora,
             attention=self.config.attention,
@@ -39,9 +54,6 @@ class CachedStep:
             compute_dtype=self.compute_dtype,
             rope_tokens=self.config.data.seq_len,
         )
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
-        return jax.jit(function.__call__, donate_argnums=1, out_shardings=(replicated, cache))
 
     def lower(self, params: dict, layout: CacheLayout, *, batch_size: int, num_tokens: int) -> jax.stages.Lowered:
         """Lowers `jitted` for `num_tokens` tokens of each sequence and `abstract_params`."""
@@ -63,18 +75,18 @@ class CachedStep:
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens of a decoding step per sequence: one new token, and padding to the ranks that split them."""
-        return self.mesh.shape[CONTEXT] * self.mesh.shape[TENSOR]
+        """See `cache.decode_tokens`."""
+        return decode_tokens(self.mesh)
 
     def prefill_tokens(self, longest: int, chunk_tokens: int = 0) -> int:
-        """Tokens of a chunk for prompts of up to `longest` tokens: a power of two times `decode_tokens`, so that
-        prompts of similar lengths use the same program.
+        """Tokens of a chunk for prompts of up to `longest` tokens: `decode_tokens` times a power of two from 2, so that
+        prompts of similar lengths use the same program, which is not the one of a decoding step.
 
         Args:
-          chunk_tokens: the largest number, unless `decode_tokens` is larger; rounded up. 0: `CHUNK_TOKENS` per rank.
+          chunk_tokens: the largest number, unless the smallest chunk is larger; rounded up. 0: `CHUNK_TOKENS` per rank.
         """
         chunk_tokens = min(longest, chunk_tokens or CHUNK_TOKENS * self.mesh.shape[CONTEXT])
-        return self.decode_tokens * 2 ** max(0, math.ceil(math.log2(chunk_tokens / self.decode_tokens)))
+        return self.decode_tokens * 2 ** max(1, math.ceil(math.log2(chunk_tokens / self.decode_tokens)))
 
 
 def abstract_params(params: dict, dims: dict, mesh: Mesh, dtype: jnp.dtype) -> dict:

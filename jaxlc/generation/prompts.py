@@ -30,7 +30,8 @@ class PromptEncoder:
         """
         if self.template is None:
             return np.concatenate([self.start_ids, self.tokenizer.encode((text + answer_prefix).encode())])
-        ((ids, _),) = self.tokenizer.encode_with_offsets([self.template.prompt(text) + answer_prefix])
+        prompt = self.template.prompt([dict(role="user", content=text)])
+        ((ids, _),) = self.tokenizer.encode_with_offsets([prompt + answer_prefix])
         return ids
 
     @property

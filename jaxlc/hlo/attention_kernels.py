@@ -18,7 +18,7 @@ from typing import NamedTuple
 from jaxlc.core import scopes
 from jaxlc.hlo.async_ops import COLLECTIVES
 from jaxlc.hlo.kernel_costs import matrix_product
-from jaxlc.hlo.op_names import Pass, has_window, is_in_attention, is_in_ring_step, pass_of
+from jaxlc.hlo.op_names import Pass, has_window, is_data_dependent, is_in_attention, is_in_ring_step, pass_of
 from jaxlc.hlo.parser import Computation, Instruction, Program
 from jaxlc.hlo.trip_counts import trip_count
 
@@ -54,6 +54,7 @@ class AttentionKernelCall(NamedTuple):
     sizes: Sizes | None  # None for blockwise loops, whose operands may have any layout
     has_window: bool = False  # it belongs to a layer with a sliding window
     is_ring_step: bool = False  # its keys are the KV block of another rank
+    has_further_documents: bool = False  # it takes the documents that the first packed call of a mask leaves
     head_dim: int = 128  # queries and keys; 128 for a blockwise loop, whose operands do not show it
 
     @property
@@ -124,8 +125,8 @@ def documents_per_row(call: Instruction) -> int:
 
 
 def _custom_call(computation: Computation, call: Instruction, kernel: str, name: str, is_masked: bool):
-    """A kernel whose first operands are q_BTNH, k_BSKH and v_BSKH."""
-    (batch, num_queries, num_heads, head_dim), (_, num_keys, _, _), (_, _, _, value_dim) = (
+    """A kernel whose first operands are q_BTNH, k_BSKH and v_BSKH; k and v may have layers between B and S."""
+    (batch, num_queries, num_heads, head_dim), (*_, num_keys, _, _), (*_, value_dim) = (
         operand.arrays[0].dims for operand in computation.operands(call)[:3]
     )
     sizes = Sizes(batch * num_heads, num_queries, num_keys)
@@ -135,7 +136,8 @@ def _custom_call(computation: Computation, call: Instruction, kernel: str, name:
     if pass_name == "backward" and name in _FORWARD_KERNELS:  # a layer in tiles recomputes its forward itself
         pass_name = "recomputation"
     in_window, in_ring_step = has_window(call.op_name), is_in_ring_step(call.op_name)
-    return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, in_window, in_ring_step, head_dim)
+    properties = in_window, in_ring_step, is_data_dependent(call.op_name), head_dim
+    return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, *properties)
 
 
 def _is_mosaic(instruction: Instruction) -> bool:

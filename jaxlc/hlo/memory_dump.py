@@ -3,8 +3,8 @@
 Five of the files are read, whose format is the same in JAX 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes
 of each memory space, `*live-range.txt` the arrays that are alive at peak memory, `*_after_optimizations.txt` the
 program with all instruction names (in newer versions, `compiled.as_text()` omits the computations that asynchronous
-instructions wrap), and `*thunk_sequence.txt` and `*thunk_metadata.txt` the commands of the executable. Writing the
-files takes less time than compile times vary.
+instructions wrap), and two files the commands of the executable (`jaxlc.hlo.thunks`). Writing the files takes less time
+than compile times vary.
 """
 
 import re
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlc.hlo.parser import HOST_MEMORY, Computation, Instruction, Program, parse
-from jaxlc.hlo.thunks import Thunks, parse_thunks
+from jaxlc.hlo.thunks import Command, Thunks, kinds, parse_commands
 
 _SPACE = re.compile(r"^Memory Space: .*\(color=(\d+)\)\nTotal bytes: (\d+)", re.MULTILINE)
 _ALIVE = re.compile(r"^ +(\S+)\{([\d,]*)\}: (\d+) bytes \(cumulative", re.MULTILINE)
@@ -35,7 +35,11 @@ class Dump(NamedTuple):
     program: Program
     bytes_by_space: dict[int, int]  # by XLA's memory space
     alive_at_peak: tuple[tuple[str, tuple[int, ...], int], ...]  # instruction, index into its result, bytes
-    thunks: Thunks  # by instruction
+    commands: Command  # of the executable, below one that has no kind
+
+    @property
+    def thunks(self) -> Thunks:
+        return kinds(self.commands)
 
     @property
     def symmetric_bytes(self) -> int:
@@ -64,14 +68,14 @@ def read(directory: Path) -> Dump:
     (usage,) = directory.glob("*memory-usage-report.txt")
     (live_range,) = directory.glob("*live-range.txt")
     (program,) = directory.glob("*_after_optimizations.txt")
-    (sequence,) = directory.glob("*.thunk_sequence.txt")
+    (sequence,) = directory.glob("*.thunk_sequence_after_thunk_passes.txt")
     (metadata,) = directory.glob("*.thunk_metadata.txt")
     _, _, peak = live_range.read_text().partition("(peak):\n")
     return Dump(
         parse(program.read_text()),
         {int(space): int(size) for space, size in _SPACE.findall(usage.read_text())},
         tuple((name, tuple(_numbers(index)), int(size)) for name, index, size in _ALIVE.findall(peak)),
-        parse_thunks(sequence.read_text(), metadata.read_text()),
+        parse_commands(sequence.read_text(), metadata.read_text()),
     )
 
 

@@ -6,6 +6,8 @@ from collections import Counter
 from jaxlc.hlo.op_names import is_data_dependent
 from jaxlc.hlo.parser import Instruction, Program
 
+_KNOWN = "known_trip_count"
+
 
 def count_executions(program: Program) -> Counter[str]:
     """How often each computation runs, by name. Every branch of a conditional counts, so this is an upper bound.
@@ -26,16 +28,15 @@ def trip_count(program: Program, loop: Instruction) -> int:
     """Trip count of a `while`: the compiler's annotation, or the constant to which its condition compares.
 
     0 for the loop over further packed documents, whose trip count depends on the data: with one document it does not
-    run. Estimates for packed sequences count the work of all documents in the call before the loop.
+    run.
 
     Raises:
       ValueError: none of these.
     """
     if is_data_dependent(loop.op_name):
         return 0
-    known = loop.backend_config.get("known_trip_count")
-    if known:
-        return int(known["n"])
+    if not is_host_controlled(loop):
+        return int(loop.backend_config[_KNOWN]["n"])
     (condition,) = re.findall(r"%?([\w.$-]+)", loop.attributes["condition"])
     constants: list[int] = []
     is_below = False
@@ -48,3 +49,8 @@ def trip_count(program: Program, loop: Instruction) -> int:
     if len(constants) != 1 or not is_below:
         raise ValueError(f"unknown trip count of loop %{loop.name}")
     return constants[0]  # jax.lax.scan and fori_loop count from 0 by 1
+
+
+def is_host_controlled(loop: Instruction) -> bool:
+    """Whether the compiler does not know the trip count, so that the host waits for the condition of each round."""
+    return _KNOWN not in loop.backend_config

@@ -37,11 +37,17 @@ class TileAttention(Protocol):
 
     def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array: ...
 
+    def exchange(self, kv: jax.Array, ranges) -> jax.Array: ...
+
+    def add_exchanged(self, dkv: jax.Array, ranges) -> jax.Array: ...
+
     def take(self, kv: jax.Array, tile) -> tuple[jax.Array, jax.Array]: ...
 
-    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges) -> tuple[jax.Array, jax.Array]: ...
+    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges, sinks_N) -> tuple[jax.Array, jax.Array]: ...
 
-    def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges) -> tuple[jax.Array, jax.Array]: ...
+    def backward(
+        self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges, sinks_N
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]: ...
 
 
 def run_layer(
@@ -104,14 +110,14 @@ class _TiledLayer:
     def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
         """Returns (the output with y_nBtD, the prefetched weights), and the residuals of the backward pass."""
         attention = self.attention
-        kv = self._keys_values(weights, x_nBtD, positions_nBt)
+        kv = self._keys_values(weights, x_nBtD, positions_nBt, ranges)
 
         def run_tile(x_nBtD, operands):
             tile, positions_Bt = operands
             x_BtD = _at(x_nBtD, tile)
-            q_BtNH = self._queries(weights, x_BtD, positions_Bt)
-            results = attention.forward(q_BtNH, kv, tile, ranges)
-            y_BtD, sums = self._after_attention(weights, x_BtD, results[0])
+            q_BtNH, gate_BtNH, sinks_N = self._queries(weights, x_BtD, positions_Bt)
+            results = attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
+            y_BtD, sums = self._after_attention(weights, x_BtD, results[0], gate_BtNH)
             return _put(x_nBtD, y_BtD, tile), (results if self.saves_attention else None, sums)
 
         def run_tiles(x_nBtD):
@@ -130,17 +136,21 @@ class _TiledLayer:
         # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
         # the same time.
         x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
-        kv = self._keys_values(weights, x_nBtD, positions_nBt)
+        kv = self._keys_values(weights, x_nBtD, positions_nBt, ranges)
 
         def tile_backward(carry, operands):
             dx_nBtD, dkv, dweights = carry
             tile, x_BtD, positions_Bt, saved = operands
-            q_BtNH, queries_vjp = jax.vjp(lambda w, x: self._queries(all_of(w), x, positions_Bt), trainable, x_BtD)
-            out_BtNH, lse_BNt = saved or attention.forward(q_BtNH, kv, tile, ranges)
-            _, rest_vjp = jax.vjp(lambda w, *x: self._after_attention(all_of(w), *x), trainable, x_BtD, out_BtNH)
-            dweights_rest, dx_rest, dout_BtNH = rest_vjp(LayerOutput(_at(dx_nBtD, tile), dsums))
-            dq_BtNH, dkv = attention.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
-            dweights_queries, dx_queries = queries_vjp(dq_BtNH.astype(q_BtNH.dtype))
+            (q_BtNH, gate_BtNH, sinks_N), queries_vjp = jax.vjp(
+                lambda w, x: self._queries(all_of(w), x, positions_Bt), trainable, x_BtD
+            )
+            results = saved or attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
+            _, rest_vjp = jax.vjp(
+                lambda w, *x: self._after_attention(all_of(w), *x), trainable, x_BtD, results[0], gate_BtNH
+            )
+            dweights_rest, dx_rest, dout_BtNH, dgate_BtNH = rest_vjp(LayerOutput(_at(dx_nBtD, tile), dsums))
+            dq_BtNH, dkv, dsinks_N = attention.backward(q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N)
+            dweights_queries, dx_queries = queries_vjp((dq_BtNH.astype(q_BtNH.dtype), dgate_BtNH, dsinks_N))
             dweights = _add(_add(dweights, dweights_rest), dweights_queries)
             return (_put(dx_nBtD, dx_rest + dx_queries, tile), dkv, dweights), None
 
@@ -162,13 +172,14 @@ class _TiledLayer:
             carry, next_weights = schedule_after(carry, prefetch.in_backward)
             prefetch = Prefetch(None, next_weights)
         dx_nBtD, dkv, dweights = carry
+        dkv = attention.add_exchanged(dkv, ranges)
         carry, _ = lax.scan(keys_values_backward, (dx_nBtD, dweights), (tiles, x_nBtD, positions_nBt))
         dx_nBtD, dweights = carry
         dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
         return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
 
-    def _keys_values(self, weights, x_nBtD, positions_nBt) -> jax.Array:
-        """K and V of all tokens, in the layout of the tile attention."""
+    def _keys_values(self, weights, x_nBtD, positions_nBt, ranges) -> jax.Array:
+        """K and V of all tokens, in the layout of the tile attention, after its exchange."""
         attention = self.attention
         abstract_tile = jax.eval_shape(self._tile_keys_values, weights, x_nBtD[0], positions_nBt[0])
 
@@ -180,7 +191,8 @@ class _TiledLayer:
         empty = attention.empty(batch, len(x_nBtD) * tile_tokens, head_dim, x_nBtD.dtype)
         # The zeros depend on x, so that they are not allocated before it.
         x_nBtD, zero = lax.optimization_barrier((x_nBtD, jnp.zeros((), empty.dtype)))
-        return lax.scan(put, empty + zero, (_tiles(x_nBtD), x_nBtD, positions_nBt))[0]
+        kv, _ = lax.scan(put, empty + zero, (_tiles(x_nBtD), x_nBtD, positions_nBt))
+        return attention.exchange(kv, ranges)
 
     def _layer(self, weights) -> DecoderLayer:
         return nnx.merge(self.layer_def, *weights)
@@ -191,12 +203,14 @@ class _TiledLayer:
         return layer.attention.keys_values(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
 
     def _queries(self, weights, x_BtD, positions_Bt):
+        """(q_BtNH, gate_BtNH or None, sinks_N or None)"""
         layer = self._layer(weights)
         input_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        return layer.attention.queries(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
+        queries = layer.attention.queries(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
+        return *queries, layer.attention.sinks_N
 
-    def _after_attention(self, weights, x_BtD, out_BtNH):
-        return self._layer(weights).after_attention(x_BtD, out_BtNH, shard=self.shard)
+    def _after_attention(self, weights, x_BtD, out_BtNH, gate_BtNH):
+        return self._layer(weights).after_attention(x_BtD, out_BtNH, gate_BtNH, shard=self.shard)
 
 
 def _tiles(x_nBtD: jax.Array) -> jax.Array:

@@ -72,13 +72,16 @@ class Attention(_Block):
     def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
         super().__init__(model, keys, fp8, lora, ("query", "key", "value", "attention_projected"))
         D, N, K, H = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
-        self.wq = matrix(keys, fan_in=D, model=D, heads=N, head_dim=H)
+        self.wq = matrix(keys, fan_in=D, model=D, heads=N, head_dim=model.query_dim)  # with a gate: first q, then gate
         self.wk = matrix(keys, fan_in=D, model=D, kv_heads=K, head_dim=H)
         self.wv = matrix(keys, fan_in=D, model=D, kv_heads=K, head_dim=H)
         self.wo = matrix(keys, fan_in=N * H, depth_scale=residual_depth_scale(model), heads=N, head_dim=H, model=D)
-        self.bq = bias_vector(heads=N, bias=H) if model.qkv_bias else None
+        self.bq = bias_vector(heads=N, bias=model.query_dim) if model.qkv_bias else None
         self.bk = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
         self.bv = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
+        self.bo = bias_vector(bias=D) if model.attention_out_bias else None
+        self.sinks = nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if model.attention_sinks else None
+        self.has_gate = model.attention_gate
         self.q_norm = _qk_norm(model, heads=N)
         self.k_norm = _qk_norm(model, kv_heads=K)
         # Attention divides its logits by sqrt(head_dim).
@@ -87,15 +90,19 @@ class Attention(_Block):
     @jax.named_scope(scopes.ATTENTION)
     def queries(
         self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables | None
-    ) -> jax.Array:
-        """Returns q_BTNH, with RoPE. `x_BTD` is the input of the block, gathered over tensor."""
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns q_BTNH, with RoPE, and the gate_BTNH of `projected`, or None. `x_BTD` is the input of the block,
+        gathered over tensor."""
         q_BTNH = shard.heads(self.project("query", "BTD,DNH->BTNH", x_BTD, self.wq, shard=shard))
-        q_BTNH = add_bias(q_BTNH, self.bq)
+        q_BTNH, gate_BTNH = add_bias(q_BTNH, self.bq), None
+        if self.has_gate:
+            q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
+            gate_BTNH = checkpoint_name(gate_BTNH, "query")
         if self.q_norm is not None:
             q_BTNH = self.q_norm(q_BTNH)
         if self.query_multiplier != 1:
             q_BTNH = (self.query_multiplier * q_BTNH.astype(jnp.float32)).astype(q_BTNH.dtype)
-        return checkpoint_name(apply_rope(q_BTNH, positions_BT, tables), "query")
+        return checkpoint_name(apply_rope(q_BTNH, positions_BT, tables), "query"), gate_BTNH
 
     @jax.named_scope(scopes.ATTENTION)
     def keys_values(
@@ -110,11 +117,19 @@ class Attention(_Block):
         return checkpoint_name(apply_rope(k_BTKH, positions_BT, tables), "key"), checkpoint_name(v_BTKH, "value")
 
     @jax.named_scope(scopes.ATTENTION)
-    def projected(self, out_BTNH: jax.Array, *, shard: Sharder) -> jax.Array:
-        """The output projection: out_BTD."""
+    def projected(self, out_BTNH: jax.Array, gate_BTNH: jax.Array | None, *, shard: Sharder) -> jax.Array:
+        """The output projection, out_BTD. With a gate, out_BTNH is multiplied by its sigmoid first."""
         out_BTNH = shard.heads(out_BTNH)
+        if gate_BTNH is not None:
+            gated_BTNH = out_BTNH.astype(jnp.float32) * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32))
+            out_BTNH = gated_BTNH.astype(out_BTNH.dtype)
         out_BTD = self.project("attention_projected", "BTNH,NHD->BTD", out_BTNH, self.wo, shard=shard)
-        return checkpoint_name(shard.residual(out_BTD), "attention_projected")
+        return checkpoint_name(add_bias(shard.residual(out_BTD), self.bo), "attention_projected")
+
+    @property
+    def sinks_N(self) -> jax.Array | None:
+        """The attention sinks, float32; None: the layer has none."""
+        return None if self.sinks is None else self.sinks[...]
 
 
 def _qk_norm(model: ModelConfig, **heads: int) -> RMSNorm | None:
@@ -193,23 +208,26 @@ class DecoderLayer(nnx.Module):
         T of x_BTD is sharded over context and tensor; each block gathers its input over tensor once.
 
         Args:
-          attend: `(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`.
+          attend: `(q_BTNH, k_BTKH, v_BTKH, sinks_N or None) -> out_BTNH`.
         """
         x_BTD = checkpoint_name(x_BTD, "residual")
         input_BTD = self.attention_input(x_BTD, shard=shard)
-        q_BTNH = self.attention.queries(input_BTD, positions_BT, shard=shard, tables=tables)
+        q_BTNH, gate_BTNH = self.attention.queries(input_BTD, positions_BT, shard=shard, tables=tables)
         k_BTKH, v_BTKH = self.attention.keys_values(input_BTD, positions_BT, shard=shard, tables=tables)
-        out_BTNH, next_weights = overlap_with_prefetch(attend, (q_BTNH, k_BTKH, v_BTKH), prefetch)
-        return self.after_attention(x_BTD, out_BTNH, shard=shard), next_weights
+        operands = q_BTNH, k_BTKH, v_BTKH, self.attention.sinks_N
+        out_BTNH, next_weights = overlap_with_prefetch(attend, operands, prefetch)
+        return self.after_attention(x_BTD, out_BTNH, gate_BTNH, shard=shard), next_weights
 
     @jax.named_scope(scopes.ATTENTION)
     def attention_input(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """Returns x_BTD, normed if there is a norm before attention, and gathered over tensor."""
         return shard.gathered(_normed(x_BTD, self.attention_norm))
 
-    def after_attention(self, x_BTD: jax.Array, out_BTNH: jax.Array, *, shard: Sharder) -> LayerOutput:
+    def after_attention(
+        self, x_BTD: jax.Array, out_BTNH: jax.Array, gate_BTNH: jax.Array | None, *, shard: Sharder
+    ) -> LayerOutput:
         """The layer after attention: x_BTD plus the projected attention output plus the MLP output."""
-        projected_BTD = self.attention.projected(out_BTNH, shard=shard)
+        projected_BTD = self.attention.projected(out_BTNH, gate_BTNH, shard=shard)
         with jax.named_scope(scopes.ATTENTION):
             x_BTD += _normed(projected_BTD, self.attention_post_norm)
         with jax.named_scope(scopes.MLP):
@@ -239,16 +257,16 @@ def run_layer(
     `layer_stack.RunLayer`.
 
     Args:
-      attend: `(q_BTNH, k_BTKH, v_BTKH, ranges) -> out_BTNH`.
+      attend: `(q_BTNH, k_BTKH, v_BTKH, ranges, sinks_N or None) -> out_BTNH`.
     """
 
-    def attend_masked(*qkv):
-        return attend(*qkv, ranges)
+    def attend_masked(q_BTNH, k_BTKH, v_BTKH, sinks_N):
+        return attend(q_BTNH, k_BTKH, v_BTKH, ranges, sinks_N)
 
     layer: DecoderLayer = nnx.merge(layer_def, *params)
     return layer(x_BTD, positions_BT, prefetch, attend=attend_masked, shard=shard, tables=tables)
 
 
-def add_bias(x_BTNH: jax.Array, bias: nnx.Param | None) -> jax.Array:
+def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """x + bias, added in float32, so that the gradient of the bias is summed in float32; in the dtype of x."""
-    return x_BTNH if bias is None else (x_BTNH.astype(jnp.float32) + bias[...]).astype(x_BTNH.dtype)
+    return x if bias is None else (x.astype(jnp.float32) + bias[...]).astype(x.dtype)

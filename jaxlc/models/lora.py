@@ -2,7 +2,7 @@
 The scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv:2312.03732).
 
     projection            a                   b
-    query                 [D, R]              [R, N, H]
+    query                 [D, R]              [R, N, H]      2H with an output gate
     key, value            [D, R]              [R, K, H]
     attention_projected   [N, H, R]           [R, D]
     mlp_gate, mlp_up      [D, R]              [R, F]
@@ -57,7 +57,7 @@ class Adapter(nnx.Module):
             model=model.model_dim,
             heads=model.num_heads,
             kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            head_dim=model.query_dim if projection == PROJECTIONS["query"] else model.head_dim,
             ffn=model.ffn_dim,
         )
         inputs, outputs = ({name: sizes[name] for name in names} for names in (projection.inputs, projection.outputs))

@@ -1,7 +1,8 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), accurate at millions of positions.
 
-Layers of kind `full` use `model.rope_theta` with `model.rope_scaling`, those of kind `sliding` use
-`model.sliding_rope_theta` without scaling, and those of kind `nope` have no position embedding.
+Layers of kind `full` use `model.rope_theta` with `model.rope_scaling`. Those of kind `sliding` use
+`model.sliding_rope_theta`, without scaling unless `model.sliding_rope_scaling`. Those of kind `nope` have no position
+embedding.
 
 In float32 the angle position x frequency has an error of a radian at 2^25 positions. So position = hi x 4096 + lo; the
 cosines and sines of both angles come from small tables computed in float64, and are combined by
@@ -127,9 +128,11 @@ def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies
       seq_len: length that dynamic_ntk and longrope depend on.
     """
     dim = int(model.of_kind(kind).head_dim * model.rope_fraction)
-    if model.attention_of(kind) == "sliding":
-        return Frequencies(_powers(model.sliding_rope_theta, dim), 1.0)
     scale, theta = model.rope_scaling_factor, model.rope_theta
+    if model.attention_of(kind) == "sliding":
+        theta = model.sliding_rope_theta
+        if not model.sliding_rope_scaling:
+            return Frequencies(_powers(theta, dim), 1.0)
     if model.rope_scaling == "ntk":
         theta *= scale ** (dim / (dim - 2))
     elif model.rope_scaling == "dynamic_ntk":
@@ -143,7 +146,7 @@ def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies
         is_long = seq_len > model.rope_scaling_original_tokens
         divisors = np.array(model.rope_scaling_long_factors if is_long else model.rope_scaling_short_factors)
     elif model.rope_scaling in ("yarn", "llama3"):
-        kept = _yarn_kept(model, dim) if model.rope_scaling == "yarn" else _llama3_kept(model, unscaled)
+        kept = _yarn_kept(model, dim, theta) if model.rope_scaling == "yarn" else _llama3_kept(model, unscaled)
         return Frequencies(kept * unscaled + (1 - kept) * unscaled / scale, attention_factor(model))
     return Frequencies(unscaled / divisors, attention_factor(model))
 
@@ -153,13 +156,13 @@ def _powers(theta: float, dim: int) -> np.ndarray:
     return theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
-def _yarn_kept(model: ModelConfig, dim: int) -> np.ndarray:
+def _yarn_kept(model: ModelConfig, dim: int, theta: float) -> np.ndarray:
     """float64 [R/2]: 1 for frequencies that are unchanged, 0 for those divided by the factor, linear between."""
 
     def dimension(num_turns: float) -> float:
         """Index, not rounded, of the frequency that makes `num_turns` turns within the original context."""
         wavelength = model.rope_scaling_original_tokens / num_turns
-        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
+        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
     first, last = dimension(model.rope_scaling_beta_fast), dimension(model.rope_scaling_beta_slow)
     if model.rope_scaling_truncate:

@@ -12,6 +12,7 @@ from jax.stages import Compiled
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.hlo.memory_dump import Dump, read
+from jaxlc.hlo.thunks import Launches, count_launches
 from jaxlc.simulate.topology import options_without_gpu
 from jaxlc.step.absent_memory import place_params, place_state
 from jaxlc.step.step import TrainStep
@@ -25,6 +26,10 @@ class CompiledProgram:
     dump: Dump  # the compiler's reports of arrays in memory and of thunks
     program: AnalyzedProgram
     compile_seconds: float  # on this machine
+
+    @property
+    def launches(self) -> Launches:
+        return count_launches(self.program, self.dump.commands)
 
     @property
     def temp_bytes(self) -> int:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config
+from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import causal_pairs
-from jaxlc.generation.cache import layout_for, num_cached_heads
-from jaxlc.generation.cached_attention import kernel_for
+from jaxlc.generation.cache import CacheLayout, layout_for, num_cached_heads
 from jaxlc.generation.cached_step import CachedStep, abstract_params
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.models import decoder
@@ -27,7 +27,6 @@ from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel, shape_of
 from jaxlc.simulate.timed_ops import TimedOps
 from jaxlc.simulate.timeline import Simulator
 from jaxlc.simulate.topology import Topology, make_mesh
-from jaxlc.step.layer_kernels import by_kind
 from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import build_step
@@ -47,16 +46,23 @@ class CachedTimeModel(TimeModel):
     def attention_flops(self, call: AttentionKernelCall) -> float:
         """FLOPs of the pairs of a query and a key that the mask leaves: two matrix products per pair.
 
-        Without a window, all queries attend to the keys of each rank, whose shares are equal up to a block. With a
-        window, each rank has its own queries.
+        Calls over the cache compute the queries of a chunk and the keys of a rank, whose shares are equal up to a
+        block; with a window, the queries of a rank and the keys of a window. Masked calls within a chunk are causal.
         """
+        if not _reads_cache(call):
+            return call.full_flops * (0.5 if call.is_masked else 1.0)
         model, shape = shape_of(call, self.config.model), self.step.mesh.shape
         num_heads = model.num_heads // shape[TENSOR]
-        pairs = chunk_pairs(self.num_past, self.num_new, model.window if call.has_window else None) / shape[CONTEXT]
-        return 4.0 * model.head_dim * num_heads * self._local_batch_size * pairs
+        pairs = self.num_past * self.num_new
+        if call.has_window:
+            pairs = chunk_pairs(self.num_past, self.num_new, model.window)
+        return 4.0 * model.head_dim * num_heads * self._local_batch_size * pairs / shape[CONTEXT]
 
     def attention_seconds(self, call: AttentionKernelCall) -> float:
-        """The larger of the compute time and the time to read keys and values once, as in decoding."""
+        """The larger of the compute time and the time to read the cached keys and values once, as in decoding."""
+        compute_seconds = super().attention_seconds(call)
+        if not _reads_cache(call):
+            return compute_seconds
         model, mesh = shape_of(call, self.config.model), self.step.mesh
         num_heads = num_cached_heads(model, mesh) // mesh.shape[TENSOR]
         num_tokens = self.num_past + self.num_new
@@ -65,12 +71,16 @@ class CachedTimeModel(TimeModel):
             num_keys = min(num_tokens, model.window + self.num_new)
         values = 2.0 * self._local_batch_size * num_keys * num_heads * model.head_dim
         read_seconds = self.roofline.memory_seconds(self.gpus.device, values * self.step.cache_dtype.itemsize)
-        return max(super().attention_seconds(call), read_seconds)
+        return max(compute_seconds, read_seconds)
 
     @property
     def _local_batch_size(self) -> int:
         """Sequences on a rank."""
         return self.batch_size // self.step.padded_batch_size(1)
+
+
+def _reads_cache(call: AttentionKernelCall) -> bool:
+    return scopes.KV_CACHE in call.instruction.op_name.split("/")
 
 
 def chunk_pairs(num_past: int, num_new: int, window: int | None) -> int:
@@ -129,7 +139,7 @@ def plan_generation(
         cache_dtype=step.cache_dtype.name,
         cache_tokens=layout.max_tokens,
         compile_seconds=prefill.compile_seconds + decode.compile_seconds,
-        kernel_choice=_kernel_choice(step),
+        kernel_choice=_kernel_choice(step, layout, batch, {"prefill": chunk_tokens, "decode": step.decode_tokens}),
         weights_bytes=bytes_per_device(params),
         float32_params_bytes=bytes_per_device(stored),
         cache_bytes=bytes_per_device(step.abstract_cache(layout, batch)),
@@ -151,11 +161,13 @@ def _step(config: Config, gpus: Topology, cache_dtype: str) -> CachedStep:
     )
 
 
-def _kernel_choice(step: CachedStep) -> str:
-    model, device = step.config.model, step.mesh.devices.flat[0]
-    choose = functools.partial(kernel_for, step.config.attention.kernel, device, dtype=step.compute_dtype)
-    kernels = {kind: choose(head_dim=model.of_kind(kind).head_dim) for kind in model.layer_kinds}
-    return "; ".join(by_kind({kind: f"{kernel.name} ({kernel.reason})" for kind, kernel in kernels.items()}))
+def _kernel_choice(step: CachedStep, layout: CacheLayout, batch: int, num_tokens: dict[str, int]) -> str:
+    """The kernels of programs with `num_tokens` tokens, and why they were selected."""
+    return "; ".join(
+        f"{program}, {what}: {kernel.name} ({kernel.reason})"
+        for program, chunk_tokens in num_tokens.items()
+        for what, kernel in step.kernels(layout, batch, chunk_tokens).items()
+    )
 
 
 def _program_plan(

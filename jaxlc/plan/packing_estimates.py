@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from jaxlc.simulate.packed_work import (
 from jaxlc.simulate.timeline import predict
 
 CORPUS, MIX = "corpus", "mix"
-_NUM_SEQUENCES = 64
+_MIN_SEQUENCES = 64
 _MIX_LONG_SHARE = 0.6  # fraction of the tokens of a sequence of the mix
 _MIX_MIN_TOKENS = 256
 
@@ -76,12 +76,13 @@ def read_documents(config: Config, source: str) -> Documents:
             "document lengths have no effect with config.attention.document_mask=False: a sequence is one document"
         )
     seq_len = config.data.seq_len
+    num_sequences = max(_MIN_SEQUENCES, config.train.global_batch_size)
     if source == MIX:
         rng = np.random.default_rng(0)
-        return Documents(source, [mix_of_lengths(rng, seq_len) for _ in range(_NUM_SEQUENCES)])
+        return Documents(source, [mix_of_lengths(rng, seq_len) for _ in range(num_sequences)])
     if source == CORPUS:
         train = open_corpus(config.data).train
-        return Documents(source, [_lengths(train[i]) for i in range(min(train.num_sequences, _NUM_SEQUENCES))])
+        return Documents(source, [train.document_lengths(i) for i in range(min(train.num_sequences, num_sequences))])
     lengths = _parse(source)
     if sum(lengths) > seq_len:
         raise UserError(
@@ -95,10 +96,11 @@ def mix_of_lengths(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
     """Documents of one sequence without padding: 60% of the tokens are in documents of at least an eighth of the
     sequence, the others in shorter ones from 256 tokens. Both kinds are log-uniform, in random order."""
     lengths: list[int] = []
-    longest_short = max(num_tokens // 8, _MIX_MIN_TOKENS + 1)
+    shortest = max(1, min(_MIX_MIN_TOKENS, num_tokens // 8))
+    longest_short = max(num_tokens // 8, shortest + 1)
     for share, low, high in (
         (_MIX_LONG_SHARE, longest_short, num_tokens),
-        (1.0, _MIX_MIN_TOKENS, longest_short),
+        (1.0, shortest, longest_short),
     ):
         while (budget := int(share * num_tokens) - sum(lengths)) > 0:
             lengths.append(min(int(np.exp(rng.uniform(np.log(low), np.log(high)))), budget))
@@ -113,13 +115,6 @@ def _parse(source: str) -> list[int]:
             f"invalid document lengths {source!r}: expected {CORPUS}, {MIX}, or lengths in tokens such as 65536,1024x64"
         )
     return [int(part[1]) for part in parts for _ in range(int(part[2] or 1))]
-
-
-def _lengths(sequence: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The lengths of the documents of a sequence of a corpus; documents are contiguous, and padding has segment 0."""
-    segment_ids_T = sequence["segment_ids"]
-    begins = np.flatnonzero(np.diff(segment_ids_T, prepend=-1))
-    return np.diff(begins, append=len(segment_ids_T))[segment_ids_T[begins] > 0]
 
 
 def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstimates:

@@ -12,6 +12,7 @@ from typing import Any, Self
 from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
+from jaxlc.hlo.thunks import Launches
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
 from jaxlc.plan.summary import CollectiveStats, Ring
@@ -54,6 +55,7 @@ class PlanRecord:
     kernels: dict[str, int]  # executions by name: attention kernels by pass, matrix products, library calls
     kernel_choice: str  # the attention kernel, and why it was selected
     transport_choice: str  # the transport of attention's collective permutes, and why it was selected
+    launches: Launches | None = None  # how the step runs; None: in a plan of an earlier version
     hints: tuple[str, ...] = ()  # settings that may make the step faster
     context_warning: str = ""  # the sequence is longer than the context of the model; "": it is not
     advice: tuple[Change, ...] | None = None  # None: not requested
@@ -79,6 +81,7 @@ class PlanRecord:
         values = dataclasses.asdict(self)
         values["memory"] |= {name: getattr(self.memory, name) for name in DERIVED_MEMORY}
         values["memory"]["largest"] = [tensor._asdict() for tensor in self.memory.largest]
+        values["launches"] = self.launches and self.launches._asdict()
         values["collectives"] = [stats._asdict() | {"axes": list(stats.axes)} for stats in self.collectives]
         values["layer_timeline"] = [event._asdict() for event in self.layer_timeline]
         return values

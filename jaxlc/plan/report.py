@@ -153,6 +153,10 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
         if name.startswith("cudnn_packed"):
             note = "kernel cudnn, with the lengths and offsets of documents"
         yield f"  {name:<34} {count:>7,}  {note}".rstrip()
+    if plan.launches is not None:
+        operations, launches, graphs, synchronizations = (f"{count:,}" for count in plan.launches)
+        launches = f"host launches {launches} ({graphs} CUDA graphs)"
+        yield f"  GPU operations {operations}, {launches}, host synchronizations {synchronizations}"
 
 
 def _time(predicted: Prediction) -> Iterator[str]:

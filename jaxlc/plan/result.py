@@ -50,6 +50,7 @@ class Plan(PlanRecord):
             collectives=summary.collective_stats(program.program.collectives, shape, gpus.gpus_per_domain),
             ring=program.ring,
             kernels=summary.kernels(program.program),
+            launches=program.launches,
             kernel_choice=step.kernel_choice,
             transport_choice="; ".join([choice, *program.warnings]),
             config={name: values for name, values in to_dict(step.config).items() if name in _RECORDED_SECTIONS},

@@ -1,17 +1,14 @@
 """The measured time of a traced step next to its estimate, by class and by ring step."""
 
 import dataclasses
-import io
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from jaxlc.core.errors import UserError
+from jaxlc.core.text_table import aligned
 from jaxlc.profile import time_use
 from jaxlc.profile.estimate import Estimate, TracedRun
 from jaxlc.profile.event_classes import (
@@ -72,12 +69,11 @@ class Comparison:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120, highlight=False)
-        console.print(_class_table(self))
+        title = f"One step: mean of {self.num_steps} steps and {self.num_devices} devices"
+        lines = [title, "", *aligned(_class_table(self)), ""]
         if self.ring_steps:
-            console.print(_ring_table(self))
-        text = console.file.getvalue().rstrip()
-        return f"{text}\n{_notes(self)}"
+            lines += ["Collectives of attention", "", *aligned(_ring_table(self), "llrrrrl"), ""]
+        return "\n".join([*lines, *_notes(self)])
 
 
 def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_steps: int = 0) -> Comparison:
@@ -192,23 +188,20 @@ def _ring_steps(
     return tuple(rows)
 
 
-def _class_table(result: Comparison) -> Table:
-    table = Table(title=f"One step: mean of {result.num_steps} steps and {result.num_devices} devices")
-    for heading in ("class", "measured ms", "of the step", "estimated ms", "measured / estimated"):
-        table.add_column(heading, justify="left" if heading == "class" else "right")
+def _class_table(result: Comparison) -> Iterator[Sequence[str]]:
+    yield "class", "measured ms", "of the step", "estimated ms", "measured / estimated"
     total = ClassTime(
         name="step", measured_seconds=result.step_seconds, estimated_seconds=result.estimated_step_seconds
     )
     for row in (*result.classes, total):
         estimated = _median(result, row.estimated_seconds)
-        table.add_row(
+        yield (
             row.name,
             f"{1e3 * row.measured_seconds:,.2f}",
             f"{row.measured_seconds / result.step_seconds:.1%}",
             "" if estimated is None else two_digits(1e3 * estimated),
             two_digits(row.measured_seconds / estimated) if estimated else "",
         )
-    return table
 
 
 def _median(result: Comparison, seconds: float | None) -> float | None:
@@ -216,13 +209,11 @@ def _median(result: Comparison, seconds: float | None) -> float | None:
     return None if seconds is None or result.estimated_interval is None else result.estimated_interval.median * seconds
 
 
-def _ring_table(result: Comparison) -> Table:
-    table = Table(title="Collectives of attention")
-    for heading in ("instruction", "pass", "runs a step", "measured ms", "estimated ms", "exposed ms a step", "plan"):
-        table.add_column(heading, justify="left" if heading in ("instruction", "pass", "plan") else "right")
+def _ring_table(result: Comparison) -> Iterator[Sequence[str]]:
+    yield "instruction", "pass", "runs a step", "measured ms", "estimated ms", "exposed ms a step", "plan"
     for row in result.ring_steps:
         estimated = _median(result, row.estimated_seconds)
-        table.add_row(
+        yield (
             row.instruction,
             row.pass_name,
             f"{row.runs_per_step:g}",
@@ -231,23 +222,19 @@ def _ring_table(result: Comparison) -> Table:
             f"{1e3 * row.exposed_seconds:,.3f}",
             {None: "", True: "hidden", False: "exposed"}[row.is_estimated_hidden],
         )
-    return table
 
 
-def _notes(result: Comparison) -> str:
-    lines = [
+def _notes(result: Comparison) -> Iterator[str]:
+    yield (
         f"communication, hidden or exposed: {1e3 * result.communication_seconds:,.2f} ms;"
         f" host copies: {1e3 * result.host_copy_seconds:,.2f} ms"
-    ]
+    )
     if result.median_gap_seconds is not None:
-        lines.append(
-            f"median gap between kernels: {1e6 * result.median_gap_seconds:,.1f} us (in the plan, a part of kernels)"
-        )
+        yield f"median gap between kernels: {1e6 * result.median_gap_seconds:,.1f} us (in the plan, a part of kernels)"
     if result.unknown_seconds:
-        lines.append(f"{1e3 * result.unknown_seconds:,.2f} ms are of events that the compiled step does not contain")
+        yield f"{1e3 * result.unknown_seconds:,.2f} ms are of events that the compiled step does not contain"
     if result.estimated_step_seconds is not None and result.estimated_interval is not None:
         step = estimate_text(result.estimated_step_seconds, result.estimated_interval)
-        lines.append(f"estimated step: {step}, median (80% interval of published runs); others are medians too")
+        yield f"estimated step: {step}, median (80% interval of published runs); others are medians too"
     else:
-        lines.append("no estimate: pass --plan=FILE, or trace with --config.profile.steps on a GPU that the plan knows")
-    return "\n".join(lines)
+        yield "no estimate: pass --plan=FILE, or trace with --config.profile.steps on a GPU that the plan knows"

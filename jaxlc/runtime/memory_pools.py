@@ -150,7 +150,7 @@ def _values_per_token(config: Config, model: ModelConfig) -> dict[str, int]:
     num_key_heads = max(model.num_kv_heads, config.mesh.tensor)  # fewer heads than ranks are repeated
     return dict(
         residual=model.model_dim,
-        query=model.num_heads * model.head_dim,
+        query=model.num_heads * model.query_dim,
         key=num_key_heads * model.head_dim,
         value=num_key_heads * model.head_dim,
         attention_out=model.num_heads * model.head_dim,

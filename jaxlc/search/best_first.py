@@ -6,7 +6,7 @@ candidate can change the choice: not by 2% within a mesh, nor by 5% across meshe
 """
 
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,12 +67,11 @@ _AIMS: Mapping[str, Callable[[Candidate], int]] = {  # less is better, whatever 
 }
 
 
-def eligible(goal: str, fitting: Iterable[Candidate]) -> list[Candidate]:
+def eligible(goal: str, fitting: Mapping[Candidate, Entry]) -> dict[Candidate, Entry]:
     """Candidates that meet the goal; their GPU time per token decides among them."""
-    found = list(fitting)
     aim = _AIMS.get(goal, lambda candidate: 0)
-    least = min(map(aim, found), default=0)
-    return [candidate for candidate in found if aim(candidate) == least]
+    least = min(map(aim, fitting), default=0)
+    return {candidate: entry for candidate, entry in fitting.items() if aim(candidate) == least}
 
 
 class Search:
@@ -98,7 +97,7 @@ class Search:
     def best(self) -> list[tuple[Candidate, Row]]:
         """Compiled candidates that fit, the best of each mesh; at most `NUM_MESHES`."""
         entries = {x: ranking.entry_of(row) for x, row in self.rows.items() if row["status"] == "done" and row["fits"]}
-        return [(candidate, self.rows[candidate]) for candidate in self._first_of_meshes(entries)]
+        return [(candidate, self.rows[candidate]) for candidate in _first_of_meshes(eligible(self.goal, entries))]
 
     @property
     def smallest(self) -> Row | None:
@@ -121,19 +120,9 @@ class Search:
 
     def pending(self) -> list[Candidate]:
         """Candidates on which the choice depends and that were not compiled: none if it is known."""
-        entries = self._entries()
-        choices = eligible(self.goal, entries)
-        if not choices:
-            return []
-        decisive = [choices[index] for index in ranking.decisive([entries[candidate] for candidate in choices])]
-        return [x for x in dict.fromkeys((*decisive, *self._first_of_meshes(entries))) if x not in self.rows]
-
-    def _first_of_meshes(self, entries: Mapping[Candidate, Entry]) -> list[Candidate]:
-        choices = eligible(self.goal, entries)
-        by_mesh: dict[Hashable, Candidate] = {}
-        for index in ranking.places([entries[candidate] for candidate in choices]):
-            by_mesh.setdefault(entries[choices[index]].mesh, choices[index])
-        return list(by_mesh.values())[:NUM_MESHES]
+        entries = eligible(self.goal, self._entries())
+        decisive = ranking.decisive(entries) if entries else []
+        return [x for x in dict.fromkeys((*decisive, *_first_of_meshes(entries))) if x not in self.rows]
 
     def _entries(self) -> dict[Candidate, Entry]:
         """All candidates that fit, compiled or by their corrected estimates."""
@@ -147,3 +136,11 @@ class Search:
             elif row is not None and row["status"] == "done" and row["fits"]:
                 entries[candidate] = ranking.entry_of(row)
         return entries
+
+
+def _first_of_meshes(entries: Mapping[Candidate, Entry]) -> list[Candidate]:
+    """The best candidate of each mesh, at most `NUM_MESHES`."""
+    by_mesh: dict[Hashable, Candidate] = {}
+    for candidate in ranking.places(entries):
+        by_mesh.setdefault(entries[candidate].mesh, candidate)
+    return list(by_mesh.values())[:NUM_MESHES]

@@ -32,6 +32,7 @@ from jaxlc.step.remat import saves_attention
 from jaxlc.step.step import build_step
 
 _PRODUCTS = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")  # down: never recomputed
+_TILES_PER_STEP = 2  # keys of a kernel call in layers in tiles, about; see attention/tiles/query_tiles.py
 _LOSS_CHUNK_TOKENS = 2048  # with memory.loss_chunk_tokens=0: the middle of its three values
 
 
@@ -183,7 +184,7 @@ class Layout:
         """Forward and backward of an attention layer, the mean over the kinds of layers."""
         config, model = self.config, self.config.model
         steps = num_ring_steps(config)
-        num_keys = tile_tokens // 2 if tile_tokens else config.data.seq_len / steps
+        num_keys = _TILES_PER_STEP * tile_tokens if tile_tokens else config.data.seq_len / steps
         totals = [0.0, 0.0]
         for kind, kernel in self.kernels.items():
             window = model.window_of(kind)
@@ -224,7 +225,10 @@ class Layout:
         """Partial results in float32 of ring steps or tiles of keys: two are read and one is written."""
         num_merges = num_ring_steps(self.config) - 1.0
         if tile_tokens:
-            num_merges += self.config.data.seq_len / tile_tokens  # half of the tiles of keys, in zigzag order
+            model = self.config.model
+            without_window = sum(not model.window_of(kind) for kind in model.layer_kinds) / len(model.layer_kinds)
+            # Half of the steps over all keys: the others are masked.
+            num_merges += without_window * self.config.data.seq_len / (2 * _TILES_PER_STEP * tile_tokens)
         features = (1 + reruns) * self.query_dim + self.query_dim + 2 * self.key_dim  # output; gradients of q, k, v
         return self.roofline.memory_seconds(self.gpus.device, num_merges * 3 * 4 * features * self.tokens)
 

@@ -6,12 +6,28 @@ from typing import Any
 
 from jaxlc.config import PRESETS, Config, Stage, to_dict
 from jaxlc.config.stage_schema import FROM_LENGTHS, refusal
-from jaxlc.config.values import as_python
+from jaxlc.config.values import as_python, flattened
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 from jaxlc.plan.output_files import check_output_file
 
 MARK = "Written by `jaxlc recommend`"
+_FILE = '''"""{title}
+
+{mark}. Change it as any other config file.
+"""
+
+from ml_collections import ConfigDict
+
+from jaxlc.config import check_variant, {function}
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    check_variant(variant, ())
+    config = {function}({argument})
+{model}    config.update_from_flattened_dict({settings})
+    return config
+'''
 
 
 def check_path(path: Path) -> None:
@@ -37,43 +53,27 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
       base: the stages of the given config as its file defines them, with `model`, without other overrides.
       recommended: the config of each stage.
     """
-    lines = [
-        f'"""{title}',
-        "",
-        f"{MARK}. Change it as any other config file.",
-        '"""',
-        "",
-        "from ml_collections import ConfigDict",
-        "",
-        f"from jaxlc.config import check_variant, {'read_config' if source else 'defaults'}",
-        "",
-        "",
-        'def get_config(variant: str = "") -> ConfigDict:',
-        "    check_variant(variant, ())",
-        f"    config = {f'read_config({as_python(source)})' if source else 'defaults()'}",
-    ]
-    if model in PRESETS:
-        lines.append(f"    config.model.preset = {as_python(model)}")
-    elif model:  # a path is absolute, so that the file can be read from other directories
-        path = local_path(model)
-        lines.append(f"    config.model.init_from = {as_python(str(path.resolve()) if path.is_dir() else model)}")
-    changes = _changes(base, recommended)
-    lines += [
-        "    config.update_from_flattened_dict({",
-        *(f"        {as_python(path)}: {as_python(value)}," for path, value in changes.items()),
-        "    })",
-    ]
-    return "\n".join([*lines, "    return config", ""])
+    is_preset, path = model in PRESETS, local_path(model)
+    if model and not is_preset and path.is_dir():  # absolute, so that the file can be read from other directories
+        model = str(path.resolve())
+    setting = f"    config.model.{'preset' if is_preset else 'init_from'} = {as_python(model)}\n" if model else ""
+    return _FILE.format(
+        title=title,
+        mark=MARK,
+        function="read_config" if source else "defaults",
+        argument=as_python(source) if source else "",
+        model=setting,
+        settings=as_python(_changes(base, recommended)).replace("\n", "\n    "),
+    )
 
 
 def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> dict[str, Any]:
     """Settings that differ from the base by their paths: of a stage, or of the run where stages have no own value."""
     changes: dict[str, Any] = {}
     for stage, config in zip(base, recommended, strict=True):
-        given = to_dict(stage.config)
-        for section, settings in to_dict(config).items():
-            for path, value in ((f"{section}.{name}", x) for name, x in settings.items() if x != given[section][name]):
-                if not (stage.name and path in FROM_LENGTHS):
-                    is_shared = not stage.name or refusal(stage.name, path)
-                    changes[path if is_shared else f"stages.{stage.name}.{path}"] = value
+        given = flattened(to_dict(stage.config))
+        for path, value in flattened(to_dict(config)).items():
+            if value != given[path] and not (stage.name and path in FROM_LENGTHS):
+                is_shared = not stage.name or refusal(stage.name, path)
+                changes[path if is_shared else f"stages.{stage.name}.{path}"] = value
     return changes

@@ -6,11 +6,12 @@ The step is the same `TrainStep` that the training loop runs.
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core import hardware
@@ -19,9 +20,11 @@ from jaxlc.step.batch import Batch
 from jaxlc.step.step import TrainStep, build_step
 
 
-def measure_step(config: Config, repeats: int) -> dict:
+def measure_step(config: Config, repeats: int, document_lengths: Sequence[int] = ()) -> dict:
     """Compiles and times the training step of `config` on the first devices of this machine.
 
+    Args:
+      document_lengths: as for `random_batch`.
     Returns:
       seconds: the minimum over `repeats` calls.
       tokens_per_second_per_device.
@@ -35,7 +38,7 @@ def measure_step(config: Config, repeats: int) -> dict:
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
     step = build_step(config, mesh)
     compiled = step.compile()
-    state, batch = step.init(), random_batch(step)
+    state, batch = step.init(), random_batch(step, document_lengths)
 
     def run():
         nonlocal state  # its buffers are donated to the new state
@@ -62,15 +65,23 @@ def measure_step(config: Config, repeats: int) -> dict:
     )
 
 
-def random_batch(step: TrainStep) -> Batch:
-    """Random tokens; each sequence is one document."""
+def random_batch(step: TrainStep, document_lengths: Sequence[int] = ()) -> Batch:
+    """Random tokens, in the order of a run.
+
+    Args:
+      document_lengths: documents of every sequence, in tokens, which fill it. Empty: one document.
+    """
     like = step.abstract_batch
     shape, vocab_size = like.tokens.shape, step.config.model.vocab_size
+    lengths = np.array(document_lengths or shape[-1:], np.int32)
+    segment_ids_T = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
+    positions_T = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    order_T = step.sequence_order.of(dict(segment_ids=segment_ids_T))
 
     def make():
         tokens = jax.random.randint(jax.random.key(0), shape, 0, vocab_size)
-        positions = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), shape)
-        return Batch(tokens, jnp.roll(tokens, -1, axis=-1), jnp.ones(shape), positions, jnp.ones(shape, jnp.int32))
+        positions, segment_ids = (jnp.broadcast_to(x_T[order_T], shape) for x_T in (positions_T, segment_ids_T))
+        return Batch(tokens, jnp.roll(tokens, -1, axis=-1), jnp.ones(shape), positions, segment_ids)
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
 

@@ -7,13 +7,14 @@ the fewest departures. Copies to host memory have to pay: what uses it is first 
 than 5%. What its own plan warns about is first only if nothing else fits. Measurements are ordered by speed.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search.space import layout_name
 
+K = TypeVar("K", bound=Hashable)
 NUM_MESHES = 3  # that are compiled by a search, and named as the ones to measure
 # Relative differences of time that do not decide: with the same kernels, whose errors cancel for the most part, or not.
 _SAME_SHAPE, _ACROSS_MESHES = 0.02, 0.05
@@ -61,60 +62,59 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
     others = [row for row in rows if row["status"] != "done"]
     if done and done[0]["figures"] == "measured":
         return sorted(done, key=lambda row: (not row["fits"], -row["tokens_per_second_per_device"])) + others
-    return [done[index] for index in places([entry_of(row) for row in done])] + others
+    return [done[index] for index in places(dict(enumerate(map(entry_of, done))))] + others
 
 
-def places(entries: Sequence[Entry]) -> list[int]:
-    """Indices of `entries`, best first."""
+def places(entries: Mapping[K, Entry]) -> list[K]:
+    """The keys of `entries`, best first."""
     result = []
     for tier in _tiers(entries):
-        near = _first_of_shapes(entries, tier)
-        rest = sorted(set(tier) - set(near), key=lambda index: entries[index].seconds)
-        result += [*near, *rest]
+        near = dict.fromkeys(_first_of_shapes(entries, tier))
+        result += [*near, *sorted((key for key in tier if key not in near), key=lambda key: entries[key].seconds)]
     return result
 
 
-def decisive(entries: Sequence[Entry]) -> list[int]:
-    """Indices on which the first place depends: the first, the fastest, and the fastest with the shape of the first."""
+def decisive(entries: Mapping[K, Entry]) -> list[K]:
+    """The keys on which the first place depends: the first, the fastest, and the fastest with the first one's shape."""
     tier = next(_tiers(entries))
     first = _first_of_shapes(entries, tier)[0]
-    peers = [index for index in tier if entries[index].shape == entries[first].shape]
+    peers = [key for key in tier if entries[key].shape == entries[first].shape]
     return [first, _fastest(entries, tier), _fastest(entries, peers)]
 
 
-def _tiers(entries: Sequence[Entry]) -> Iterator[list[int]]:
+def _tiers(entries: Mapping[K, Entry]) -> Iterator[list[K]]:
     """What fits without warnings, what fits with warnings, the rest.
 
     Of the first, what uses host memory is apart, unless everything else is slower by more than `_ACROSS_MESHES`.
     """
-    tiers: tuple[list[int], ...] = ([], [], [])
-    for index, entry in enumerate(entries):
-        tiers[2 if not entry.fits else int(entry.has_warnings)].append(index)
-    on_device = [index for index in tiers[0] if not entries[index].uses_host]
+    tiers: tuple[list[K], ...] = ([], [], [])
+    for key, entry in entries.items():
+        tiers[2 if not entry.fits else int(entry.has_warnings)].append(key)
+    on_device = [key for key in tiers[0] if not entries[key].uses_host]
     if on_device:
         seconds = [entries[_fastest(entries, tier)].seconds for tier in (on_device, tiers[0])]
         if seconds[0] <= (1 + _ACROSS_MESHES) * seconds[1]:
-            tiers = (on_device, sorted(set(tiers[0]) - set(on_device)), *tiers[1:])
+            tiers = (on_device, [key for key in tiers[0] if entries[key].uses_host], *tiers[1:])
     yield from filter(None, tiers)
 
 
-def _first_of_shapes(entries: Sequence[Entry], tier: Sequence[int]) -> list[int]:
+def _first_of_shapes(entries: Mapping[K, Entry], tier: Sequence[K]) -> list[K]:
     """One entry of each shape within `_ACROSS_MESHES` of the fastest, the one with the most memory left first."""
-    by_shape: dict[Hashable, list[int]] = {}
-    for index in tier:
-        by_shape.setdefault(entries[index].shape, []).append(index)
+    by_shape: dict[Hashable, list[K]] = {}
+    for key in tier:
+        by_shape.setdefault(entries[key].shape, []).append(key)
     first = []
-    for indices in by_shape.values():
-        limit = (1 + _SAME_SHAPE) * entries[_fastest(entries, indices)].seconds
-        equal = [index for index in indices if entries[index].seconds <= limit]
-        first.append(min(equal, key=lambda index: (entries[index].num_departures, *_by_memory(entries[index]))))
+    for keys in by_shape.values():
+        limit = (1 + _SAME_SHAPE) * entries[_fastest(entries, keys)].seconds
+        equal = [key for key in keys if entries[key].seconds <= limit]
+        first.append(min(equal, key=lambda key: (entries[key].num_departures, *_by_memory(entries[key]))))
     limit = (1 + _ACROSS_MESHES) * entries[_fastest(entries, tier)].seconds
-    near = [index for index in first if entries[index].seconds <= limit]
-    return sorted(near or [_fastest(entries, tier)], key=lambda index: _by_memory(entries[index]))
+    near = [key for key in first if entries[key].seconds <= limit]
+    return sorted(near or [_fastest(entries, tier)], key=lambda key: _by_memory(entries[key]))
 
 
-def _fastest(entries: Sequence[Entry], indices: Sequence[int]) -> int:
-    return min(indices, key=lambda index: entries[index].seconds)
+def _fastest(entries: Mapping[K, Entry], keys: Sequence[K]) -> K:
+    return min(keys, key=lambda key: entries[key].seconds)
 
 
 def _by_memory(entry: Entry) -> tuple[float, int, float]:

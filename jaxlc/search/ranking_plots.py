@@ -17,14 +17,12 @@ _COLORS = {"ring": BLUE, "hybrid": RED, "ulysses": TEAL, "all_gather": AMBER}
 def write(rows: Sequence[dict], title: str, out: Path) -> list[Path]:
     """Writes the plots for rows sorted best first; returns their paths. Without completed points there is no plot."""
     done = [row for row in rows if row["status"] == "done"]
-    paths = []
-    if done:
-        paths.append(out / MESHES)
-        meshes_figure(done, title).savefig(paths[-1])
+    figures = {MESHES: meshes_figure} if done else {}
     if len({row["transport"] for row in done}) > 1:
-        paths.append(out / TRANSPORTS)
-        transports_figure(done, title).savefig(paths[-1])
-    return paths
+        figures[TRANSPORTS] = transports_figure
+    for name, draw in figures.items():
+        draw(done, title).savefig(out / name)
+    return [out / name for name in figures]
 
 
 def meshes_figure(done: Sequence[dict], title: str) -> Figure:
@@ -35,12 +33,10 @@ def meshes_figure(done: Sequence[dict], title: str) -> Figure:
     labels = [", ".join([name_of(row), *(row[name] for name in also)]) for row in shown]
     figure = plot_style.new_figure(10, 1.4 + 0.24 * len(shown))
     speed, memory = figure.subplots(1, 2, sharey=True)
-    colors = [_COLORS[row["strategy"]] for row in shown]
-    opacity = [1.0 if row["fits"] else 0.35 for row in shown]
+    colors = [(_COLORS[row["strategy"]], 1.0 if row["fits"] else 0.35) for row in shown]
     places = range(len(shown))
     for axes, column, unit in ((speed, "tokens_per_second_per_device", 1), (memory, "device_peak_bytes", 2**30)):
-        for place, row, color, alpha in zip(places, shown, colors, opacity, strict=True):
-            axes.barh(place, row[column] / unit, color=color, alpha=alpha, height=0.72)
+        axes.barh(places, [row[column] / unit for row in shown], color=colors, height=0.72)
         plot_style.style_axes(axes, "x")
     is_estimate = shown[0]["figures"] == "estimated"
     if is_estimate:

@@ -1,12 +1,14 @@
 """Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT compilation decides."""
 
 import bisect
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
+from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.errors import UserError
 from jaxlc.search import space
 from jaxlc.search.best_first import Candidate, Compile, Search
@@ -62,7 +64,7 @@ def recommend(
     for part in topologies(goal, gpus):
         rates = Rates(part, roofline)
         for seq_len in _lengths(config, rates) if goal == "longest" else [config.data.seq_len]:
-            pool += candidates(config, rates, seq_len)
+            pool += (x for x in candidates(config, rates, seq_len) if x.estimate.fits(part, working_ratio=0.0))
     if not pool and not any(_layouts(config, Rates(gpus, roofline))):
         raise UserError(_no_layout(config, gpus))
     log(f"{len(pool):,} combinations of mesh, strategy, microbatches and memory settings may fit")
@@ -118,13 +120,7 @@ def lengths(num_gpus: int) -> list[int]:
 
 
 def candidates(config: Config, rates: Rates, seq_len: int, max_sequences: int = 8) -> Iterator[Candidate]:
-    """All candidates for these GPUs whose state and saved activations fit. Arguments as of `_all_candidates`."""
-    found = _all_candidates(config, rates, seq_len, max_sequences)
-    return (candidate for candidate in found if candidate.estimate.fits(rates.gpus, 0.0))
-
-
-def _all_candidates(config: Config, rates: Rates, seq_len: int, max_sequences: int) -> Iterator[Candidate]:
-    """Candidates whose mesh divides the model and the batch.
+    """Candidates for these GPUs whose mesh divides the model and the batch; most of them may not fit.
 
     A step has about as many tokens as that of `config`, in at least one sequence.
 
@@ -147,13 +143,17 @@ def _all_candidates(config: Config, rates: Rates, seq_len: int, max_sequences: i
 
 def _layouts(config: Config, rates: Rates, max_sequences: int = 8) -> Iterator[tuple[Settings, Layout]]:
     """Meshes, strategies and microbatches that divide the model, the sequence and the batch."""
-    for settings in space.layouts(config, rates.gpus.num_gpus, max_sequences):
-        changed = space.unchecked(config, settings)
-        if any(split_problems(changed)) or any(length_problems(changed)):
-            continue
-        kernels = rates.kernels(changed)
-        if kernels is not None:
-            yield settings, Layout(changed, rates, kernels)
+    for mesh in space.meshes(config, rates.gpus.num_gpus):
+        per_replica, rest = divmod(config.train.global_batch_size, mesh[DATA] * mesh[FSDP])
+        sizes = [] if rest else [size for size in range(1, max_sequences + 1) if per_replica % size == 0]
+        for strategy, size in itertools.product(space.strategies(config, mesh), sizes):
+            settings = space.mesh_settings(mesh) | strategy | space.batch_settings(config, mesh, size)
+            changed = space.unchecked(config, settings)
+            if any(split_problems(changed)) or any(length_problems(changed)):
+                continue
+            kernels = rates.kernels(changed)
+            if kernels is not None:
+                yield settings, Layout(changed, rates, kernels)
 
 
 def _lengths(config: Config, rates: Rates) -> list[int]:
@@ -176,7 +176,7 @@ def _may_fit(config: Config, rates: Rates, seq_len: int, working_ratio: float) -
 
 def _reason(config: Config, rates: Rates, shortest: int) -> str:
     """What is too large for a sequence of `shortest` tokens."""
-    gpus, estimates = rates.gpus, [x.estimate for x in _all_candidates(config, rates, shortest, max_sequences=1)]
+    gpus, estimates = rates.gpus, [x.estimate for x in candidates(config, rates, shortest, max_sequences=1)]
     usable_bytes, usable_host_bytes = usable_memory(gpus)
     on_gpu = [x.exact_bytes for x in estimates if x.host_bytes_per_node <= usable_host_bytes]
     on_host = [x.host_bytes_per_node for x in estimates if x.exact_bytes <= usable_bytes]

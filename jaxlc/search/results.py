@@ -4,7 +4,7 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -102,22 +102,19 @@ class Ranking:
 
     def note(self) -> str:
         """Which configurations the estimate cannot order, up to three meshes by number; "" if there are none."""
-        fitting = [(str(rank), row) for rank, row in enumerate(self._done(), start=1) if row["fits"]]
+        fitting = [(rank, row) for rank, row in enumerate(self._done(), start=1) if row["fits"]]
         if not fitting:
             return ""
         (_, first), speed = fitting[0], "tokens_per_second_per_device"
-        same = [(number, row) for number, row in fitting if mesh_of(row)[:2] == mesh_of(first)[:2]]
         close = [
-            (mesh_of(row), number)
-            for number, row in same
-            if not is_distinguishable(row[speed], first[speed], self.pair_spread)
+            (mesh_of(row), rank)
+            for rank, row in fitting
+            if mesh_of(row)[:2] == mesh_of(first)[:2]
+            and not is_distinguishable(row[speed], first[speed], self.pair_spread)
         ]
         if len(close) == 1:
             return ""
-        by_mesh: dict[Hashable, str] = {}
-        for mesh, rank in close:
-            by_mesh.setdefault(mesh, rank)
-        names = list(by_mesh.values())[:NUM_MESHES]
+        names = list(map(str, sorted(dict(reversed(close)).values())))[:NUM_MESHES]  # the first one of each mesh
         num_others = len(close) - len(names)
         *names, last = [*names, *([f"{num_others} more"] if num_others else [])]
         return (

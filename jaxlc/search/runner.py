@@ -59,8 +59,7 @@ def run(
 
     Args:
       work: computes the figures of one config; see `jaxlc.search.worker`.
-      about: columns with the same value in all rows, such as the topology. A row in the file belongs to a point if
-        these columns, the whole config and the version of JAX are equal.
+      about: columns with the same value in all rows, such as the topology. The version of JAX is added.
       log: called with lines that report progress.
     Raises:
       KeyboardInterrupt: with the number of finished points in its message.
@@ -68,36 +67,35 @@ def run(
     path = out / ROWS
     out.mkdir(parents=True, exist_ok=True)
     about = about | dict(jax=importlib.metadata.version("jax"))
-    checked = [_checked(point) for point in points]
-    keys = [_key(to_dict(x) if isinstance(x, Config) else point.settings, about) for point, x in zip(points, checked)]
-    rows = {row["key"]: row for row in read_rows(path)}
-    new = [index for index, key in enumerate(keys) if key not in rows]
+    keys = [_key(point.config, about) for point in points]
+    rows, configs = {row["key"]: row for row in read_rows(path)}, dict[str, Config]()
+    new = {key: point for key, point in zip(keys, points) if key not in rows}
     if len(new) < len(points):
         log(f"{len(points) - len(new)} of {len(points)} points are already in {path}")
-    to_run = [index for index in new if isinstance(checked[index], Config)]
-    if to_run:
-        log(f"running {len(to_run)} points, {min(num_workers, len(to_run))} at a time; results go to {path}")
     start_seconds = time.monotonic()
     with path.open("a") as file:
 
-        def add(index: int, figures: Row) -> Row:
-            point = points[index]
-            row = dict(key=keys[index]) | about | point.columns() | dict(overrides=point.overrides) | figures
-            file.write(json.dumps(row) + "\n")
+        def add(key: str, figures: Row) -> None:
+            settings = new[key].columns() | dict(overrides=new[key].overrides)
+            rows[key] = dict(key=key) | about | settings | figures
+            file.write(json.dumps(rows[key]) + "\n")
             file.flush()
-            rows[keys[index]] = row
-            return row
 
-        for index in set(new) - set(to_run):
-            add(index, dict(status="refused", reason=checked[index]))
-        results = run_in_processes([checked[index] for index in to_run], work, num_workers)
+        for key, point in new.items():
+            try:
+                configs[key] = point.checked()
+            except UserError as error:
+                add(key, dict(status="refused", reason=str(error)))
+        total = len(configs)
+        if total:
+            log(f"running {total} points, {min(num_workers, total)} at a time; results go to {path}")
         try:
-            for num_run, (number, figures) in enumerate(results, start=1):
-                row, config = add(to_run[number], figures), points[to_run[number]].config
-                minutes = (time.monotonic() - start_seconds) / num_run * (len(to_run) - num_run) / 60
-                left = f"; about {minutes:.0f} min left" if minutes >= 1 else ""
-                name = f"{name_of(config)}, {config.data.seq_len:,} tokens, {config.runtime.transport}"
-                log(f"{num_run}/{len(to_run)} {name}: {row_text(row)}{left}")
+            results = run_in_processes([*configs.values()], work, num_workers)
+            for num_run, (index, figures) in enumerate(results, start=1):
+                key, config = [*configs.items()][index]
+                add(key, figures)
+                left_seconds = (time.monotonic() - start_seconds) / num_run * (total - num_run)
+                log(f"{num_run}/{total} {_line(config, rows[key], left_seconds)}")
         except KeyboardInterrupt:
             num_done = sum(key in rows for key in keys)
             raise KeyboardInterrupt(
@@ -106,13 +104,12 @@ def run(
     return [rows[key] for key in keys]
 
 
-def _checked(point: Point) -> Config | str:
-    """The config of a point, or the reason why the config checks reject it."""
-    try:
-        return point.checked()
-    except UserError as error:
-        return str(error)
+def _line(config: Config, row: Row, left_seconds: float) -> str:
+    """What the log shows of a finished point."""
+    left = f"; about {left_seconds / 60:.0f} min left" if left_seconds >= 60 else ""
+    return f"{name_of(config)}, {config.data.seq_len:,} tokens, {config.runtime.transport}: {row_text(row)}{left}"
 
 
-def _key(identity: Row, about: Row) -> str:
-    return hashlib.sha256(json.dumps([identity, about], sort_keys=True).encode()).hexdigest()[:16]
+def _key(config: Config, about: Row) -> str:
+    """Identifies a row of the file: the whole config, and the columns that all rows share."""
+    return hashlib.sha256(json.dumps([to_dict(config), about], sort_keys=True).encode()).hexdigest()[:16]

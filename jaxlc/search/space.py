@@ -154,19 +154,6 @@ def batch_settings(config: Config, mesh: Mapping[str, int], sequences: int) -> S
     }
 
 
-def layouts(config: Config, num_devices: int, max_sequences: int = 8) -> Iterator[Settings]:
-    """Meshes, strategies and microbatches that divide the batch; the model may not be divisible by some of them.
-
-    Args:
-      max_sequences: of a microbatch on one replica.
-    """
-    for mesh in meshes(config, num_devices):
-        per_replica, rest = divmod(config.train.global_batch_size, mesh[DATA] * mesh[FSDP])
-        sizes = [] if rest else [size for size in range(1, max_sequences + 1) if per_replica % size == 0]
-        for strategy, size in itertools.product(strategies(config, mesh), sizes):
-            yield mesh_settings(mesh) | strategy | batch_settings(config, mesh, size)
-
-
 def memory_settings(config: Config) -> Iterator[Settings]:
     """Settings of config.memory for the mesh of `config`, in a few cases invalid ones."""
     tokens, period = config.data.seq_len // config.mesh.context, len(config.model.layer_kinds)

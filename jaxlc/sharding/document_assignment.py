@@ -16,16 +16,26 @@ class Assignment:
     unit: int
     sizes: np.ndarray  # int64 [sharded documents, 2 x context]: tokens of each piece
     whole: list[list[int]]  # by rank
-    cuts: list[tuple[int, int, int]] = field(default_factory=list)  # document, rank of its head, tokens of its head
+    cuts: list[tuple[int, int, int, int]] = field(default_factory=list)  # document, rank, offset, tokens
 
     @classmethod
-    def create(cls, lengths, rank_tokens: int, context: int, num_sharded: int, unit: int) -> "Assignment | None":
-        """None: the tokens cannot be equal on all ranks with these sharded documents."""
+    def create(
+        cls, lengths, rank_tokens: int, context: int, num_sharded: int, unit: int, in_sequence: bool = False
+    ) -> "Assignment | None":
+        """None: the tokens cannot be equal on all ranks with these sharded documents.
+
+        Args:
+          in_sequence: the other documents are placed one after the other, and cut where the space of a rank ends.
+        """
         documents = np.argsort(-lengths, kind="stable")
         begins = (np.cumsum(lengths) - lengths)[documents]
         lengths = lengths[documents]
         sizes, tokens = _cut_into_pieces(lengths[:num_sharded], context, unit)
-        whole, tokens = _place_whole(lengths, num_sharded, tokens, rank_tokens)
+        cuts = []
+        if in_sequence:
+            whole, cuts = [[] for _ in range(context)], _place_in_sequence(lengths, num_sharded, rank_tokens - tokens)
+        else:
+            whole, tokens = _place_whole(lengths, num_sharded, tokens, rank_tokens)
         assignment = cls(
             documents=documents,
             lengths=lengths,
@@ -34,7 +44,10 @@ class Assignment:
             unit=unit,
             sizes=sizes,
             whole=whole,
+            cuts=cuts,
         )
+        if in_sequence:
+            return assignment if (tokens <= rank_tokens).all() else None
         return assignment if assignment._equalize(tokens - rank_tokens) else None
 
     def _equalize(self, excess: np.ndarray) -> bool:
@@ -65,8 +78,9 @@ class Assignment:
             if longer:  # the shortest of them, which has the least work
                 document = longer[-1]
                 self.whole[source].remove(document)
-                head = int(self.lengths[document]) - num_tokens if flow > 0 else num_tokens
-                self.cuts.append((document, rank, head))
+                length = int(self.lengths[document])
+                head = length - num_tokens if flow > 0 else num_tokens
+                self.cuts += [(document, rank, 0, head), (document, rank + 1, head, length - head)]
                 return True
             if not documents:
                 return self._shift_pieces(rank, num_tokens if flow > 0 else -num_tokens)
@@ -98,13 +112,22 @@ class Assignment:
         diagonal = (both * (both + 1) // 2).sum(axis=0)
         for rank, documents in enumerate(self.whole):
             diagonal[rank] += (self.lengths[documents] * (self.lengths[documents] + 1) // 2).sum()
-        for document, rank, head in self.cuts:
-            rest = int(self.lengths[document]) - head
-            diagonal[rank] += head * (head + 1) // 2
-            diagonal[rank + 1] += rest * (rest + 1) // 2
-            work[rank + 1, rank] += rest * head
+        for document, rank, offset, tokens in self.cuts:
+            diagonal[rank] += tokens * (tokens + 1) // 2
+            for other, other_rank, other_offset, num_keys in self.cuts:
+                if other == document and other_offset < offset:
+                    work[rank, other_rank] += tokens * num_keys
         np.fill_diagonal(work, diagonal)
         return work
+
+    def num_shared(self) -> int:
+        """The largest number of documents that two ranks share."""
+        context = len(self.whole)
+        has_tokens = np.zeros((len(self.lengths), context), int)
+        has_tokens[: len(self.sizes)] = self.sizes[:, :context] + self.sizes[:, : context - 1 : -1] > 0
+        for document, rank, _, _ in self.cuts:
+            has_tokens[document, rank] = 1
+        return int(np.max(has_tokens.T @ has_tokens * (1 - np.eye(context, dtype=int)), initial=0))
 
     def pieces(self) -> tuple[np.ndarray, int]:
         """The pieces of all ranks, and the largest number of tokens of a rank that other ranks need.
@@ -121,6 +144,33 @@ class Assignment:
             pieces += [(*piece, rank) for piece in shared + whole]
         return np.array(pieces, np.int64).reshape(-1, 4), num_shared_tokens
 
+    def mirrored_pieces(self) -> np.ndarray | None:
+        """As `pieces`, for layers in tiles: sharded documents have their two pieces in different halves of a rank.
+
+        The second half has them in the opposite order. So a tile, which mirrors them (attention/tiles/query_tiles.py),
+        has both pieces of a document. The tokens that the next rank needs of cut documents are in the first half, too.
+
+        Returns:
+          int64 [pieces, 4], with the half of a rank, 2 x rank or 2 x rank + 1, in place of the rank. None: the pieces
+          do not fit into the halves.
+        """
+        half_tokens, context = self.rank_tokens // 2, len(self.whole)
+        num_tokens_lo = self.sizes[:, :context].sum(axis=1)
+        pieces = []
+        for rank in range(context):
+            first, middle, last = [], [], []
+            for document, offset, tokens in self._shared_pieces(rank):
+                is_sharded = document < len(self.sizes)
+                is_last = offset >= num_tokens_lo[document] if is_sharded else offset > 0
+                (first if not is_last else last if is_sharded else middle).append((document, offset, tokens))
+            middle += [(document, 0, int(self.lengths[document])) for document in self.whole[rank]]
+            if max(sum(tokens for _, _, tokens in part) for part in (first, last)) > half_tokens:
+                return None
+            begin, second = _split_at(first + middle, half_tokens)
+            pieces += [(*piece, 2 * rank) for piece in begin]
+            pieces += [(*piece, 2 * rank + 1) for piece in second + last[::-1]]
+        return np.array(pieces, np.int64).reshape(-1, 4)
+
     def _shared_pieces(self, rank: int) -> list[tuple[int, int, int]]:
         """(document, offset, tokens) of the sharded and the cut documents of a rank, in the order of its tokens."""
         offsets = np.cumsum(self.sizes, axis=1) - self.sizes
@@ -132,26 +182,34 @@ class Assignment:
             for chunk in chunks
         ]
         pieces = [piece for piece in pieces if piece[2]]
-        for document, head_rank, head in self.cuts:
-            if head_rank == rank:
-                pieces.append((document, 0, head))
-            elif head_rank == rank - 1:
-                pieces.append((document, head, int(self.lengths[document]) - head))
-        return pieces
+        return pieces + [(document, offset, tokens) for document, at, offset, tokens in self.cuts if at == rank]
 
-    def order(self, pieces: np.ndarray) -> np.ndarray:
-        """int64 [tokens]: index i of the layout holds token `order[i]` of the sequence; `pieces` as of `pieces()`."""
-        context = len(self.whole)
+    def order(self, pieces: np.ndarray, per_rank: int = 1) -> np.ndarray:
+        """int64 [tokens]: index i of the layout holds token `order[i]` of the sequence.
+
+        `pieces` as of `pieces()`; as of `mirrored_pieces()` with two halves `per_rank`.
+        """
         next_padding = int(self.lengths.sum())
         parts = []
-        for rank in range(context):
-            rank_pieces = pieces[pieces[:, 3] == rank]
-            first = self.begins[rank_pieces[:, 0]] + rank_pieces[:, 1]
-            parts += [np.arange(begin, begin + tokens) for begin, tokens in zip(first, rank_pieces[:, 2], strict=True)]
-            num_padding = self.rank_tokens - int(rank_pieces[:, 2].sum())
+        for place in range(per_rank * len(self.whole)):
+            place_pieces = pieces[pieces[:, 3] == place]
+            first = self.begins[place_pieces[:, 0]] + place_pieces[:, 1]
+            parts += [np.arange(begin, begin + tokens) for begin, tokens in zip(first, place_pieces[:, 2], strict=True)]
+            num_padding = self.rank_tokens // per_rank - int(place_pieces[:, 2].sum())
             parts.append(np.arange(next_padding, next_padding + num_padding))
             next_padding += num_padding
         return np.concatenate(parts)
+
+
+def _split_at(pieces: list[tuple[int, int, int]], num_tokens: int) -> tuple[list, list]:
+    """The first `num_tokens` tokens of pieces (document, offset, tokens), and the others; a piece may be cut in two."""
+    first, rest, free = [], [], num_tokens
+    for document, offset, tokens in pieces:
+        size = min(tokens, free)
+        free -= size
+        first += [(document, offset, size)] * (size > 0)
+        rest += [(document, offset + size, tokens - size)] * (tokens > size)
+    return first, rest
 
 
 def _cut_into_pieces(lengths: np.ndarray, context: int, unit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -161,6 +219,7 @@ def _cut_into_pieces(lengths: np.ndarray, context: int, unit: int) -> tuple[np.n
     have the fewest tokens so far.
     """
     tokens = np.zeros(context, np.int64)
+    tokens_lo, tokens_hi = np.zeros((2, context), np.int64)
     units, rest = np.divmod(lengths, unit)
     base, extra = np.divmod(units, 2 * context)
     sizes = np.repeat(base[:, None] * unit, 2 * context, axis=1)
@@ -171,12 +230,16 @@ def _cut_into_pieces(lengths: np.ndarray, context: int, unit: int) -> tuple[np.n
             if num_extra <= 0:
                 break
             ranks = np.argsort(tokens, kind="stable")[:num_extra]
-            is_hi = (ranks + document + half) % 2 == 1
+            is_hi = tokens_hi[ranks] <= tokens_lo[ranks]
             sizes[document, np.where(is_hi, 2 * context - 1 - ranks, ranks)] += unit
             tokens[ranks] += unit
+            tokens_hi[ranks[is_hi]] += unit
+            tokens_lo[ranks[~is_hi]] += unit
         rank = int(np.argmin(tokens))
-        sizes[document, 2 * context - 1 - rank] += rest[document]
+        is_hi = tokens_hi[rank] <= tokens_lo[rank]
+        sizes[document, 2 * context - 1 - rank if is_hi else rank] += rest[document]
         tokens[rank] += rest[document]
+        (tokens_hi if is_hi else tokens_lo)[rank] += rest[document]
     return sizes, (sizes[:, :context] + sizes[:, : context - 1 : -1]).sum(axis=0)
 
 
@@ -191,3 +254,19 @@ def _place_whole(lengths, num_sharded: int, tokens: np.ndarray, rank_tokens: int
         work[rank] += length * length
         free[rank] -= length
     return whole, rank_tokens - np.array(free, np.int64)
+
+
+def _place_in_sequence(lengths, num_sharded: int, free: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """The other documents one after the other as (document, rank, offset, tokens); `free` int64 [context]: tokens."""
+    ends, places = np.cumsum(np.maximum(free, 0)), []
+    begin = 0
+    for document, length in enumerate(lengths[num_sharded:].tolist(), num_sharded):
+        offset = 0
+        while offset < length:
+            rank = int(np.searchsorted(ends, begin, side="right"))
+            if rank == len(ends):
+                return places
+            tokens = min(length - offset, int(ends[rank]) - begin)
+            places.append((document, rank, offset, tokens))
+            offset, begin = offset + tokens, begin + tokens
+    return places

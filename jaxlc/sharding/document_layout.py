@@ -22,6 +22,7 @@ maximum over ranks of the work, relative to the mean work of a rank. 1 is ideal.
 smallest whose ring cost is below a limit: each sharded document makes the pieces shorter that kernels work on.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +30,13 @@ import numpy as np
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.document_assignment import Assignment
 from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.window_room import has_room
 
+_BLOCK_TOKENS = 128
 MAX_RING_COST = 1.03  # accepted without trying to cut more documents, or into finer pieces
+# Any two ranks have tokens of at most this many documents in common. So the number of kernel calls of a ring step is
+# static: attention/kernels/packed_operands.py, `few_buckets`.
+MAX_SHARED_DOCUMENTS = 11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +63,12 @@ class DocumentLayout:
 
 
 def document_layout(
-    lengths: np.ndarray, num_tokens: int, context: int, *, block_tokens: int = 128, max_cost: float = MAX_RING_COST
+    lengths: np.ndarray,
+    num_tokens: int,
+    context: int,
+    *,
+    block_tokens: int = _BLOCK_TOKENS,
+    max_cost: float = MAX_RING_COST,
 ) -> DocumentLayout:
     """The layout of a sequence; a pure function of its arguments.
 
@@ -71,24 +82,14 @@ def document_layout(
     Raises:
       UserError: the tokens do not split over the ranks.
     """
-    lengths = np.asarray(lengths, np.int64)
-    assert (lengths > 0).all() and lengths.sum() <= num_tokens, (lengths, num_tokens)
-    if num_tokens % context:
-        raise UserError(
-            f"a sequence of {num_tokens} tokens does not split over {context} ranks; use a multiple of {context}"
-        )
-    best, best_cost = None, np.inf
-    for unit, num_sharded in _candidates(lengths, num_tokens // context, context, block_tokens):
-        assignment = Assignment.create(lengths, num_tokens // context, context, num_sharded, unit)
-        cost = np.inf if assignment is None else ring_cost(by_ring_step(assignment.work_by_rank()))
-        if cost < best_cost:
-            best, best_cost = assignment, cost
-        if best_cost <= max_cost:
-            break
+    best = _best_assignment(_checked(lengths, num_tokens, context), num_tokens, context, block_tokens, max_cost)
+    assert best is not None
     return _layout_of(best)
 
 
-def document_order(segment_ids_T: np.ndarray, context: int, inner: int = 1) -> np.ndarray:
+def document_order(
+    segment_ids_T: np.ndarray, context: int, inner: int = 1, *, mirrored: bool = False, window: int | None = None
+) -> np.ndarray | None:
     """The order of a packed sequence's tokens: index i of the layout holds token `order_T[i]` of the natural order.
 
     A pure function, so processes that share a sequence compute the same order.
@@ -98,18 +99,69 @@ def document_order(segment_ids_T: np.ndarray, context: int, inner: int = 1) -> n
       context: number of ranks, or of groups of ranks.
       inner: number of ranks of a group. Its tokens are split over them in zigzag order, as Ulysses expects
         (attention/strategies/ulysses.py).
+      mirrored: for layers in tiles, see `Assignment.mirrored_pieces`.
+      window: tokens of a sliding window, whose exchange has limited room (window_room.py).
     Returns:
-      int64 [tokens]
+      int64 [tokens]; None if no layout fits `mirrored` or `window`.
     Raises:
       UserError: the tokens do not split over the ranks.
     """
     documents_first = np.argsort(segment_ids_T == 0, kind="stable")  # padding may be anywhere
     ids = segment_ids_T[documents_first][: np.count_nonzero(segment_ids_T)]
     lengths = np.diff(np.flatnonzero(np.diff(ids, prepend=0)), append=len(ids))
-    order_T = documents_first[document_layout(lengths, len(segment_ids_T), context).order]
+    num_tokens = len(segment_ids_T)
+    per_rank = 2 if mirrored else 1
+
+    def pieces_of(assignment: Assignment) -> np.ndarray | None:
+        pieces = assignment.mirrored_pieces() if mirrored else assignment.pieces()[0]
+        if pieces is None or window is None:
+            return pieces
+        return pieces if has_room(pieces, per_rank * context, num_tokens // context, context, window) else None
+
+    lengths = _checked(lengths, num_tokens, context)
+    fits = None if window is None and not mirrored else lambda assignment: pieces_of(assignment) is not None
+    best = _best_assignment(lengths, num_tokens, context, _BLOCK_TOKENS, MAX_RING_COST, fits)
+    if best is None:
+        return None
+    order_T = documents_first[best.order(pieces_of(best), per_rank)]
     if inner > 1:
         order_T = order_T.reshape(context, -1)[:, zigzag_order(len(order_T) // context, inner)].reshape(-1)
     return order_T
+
+
+def _checked(lengths, num_tokens: int, context: int) -> np.ndarray:
+    lengths = np.asarray(lengths, np.int64)
+    assert (lengths > 0).all() and lengths.sum() <= num_tokens, (lengths, num_tokens)
+    if num_tokens % context:
+        raise UserError(
+            f"a sequence of {num_tokens} tokens does not split over {context} ranks; use a multiple of {context}"
+        )
+    return lengths
+
+
+def _best_assignment(
+    lengths: np.ndarray,
+    num_tokens: int,
+    context: int,
+    block_tokens: int,
+    max_cost: float,
+    fits: Callable[[Assignment], bool] | None = None,
+) -> Assignment | None:
+    """The first candidate that costs at most max_cost, otherwise the one with the lowest cost; None: none fits.
+
+    Args:
+      fits: a further condition. With it, candidates with finer pieces are not tried once one fits.
+    """
+    best, best_cost = None, np.inf
+    for assignment in _assignments(lengths, num_tokens // context, context, block_tokens, may_cut=fits is None):
+        if fits is not None and best is not None and assignment.unit < best.unit:
+            break
+        cost = ring_cost(by_ring_step(assignment.work_by_rank()))
+        if cost < best_cost and (fits is None or fits(assignment)):
+            best, best_cost = assignment, cost
+        if best_cost <= max_cost:
+            break
+    return best
 
 
 def ring_cost(ring_work: np.ndarray) -> float:
@@ -124,21 +176,41 @@ def by_ring_step(work: np.ndarray) -> np.ndarray:
     return work[ranks, (ranks - ranks[:, None]) % len(work)]
 
 
-def _candidates(lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int):
+def _assignments(
+    lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, *, may_cut: bool
+) -> Iterator[Assignment]:
+    """The candidates in the order of preference.
+
+    Args:
+      may_cut: if no other candidate is possible, documents are cut in sequence.
+    """
+    num_found = 0
+    for in_sequence in (False, True)[: 1 + may_cut]:
+        for unit, num_sharded in _candidates(lengths, rank_tokens, context, block_tokens, in_sequence):
+            assignment = Assignment.create(lengths, rank_tokens, context, num_sharded, unit, in_sequence)
+            if assignment is not None and assignment.num_shared() <= MAX_SHARED_DOCUMENTS:
+                num_found += 1
+                yield assignment
+        if num_found:
+            return
+
+
+def _candidates(lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, in_sequence: bool):
     """(unit of piece lengths, number of sharded documents), in the order of preference."""
     if context == 1 or not len(lengths):
         yield 1, 0
         return
-    first = int((lengths > rank_tokens).sum())  # longer than a rank's tokens: never whole
+    # Longer than a rank's tokens: never whole.
+    first = 0 if in_sequence else int((lengths > rank_tokens).sum())
+    last = min(len(lengths), MAX_SHARED_DOCUMENTS)
     units = [block_tokens]
     while units[-1] > 1:
         units.append(max(1, units[-1] // 4))
     for unit in units:
         num_sharded = first
-        while num_sharded < len(lengths):
+        while num_sharded <= last:
             yield unit, num_sharded
             num_sharded += 1 + (num_sharded - first) // 8
-        yield unit, len(lengths)
 
 
 def _layout_of(assignment: Assignment) -> DocumentLayout:

@@ -31,7 +31,8 @@ class ShardingRules:
     sharded_rank: Axes = WEIGHT_AXES  # R of the other matrix
     layers: Axes = ()  # L: every rank runs every layer
     norm: Axes = ()  # D or H of a norm's scale: a few kilobytes
-    bias: Axes = ()  # H of a bias
+    bias: Axes = ()  # H or D of a bias
+    sinks: Axes = (TENSOR,)  # N of the attention sinks, one logit per head
     unsharded: Axes = ()  # any other dimension, of a model that is not ours
 
     residual: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT, TENSOR), ())  # x_BTD between blocks
@@ -44,11 +45,11 @@ RULES = ShardingRules()
 
 
 def is_vector(dims: Axes) -> bool:
-    """Whether a parameter with these dimensions is the scale of a norm or a bias.
+    """Whether a parameter with these dimensions is the scale of a norm, a bias or the attention sinks.
 
     They are used in float32, without a cast to the compute dtype, and have no weight decay.
     """
-    return "norm" in dims or "bias" in dims
+    return not {"norm", "bias", "sinks"}.isdisjoint(dims)
 
 
 def storage_axes(name: str, rules: ShardingRules = RULES) -> Axes:

@@ -24,16 +24,16 @@ class Rates(NamedTuple):
     memory: float
     attention: Mapping[str, Efficiency]  # by kernel; long sequences, head dim 128, unmasked
     num_multiprocessors: int
-    # Time that a product takes in addition to its waves of tiles: launch, filling and draining the pipeline. The gap
-    # between kernels is counted separately.
+    # Time that a product takes in addition to its waves of tiles and to the time of any kernel (`KERNEL_GAP_SECONDS`):
+    # filling and draining the pipeline.
     matmul_ramp_seconds: float
 
 
 # [1] Azure/AI-benchmarking-guide, Azure_Results: ND A100 v4, ND H100 v5, ND H200 v5, ND GB200 v6. cuBLASLt on random
-#     data, 16,384 cubed: FP16 256.5 of 312 TFLOP/s on an A100; FP8 1,377 of 1,979 on an H100, 2,907 of 5,000 on a
-#     GB200.
+#     data, 16,384 cubed: FP16 256.5 of 312 TFLOP/s on an A100; FP8 1,377 of 1,979 on an H100.
 #     HBM copy: 1.61 of 2.04, 2.90 of 3.35, 4.01 of 4.8 TB/s. Ramp of products: FP8 on an H100, 1,024 cubed takes 7.8 us
-#     and 2,048 cubed 17.0 us, of which 3.2 and 13 us are waves of tiles; on a GB200 4.4 and 7.7 us.
+#     and 2,048 cubed 17.0 us, of which 3.2 and 13 us are waves of tiles and 2.5 us the time of any kernel; on a GB200
+#     4.4 and 7.7 us.
 # [2] github.com/stas00/ml-engineering, compute/accelerator, MAMF: bf16 792 of 989 TFLOP/s on an H100, the best shape.
 # [3] NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1, 2026-09-28, cuDNN 9.27, 64 heads of 128, no
 #     mask, 32,768 tokens, forward and backward: H200 622 and 543 TFLOP/s, GB200 1,558 and 1,231, A100 (PCIe) 181 and
@@ -41,8 +41,11 @@ class Rates(NamedTuple):
 # [4] FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, H100, forward at 16K: Triton 395, plain PyTorch 139 (8K);
 #     backward: FlashAttention-2 322, plain PyTorch 181 (8K) TFLOP/s. For our Pallas kernel the figures of Triton are
 #     used, and of FlashAttention-2 in the backward; for plain XLA the figures of plain PyTorch.
-# Assumed: bf16 products on Blackwell between [2] and the FP8 share of [1]; packed documents in cuDNN a little below its
-# rate without; Mosaic between Triton and cuDNN; kernels other than cuDNN achieve an H100's fractions on all GPUs.
+# [5] github.com/stas00/ml-engineering, insights/when-to-upgrade-gpus, MAMF on a B200: bf16 1,745 of 2,250 TFLOP/s, FP8
+#     3,432 of 4,500. [1] has 2,907 of 5,000 for FP8 on a GB200, with an earlier cuBLAS, but Llama 3 8B on 8 B200 and
+#     8 GB200 trains faster than such products allow (benchmarks/published_runs.toml).
+# Assumed: packed documents in cuDNN a little below its rate without; Mosaic between Triton and cuDNN; kernels other
+# than cuDNN achieve an H100's fractions on all GPUs.
 _ATTENTION_ON_HOPPER = {
     "cudnn": Efficiency(0.63, 0.55),  # [3]
     "cudnn_packed": Efficiency(0.60, 0.52),
@@ -59,9 +62,9 @@ _ATTENTION_ON_BLACKWELL = {
 KERNELS = tuple(_ATTENTION_ON_HOPPER)
 _RATES = MappingProxyType(
     {
-        "8.0": Rates(0.82, 0.82, 0.79, _ATTENTION_ON_AMPERE, 108, 3.5e-6),
-        "9.0": Rates(0.80, 0.69, 0.86, _ATTENTION_ON_HOPPER, 132, 3.5e-6),
-        "10.0": Rates(0.70, 0.58, 0.86, _ATTENTION_ON_BLACKWELL, 148, 1.5e-6),
+        "8.0": Rates(0.82, 0.82, 0.79, _ATTENTION_ON_AMPERE, 108, 2.0e-6),
+        "9.0": Rates(0.80, 0.69, 0.86, _ATTENTION_ON_HOPPER, 132, 2.0e-6),
+        "10.0": Rates(0.78, 0.76, 0.86, _ATTENTION_ON_BLACKWELL, 148, 0.0),
     }
 )
 

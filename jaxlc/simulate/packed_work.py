@@ -2,7 +2,7 @@
 
 A ring step ends on all ranks at the same time, because each rank waits for its next KV block. So the time of a sequence
 follows from the rank with the most pairs in each step, and depends on the lengths of the documents and on the order of
-tokens that distributes them over the ranks (`jaxlc.step.sequence_order`). NumPy only.
+tokens that distributes them over the ranks (`jaxlc.step.sequence_order`).
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxlc.attention.kernels.packed_operands import buckets
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs, document_pairs
+from jaxlc.data.sequences.balance import balanced_order
 from jaxlc.data.sequences.loader import OrderOf
 from jaxlc.sharding.document_layout import by_ring_step, ring_cost
 
@@ -24,6 +26,9 @@ class AttentionWork(NamedTuple):
     own_pairs: float  # in ring step 0, or in the only kernel call of a strategy without ring steps
     ring_step_pairs: float  # mean over the other ring steps, 0 without them
     window_pairs: float
+    # Calls of a packed kernel in addition to the first one of a block, which takes a limited number of documents.
+    own_further_calls: float = 0.0
+    ring_step_further_calls: float = 0.0  # mean over the other ring steps
 
     def total(self, num_ring_steps: int) -> float:
         """Pairs of full layers in all ring steps."""
@@ -36,7 +41,7 @@ class SequenceWork:
 
     lengths: tuple[int, ...]  # tokens of each document
     pairs: int  # all ranks, summed over the layers
-    ring_cost: float  # sum over ring steps of the slowest rank's pairs, relative to the mean of the ranks
+    ring_cost: float  # sum over ring steps, and tiles, of the slowest rank's pairs, relative to the mean of the ranks
     work: AttentionWork
 
 
@@ -70,18 +75,26 @@ def sequence_work(config: Config, order_of: OrderOf, lengths: Sequence[int]) -> 
     segment_ids_T = np.zeros(num_tokens, np.int32)
     segment_ids_T[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     order_T = order_of({"segment_ids": segment_ids_T})
-    shards = num_shards(config)
-    pieces = _pieces(segment_ids_T, order_T, shards)
-    work = by_ring_step(_pairs_by_rank(pieces, shards))
+    shards, tile_T = num_shards(config), _tile_of_tokens(config)
+    pieces = _pieces(segment_ids_T, order_T, shards, tile_T)
+    pairs = _pairs_by_rank(pieces, shards, tile_T.max() + 1)
+    work = np.stack([by_ring_step(pairs_of_tile) for pairs_of_tile in pairs])  # [tiles, ring steps, ranks]
     if config.attention.strategy == "all_gather":
-        work = work.sum(axis=0, keepdims=True)
-    slowest = work.max(axis=1).astype(float)
+        work = work.sum(axis=1, keepdims=True)
+    slowest = work.max(axis=2).sum(axis=0).astype(float)
+    calls = by_ring_step(_further_calls(pieces, shards, num_tokens // shards)).max(axis=1).astype(float)
     window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
     return SequenceWork(
         lengths=tuple(int(length) for length in lengths),
         pairs=document_pairs(config.model, lengths),
-        ring_cost=ring_cost(work),
-        work=AttentionWork(slowest[0], slowest[1:].mean() if len(work) > 1 else 0.0, float(window_pairs.max())),
+        ring_cost=ring_cost(work.reshape(-1, shards)),
+        work=AttentionWork(
+            slowest[0],
+            slowest[1:].mean() if len(slowest) > 1 else 0.0,
+            float(window_pairs.max()),
+            calls[0],
+            calls[1:].mean() if len(calls) > 1 else 0.0,
+        ),
     )
 
 
@@ -89,13 +102,16 @@ def mean_of_microbatches(config: Config, sequences: Sequence[SequenceWork]) -> A
     """The mean work per sequence if each microbatch takes as long as its slowest replica.
 
     Replicas wait for each other where they gather weights and sum gradients, in every layer. Consecutive sequences form
-    microbatches, as in a run.
+    global batches, whose sequences have the places of a run (`balanced_order`).
     """
+    num_sequences, batch_size = len(sequences), config.train.global_batch_size
+    batches = np.resize(np.arange(num_sequences), (-(-num_sequences // batch_size), batch_size))
+    pairs = np.array([sequence.pairs for sequence in sequences])
+    placed = np.concatenate([batch[balanced_order(config, pairs[batch])] for batch in batches])
+    works = np.array([sequence.work for sequence in sequences])[placed]
     num_replicas = config.mesh.data * config.mesh.fsdp
-    per_replica = config.train.global_batch_size // (config.train.gradient_accumulation_steps * num_replicas)
-    works = np.array([sequence.work for sequence in sequences])
-    num_microbatches = -(-len(works) // (num_replicas * per_replica))
-    works = np.resize(works, (num_microbatches, num_replicas, per_replica, works.shape[1])).mean(axis=2)
+    per_replica = batch_size // (config.train.gradient_accumulation_steps * num_replicas)
+    works = works.reshape(-1, num_replicas, per_replica, works.shape[1]).mean(axis=2)
     steps = num_ring_steps(config)
     slowest = [max((AttentionWork(*row) for row in rows), key=lambda work: work.total(steps)) for rows in works]
     return AttentionWork(*np.mean(slowest, axis=0).tolist())
@@ -108,13 +124,25 @@ class _Pieces(NamedTuple):
     offset: np.ndarray  # tokens of the document before the piece
     num_tokens: np.ndarray
     rank: np.ndarray
+    tile: np.ndarray
 
 
-def _pieces(segment_ids_T: np.ndarray, order_T: np.ndarray, num_ranks: int) -> _Pieces:
+def _tile_of_tokens(config: Config) -> np.ndarray:
+    """int64 [tokens]: the tile that has each token of the layout; 0 without memory.tile_tokens."""
+    num_tokens, tile_tokens = config.data.seq_len, config.memory.tile_tokens
+    if not tile_tokens:
+        return np.zeros(num_tokens, np.int64)
+    subchunks = 2 * num_tokens // (config.mesh.context * tile_tokens)  # of a rank
+    index_T = np.arange(num_tokens) // (tile_tokens // 2) % subchunks
+    return np.minimum(index_T, subchunks - 1 - index_T)
+
+
+def _pieces(segment_ids_T: np.ndarray, order_T: np.ndarray, num_ranks: int, tile_T: np.ndarray) -> _Pieces:
     rank_T = np.arange(len(order_T)) // (len(order_T) // num_ranks)
     document_T = segment_ids_T[order_T]
     is_first = np.ones(len(order_T), bool)
     is_first[1:] = (np.diff(order_T) != 1) | (np.diff(document_T) != 0) | (np.diff(rank_T) != 0)
+    is_first[1:] |= np.diff(tile_T) != 0
     begins = np.flatnonzero(is_first)
     num_tokens = np.diff(begins, append=len(order_T))
     order = np.argsort(order_T[begins])
@@ -124,21 +152,42 @@ def _pieces(segment_ids_T: np.ndarray, order_T: np.ndarray, num_ranks: int) -> _
     document, first_token = document_T[begins], order_T[begins]
     is_new = np.diff(document, prepend=0) != 0
     offset = first_token - np.maximum.accumulate(np.where(is_new, first_token, 0))
-    return _Pieces(document, offset, num_tokens, rank_T[begins])
+    return _Pieces(document, offset, num_tokens, rank_T[begins], tile_T[begins])
 
 
-def _pairs_by_rank(pieces: _Pieces, num_ranks: int) -> np.ndarray:
-    """int64 [query ranks, key ranks]: pairs of a query and a key that it attends to."""
+def _pairs_by_rank(pieces: _Pieces, num_ranks: int, num_tiles: int) -> np.ndarray:
+    """int64 [tiles, query ranks, key ranks]: pairs of a query in a tile and a key that it attends to."""
     num_tokens, rank = pieces.num_tokens, pieces.rank
     by_rank = np.zeros((len(rank) + 1, num_ranks), np.int64)  # tokens of all earlier pieces, by rank
     by_rank[np.arange(1, len(rank) + 1), rank] = num_tokens
     by_rank = by_rank.cumsum(axis=0)[:-1]
     is_new = np.diff(pieces.document, prepend=0) != 0
     first = np.maximum.accumulate(np.where(is_new, np.arange(len(rank)), 0))  # the first piece of each document
-    pairs = np.zeros((num_ranks, num_ranks), np.int64)
-    np.add.at(pairs, rank, num_tokens[:, None] * (by_rank - by_rank[first]))
-    np.add.at(pairs, (rank, rank), num_tokens * (num_tokens + 1) // 2)
+    pairs = np.zeros((num_tiles, num_ranks, num_ranks), np.int64)
+    np.add.at(pairs, (pieces.tile, rank), num_tokens[:, None] * (by_rank - by_rank[first]))
+    np.add.at(pairs, (pieces.tile, rank, rank), num_tokens * (num_tokens + 1) // 2)
     return pairs
+
+
+def _further_calls(pieces: _Pieces, num_ranks: int, local_tokens: int) -> np.ndarray:
+    """int64 [query ranks, key ranks]: calls after the first one for the documents that both ranks have.
+
+    The longest documents are first, and a call takes consecutive ones from the size of its first document on.
+    """
+    sizes = buckets(1, local_tokens, local_tokens)
+    limits = np.array([size.num_queries for size in sizes[1:]])
+    tokens = np.zeros((num_ranks, pieces.document.max(initial=0) + 1), np.int64)
+    np.add.at(tokens, (pieces.rank, pieces.document), pieces.num_tokens)
+    calls = np.zeros((num_ranks, num_ranks), np.int64)
+    for ranks in np.ndindex(calls.shape):
+        queries_and_keys = tokens[list(ranks)]
+        longest = queries_and_keys.max(axis=0)[queries_and_keys.all(axis=0)]
+        size_of = np.sort((longest[:, None] <= limits).sum(axis=1))
+        first = sizes[0].num_documents
+        while first < len(size_of):
+            first += sizes[size_of[first]].num_documents
+            calls[ranks] += 1
+    return calls
 
 
 def _window_pairs(pieces: _Pieces, num_ranks: int, window: int) -> np.ndarray:

@@ -47,6 +47,7 @@ class Roofline:
     network_step_seconds: float = efficiency.NETWORK_STEP_SECONDS
     host_latency_seconds: float = hardware.HOST_LATENCY_SECONDS
     kernel_gap_seconds: float = hardware.KERNEL_GAP_SECONDS
+    synchronization_seconds: float = hardware.SYNCHRONIZATION_SECONDS
     nccl_multiprocessors: float = efficiency.NCCL_MULTIPROCESSORS
     # The interval of estimated times (`interval`). Rates measured on the GPUs of the run justify a narrower one.
     time_scale: float = interval.TIME_SCALE

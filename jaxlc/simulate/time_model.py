@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.checks.mesh_checks import num_head_ranks
-from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import Cost
+from jaxlc.hlo.op_names import is_data_dependent, is_in_ring_step
+from jaxlc.hlo.parser import Instruction, Program
+from jaxlc.hlo.trip_counts import trip_count
 from jaxlc.simulate.efficiency import num_steps
 from jaxlc.simulate.packed_work import AttentionWork, num_ring_steps, num_shards, one_document
 from jaxlc.simulate.roofline import Roofline
@@ -33,6 +35,15 @@ class TimeModel:
     def attention_flops(self, call: AttentionKernelCall) -> float:
         """FLOPs of one run of an attention kernel, without those that its mask skips."""
         return call.full_flops * visible_fraction(call, self.config, self.work)
+
+    def num_rounds(self, program: Program, loop: Instruction) -> float:
+        """Rounds of a loop in one run; those over further documents are a mean. Raises ValueError as `trip_count`."""
+        if not is_data_dependent(loop.op_name):
+            return trip_count(program, loop)
+        if self.work is None:
+            return 0
+        is_ring_step = is_in_ring_step(loop.op_name)
+        return self.work.ring_step_further_calls if is_ring_step else self.work.own_further_calls
 
     def attention_seconds(self, call: AttentionKernelCall) -> float:
         return self.roofline.attention_seconds(
@@ -115,22 +126,24 @@ def _crossing_fraction(kind: str, groups: Groups, gpus_per_domain: int) -> float
 def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionWork | None = None) -> float:
     """The fraction of a call's pairs of query and key that its mask leaves, on the slowest rank.
 
-    A call with a window covers the queries of a chunk, or of the sequence, and their keys (`attention.halo`). In tiled
-    layers, masked calls are causal or, with config.attention.document_mask, cannot be distinguished; most of those are
-    fully visible for one document.
+    The first of several packed calls counts the pairs of all documents. In tiled layers, masked calls without a window
+    are causal or, with config.attention.document_mask, cannot be distinguished; most of those are fully visible for one
+    document.
 
     Args:
       work: of the sequences; None: each sequence is one document.
     """
     if not call.is_masked:
         return 1.0
+    if call.has_further_documents:
+        return 0.0
     whole = one_document(config)
     work = work or whole
+    if call.has_window:
+        return min(1.0, work.window_pairs / (_local_tokens(config) * _num_window_keys(call, config)))
     if config.memory.tile_tokens:
         steps = num_ring_steps(config)
         return (1.0 if config.attention.document_mask else 0.5) * work.total(steps) / whole.total(steps)
-    if call.has_window:
-        return work.window_pairs / whole.window_pairs * _visible_in_window(config)
     pairs = work.ring_step_pairs if call.is_ring_step else work.own_pairs
     shape = shape_of(call, config.model)
     return min(1.0, pairs * _num_heads_of_call(config, shape) / _all_pairs(call, shape))
@@ -143,13 +156,22 @@ def shape_of(call: AttentionKernelCall, model: ModelConfig) -> ModelConfig:
     return next((shape for shape in shapes if shape.head_dim == call.head_dim), shapes[0])
 
 
-def _visible_in_window(config: Config) -> float:
-    """`visible_fraction` of a call with a window, for one document."""
-    num_tokens, window = config.data.seq_len, config.model.window
-    chunk_tokens = num_tokens // (2 * num_shards(config))
-    has_halo = config.attention.strategy != "ulysses"
-    num_keys = min(chunk_tokens + window - 1, num_tokens) if has_halo else num_tokens
-    return causal_pairs(num_tokens, window) / (num_tokens * num_keys)
+def _local_tokens(config: Config) -> float:
+    """Tokens of a sequence on a rank, or on a group of ranks that exchange heads for tokens."""
+    return config.data.seq_len / num_shards(config)
+
+
+def _num_window_keys(call: AttentionKernelCall, config: Config) -> float:
+    """Keys of a call with a sliding window. Those of a blockwise loop follow from its pairs."""
+    if call.sizes is not None:
+        return float(call.sizes.num_keys)
+    num_queries = _local_tokens(config)
+    if config.memory.tile_tokens:  # a sub-chunk of one sequence
+        train, mesh = config.train, config.mesh
+        sequences = train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
+        num_queries = config.memory.tile_tokens * num_head_ranks(config) / (2 * sequences)
+    shape = shape_of(call, config.model)
+    return _all_pairs(call, shape) / (_num_heads_of_call(config, shape) * num_queries)
 
 
 def _num_heads_of_call(config: Config, model: ModelConfig) -> float:

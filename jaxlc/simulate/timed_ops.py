@@ -5,8 +5,9 @@ from typing import NamedTuple
 from jaxlc.core.scopes import CORE_ATTENTION
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
-from jaxlc.hlo.op_names import innermost_scope
+from jaxlc.hlo.op_names import innermost_scope, is_data_dependent
 from jaxlc.hlo.parser import Computation, Instruction
+from jaxlc.hlo.trip_counts import is_host_controlled
 from jaxlc.simulate.time_model import TimeModel
 
 # Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are independent.
@@ -35,6 +36,7 @@ class TimedOp(NamedTuple):
     """The operations of one instruction; those that are not None are executed in this order."""
 
     kernel: Kernel | None = None
+    synchronization_seconds: float = 0.0  # kernels wait for the host
     starts: TimedTransfer | None = None
     awaits: TimedTransfer | None = None
     loop: Instruction | None = None
@@ -47,6 +49,7 @@ class TimedOps:
     def __init__(self, program: AnalyzedProgram, model: TimeModel):
         self.program = program
         self._model = model
+        self._synchronization_seconds = model.roofline.synchronization_seconds
         self._collectives = {collective.transfer.start: collective for collective in program.collectives}
         self._ops: dict[str, list[TimedOp]] = {}
 
@@ -58,6 +61,10 @@ class TimedOps:
             self._ops[computation.name] = [op for op in ops if op != TimedOp()]
         return self._ops[computation.name]
 
+    def num_rounds(self, loop: Instruction) -> float:
+        """`TimeModel.num_rounds`."""
+        return self._model.num_rounds(self.program, loop)
+
     def _op(
         self,
         computation: Computation,
@@ -68,14 +75,17 @@ class TimedOps:
         if starts is not None or awaits is not None:
             return TimedOp(starts=starts, awaits=awaits)
         call = self.program.attention_call_of.get(instruction)
-        if call is not None:
+        if call is not None and not is_data_dependent(instruction.op_name):
             seconds = self._model.roofline.kernel_gap_seconds + self._model.attention_seconds(call)
             flops = self._model.attention_flops(call)
             return TimedOp(kernel=Kernel("attention", "compute", seconds, flops, CORE_ATTENTION))
         if instruction.opcode == "while":
-            return TimedOp(loop=instruction)
+            count = 1 + self.num_rounds(instruction) if is_host_controlled(instruction) else 0
+            return TimedOp(loop=instruction, synchronization_seconds=count * self._synchronization_seconds)
         if instruction.opcode in ("call", "conditional"):
-            return TimedOp(branches=tuple(self.program.computations[name] for name in instruction.called))
+            branches = tuple(self.program.computations[name] for name in instruction.called)
+            count = int(instruction.opcode == "conditional")
+            return TimedOp(branches=branches, synchronization_seconds=count * self._synchronization_seconds)
         if instruction.opcode.endswith(("-done", "-update")):  # the start was counted
             return TimedOp()
         return TimedOp(kernel=self._kernel(computation, instruction))

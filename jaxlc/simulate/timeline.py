@@ -11,12 +11,13 @@ A loop is simulated round by round as long as a transfer that began before it is
 one is simulated and multiplied by their number. Of a conditional, the longest branch counts.
 
 NCCL's kernels occupy some multiprocessors: kernels that are bound by compute take longer while a collective of NCCL
-runs. That additional time counts as waiting for NCCL_SMS.
+runs. That additional time counts as waiting for NCCL_SMS. Where the host reads a predicate of a loop or a conditional,
+kernels wait for the HOST.
 
-Not modelled: memory bandwidth that collectives take from kernels, clocks that drop under load, input, and host
-overhead. Masks are taken to be causal over one document per sequence, or leave the pairs of `TimeModel.work`, which
-counts the slowest rank of each ring step. The schedule of a step that does not fit the GPU's memory saves memory and
-overlaps less; its estimate is pessimistic.
+Not modelled: memory bandwidth that collectives take from kernels, clocks that drop under load, input, and a host that
+launches slower than the GPU runs. Masks are taken to be causal over one document per sequence, or leave the pairs of
+`TimeModel.work`, which counts the slowest rank of each ring step. The schedule of a step that does not fit the GPU's
+memory saves memory and overlaps less; its estimate is pessimistic.
 """
 
 from collections import Counter
@@ -26,13 +27,13 @@ from typing import NamedTuple
 from jaxlc.core.flops import matmul_flops
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.parser import Computation, Instruction
-from jaxlc.hlo.trip_counts import trip_count
 from jaxlc.simulate.interval import Interval, time_interval
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timed_ops import LINKS, OTHER_KERNELS, PRODUCTS, QUEUES, Kernel, TimedOp, TimedOps, TimedTransfer
 
 KERNELS = "kernels"  # the lane of kernels; the other lanes are links
 NCCL_SMS = "SMs of NCCL"  # the resource that kernels wait for while NCCL's kernels occupy multiprocessors
+HOST = "host synchronization"  # the resource that kernels wait for while the host reads a predicate
 _COMMUNICATION = ("NVLink", "network")
 
 
@@ -51,7 +52,9 @@ class Prediction:
     host_copies: int  # between host and GPU memory
     exposed_host_copies: int  # number of host copies that kernels wait for
     bound_by: str  # the key of seconds_by_resource with the most seconds
-    seconds_by_resource: dict[str, float]  # "compute", "HBM", and waiting for "NVLink", "network", "host", NCCL_SMS
+    # By the resource that bounds the kernels, "compute" or "HBM", or for which they wait: "NVLink", "network", "host",
+    # NCCL_SMS, HOST.
+    seconds_by_resource: dict[str, float]
     seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting"
     transfer_seconds_by_resource: dict[str, float]  # sums as above, by resource: "NVLink", "network", "host"
     # Time outside of attention kernels and of the model's own matrix products: waiting for "NVLink", "network" and
@@ -168,6 +171,9 @@ class Simulator:
     def _run_op(self, op: TimedOp) -> None:
         if op.kernel is not None:
             self._run_kernel(op.kernel)
+        if op.synchronization_seconds:
+            self.seconds["waiting", HOST] += op.synchronization_seconds
+            self._advance(op.synchronization_seconds)
         if op.starts is not None:
             link, seconds = op.starts.link, op.starts.seconds
             self.transfer_seconds[LINKS[link]] += seconds
@@ -204,19 +210,19 @@ class Simulator:
     def _run_loop(self, loop: Instruction) -> None:
         program = self.timed_ops.program
         body = program.computations[loop.attributes["body"].lstrip("%")]
-        remaining = trip_count(program, loop)
+        remaining = self.timed_ops.num_rounds(loop)
         is_recorded = self.events is not None and len(self.events) < _MAX_EVENTS
-        while remaining and (is_recorded or any(queue.in_flight for queue in self._queues.values())):
+        while remaining >= 1 and (is_recorded or any(queue.in_flight for queue in self._queues.values())):
             self.run(body)
             remaining -= 1
             is_recorded = is_recorded and len(self.events or ()) < _MAX_EVENTS
         if remaining:
             self._repeat(self._single_run(body), remaining)
 
-    def _repeat(self, single_run: "Simulator", times: int) -> None:
+    def _repeat(self, single_run: "Simulator", times: float) -> None:
         if self.events is not None:
             self._record_joined(single_run, times)
-        self.now += times * single_run.now
+        self._advance(times * single_run.now)
         self.flops += times * single_run.flops
         self.product_flops += times * single_run.product_flops
         for name in ("seconds", "other_seconds", "transfer_seconds", "num_transfers", "num_exposed"):
@@ -224,7 +230,7 @@ class Simulator:
             for key, value in getattr(single_run, name).items():
                 totals[key] += times * value
 
-    def _record_joined(self, single_run: "Simulator", times: int) -> None:
+    def _record_joined(self, single_run: "Simulator", times: float) -> None:
         end = self.now
         for (kind, _), seconds in _JOINED_RUNS * [*single_run.seconds.items()]:
             if kind != "waiting":

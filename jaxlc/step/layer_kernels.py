@@ -19,17 +19,17 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
     """
     model = config.model
     dtype = mixed_precision.compute_dtype(config.precision.compute, mesh.devices.flat[0].platform)
-    choose = functools.partial(
-        attention.choose, config.attention, mesh, dtype=dtype, packed=config.attention.document_mask
-    )
-    return {
-        kind: choose(
-            head_dim=model.of_kind(kind).head_dim,
-            window=model.window_of(kind),
-            num_elements=_num_query_elements(config, mesh, model.of_kind(kind)),
+    choose = functools.partial(attention.choose, config.attention, mesh, dtype=dtype)
+    kernels = {}
+    for kind in dict.fromkeys(model.layer_kinds):
+        own, window = model.of_kind(kind), model.window_of(kind)
+        kernels[kind] = choose(
+            head_dim=own.head_dim,
+            window=window,
+            packed=config.attention.document_mask or (window is not None and config.memory.tile_tokens > 0),
+            num_elements=_num_query_elements(config, mesh, own),
         )
-        for kind in dict.fromkeys(model.layer_kinds)
-    }
+    return kernels
 
 
 def by_kind(texts: Mapping[str, str]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from jaxlc.models.layer_stack import LayerContext, RunLayer
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
 from jaxlc.sharding.rules import Sharder, is_vector
-from jaxlc.step import mixed_precision
+from jaxlc.step import mixed_precision, sequence_order
 from jaxlc.step.accumulation import accumulate
 from jaxlc.step.batch import Batch, sequence_positions
 from jaxlc.step.loss import LossSpec, TokenLoss, loss_sums, token_losses
@@ -114,7 +114,11 @@ class Objective:
                 for kind, split in attentions.items()
             }
         else:  # a sequence is one document: its mask is implicit
-            positions, ranges = sequence_positions(batch.positions.shape, self.mesh), dict.fromkeys(attentions)
+            positions = sequence_positions(batch.positions.shape, self.mesh)
+            ranges = {
+                kind: split.prepare(positions, None) if isinstance(split, TiledAttention) else None
+                for kind, split in attentions.items()
+            }
         seq_len = self.config.data.seq_len
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(
@@ -171,10 +175,14 @@ class Objective:
     def _attention(self, kind: str) -> ShardedAttention | TiledAttention:
         """The attention of layers of this kind; by tiles if memory.tile_tokens is set."""
         model, settings = self.config.model, self.config.attention
+        window = model.window_of(kind)
         if self._num_tiles:
             num_kv_heads = model.of_kind(kind).num_kv_heads
-            return attention.make_tiled(settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads)
-        return attention.make(settings, self.mesh, window=model.window_of(kind))
+            return attention.make_tiled(
+                settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads, window=window
+            )
+        few_documents = sequence_order.choose(self.config, self.mesh.shape[CONTEXT]).few_documents
+        return attention.make(settings, self.mesh, window=window, few_documents=few_documents)
 
     def _run_layer(self, attend: ShardedAttention | TiledAttention, tables: RopeTables | None) -> RunLayer:
         """A decoder layer with its attention and RoPE bound."""

@@ -8,6 +8,7 @@ from jaxlc.config import Config
 from jaxlc.data.sequences.loader import OrderOf
 from jaxlc.sharding.document_layout import document_order
 from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.window_room import has_room_for_documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class SequenceOrder:
     description: str  # for the start report
     # arrays [S] in natural order, "segment_ids" among them -> int64 [S]: index i of the batch holds token of(...)[i].
     of: OrderOf
+    few_documents: bool = False  # context ranks share at most `document_layout.MAX_SHARED_DOCUMENTS` of a sequence
 
 
 def natural(num_tokens: int) -> SequenceOrder:
@@ -41,10 +43,16 @@ def choose(config: Config, context: int) -> SequenceOrder:
     reason = _zigzag_reason(config, context)
     if reason is not None:
         return zigzag(config.data.seq_len, context, reason)
-    inner = config.attention.ulysses_degree if config.attention.strategy == "hybrid" else 1
+    inner, window, is_tiled = _group_size(config), _window(config), bool(config.memory.tile_tokens)
+
+    def order_of(sequence):
+        order_T = document_order(sequence["segment_ids"], context // inner, inner, mirrored=is_tiled, window=window)
+        return zigzag_order(config.data.seq_len, context) if order_T is None else order_T
+
     return SequenceOrder(
         description="tokens in the order of per-document sharding",
-        of=lambda sequence: document_order(sequence["segment_ids"], context // inner, inner),
+        of=order_of,
+        few_documents=window is None and not is_tiled,  # these may need zigzag order for a sequence
     )
 
 
@@ -59,11 +67,19 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
         return "attention.document_sharding=False"
     if attention.strategy == "ulysses" or (attention.strategy == "hybrid" and attention.ulysses_degree == context):
         return "each rank attends over whole sequences"
-    unsupported = {
-        "sliding windows": any(config.model.window_of(kind) for kind in config.model.layer_kinds),
-        "memory.tile_tokens": bool(config.memory.tile_tokens),
-    }
-    for setting, is_set in unsupported.items():
-        if is_set:
-            return f"per-document sharding is unsupported with {setting}"
+    window, rank_tokens = _window(config), config.data.seq_len // (context // _group_size(config))
+    if window is not None and all(config.model.window_of(kind) for kind in config.model.layer_kinds):
+        return "sliding windows have nearly equal work on all ranks"
+    if window is not None and not has_room_for_documents(rank_tokens, window):
+        return f"sliding windows of {window} tokens are too long for pieces of documents on {rank_tokens} tokens"
     return None
+
+
+def _group_size(config: Config) -> int:
+    """Ranks that have whole sequences together, of which documents are split over the groups."""
+    return config.attention.ulysses_degree if config.attention.strategy == "hybrid" else 1
+
+
+def _window(config: Config) -> int | None:
+    """The sliding window of the model; None without sliding layers."""
+    return max(filter(None, map(config.model.window_of, config.model.layer_kinds)), default=None)

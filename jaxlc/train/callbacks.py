@@ -1,10 +1,16 @@
 """Callbacks: user code that a training run calls at certain events."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxlc.core.errors import UserError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxlc.config import Config
 
 EVENTS = ("on_start", "on_step", "on_log", "on_evaluation", "on_checkpoint", "on_end")
 
@@ -45,18 +51,14 @@ class Callback:
         """Called at the end of the run, also after a signal or `StopTraining`; `run` returns `result`."""
 
 
+@dataclass(frozen=True)
 class RunInfo:
-    """The argument of `Callback.on_start`.
+    """The argument of `Callback.on_start`."""
 
-    Attributes:
-      config: the `Config` of the run, or of the stage that starts.
-      mesh: its `jax.sharding.Mesh`.
-      workdir: directory of metrics, plots and checkpoints.
-      first_step: number of optimizer steps done before this run; 0 unless it resumes.
-    """
-
-    def __init__(self, config, mesh, workdir: Path, first_step: int):
-        self.config, self.mesh, self.workdir, self.first_step = config, mesh, workdir, first_step
+    config: "Config"  # of the run, or of the stage that starts
+    mesh: "Mesh"
+    workdir: Path  # directory of metrics, plots and checkpoints
+    first_step: int  # number of optimizer steps done before this run; 0 unless it resumes
 
 
 class Callbacks:

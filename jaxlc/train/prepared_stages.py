@@ -30,7 +30,7 @@ from jaxlc.train.callbacks import Callbacks
 from jaxlc.train.evaluation.held_out import Evaluator
 from jaxlc.train.evaluation.scorer import Scorer, make_scorer
 from jaxlc.train.reports.progress import Progress
-from jaxlc.train.reports.start_report import resume_lines, sharding_lines
+from jaxlc.train.reports.start_report import resume_lines
 from jaxlc.train.run_data import RunData
 
 
@@ -227,4 +227,4 @@ def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[s
             warning = context_warning(stage.config.model, stage.config.data.seq_len, stage=stage.name)
             lines += [f"warning: {warning}"] if warning else []
         lines.append("")
-    return [*lines, *sharding_lines(stages[0].step)]
+    return [*lines, str(stages[0].step.sharding_table)]

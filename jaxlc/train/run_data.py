@@ -12,6 +12,7 @@ from jaxlc.config import Config, Stage
 from jaxlc.core.errors import UserError
 from jaxlc.data import Corpus, open_corpus
 from jaxlc.data.reports.shares import share_lines
+from jaxlc.data.sequences.balance import BalancedSequences
 from jaxlc.data.sequences.loader import Sequences, batches
 from jaxlc.data.sequences.ngrams import ngram_losses
 from jaxlc.data.sequences.user_batches import EndOfBatches, ListedSequences, StreamedSequences
@@ -52,9 +53,11 @@ class RunData:
         self, step: TrainStep, next_sequence: int, num_steps: int
     ) -> Iterator[tuple[dict[str, jax.Array], bool]]:
         """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it is the last one."""
-        train = step.config.train
+        train, sequences = step.config.train, self.train
+        if self.corpus is not None and step.config.attention.document_mask:
+            sequences = BalancedSequences(self.corpus.train, step.config, next_sequence)
         stream = batches(
-            self.train,
+            sequences,
             first_sequence=next_sequence,
             global_batch_size=train.global_batch_size,
             gradient_accumulation_steps=train.gradient_accumulation_steps,

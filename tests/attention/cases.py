@@ -5,13 +5,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxlc.attention import attend
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
+from jaxlc.attention.tiles.query_tiles import TiledAttention
+from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
 from jaxlc.config import MeshConfig
+from jaxlc.sharding.layout import natural_order
 from jaxlc.sharding.mesh import make_mesh
 from tests.tolerances import max_relative_error
 
@@ -110,3 +114,35 @@ def assert_rows_match(actual, expected, tolerance: float) -> None:
                 assert np.abs(x[row]).max() < 1e-5, (row, y.shape)
             else:
                 assert max_relative_error(x[row], y[row]) <= tolerance, (row, y.shape)
+
+
+def tiled_results(tiled: TiledAttention, order_T: np.ndarray, ranges, operands):
+    """[out, dq, dk, dv] in natural order, called tile by tile as in a layer; `operands` as of `inputs`.
+
+    Args:
+      order_T: the layout of the sequence.
+      ranges: of `tiled.prepare`, in layout order.
+    """
+    context, tiles = tiled.outer.size * tiled.inner.size, tiled.tiles
+
+    @jax.jit
+    def all_tiles(*operands):
+        q_MBtNH, k_MBtKH, v_MBtKH, dout_MBtNH = (tiles_of(x[:, order_T], context, tiles) for x in operands)
+        indices = jnp.arange(tiles, dtype=jnp.int32)
+        empty = tiled.empty(q_MBtNH.shape[1], len(order_T), q_MBtNH.shape[-1], q_MBtNH.dtype)
+        kv, _ = lax.scan(lambda kv, tile: (tiled.put(kv, *tile), None), empty, (k_MBtKH, v_MBtKH, indices))
+        kv = tiled.exchange(kv, ranges)
+
+        def loop_body(dkv, operands):
+            q_BtNH, dout_BtNH, tile = operands
+            out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
+            dq_BtNH, dkv, _ = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+            return dkv, (out_BtNH, dq_BtNH)
+
+        dkv = jnp.zeros(kv.shape, jnp.float32)
+        dkv, (out_MBtNH, dq_MBtNH) = lax.scan(loop_body, dkv, (q_MBtNH, dout_MBtNH, indices))
+        dkv = tiled.add_exchanged(dkv, ranges)
+        results = out_MBtNH, dq_MBtNH, *lax.map(lambda index: tiled.take(dkv, index), indices)
+        return [layout_of(x, context)[:, natural_order(order_T)] for x in results]
+
+    return all_tiles(*operands)

@@ -49,7 +49,7 @@ UNSUPPORTED_BY_CUDNN = {
     "value dim": (_problem(value_dim=64), "head dim 64 of values (supported: head dim of queries, 128)"),
     "all_gather": (
         _problem(implicit_positions=False),
-        "key ranges of all_gather or of a sliding window (supported: those of packed documents without a window)",
+        "key ranges of all_gather, sliding windows or decoding (supported: packed documents without a window)",
     ),
     "packed on A100": (
         _problem(A100, **PACKED),

@@ -17,13 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc import _jax_internals
 from jaxlc.attention import choose, make
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.kernels import cudnn, cudnn_packed, packed_check, packed_operands
+from jaxlc.attention.kernels import cudnn, cudnn_packed, packed_check, packed_operands, reference
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import parse
+from jaxlc.hlo.op_names import is_data_dependent, is_in_ring_step
 from jaxlc.sharding.document_layout import document_layout
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention import cudnn_stand_in
@@ -282,10 +283,14 @@ def _kernel_results(segments_BT, q, k, v, dout, dlse):
     return out, lse, *cudnn.backward(q, k, v, ranges, AttentionSpec(), QueryResults(out, lse, dout, dlse))
 
 
-@pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context):
-    """Per-document sharding: pieces of a document on all ranks, whole and cut documents, other orders on ranks."""
-    packings = [(96,), (40, 3, 29, 24), (1,) * 96, (61,), (5, 1, 50, 2, 2, 20, 9)]
+@pytest.mark.parametrize("few_documents", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("context", [pytest.param(2, marks=pytest.mark.full), 4])
+def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context, few_documents):
+    """Per-document sharding: pieces of a document on all ranks, whole and cut documents, other orders on ranks.
+
+    With few documents, a ring step has two calls and no loop.
+    """
+    packings = [(96,), (40, 3, 29, 24), (1,) * 96, (61,), (5, 1, 50, 2, 2, 20, 9), (32, 32, 32), (12,) * 8]
     segments_BT = np.zeros((len(packings), TOKENS), np.int32)
     order_BT = np.zeros((len(packings), TOKENS), np.int32)
     for row, lengths in enumerate(packings):
@@ -294,7 +299,9 @@ def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context)
     q, k, v, dout = inputs(batch=len(packings))
     dlse = jax.random.normal(jax.random.key(9), (len(packings), q.shape[2], TOKENS))
 
-    attend_ring = make(AttentionConfig(strategy="ring", kernel="cudnn"), split_mesh(context=context))
+    attend_ring = make(
+        AttentionConfig(strategy="ring", kernel="cudnn"), split_mesh(context=context), few_documents=few_documents
+    )
     segments_in_order = jnp.asarray(np.take_along_axis(segments_BT, order_BT, axis=1))
 
     def attend_packed(q, k, v):
@@ -306,6 +313,34 @@ def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context)
     inverse_BT = np.argsort(order_BT, axis=1)
     actual = [_reordered(x, inverse_BT, axis=2 if x.ndim == 3 else 1) for x in actual]
     _assert_matches(actual, float64_oracle(q, k, v, segments_BT, dout, dlse))
+
+
+def test_two_calls_of_a_ring_step_match_reference(stand_in):
+    """Eleven documents, three of them longer than a quarter of the tokens, a gap, and another order of the keys."""
+    lengths = np.array([1, 13, -1, 13, 1, 1, 13, 1, 1, 1, 1, 1])
+    segments_BT = np.repeat(np.where(lengths > 0, np.arange(1, 13), 0), abs(lengths))[None]
+    q, k, v, dout = inputs(batch=1, num_tokens=48)
+    spec = AttentionSpec(causal=False, few_documents=True)
+    ranges = key_ranges(*(TokenInfo(None, jnp.asarray(x)) for x in (segments_BT, segments_BT[:, ::-1])), spec)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(kernel):
+        out, lse = kernel.forward(q, k, v, ranges, spec)
+        return out, lse, *kernel.backward(q, k, v, ranges, spec, QueryResults(out, lse, dout, jnp.zeros_like(lse)))
+
+    assert "while" not in str(jax.make_jaxpr(results, static_argnums=0)(cudnn))
+    _assert_matches(*([np.asarray(x) for x in results(kernel)] for kernel in (cudnn, reference)))
+
+
+def test_more_than_few_documents_give_nan(stand_in):
+    """Calls of three and of eight documents take eleven."""
+    spec = AttentionSpec(causal=False, few_documents=True)
+    q, k, v, dout = inputs(batch=1, num_tokens=24)
+    for num_documents, is_nan in ((11, False), (12, True)):
+        segments_BT = jnp.minimum(jnp.arange(1, 25), num_documents + 1)[None] % (num_documents + 1)
+        tokens = TokenInfo(None, segments_BT)
+        out, lse = jax.jit(lambda tokens: cudnn.forward(q, k, v, key_ranges(tokens, tokens, spec), spec))(tokens)
+        assert [bool(jnp.isnan(x).any()) for x in (out, lse)] == [is_nan, is_nan]
 
 
 def _reordered(x, order_BT, axis: int = 1):
@@ -433,10 +468,10 @@ def _calls(program) -> set[tuple]:
 @pytest.mark.jax_version
 @pytest.mark.gpu_compiler
 def test_packed_ring_on_h100s_has_expected_cudnn_calls():
-    """Ring step 0 is causal, the others are rectangles. Two documents per row. Head dim 256 needs Hopper."""
+    """Ring step 0 is causal, the others are rectangles, without a loop of calls. Head dim 256 needs Hopper."""
     mesh, config = _h100(8), AttentionConfig(strategy="ring", kernel="auto")
     assert choose(config, mesh, head_dim=256, dtype=jnp.bfloat16, packed=True).name == "cudnn"
-    attend_ring = make(config, mesh)
+    attend_ring = make(config, mesh, few_documents=True)
     sharding = NamedSharding(mesh, PartitionSpec(None, CONTEXT))
     q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 256), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
     tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32, sharding=sharding)
@@ -447,4 +482,10 @@ def test_packed_ring_on_h100s_has_expected_cudnn_calls():
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, tokens, tokens)
     program = parse(lowered.compile(compiler_options=dict(WITHOUT_GPU)).as_text())
-    assert _calls(program) == {(backward, f"PADDING{x}", 2) for backward in (False, True) for x in ("", "_CAUSAL")}
+    assert _calls(program) == {
+        (backward, *call)
+        for backward in (False, True)
+        for call in (("PADDING_CAUSAL", 2), ("PADDING", 3), ("PADDING", 2))
+    }
+    loops = [x.op_name for computation in program for x in computation if x.opcode == "while"]
+    assert [is_in_ring_step(name) for name in loops if is_data_dependent(name)] == 2 * [False]

@@ -91,7 +91,7 @@ def test_buckets_have_equal_padded_sizes(shape):
     """Rows x tokens do not depend on the bucket, so neither do the padded lse and the workspace."""
     batch, num_queries, num_keys = shape
     sizes = buckets(*shape)
-    assert sizes[0] == shape
+    assert sizes[0][:3] == shape
     for size in sizes:
         assert (size.num_rows * size.num_queries, size.num_rows * size.num_keys) == (
             batch * num_queries,

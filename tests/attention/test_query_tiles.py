@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.attention.kernels import reference
@@ -21,8 +20,18 @@ from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
-from jaxlc.sharding.layout import natural_order, zigzag_order
-from tests.attention.cases import TOKENS, assert_rows_match, inputs, oracle, positions, segments, split_mesh
+from jaxlc.sharding.layout import zigzag_order
+from tests.attention.cases import (
+    TOKENS,
+    assert_rows_match,
+    inputs,
+    oracle,
+    positions,
+    segments,
+    sequence_positions,
+    split_mesh,
+    tiled_results,
+)
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
 
 
@@ -35,7 +44,8 @@ class Case(NamedTuple):
     packed: bool = True
     kernel: str = "reference"
     ulysses_degree: int = 1
-    kv_tokens_per_step: int = 1000  # more than half a block has
+    kv_tokens_per_step: int | None = 1000  # more than half a block has
+    window: int | None = None
 
     def tiled(self) -> TiledAttention:
         config = AttentionConfig(strategy=self.strategy, kernel=self.kernel, ulysses_degree=self.ulysses_degree)
@@ -44,6 +54,7 @@ class Case(NamedTuple):
             split_mesh(**self.axes),
             tiles=self.tiles,
             num_kv_heads=self.num_kv_heads,
+            window=self.window,
             kv_tokens_per_step=self.kv_tokens_per_step,
         )
 
@@ -54,31 +65,11 @@ class Case(NamedTuple):
 
 def run(case: Case, dtype=jnp.float32):
     """(out, (dq, dk, dv)) of `cases.inputs`, in natural order."""
-    tiled, context, tiles = case.tiled(), case.axes.get(CONTEXT, 1), case.tiles
-    order = zigzag_order(TOKENS, context)
-    ranges = None
-    if case.packed:
-        ranges = jax.jit(tiled.prepare)(*(jnp.asarray(x[:, order]) for x in (positions(), segments())))
+    tiled, order = case.tiled(), zigzag_order(TOKENS, case.axes.get(CONTEXT, 1))
+    masks = (positions(), segments()) if case.packed else (np.asarray(sequence_positions()), None)
+    ranges = jax.jit(tiled.prepare)(*(None if x is None else jnp.asarray(x[:, order]) for x in masks))
 
-    @jax.jit
-    def all_tiles(*operands):
-        q_MBtNH, k_MBtKH, v_MBtKH, dout_MBtNH = (tiles_of(x[:, order], context, tiles) for x in operands)
-        indices = jnp.arange(tiles, dtype=jnp.int32)
-        empty = tiled.empty(q_MBtNH.shape[1], TOKENS, q_MBtNH.shape[-1], dtype)
-        kv, _ = lax.scan(lambda kv, tile: (tiled.put(kv, *tile), None), empty, (k_MBtKH, v_MBtKH, indices))
-
-        def loop_body(dkv, operands):
-            q_BtNH, dout_BtNH, tile = operands
-            out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
-            dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
-            return dkv, (out_BtNH, dq_BtNH)
-
-        dkv = jnp.zeros(kv.shape, jnp.float32)
-        dkv, (out_MBtNH, dq_MBtNH) = lax.scan(loop_body, dkv, (q_MBtNH, dout_MBtNH, indices))
-        results = out_MBtNH, dq_MBtNH, *lax.map(lambda index: tiled.take(dkv, index), indices)
-        return [layout_of(x, context)[:, natural_order(order)] for x in results]
-
-    out, *gradients = all_tiles(*inputs(dtype=dtype, **case.heads))
+    out, *gradients = tiled_results(tiled, order, ranges, inputs(dtype=dtype, **case.heads))
     return out, tuple(gradients)
 
 
@@ -105,10 +96,26 @@ CASES = [
     Case("hybrid", dict(context=6), 4, 4, 2, ulysses_degree=2, kernel="blockwise", kv_tokens_per_step=4),
     Case("hybrid", dict(context=8), 3, 8, 4, ulysses_degree=4, kv_tokens_per_step=4),
     Case("hybrid", dict(context=4, tensor=2), 2, 8, 4, ulysses_degree=2, packed=False),
+    Case("ring", dict(context=1), 4, window=7, kernel="blockwise"),
+    Case("ring", dict(context=4), 3, window=7),
+    Case("ring", dict(context=2), 2, window=70, packed=False),  # more than a chunk
+    Case("ulysses", dict(context=2), 2, window=10, packed=False),
+    Case("hybrid", dict(context=6), 2, window=20, ulysses_degree=2, kernel="blockwise"),
 ]
 
 
-_FULL = (4, 7, 10, 15, 16, 18)  # other cases have their strategy, mesh axes and kernel, in other combinations
+_FULL = (
+    4,
+    7,
+    10,
+    15,
+    16,
+    18,
+    22,
+    24,
+    25,
+    26,
+)  # other cases have their strategy, mesh axes and kernel, in other combinations
 
 
 @pytest.mark.parametrize(
@@ -117,7 +124,7 @@ _FULL = (4, 7, 10, 15, 16, 18)  # other cases have their strategy, mesh axes and
     ids=lambda case: " ".join(map(str, case)),
 )
 def test_tiled_attention_matches_reference(case: Case):
-    assert_rows_match(run(case), oracle(packed=case.packed, **case.heads), FLOAT32_PARITY)
+    assert_rows_match(run(case), oracle(packed=case.packed, window=case.window, **case.heads), FLOAT32_PARITY)
 
 
 def test_tiled_attention_in_bfloat16_matches_reference():
@@ -209,6 +216,18 @@ def test_number_and_size_of_kernel_calls(case: Case, keys: int, monkeypatch: pyt
     }
     pairs = case.tiles * context // ranks * subchunk**2 * (long_steps * per_step + short_steps + diagonals)
     assert pairs == TOKENS**2 / 2 + TOKENS * subchunk / 2  # diagonal sub-chunks count as full squares
+
+
+@pytest.mark.parametrize(
+    "tile_tokens, num_kv_heads, context, keys",
+    [(32_768, 8, 1, 65_536), (8192, 8, 1, 16_384), (32_768, 32, 1, 32_768), (32_768, 8, 8, 262_144)],
+)
+def test_keys_of_a_call_follow_from_memory(tile_tokens, num_kv_heads, context, keys):
+    """Of 1,048,576 tokens per device: grouped queries have smaller keys; after an exchange, a rank has fewer heads."""
+    config, mesh = AttentionConfig(strategy="ulysses"), split_mesh(context=context)
+    tiled = make_tiled(config, mesh, tiles=1_048_576 // tile_tokens, num_kv_heads=num_kv_heads)
+    q_BtNH = jax.ShapeDtypeStruct((1, context * tile_tokens, 32, 128), jnp.bfloat16)
+    assert tiled._subchunks_per_step(q_BtNH) * tile_tokens // 2 == keys
 
 
 @pytest.fixture

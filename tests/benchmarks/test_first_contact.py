@@ -156,13 +156,14 @@ def test_constants_of_rows_are_read_by_the_plan():
         dict(part="basics", name="product", dtype="bf16", share=0.8),
         dict(part="basics", name="product", dtype="bf16", share=0.5),
         dict(part="basics", name="device copy", error="out of memory"),
-        dict(part="profile", median_gap_seconds=2e-6),
+        dict(part="basics", name="small kernels", graph_seconds=2e-6, single_seconds=5e-6),
+        dict(part="basics", name="synchronization", seconds=3e-5),
     ])  # fmt: skip
     read = roofline.read(json.dumps(measured))
     assert read.attention_share["cudnn"] == (0.6, 0.5) and read.attention_share["cudnn_packed"] == (0.55, 0.45)
     assert read.attention_share["pallas"] == (0.4, pytest.approx(0.35))  # its program has 7 products instead of 5
     assert "blockwise" not in read.attention_share  # the published share remains
-    assert (read.matmul_share, read.kernel_gap_seconds) == (0.7, 2e-6)
+    assert (read.matmul_share, read.kernel_gap_seconds, read.synchronization_seconds) == (0.7, 2e-6, 3e-5)
     assert read.memory_share == roofline.Roofline().memory_share
 
 

@@ -320,9 +320,9 @@ def test_restore_latest_with_only_damage_raises_and_keeps_files(run_with, tmp_pa
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (dict(model_dim=32), "model_dim is 16 there and 32"),
-        (dict(rope_theta=5e5), "rope_theta is 10000.0 there and 500000.0"),
-        (dict(new_setting=1), "new_setting is None there and 1"),
+        (dict(model_dim=32), "config.model.model_dim=16, and this config has 32"),
+        (dict(rope_theta=5e5), "rope_theta=10000.0, and this config has 500000.0"),
+        (dict(new_setting=1), "new_setting=None, and this config has 1"),
     ],
 )
 def test_restore_latest_with_other_model_raises(run_with, changed, message):

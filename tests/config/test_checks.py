@@ -5,7 +5,8 @@ import pytest
 
 from jaxlc.config import MeshConfig, check_evaluation, check_num_devices, load
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
-from jaxlc.config.checks.ranges import RANGES
+from jaxlc.config.frozen import SECTIONS
+from jaxlc.config.ranges import ranges_of
 from jaxlc.core.errors import UserError
 from tests.config.test_loading import changed, rejected
 
@@ -18,7 +19,7 @@ LONGROPE = dict(
     rope_scaling_short_factors=(1.0,) * 16,
     rope_scaling_long_factors=(2.0,) * 16,
 )
-NUMBERS = [(section, name) for section, ranges in RANGES.items() for name in ranges]
+NUMBERS = [(section, name) for section, part in SECTIONS.items() for name in ranges_of(part)]
 
 
 @pytest.mark.parametrize(("section", "name"), NUMBERS)

@@ -64,11 +64,11 @@ def test_mixture_of_command_line_adds_and_changes_sources():
         ("boks.share=0.5", r"mixture.boks.paths is \(\): give files.*; did you mean the source books\?"),
         ("books.share", "write it as --name=value"),
         ("a b.share=1", "invalid name 'a b'"),
-        ("books.share=-1", "share=-1.0: expected at least 0"),
+        ("books.share=-1", "invalid value -1.0 for config.data.mixture.books.share: expected at least 0"),
         ("books.length_weights=1,2", "length_weights has 2 values and length_limits 0"),
         ("books.chunk_tokens=8192", "chunk_tokens=8192: expected 1 to config.data.seq_len="),
         ("books.answer_weights=answer", "answer_weights='answer' has no effect without chat_field"),
-        ("books.max_tokens=-1", "max_tokens=-1: expected at least 0"),
+        ("books.max_tokens=-1", "invalid value -1 for config.data.mixture.books.max_tokens: expected at least 0"),
     ],
 )
 def test_mixture_invalid_flag_is_refused(flag: str, message: str):

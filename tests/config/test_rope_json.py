@@ -104,6 +104,27 @@ def test_rope_settings_by_layer_type(family, config, thetas):
     assert ("rope_scaling" in fields) == (family is LOCAL or thetas[0] == thetas[1])
 
 
+def test_rope_settings_of_one_rope_scale_sliding_layers_too():
+    """Without parameters for each layer type, all layers have the same RoPE."""
+    config = dict(rope_parameters=dict(YARN, truncate=False, rope_theta=2e6))
+    settings = read(config, FLAT, KINDS)
+    assert (settings["sliding_rope_theta"], settings["sliding_rope_scaling"]) == (2e6, True)
+    model = dataclasses.replace(LLAMA, layer_kinds=KINDS, window=4, **settings)
+    np.testing.assert_array_equal(*(rope_frequencies(model, kind, 4096).radians_per_token for kind in KINDS))
+    assert read(written(model), FLAT, KINDS) == settings
+    assert read(dict(rope_theta=2e6), FLAT, KINDS)["sliding_rope_scaling"] is False
+
+
+def test_partial_rotary_factor_is_read_and_written():
+    family = FAMILIES["qwen3_5_text"]
+    inside, outside = dict(rope_parameters=dict(partial_rotary_factor=0.5)), dict(partial_rotary_factor=0.5)
+    configs = inside, outside, inside | dict(partial_rotary_factor=1), {}
+    assert [read(config, family)["rope_fraction"] for config in configs] == [0.5, 0.5, 0.5, 0.25]
+    for name in ("partial", "partial_yarn"):
+        model = scaled_model(name)
+        assert dataclasses.replace(model, **read(written(model, family), family)) == model
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -133,7 +154,6 @@ def test_rope_settings_unsupported_field_raises(config, words):
 @pytest.mark.parametrize(
     ("family", "config", "words"),
     [
-        (FLAT, dict(rope_scaling=YARN), "has sliding_attention layers, whose RoPE is never scaled"),
         (LOCAL, dict(rope_scaling=dict(YARN, truncate=False)), "truncate=false, which transformers ignores"),
         (LOCAL, dict(rope_parameters=dict(sliding_attention=LINEAR)), "scales RoPE of sliding_attention layers"),
         (LOCAL, dict(rope_parameters=dict(chunked_attention=LINEAR)), "rope_parameters of chunked_attention"),
@@ -150,6 +170,11 @@ def test_rope_settings_unsupported_layer_type_raises(family, config, words):
         (FLAT, SCALINGS["partial"], "rope_fraction=0.25, which transformers ignores"),
         (FLAT, dict(layer_kinds=KINDS), "another RoPE in sliding layers"),
         (FLAT, dict(SCALINGS["linear"], layer_kinds=KINDS, sliding_rope_theta=5e5), "another RoPE in sliding layers"),
+        (
+            NESTED,
+            dict(SCALINGS["linear"], sliding_rope_scaling=True),
+            r"sliding_rope_scaling=True .* \(supported: False",
+        ),
         (NESTED, SCALINGS["yarn_options"], "rope_scaling_truncate=False, which transformers ignores"),
     ],
 )

@@ -15,7 +15,8 @@ import os, pathlib, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
 from jaxlc.config.command_line import VerbFlags, run_main
 from jaxlc.core import interrupts
-interrupts.install()
+sys.argv[0] = "jaxlc"
+interrupts.install_for_command()
 sys.path.insert(0, sys.argv[1])
 pathlib.Path(sys.argv[1], "interrupted_module.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
 

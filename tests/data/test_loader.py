@@ -145,6 +145,8 @@ import jax, numpy as np
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], num_processes=2, process_id=int(sys.argv[3]))
 sys.path[:0] = [sys.argv[4]]
 import test_loader as t
+from jaxlc.data.sequences.balance import BalancedSequences, balanced_order, step_pairs
+from tests.step.synthetic import small_config
 
 class Counted:
     indices = set()
@@ -156,8 +158,16 @@ config = t.make_config(Path(sys.argv[1]))
 train = t.open_corpus(config).train  # both processes tokenize at the same time
 for shape, num_sequences in (((2, 1, 4, 1), 4), ((1, 1, 8, 1), 8)):  # each its own sequences; each a half of all
     Counted.indices = set()
-    batch = next(t.stream(Counted(), t.make_mesh(*shape), prefetch_steps=0))
-    expected = t.expected_step(train, 0)
+    settings = small_config(
+        mesh=dict(data=2, context=4), attention=dict(document_mask=True), data=dict(seq_len=t.S),
+        train=dict(global_batch_size=8, gradient_accumulation_steps=2, eval_sequences=2),
+    )
+    counted = Counted()
+    counted.document_lengths = train.document_lengths
+    batch = next(t.stream(BalancedSequences(counted, settings, 0), t.make_mesh(*shape), prefetch_steps=0))
+    order = balanced_order(settings, step_pairs(train, settings, 0))
+    assert sorted(order) == list(range(8)) != list(order), order
+    expected = t.expected_step([train[i] for i in order], 0)
     assert len(Counted.indices) == num_sequences, Counted.indices
     for name, array in batch.items():
         assert len(array.addressable_shards) == 4

@@ -104,6 +104,8 @@ def test_mixture_sequences_depend_on_sources_and_seed_only(config, tmp_path: Pat
     for i in (0, 7, 5000, 20_003):
         for name, array in corpus.train[i].items():
             np.testing.assert_array_equal(array, again.train[i][name])
+        lengths = np.bincount(corpus.train[i]["segment_ids"])[1:]
+        np.testing.assert_array_equal(again.train.document_lengths(i), lengths)
     assert any((corpus.train[i]["tokens"] != other_seed.train[i]["tokens"]).any() for i in range(10))
     without = with_source(config, 1, share=0)
     assert [source.name for source in open_corpus(without).sources] == ["a", "c"]

@@ -93,6 +93,7 @@ def test_packing_sequence_is_pure_function_of_index():
     for i in indices:
         for name, array in again[i].items():
             np.testing.assert_array_equal(array, expected[i][name])
+        np.testing.assert_array_equal(again.document_lengths(i), np.bincount(expected[i]["segment_ids"])[1:])
     assert [int(SEQUENCES[i]["tokens"][0]) for i in range(6)] == [97, 245, 151, 3, 19, 197]  # must not change
 
 

@@ -21,6 +21,7 @@ from jaxlc.evals.predictions import Case, run_case
 from jaxlc.evals.score_plots import depth_figure, score_figure
 from jaxlc.evals.score_rows import ScoreRow, comparison, read_scores, store_scores
 from jaxlc.evals.scoring import cleaned, match_all, match_any, score_of
+from jaxlc.generation.prompts import PromptEncoder
 from tests.train import runs
 
 # (prediction, references), with the scores that NVIDIA's scorer gives: string_match_all and string_match_part of
@@ -38,12 +39,12 @@ def test_scores_equal_those_of_the_published_scorer():
     texts = [cleaned(text) for text, _ in PREDICTIONS]
     for match, expected in ((match_all, NVIDIA_MATCH_ALL), (match_any, NVIDIA_MATCH_PART)):
         values = [match(text, references) for text, (_, references) in zip(texts, PREDICTIONS)]
-        assert round(score_of(values).mean, 2) == expected
+        assert round(score_of(values).score, 2) == expected
 
 
 def test_standard_error_is_that_of_the_mean():
     score = score_of([1, 0, 1, 1])
-    assert score.mean == 75 and math.isclose(score.standard_error, 100 * math.sqrt(0.25 / 4))
+    assert score.score == 75 and math.isclose(score.standard_error, 100 * math.sqrt(0.25 / 4))
     assert math.isnan(score_of([1]).standard_error)
 
 
@@ -71,7 +72,7 @@ def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
     first, asked[:] = list(asked), []
     score = run_case(_case(), generate, tmp_path, dict(step=1), batch_size=1)
     assert first == [f"question {i} answer" for i in range(3)] and asked == [f"question {i} answer" for i in (3, 4)]
-    assert (score.mean, score.num_examples) == (80, 5)
+    assert (score.score, score.num_examples) == (80, 5)
 
 
 def test_predictions_of_another_checkpoint_raise(tmp_path):
@@ -101,7 +102,7 @@ def test_invalid_settings_raise(values, message):
 
 def test_files_of_close_depths_differ():
     settings = eval_settings(dict(tasks="needle,passkey", lengths=(1024,), depths=(0.29, 0.331, 0.334)))
-    names = [text_case.case.name for text_case in text_cases(settings, len)]
+    names = [case.name for case, _ in text_cases(settings, len)]
     assert names[:2] == ["needle-1024-29-of-1", "needle-1024-33.1-of-1"] and len(set(names)) == 6
 
 
@@ -173,7 +174,7 @@ def test_command_that_cannot_write_prints_one_line(tmp_path, monkeypatch, capsys
         assert re.fullmatch(f"error: cannot write to {tmp_path / out} .*{words}.*\n", capsys.readouterr().err)
 
 
-def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
+def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys, monkeypatch):
     jax.devices()  # the simulated devices of the tests, before the command starts JAX
     runs.write_untrained_run(tmp_path / "run")
     arguments = [
@@ -197,6 +198,23 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys):
     assert "invalid --lengths=5x: expected a list of tokens, such as 4096,32K,1M" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "run"), "--lengths=1K", "--step=last"]) == 2
     assert "invalid --step=last: expected a list of integers" in capsys.readouterr().err
+    chat = [
+        "--tasks=passkey",
+        "--lengths=1024",
+        "--num_examples=1",
+        "--depths=0",
+        "--chat",
+        f"--out={tmp_path / 'chat'}",
+    ]
+    assert main(["eval", str(tmp_path / "run"), *chat]) == 2
+    assert "set --chat_template to chatml, llama3 or a Jinja file" in capsys.readouterr().err
+    prompts = []
+    encode = PromptEncoder.__call__
+    monkeypatch.setattr(PromptEncoder, "__call__", lambda *text: prompts.append(encode(*text)) or prompts[-1])
+    assert main(["eval", str(tmp_path / "run"), *chat, "--chat_template=chatml"]) == 0
+    assert any(bytes(prompt.astype(np.uint8)).startswith(b"<|im_start|>user\n") for prompt in prompts)
+    (stored,) = (tmp_path / "chat").glob("step-1/*passkey*.jsonl")
+    assert json.loads(stored.read_text().splitlines()[0])["chat_template"] == "chatml"
     again = jaxlc.evaluate(
         tmp_path / "run", tasks=["needle"], lengths=[1024], num_examples=2, depths=[0.0, 1.0], batch_size=2
     )

@@ -68,6 +68,10 @@ def test_stop_ids_include_those_of_the_pretrained_model(run, tmp_path):
     assert stop_ids(encode, run) == [8, 256]
     (run / "pretrained" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert stop_ids(encode, run) == [7, 9, 256]
+    (run / "pretrained" / "generation_config.json").write_text("garbage")
+    with pytest.raises(UserError, match=r"cannot read .*generation_config.json"):
+        stop_ids(encode, run)
+    (run / "pretrained" / "generation_config.json").unlink()
     (run / "pretrained" / "config.json").unlink()
 
 

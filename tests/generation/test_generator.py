@@ -1,23 +1,32 @@
 """Prefill and decoding with a KV cache against one forward pass."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.attention.contract import AttentionSpec, KeyRanges
-from jaxlc.attention.kernels.choose import KERNELS
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges
+from jaxlc.attention.kernels.choose import KERNELS, KernelSelection
+from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation import cached_attention
+from jaxlc.generation.cache import CacheLayout, layout_for
+from jaxlc.generation.decode_attention import attend_one
 from jaxlc.generation.generator import Generator, _Batch, _Output
-from jaxlc.simulate.topology import topology
+from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.step.language_model import LanguageModel
+from jaxlc.step.state import bytes_per_device
+from tests.attention import cudnn_stand_in
 from tests.step.synthetic import MIXED_KINDS, put_params, small_config, small_step
 
 TOLERANCE = 1e-4
 LENGTHS = (150, 7, 201, 64)
 KINDS = dict(layer_kinds=("sliding", "full", "nope"), window=20, num_layers=5)
+KINDS |= dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)
+MIXED = MIXED_KINDS | dict(num_layers=7, attention_sinks=True, attention_gate=True)
 DYNAMIC = dict(rope_scaling="dynamic_ntk", rope_scaling_factor=4.0, rope_scaling_original_tokens=32)
 NUM_DECODED = 70
 
@@ -48,14 +57,35 @@ def one_device():
     return of
 
 
-@pytest.mark.parametrize(("mesh", "model"), [
-    (dict(), dict()), (dict(context=2), KINDS), (dict(context=4, tensor=2), DYNAMIC), (dict(context=8), dict()),
-    (dict(context=2, fsdp=2, tensor=2), MIXED_KINDS | dict(num_layers=7)), (dict(tensor=4, data=2), dict()),
+@pytest.fixture
+def cudnn_over_cache(monkeypatch):
+    """Calls over the cache go to a stand-in for cuDNN's packed calls if they have the form of documents."""
+
+    def choose(name: str, problem: AttentionProblem) -> KernelSelection:
+        return KernelSelection("cudnn" if problem.document_ranges else "blockwise", "")
+
+    cudnn_stand_in.install(monkeypatch)
+    monkeypatch.setattr(cached_attention, "choose_kernel", choose)
+
+
+@pytest.mark.parametrize(("mesh", "model", "strategy"), [
+    (dict(), dict(), "ring"), (dict(context=2), KINDS, "ulysses"), (dict(context=4, tensor=2), DYNAMIC, "ring"),
+    (dict(context=2, fsdp=2, tensor=2), MIXED, "all_gather"), (dict(tensor=4, data=2), dict(), "ring"),
 ], ids=str)  # fmt: skip
-def test_prefill_and_decode_equal_one_forward_pass(mesh, model, one_device):
+def test_prefill_and_decode_equal_one_forward_pass(mesh, model, strategy, one_device):
     """Prompts of unequal lengths in chunks of 64 tokens, then the rest of each sequence token by token."""
+    _assert_equals_forward_pass(
+        small_config(mesh=mesh, model=model, attention=dict(strategy=strategy)), model, one_device
+    )
+
+
+def test_prefill_through_packed_calls_equals_one_forward_pass(one_device, cudnn_over_cache):
+    _assert_equals_forward_pass(small_config(mesh=dict(context=8)), {}, one_device)
+
+
+def _assert_equals_forward_pass(config, model, one_device):
     params, expected = one_device(**model)
-    step = small_step(small_config(mesh=mesh, model=model))
+    step = small_step(config)
     generator, sequences = generator_of(step, put_params(step, params)), prompts_of()
     num_decoded = [min(NUM_DECODED, len(tokens) - 1) for tokens in sequences]
     prompts = [tokens[: len(tokens) - count] for tokens, count in zip(sequences, num_decoded)]
@@ -113,25 +143,58 @@ def test_invalid_prompt_raises(prompts, message, one_device):
         generator([np.array([1])], max_tokens=3, chunk_tokens=-1)
 
 
-@pytest.mark.parametrize("name", ["auto", "cudnn"])
-def test_kernel_on_hopper_takes_the_ranges_of_a_cache(name):
-    """Not cudnn, whose packed calls expect that all queries of a document have the same keys."""
-    (device, *_) = topology("h100:1x1").devices
-    assert cached_attention.kernel_for(name, device, dtype=jnp.bfloat16, head_dim=128).kernel is KERNELS["pallas"]
+@pytest.mark.parametrize(("gpu", "kernel", "tokens_per_rank", "expected"), [
+    ("h100", "auto", 2**17, ("cudnn", "cudnn", "pallas")),
+    ("h100", "cudnn", 2**17, ("cudnn", "cudnn", "pallas")),
+    ("h100", "auto", 2**21, ("cudnn", "pallas", "pallas")),  # 2^31 elements
+    ("a100", "auto", 2**17, ("cudnn", "pallas", "pallas")),  # no packed calls
+    ("h100", "blockwise", 2**17, ("blockwise",) * 3),
+])  # fmt: skip
+def test_kernels_of_a_chunk_of_the_cache_and_of_decoding(gpu, kernel, tokens_per_rank, expected):
+    mesh = make_mesh(topology(f"{gpu}:1x1"), MeshConfig())
+
+    def kernels(num_tokens: int) -> list[str]:
+        attention = cached_attention.CachedAttention(
+            config=AttentionConfig(kernel=kernel),
+            mesh=mesh,
+            layout=CacheLayout(num_ranks=1, max_tokens=tokens_per_rank),
+            window=None,
+            q_like=jax.ShapeDtypeStruct((1, num_tokens, 32, 128), jnp.bfloat16),
+            num_kv_heads=8,
+        )
+        return [selection.name for selection in attention.kernels.values()]
+
+    assert (*kernels(2048), *kernels(1)) == expected
 
 
-@pytest.mark.parametrize("num_heads", [8, 2])
-def test_forward_in_parts_equals_one_call(num_heads):
-    """Few queries and 4,096 keys: 8 parts; some parts and one query have no keys."""
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("pallas", jnp.float32), ("pallas", jnp.bfloat16), ("blockwise", jnp.float32)]
+)
+@pytest.mark.parametrize("num_heads", [6, 2])
+def test_one_query_over_a_layer_of_the_cache_equals_one_call(kernel, dtype, num_heads):
+    """2,500 keys in several parts or blocks; one sequence has keys in some of them, and one has none."""
     keys = jax.random.split(jax.random.key(0), 3)
-    q_BTNH = jax.random.normal(keys[0], (2, 3, num_heads, 16))
-    k_BSKH, v_BSKH = (jax.random.normal(key, (2, 4096, 2, 16)) for key in keys[1:])
-    ranges = KeyRanges(jnp.array([[0, 5, 0], [0, 0, 2000]]), jnp.array([[700, 4096, 0], [1, 4000, 2300]]))
-    spec, kernel = AttentionSpec(causal=False), KERNELS["reference"]
-    expected = kernel.forward(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
-    got = cached_attention.forward_in_parts(kernel, q_BTNH, k_BSKH, v_BSKH, ranges, spec)
+    q_B1NH = jax.random.normal(keys[0], (3, 1, num_heads, 16))
+    k, v = (jax.random.normal(key, (3, 3, 2500, 2, 16)).astype(dtype) for key in keys[1:])
+    num_keys_B, spec, layer = jnp.array([2500, 1100, 0]), AttentionSpec(causal=False), jnp.int32(1)
+    ranges = KeyRanges(jnp.zeros((3, 1), jnp.int32), num_keys_B[:, None])
+    expected = KERNELS["reference"].forward(q_B1NH, k[:, 1], v[:, 1], ranges, spec)
+    got = jax.jit(functools.partial(attend_one, KERNELS[kernel], spec=spec))(q_B1NH, k, v, layer, num_keys_B)
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_decoding_copies_no_layer_of_the_cache(one_device):
+    """Such a copy would be a temporary array. The cache is updated in place."""
+    params, _ = one_device(**KINDS)
+    step = small_step(small_config(model=KINDS | dict(window=30_000)))
+    generator = generator_of(step, params)
+    layout = layout_for(30_000, step.mesh)
+    lowered = generator.cached_step.lower(generator.params, layout, batch_size=2, num_tokens=1)
+    memory = lowered.compile().memory_analysis()
+    cache_bytes = bytes_per_device(generator.cached_step.abstract_cache(layout, 2))
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < 2 * 30_000 * 2 * 8 * 4  # keys of a layer: B, tokens, K, H, bytes
 
 
 def test_stop_string_that_only_the_end_completes_is_the_reason():

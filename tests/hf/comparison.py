@@ -70,14 +70,20 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     return np.abs(actual - expected).max() / np.abs(expected).max()
 
 
-def evaluate(step, params, tokens: np.ndarray, first_position: int):
-    """Logits [B, T, V] in natural order, and gradients of the mean loss."""
+def evaluate(step, params, tokens: np.ndarray, first_position: int = 0, documents: tuple[int, ...] = ()):
+    """Logits [B, T, V] in natural order, and gradients of the mean loss.
+
+    Args:
+      documents: the lengths of the documents of each sequence. Empty: it is one document.
+    """
     num_tokens = tokens.shape[1]
+    lengths = documents or (num_tokens,)
     order = zigzag_order(num_tokens, step.mesh.shape["context"])
     weights = np.ones(tokens.shape, np.float32)
-    weights[:, -1] = 0
-    positions = np.broadcast_to(first_position + np.arange(num_tokens), tokens.shape)
-    arrays = [tokens, np.roll(tokens, -1, 1), weights, positions, np.ones_like(tokens)]
+    weights[:, np.cumsum(lengths) - 1] = 0
+    positions = np.broadcast_to(first_position + np.concatenate([np.arange(n) for n in lengths]), tokens.shape)
+    segments = np.broadcast_to(np.repeat(np.arange(len(lengths)) + 1, lengths), tokens.shape)
+    arrays = [tokens, np.roll(tokens, -1, 1), weights, positions, segments]
     arrays = [x if x.dtype == np.float32 else x.astype(np.int32) for x in arrays]
     batch = Batch(*(jax.device_put(x[None][:, :, order], NamedSharding(step.mesh, BATCH_SPEC)) for x in arrays))
 

@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxlc.config.models.families.family import Family, write_layer_types
+
 SMALL = dict(
     vocab_size=61,
     hidden_size=32,
@@ -39,6 +41,17 @@ LLAMA3_ROPE = dict(
 YARN_ROPE = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0)
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 SLIDING, FULL = "sliding_attention", "full_attention"
+# gpt-oss with a dense feed-forward block in place of its experts; tests/hf/reference.py replaces those of transformers.
+# tests/hf/conftest.py adds it to FAMILIES.
+DENSE_GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
+    write_kinds=write_layer_types,
+    settings=dict(attention_sinks=True),
+    fields={"attention_bias": "qkv_bias"},
+    defaults=dict(attention_bias=True, rope_theta=150000.0),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +61,9 @@ class Case:
     config: dict  # config.json
     norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)  # norms of a layer -> their names here
     qk_norm: str = "none"  # as in ModelConfig
-    qkv_bias: bool = False
+    biases: str = ""  # projections of attention with a bias, such as "qkv"
+    has_sinks: bool = False
+    has_gate: bool = False
     group_layers: int = 1  # layers of the repeating group
 
 
@@ -62,7 +77,7 @@ def _config(model_type: str, architecture: str, **fields) -> dict:
 
 
 def _llama(**fields) -> dict:
-    return _config("llama", "LlamaForCausalLM", attention_bias=False, mlp_bias=False, **fields)
+    return _config("llama", "LlamaForCausalLM", mlp_bias=False, **fields)
 
 
 def _mistral(**fields) -> dict:
@@ -72,10 +87,22 @@ def _mistral(**fields) -> dict:
 # Both forms of RoPE, tied and untied.
 CASES: dict[str, Case] = {
     "llama": Case(
-        config=_llama(tie_word_embeddings=False, rope_theta=10000.0, rope_scaling=LLAMA3_ROPE, pretraining_tp=1)
+        config=_llama(
+            tie_word_embeddings=False,
+            rope_theta=10000.0,
+            rope_scaling=LLAMA3_ROPE,
+            pretraining_tp=1,
+            attention_bias=False,
+        )
     ),
     "llama_tied": Case(
-        config=_llama(tie_word_embeddings=True, rope_parameters=dict(LLAMA3_ROPE, rope_theta=20000.0), head_dim=None)
+        config=_llama(
+            tie_word_embeddings=True,
+            rope_parameters=dict(LLAMA3_ROPE, rope_theta=20000.0),
+            head_dim=None,
+            attention_bias=True,
+        ),
+        biases="qkvo",
     ),
     "mistral": Case(config=_mistral(rope_theta=30000.0, sliding_window=None)),
     "mistral_window": Case(config=_mistral(rope_theta=30000.0, sliding_window=12)),
@@ -92,7 +119,7 @@ CASES: dict[str, Case] = {
             sliding_window=64,
             max_window_layers=2,
         ),
-        qkv_bias=True,
+        biases="qkv",
     ),
     "qwen3": Case(
         config=_config(
@@ -107,6 +134,34 @@ CASES: dict[str, Case] = {
             layer_types=[FULL] * 3,
         ),
         qk_norm="head",
+    ),
+    "qwen3_5": Case(
+        config=_config(
+            "qwen3_5_text",
+            "Qwen3_5ForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(rope_type="default", rope_theta=70000.0, partial_rotary_factor=0.25),
+            attention_bias=True,
+            layer_types=[FULL] * 3,
+        ),
+        biases="qkvo",
+        qk_norm="head",
+        has_gate=True,
+    ),
+    "gpt_oss": Case(
+        config=_config(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(YARN_ROPE, rope_theta=150000.0, truncate=False),
+            attention_bias=True,
+            max_position_embeddings=256,
+            sliding_window=12,
+            layer_types=[SLIDING, FULL, SLIDING],
+        ),
+        biases="qkvo",
+        has_sinks=True,
+        group_layers=2,
     ),
     "smollm3": Case(
         config=_config(
@@ -187,7 +242,7 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
     layer_shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (N * H, D),
+        "self_attn.q_proj.weight": ((1 + CASES[case].has_gate) * N * H, D),
         "self_attn.k_proj.weight": (K * H, D),
         "self_attn.v_proj.weight": (K * H, D),
         "self_attn.o_proj.weight": (D, N * H),
@@ -196,19 +251,23 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         "mlp.down_proj.weight": (D, F),
     }
     layer_shapes |= {f"{name}.weight": (D,) for name in CASES[case].norms}
-    if CASES[case].qkv_bias:
-        layer_shapes |= {f"self_attn.{x}_proj.bias": (n * H,) for x, n in zip("qkv", (N, K, K))}
+    for x in CASES[case].biases:
+        layer_shapes[f"self_attn.{x}_proj.bias"] = layer_shapes[f"self_attn.{x}_proj.weight"][:1]
+    if CASES[case].has_sinks:
+        layer_shapes["self_attn.sinks"] = (N,)
     if CASES[case].qk_norm != "none":
         heads = (1, 1) if CASES[case].qk_norm == "head" else (N, K)
         layer_shapes |= {f"self_attn.{x}_norm.weight": (n * H,) for x, n in zip("qk", heads)}
     for layer in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
-    center = -1 if config["model_type"].startswith("gemma") else 0  # the factor of a norm is 1 + its weight
+    center = (
+        -1 if config["model_type"] in ("gemma3_text", "qwen3_5_text") else 0
+    )  # the factor of a norm is 1 + its weight
     return {name: (_draw(rng, name, shape) + center * ("norm" in name)).astype(dtype) for name, shape in shapes.items()}
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".sinks")):
         return rng.standard_normal(shape)
     if len(shape) == 1:
         return rng.uniform(0.5, 2, shape)

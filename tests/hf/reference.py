@@ -14,11 +14,21 @@ import sys
 import numpy as np
 import torch
 import transformers
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 CROSS_ENTROPY = torch.nn.functional.cross_entropy
 
 
+class DenseMLP(Qwen2MLP):
+    """In place of the experts of gpt-oss."""
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
 def open_model(directory: str):
+    modeling_gpt_oss.GptOssMLP = DenseMLP
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, config=config_of(directory), dtype=torch.float32, attn_implementation="eager"
     )

@@ -15,13 +15,14 @@ os.environ |= dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARAL
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from lm_eval import simple_evaluate  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 import jaxlc  # noqa: E402
 from jaxlc.core.errors import UserError  # noqa: E402
 from jaxlc.evals import harness  # noqa: E402
 from jaxlc.evals.harness_model import HarnessModel  # noqa: E402
-from tests.data.chat_styles import write_tokenizer  # noqa: E402
+from tests.data.chat_styles import CHATML, write_tokenizer  # noqa: E402
 from tests.generation.test_prompts import add_bos_processor  # noqa: E402
 
 CONTEXT = 64  # of the base model
@@ -133,6 +134,14 @@ def expected(models, tasks) -> tuple[dict, list]:
     return outcome(simple_evaluate("hf", model_args=arguments, batch_size=1, **tasks))
 
 
+def assert_responses_equal(responses: list, expected: list) -> None:
+    for response, wanted in zip(responses, expected, strict=True):
+        if isinstance(wanted[0], str):
+            assert response == wanted
+        else:
+            np.testing.assert_allclose(np.array(response, float), np.array(wanted, float), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("source", "arguments"),
     [("run", dict(batch_size=3)), ("export", dict(batch_size=1)), ("export", dict(batch_size=2, context=2, fsdp=2))],
@@ -145,13 +154,28 @@ def test_scores_equal_those_of_hf(source, arguments, models, tasks, expected):
     assert scores.keys() == expected_scores.keys() and len(scores) == 5
     for name, value in expected_scores.items():
         assert scores[name] == pytest.approx(value, rel=1e-5), name
-    for response, wanted in zip(responses, expected_responses, strict=True):
-        if isinstance(wanted[0], str):
-            assert response == wanted
-        else:
-            np.testing.assert_allclose(np.array(response, float), np.array(wanted, float), rtol=1e-4, atol=1e-4)
+    assert_responses_equal(responses, expected_responses)
     texts = [x[0] for x in expected_responses if isinstance(x[0], str)]
     assert len(set(texts)) > 2 and {len(text) for text in texts} != {0}
+
+
+def test_chats_equal_those_of_hf(models, tasks):
+    """Examples as messages, a template with tags around answers; the last message is continued for each choice."""
+    config = models["export"] / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | dict(chat_template=CHATML)))
+    arguments = tasks | dict(tasks=["choices", "answers"], apply_chat_template=True, fewshot_as_multiturn=True)
+    hf = HFLM(pretrained=str(models["export"]), dtype="float32", device="cpu", batch_size=1)
+    model = HarnessModel(models["export"])
+    messages = [dict(role="user", content="a b"), dict(role="assistant", content="The answer: ")]
+    assert model.apply_chat_template(messages, False) == hf.apply_chat_template(messages, False)
+    assert model.chat_template(True) == hf.chat_template(True)
+    ours, theirs = (simple_evaluate(x, **arguments) for x in (model, hf))
+    for task in arguments["tasks"]:
+        for sample, expected in zip(ours["samples"][task], theirs["samples"][task], strict=True):
+            assert sample["arguments"] == expected["arguments"]
+            assert_responses_equal([sample["filtered_resps"]], [expected["filtered_resps"]])
+    with pytest.raises(UserError, match="pass it without a value, and chat_template=chatml in --model_args"):
+        model.chat_template("chatml")
 
 
 def test_command_prints_the_scores_and_invalid_arguments_are_named(models, tasks, monkeypatch, capsys, tmp_path):
@@ -161,7 +185,8 @@ def test_command_prints_the_scores_and_invalid_arguments_are_named(models, tasks
     assert "|choices|" in capsys.readouterr().out
     assert harness.main(["harness", "--model_args", f"path={models['export']},contexts=2", *arguments]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "error: unknown argument 'contexts' of the model: expected path, step, max_length, data, fsdp, context, tensor"
+        "error: unknown argument 'contexts' of the model: expected path, step, max_length, chat_template, data, fsdp,"
+        " context, tensor"
     )
     model = HarnessModel(models["export"], max_length=8)
     with pytest.raises(UserError, match="the task generates 12 tokens, and max_length is 8"):

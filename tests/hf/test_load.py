@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.machinery
 import itertools
 import json
@@ -58,7 +59,7 @@ def expected_params(name, tensors=None):
     L, D, N = (config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     K, H = config["num_key_value_heads"], config.get("head_dim") or D // N
     conversions = {
-        "attention/wq": ("self_attn.q_proj.weight", lambda x: x.T.reshape(D, N, H)),
+        "attention/wq": ("self_attn.q_proj.weight", lambda x: x.T.reshape(D, N, -1)),
         "attention/wk": ("self_attn.k_proj.weight", lambda x: x.T.reshape(D, K, H)),
         "attention/wv": ("self_attn.v_proj.weight", lambda x: x.T.reshape(D, K, H)),
         "attention/wo": ("self_attn.o_proj.weight", lambda x: x.T.reshape(N, H, D)),
@@ -67,8 +68,11 @@ def expected_params(name, tensors=None):
         "mlp/w_down": ("mlp.down_proj.weight", lambda x: x.T),
     }
     conversions |= {f"{path}/scale": (f"{norm}.weight", lambda x: x) for norm, path in case.norms.items()}
-    if case.qkv_bias:
-        conversions |= {f"attention/b{x}": (f"self_attn.{x}_proj.bias", lambda x: x.reshape(-1, H)) for x in "qkv"}
+    for x in case.biases:
+        shapes = dict(q=(N, -1), k=(K, H), v=(K, H), o=(D,))
+        conversions[f"attention/b{x}"] = (f"self_attn.{x}_proj.bias", functools.partial(np.reshape, shape=shapes[x]))
+    if case.has_sinks:
+        conversions["attention/sinks"] = ("self_attn.sinks", lambda x: x)
     if case.qk_norm != "none":
         shape = (H,) if case.qk_norm == "head" else (-1, H)
         conversions |= {
@@ -194,7 +198,12 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("case", "changes", "words"),
     [
-        ("llama", dict(attention_bias=True), "attention_bias=True; only false"),
+        ("gemma3", dict(attention_bias=True), "attention_bias=True; only false"),
+        (
+            "qwen3_5",
+            dict(layer_types=None),
+            "layers of type linear_attention; in models of type qwen3_5_text",
+        ),
         ("llama", dict(mlp_bias=True), "mlp_bias=True"),
         ("llama", dict(hidden_act="gelu"), "hidden_act='gelu'; only silu"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),

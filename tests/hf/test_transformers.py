@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -101,6 +102,11 @@ def _zero_biases(params):
     return jax.tree.map_with_path(lambda path, x: x * (not path[-1].key.startswith("b")), params)
 
 
+def _without_gate(params):
+    query = ("wq", "bq")
+    return jax.tree.map_with_path(lambda path, x: jnp.split(x, 2, axis=-1)[0] if path[-1].key in query else x, params)
+
+
 # What a model has -> case, settings of a model without it, and its parameters.
 PARTS = {
     "llama3 scaling": ("llama", dict(rope_scaling="none"), lambda params: params),
@@ -123,6 +129,11 @@ PARTS = {
     "scale of queries": ("gemma3", dict(query_scale_dim=16), lambda params: params),
     "scaled embeddings": ("gemma3", dict(scale_embeddings=False), lambda params: params),
     "activation": ("gemma3", dict(activation="silu"), lambda params: params),
+    "output gate": ("qwen3_5", dict(attention_gate=False), _without_gate),
+    "partial RoPE": ("qwen3_5", dict(rope_fraction=1.0), lambda params: params),
+    "output bias": ("llama_tied", dict(attention_out_bias=False), lambda params: _without(("bo",), params)),
+    "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),
+    "scaled RoPE of sliding layers": ("gpt_oss", dict(sliding_rope_scaling=False), lambda params: params),
 }
 
 

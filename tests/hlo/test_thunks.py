@@ -4,7 +4,7 @@ import pytest
 
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
-from jaxlc.hlo.thunks import parse_thunks
+from jaxlc.hlo.thunks import Launches, count_launches, kinds, parse_commands
 from jaxlc.step.verify_compiled import check_host_copies
 from tests.hlo.snippets import program
 
@@ -13,19 +13,30 @@ from tests.hlo.snippets import program
 SEQUENCE = """\
 005: kCopy         [source        | next=007 (1) ] MemcpyDeviceToDeviceCmd
 062: kWhile        [prev=051 (11) | next=171 (10)]   
+condition:
+    063: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+  body:
     070: kAsyncStart   [source        | next=146 (62)] stream=computation_stream[2], async_id=94784693180112
         069: kDynamicSliceFusion [source | sink] params=1, results=1
             068: kCopy [source | sink] kCopy
     072: kAsyncStart   [source        | next=147 (62)] stream=computation_stream[3], async_id=94784659173984
         071: kCustomKernel [source | sink] wrapped_dynamic_slice grid: [16, 1, 1] threads: [128, 1, 1]
     080: kAsyncDone [prev=070 (1) | next=081 (1)] async_id=94784693180112
-    081: kCustomKernel [prev=080 (1) | sink] loop_add_fusion grid: [1, 1, 1] threads: [128, 1, 1]
+    000: kCommandBuffer [prev=080 (1) | next=090 (1)]
+        081: kCustomKernel [prev=080 (1) | sink] loop_add_fusion grid: [1, 1, 1] threads: [128, 1, 1]
+        082: kCopy     [source | sink] MemcpyDeviceToDeviceCmd
+    090: kConditional  [prev=000 (1) | sink]
+      branch_0:
+        091: kMemset   [source | sink]
+      branch_1:
+        092: kCuDnn    [source | sink] CuDnnCmd
+        093: kCopy     [source | sink] MemcpyDeviceToDeviceCmd
 """  # noqa: W291
 METADATA = "".join(
     f'thunk_metadata {{\n  thunk_info {{\n    profile_annotation: "{name}"\n    thunk_id: {number}\n  }}\n'
     f'  thunk_kind: "not read"\n}}\n'
     for number, name in {
-        5: "copy.420", 62: "while.4", 70: "read-start.55.0", 68: "slice.1", 69: "wrapped_dynamic-slice.9",
+        5: "copy.420", 62: "loop", 70: "read-start.55.0", 68: "slice.1", 69: "wrapped_dynamic-slice.9",
         72: "read-start.56.0", 71: "wrapped_dynamic-slice.10", 80: "read-done.55.0", 81: "loop_add_fusion.12",
     }.items()
 )  # fmt: skip
@@ -62,15 +73,25 @@ PROGRAM = program(
 
 
 def test_parse_thunks_of_async_start_gives_the_kind_that_runs():
-    kinds = parse_thunks(SEQUENCE, METADATA)
-    assert kinds["read-start.55.0"] == "kCopy" and kinds["read-start.56.0"] == "kCustomKernel"
-    assert (kinds["copy.420"], kinds["while.4"], kinds["loop_add_fusion.12"]) == ("kCopy", "kWhile", "kCustomKernel")
-    assert kinds["wrapped_dynamic-slice.9"] == "kCopy"
-    assert kinds["read-done.55.0"] == "kAsyncDone" and "unknown" not in kinds
+    kind = kinds(parse_commands(SEQUENCE, METADATA))
+    assert kind["read-start.55.0"] == "kCopy" and kind["read-start.56.0"] == "kCustomKernel"
+    assert (kind["copy.420"], kind["loop"], kind["loop_add_fusion.12"]) == ("kCopy", "kWhile", "kCustomKernel")
+    assert kind["wrapped_dynamic-slice.9"] == "kCopy"
+    assert kind["read-done.55.0"] == "kAsyncDone" and "unknown" not in kind
+
+
+def test_count_launches_of_loop_counts_rounds_graphs_and_synchronizations():
+    """A round has two reads, a graph of two operations, and a conditional whose longest branch has two."""
+    commands = parse_commands(SEQUENCE, METADATA)
+    assert count_launches(analyze(PROGRAM), commands) == Launches(1 + 4 * 6, 1 + 4 * 5, 4, 4)
+    counted = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
+    counted = counted.replace("ROOT %less", "%four = s32[] constant(4)\n  ROOT %less")
+    rounds = Launches(1 + 5 + 4 * 6, 1 + 5 + 4 * 5, 4, 4 + 5)  # the condition runs once more than the body
+    assert count_launches(analyze(counted), commands) == rounds
 
 
 def test_check_host_copies_with_a_kernel_in_a_loop_raises():
-    thunks = parse_thunks(SEQUENCE, METADATA)
+    thunks = kinds(parse_commands(SEQUENCE, METADATA))
     with pytest.raises(
         UserError, match=r"^1 of 2 host copies in loops .* are kernels .*: jit\(step\)/while/body/fetch;"
     ):

@@ -61,6 +61,8 @@ def plain_rope(x_TH, positions_T, model, *, kind="full", seq_len=0):
     """RoPE as Hugging Face transformers computes it: rotate_half and full-width cos and sin; float64."""
     if kind == "nope":
         return x_TH
+    if kind == "sliding" and model.sliding_rope_scaling:
+        kind, model = "full", dataclasses.replace(model, rope_theta=model.sliding_rope_theta)
     dim = int(model.head_dim * model.rope_fraction)
     pairs = [plain_frequency(i, dim, model, kind, seq_len) for i in range(dim // 2)]
     factor = plain_attention_factor(model) if kind == "full" else 1.0

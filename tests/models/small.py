@@ -48,7 +48,7 @@ def small_params(model):
     return jax.tree.map_with_path(draw, decoder.abstract_params(model, model.vocab_size))
 
 
-def dense_attend(q_BTNH, k_BTKH, v_BTKH, ranges=None, *, window=None):
+def dense_attend(q_BTNH, k_BTKH, v_BTKH, ranges=None, sinks_N=None, *, window=None):
     """Causal attention over the whole sequence or a window, with the full T x T matrix."""
     groups = q_BTNH.shape[2] // k_BTKH.shape[2]
     k_BTNH, v_BTNH = (jnp.repeat(x, groups, axis=2) for x in (k_BTKH, v_BTKH))
@@ -56,7 +56,11 @@ def dense_attend(q_BTNH, k_BTKH, v_BTKH, ranges=None, *, window=None):
     num_tokens = q_BTNH.shape[1]
     is_visible = np.tri(num_tokens, dtype=bool) & ~np.tri(num_tokens, k=-(window or num_tokens), dtype=bool)
     scores_BNTS = jnp.where(is_visible, scores_BNTS, -jnp.inf)
-    return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BTNH.dtype), v_BTNH)
+    if sinks_N is not None:
+        column_BNT1 = jnp.broadcast_to(sinks_N[:, None, None], (*scores_BNTS.shape[:3], 1))
+        scores_BNTS = jnp.concatenate([scores_BNTS, column_BNT1], axis=-1)
+    weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1)[..., :num_tokens].astype(v_BTNH.dtype)
+    return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BTNH)
 
 
 def run_layer_of(model):
@@ -135,29 +139,34 @@ def _plain_mlp(p, model, kind, x_TD, positions_T):
 
 
 def _plain_projections(p, model, x_TD):
-    """q_TNH, k_TKH and v_TKH before RoPE."""
+    """q_TNH, k_TKH and v_TKH before RoPE, and the factor of the output."""
     projections = {}
     for name in "qkv":
         projections[name] = np.einsum("TD,DNH->TNH", x_TD, p[f"w{name}"])
         if model.qkv_bias:
             projections[name] += p[f"b{name}"]
+    factor_TNH = np.ones_like(projections["q"])
+    if model.attention_gate:
+        projections["q"], gate_TNH = projections["q"][..., : model.head_dim], projections["q"][..., model.head_dim :]
+        factor_TNH = 1 / (1 + np.exp(-gate_TNH))
     for name in "qk" if model.qk_norm != "none" else "":
         x_TNH, scale = projections[name], p[f"{name}_norm"]["scale"]
         if model.qk_norm == "projection":
             x_TNH, scale = x_TNH.reshape(len(x_TNH), 1, -1), scale.reshape(-1)
         projections[name] = _plain_norm(x_TNH, scale, model).reshape(projections[name].shape)
-    return projections.values()
+    return *projections.values(), factor_TNH
 
 
 def _plain_attention(p, model, kind, x_TD, positions_T):
     out_TD = np.zeros_like(x_TD)
-    q_TNH, k_TKH, v_TKH = _plain_projections(p, model, x_TD)
+    q_TNH, k_TKH, v_TKH, gate_TNH = _plain_projections(p, model, x_TD)
     for n in range(model.num_heads):
         k_head = n // (model.num_heads // model.num_kv_heads)
         q_TH, k_TH = (plain_rope(x_TH, positions_T, model, kind=kind) for x_TH in (q_TNH[:, n], k_TKH[:, k_head]))
         for t in range(len(x_TD)):
             visible = slice(max(0, t + 1 - (model.window_of(kind) or t + 1)), t + 1)
             scores = k_TH[visible] @ q_TH[t] / math.sqrt(model.query_scale_dim or model.head_dim)
-            weights = np.exp(scores - scores.max())
-            out_TD[t] += weights / weights.sum() @ v_TKH[visible, k_head] @ p["wo"][n]
-    return out_TD
+            weights = np.exp(scores)
+            total = weights.sum() + (np.exp(p["sinks"][n]) if model.attention_sinks else 0)
+            out_TD[t] += gate_TNH[t, n] * (weights / total @ v_TKH[visible, k_head]) @ p["wo"][n]
+    return out_TD + (p["bo"] if model.attention_out_bias else 0)

@@ -56,9 +56,18 @@ VARIANTS = {
         num_kv_heads=1,
         vocab_size=29,
         num_layers=3,
+        attention_sinks=True,
+        attention_gate=True,
+        qkv_bias=True,
+        attention_out_bias=True,
+        layer_kinds=("sliding", "full"),
+        window=5,
+        rope_fraction=2 / 3,
+        sliding_rope_scaling=True,
         rope_scaling="yarn",
         rope_scaling_factor=4.0,
         rope_scaling_original_tokens=32,
+        rope_scaling_truncate=False,
     ),
 }
 
@@ -85,12 +94,13 @@ def test_dims_of_names_every_parameter_dimension(variant):
             model=16,
             heads=own.num_heads,
             kv_heads=own.num_kv_heads,
-            head_dim=own.head_dim,
+            head_dim=own.query_dim if path[-1].key == "wq" else own.head_dim,
             ffn=own.ffn_dim,
+            sinks=own.num_heads,
             vocab=model.vocab_size,
         )
         assert all(sizes.get(name, size) == size for name, size in zip(names, param.shape, strict=True))
-        assert (names[-1] in ("norm", "bias")) == is_vector(names)
+        assert (names[-1] in ("norm", "bias", "sinks")) == is_vector(names)
 
     jax.tree.map_with_path(check, params, dims)
     assert sum(x.size for x in jax.tree.leaves(params)) == num_params(model)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxlc.attention import sinks
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import reference
 from jaxlc.models import layer_tiles
@@ -21,7 +22,7 @@ B, T = 2, 24
 
 
 class _TileAttention:
-    """Tiles are consecutive parts of the sequence; kv is [2, B, S, K, H]."""
+    """Tiles are consecutive parts of the sequence; kv is [2, B, S, K, H]. An exchange doubles it."""
 
     def __init__(self, tile_tokens: int, num_kv_heads: int):
         self.tile_tokens, self.num_kv_heads = tile_tokens, num_kv_heads
@@ -32,6 +33,11 @@ class _TileAttention:
     def put(self, kv, k_BtKH, v_BtKH, tile):
         return jax.lax.dynamic_update_slice_in_dim(kv, jnp.stack([k_BtKH, v_BtKH]), tile * self.tile_tokens, axis=2)
 
+    def exchange(self, kv, ranges):
+        return 2 * kv
+
+    add_exchanged = exchange
+
     def take(self, kv, tile):
         return tuple(jax.lax.dynamic_slice_in_dim(kv, tile * self.tile_tokens, self.tile_tokens, axis=2))
 
@@ -39,22 +45,25 @@ class _TileAttention:
         positions = jnp.broadcast_to(tile * self.tile_tokens + jnp.arange(q_BtNH.shape[1]), q_BtNH.shape[:2])
         return KeyRanges(jnp.zeros_like(positions), positions + 1)
 
-    def forward(self, q_BtNH, kv, tile, ranges):
-        return reference.forward(q_BtNH, *kv, self._key_ranges(q_BtNH, tile), AttentionSpec())
+    def forward(self, q_BtNH, kv, tile, ranges, sinks_N):
+        results = reference.forward(q_BtNH, *(kv / 2), self._key_ranges(q_BtNH, tile), AttentionSpec())
+        return sinks.join(*results, sinks_N)
 
-    def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges):
+    def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges, sinks_N):
         key_ranges = self._key_ranges(q_BtNH, tile)
         results = QueryResults(out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt))
-        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *kv, key_ranges, AttentionSpec(), results)
-        return dq_BtNH, dkv + jnp.stack([dk_BSKH, dv_BSKH])
+        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *(kv / 2), key_ranges, AttentionSpec(), results)
+        dsinks_N = None if sinks_N is None else sinks.gradient(sinks_N, results)
+        return dq_BtNH, dkv + jnp.stack([dk_BSKH, dv_BSKH]) / 2, dsinks_N
 
 
-def _attend(q_BTNH, k_BTKH, v_BTKH):
-    return reference.forward(q_BTNH, k_BTKH, v_BTKH, None, AttentionSpec())[0]
+def _attend(q_BTNH, k_BTKH, v_BTKH, sinks_N):
+    return sinks.join(*reference.forward(q_BTNH, k_BTKH, v_BTKH, None, AttentionSpec()), sinks_N)[0]
 
 
+ATTENTION = dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)
 GEMMA = dict(qk_norm="head", norm_placement="pre_and_post", zero_centered_norm=True, activation="gelu_tanh")
-OLMO = dict(qk_norm="projection", norm_placement="post", qkv_bias=True, query_scale_dim=24)
+OLMO = dict(qk_norm="projection", norm_placement="post", qkv_bias=True, query_scale_dim=24, **ATTENTION)
 
 
 @pytest.mark.parametrize("num_tiles, saves_attention, variant", [(1, False, {}), (3, True, GEMMA), (4, False, OLMO)])

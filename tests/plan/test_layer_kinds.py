@@ -15,20 +15,39 @@ pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
 TOKENS, RANKS, WINDOW = 4096, 4, 257
 
 
-@pytest.fixture(scope="module")
-def step() -> TrainStep:
+def step_with(**memory) -> TrainStep:
     """Five layers: two groups of a sliding and a full layer, and a last sliding layer."""
     config = small_config(layer_kinds="sliding,full", window=WINDOW)
     config.model.num_layers = 5
     config.mesh.update(context=RANKS, tensor=1)
     config.data.seq_len = TOKENS
+    config.memory.update(memory)
     config = load(config)
     return build_step(config, make_mesh(topology(f"h100:1x{RANKS}"), config.mesh))
 
 
 @pytest.mark.heavy
-def test_sliding_layers_send_only_their_window(step):
+def test_sliding_layers_in_tiles_compute_and_send_only_their_window():
+    """A call has a sub-chunk's keys, the window before it and the received tokens, which are sent once a pass."""
+    step = step_with(tile_tokens=512, remat="full")
+    program = analyze(step.compile(extra_options=dict(WITHOUT_GPU)).as_text())
+    subchunk_tokens, received_tokens = 256, 2 * (WINDOW - 1)
+    keys = {call.sizes.num_keys for call, _ in program.attention_calls if call.has_window}
+    assert keys == {subchunk_tokens + WINDOW - 1 + received_tokens}
+    model = step.config.model
+    sent_bytes = sum(
+        exchange.times * exchange.collective.sent_bytes
+        for exchange in program.attention_collectives
+        if exchange.has_window and exchange.pass_name == "forward"
+    )
+    kv_bytes = 3 * received_tokens * 2 * model.num_kv_heads * model.head_dim * 2  # 3 layers, bfloat16
+    assert kv_bytes <= sent_bytes <= 1.2 * kv_bytes  # positions and segment ids, too
+
+
+@pytest.mark.heavy
+def test_sliding_layers_send_only_their_window():
     """Bytes that each GPU sends in the forward pass, read from the compiled program."""
+    step = step_with()
     program = analyze(step.compile(extra_options=dict(WITHOUT_GPU)).as_text())
     sent = Counter()
     for exchange in program.attention_collectives:

@@ -186,7 +186,9 @@ def dump(tmp_path) -> Dump:
     (tmp_path / "module_0001.jit_step-memory-usage-report.txt").write_text(USAGE)
     (tmp_path / "module_0001.jit_step-live-range.txt").write_text(LIVE_RANGE)
     (tmp_path / "module_0001.jit_step.sm_9.0_gpu_after_optimizations.txt").write_text(PROGRAM)
-    (tmp_path / "module_0001.jit_step.thunk_sequence.txt").write_text("001: kCustomKernel [source | sink]\n")
+    (tmp_path / "module_0001.jit_step.thunk_sequence_after_thunk_passes.txt").write_text(
+        "001: kCustomKernel [source | sink]\n"
+    )
     (tmp_path / "module_0001.jit_step.thunk_metadata.txt").write_text(
         'thunk_metadata {\n  thunk_info {\n    profile_annotation: "made"\n    thunk_id: 1\n  }\n}\n'
     )

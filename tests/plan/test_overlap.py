@@ -77,7 +77,7 @@ def test_attention_work_is_balanced_and_near_the_minimum(context):
 def plain_ring(qkv, kernel, spec, ranks):
     """A straightforward ring: a permute and a kernel call in a Python loop. Without a mask, only for comparison."""
     spec = type(spec)(causal=False)
-    q, k, v, _ = qkv
+    q, k, v, *_ = qkv
     out, lse = attend_on_device(ShardedQKV(q, k, v, None), kernel, spec)
     for _ in range(1, ranks.size):
         k, v = (lax.ppermute(x, ranks.axis, [(r, (r + 1) % ranks.size) for r in range(ranks.size)]) for x in (k, v))

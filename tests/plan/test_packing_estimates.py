@@ -36,13 +36,14 @@ def result():
 def test_plan_orders_sequences_by_work(result, tmp_path):
     best, typical, worst, mean = result.packing.estimates
     assert [row.name for row in (best, typical, worst, mean)] == ["best", "typical", "worst", "mean"]
-    assert best.step_seconds < typical.step_seconds < worst.step_seconds <= result.predicted.step_seconds
+    assert best.attention_seconds < typical.attention_seconds < worst.attention_seconds
     assert best.attention_seconds < mean.attention_seconds < worst.attention_seconds
     assert best.replica_cost == worst.replica_cost == 1 < mean.replica_cost < 2  # two replicas
     assert all(0 < row.pairs_share < 1 <= row.ring_cost and row.padding_share == 0 for row in (best, mean, worst))
-    other_seconds = {round(row.step_seconds - row.attention_seconds, 9) for row in (best, typical, worst)}
     predicted = result.predicted
-    assert max(other_seconds) == pytest.approx(predicted.step_seconds - predicted.seconds_by_kind["attention"], rel=0.2)
+    other_seconds = predicted.step_seconds - predicted.seconds_by_kind["attention"]
+    for row in (best, typical, worst):  # further calls take more time
+        assert row.step_seconds - row.attention_seconds > 0.8 * other_seconds
 
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(result.to_json()))

@@ -84,6 +84,7 @@ def test_page_names_the_settings_of_both_pools(result):
     text = page(dataclasses.replace(result, memory=pinned), "")
     assert "70.00  in a pool of 64.00 (runtime.pinned_host_gib)" in text and "VERDICT: does not fit, 6.00 GiB" in text
     assert "set --config.runtime.pinned_host_gib=71." in text
+    assert dataclasses.replace(pinned, host_pool_bytes=71 * 2**30).fits
     pools = dataclasses.replace(memory, host_pool_bytes=200 * 2**30, host_pools_per_node_bytes=2400 * 2**30)
     text = page(dataclasses.replace(result, memory=pools), "")
     assert "2,400.00  up to 200.00 per GPU, and 16.00 per process for staging" in text and "VERDICT: fits" in text
@@ -141,6 +142,9 @@ def test_kernels_are_counted_by_pass(result):
         "forward": calls, "recomputation": calls, "backward": calls
     }  # fmt: skip
     assert result.kernels["triton gemm"] > 0
+    operations, launches, graphs, synchronizations = result.launches
+    assert 0 < graphs < launches < operations and operations > sum(result.kernels.values()) and synchronizations == 0
+    assert f"  GPU operations {operations:,}, host launches {launches:,} ({graphs:,} CUDA graphs)" in str(result)
 
 
 def test_to_json_has_stable_keys(result):
@@ -156,6 +160,7 @@ def test_to_json_has_stable_keys(result):
     assert values["collectives"][0].keys() == {
         "kind", "axes", "backend", "mode", "count", "bytes", "crosses_domains"
     }  # fmt: skip
+    assert values["launches"] == result.launches._asdict()
     assert values["layer_timeline"][0].keys() == {"pass_name", "lane", "kind", "start_seconds", "end_seconds"}
     assert values["ring"].keys() == {"hops", "hidden", "exposed", "exposed_forward", "by_backend"}
     assert values["tokens_per_step"] == ACCUMULATION * values["sequence_tokens"]

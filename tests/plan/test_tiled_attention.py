@@ -50,7 +50,7 @@ def compiled(strategy: str, direction: str) -> Compiled:
 
         def step(carry, tile):
             total_BtNH, dkv = carry
-            dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, q_BtNH, lse_BNt, q_BtNH, None)
+            dq_BtNH, dkv, _ = tiled.backward(q_BtNH, kv, dkv, tile, q_BtNH, lse_BNt, q_BtNH, None)
             return (total_BtNH + dq_BtNH, dkv), None
 
         (total_BtNH, dkv), _ = lax.scan(step, (q_BtNH, jnp.zeros(kv.shape, jnp.float32)), numbers)

@@ -58,8 +58,9 @@ def entry(mesh: str = "a", seconds: float = 100.0, left: float = 10, departures:
     ],
 )
 def test_places_first_follows_the_rules(entries, first):
+    entries = dict(enumerate(entries))
     assert ranking.places(entries)[0] == first == ranking.decisive(entries)[0]
-    assert sorted(ranking.places(entries)) == list(range(len(entries)))
+    assert sorted(ranking.places(entries)) == list(entries)
 
 
 def test_stored_search_of_64k_prefers_ulysses_with_saved_mlp():
@@ -246,8 +247,9 @@ def test_page_names_what_the_estimate_cannot_order():
 def test_eligible_rows_meet_the_goal():
     one, two = candidate(1.0), candidate(2.0, **{"data.seq_len": 1024})
     two = dataclasses.replace(two, gpus=topology("h100:1x8"))
-    assert eligible("fewest_gpus", [one, two]) == [one] and eligible("longest", [one, two]) == [two]
-    assert eligible("cheapest", [one, two]) == [one, two] and eligible("longest", []) == []
+    entries = {one: entry(), two: entry()}
+    assert [*eligible("fewest_gpus", entries)] == [one] and [*eligible("longest", entries)] == [two]
+    assert eligible("cheapest", entries) == entries and eligible("longest", {}) == {}
 
 
 def test_plan_of_part_has_fewer_devices_per_process(monkeypatch):
@@ -344,7 +346,8 @@ def test_recommend_nothing_fits_names_fewest_gpus():
     result = recommend(short, topology("h100:1x1"), refused, roofline=Roofline(), limit_seconds=1)
     assert "LoRA would fit: --config.lora.rank=16" in page(result, None)
     lora = with_settings(short, LORA)
-    assert any(candidates(lora, Rates(topology("h100:1x1"), Roofline()), 2**15))
+    found = candidates(lora, Rates(topology("h100:1x1"), Roofline()), 2**15)
+    assert any(candidate.estimate.fits(candidate.gpus) for candidate in found)
 
 
 @pytest.mark.gpu_compiler

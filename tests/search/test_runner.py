@@ -333,7 +333,7 @@ def _check_mesh_plot(figure) -> None:
     assert speed.get_xlabel() == "tokens/s per device" and "GiB" in memory.get_xlabel()
     assert [bar.get_width() for bar in speed.patches[:6]] == [205, 204, 105, 104, 405, 404]
     assert [bar.get_width() for bar in memory.patches[:6]] == [2, 2, 4, 4, 1, 1]
-    assert [bar.get_alpha() for bar in speed.patches[:6]] == [1, 1, 1, 1, 0.35, 0.35]
+    assert [bar.get_facecolor()[3] for bar in speed.patches[:6]] == [1, 1, 1, 1, 0.35, 0.35]
     assert speed.get_yticklabels()[0].get_text() == "context=2 x tensor=2 ring, nvshmem"
     assert memory.lines[0].get_xdata()[0] == 76 and "usable" in memory.get_xlabel()
     assert "4,096" in figure.get_suptitle()

@@ -1,11 +1,20 @@
 """Per-document sharding: an exact partition, work as counted on a dense mask, and the balance of every sequence."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from benchmarks.document_balance import packed, stdlib_lengths, zigzag_ring_work
 from jaxlc.core.errors import UserError
-from jaxlc.sharding.document_layout import MAX_RING_COST, by_ring_step, document_layout, document_order, ring_cost
+from jaxlc.sharding.document_layout import (
+    MAX_RING_COST,
+    MAX_SHARED_DOCUMENTS,
+    by_ring_step,
+    document_layout,
+    document_order,
+    ring_cost,
+)
 from jaxlc.sharding.layout import zigzag_order
 
 
@@ -71,19 +80,36 @@ def mix(rng: np.random.Generator, num_tokens: int, longest: int) -> np.ndarray:
 
 
 def test_every_sequence_of_mix_is_balanced():
-    rng, num_tokens = np.random.default_rng(0), 524_288
+    rng, num_tokens, costs = np.random.default_rng(0), 524_288, []
     for _ in range(20):
         lengths = mix(rng, num_tokens, num_tokens)
         layout = document_layout(lengths, num_tokens, 8)
-        assert layout.ring_cost <= MAX_RING_COST
+        costs.append(layout.ring_cost)
         again = document_layout(lengths, num_tokens, 8)
         np.testing.assert_array_equal(layout.order, again.order)
+    assert np.mean(costs) <= MAX_RING_COST and max(costs) <= 1.15  # where more documents cannot be cut
 
 
 def test_every_sequence_of_standard_library_is_balanced():
     sequences = packed(stdlib_lengths(), 524_288, 12)
-    assert all(document_layout(lengths, 524_288, 8).ring_cost <= MAX_RING_COST for lengths in sequences)
+    costs = [document_layout(lengths, 524_288, 8).ring_cost for lengths in sequences]
+    assert np.mean(costs) <= MAX_RING_COST and max(costs) <= 1.1, costs
     assert max(ring_cost(zigzag_ring_work(lengths, 524_288, 8)) for lengths in sequences) > 1.5
+
+
+@pytest.mark.parametrize("context", [2, 3, 16])
+def test_two_ranks_share_few_documents(context):
+    """Also of many documents, and of documents that are longer than a rank's tokens."""
+    rng, num_tokens = np.random.default_rng(context), context * 64
+    packings = [np.full(context * 64 // length, length) for length in (1, 9, 65, 70, num_tokens // 3)]
+    for lengths in packings + [random_lengths(rng, num_tokens) for _ in range(30)]:
+        layout = document_layout(lengths, num_tokens, context, block_tokens=4)
+        tokens = np.zeros((len(lengths), context), int)
+        np.add.at(tokens, (layout.pieces[:, 0], layout.pieces[:, 3]), layout.pieces[:, 2])
+        np.testing.assert_array_equal(tokens.sum(axis=1), lengths)
+        np.testing.assert_array_equal(layout.ring_work, dense_ring_work(lengths, num_tokens, context, layout.order))
+        for rank, other in itertools.combinations(range(context), 2):
+            assert ((tokens[:, rank] > 0) & (tokens[:, other] > 0)).sum() <= MAX_SHARED_DOCUMENTS
 
 
 def test_zigzag_ring_work_equals_dense_mask():

@@ -3,6 +3,10 @@
 import numpy as np
 import pytest
 
+from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.kernels.packed_operands import buckets, document_table
+from jaxlc.attention.key_ranges import TokenInfo, key_ranges
+from jaxlc.attention.tiles.tile_order import tiles_of
 from jaxlc.config import defaults, load
 from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
@@ -30,13 +34,16 @@ def config_with(tokens: int = TOKENS, context: int = CONTEXT, **sections):
     return load(config)
 
 
-def dense_work(lengths, order_T, num_ranks, window=TOKENS) -> np.ndarray:
-    """[query ranks, key ranks]: visible pairs, counted on the mask in natural order."""
+def dense_work(lengths, order_T, num_ranks, window=TOKENS, queries=slice(None)) -> np.ndarray:
+    """[query ranks, key ranks]: visible pairs of some queries of the layout, counted on the mask in natural order."""
     document_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
     positions_T = np.arange(TOKENS)
     mask_TS = (document_T[:, None] == document_T) & (document_T > 0) & (positions_T[:, None] >= positions_T)
     mask_TS &= positions_T[:, None] - positions_T < window
-    return mask_TS[np.ix_(order_T, order_T)].reshape(num_ranks, -1, num_ranks, TOKENS // num_ranks).sum(axis=(1, 3))
+    is_query_T = np.zeros(TOKENS, bool)
+    is_query_T[queries] = True
+    mask_TS = mask_TS[np.ix_(order_T, order_T)] & is_query_T[:, None]
+    return mask_TS.reshape(num_ranks, -1, num_ranks, TOKENS // num_ranks).sum(axis=(1, 3))
 
 
 def by_step(work) -> np.ndarray:
@@ -49,10 +56,19 @@ def test_work_of_zigzag_order_equals_dense_count():
     result = sequence_work(config, ZIGZAG, LENGTHS)
     steps = by_step(dense_work(LENGTHS, zigzag_order(TOKENS, CONTEXT), CONTEXT))
     slowest = steps.max(axis=1)
-    assert result.work == (slowest[0], slowest[1:].mean(), steps.sum(axis=0).max())
+    assert result.work[:3] == (slowest[0], slowest[1:].mean(), steps.sum(axis=0).max())
     assert result.ring_cost == pytest.approx(slowest.sum() * CONTEXT / steps.sum())
     pairs = sum(causal_pairs(length) for length in LENGTHS)
     assert result.pairs == config.model.num_layers * pairs and steps.sum() == pairs
+
+
+def test_work_in_tiles_is_that_of_the_slowest_rank_in_each_tile():
+    config = config_with(memory=dict(tile_tokens=TOKENS // (2 * CONTEXT), remat="full"))
+    result = sequence_work(config, ZIGZAG, LENGTHS)
+    order_T, tiles = zigzag_order(TOKENS, CONTEXT), np.asarray(tiles_of(np.arange(TOKENS)[None], CONTEXT, 2))[:, 0]
+    slowest = sum(by_step(dense_work(LENGTHS, order_T, CONTEXT, queries=tile)).max(axis=1) for tile in tiles)
+    assert result.work[:2] == (slowest[0], slowest[1:].mean())
+    assert result.ring_cost > sequence_work(config_with(), ZIGZAG, LENGTHS).ring_cost
 
 
 def test_work_of_document_order_equals_layout():
@@ -71,6 +87,34 @@ def test_work_by_strategy_equals_dense_count(strategy, num_ranks, degree):
     steps = work.sum(axis=1)[None] if strategy == "all_gather" else by_step(work)
     rest = steps.max(axis=1)[1:]
     assert result.work[:2] == (steps[0].max(), rest.mean() if len(rest) else 0)
+
+
+def table_calls(lengths, order_T, num_ranks) -> np.ndarray:
+    """[query ranks, key ranks]: calls after the first one, from the kernel's own table."""
+    sizes = buckets(1, TOKENS // num_ranks, TOKENS // num_ranks)
+    segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
+    ranks = [TokenInfo(*(x.reshape(num_ranks, 1, -1)[rank] for x in (order_T, segments_T[order_T])))
+             for rank in range(num_ranks)]  # fmt: skip
+    calls = np.zeros((num_ranks, num_ranks), int)
+    for query_rank, key_rank in np.ndindex(calls.shape):
+        ranges = key_ranges(ranks[query_rank], ranks[key_rank], AttentionSpec())
+        table = document_table(*ranges, TOKENS // num_ranks, sizes, causal=query_rank == key_rank)
+        first = sizes[0].num_documents
+        while first < table.num_documents:
+            first += sizes[int(table.bucket_of(first))].num_documents
+            calls[query_rank, key_rank] += 1
+    return calls
+
+
+@pytest.mark.parametrize("order_of, context", [(ZIGZAG, CONTEXT), (by_document, CONTEXT), (zigzag(TOKENS, 1).of, 1)])
+def test_further_calls_equal_those_of_the_document_table(order_of, context):
+    lengths = (*[3] * 30, *[20] * 30, *[300] * 3, 200, 1500)
+    segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
+    order_T = order_of(dict(segment_ids=segments_T))
+    own, *others = by_step(table_calls(lengths, order_T, context)).max(axis=1)
+    work = sequence_work(config_with(context=context), order_of, lengths).work
+    assert (work.own_further_calls, work.ring_step_further_calls) == (own, np.mean(others) if others else 0)
+    assert own > 1
 
 
 def test_work_of_window_equals_dense_count():
@@ -100,10 +144,11 @@ def test_visible_fraction_follows_the_work():
     assert visible_fraction(own._replace(is_masked=False), config, work) == 1.0
 
 
-def test_mean_of_microbatches_takes_the_slowest_replica():
+def test_mean_of_microbatches_takes_the_slowest_replica_of_balanced_batches():
     config = config_with(mesh=dict(fsdp=2), train=dict(global_batch_size=8, gradient_accumulation_steps=2))
     whole, short = (sequence_work(config, ZIGZAG, lengths) for lengths in ([TOKENS], [64] * 64))
-    sequences = [whole, short, short, short] + [short] * 4  # two replicas of two sequences, two microbatches
+    # Two microbatches of two replicas of two sequences: both long sequences are in the first one.
+    sequences = [whole, short, short, short] * 2
     first = (np.array(whole.work) + short.work) / 2
     expected = (first + short.work) / 2
     np.testing.assert_allclose(mean_of_microbatches(config, sequences), expected)

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.attention_overlap import compile_step, two_layers
 from jaxlc.config import defaults, load
+from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_matmul_params, training_flops
 from jaxlc.core.hardware import Efficiency
@@ -16,6 +17,7 @@ from jaxlc.plan import summary
 from jaxlc.simulate import interval, timeline
 from jaxlc.simulate import roofline as roofline_module
 from jaxlc.simulate.layer_timeline import _merged, layer, layer_timeline
+from jaxlc.simulate.packed_work import AttentionWork
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel, visible_fraction
 from jaxlc.simulate.timeline import Event, Prediction, events, predict
@@ -37,6 +39,7 @@ IDEAL = Roofline(
     network_step_seconds=0,
     host_latency_seconds=0,
     kernel_gap_seconds=0,
+    synchronization_seconds=0,
     attention_half_keys_masked=0,
     attention_half_keys_unmasked=0,
     matmul_ramp_seconds=0,
@@ -224,13 +227,29 @@ def test_transfer_through_a_loop_delays_those_inside():
     assert estimate.step_seconds == approx(6 * HOP)
 
 
-def test_conditional_counts_its_longest_branch():
+def test_conditional_counts_its_longest_branch_and_a_synchronization():
     branches = "".join(
         f"%{name} () -> s32[] {{\n" + "\n".join(f"  {line}" for line in (*INPUTS, *lines, END)) + "\n}\n\n"
         for name, lines in dict(short=(copy(),), long=(dot(), copy())).items()
     )
-    estimate = predicted("%b = s32[] conditional(%x), branch_computations={%long, %short}", more=branches)
-    assert estimate.step_seconds == approx(DOT + COPY)
+    waiting = dataclasses.replace(IDEAL, synchronization_seconds=1e-3)
+    conditional = "%b = s32[] conditional(%x), branch_computations={%long, %short}"
+    estimate = predicted(permute_start(), conditional, permute_done(), more=branches, roofline=waiting)
+    assert estimate.step_seconds == approx(DOT + COPY + 1e-3)
+    assert estimate.seconds_by_resource["host synchronization"] == approx(1e-3)
+    assert estimate.exposed_communication_seconds == 0
+
+
+def test_loop_over_further_documents_has_the_rounds_of_the_work():
+    """The host reads the condition once more than the body runs; for one document the body does not run."""
+    body = LOOP.format(lines="\n".join(f"  {line}" for line in (*INPUTS, copy())))
+    loop = WHILE.partition(", backend_config")[0] + f', metadata={{op_name="jit(step)/{scopes.MORE_DOCUMENTS}/while"}}'
+    analyzed = analyze(program(*INPUTS, loop, END, more=body))
+    waiting = dataclasses.replace(IDEAL, synchronization_seconds=1e-3)
+    model = TimeModel(topology("h100:1x2"), load(defaults()), waiting)
+    assert predict(analyzed, model).step_seconds == approx(1e-3)
+    packed = dataclasses.replace(model, work=AttentionWork(1, 1, 1, own_further_calls=2.5, ring_step_further_calls=9))
+    assert predict(analyzed, packed).step_seconds == approx(2.5 * COPY + 3.5e-3)
 
 
 @pytest.mark.parametrize("opcode, shape, seconds", [

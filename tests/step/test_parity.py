@@ -41,9 +41,14 @@ def _on_one_device(**overrides):
     """(parameters, gradients, cross entropy) of one device; overrides are config sections as text."""
     config = small_config(**{section: ast.literal_eval(values) for section, values in overrides.items()})
     step = small_step(config)
-    params = step.init().params
+    params = jax.tree.map_with_path(_different_sinks, step.init().params)
     gradients, loss = jax.jit(gradients_and_loss(step))(params, make_batch(step, natural_rows()))
     return params, gradients, loss
+
+
+def _different_sinks(path, x):
+    """Initial sinks are 0. With other values, sinks of the wrong heads are detected."""
+    return np.linspace(-2, 3, x.size, dtype=np.float32).reshape(x.shape) if path[-1].key == "sinks" else x
 
 
 def _assert_close(got, gradients, tolerance=FLOAT32_PARITY):
@@ -52,10 +57,11 @@ def _assert_close(got, gradients, tolerance=FLOAT32_PARITY):
     assert max(jax.tree.leaves(errors)) <= tolerance, errors
 
 
-def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), **overrides):
+def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), order=range(4), **overrides):
     """Compares steps with equal parameters.
 
     Args:
+      order: of the sequences in the batch of the step, which is natural on one device.
       split, memory: settings of the attention strategy and of memory, which the step on one device does not have.
     """
     frozen = {section: repr(values) for section, values in overrides.items()}
@@ -67,7 +73,8 @@ def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), **override
         memory=dataclasses.replace(config.memory, **dict(memory)),
     )
     step = small_step(load(config))
-    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
+    rows = [natural_rows()[i] for i in order]
+    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, rows))
     np.testing.assert_allclose(got_loss, loss, rtol=tolerance)
     _assert_close(got, gradients, tolerance)
 
@@ -77,10 +84,14 @@ def test_loss_and_gradients_on_mesh_equal_one_device(axes):
     _assert_same(axes)
 
 
-@pytest.mark.parametrize("axes", [dict(context=2, data=2), dict(context=2, fsdp=2, tensor=2)], ids=str)
-def test_accumulation_of_unequal_microbatches_equals_one_device(axes):
-    """Microbatches have 95 + 91 and 9 + 0 targets: the sums are added and divided once."""
-    _assert_same(axes, train=dict(gradient_accumulation_steps=2))
+@pytest.mark.parametrize(
+    "axes, order",
+    [(dict(context=2, data=2), (0, 3, 2, 1)), (dict(context=2, fsdp=2, tensor=2), (0, 1, 2, 3))],
+    ids=["data, another order", "fsdp"],
+)
+def test_accumulation_of_unequal_microbatches_equals_one_device(axes, order):
+    """The sums of unequal numbers of targets, 95, 91, 9 and 0, are added and divided once, in any order."""
+    _assert_same(axes, order=order, train=dict(gradient_accumulation_steps=2))
 
 
 def test_accumulation_on_one_device_equals_one_batch():
@@ -108,6 +119,18 @@ KINDS = [
     ("ulysses", dict(context=2, tensor=2), _ONE_DOCUMENT, dict(remat="matmuls")),
     ("hybrid", dict(context=4, fsdp=2), _PACKED, dict(remat="full", offload=("attention_out", "attention_lse"))),
     ("hybrid", dict(context=4, tensor=2), _ONE_DOCUMENT, dict(remat="none")),
+    (
+        "ring",
+        dict(context=2, fsdp=2),
+        _PACKED,
+        dict(remat="full", tile_tokens=24, offload=("residual", "attention_out", "attention_lse")),
+    ),
+    (
+        "hybrid",
+        dict(context=4),
+        _ONE_DOCUMENT,
+        dict(remat="attention", tile_tokens=12, layers_per_remat_group=3, parameters="host"),
+    ),
 ]
 # Layers of different shapes: whole groups of layers, last layers, and tiles, which sliding layers do not support.
 MIXED_CASES = [
@@ -130,9 +153,16 @@ MIXED_CASES = [
 )
 def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
     kinds = dict(layer_kinds=("sliding", "full", "nope"), window=20, rope_scaling="linear", rope_scaling_factor=8.0)
+    kinds |= dict(attention_sinks=True)
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     settings = settings | dict(model=settings["model"] | kinds)
     _assert_same(axes, split=split, memory=memory, **settings)
+
+
+@pytest.mark.full
+def test_sliding_layer_in_tiles_equals_one_device():
+    memory = dict(remat="full", tile_tokens=24, offload=("residual", "attention_out", "attention_lse"))
+    _assert_same(dict(context=2), memory=memory, model=dict(num_layers=1, layer_kinds=("sliding",), window=20))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +178,15 @@ def test_layers_of_different_shapes_equal_one_device(strategy, axes, model, memo
 @pytest.mark.parametrize(
     "model",
     [
-        dict(qk_norm="projection", norm_placement="pre_and_post", qkv_bias=True, zero_centered_norm=True),
+        dict(
+            qk_norm="projection",
+            norm_placement="pre_and_post",
+            qkv_bias=True,
+            attention_out_bias=True,
+            attention_gate=True,
+            zero_centered_norm=True,
+            rope_fraction=0.5,
+        ),
         dict(
             tie_embeddings=True,
             vocab_size=64,
@@ -247,8 +285,9 @@ _COMBINATIONS = [  # every pair of a mesh, a strategy and two settings of memory
 def test_memory_settings_equal_one_device(axes, attention, memory):
     """Gradients against one device with the state on the device; `test_host_state.py` tests the update."""
     mask = {key: value for key, value in attention.items() if key == "document_mask"}
-    params, gradients, loss = _on_one_device(**({"attention": tuple(mask.items())} if mask else {}))
-    step = small_step(small_config(mesh=axes, attention=attention, memory=memory))
+    model = dict(attention_sinks=True, attention_gate=True)
+    params, gradients, loss = _on_one_device(attention=tuple(mask.items()), model=tuple(model.items()))
+    step = small_step(small_config(mesh=axes, model=model, attention=attention, memory=memory))
     got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=FLOAT32_PARITY)
     _assert_close(got, gradients)

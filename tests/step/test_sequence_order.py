@@ -30,9 +30,12 @@ def test_default_order_is_that_of_documents():
         (dict(attention=dict(strategy="hybrid", ulysses_degree=4)), "each rank attends over whole sequences"),
         (
             dict(model=dict(layer_kinds=("sliding", "full"), window=20)),
-            "per-document sharding is unsupported with sliding windows",
+            "sliding windows of 20 tokens are too long for pieces of documents on 24 tokens",
         ),
-        (dict(memory=dict(tile_tokens=12)), "per-document sharding is unsupported with memory.tile_tokens"),
+        (
+            dict(model=dict(layer_kinds=("sliding",), window=3)),
+            "sliding windows have nearly equal work on all ranks",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -40,6 +43,27 @@ def test_zigzag_order_remains_with_reason(sections, reason):
     chosen = sequence_order.choose(small_config(**{"mesh": dict(context=4)} | sections), 4)
     assert chosen.description == f"tokens in zigzag order ({reason})"
     np.testing.assert_array_equal(chosen.of(PACKED), zigzag_order(TOKENS, 4))
+
+
+def test_order_of_documents_with_room_for_windows():
+    config = small_config(model=dict(layer_kinds=("sliding", "full"), window=3))
+    chosen = sequence_order.choose(config, 4)
+    assert chosen.description == "tokens in the order of per-document sharding"
+    order_T = chosen.of(PACKED)
+    assert sorted(order_T) == list(range(TOKENS))
+    assert (order_T != zigzag_order(TOKENS, 4)).any()
+
+
+def test_tiles_have_both_pieces_of_documents():
+    """A tile has a sub-chunk of each half of a rank's tokens, at mirrored indices."""
+    config = small_config(mesh=dict(context=4), memory=dict(tile_tokens=12, remat="full"))
+    (row,) = natural_rows(documents=[(64, 8, 8, 8, 8)])
+    order_T = sequence_order.choose(config, 4).of(row)
+    assert sorted(order_T) == list(range(TOKENS))
+    for rank, halves in enumerate(order_T.reshape(4, 2, 12)):
+        lo, hi = ([token for token in half if token < 64] for half in halves)
+        assert lo == list(range(8 * rank, 8 * rank + 8)) == list(halves[0][:8])
+        assert hi == list(range(56 - 8 * rank, 64 - 8 * rank)) == list(halves[1][-8:])
 
 
 def test_hybrid_groups_have_documents_and_ranks_zigzag_order():

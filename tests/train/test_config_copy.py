@@ -16,3 +16,7 @@ def test_different_settings_of_an_earlier_start_are_kept(tmp_path):
     assert (tmp_path / "resolved_config-1.py").read_text() == first
     assert read_config(str(tmp_path / "resolved_config-2.py")).train.steps == 300
     assert read_config(str(path)).train.steps == 400
+    path.write_text(path.read_text().replace('"train.steps": 400', '"train.steps": 4e2'))
+    assert keep_config(tmp_path, load_stages(config)) is None and len(list(tmp_path.iterdir())) == 3
+    path.write_text("damaged(")
+    assert "resolved_config-3.py" in keep_config(tmp_path, load_stages(config))

@@ -7,6 +7,7 @@ import pytest
 from jaxlc.config.command_line import run_main
 from jaxlc.step import step
 from jaxlc.train.__main__ import main
+from tests.config.test_loading import advised
 from tests.train import runs
 
 
@@ -49,11 +50,25 @@ def config(tmp_path_factory):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_train_with_invalid_setting_prints_one_line(config, tmp_path, monkeypatch, capsys, overrides, words):
-    monkeypatch.setattr(step.TrainStep, "compile", lambda self: pytest.fail("compiled before the check"))
+    """And its advice removes the error: the run reaches compilation."""
+
+    class CompiledError(Exception):
+        pass
+
+    def raise_compiled(self):
+        raise CompiledError
+
+    monkeypatch.setattr(step.TrainStep, "compile", raise_compiled)
     empty = tmp_path / "empty"
     empty.mkdir()
-    settings = [f"--config.{override}".format(empty=empty) for override in overrides]
-    _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'run'}", *settings], words, capsys)
+    argv = [f"--config={config}", f"--workdir={tmp_path / 'run'}"]
+    argv += [f"--config.{override}".format(empty=empty) for override in overrides]
+    for settings in advised(_assert_refused(argv, words, capsys)):
+        if "runtime.simulated_devices" in settings:  # JAX has started
+            continue
+        followed = [*argv, *(f"--config.{path}={value}" for path, value in settings.items())]
+        with pytest.raises(CompiledError):
+            run_main(main, ["jaxlc.train", *followed], description="")
 
 
 @pytest.mark.parametrize("obstacle", ["run", "run/checkpoints", "run/metrics.jsonl/directory"])
@@ -81,9 +96,11 @@ def test_train_with_invalid_command_line_prints_one_line(argv, words, capsys):
     _assert_refused(argv, words, capsys)
 
 
-def _assert_refused(argv: list[str], words: str, capsys) -> None:
+def _assert_refused(argv: list[str], words: str, capsys) -> str:
+    """Returns the error."""
     assert run_main(main, ["jaxlc.train", *argv], description="") == 2
     stdout, stderr = capsys.readouterr()
     assert "mesh " not in stdout  # the description of the run
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
     assert re.search(words.replace("?", r"\?"), stderr), stderr
+    return stderr.removeprefix("error: ").rstrip()

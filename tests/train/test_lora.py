@@ -28,6 +28,7 @@ FLOAT32 = dict(compute="fp32", frozen="fp32")
 # LongLoRA.
 KINDS = dict(num_layers=3, layer_kinds=("sliding", "full"), window=20, qk_norm="head", qkv_bias=True)
 KINDS |= dict(kinds=dict(full=dict(num_heads=2, head_dim=12, ffn_dim=96)))
+KINDS |= dict(attention_gate=True, attention_sinks=True, attention_out_bias=True)
 KINDS_TRAINABLE = ("embedding", "*norm*")
 
 

@@ -90,6 +90,16 @@ def test_log_file_has_lines_of_every_start_and_the_error(clock, tmp_path, is_ter
     assert "\x1b" not in text and text.endswith(" ZeroDivisionError: run 2\n")
 
 
+def test_log_that_cannot_be_written_ends_with_one_warning(tmp_path):
+    progress, out = make_progress()
+    progress.log_to(tmp_path / "missing" / "log.txt")
+    progress.log("one")
+    progress.log("two")
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("warning: cannot write to ") and lines[0].endswith("; the log ends here")
+    assert lines[1:] == ["one", "two"]
+
+
 def test_compiling_prints_seconds(clock):
     progress, out = make_progress()
     with progress, progress.compiling("the training step"):

@@ -198,7 +198,7 @@ def test_run_already_trained_says_how_to_continue(config, halfway, tmp_path):
 
 def test_run_with_checkpoint_of_other_model_raises(config, halfway):
     output = runs.train(config, halfway, status=2, model__ffn_dim=128)
-    assert re.search(r"^error: checkpoint .* has a different model: model.ffn_dim is 64 there and 128", output, re.M), (
+    assert re.search(r"^error: checkpoint .* has config.model.ffn_dim=64, and this config has 128", output, re.M), (
         output
     )
 

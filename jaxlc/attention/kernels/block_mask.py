@@ -60,6 +60,15 @@ def kv_block_ranges(ranges: Ranges | None, mask: BlockMask) -> jax.Array:
     return _block_ranges(some, every, num_whole_blocks=mask.num_keys // mask.kv_block)
 
 
+def rectangle_block_ranges(start_BI: jax.Array, end_BI: jax.Array, kv_block: int) -> jax.Array:
+    """`kv_block_ranges` where all queries of block I attend to the keys start <= s < end: int32 [B, I, 2, 3]."""
+    start = start_BI // kv_block
+    end = jnp.maximum(start, -(-end_BI // kv_block))
+    full = jnp.minimum(-(-start_BI // kv_block), end)
+    full_end = jnp.maximum(full, end_BI // kv_block)
+    return jnp.stack([jnp.stack(x, axis=-1) for x in ((start, full, full_end), (full_end, end, end))], axis=-2)
+
+
 def query_block_ranges(ranges: Ranges | None, mask: BlockMask) -> jax.Array:
     """The ranges of query blocks for each KV block: int32 [B or 1, KV blocks, ranges, 3]."""
     if ranges is None:

@@ -27,7 +27,7 @@ from jaxlc._jax_internals import (
 )
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn_packed
-from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS, DocumentTable, buckets, document_table
+from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS, DocumentTable, buckets_of_calls, document_table
 from jaxlc.core.errors import Unsupported, UserError
 
 _DTYPES = ("bfloat16", "float16")
@@ -74,7 +74,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
 def _packed_unsupported(problem: AttentionProblem, major: int) -> str | None:
     """Why packed calls do not support `problem`."""
     if not problem.document_ranges:
-        return "key ranges of all_gather or of a sliding window (supported: those of packed documents without a window)"
+        return "key ranges of all_gather, sliding windows or decoding (supported: packed documents without a window)"
     if major < 9:
         return f"packed documents on compute capability {problem.compute_capability} (supported: 9.0 and later)"
     if problem.num_elements >= MAX_ELEMENTS:
@@ -145,7 +145,7 @@ def prepare(ranges: KeyRanges, num_keys: int, spec: AttentionSpec) -> DocumentTa
     Its arrays have a first dimension of 1, so that they can be sharded as the ranges are. `vmap` does not support calls
     with a table.
     """
-    sizes = buckets(*ranges.start_BT.shape, num_keys)
+    sizes, _ = buckets_of_calls(*ranges.start_BT.shape, num_keys, causal=spec.causal, few_documents=spec.few_documents)
     table = document_table(*ranges, num_keys, sizes, causal=spec.causal)
     return DocumentTable(*(x[None] for x in table))
 
@@ -256,4 +256,4 @@ def _packed_settings(q_BTNH: jax.Array, spec: AttentionSpec) -> dict:
             f"unsupported by attention kernel cudnn: window of {spec.window} tokens with packed documents (supported:"
             " no window)"
         )
-    return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal)
+    return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal, few_documents=spec.few_documents)

@@ -1,8 +1,10 @@
 """cuDNN's attention for packed documents: a few calls per kernel call, whose operands are in `packed_operands`.
 
-The first call takes the longest documents, a loop the others, if there are any. A sequence of one document is one call
-of the same FLOPs as one with an implicit mask. cuDNN does not write the rows of fully masked queries, nor those of
-keys that no query attends to: they are replaced here, out and gradients by 0, the lse by -inf.
+The first call takes the longest documents, a loop the others, if there are any: the host waits for the condition of
+each round. In ring steps with few documents (`AttentionSpec.few_documents`) a second call takes the others, without a
+loop. A sequence of one document is one call of the same FLOPs as one with an implicit mask. cuDNN does not write the
+rows of fully masked queries, nor those of keys that no query attends to: they are replaced here, out and gradients by
+0, the lse by -inf.
 """
 
 import functools
@@ -20,7 +22,7 @@ from jaxlc.attention.kernels.packed_operands import (
     Bucket,
     DocumentTable,
     PackedOperands,
-    buckets,
+    buckets_of_calls,
     document_table,
     packed_operands,
 )
@@ -35,15 +37,17 @@ def forward(
     *table: jax.Array,
     scale: float,
     causal: bool,
+    few_documents: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(out_BTNH in q's dtype, lse_BNT float32).
 
     Args:
       table: the arrays of `document_table`, or the key ranges (start_BT, end_BT) that it is computed from.
+      few_documents: of the spec. The lse is NaN if there are more.
     Raises:
       Unsupported: q or k has 2^31 elements or more.
     """
-    calls = _Calls.create(q_BTNH, k_BSKH, table, causal=causal)
+    calls = _Calls.create(q_BTNH, k_BSKH, table, causal=causal, few_documents=few_documents)
 
     def call(bucket: Bucket, first):
         q, k, v = calls.rows(bucket, q_BTNH, k_BSKH, v_BSKH)
@@ -52,6 +56,7 @@ def forward(
 
     out_BTNH, lse_BTN = calls.run(call, (calls.q_document_BT, calls.q_document_BT))
     out_BTNH = _replace_unwritten(out_BTNH, calls.q_document_BT)
+    lse_BTN = calls.checked(lse_BTN)
     return out_BTNH, _replace_unwritten(lse_BTN, calls.q_document_BT, -jnp.inf).swapaxes(1, 2)
 
 
@@ -65,9 +70,10 @@ def backward(
     *table: jax.Array,
     scale: float,
     causal: bool,
+    few_documents: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dq, dk, dv) in q's dtype, without the gradient of the lse; out and dout in q's dtype. Otherwise as `forward`."""
-    calls = _Calls.create(q_BTNH, k_BSKH, table, causal=causal)
+    calls = _Calls.create(q_BTNH, k_BSKH, table, causal=causal, few_documents=few_documents)
 
     def call(bucket: Bucket, first):
         q, k, v, out, dout = calls.rows(bucket, q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)
@@ -86,9 +92,10 @@ class _Calls(NamedTuple):
     sizes: tuple[Bucket, ...]
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]
+    has_loop: bool  # otherwise there is one call of each size
 
     @classmethod
-    def create(cls, q_BTNH, k_BSKH, table: tuple[jax.Array, ...], *, causal: bool) -> "_Calls":
+    def create(cls, q_BTNH, k_BSKH, table: tuple[jax.Array, ...], *, causal: bool, few_documents: bool) -> "_Calls":
         num_elements = max(q_BTNH.size, k_BSKH.size)
         if num_elements >= MAX_ELEMENTS:
             raise Unsupported(
@@ -97,10 +104,10 @@ class _Calls(NamedTuple):
                 " ranks, memory.tile_tokens, or kernel pallas"
             )
         (batch, num_queries), num_keys = q_BTNH.shape[:2], k_BSKH.shape[1]
-        sizes = buckets(batch, num_queries, num_keys)
+        sizes, has_loop = buckets_of_calls(batch, num_queries, num_keys, causal=causal, few_documents=few_documents)
         if len(table) == len(KeyRanges._fields):
-            return cls(document_table(*table, num_keys, sizes, causal=causal), sizes, q_BTNH.shape, k_BSKH.shape)
-        return cls(DocumentTable(*table), sizes, q_BTNH.shape, k_BSKH.shape)
+            table = document_table(*table, num_keys, sizes, causal=causal)
+        return cls(DocumentTable(*table), sizes, q_BTNH.shape, k_BSKH.shape, has_loop)
 
     @property
     def q_document_BT(self) -> jax.Array:
@@ -117,6 +124,8 @@ class _Calls(NamedTuple):
           documents: for each result, the document of its rows: [B, T] or [B, S].
         """
         table, sizes = self.table, self.sizes
+        if not self.has_loop:
+            return self._one_call_of_each_size(call, documents)
 
         def call_and_size(bucket: Bucket, first):
             return bucket.num_documents, call(bucket, first)
@@ -134,6 +143,25 @@ class _Calls(NamedTuple):
         state = jnp.int32(sizes[0].num_documents), call(sizes[0], 0)
         with jax.named_scope(scopes.MORE_DOCUMENTS):
             return lax.while_loop(lambda state: state[0] < table.num_documents, next_call, state)[1]
+
+    def _one_call_of_each_size(self, call: Callable, documents: tuple[jax.Array, ...]):
+        first, joined = self.sizes[0].num_documents, call(self.sizes[0], 0)
+        for bucket in self.sizes[1:]:
+            with jax.named_scope(scopes.MORE_DOCUMENTS):
+                results = call(bucket, first)
+            joined = tuple(
+                jnp.where(_broadcast(document < first, old), old, new)
+                for document, new, old in zip(documents, results, joined, strict=True)
+            )
+            first += bucket.num_documents
+        return joined
+
+    def checked(self, lse_BTN: jax.Array) -> jax.Array:
+        """NaN if there are more documents than calls without a loop take."""
+        if self.has_loop:
+            return lse_BTN
+        max_documents = sum(size.num_documents for size in self.sizes)
+        return jnp.where(self.table.num_documents > max_documents, jnp.nan, lse_BTN)
 
     def operands(self, bucket: Bucket, first) -> PackedOperands:
         return packed_operands(self.table, first, bucket, self.q_shape, self.k_shape)

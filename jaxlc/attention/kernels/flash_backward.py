@@ -55,7 +55,7 @@ def flash_dq(
     blocks = kv_block_ranges(ranges, mask)
 
     own_rows = functools.partial(own_rows_spec, mask.query_block)
-    all_keys = functools.partial(all_keys_spec, num_keys, heads_per_kv)
+    all_keys = functools.partial(all_keys_spec, (num_keys,), heads_per_kv)
     own_1d = pl.BlockSpec((None, None, mask.query_block), lambda i, n, b: (b, n, i))
     return params.pallas_call(
         functools.partial(_dq_kernel, mask=mask, scale=params.scale, head_dim=head_dim, value_dim=value_dim),

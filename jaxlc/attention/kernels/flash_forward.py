@@ -29,16 +29,28 @@ from jaxlc.attention.kernels.triton_blocks import (
 
 
 def flash_forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: Ranges | None, params: KernelParams
+    q_BTNH: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ranges: Ranges | None,
+    layer_1: jax.Array | None = None,
+    blocks: jax.Array | None = None,
+    *,
+    params: KernelParams,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out_BTNH, lse_BNT), both float32. A fully masked row has out 0, lse -inf."""
+    """Returns (out_BTNH, lse_BNT), both float32. A fully masked row has out 0, lse -inf.
+
+    Args:
+      k, v: [B, S, K, H]; [B, L, S, K, H] with `layer_1`, int32 [1], which selects a layer.
+      blocks: the result of `kv_block_ranges` if it is known.
+    """
     mask, (batch, num_queries, num_heads, head_dim) = params.mask, q_BTNH.shape
-    _, num_keys, num_kv_heads, value_dim = v_BSKH.shape
+    num_kv_heads, value_dim = v.shape[-2:]
     heads_per_kv = num_heads // num_kv_heads
-    blocks = kv_block_ranges(ranges, mask)
+    blocks = kv_block_ranges(ranges, mask) if blocks is None else blocks
 
     own_rows = functools.partial(own_rows_spec, mask.query_block)
-    all_keys = functools.partial(all_keys_spec, num_keys, heads_per_kv)
+    all_keys = functools.partial(all_keys_spec, v.shape[1:-2], heads_per_kv)
     kernel = functools.partial(_kernel, mask=mask, scale=params.scale, head_dim=head_dim, value_dim=value_dim)
     return params.pallas_call(
         kernel,
@@ -46,6 +58,7 @@ def flash_forward(
         in_specs=[
             own_rows(head_dim), all_keys(head_dim), all_keys(value_dim),
             key_ranges_specs(ranges), block_ranges_spec(blocks),
+            None if layer_1 is None else pl.BlockSpec((1,), lambda i, n, b: (0,)),
         ],
         out_specs=[own_rows(value_dim), pl.BlockSpec((None, None, mask.query_block), lambda i, n, b: (b, n, i))],
         out_shape=[
@@ -53,17 +66,18 @@ def flash_forward(
             jax.ShapeDtypeStruct((batch, num_heads, num_queries), jnp.float32),
         ],
         name="flash_forward",
-    )(q_BTNH, k_BSKH, v_BSKH, ranges, blocks)  # fmt: skip
+    )(q_BTNH, k, v, ranges, blocks, layer_1)  # fmt: skip
 
 
-def _kernel(q_ref, k_ref, v_ref, ranges, blocks_ref, out_ref, lse_ref, *, mask, scale, head_dim, value_dim):
+def _kernel(q_ref, k_ref, v_ref, ranges, blocks_ref, layer_ref, out_ref, lse_ref, *, mask, scale, head_dim, value_dim):
     first_T = pl.program_id(0) * mask.query_block
     q_TH = load_2d(q_ref, first_T, mask.num_queries, head_dim)
+    layer = () if layer_ref is None else (layer_ref[0],)
 
     def loop_body(j, carry, masked):
         max_T, total_T, out_TH = carry
         first_S = j * mask.kv_block
-        block = pl.ds(first_S, mask.kv_block)
+        block = *layer, pl.ds(first_S, mask.kv_block)
         # Without a mask, blocks are complete: a multiple of the block size needs no check of bounds.
         num_keys = mask.num_keys if masked else mask.kv_block * (mask.num_keys // mask.kv_block)
         k_SH = load_2d(k_ref.at[block], first_S, num_keys, head_dim)
@@ -81,7 +95,7 @@ def _kernel(q_ref, k_ref, v_ref, ranges, blocks_ref, out_ref, lse_ref, *, mask, 
     start = (
         jnp.full(mask.query_block, -jnp.inf, jnp.float32),
         jnp.zeros(mask.query_block, jnp.float32),
-        jnp.zeros((mask.query_block, v_ref.shape[1]), jnp.float32),
+        jnp.zeros((mask.query_block, v_ref.shape[-1]), jnp.float32),
     )
     max_T, total_T, out_TH = loop_over_blocks(blocks_ref, loop_body, start)
     is_empty = total_T == 0.0

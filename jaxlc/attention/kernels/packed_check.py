@@ -90,7 +90,7 @@ class _Problem(NamedTuple):
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(causal=self.causal)
+        return AttentionSpec(causal=self.causal, few_documents=True)
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,9 @@ workspace, where T is the longest document that the call permits. Both shapes ar
 for documents of up to T / r tokens takes r x DOCUMENTS_PER_ROW of them: these sizes are the same for every r. `buckets`
 are powers of 4 of r. Documents are sorted by bucket, and a call takes as many as it can, so a few calls compute a
 typical sequence, and a loop of calls any number of documents.
+
+In a ring step whose tokens are in the order of per-document sharding, two calls take all documents (`few_buckets`):
+that order limits the documents that two ranks share.
 """
 
 from typing import NamedTuple
@@ -32,11 +35,12 @@ class Bucket(NamedTuple):
     num_rows: int
     num_queries: int  # also the number of queries that a document may have
     num_keys: int
+    documents_per_row: int = DOCUMENTS_PER_ROW
 
     @property
     def num_documents(self) -> int:
         """The number of documents of a call."""
-        return self.num_rows * DOCUMENTS_PER_ROW
+        return self.num_rows * self.documents_per_row
 
 
 def buckets(batch: int, num_queries: int, num_keys: int) -> tuple[Bucket, ...]:
@@ -48,6 +52,25 @@ def buckets(batch: int, num_queries: int, num_keys: int) -> tuple[Bucket, ...]:
         sizes.append(Bucket(batch * factor, num_queries // factor, num_keys // factor))
         factor *= 4
     return tuple(sizes)
+
+
+def few_buckets(batch: int, num_queries: int, num_keys: int) -> tuple[Bucket, ...] | None:
+    """The sizes of the two calls that take the documents that two ranks share at most (sharding/document_layout.py).
+
+    At most three documents of a sequence have more than a quarter of the tokens: the first call takes them. None: the
+    sizes do not split into quarters.
+    """
+    if num_queries % 4 or num_keys % 4:
+        return None
+    return Bucket(batch, num_queries, num_keys, 3), Bucket(4 * batch, num_queries // 4, num_keys // 4)
+
+
+def buckets_of_calls(
+    batch: int, num_queries: int, num_keys: int, *, causal: bool, few_documents: bool
+) -> tuple[tuple[Bucket, ...], bool]:
+    """The sizes of the calls for a spec, and whether they are in a loop; otherwise there is one call of each size."""
+    few = few_buckets(batch, num_queries, num_keys) if few_documents and not causal else None
+    return (few, False) if few else (buckets(batch, num_queries, num_keys), True)
 
 
 class DocumentTable(NamedTuple):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.kernels.block_mask import BlockMask
+from jaxlc.attention.kernels.block_mask import BlockMask, rectangle_block_ranges
 from jaxlc.attention.kernels.tuning import MAX_HEAD_DIM, MIN_BLOCK_TOKENS, tuning_params
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -47,6 +47,21 @@ def forward(
 
 
 @functools.partial(jax.jit, static_argnames="spec")
+def forward_in_layer(
+    q_BTNH: jax.Array, k_BLSKH: jax.Array, v_BLSKH: jax.Array, layer: jax.Array, ranges: KeyRanges, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """See `contract`."""
+    from jaxlc.attention.kernels.flash_forward import flash_forward
+
+    mask = _mask("flash_forward", q_BTNH, k_BLSKH, spec)
+    blocks_per_range = q_BTNH.shape[1] // ranges.start_BT.shape[1] // mask.query_block
+    ranges = KeyRanges(*(jnp.repeat(x, blocks_per_range, axis=1) for x in ranges))
+    blocks = rectangle_block_ranges(*ranges, mask.kv_block)
+    ranges = KeyRanges(*(jnp.repeat(x, mask.query_block, axis=1) for x in ranges))
+    return _call(flash_forward, spec, (q_BTNH, k_BLSKH, v_BLSKH, ranges, layer[None], blocks))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
 def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
     """See `contract.Kernel.backward`."""
     from jaxlc.attention.kernels.flash_backward import QueryStats, flash_dkv, flash_dq
@@ -67,16 +82,8 @@ def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
     """Runs `kernel` compiled, or interpreted on a CPU; the lowering selects by its platform."""
     from jaxlc.attention.kernels.triton_blocks import KernelParams
 
-    q_BTNH, k_BSKH = operands[:2]
-    tuning = tuning_params(kernel.__name__, q_BTNH.dtype.name)
-    mask = BlockMask(
-        causal=spec.causal,
-        window=spec.window,
-        num_queries=q_BTNH.shape[1],
-        num_keys=k_BSKH.shape[1],
-        query_block=_block_tokens(spec.query_block_tokens, tuning.query_block_tokens),
-        kv_block=_block_tokens(spec.key_block_tokens, tuning.kv_block_tokens),
-    )
+    q_BTNH, k = operands[:2]
+    tuning, mask = tuning_params(kernel.__name__, q_BTNH.dtype.name), _mask(kernel.__name__, q_BTNH, k, spec)
 
     def run(interpret: bool):
         scale = spec.scale_for(q_BTNH.shape[-1])
@@ -85,6 +92,18 @@ def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
         )
 
     return lax.platform_dependent(*operands, cpu=run(interpret=True), default=run(interpret=False))
+
+
+def _mask(kernel: str, q_BTNH: jax.Array, k: jax.Array, spec: AttentionSpec) -> BlockMask:
+    tuning = tuning_params(kernel, q_BTNH.dtype.name)
+    return BlockMask(
+        causal=spec.causal,
+        window=spec.window,
+        num_queries=q_BTNH.shape[1],
+        num_keys=k.shape[-3],
+        query_block=_block_tokens(spec.query_block_tokens, tuning.query_block_tokens),
+        kv_block=_block_tokens(spec.key_block_tokens, tuning.kv_block_tokens),
+    )
 
 
 def _block_tokens(limit: int, tuned: int) -> int:

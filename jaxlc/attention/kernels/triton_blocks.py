@@ -125,9 +125,14 @@ def own_rows_spec(block_tokens: int, width: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, block_tokens, None, padded(width)), lambda i, n, b: (b, i, n, 0))
 
 
-def all_keys_spec(num_keys: int, heads_per_kv: int, width: int) -> pl.BlockSpec:
-    """The block spec of all keys or values of a program's query head; the same grid."""
-    return pl.BlockSpec((None, num_keys, None, padded(width)), lambda i, n, b: (b, 0, n // heads_per_kv, 0))
+def all_keys_spec(sizes: tuple[int, ...], heads_per_kv: int, width: int) -> pl.BlockSpec:
+    """The block spec of all keys or values of a program's query head; the same grid.
+
+    Args:
+      sizes: (number of keys,), or (number of layers, number of keys).
+    """
+    zeros = (0,) * len(sizes)
+    return pl.BlockSpec((None, *sizes, None, padded(width)), lambda i, n, b: (b, *zeros, n // heads_per_kv, 0))
 
 
 def key_ranges_specs(ranges: Ranges | None):

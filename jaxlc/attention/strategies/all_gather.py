@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.strategies import halo
+from jaxlc.attention.strategies import halo, window_exchange
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.layout import natural_order, zigzag_order
@@ -36,7 +36,7 @@ def prepare(
 ) -> GatheredRanges | KeyRanges | None:
     """The `ranges` of `attend`, once per training step."""
     if spec.window is not None:
-        return halo.prepare(tokens, spec, ranks)
+        return window_exchange.prepare(tokens, spec, ranks)
     keys = tokens.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis, axis=1, tiled=True))
     order_bS = jax.vmap(lambda keys: jnp.lexsort([x for x in keys if x is not None]))(keys)
     keys = keys.map(lambda x_bS: jnp.take_along_axis(x_bS, order_bS, axis=1))
@@ -52,18 +52,19 @@ def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks)
 def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
     """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As `ring.attend`."""
     if spec.window is not None:  # gathers the tokens that the window needs instead of all of them
-        return halo.attend(qkv, kernel, spec, ranks)
+        attend_window = halo.attend if qkv.ranges is None else window_exchange.attend
+        return attend_window(qkv, kernel, spec, ranks)
     return _attend(qkv, kernel, spec, ranks)
 
 
 def _forward(qkv: ShardedQKV, kernel, spec, ranks: Ranks):
-    q, k, v, _ = qkv
+    q, k, v, *_ = qkv
     ranges = _ranges(qkv, spec, ranks)
     return kernel.forward(q, *_gather_kv(k, v, ranges, ranks), ranges.over_keys, spec)
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec, ranks: Ranks):
-    q, k, v, _ = qkv
+    q, k, v, *_ = qkv
     ranges = _ranges(qkv, spec, ranks)
     k_bSkH, v_bSkH = _gather_kv(k, v, ranges, ranks)
     dq, dk, dv = kernel.backward(q, k_bSkH, v_bSkH, ranges.over_keys, spec, results)

@@ -1,4 +1,6 @@
-"""Sliding windows: each rank exchanges only the tokens that the window reaches, with both neighbor ranks.
+"""Sliding windows over one document: each rank exchanges only the tokens that the window reaches, with both neighbors.
+
+Packed sequences: window_exchange.py.
 
 In zigzag order rank r of n holds the chunks r and 2n - 1 - r. The chunk before the first of these is on rank r - 1, the
 chunk before the second is on rank r + 1; on the last rank, it is that rank's own first chunk. So one shift along this
@@ -14,23 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
-
-
-def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges:
-    """The `ranges` of `attend`, once per training step: int32 [b, t], over the halo and the chunk of each query."""
-    segments = tokens.segments_BT
-    if segments is None:
-        # Where no rank sends anything, ppermute gives 0. So the halo of the first chunk is padding (segment id 0).
-        segments = jnp.ones_like(tokens.positions_BT)
-    info = jnp.stack([tokens.positions_BT, segments], axis=-1)
-    keys = _prepend_halo(info, _halo_tokens(segments.shape[1], spec, ranks), ranks)
-    queries = _split_chunks(info)
-    ranges = key_ranges(*(TokenInfo(x[..., 0], x[..., 1]) for x in (queries, keys)), spec)
-    return KeyRanges(*map(_join_chunks, ranges))
 
 
 def _forward(qkv: ShardedQKV, kernel, spec: AttentionSpec, ranks: Ranks):
@@ -39,7 +27,7 @@ def _forward(qkv: ShardedQKV, kernel, spec: AttentionSpec, ranks: Ranks):
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, _ = qkv
+    q, k, v, *_ = qkv
     operands = _chunk_operands(qkv, spec, ranks)
     dq, dk, dv = kernel.backward(*operands, spec, QueryResults(*map(_split_chunks, results, (1, 2, 1, 2))))
     # A token's gradient is the sum over its own chunk and every halo that contains it. The transpose of the exchange
@@ -50,18 +38,17 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpe
     return _join_chunks(dq), dkv[..., : k.shape[3]], dkv[..., k.shape[3] :]
 
 
-# Attention of this rank's queries in the window of `spec`; call inside `shard_map`. As `ring.attend`.
+# Attention of this rank's queries in the window of `spec`; call inside `shard_map`. As `ring.attend`, without ranges.
 attend = attention_vjp(_forward, _backward)
 
 
 def _chunk_operands(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks):
     """(q, k, v, ranges) of one kernel call: the two chunks are stacked along its batch, keys start with their halo."""
-    q, k, v, ranges = qkv
+    q, k, v, *_ = qkv
     halo_tokens = _halo_tokens(q.shape[1], spec, ranks)
     kv = _prepend_halo(jnp.concatenate([k, v], axis=-1), halo_tokens, ranks)
-    if ranges is None:
-        # Tied to the queries, see `attend_shard`.
-        _, ranges = lax.optimization_barrier((q, _implicit_ranges(*q.shape[:2], halo_tokens, spec, ranks)))
+    # Tied to the queries, see `attend_shard`.
+    _, ranges = lax.optimization_barrier((q, _implicit_ranges(*q.shape[:2], halo_tokens, spec, ranks)))
     return _split_chunks(q), kv[..., : k.shape[3]], kv[..., k.shape[3] :], KeyRanges(*map(_split_chunks, ranges))
 
 

@@ -98,7 +98,13 @@ def is_manual(context_axis: str, q_BTNH: jax.Array) -> bool:
     return bool(manual_axes)
 
 
-def check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array | None) -> None:
+def check_shapes(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segments_BT: jax.Array | None,
+    sinks_N: jax.Array | None = None,
+) -> None:
     """Raises UserError unless the shapes of the operands, global or local, are consistent and q, k and v are floats."""
     q_shape, k_shape = q_BTNH.shape, k_BSKH.shape
     are_consistent = q_shape[:2] == k_shape[:2] and q_shape[3:] == k_shape[3:] and v_BSKH.shape[:3] == k_shape[:3]
@@ -114,6 +120,8 @@ def check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segmen
         raise UserError(f"invalid dtypes {', '.join(map(str, dtypes))} of q, k, v: expected floats, such as bfloat16")
     if segments_BT is not None and segments_BT.shape != (batch, num_tokens):
         raise UserError(f"invalid shape {segments_BT.shape} for segment_ids: expected [B, T] = {(batch, num_tokens)}")
+    if sinks_N is not None and sinks_N.shape != (num_heads,):
+        raise UserError(f"invalid shape {sinks_N.shape} for sinks: expected one per query head, {(num_heads,)}")
     if num_heads % num_kv_heads:
         raise UserError(f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads")
 

@@ -33,28 +33,38 @@ from jax.sharding import PartitionSpec
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, prepared
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
-from jaxlc.attention.strategies import halo
+from jaxlc.attention.strategies import halo, window_exchange
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 
+class PreparedSteps(NamedTuple):
+    """What a kernel's `prepare` returns for the calls of each ring step; arrays [ring steps, b, ...]."""
+
+    own_step: Any
+    other_steps: Any  # None: there are none
+
+
 def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
-    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or [b, t] of `halo.prepare`.
+    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or of `window_exchange.prepare`.
 
     Args:
       kernel: the kernel of `attend`, whose `prepare` is applied to the ranges of each ring step. None: it is not.
     """
     if spec.window is not None:
-        return halo.prepare(tokens, spec, ranks)
+        return window_exchange.prepare(tokens, spec, ranks)
     ranges = ring_key_ranges(tokens, spec, ranks)
-    if ranges is None:
-        return None
+    if ranges is None or not hasattr(kernel, "prepare"):
+        return ranges
     num_keys = ranges.start_BT.shape[-1]
-    own_step = prepared(kernel, _ranges_of_step(ranges, 0), num_keys, spec)
+    own_step = jax.tree.map(lambda x: x[None], prepared(kernel, _ranges_of_step(ranges, 0), num_keys, spec))
+    if ranks.size == 1:
+        return PreparedSteps(own_step, None)
     other_steps = KeyRanges(*(x[1:] for x in ranges))
-    other_steps = jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, _of_whole_blocks(spec)))(other_steps)
-    return jax.tree.map(lambda own, others: jnp.concatenate([own[None], others]), own_step, other_steps)
+    return PreparedSteps(
+        own_step, jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, _of_whole_blocks(spec)))(other_steps)
+    )
 
 
 def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:
@@ -69,18 +79,19 @@ def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -
     Args:
       qkv: this rank's shard: in zigzag order without ranges; with ranges, in any order for which `key_ranges` holds.
       kernel: the kernel for one KV block.
-      spec: with a window, only the tokens that it reaches are sent and computed (halo.py).
+      spec: with a window, only the tokens that it reaches are sent and computed (halo.py, window_exchange.py).
       ranks: the mesh axis that splits the sequence, of any size from 1.
     Returns:
       out_btnH in q's dtype, lse_bnt float32.
     """
     if spec.window is not None:
-        return halo.attend(qkv, kernel, spec, ranks)
+        attend_window = halo.attend if qkv.ranges is None else window_exchange.attend
+        return attend_window(qkv, kernel, spec, ranks)
     return _attend(qkv, kernel, spec, ranks)
 
 
 def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, ranges = qkv
+    q, k, v, ranges, _ = qkv
     ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))  # overlaps with attention over the rank's own block
     block, (out, lse) = _receive(block, kernel.forward(q, k, v, ring.own_ranges, spec))
@@ -97,7 +108,7 @@ def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks)
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, ranges = qkv
+    q, k, v, ranges, _ = qkv
     ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))
     block, (dq, dk, dv) = _receive(block, kernel.backward(q, k, v, ring.own_ranges, spec, results))
@@ -127,7 +138,7 @@ class RingState(NamedTuple):
     spec: AttentionSpec
     ranks: Ranks
     rank: jax.Array | int  # this rank's index on the axis
-    ranges: Any  # from `prepare`: arrays with one entry per ring step; None: an implicit mask
+    ranges: Any  # from `prepare`; None: an implicit mask
 
     @classmethod
     def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, ranges) -> "RingState":
@@ -208,6 +219,9 @@ class RingState(NamedTuple):
 
 
 def _ranges_of_step(ranges, step):
+    """The ranges of a ring step; step 0 is static."""
+    if isinstance(ranges, PreparedSteps):
+        ranges, step = (ranges.own_step, 0) if isinstance(step, int) and step == 0 else (ranges.other_steps, step - 1)
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, step, keepdims=False), ranges)
 
 

@@ -3,6 +3,7 @@
 `make` builds the attention that models call; `api.attend` is the public function.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel
 from jaxlc.attention.kernels import cudnn
@@ -106,6 +107,7 @@ def make(
     scale: float | None = None,
     axes: AttentionAxes = DEFAULT_AXES,
     token_order: TokenOrder = "zigzag",
+    few_documents: bool = False,
 ) -> "ShardedAttention":
     """Attention over a sequence split on the mesh, as functions of global arrays.
 
@@ -113,13 +115,14 @@ def make(
       window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
       axes: the axes of the mesh that split the batch, the sequence and the heads.
       token_order: the order of the tokens of all arguments and results; see `attend`.
+      few_documents: tokens are in the order of per-document sharding, in which ranks share few documents.
     Raises:
       UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context axis.
     """
     known_strategy(config.strategy)
     inner = config.ulysses_degree if config.strategy == "hybrid" else None
     split_mesh, ranks = split_context(mesh, inner, axes.context)
-    spec = attention_spec(config, causal, window, scale)
+    spec = dataclasses.replace(attention_spec(config, causal, window, scale), few_documents=few_documents)
     return ShardedAttention(
         config=config, mesh=mesh, split_mesh=split_mesh, ranks=ranks, spec=spec, axes=axes, token_order=token_order
     )
@@ -172,7 +175,12 @@ class ShardedAttention:
         return self._split(local, in_specs, self._ranges_specs)(positions_BT, segments_BT)
 
     def __call__(
-        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges=None
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        ranges=None,
+        sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """(out_BTNH, lse_BNT float32).
 
@@ -181,6 +189,7 @@ class ShardedAttention:
 
         Args:
           ranges: of `prepare`. None: each sequence is one document.
+          sinks_N: float32, a logit per query head in the denominator of the softmax; see sinks.py. None: no sinks.
         """
         _, heads, lse = self._specs
         local = functools.partial(
@@ -194,8 +203,9 @@ class ShardedAttention:
         num_head_ranks = self.axes.num_head_ranks(self.mesh)
         k_BSKH, v_BSKH = (repeat_heads(x, num_head_ranks) for x in (k_BSKH, v_BSKH))
         ranges_specs = None if ranges is None else self._ranges_specs
-        split = self._split(local, (heads, heads, heads, ranges_specs), (heads, lse))
-        return split(q_BTNH, k_BSKH, v_BSKH, ranges)
+        sinks_spec = None if sinks_N is None else PartitionSpec(self.axes.head)
+        split = self._split(local, (heads, heads, heads, ranges_specs, sinks_spec), (heads, lse))
+        return split(q_BTNH, k_BSKH, v_BSKH, ranges, sinks_N)
 
     def _kernel(self, q_BTNH: jax.Array | jax.ShapeDtypeStruct, value_dim: int, packed: bool) -> Kernel:
         return choose(
@@ -258,6 +268,7 @@ def attend_shard(
     k_bskH: jax.Array,
     v_bskH: jax.Array,
     key_ranges,
+    sinks_n: jax.Array | None,
     *,
     config: AttentionConfig,
     kernel: Kernel,
@@ -275,7 +286,8 @@ def attend_shard(
     q_btnH, key_ranges = lax.optimization_barrier((q_btnH, key_ranges))
     strategy = STRATEGIES[config.strategy]
     with jax.named_scope(scopes.SLIDING_WINDOW) if spec.window else nullcontext():
-        out_btnH, lse_bnt = strategy.attend(ShardedQKV(q_btnH, k_bskH, v_bskH, key_ranges), kernel, spec, *ranks)
+        qkv = ShardedQKV(q_btnH, k_bskH, v_bskH, key_ranges, sinks_n)
+        out_btnH, lse_bnt = strategy.attend(qkv, kernel, spec, *ranks)
     if token_order == "natural":
         return to_natural(out_btnH, all_ranks), to_natural(lse_bnt, all_ranks, dim=2)
     return out_btnH, lse_bnt

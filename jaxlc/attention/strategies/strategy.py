@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlc.attention import sinks
 from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
 from jaxlc.sharding.mesh import Ranks
 
@@ -28,6 +29,7 @@ class ShardedQKV(NamedTuple):
     k_bskH: jax.Array
     v_bskH: jax.Array
     ranges: Any  # arrays that the strategy's `prepare` returns. None: an implicit mask
+    sinks_n: jax.Array | None = None  # float32, of the heads of q; `attention_vjp` reads it, strategies do not
 
 
 def repeat_heads(x_BSKH: jax.Array, num_ranks: int) -> jax.Array:
@@ -52,13 +54,13 @@ def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = Fa
         which `jax.checkpoint` recomputes as a whole; with `inline` it sees the single operations, and moves those that
         do not depend on differentiated inputs out of loops.
     Returns:
-      A function of the same arguments as `forward`. It casts out to the dtype of q, and the gradients to the dtypes of
-      q, k and v. Its residuals are qkv, out and lse; out and lse have the checkpoint names "attention_out" and
-      "attention_lse".
+      A function of the same arguments as `forward`, in whose results the sinks have joined. It casts out to the dtype
+      of q, and the gradients to the dtypes of q, k and v. Its residuals are qkv, out and lse; out and lse have the
+      checkpoint names "attention_out" and "attention_lse".
     """
 
     def forward_cast(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks | None = None):
-        out, lse = forward(qkv, kernel, spec, ranks)
+        out, lse = sinks.join(*forward(qkv, kernel, spec, ranks), qkv.sinks_n)
         return out.astype(qkv.q_btnH.dtype), lse
 
     def forward_rule(qkv, kernel, spec, ranks):
@@ -70,9 +72,11 @@ def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = Fa
 
     def backward_rule(kernel, spec, ranks, residuals, cotangents):
         qkv, out, lse = residuals
-        gradients = backward(qkv, QueryResults(out, lse, *cotangents), kernel, spec, ranks)
+        results = QueryResults(out, lse, *cotangents)
+        gradients = backward(qkv, results, kernel, spec, ranks)
         dq, dk, dv = (dx.astype(x.dtype) for dx, x in zip(gradients, qkv[:3], strict=True))
-        return (ShardedQKV(dq, dk, dv, None),)
+        dsinks = None if qkv.sinks_n is None else sinks.gradient(qkv.sinks_n, results)
+        return (ShardedQKV(dq, dk, dv, None, dsinks),)
 
     attend = functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))(forward_cast)
     attend.defvjp(forward_rule, backward_rule)

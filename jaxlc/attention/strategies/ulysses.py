@@ -56,11 +56,11 @@ def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -
 
 
 def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: None):
-    return kernel.forward(*qkv, spec)
+    return kernel.forward(*qkv[:4], spec)
 
 
 def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: None):
-    return kernel.backward(*qkv, spec, results)
+    return kernel.backward(*qkv[:4], spec, results)
 
 
 # Attention of this device's queries over this device's keys: one kernel call, without communication.
@@ -82,10 +82,13 @@ def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> tuple[ja
             f"unsupported: {num_heads} query and {num_kv_heads} key/value heads per rank do not split over {size}"
             " ulysses ranks; use a number of ranks that divides them, or strategy ring"
         )
-    q_btnH, k_bskH, v_bskH, ranges = qkv
+    q_btnH, k_bskH, v_bskH, ranges, sinks_n = qkv
     k_bskH, v_bskH = (repeat_heads(x, size) for x in (k_bskH, v_bskH))
     q_bTnH, k_bSkH, v_bSkH = (_heads_to_tokens(x, ranks) for x in (q_btnH, k_bskH, v_bskH))
-    out_bTnH, lse_bnT = attend_tokens(ShardedQKV(q_bTnH, k_bSkH, v_bSkH, ranges))
+    if sinks_n is not None:
+        own_heads = num_heads // size
+        sinks_n = lax.dynamic_slice_in_dim(sinks_n, lax.axis_index(ranks.axis) * own_heads, own_heads)
+    out_bTnH, lse_bnT = attend_tokens(ShardedQKV(q_bTnH, k_bSkH, v_bSkH, ranges, sinks_n))
     lse_bTn1 = lse_bnT.swapaxes(1, 2)[..., None]
     out_btnH, lse_btn1 = (_tokens_to_heads(x, ranks) for x in (out_bTnH, lse_bTn1))
     return out_btnH, lse_btn1[..., 0].swapaxes(1, 2)

@@ -15,7 +15,7 @@ K and V are one array, so that one permute sends both. Arrays without a shape su
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +43,15 @@ class GroupState(NamedTuple):
     """The state of one group of ranks for one tile."""
 
     kernel: Kernel | None  # None: only to move sub-chunks
-    spec: AttentionSpec  # causal, for the blocks on the diagonal
+    spec: AttentionSpec  # causal, for the blocks on the diagonal, or with a sliding window
     outer: Ranks  # the ring of groups
     inner: Ranks  # the ranks of a group
     num_tiles: int
     subchunks_per_step: int  # divides half a block
     tile: jax.Array | int
-    ranges: KeyRanges | None  # keys of each ring step's block for the group's queries: [ring steps, b, s]
+    # Keys of each half of each ring step's block for the group's queries, [ring steps, halves, b, s]; for a sliding
+    # window, see sliding_steps.py.
+    ranges: Any
 
     @property
     def num_tile_subchunks(self) -> int:
@@ -229,11 +231,13 @@ class GroupState(NamedTuple):
     def _ranges(self, step: KVBlockStep) -> KeyRanges | None:
         if self.ranges is None:
             return None
-        ranges_bs = KeyRanges(*(_at(x, step.ring_step) for x in self.ranges))
+        half_subchunks = self.num_block_subchunks // 2  # the keys of a step are in one half
+        half, first_kv_subchunk = step.first_kv_subchunk // half_subchunks, step.first_kv_subchunk % half_subchunks
+        ranges_bs = KeyRanges(*(_at(_at(x, step.ring_step), half) for x in self.ranges))
         tokens = ranges_bs.start_BT.shape[1] // self.num_block_subchunks
         first_query = self.index_in_block(step.query_subchunk) * tokens
         ranges_bt = KeyRanges(*(lax.dynamic_slice_in_dim(x, first_query, tokens, 1) for x in ranges_bs))
-        return ranges_bt.within(step.first_kv_subchunk * tokens, step.num_kv_subchunks * tokens)
+        return ranges_bt.within(first_kv_subchunk * tokens, step.num_kv_subchunks * tokens)
 
     @jax.named_scope(scopes.RING_SEND)
     def _send(self, x: jax.Array, after=None) -> jax.Array:

@@ -2,11 +2,13 @@
 
     tiled = make_tiled(config, mesh, tiles=n, num_kv_heads=K)
     kv = tiled.empty(batch, num_tokens, head_dim, dtype)    K and V of the whole sequence; opaque
-    kv = tiled.put(kv, k_BtKH, v_BtKH, tile)                for each tile, before the first query
     ranges = tiled.prepare(positions_BT, segments_BT)       once per training step
-    out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
-    dq_BtNH, dkv = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
-    dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                after the last query
+    kv = tiled.put(kv, k_BtKH, v_BtKH, tile)                for each tile
+    kv = tiled.exchange(kv, ranges)                         before the first query
+    out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges, sinks_N)
+    dq_BtNH, dkv, dsinks_N = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges, sinks_N)
+    dkv = tiled.add_exchanged(dkv, ranges)                  after the last query
+    dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                for each tile
 
 Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced.
 `tile_order.tiles_of` splits a sequence into tiles. dkv has the shape of kv in float32. JAX differentiates none of these
@@ -41,13 +43,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges
-from jaxlc.attention.key_ranges import TokenInfo
-from jaxlc.attention.strategies import hybrid
+from jaxlc.attention import sinks
+from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
+from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges_of_halves
+from jaxlc.attention.strategies import ulysses, window_exchange
 from jaxlc.attention.strategies.mesh_axes import DEFAULT_AXES, AttentionSpecs
 from jaxlc.attention.strategies.sharded_attention import attention_spec, choose
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.attention.tiles.kv_blocks import GroupState
+from jaxlc.attention.tiles.sliding_steps import CHUNKS, SlidingSteps
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
@@ -61,19 +65,22 @@ def make_tiled(
     *,
     tiles: int,
     num_kv_heads: int,
+    window: int | None = None,
     scale: float | None = None,
-    kv_tokens_per_step: int = 16_384,
+    kv_tokens_per_step: int | None = None,
 ) -> "TiledAttention":
-    """Causal attention by tiles, for a sequence split on the mesh in zigzag order.
+    """Causal attention by tiles, for a sequence split on the mesh in zigzag order, or per document with mirrored pieces
+    (`document_order`).
 
     Args:
       tiles: n. A kernel call has as many thread blocks as a sub-chunk has query blocks, times the heads of a rank after
         the exchange. With too many tiles, these are too few to occupy the GPU.
       num_kv_heads: K.
+      window: a query attends to itself and the window - 1 tokens before it. None: to all earlier tokens.
       scale: multiplies q . k. None: 1/sqrt(H).
       kv_tokens_per_step: limit of the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
         18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
-        TFLOP/s and 3.35 TB/s; not yet timed on a GPU).
+        TFLOP/s and 3.35 TB/s; not yet timed on a GPU). None: from memory, see `_max_kv_tokens`.
     Raises:
       Unsupported: strategy all_gather, or key/value heads that do not split over the inner ranks.
     """
@@ -96,6 +103,7 @@ def make_tiled(
         tiles=tiles,
         num_kv_heads=num_kv_heads,
         kv_heads_stored=kv_heads_stored,
+        window=window,
         scale=scale,
         kv_tokens_per_step=kv_tokens_per_step,
     )
@@ -116,8 +124,9 @@ class TiledAttention:
     tiles: int
     num_kv_heads: int
     kv_heads_stored: int  # num_kv_heads, or the number of tensor ranks if that is larger (heads are repeated)
+    window: int | None
     scale: float | None
-    kv_tokens_per_step: int
+    kv_tokens_per_step: int | None
 
     def empty(self, batch: int, num_tokens: int, head_dim: int, dtype) -> jax.Array:
         """kv filled with zeros.
@@ -134,20 +143,27 @@ class TiledAttention:
         zeros = jnp.zeros((2, batch, num_tokens, self.kv_heads_stored, head_dim), dtype)
         return lax.with_sharding_constraint(zeros, NamedSharding(self.split_mesh, self._blocks))
 
-    def prepare(self, positions_BT: jax.Array, segments_BT: jax.Array, q_like=None) -> KeyRanges | None:
-        """The mask of packed documents as key ranges, once per training step.
+    def prepare(self, positions_BT: jax.Array, segments_BT: jax.Array | None, q_like=None):
+        """The mask as key ranges, once per training step.
 
         Args:
-          positions_BT, segments_BT: int32, of the whole sequence in layout order.
+          positions_BT, segments_BT: int32, of the whole sequence in layout order. No segments: one document.
           q_like: of `ShardedAttention.prepare`; not used, since each call has other slices of the ranges.
         Returns:
-          The ranges of each group's tokens over the block of each ring step, [ring steps, B, S].
+          The ranges of each group's tokens over each half of the block of each ring step, [ring steps, halves, B, S],
+          or None for one document. With a sliding window, the result of `window_exchange.prepare`.
         """
+        if segments_BT is None and self.window is None:
+            return None
 
         def local(positions_bt, segments_bt):
-            return hybrid.prepare(TokenInfo(positions_bt, segments_bt), None, self._spec, self.outer, self.inner)
+            tokens = ulysses.gather_tokens(TokenInfo(positions_bt, segments_bt), self.inner)
+            if self.window is not None:
+                return window_exchange.prepare(tokens, self._spec, self.outer, CHUNKS)
+            return ring_key_ranges_of_halves(tokens, self._spec, self.outer)
 
-        return self._split(local, (self._specs.tokens, self._specs.tokens), self._ranges)(positions_BT, segments_BT)
+        in_specs = self._specs.tokens, None if segments_BT is None else self._specs.tokens
+        return self._split(local, in_specs, self._ranges)(positions_BT, segments_BT)
 
     def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array:
         """kv with the keys and values of a tile written to it."""
@@ -166,6 +182,23 @@ class TiledAttention:
         split = self._split(local, (self._blocks, self._specs.heads, self._specs.heads, _REPLICATED), self._blocks)
         return split(kv, k_BtKH, v_BtKH, tile)
 
+    def exchange(self, kv: jax.Array, ranges) -> jax.Array:
+        """kv as `forward` and `backward` take it: for a sliding window, with the tokens that it reaches elsewhere."""
+        return self._exchange(window_exchange.extend, kv, ranges)
+
+    def add_exchanged(self, dkv: jax.Array, ranges) -> jax.Array:
+        """The transpose of `exchange`."""
+        return self._exchange(window_exchange.add_extended, dkv, ranges)
+
+    def _exchange(self, exchange: Callable, kv: jax.Array, ranges) -> jax.Array:
+        if self.window is None or self.outer.size == 1:
+            return kv
+
+        def local(kv_block, ranges_bs):
+            return jax.vmap(lambda x_bskH: exchange(x_bskH, ranges_bs, self._spec, self.outer))(kv_block)
+
+        return self._split(local, (self._blocks, self._ranges), self._blocks)(kv, ranges)
+
     def take(self, dkv: jax.Array, tile) -> tuple[jax.Array, jax.Array]:
         """(dk_BtKH, dv_BtKH), float32: the gradients of the keys and values that `put` wrote for this tile."""
 
@@ -180,14 +213,17 @@ class TiledAttention:
         dk_BtKH, dv_BtKH = split(dkv, tile)
         return self._sum_repeated(dk_BtKH), self._sum_repeated(dv_BtKH)
 
-    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges, sinks_N: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Attention of a tile's queries over all keys.
 
         Args:
           q_BtNH: queries of a tile.
-          kv: after `put` of all tiles.
+          kv: of `exchange`, after `put` of all tiles.
           tile: index of the tile, int32.
-          ranges: of `prepare`. None: each sequence is one document.
+          ranges: of `prepare`. None, without a window: each sequence is one document.
+            sinks_N: float32; see sinks.py. None: no sinks.
         Returns:
           out_BtNH in q's dtype, lse_BNt float32.
         """
@@ -195,13 +231,13 @@ class TiledAttention:
 
         def local(q_btnH, kv_block, tile, ranges_bs):
             group = group_of(tile, ranges_bs)
-            out_PbtnH, lse_Pbnt = group.forward(group.to_subchunks(q_btnH), kv_block)
+            out_PbtnH, lse_Pbnt = self._steps(group).forward(group.to_subchunks(q_btnH), kv_block)
             lse_btn = group.from_subchunks(lse_Pbnt.swapaxes(2, 3))
             return group.from_subchunks(out_PbtnH.astype(q_btnH.dtype)), lse_btn.swapaxes(1, 2)
 
         in_specs = (self._specs.heads, self._blocks, _REPLICATED, self._ranges)
         split = self._split(local, in_specs, (self._specs.heads, self._specs.lse))
-        return split(q_BtNH, kv, tile, ranges)
+        return sinks.join(*split(q_BtNH, kv, tile, ranges), sinks_N)
 
     def backward(
         self,
@@ -213,34 +249,61 @@ class TiledAttention:
         lse_BNt: jax.Array,
         dout_BtNH: jax.Array,
         ranges,
-    ) -> tuple[jax.Array, jax.Array]:
+        sinks_N: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The gradients of `forward`'s out.
 
         Returns:
-          dq_BtNH in q's dtype, and dkv with this tile's contribution added.
+          dq_BtNH in q's dtype, dkv with this tile's contribution added, and this tile's gradient of the sinks, float32
+          (None without sinks).
         """
         group_of = self._group_with_kernel(q_BtNH, ranges)
 
         def local(q_btnH, kv_block, dkv_block, tile, out_btnH, lse_bnt, dout_btnH, ranges_bs):
             group = group_of(tile, ranges_bs)
             q, out, lse_Pbtn, dout = map(group.to_subchunks, (q_btnH, out_btnH, lse_bnt.swapaxes(1, 2), dout_btnH))
-            dq_PbtnH, dkv_block = group.backward(q, out, lse_Pbtn.swapaxes(2, 3), dout, kv_block, dkv_block)
+            results = out, lse_Pbtn.swapaxes(2, 3), dout
+            dq_PbtnH, dkv_block = self._steps(group).backward(q, *results, kv_block, dkv_block)
             return group.from_subchunks(dq_PbtnH.astype(q_btnH.dtype)), dkv_block
 
         heads, blocks = self._specs.heads, self._blocks
         in_specs = (heads, blocks, blocks, _REPLICATED, heads, self._specs.lse, heads, self._ranges)
         split = self._split(local, in_specs, (heads, blocks))
-        return split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+        dq_BtNH, dkv = split(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
+        if sinks_N is None:
+            return dq_BtNH, dkv, None
+        results = QueryResults(out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt))
+        return dq_BtNH, dkv, sinks.gradient(sinks_N, results)
 
     def _group_with_kernel(self, q_BtNH: jax.Array, ranges) -> Callable:
         """A function (tile, ranges_bs) -> GroupState, to be called inside `shard_map`."""
-        head_dim, packed = q_BtNH.shape[-1], ranges is not None
-        kernel = choose(self.config, self.split_mesh, head_dim=head_dim, dtype=q_BtNH.dtype, packed=packed).kernel
+        kernel = choose(
+            self.config, self.split_mesh, head_dim=q_BtNH.shape[-1], dtype=q_BtNH.dtype, packed=ranges is not None,
+            window=self.window,
+        ).kernel  # fmt: skip
+        return functools.partial(self._group, kernel=kernel, subchunks_per_step=self._subchunks_per_step(q_BtNH))
+
+    def _subchunks_per_step(self, q_BtNH: jax.Array) -> int:
+        """The divisor of half a block's sub-chunks with the fewest kernel calls, within the limit of their keys."""
         subchunk_tokens = q_BtNH.shape[1] // (2 * self.outer.size * self.inner.size)
-        half_block_subchunks = self.inner.size * self.tiles
-        divisors = (n for n in range(1, half_block_subchunks + 1) if half_block_subchunks % n == 0)
-        subchunks_per_step = max((n for n in divisors if n * subchunk_tokens <= self.kv_tokens_per_step), default=1)
-        return functools.partial(self._group, kernel=kernel, subchunks_per_step=subchunks_per_step)
+        max_tokens = self.kv_tokens_per_step or self._max_kv_tokens(q_BtNH)
+        half_block = self.inner.size * self.tiles
+        allowed = [n for n in range(1, half_block + 1) if half_block % n == 0 and n * subchunk_tokens <= max_tokens]
+        # Of a pair of sub-chunks: long steps in each block, short ones in the own block.
+        return min(allowed, key=lambda n: (self.outer.size * 2 * half_block // n + n, n), default=1)
+
+    def _max_kv_tokens(self, q_BtNH: jax.Array) -> int:
+        """Keys of a kernel call whose arrays take `_KV_BYTES` per entry of the tile's queries.
+
+        For a key these are K and V, their gradients with float32 sums, and the gradients by query head that kernels
+        write for grouped queries. After the exchange of heads for tokens, a rank has more queries and fewer heads.
+        """
+        num_queries = q_BtNH.shape[1] // self.outer.size
+        num_heads = q_BtNH.shape[2]
+        return _KV_BYTES * num_heads * num_queries // (12 * self.kv_heads_stored + 4 * num_heads)
+
+    def _steps(self, group: GroupState) -> GroupState | SlidingSteps:
+        return group if self.window is None else SlidingSteps(group)
 
     def _group(self, tile, ranges_bs=None, kernel: Kernel | None = None, subchunks_per_step: int = 1) -> GroupState:
         return GroupState(
@@ -261,7 +324,7 @@ class TiledAttention:
 
     @property
     def _spec(self) -> AttentionSpec:
-        return attention_spec(self.config, causal=True, window=None, scale=self.scale)
+        return attention_spec(self.config, causal=True, window=self.window, scale=self.scale)
 
     @property
     def _specs(self) -> AttentionSpecs:
@@ -269,16 +332,21 @@ class TiledAttention:
 
     @property
     def _ranges(self) -> PartitionSpec:
-        return hybrid.ranges_specs(self._spec, BATCH_AXES, self.outer, self.inner)
+        tokens = BATCH_AXES, self.outer.axis
+        return PartitionSpec(None, None, *tokens) if self.window is None else PartitionSpec(*tokens)
 
     @property
     def _blocks(self) -> PartitionSpec:
         return PartitionSpec(None, BATCH_AXES, self.outer.axis, (TENSOR, self.inner.axis), None)
 
     def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
+        if self.window is not None:
+            local = jax.named_scope(scopes.SLIDING_WINDOW)(local)
         local = jax.named_scope(scopes.CORE_ATTENTION)(local)
         # check_vma: see sharded_attention.py.
         return jax.shard_map(local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 _REPLICATED = PartitionSpec()
+# A layer's other activations of a tile take about 50 bytes per entry of the queries (with an MLP of 3.5 x model.dim).
+_KV_BYTES = 20

@@ -15,11 +15,11 @@ from jaxlc.config.checks.mesh_checks import (
 )
 from jaxlc.config.checks.mixture_checks import mixture_problems
 from jaxlc.config.checks.precision_checks import precision_problems
-from jaxlc.config.checks.ranges import RANGES, range_problems
 from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.data_schema import DataConfig
-from jaxlc.config.frozen import Config
+from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.models.rope_settings import rope_problems
+from jaxlc.config.ranges import range_problems
 from jaxlc.config.schema import TENSOR_NAMES
 from jaxlc.core.errors import UserError, raise_first
 
@@ -30,7 +30,7 @@ def check(config: Config) -> None:
     Raises:
       UserError: the first value that is out of range or contradicts another one.
     """
-    for section in RANGES:
+    for section in SECTIONS:
         raise_first(range_problems(section, getattr(config, section)))
     for problems in (
         layer_problems,

@@ -5,9 +5,9 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxlc.config.checks.ranges import range_problems
 from jaxlc.config.frozen import Config
-from jaxlc.config.schema import RULER_TASKS, EvalsConfig
+from jaxlc.config.ranges import range_problems
+from jaxlc.config.schema import RULER_TASKS, EvalsConfig, EvalSettings
 from jaxlc.config.values import SettingError, invalid_value, typed
 from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.suggestions import did_you_mean
@@ -94,8 +94,7 @@ def eval_settings(values: Mapping[str, Any]) -> EvalsConfig:
     Raises:
       UserError: an unknown setting or task, or a value of a wrong type or out of range.
     """
-    hints = typing.get_type_hints(EvalsConfig)
-    del hints["every_steps"]
+    hints = typing.get_type_hints(EvalSettings)
     for name in values:
         if name not in hints:
             raise UserError(f"unknown setting {name!r} of an evaluation: {did_you_mean(name, hints)}")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from jaxlc.config.frozen import Config
 from jaxlc.config.models.model_schema import LAYER_KINDS, KindConfig, ModelConfig
+from jaxlc.config.ranges import range_problems
 from jaxlc.config.values import invalid_value
 
 
@@ -46,9 +47,7 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
             f"config.{path} has no effect, since config.model.layer_kinds does not name it; use"
             f" --config.model.layer_kinds={','.join((*model.layer_kinds, kind.name))}, or remove it"
         )
-    for name, value in vars(kind).items():
-        if isinstance(value, int) and value < 0:
-            yield invalid_value(f"{path}.{name}", value, "at least 0; 0 is the value of the model")
+    yield from range_problems(path, kind)
     if kind.attention and kind.name in LAYER_KINDS and kind.attention != kind.name:
         yield f"config.{path}.attention={kind.attention!r} contradicts the name {kind.name!r}; use a different name"
 

@@ -1,6 +1,7 @@
 """Checks that a mesh divides heads, features, sequence and batch; search for one that does. Imports no jax."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -8,7 +9,7 @@ from jaxlc.config.checks.layer_checks import shapes
 from jaxlc.config.files import read_config
 from jaxlc.config.frozen import Config
 from jaxlc.config.schema import MeshConfig
-from jaxlc.core.axes import MESH_AXES, mesh_text
+from jaxlc.core.axes import mesh_text
 from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError, raise_first
 
@@ -25,7 +26,7 @@ def check_num_devices(config: Config, num_devices: int, there_are: str, config_p
     """
     if config.mesh.num_devices == num_devices:
         return
-    sizes = mesh_text(_sizes(config.mesh))
+    sizes = mesh_text(vars(config.mesh))
     problem = f"the mesh {sizes} needs {count_text(config.mesh.num_devices, 'device')} but {there_are} {num_devices}"
     if config.runtime.topology and config_path:
         small = f"{config_path.partition(':')[0]}:mini"
@@ -54,8 +55,8 @@ def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:
     """The mesh of `num_devices` devices that divides model and batch and is nearest to that of `config`, or None."""
 
     def distance(mesh: MeshConfig) -> float:
-        old, new = _sizes(config.mesh), _sizes(mesh)
-        return sum(abs(math.log(new[axis] / old[axis])) for axis in MESH_AXES)
+        sizes = zip(vars(config.mesh).values(), vars(mesh).values())
+        return sum(abs(math.log(new / old)) for old, new in sizes)
 
     meshes = [mesh for mesh in meshes_of(num_devices) if _splits(dataclasses.replace(config, mesh=mesh))]
     return min(meshes, key=distance, default=None)
@@ -67,23 +68,17 @@ def _splits(config: Config) -> bool:
 
 def mesh_overrides(old: MeshConfig, new: MeshConfig) -> str:
     """The overrides that turn the mesh `old` into `new`: "--config.mesh.context=2"."""
-    sizes = _sizes(new)
-    return " ".join(f"--config.mesh.{axis}={sizes[axis]}" for axis, size in _sizes(old).items() if size != sizes[axis])
-
-
-def _sizes(mesh: MeshConfig) -> dict[str, int]:
-    return {axis: getattr(mesh, axis) for axis in MESH_AXES}
+    sizes = vars(old)
+    return " ".join(f"--config.mesh.{axis}={size}" for axis, size in vars(new).items() if size != sizes[axis])
 
 
 def meshes_of(num_devices: int) -> Iterator[MeshConfig]:
     """All meshes of `num_devices` devices."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    for tensor in divisors:
-        for context in divisors:
-            for fsdp in divisors:
-                if num_devices % (tensor * context * fsdp) == 0:
-                    data = num_devices // (tensor * context * fsdp)
-                    yield MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor)
+    for tensor, context, fsdp in itertools.product(divisors, repeat=3):
+        data, rest = divmod(num_devices, tensor * context * fsdp)
+        if not rest:
+            yield MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor)
 
 
 def split_problems(config: Config) -> Iterator[str]:

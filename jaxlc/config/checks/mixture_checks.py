@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from jaxlc.config.data_schema import DataConfig, SourceConfig
+from jaxlc.config.ranges import range_problems
 from jaxlc.core.suggestions import nearest_name
 
 
@@ -12,6 +13,7 @@ def mixture_problems(data: DataConfig) -> Iterator[str]:
     if names and all(source.share == 0 for source in data.mixture):
         yield "all shares of config.data.mixture are 0: give a source a share greater than 0"
     for source in data.mixture:
+        yield from range_problems(f"data.mixture.{source.name}", source)
         for problem in _source_problems(source, data.seq_len, names):
             yield f"config.data.mixture.{source.name}.{problem}"
 
@@ -22,8 +24,6 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
         nearest = nearest_name(source.name, others)
         question = f"; did you mean the source {nearest}?" if nearest else ""
         yield f"paths is {source.paths}: give files, directories or glob patterns{question}"
-    if source.share < 0:
-        yield f"share={source.share}: expected at least 0"
     if source.chunk_tokens and not 1 <= source.chunk_tokens <= seq_len:
         yield f"chunk_tokens={source.chunk_tokens}: expected 1 to config.data.seq_len={seq_len}, or 0"
     if source.chunk_tokens and source.pool == "full_length":
@@ -38,8 +38,6 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
     if source.text_field != "text" and (source.has_chats or source.token_field):
         other = chats if source.has_chats else "token_field"
         yield f"text_field={source.text_field!r} has no effect with {other}={getattr(source, other)!r}; remove one"
-    if source.min_tokens < 0 or source.max_tokens < 0:
-        yield f"min_tokens={source.min_tokens} and max_tokens={source.max_tokens}: expected at least 0"
     if source.max_tokens and source.max_tokens < source.min_tokens:
         yield f"max_tokens={source.max_tokens} is less than min_tokens={source.min_tokens}: no document is left"
     limits, weights = source.length_limits, source.length_weights

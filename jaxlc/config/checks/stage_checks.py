@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlc.config.checks.eval_checks import gate_names, parse_min_scores
+from jaxlc.config.ranges import range_problems
 from jaxlc.config.stage_schema import Stage, StageConfig, merged_settings
 from jaxlc.config.values import invalid_value
 from jaxlc.core.errors import UserError
@@ -26,9 +27,7 @@ def contradictions(stages: Sequence[StageConfig], changes: Mapping[str, Mapping[
     first, last = stages[0], stages[-1]
     for stage in stages:
         parse_min_scores(stage.min_scores, f"stages.{stage.name}.min_scores")
-        for key in ("steps", "tokens", "max_eval_loss"):
-            if getattr(stage, key) < 0:
-                yield invalid_value(f"stages.{stage.name}.{key}", getattr(stage, key), "at least 0")
+        yield from range_problems(f"stages.{stage.name}", stage)
     for name, default in (("schedule", "new"), ("optimizer_state", "carry")):
         if getattr(first, name) != default:
             yield invalid_value(f"stages.{first.name}.{name}", getattr(first, name), f"{default!r} in stage one")

@@ -19,11 +19,6 @@ def tile_problems(config: Config) -> Iterator[str]:
     setting = f"config.memory.tile_tokens={tile_tokens}"
     if attention.strategy == "all_gather":
         yield f"{setting} is incompatible with config.attention.strategy='all_gather'; use ring, ulysses or hybrid"
-    if config.model.window:
-        yield (
-            f"unsupported: {setting} with sliding layers (config.model.window={config.model.window}); use"
-            " --config.memory.tile_tokens=0"
-        )
     if memory.remat not in ("full", "attention"):
         yield f"{setting} is incompatible with config.memory.remat={memory.remat!r}; use full or attention"
     named = (*memory.save, *memory.offload)

@@ -18,7 +18,8 @@ from jaxlc.core.suggestions import suggestion
 ROPE_SETTINGS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_"))
 # Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and
 # not the shape of a parameter.
-CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, "sliding_rope_theta", "window")
+_SLIDING_SETTINGS = ("sliding_rope_theta", "sliding_rope_scaling")
+CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, *_SLIDING_SETTINGS, "window")
 
 _FIELDS = {  # config.json -> ModelConfig
     "vocab_size": "vocab_size",
@@ -34,7 +35,6 @@ _FIELDS = {  # config.json -> ModelConfig
 _DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)  # transformers has them in all families
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     attention_dropout=(0,),
-    partial_rotary_factor=(1,),
     is_decoder=(False, True),  # both are causal
     is_encoder_decoder=(False,),
     add_cross_attention=(False,),
@@ -83,6 +83,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if value is None:
             raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
         settings[setting] = value
+    if "attention_bias" in family.fields:  # biases of all four projections
+        settings["attention_out_bias"] = settings["qkv_bias"]
     kinds = _layer_kinds(config, family, where)
     window = config.get("sliding_window", defaults.get("sliding_window")) if "sliding" in kinds else 0
     if window is None:
@@ -156,7 +158,7 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
     if before["window"] != model.window:
         changed |= family.write_kinds(model)
     after = settings_of({**base, **changed}, "config.json")  # the length that the run adds may change the RoPE
-    if all(after[name] == getattr(model, name) for name in (*ROPE_SETTINGS, "sliding_rope_theta") if name in after):
+    if all(after[name] == getattr(model, name) for name in (*ROPE_SETTINGS, *_SLIDING_SETTINGS) if name in after):
         return {**base, **changed}
     kept = {name: value for name, value in base.items() if name not in ROPE_FIELDS}
     return kept | rope_fields(model, family) | changed
@@ -232,6 +234,8 @@ def _derived(name: str, settings: Mapping[str, Any]) -> int | None:
     """The value of a field that is null."""
     if name == "num_key_value_heads":
         return settings["num_heads"]
+    if name == "attention_bias":
+        return False
     if name == "head_dim":
         return settings["model_dim"] // settings["num_heads"]
     return None

@@ -27,7 +27,7 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor"), float),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), float),
     **dict.fromkeys(("mscale", "mscale_all_dim"), float),
-    **dict.fromkeys(("tie_word_embeddings", "truncate"), bool),
+    **dict.fromkeys(("tie_word_embeddings", "truncate", "attention_bias"), bool),
     **dict.fromkeys(("model_type", "rope_type", "type"), str),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"), dict),
     **dict.fromkeys(("architectures", "layer_types"), list[str]),

@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from jaxlc.config.models.hub import is_model_id
+from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import LAYER_STACKS
 
 # Kinds of layers that model.layer_kinds may name, besides those of model.kinds.
@@ -34,15 +35,15 @@ class ModelConfig:
     # model whose weights training starts from: a Hugging Face directory, a hub id ORGANIZATION/NAME, or the workdir of
     # a run. It gives the shape as well, and preset has no effect; docs/pretrained.md. Empty: random weights.
     init_from: str = ""
-    vocab_size: int  # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
-    num_layers: int  # number of decoder layers (attention and feed-forward)
-    model_dim: int  # width of the residual stream; "hidden_size" in Hugging Face configs
-    num_heads: int  # number of query heads
+    vocab_size: From1[int]  # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
+    num_layers: From1[int]  # number of decoder layers (attention and feed-forward)
+    model_dim: From1[int]  # width of the residual stream; "hidden_size" in Hugging Face configs
+    num_heads: From1[int]  # number of query heads
     # number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query attention, 1 is
     # multi-query attention.
-    num_kv_heads: int
-    head_dim: int  # width of each attention head; even, because RoPE rotates pairs of dimensions
-    ffn_dim: int  # width of the gated feed-forward layer; "intermediate_size" in Hugging Face configs
+    num_kv_heads: From1[int]
+    head_dim: From1[int]  # width of each attention head; even, because RoPE rotates pairs of dimensions
+    ffn_dim: From1[int]  # width of the gated feed-forward layer; "intermediate_size" in Hugging Face configs
     tie_embeddings: bool  # use the transposed token embedding as the output head
     # RMSNorm of queries and keys before RoPE. head: of each head, as in Qwen 3 and Gemma 3. projection: of all heads
     # together, as in Olmo 3.
@@ -51,8 +52,14 @@ class ModelConfig:
     # added to the residual stream, as in Olmo 3. pre_and_post: of both, as in Gemma 3.
     norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
     zero_centered_norm: bool = False  # RMSNorms multiply by 1 + scale instead of scale, as in Gemma
-    norm_epsilon: float  # added to the mean square in RMSNorm
+    norm_epsilon: Above0[float]  # added to the mean square in RMSNorm
     qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen 2.5
+    attention_out_bias: bool = False  # bias of the output projection of attention, as in gpt-oss
+    # a trained logit per query head that joins the denominator of the attention softmax, as in gpt-oss.
+    attention_sinks: bool = False
+    # the output of attention is multiplied by the sigmoid of a gate before its projection; the query projection
+    # computes the gate as well, as in Qwen 3.5.
+    attention_gate: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"  # function of the feed-forward gate; gelu_tanh in Gemma
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
     # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
@@ -67,23 +74,24 @@ class ModelConfig:
     # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
     # model has no sliding layers.
     window: int = 0
-    sliding_rope_theta: float = 10_000.0  # base of the RoPE frequencies of sliding layers, which are never scaled
-    rope_theta: float  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
+    sliding_rope_theta: Above0[float] = 10_000.0  # base of the RoPE frequencies of sliding layers
+    sliding_rope_scaling: bool = False  # rope_scaling applies to sliding layers, too, as in gpt-oss
+    rope_theta: Above0[float]  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
     # how RoPE frequencies are changed to extend the context; docs/pretrained.md. linear: divided by the factor. ntk: a
     # larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low frequencies divided, high ones unchanged,
     # sharper attention. longrope: each divided by a factor of its own. llama3: as in Llama 3.1.
     rope_scaling: Literal["none", "linear", "ntk", "dynamic_ntk", "yarn", "longrope", "llama3"] = "none"
-    rope_scaling_factor: float = 1.0  # new context length divided by the original one
+    rope_scaling_factor: From1[float] = 1.0  # new context length divided by the original one
     # context length in tokens that the model was trained with before scaling; dynamic_ntk, yarn, longrope and llama3.
-    rope_scaling_original_tokens: int = 0
+    rope_scaling_original_tokens: ZeroOrFrom2[int] = 0
     # llama3: wavelengths above rope_scaling_original_tokens / this are scaled fully.
-    rope_scaling_low_freq_factor: float = 1.0
+    rope_scaling_low_freq_factor: Above0[float] = 1.0
     # llama3: wavelengths below rope_scaling_original_tokens / this are not scaled.
-    rope_scaling_high_freq_factor: float = 4.0
+    rope_scaling_high_freq_factor: Above0[float] = 4.0
     # yarn: frequencies with more turns than this within rope_scaling_original_tokens are not scaled.
-    rope_scaling_beta_fast: float = 32.0
+    rope_scaling_beta_fast: Above0[float] = 32.0
     # yarn: frequencies with fewer turns than this within rope_scaling_original_tokens are scaled fully.
-    rope_scaling_beta_slow: float = 1.0
+    rope_scaling_beta_slow: Above0[float] = 1.0
     # yarn, longrope: factor of cos and sin, whose square multiplies attention logits. 0: computed from
     # rope_scaling_factor.
     rope_scaling_attention_factor: float = 0.0
@@ -91,12 +99,18 @@ class ModelConfig:
     # longrope: divisors of the frequencies if data.seq_len is at most rope_scaling_original_tokens.
     rope_scaling_short_factors: tuple[float, ...] = ()
     rope_scaling_long_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies for longer sequences
-    rope_fraction: float = 1.0  # fraction of head_dim that RoPE rotates, its first dimensions; the others are unchanged
+    # fraction of head_dim that RoPE rotates, its first dimensions; the others are unchanged.
+    rope_fraction: Above0UpTo1[float] = 1.0
 
     @property
     def num_last_layers(self) -> int:
         """Number of layers after the last whole group of layer_kinds."""
         return self.num_layers % len(self.layer_kinds)
+
+    @property
+    def query_dim(self) -> int:
+        """The width of a head in the query projection: head_dim, and as much for the gate."""
+        return 2 * self.head_dim if self.attention_gate else self.head_dim
 
     @property
     def kinds_of_layers(self) -> tuple[str, ...]:

@@ -142,14 +142,14 @@ def copy_description(init_from: str, workdir: Path) -> None:
 
 
 def eos_token_ids(directory: Path) -> list[int]:
-    """The tokens that end generation in `transformers`: of generation_config.json or, without it, of config.json."""
-    for name in (GENERATION_FILE, CONFIG_FILE):
-        try:
-            named = json.loads((directory / name).read_bytes()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue  # the file is optional
-        return [number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)]
-    return []
+    """The tokens that end generation in `transformers`: of generation_config.json or, without it, of config.json.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    path = next((path for name in (GENERATION_FILE, CONFIG_FILE) if (path := directory / name).is_file()), None)
+    named = read_json(path).get("eos_token_id") if path else None
+    return [number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)]
 
 
 def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str, Any]:

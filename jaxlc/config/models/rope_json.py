@@ -14,8 +14,9 @@ from jaxlc.config.models.rope_settings import DEFAULTS, NO_EFFECT_AT_1, PARAMETE
 from jaxlc.core.errors import Unsupported, UserError
 
 _LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
-# Fields of config.json. The last one takes precedence over the same key in rope_scaling.
-ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", _ORIGINAL})
+_PARTIAL = "partial_rotary_factor"
+# Fields of config.json. The length takes precedence over the same key in rope_scaling.
+ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", _ORIGINAL, _PARTIAL})
 _TYPES = {  # rope_type -> model.rope_scaling
     "default": "none",
     "linear": "linear",
@@ -77,11 +78,14 @@ def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
     _check_family(model, family)
     theta, scaling = model.rope_theta, _scaling_of(model)
     if model.rope_scaling == "ntk":
-        theta *= model.rope_scaling_factor ** (model.head_dim / (model.head_dim - 2))
+        dim = int(model.head_dim * model.rope_fraction)
+        theta *= model.rope_scaling_factor ** (dim / (dim - 2))
     old: dict[str, Any] = dict(rope_theta=theta, rope_scaling=scaling)
     if model.rope_scaling == "longrope":  # read by transformers 4
         old[_ORIGINAL] = model.rope_scaling_original_tokens
     full = (scaling or {"rope_type": "default"}) | {"rope_theta": theta}
+    if _PARTIAL in family.defaults:
+        old[_PARTIAL] = full[_PARTIAL] = model.rope_fraction
     if not family.rope_by_layer_type:
         return old | dict(rope_parameters=full)
     sliding = dict(rope_type="default", rope_theta=model.sliding_rope_theta)
@@ -110,7 +114,7 @@ def max_position_embeddings(model: ModelConfig, seq_len: int, base: int) -> int:
 
 def _old_form(config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:
     theta = _theta(config, family)
-    settings = _one_rope(dict(config.get("rope_scaling") or {}) | dict(rope_theta=theta), config, where)
+    settings = _one_rope(dict(config.get("rope_scaling") or {}) | dict(rope_theta=theta), config, where, family)
     local = config.get("rope_local_base_freq", family.defaults.get("rope_local_base_freq"))
     return settings | dict(sliding_rope_theta=float(theta if local is None else local))
 
@@ -122,7 +126,7 @@ def _new_form(config: Mapping[str, Any], where: str, family: Family) -> dict[str
         nested = [name for name, value in parameters.items() if isinstance(value, dict)]
         if nested:
             raise Unsupported(f"unsupported: {where} has RoPE parameters of their own for {nested[0]} layers")
-        settings = _one_rope(dict(rope_theta=theta) | parameters, config, where)
+        settings = _one_rope(dict(rope_theta=theta) | parameters, config, where, family)
         return settings | dict(sliding_rope_theta=settings["rope_theta"])
     unknown = sorted(parameters.keys() - {"full_attention", "sliding_attention"})
     if unknown:
@@ -131,8 +135,8 @@ def _new_form(config: Mapping[str, Any], where: str, family: Family) -> dict[str
             " sliding_attention are supported"
         )
     local = family.defaults.get("rope_local_base_freq", theta)
-    full = _one_rope(dict(rope_theta=theta) | (parameters.get("full_attention") or {}), config, where)
-    sliding = _one_rope(dict(rope_theta=local) | (parameters.get("sliding_attention") or {}), config, where)
+    full = _one_rope(dict(rope_theta=theta) | (parameters.get("full_attention") or {}), config, where, family)
+    sliding = _one_rope(dict(rope_theta=local) | (parameters.get("sliding_attention") or {}), config, where, family)
     if sliding["rope_scaling"] != "none":
         raise Unsupported(f"unsupported: {where} scales RoPE of sliding_attention layers; only default is supported")
     return full | dict(sliding_rope_theta=sliding["rope_theta"])
@@ -144,30 +148,28 @@ def _theta(config: Mapping[str, Any], family: Family) -> float:
 
 
 def _of_kinds(settings: dict[str, Any], where: str, family: Family, layer_kinds: Sequence[str]) -> dict[str, Any]:
-    """`settings`, with the default of sliding_rope_theta if there are no sliding layers."""
+    """`settings`, with those of sliding layers if there are any."""
     if "sliding" not in layer_kinds:
         return {name: value for name, value in settings.items() if name != "sliding_rope_theta"}
-    if not family.rope_by_layer_type and settings["rope_scaling"] != "none":
-        raise Unsupported(
-            f"unsupported: {where} scales RoPE and has sliding_attention layers, whose RoPE is never scaled; use"
-            " rope_scaling=null"
-        )
     if family.rope_by_layer_type and not settings["rope_scaling_truncate"]:
         raise Unsupported(f"unsupported: {where} has truncate=false, which transformers ignores in this model_type")
-    return settings
+    scales_sliding = not family.rope_by_layer_type and settings["rope_scaling"] != "none"
+    return settings | dict(sliding_rope_scaling=scales_sliding)
 
 
-def _one_rope(parameters: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _one_rope(parameters: dict[str, Any], config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:
     """The settings rope_... that one dict of parameters gives; `type` is the older name of `rope_type`."""
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
     if rope_type not in _TYPES:
         raise Unsupported(f"unsupported: {where} has RoPE of type {rope_type!r}; supported are {', '.join(_TYPES)}")
-    theta, partial = parameters.pop("rope_theta"), parameters.pop("partial_rotary_factor", 1)
-    if partial != 1:
-        raise Unsupported(f"unsupported: {where} has partial_rotary_factor={partial}; only 1 is supported")
+    theta, default = parameters.pop("rope_theta"), family.defaults.get(_PARTIAL, 1)
+    fraction = next((x for x in (parameters.pop(_PARTIAL, None), config.get(_PARTIAL)) if x is not None), default)
+    if fraction != 1 and _PARTIAL not in family.defaults:
+        raise Unsupported(f"unsupported: {where} has {_PARTIAL}={fraction}; only 1 is supported")
+    parameters = {name: value for name, value in parameters.items() if name not in family.irrelevant}
     scaling = _TYPES[rope_type]
-    settings = {**DEFAULTS, "rope_theta": float(theta), "rope_fraction": 1.0, "rope_scaling": scaling}
+    settings = {**DEFAULTS, "rope_theta": float(theta), "rope_fraction": float(fraction), "rope_scaling": scaling}
     names = _names_of(rope_type)
     values = _values(names, parameters, rope_type, config)
     if rope_type == "yarn":
@@ -229,7 +231,7 @@ def _replace_mscale(parameters: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _check_family(model: ModelConfig, family: Family) -> None:
-    if model.rope_fraction != 1:
+    if model.rope_fraction != 1 and _PARTIAL not in family.defaults:
         raise Unsupported(
             f"unsupported: export with config.model.rope_fraction={model.rope_fraction}, which transformers ignores in"
             f" models of type {family.model_type}"
@@ -240,12 +242,17 @@ def _check_family(model: ModelConfig, family: Family) -> None:
                 "unsupported: export with config.model.rope_scaling_truncate=False, which transformers ignores in"
                 f" models of type {family.model_type}"
             )
-    elif "sliding" in model.layer_kinds and (
-        model.rope_scaling != "none" or model.sliding_rope_theta != model.rope_theta
+        if model.sliding_rope_scaling:
+            raise Unsupported(
+                "unsupported: export with config.model.sliding_rope_scaling=True of a model of type"
+                f" {family.model_type} (supported: False)"
+            )
+    elif "sliding" in model.attentions and (
+        model.sliding_rope_scaling != (model.rope_scaling != "none") or model.sliding_rope_theta != model.rope_theta
     ):
         raise Unsupported(
             f"unsupported: export of a model of type {family.model_type} with another RoPE in sliding layers than in"
-            " full ones; use the same rope_theta and sliding_rope_theta, and rope_scaling=none"
+            " full ones; use the same rope_theta and sliding_rope_theta, and sliding_rope_scaling with rope_scaling"
         )
 
 

@@ -57,10 +57,16 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
     yield from _fraction_problems(model)
     yield from _unused_parameters(model)
     scaling, factor = model.rope_scaling, model.rope_scaling_factor
-    if scaling != "none" and "full" not in model.attentions:
+    scaled_kinds = {"full", "sliding"} if model.sliding_rope_scaling else {"full"}
+    if scaling != "none" and scaled_kinds.isdisjoint(model.attentions):
         yield (
             f"config.model.rope_scaling={scaling!r} has no effect, since config.model.layer_kinds names no full layers;"
-            " use --config.model.rope_scaling=none"
+            " use --config.model.rope_scaling=none, or --config.model.sliding_rope_scaling for sliding layers"
+        )
+    if model.sliding_rope_scaling and "sliding" not in model.attentions:
+        yield (
+            "config.model.sliding_rope_scaling=True has no effect, since config.model.layer_kinds names no sliding"
+            " layers; use --noconfig.model.sliding_rope_scaling"
         )
     if scaling in NO_EFFECT_AT_1 and factor == 1 and attention_factor(model) == 1:
         yield (

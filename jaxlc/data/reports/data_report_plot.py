@@ -10,15 +10,6 @@ from matplotlib.ticker import EngFormatter
 from jaxlc.core import plot_style
 from jaxlc.data.reports.data_report import CLASS_NAMES, SourceLengths, StageShares
 
-_STAGE_COLORS = (
-    plot_style.BLUE,
-    plot_style.AMBER,
-    plot_style.TEAL,
-    plot_style.RED,
-    plot_style.VIOLET,
-    plot_style.SKY,
-)
-
 
 def report_figure(sources: Sequence[SourceLengths], stages: Sequence[StageShares]) -> Figure:
     """Tokens by document length of each source; shares of the tokens; and epochs in each stage."""
@@ -29,7 +20,7 @@ def report_figure(sources: Sequence[SourceLengths], stages: Sequence[StageShares
     rows = np.arange(len(names))
     height = 0.8 / len(stages)
     for number, stage in enumerate(stages):
-        color = _STAGE_COLORS[number % len(_STAGE_COLORS)]
+        color = plot_style.CYCLE[number % len(plot_style.CYCLE)]
         by_name = {share.name: share for share in stage.shares}
         at = rows + (number - (len(stages) - 1) / 2) * height
         realized = [100 * by_name[name].realized_share if name in by_name else 0 for name in names]

@@ -30,6 +30,9 @@ class PackedText(Protocol):
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i, for any i >= 0; see `PackedSequences`."""
 
+    def document_lengths(self, i: int) -> np.ndarray:
+        """Tokens of the documents of sequence i, int64 [documents], in its order; reads no tokens."""
+
     def documents(self) -> Iterator[np.ndarray]:
         """Yields the stored tokens of each document."""
 
@@ -58,9 +61,19 @@ class MixedSequences:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i; see `PackedSequences`."""
+        source, index = self._at(i)
+        return source[index]
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        """See `PackedSequences.document_lengths`."""
+        source, index = self._at(i)
+        return source.document_lengths(index)
+
+    def _at(self, i: int) -> tuple[PackedSequences, int]:
+        """The source of sequence i, and its index there."""
         periods, place = divmod(i, PERIOD)
         source = self._source_of[place]
-        return self.sources[source][int(periods * self._counts[source] + self._before[source, place])]
+        return self.sources[source], int(periods * self._counts[source] + self._before[source, place])
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yields the stored tokens of each document: one of each source in turn, until all are used."""

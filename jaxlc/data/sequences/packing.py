@@ -76,10 +76,7 @@ class PackedSequences:
         positions     int32    number of earlier tokens of the same document in this sequence; 0 on padding
         segment_ids   int32    1, 2, 3... by document; 0 on padding
         """
-        assert i >= 0, i
-        epoch, index = divmod(i, self.num_sequences)
-        sequence = _sequence_order(self.num_sequences, self.seed, epoch)[index]
-        chunks = slice(self._first_chunks[sequence], self._first_chunks[sequence + 1])
+        chunks = self._chunks_of(i)
         begins, ends = self._chunk_begins[chunks].tolist(), self._chunk_ends[chunks].tolist()
         tokens, targets, positions, segment_ids = np.empty((4, self.seq_len), np.int32)
         loss_weights = np.ones(self.seq_len, np.float32)
@@ -117,6 +114,18 @@ class PackedSequences:
             answer_begin, answer_end = answers[number].tolist()
             target = slice(max(answer_begin - begin - 1, 0), min(answer_end, end) - begin - 1)
             weights[target] = self._answer_weights[number]
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        """Tokens of the documents of sequence i, int64 [documents], in its order; reads no tokens."""
+        chunks = self._chunks_of(i)
+        return self._chunk_ends[chunks] - self._chunk_begins[chunks]
+
+    def _chunks_of(self, i: int) -> slice:
+        """The chunks of sequence i."""
+        assert i >= 0, i
+        epoch, index = divmod(i, self.num_sequences)
+        sequence = _sequence_order(self.num_sequences, self.seed, epoch)[index]
+        return slice(self._first_chunks[sequence], self._first_chunks[sequence + 1])
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yields the stored tokens of each document."""

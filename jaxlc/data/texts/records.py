@@ -7,6 +7,7 @@
 """
 
 import gzip
+import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -124,25 +125,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         import pyarrow
 
         with open(path, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as lines:
-            yield _Lines(lines)
+            yield io.BufferedReader(lines)  # a stream of pyarrow has no lines of its own
     else:
         with open(path, "rb") as lines:
             yield lines
-
-
-class _Lines:
-    """The lines of a stream of pyarrow, which has no lines of its own."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[bytes]:
-        rest = b""
-        while block := self._stream.read(1 << 20):
-            *lines, rest = (rest + block).split(b"\n") if b"\n" in block else (rest + block,)
-            yield from lines
-        if rest:
-            yield rest
 
 
 def kind_of(value: Any) -> str:

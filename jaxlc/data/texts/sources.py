@@ -9,9 +9,10 @@ files of many documents. `text_suffixes` of a source add others, such as .c or .
 
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -107,17 +108,9 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
         return [(path.name, path)] if path.name.endswith(suffixes) else []
     if not glob.has_magic(source):
         raise UserError(f"{setting}: {source!r} does not exist; use an existing file, directory or glob")
-    root = Path(*_parts_before_wildcard(path))
+    root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
     return [(m.relative_to(root).as_posix(), m) for m in matches if m.is_file() and m.name.endswith(suffixes)]
-
-
-def _parts_before_wildcard(path: Path) -> Iterator[str]:
-    """Yields the directories of a glob before its first wildcard."""
-    for part in path.parts[:-1]:
-        if glob.has_magic(part):
-            return
-        yield part
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxlc.config.chat_template_file import ADVICE, read_template, template_path
 from jaxlc.config.data_schema import CHAT_TEMPLATES
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.paths import local_path
 from jaxlc.data.texts.chats import ASSISTANT
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
@@ -82,7 +82,6 @@ _LLAMA3 = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 TEMPLATES = dict(zip(CHAT_TEMPLATES, (_CHATML, _LLAMA3), strict=True))
-_ADVICE = f"set --config.data.chat_template to {', '.join(CHAT_TEMPLATES)} or a Jinja file"
 
 
 class RenderedChat(NamedTuple):
@@ -180,13 +179,18 @@ class ChatTemplate:
         if tools and "tools" not in self.source:
             yield f"{self.name} does not render tools; {advice}"
 
-    def prompt(self, text: str) -> str:
-        """The prompt of a chat whose only message is `text`, of the user, up to the start of the answer.
+    def prompt(self, messages: list[dict[str, Any]], *, continues_last: bool = False) -> str:
+        """The prompt of a chat, up to the start of the next answer, or with `continues_last` of the last message.
 
         Raises:
           BadRecord: the template raises an error.
         """
-        return self._render([dict(role="user", content=text)], None, "prompt", add_generation_prompt=True)
+        marked = self._render(messages, None, "prompt", add_generation_prompt=not continues_last)
+        text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
+        if continues_last:
+            last = messages[-1]["content"]  # which templates may strip
+            text = "".join(text.rpartition(last if last in text else last.strip())[:2])
+        return text
 
     def _answers_by_prompts(
         self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, where: str
@@ -238,7 +242,7 @@ def _common_start(a: str, b: str) -> str:
     return a[:length]
 
 
-def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str = _ADVICE) -> ChatTemplate:
+def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str = ADVICE) -> ChatTemplate:
     """The template of data.chat_template, or else of the tokenizer.
 
     Args:
@@ -252,14 +256,12 @@ def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str
     special_tokens = named_tokens(values)
     if setting in TEMPLATES:
         return ChatTemplate(TEMPLATES[setting], special_tokens, f"the template {setting!r}")
-    if "{" in setting:
+    path = template_path(setting)
+    if setting and path is None:
         return ChatTemplate(setting, special_tokens, "the chat template of the run")
-    path = local_path(setting) if setting else tokenizer_file and tokenizer_file.parent / "chat_template.jinja"
+    path = path or tokenizer_file and tokenizer_file.parent / "chat_template.jinja"
     if path and (setting or path.is_file()):
-        try:
-            return ChatTemplate(path.read_text(), special_tokens, str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the chat template {str(path)!r} ({reason_of(error)}): {advice}") from error
+        return ChatTemplate(read_template(path, advice), special_tokens, str(path))
     template = values.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = next((item["template"] for item in template if item.get("name") == "default"), None)

@@ -3,6 +3,8 @@
 import random
 import string
 
+from scipy.special import zeta
+
 from jaxlc.evals.example import Example
 from jaxlc.evals.materials import compound_words, single_words
 
@@ -51,15 +53,9 @@ def coded_words(settings: dict, texts: tuple[str, str], vocab_size: int, size: i
     vocab[0] = _NOISE_WORD
     ranks = range(1, len(vocab) + 1)
     alpha = settings["alpha"]
-    counts = [int(10 * size * rank**-alpha / _zeta(alpha)) for rank in ranks]
+    counts = [int(10 * size * rank**-alpha / zeta(alpha)) for rank in ranks]
     words = [word for word, count in zip(vocab, counts) for _ in range(count)]
     rng.shuffle(words)
     return Example(
         prompt=template.format(context=" ".join(words), query=""), answer_prefix=prefix, references=tuple(vocab[1:4])
     )
-
-
-def _zeta(alpha: float, terms: int = 1000) -> float:
-    """Riemann's zeta function for alpha > 1: a sum, and the Euler-Maclaurin estimate of the rest."""
-    head = sum(n**-alpha for n in range(1, terms))
-    return head + terms ** (1 - alpha) / (alpha - 1) + terms**-alpha / 2 + alpha * terms ** (-alpha - 1) / 12

@@ -1,5 +1,6 @@
 """The metrics of a run as columns."""
 
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ class History(dict[str, np.ndarray]):
     """
 
     def __init__(self, rows: Sequence[Row]):
-        names = ["step", *sorted({name for row in rows for name in row} - {"step"}, key=_first_use(rows))]
+        names = dict.fromkeys(["step", *(name for row in rows for name in row)])  # in the order of their first use
         super().__init__({name: _column([row.get(name) for row in rows], name) for name in names})
 
     @property
@@ -34,8 +35,8 @@ class History(dict[str, np.ndarray]):
 
     def median(self, name: str) -> float | None:
         """The median of the finite values of `name`, the upper one of an even number; None if there are none."""
-        values = np.sort(self.column(name)[1])
-        return float(values[len(values) // 2]) if len(values) else None
+        values = self.column(name)[1].tolist()
+        return statistics.median_high(values) if values else None
 
     def __repr__(self) -> str:
         losses = self.column("loss")[1]
@@ -48,15 +49,6 @@ class History(dict[str, np.ndarray]):
             indices = [*indices[:_SHOWN_ROWS], None, *indices[-_SHOWN_ROWS:]]
         rows = [["…" if i is None else _cell(column[i]) for column in self.values()] for i in indices]
         return html.table(list(self), rows, caption=f"{self.num_rows} rows of metrics.jsonl")
-
-
-def _first_use(rows: Sequence[Row]):
-    """A sort key for names: the order of their first occurrence in the rows."""
-    order: dict[str, int] = {}
-    for row in rows:
-        for name in row:
-            order.setdefault(name, len(order))
-    return order.__getitem__
 
 
 def _column(values: list, name: str) -> np.ndarray:

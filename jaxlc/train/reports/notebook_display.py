@@ -22,17 +22,14 @@ class NotebookDisplay:
 
     def log(self, text: str) -> None:
         """Adds a permanent line, below the line of the current step."""
-        if self._step is not None:
-            self._lines.append(self._step[0])
-            self._step = None
+        self._end_step()
         self._lines.append(text)
         self._update()
 
     def step(self, text: str, fraction: float) -> None:
         """Replaces the line of the current step."""
         self._step = text, fraction
-        if time.perf_counter() - self._last_update_seconds >= _MIN_SECONDS_BETWEEN_UPDATES:
-            self._update()
+        self._update(_MIN_SECONDS_BETWEEN_UPDATES)
 
     @contextmanager
     def activity(self, what: str) -> Iterator[Callable[[int, int], None]]:
@@ -43,8 +40,7 @@ class NotebookDisplay:
 
         def set_progress(done: int, total: int) -> None:
             self._activities[index] = what, done / total if total else None
-            if time.perf_counter() - self._last_update_seconds >= _MIN_SECONDS_BETWEEN_UPDATES:
-                self._update()
+            self._update(_MIN_SECONDS_BETWEEN_UPDATES)
 
         try:
             yield set_progress
@@ -54,16 +50,23 @@ class NotebookDisplay:
 
     def close(self) -> None:
         """Shows the final state: the lines and the last step, without progress bars."""
-        if self._step is not None:
-            self._lines.append(self._step[0])
-            self._step = None
+        self._end_step()
         if self._handle is not None:
             self._update()
 
-    def _update(self) -> None:
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._lines.append(self._step[0])
+            self._step = None
+
+    def _update(self, min_seconds: float = 0.0) -> None:
+        """Shows the current content, unless the last update was less than `min_seconds` ago."""
         from IPython.display import display
 
-        self._last_update_seconds = time.perf_counter()
+        now_seconds = time.perf_counter()
+        if now_seconds - self._last_update_seconds < min_seconds:
+            return
+        self._last_update_seconds = now_seconds
         content = {"text/html": self._html(), "text/plain": "\n".join(self._lines)}
         if self._handle is None:
             self._handle = display(content, raw=True, display_id=True)

@@ -4,7 +4,6 @@ A terminal has a live line, a notebook one display that is updated, and other ou
 plain lines in all cases.
 """
 
-import contextlib
 import shlex
 import sys
 import time
@@ -18,6 +17,8 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as LiveBars
 
 from jaxlc.core.counts import duration_text
+from jaxlc.core.errors import reason_of
+from jaxlc.core.paths import displayed
 from jaxlc.core.progress_lines import Update, progress_lines
 from jaxlc.runtime import compilation_cache
 from jaxlc.train.reports.notebook_display import NotebookDisplay
@@ -37,6 +38,7 @@ class Progress:
         self._is_primary = is_primary
         self._log_file: Path | None = None
         self._unwritten: list[str] = []  # before `log_to`
+        self._is_log_closed = False  # after an error
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._console.quiet = not is_primary
         self._is_live = is_primary and self._console.is_terminal
@@ -96,10 +98,14 @@ class Progress:
             self._write(f"{stamp}{text}\n")
 
     def _write(self, text: str) -> None:
-        if self._log_file is not None and self._is_primary:
-            # A full disk stops the run when it saves a checkpoint, not here.
-            with contextlib.suppress(OSError), self._log_file.open("a") as out:
+        if self._log_file is None or self._is_log_closed or not self._is_primary:
+            return
+        try:
+            with self._log_file.open("a") as out:
                 out.write(text)
+        except OSError as error:  # the run goes on until its disk has no space for a checkpoint
+            self._is_log_closed = True
+            self.log(f"warning: cannot write to {displayed(self._log_file)} ({reason_of(error)}); the log ends here")
 
     @contextmanager
     def spinner(self, what: str) -> Iterator[None]:

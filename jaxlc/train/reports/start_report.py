@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxlc.attention.kernels import cudnn
 from jaxlc.config import Config, TrainConfig
@@ -11,6 +12,7 @@ from jaxlc.config.models.model_schema import ModelConfig, model_name
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.counts import count_text
 from jaxlc.data import Corpus
+from jaxlc.data.sequences.balance import balanced_order, replica_cost, step_pairs
 from jaxlc.data.sequences.mixed import PackedText
 from jaxlc.models import freezing
 from jaxlc.step.mixed_precision import compute_dtype
@@ -126,7 +128,17 @@ def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
         f" held out: {count_text(heldout.num_documents, 'document')}, {count_text(heldout.num_tokens, 'token')}",
         f"{_epoch_text(train)}, {_decimal(steps_per_epoch, 'step')}; this run:"
         f" {count_text(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch, 'epoch')}",
+        *_replicas_lines(config, train),
     ]
+
+
+def _replicas_lines(config: Config, train: PackedText) -> list[str]:
+    """How long replicas wait for each other in attention over packed documents, in the first step."""
+    if config.mesh.data * config.mesh.fsdp == 1 or not config.attention.document_mask:
+        return []
+    pairs = np.array(step_pairs(train, config, 0))
+    cost = replica_cost(config, pairs[balanced_order(config, pairs)])
+    return [f"replicas   attention work of the slowest, relative to the mean: {cost:.2f} in the first global batch"]
 
 
 def _epoch_text(train: PackedText) -> str:
@@ -134,11 +146,6 @@ def _epoch_text(train: PackedText) -> str:
     if train.epoch_tokens == train.num_tokens:
         return f"epoch      {sequences}"
     return f"epoch      of the mixture, until a source would repeat: {sequences}, {tokens}"
-
-
-def sharding_lines(step: TrainStep) -> list[str]:
-    """The shape, sharding and bytes per device of each parameter."""
-    return [str(step.sharding_table)]
 
 
 def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, meta: dict, stage: str = "") -> list[str]:

@@ -56,14 +56,12 @@ def load(
     params = restore_all_params(train_step, directory, step, meta)
     return Result(
         step=step,
-        exit_status=0,
         params=params,
         tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token),
         workdir=workdir,
         rows=[row for row in read_rows(workdir / METRICS_FILE) if row["step"] <= step],
         train_step=train_step,
         evaluate=lambda: _evaluate(train_step, params, meta["corpus"]),
-        evaluation=None,
     )
 
 
@@ -75,14 +73,11 @@ def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: Tok
     params, _ = load_pretrained(train_step)
     return Result(
         step=0,
-        exit_status=0,
         params=params,
         tokenizer=tokenizer,
         workdir=directory,
-        rows=[],
         train_step=train_step,
         evaluate=lambda: _evaluate(train_step, params),
-        evaluation=None,
     )
 
 

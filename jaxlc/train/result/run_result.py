@@ -31,16 +31,17 @@ class Result:
     """A run, as returned by `jaxlc.train.run` and `jaxlc.load`."""
 
     step: int  # optimizer steps done, also by earlier runs in the same workdir
-    exit_status: int  # 0, or 128 + the number of the signal that stopped the run: SIGTERM 143, SIGINT (Ctrl-C) 130
+    # 0, or 128 + the number of the signal that stopped the run: SIGTERM 143, SIGINT (Ctrl-C) 130
+    exit_status: int = 0
     params: dict  # the trained parameters, float32, sharded over the mesh
     tokenizer: Tokenizer
     workdir: Path
-    rows: list[Row] = field(repr=False)  # the content of metrics.jsonl
+    rows: list[Row] = field(default_factory=list, repr=False)  # the content of metrics.jsonl
     train_step: TrainStep = field(repr=False)  # config, mesh, model, loss and optimizer of the run
     evaluate: Callable[[], Evaluation] = field(repr=False)  # evaluates `params` on the held-out sequences of the run
     # Held-out loss after the last step; None if a signal stopped the run before it, if the run was loaded, or if the
     # run has no held-out sequences.
-    evaluation: Evaluation | None
+    evaluation: Evaluation | None = None
     baselines: dict[str, float] = field(default_factory=dict)  # name -> held-out loss of n-gram models, in nats
 
     @property

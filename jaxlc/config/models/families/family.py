@@ -14,7 +14,8 @@ Fields = Mapping[str, Any]  # the content of config.json
 COMMON_SETTINGS: dict[str, Any] = {
     field.name: field.default
     for field in dataclasses.fields(ModelConfig)
-    if field.name in ("qk_norm", "norm_placement", "zero_centered_norm", "qkv_bias", "activation", "scale_embeddings")
+    if field.name in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
+    or field.name in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
 }
 
 
@@ -67,9 +68,11 @@ class Family:
     # The fields of config.json for the layers of a model, as `read_kinds` reads them.
     write_kinds: Callable[[ModelConfig], dict[str, Any]] = no_fields
     settings: Mapping[str, Any] = field(default_factory=dict)  # those of COMMON_SETTINGS that differ from it
-    fields: Mapping[str, str] = field(default_factory=dict)  # more fields of config.json -> ModelConfig
+    # More fields of config.json -> ModelConfig. attention_bias stands for qkv_bias and attention_out_bias.
+    fields: Mapping[str, str] = field(default_factory=dict)
     activation_field: str = "hidden_act"
-    # The values that transformers uses for fields that are absent; a needed field that is absent here is required.
+    # The values that transformers uses for fields that are absent; a needed field that is absent here is required. With
+    # partial_rotary_factor, RoPE may rotate a part of a head.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields of this family that change the computation, and the only values that are supported.
     required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -85,39 +88,41 @@ class Family:
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of a checkpoint, in the order of the computation of a layer."""
-        settings = {**COMMON_SETTINGS, **self.settings}
-        return _tensors(**{name: settings[name] for name in ("qk_norm", "norm_placement", "qkv_bias")})
+        """The tensors that checkpoints may have, in the order of the computation of a layer."""
+        return _tensors({**COMMON_SETTINGS, **self.settings}["norm_placement"])
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
         settings = {**COMMON_SETTINGS, **self.settings}
+        if "attention_bias" in self.fields and model.qkv_bias == model.attention_out_bias:
+            settings |= dict(qkv_bias=model.qkv_bias, attention_out_bias=model.qkv_bias)
         has_settings = all(vars(model)[name] == value for name, value in settings.items())
         has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
         return has_settings and has_scale and not model.kinds and frozenset(model.layer_kinds) in self.layer_kinds
 
 
-def _tensors(*, qk_norm: str, norm_placement: str, qkv_bias: bool) -> tuple[Tensor, ...]:
-    """The tensors of layers with these settings, by the names that Llama introduced and all families use."""
+def _tensors(norm_placement: str) -> tuple[Tensor, ...]:
+    """The tensors of all layers, by the names that Llama introduced and all families use. A model has those of its
+    parameters."""
     prefix = "model.layers.{layer}."
 
     def linear(name: str, param: str, num_inputs: int = 1) -> Tensor:
         return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}", num_inputs=num_inputs)
 
+    def vector(name: str, param: str) -> Tensor:
+        return Tensor(name=f"{prefix}{name}", param=f"layers/{param}", num_inputs=0)
+
     def norm(name: str, param: str) -> Tensor:
-        return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}/scale", num_inputs=0)
+        return vector(f"{name}.weight", f"{param}/scale")
 
     before_attention, after_attention, before_mlp, after_mlp = _NORM_NAMES[norm_placement]
-    projections = [linear(f"self_attn.{x}_proj", f"attention/w{x}") for x in "qkv"]
-    biases = [
-        Tensor(name=f"{prefix}self_attn.{x}_proj.bias", param=f"layers/attention/b{x}", num_inputs=0) for x in "qkv"
-    ]
     return (
         Tensor(name="model.embed_tokens.weight", param="embedding"),
         *(norm(name, "attention_norm") for name in before_attention),
-        *projections,
-        *(biases if qkv_bias else ()),
-        *(norm(f"self_attn.{x}_norm", f"attention/{x}_norm") for x in ("" if qk_norm == "none" else "qk")),
+        *(linear(f"self_attn.{x}_proj", f"attention/w{x}") for x in "qkv"),
+        *(vector(f"self_attn.{x}_proj.bias", f"attention/b{x}") for x in "qkvo"),
+        *(norm(f"self_attn.{x}_norm", f"attention/{x}_norm") for x in "qk"),
+        vector("self_attn.sinks", "attention/sinks"),
         linear("self_attn.o_proj", "attention/wo", num_inputs=2),
         *(norm(name, "attention_post_norm") for name in after_attention),
         *(norm(name, "mlp_norm") for name in before_mlp),

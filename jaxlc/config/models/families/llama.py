@@ -6,9 +6,9 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size / num_attention_heads.
-    defaults=dict(num_key_value_heads=None, head_dim=None),
+    fields={"attention_bias": "qkv_bias"},
+    defaults=dict(num_key_value_heads=None, head_dim=None, attention_bias=False),
     required_values=dict(
-        attention_bias=(False,),
         mlp_bias=(False,),
         rope_interleaved=(False,),  # in configs of SmolLM2
     ),

@@ -6,7 +6,8 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     settings=dict(qk_norm="head"),
-    defaults=dict(num_key_value_heads=32, head_dim=128),
-    required_values=dict(attention_bias=(False,), use_sliding_window=(False,)),
+    fields={"attention_bias": "qkv_bias"},
+    defaults=dict(num_key_value_heads=32, head_dim=128, attention_bias=False),
+    required_values=dict(use_sliding_window=(False,)),
     irrelevant=frozenset({"max_window_layers", "sliding_window"}),  # without effect: use_sliding_window is false
 )

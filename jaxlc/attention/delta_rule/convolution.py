@@ -1,0 +1,47 @@
+"""A causal convolution of few taps along a sequence that is split over ranks; for code inside `shard_map`."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxlc.attention.delta_rule.entering_states import predecessors
+from jaxlc.core import scopes
+from jaxlc.sharding.mesh import Ranks
+
+
+@jax.named_scope(scopes.CONVOLUTION)
+def convolution(
+    x_btW: jax.Array, weights_PW: jax.Array, segments_bt: jax.Array | None, *, ranks: Ranks, num_fragments: int
+) -> jax.Array:
+    """The convolution of each channel, [b, t, W] in the dtype of x. See `jaxlc.attention.short_convolution`.
+
+    Each fragment receives the last P - 1 tokens before it, and their segments.
+    """
+    if segments_bt is None:
+        segments_bt = jnp.ones(x_btW.shape[:2], jnp.int32)
+    x, segments = (jnp.split(array, num_fragments, axis=1) for array in (x_btW, segments_bt))
+    num_before = len(weights_PW) - 1
+    if num_before == 0:
+        return x_btW * weights_PW[0].astype(x_btW.dtype)
+    x, segments = (
+        [
+            jnp.concatenate(pair, axis=1)
+            for pair in zip(predecessors([part[:, -num_before:] for part in parts], ranks), parts)
+        ]
+        for parts in (x, segments)
+    )
+    return jnp.concatenate([_taps(*pair, weights_PW) for pair in zip(x, segments)], axis=1)
+
+
+def _taps(x_BLW: jax.Array, segments_BL: jax.Array, weights_PW: jax.Array) -> jax.Array:
+    """Of tokens after the first P - 1, the sum over the tokens of their segment that the taps reach."""
+    num_taps = len(weights_PW)
+    num_tokens = x_BLW.shape[1] - (num_taps - 1)
+    own = segments_BL[:, num_taps - 1 :]
+    wide = jnp.promote_types(jnp.float32, x_BLW.dtype)
+
+    def tap(i):
+        part = slice(i, i + num_tokens)
+        is_own = (segments_BL[:, part] == own)[..., None]
+        return jnp.where(is_own, x_BLW[:, part], 0).astype(wide) * weights_PW[i].astype(wide)
+
+    return sum(tap(i) for i in range(num_taps)).astype(x_BLW.dtype)

@@ -1,0 +1,144 @@
+"""Sliding windows over packed sequences, in any order of tokens for which `key_ranges` holds: each rank receives the
+tokens of other ranks that its windows reach, and no others.
+
+Which tokens these are depends on the documents, so `prepare` finds them once per training step, as indices; how many
+there are at most does not (sharding/window_room.py). The tokens that a rank has and receives are then sorted, so that
+the keys of each query are contiguous, and one kernel call attends to them.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
+from jaxlc.attention.key_ranges import TokenInfo, first_own_key, key_ranges, seen_by
+from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
+from jaxlc.core import scopes
+from jaxlc.sharding.mesh import Ranks
+from jaxlc.sharding.window_room import room_by_distance, room_per_chunk
+
+
+class WindowKeys(NamedTuple):
+    """The keys of a rank's queries, int32. The extended keys have E tokens for each of the rank's `chunks`."""
+
+    sent_bC: jax.Array  # own tokens that are sent, those for each distance in turn; the number of own tokens: none
+    order_bE: jax.Array  # [b, chunks * E]: each extended key's index among own and received tokens
+    ranges_bt: KeyRanges  # over the extended keys
+
+
+def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks, chunks: int = 1) -> WindowKeys | KeyRanges:
+    """The `ranges` of `attend`, once per training step. One rank needs no exchange: KeyRanges over its own tokens.
+
+    Args:
+      chunks: 1, or 2: the keys of the queries in each half of the tokens are together, and a document need be
+        contiguous only within each half.
+    """
+    assert tokens.positions_BT is not None
+    segments_bt = jnp.ones_like(tokens.positions_BT) if tokens.segments_BT is None else tokens.segments_BT
+    own = TokenInfo(tokens.positions_BT, segments_bt)
+    if ranks.size == 1:
+        return key_ranges(own, own, spec)
+    (batch, num_tokens), rank = segments_bt.shape, lax.axis_index(ranks.axis)
+    everyone = own.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis))
+    sent = [jnp.zeros((batch, 0), jnp.int32)]  # a window of one token needs none
+    for distance, room in room_by_distance(num_tokens, ranks.size, spec.window).items():
+        receiver = everyone.map(lambda x, at=(rank + distance) % ranks.size: x[at])
+        is_needed_bt = functools.reduce(
+            jnp.logical_or, [seen_by(own, part, spec.window) for part in _split(receiver, chunks)]
+        )
+        indices_bt = jnp.where(is_needed_bt, jnp.arange(num_tokens, dtype=jnp.int32), num_tokens)
+        sent.append(jnp.sort(indices_bt, axis=1)[:, :room])
+    sent_bC = jnp.concatenate(sent, axis=1)
+    pool = own.map(lambda x_bt: _with_received(x_bt, sent_bC, spec, ranks))
+    num_keys = num_extended_keys(num_tokens, spec, ranks, chunks)
+    parts = []
+    for chunk, queries in enumerate(_split(own, chunks)):
+        order_bE, ranges_bt = _keys_of_chunk(queries, pool, chunk * num_tokens // chunks, num_keys, spec)
+        parts.append((order_bE, *(x + chunk * num_keys for x in ranges_bt)))
+    order_bE, *ranges = (jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
+    return WindowKeys(sent_bC, order_bE, KeyRanges(*ranges))
+
+
+def num_extended_keys(num_tokens: int, spec: AttentionSpec, ranks: Ranks, chunks: int) -> int:
+    """E, for a rank with `num_tokens` tokens."""
+    num_received = sum(room_by_distance(num_tokens, ranks.size, spec.window).values())
+    if chunks == 1:
+        return num_tokens + num_received
+    return min(num_tokens // 2 + room_per_chunk(num_tokens, ranks.size, spec.window), num_tokens + num_received)
+
+
+@jax.named_scope(scopes.WINDOW_HALO)
+def extend(x_bt: jax.Array, keys: WindowKeys, spec: AttentionSpec, ranks: Ranks) -> jax.Array:
+    """[b, t, ...] -> [b, chunks * E, ...]: the tokens at the extended keys. Linear in x."""
+    return _take(_with_received(x_bt, keys.sent_bC, spec, ranks), keys.order_bE)
+
+
+def add_extended(dx_bE: jax.Array, keys: WindowKeys, spec: AttentionSpec, ranks: Ranks) -> jax.Array:
+    """The transpose of `extend`: the sum of each token's gradients on all ranks."""
+    num_tokens = keys.ranges_bt.start_BT.shape[1]
+    x_bt = jax.ShapeDtypeStruct((dx_bE.shape[0], num_tokens, *dx_bE.shape[2:]), dx_bE.dtype)
+    (dx_bt,) = jax.linear_transpose(functools.partial(extend, keys=keys, spec=spec, ranks=ranks), x_bt)(dx_bE)
+    return dx_bt
+
+
+def _forward(qkv: ShardedQKV, kernel, spec: AttentionSpec, ranks: Ranks):
+    return kernel.forward(*_operands(qkv, spec, ranks), spec)
+
+
+def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec: AttentionSpec, ranks: Ranks):
+    q, k, v, keys, _ = qkv
+    dq, dk, dv = kernel.backward(*_operands(qkv, spec, ranks), spec, results)
+    if ranks.size == 1:
+        return dq, dk, dv
+    dkv = add_extended(jnp.concatenate([dk, dv], axis=-1).astype(jnp.float32), keys, spec, ranks)
+    return dq, dkv[..., : k.shape[3]], dkv[..., k.shape[3] :]
+
+
+# Attention of this rank's queries in the window of `spec`; call inside `shard_map`. As `ring.attend`, with ranges.
+attend = attention_vjp(_forward, _backward)
+
+
+def _operands(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks):
+    """(q, k, v, ranges) of the kernel call."""
+    q, k, v, keys, _ = qkv
+    if ranks.size == 1:
+        return q, k, v, keys
+    kv = extend(jnp.concatenate([k, v], axis=-1), keys, spec, ranks)
+    return q, kv[..., : k.shape[3]], kv[..., k.shape[3] :], keys.ranges_bt
+
+
+def _split(tokens: TokenInfo, chunks: int) -> list[TokenInfo]:
+    return [tokens.map(lambda x_bt, at=chunk: jnp.split(x_bt, chunks, axis=1)[at]) for chunk in range(chunks)]
+
+
+def _keys_of_chunk(queries: TokenInfo, pool: TokenInfo, first: int, num_keys: int, spec: AttentionSpec):
+    """(order_bE, ranges_bt) of the queries `first` and following of the pool, which starts with the rank's own tokens.
+
+    Keys are in the order of the documents among the queries, and by position in each document.
+    """
+    index_S = jnp.arange(pool.segments_BT.shape[1])
+    is_own_S = (first <= index_S) & (index_S < first + queries.segments_BT.shape[1])
+    is_key_bS = (pool.segments_BT != 0) & (is_own_S | seen_by(pool, queries, spec.window))
+    document_bS = jnp.where(is_key_bS, first_own_key(pool, queries), num_keys)
+    order_bE = jnp.lexsort((pool.positions_BT, document_bS))[:, :num_keys].astype(jnp.int32)
+    keys = TokenInfo(pool.positions_BT, jnp.where(is_key_bS, pool.segments_BT, 0))
+    return order_bE, key_ranges(queries, keys.map(lambda x_bS: _take(x_bS, order_bE)), spec)
+
+
+def _with_received(x_bt: jax.Array, sent_bC: jax.Array, spec: AttentionSpec, ranks: Ranks) -> jax.Array:
+    """x with the tokens of other ranks appended; zeros, the segment of padding, where a rank needs less than fits."""
+    parts, begin = [x_bt], 0
+    for distance, room in room_by_distance(x_bt.shape[1], ranks.size, spec.window).items():
+        sent = _take(x_bt, sent_bC[:, begin : begin + room])
+        to = [(rank, (rank + distance) % ranks.size) for rank in range(ranks.size)]
+        parts.append(lax.ppermute(sent, ranks.axis, to))
+        begin += room
+    return jnp.concatenate(parts, axis=1)
+
+
+def _take(x_bt: jax.Array, index_bC: jax.Array) -> jax.Array:
+    """[b, t, ...] at [b, C] -> [b, C, ...]; zeros at index t. No index below t occurs twice."""
+    return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0, unique_indices=True))(x_bt, index_bC)

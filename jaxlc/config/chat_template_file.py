@@ -1,0 +1,28 @@
+"""The file that `data.chat_template` may name. Imports no jax."""
+
+from pathlib import Path
+
+from jaxlc.config.data_schema import CHAT_TEMPLATES
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import local_path
+
+ADVICE = f"set --config.data.chat_template to {', '.join(CHAT_TEMPLATES)} or a Jinja file"
+
+
+def template_path(setting: str) -> Path | None:
+    """The path in data.chat_template; None if it is empty, one of CHAT_TEMPLATES or the text of a template."""
+    return None if not setting or setting in CHAT_TEMPLATES or "{" in setting else local_path(setting)
+
+
+def read_template(path: Path, advice: str = ADVICE) -> str:
+    """The text of a chat template.
+
+    Args:
+      advice: how to set a template, for the error.
+    Raises:
+      UserError: the file cannot be read.
+    """
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the chat template {str(path)!r} ({reason_of(error)}): {advice}") from error

@@ -1,0 +1,165 @@
+"""The gated delta rule and its convolution against loops over tokens, on split sequences."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlc
+from jaxlc.attention import gated_delta_rule, natural_order, short_convolution, zigzag_order
+from jaxlc.attention.delta_rule import sharded_rule
+from jaxlc.attention.delta_rule.chunk_rule import unit_lower_inverse
+from jaxlc.core.errors import Unsupported, UserError
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
+
+LENGTHS = 5, 190, 61, 1, 1, 130, 100, 24  # borders inside chunks and between ranks; the last document is padding
+SEGMENTS = np.repeat([1, 2, 3, 4, 5, 6, 7, 0], LENGTHS)[None].astype(np.int32)
+FLOAT64_PARITY = 1e-12
+
+
+def mesh_of(context=1, tensor=1):
+    return jaxlc.make_mesh(context=context, tensor=tensor, devices=jax.devices()[: context * tensor])
+
+
+def oracle(q, k, v, g, beta, segments):
+    """The recurrence, token by token."""
+    k, q = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (k, q * q.shape[-1] ** -0.5))
+    is_first = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1] != segments
+
+    def token(S, inputs):
+        q, k, v, g, beta, is_first, segment = inputs
+        S = jnp.where(is_first[:, None, None, None], 0, S * jnp.exp(g)[..., None, None])
+        error = beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, S))
+        S = S + jnp.einsum("bhk,bhv->bhkv", k, error)
+        return S, jnp.where(segment[:, None, None] == 0, 0, jnp.einsum("bhk,bhkv->bhv", q, S))
+
+    batch, _, heads, value_dim = v.shape
+    S = jnp.zeros((batch, heads, k.shape[-1], value_dim), v.dtype)
+    inputs = jax.tree.map(lambda x: x.swapaxes(0, 1), (q, k, v, g, beta, is_first, segments))
+    return jax.lax.scan(token, S, inputs)[1].swapaxes(0, 1)
+
+
+def operands(dtype, num_tokens=512, key_heads=2, heads=4, key_dim=8, value_dim=6):
+    keys = jax.random.split(jax.random.key(0), 5)
+    normal = functools.partial(jax.random.normal, dtype=dtype)
+    q, k = (normal(key, (1, num_tokens, key_heads, key_dim)) for key in keys[:2])
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    g = -jax.nn.softplus(normal(keys[3], (1, num_tokens, heads))) * 0.3
+    return q, k, normal(keys[2], (1, num_tokens, heads, value_dim)), g, jax.nn.sigmoid(normal(keys[4], g.shape))
+
+
+def values_and_gradients(function, arrays):
+    """The output, and the gradients of a weighted sum of it."""
+    weights = jnp.sin(jnp.arange(arrays[2].size, dtype=arrays[2].dtype)).reshape(arrays[2].shape)
+
+    def weighted(*arrays):
+        out = function(*arrays)
+        return (out * weights).sum(), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(weighted, tuple(range(len(arrays))), has_aux=True))(*arrays)
+    return [out, *grads]
+
+
+@functools.cache
+def expected(dtype, is_packed):
+    segments = SEGMENTS if is_packed else np.ones_like(SEGMENTS)
+    return values_and_gradients(functools.partial(oracle, segments=jnp.asarray(segments)), operands(dtype))
+
+
+@pytest.mark.parametrize(
+    "mesh, token_order, is_packed, group_tokens, dtype",
+    [
+        (dict(context=1), "natural", True, 512, "float64"),
+        (dict(context=1), "zigzag", False, 128, "float64"),
+        (dict(context=4), "natural", True, 1024, "float64"),
+        (dict(context=8), "zigzag", True, 1024, "float64"),
+        (dict(context=2, tensor=4), "zigzag", True, 64, "float32"),
+    ],
+)
+def test_gated_delta_rule_equals_a_loop_over_tokens(monkeypatch, mesh, token_order, is_packed, group_tokens, dtype):
+    monkeypatch.setattr(sharded_rule, "GROUP_TOKENS", group_tokens)
+    with jax.enable_x64(dtype == "float64"):
+        mesh = mesh_of(**mesh)
+        order = zigzag_order(512, mesh.shape["context"]) if token_order == "zigzag" else np.arange(512)
+        segments = jnp.asarray(SEGMENTS[:, order]) if is_packed else None
+
+        def ours(*arrays):
+            arrays = (x[:, order] for x in arrays)
+            out = gated_delta_rule(*arrays, mesh=mesh, segment_ids=segments, token_order=token_order)
+            return out[:, natural_order(order)]
+
+        actual = values_and_gradients(ours, operands(dtype))
+        for name, a, b in zip(("out", "q", "k", "v", "g", "beta"), actual, expected(dtype, is_packed), strict=True):
+            bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
+            assert max_relative_error(a, b) < bound, name
+
+
+def test_bytes_between_ranks_do_not_depend_on_the_length():
+    mesh = mesh_of(context=4)
+
+    def collectives(num_tokens):
+        shapes = jax.eval_shape(functools.partial(operands, "float32", num_tokens))
+        rule = jax.jit(functools.partial(gated_delta_rule, mesh=mesh, token_order="zigzag"))
+        text = rule.lower(*shapes).as_text()
+        return sorted(re.findall(r'"stablehlo\.(?:all_reduce|all_gather|all_to_all|collective_permute)".*', text))
+
+    lengths = [re.sub(r"%\w+|handle = \d+", "", "\n".join(collectives(num_tokens))) for num_tokens in (1024, 8192)]
+    assert lengths[0] == lengths[1] and "collective_permute" in lengths[0]
+
+
+def test_inverse_of_64_equal_keys_is_exact():
+    A = np.tril(np.ones((64, 64), np.float32), -1)
+    exact = np.linalg.inv(np.eye(64) + A.astype(np.float64))
+    assert max_relative_error(unit_lower_inverse(jnp.asarray(A)), exact) < FLOAT32_PARITY
+
+
+def test_64_equal_keys_without_decay():
+    """Each token replaces the value of the one before, so it reads its own value."""
+    k = jnp.ones((1, 64, 1, 4)) / 2
+    v = jax.random.normal(jax.random.key(1), (1, 64, 1, 4))
+    out = gated_delta_rule(k, k, v, jnp.zeros((1, 64, 1)), jnp.ones((1, 64, 1)), mesh=mesh_of(), scale=1.0)
+    assert max_relative_error(out, v) < 1e-4
+
+
+@pytest.mark.parametrize("context, token_order", [(1, "natural"), (4, "natural"), (4, "zigzag"), (8, "zigzag")])
+def test_short_convolution_equals_numpy_per_document(context, token_order):
+    with jax.enable_x64():
+        x = jax.random.normal(jax.random.key(0), (1, 512, 6), jnp.float64)
+        weights = jax.random.normal(jax.random.key(1), (4, 6), jnp.float64)
+        mesh = mesh_of(context=context)
+        order = zigzag_order(512, context) if token_order == "zigzag" else np.arange(512)
+
+        def ours(x, weights):
+            segments = jnp.asarray(SEGMENTS[:, order])
+            out = short_convolution(x[:, order], weights, mesh=mesh, segment_ids=segments, token_order=token_order)
+            return out[:, natural_order(order)]
+
+        def theirs(x, weights):
+            documents = jnp.split(x, np.cumsum(LENGTHS)[:-1], axis=1)
+            padded = [jnp.pad(document, ((0, 0), (3, 0), (0, 0))) for document in documents]
+            return jnp.concatenate(
+                [sum(p[:, i : p.shape[1] - 3 + i] * weights[i] for i in range(4)) for p in padded], axis=1
+            )
+
+        loss = lambda function: lambda x, weights: jnp.sin(function(x, weights)).sum()  # noqa: E731
+        assert max_relative_error(ours(x, weights), theirs(x, weights)) < FLOAT64_PARITY
+        for a, b in zip(*(jax.grad(loss(f), (0, 1))(x, weights) for f in (ours, theirs))):
+            assert max_relative_error(a, b) < FLOAT64_PARITY
+
+
+def test_invalid_arguments_raise():
+    q, k, v, g, beta = operands("float32")
+    mesh = mesh_of(context=2)
+    with pytest.raises(UserError, match="H a multiple of G"):
+        gated_delta_rule(q, k, v[:, :, :3], g[:, :, :3], beta[:, :, :3], mesh=mesh)
+    with pytest.raises(UserError, match=r"expected q and k \[B, T, G, K\]"):
+        gated_delta_rule(q, k, v, g[..., 0], beta, mesh=mesh)
+    with pytest.raises(Unsupported, match="segment 1 of sequence 0 is not contiguous"):
+        gated_delta_rule(q, k, v, g, beta, mesh=mesh, segment_ids=np.tile(np.int32([[1, 2]]), (1, 256)))
+    with pytest.raises(UserError, match="invalid token_order='sorted'"):
+        gated_delta_rule(q, k, v, g, beta, mesh=mesh, token_order="sorted")
+    with pytest.raises(UserError, match="a convolution of 300 taps reaches beyond the 256 tokens"):
+        short_convolution(q[..., 0], jnp.ones((300, 2)), mesh=mesh)

@@ -1,0 +1,87 @@
+"""Attention of gpt-oss in packed sequences against `transformers`, document by document, for all ways to split it.
+
+Sinks, biases, YaRN without truncation in all layers, alternating sliding and full layers; the feed-forward is dense.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.config import load
+from jaxlc.step.step import build_step
+from tests.hf.comparison import (
+    assert_small,
+    by_names_in_files,
+    evaluate,
+    needs_transformers,
+    relative_error,
+    run_jobs,
+    step_of,
+    tokens_of,
+)
+from tests.hf.models import FULL, write_model
+
+pytestmark = needs_transformers
+DOCUMENTS = (40, 56)  # of both sequences
+MODELS = {"sliding": {}, "full": dict(layer_types=[FULL] * 3)}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_model(root / name, "gpt_oss", dtype=np.float32, **fields) for name, fields in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def references(directories, tmp_path_factory):
+    """For each model: the logits and gradients of all documents, as those of packed sequences."""
+    documents = np.split(tokens_of(sum(DOCUMENTS)), np.cumsum(DOCUMENTS)[:-1], axis=1)
+    jobs = {
+        (name, index): dict(job="gradients", directory=str(directory), tokens=tokens.tolist())
+        for name, directory in directories.items()
+        for index, tokens in enumerate(documents)
+    }
+    results = run_jobs(tmp_path_factory.mktemp("references"), jobs)
+    weights = (np.array(DOCUMENTS) - 1) / (sum(DOCUMENTS) - len(DOCUMENTS))  # a document of n tokens has n - 1 losses
+    packed = {}
+    for name in directories:
+        parts = [results[name, index] for index in range(len(DOCUMENTS))]
+        packed[name] = {"logits": np.concatenate([part["logits"] for part in parts], axis=1)}
+        for key in parts[0]:
+            if key.startswith("gradient/"):
+                packed[name][key] = sum(weight * part[key] for weight, part in zip(weights, parts, strict=True))
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "attention", "memory"),
+    [
+        ("sliding", dict(), dict(), dict()),
+        ("sliding", dict(context=2), dict(), dict(remat="full", layers_per_remat_group=2)),
+        ("sliding", dict(context=4), dict(), dict(offload=("residual",))),
+        ("sliding", dict(context=8), dict(), dict()),
+        ("sliding", dict(context=4, tensor=2), dict(strategy="hybrid", ulysses_degree=2), dict()),
+        ("sliding", dict(context=2, tensor=2), dict(strategy="all_gather"), dict(remat="none")),
+        ("sliding", dict(context=2, fsdp=2), dict(strategy="ulysses"), dict()),
+        ("full", dict(context=4), dict(), dict(tile_tokens=12)),
+        ("full", dict(context=2, tensor=2), dict(strategy="ring"), dict(tile_tokens=24, remat="full")),
+        ("full", dict(context=2), dict(strategy="ulysses"), dict(tile_tokens=24)),
+        ("full", dict(context=4), dict(strategy="hybrid", ulysses_degree=2), dict(tile_tokens=24, parameters="host")),
+    ],
+    ids=str,
+)
+def test_packed_documents_equal_transformers(model, mesh, attention, memory, directories, references):
+    step = step_of(directories[model], sum(DOCUMENTS), mesh)
+    settings = dict(attention=attention, memory=memory)
+    replaced = {name: dataclasses.replace(getattr(step.config, name), **values) for name, values in settings.items()}
+    step = build_step(load(dataclasses.replace(step.config, **replaced)), step.mesh)
+    assert step.config.model.attention_sinks and step.config.model.sliding_rope_scaling == (model == "sliding")
+    expected, (params, _) = references[model], load_pretrained(step)
+    logits, gradients = evaluate(step, params, tokens_of(sum(DOCUMENTS)), documents=DOCUMENTS)
+    errors = {"logits": relative_error(logits, expected["logits"])}
+    for name, gradient in by_names_in_files(step, gradients).items():
+        errors[name] = relative_error(gradient, expected[f"gradient/{name}"])
+    assert any("sinks" in name for name in errors)
+    assert_small(errors, f"{model}, {mesh}, {attention}, {memory}")
