@@ -22,8 +22,8 @@ def squares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers return the sum of squares of their output, and wide layers also its sum."""
     after_attention = DecoderLayer.after_attention
 
-    def with_sums(self, x_BTD, out_BTNH, *, shard):
-        output = after_attention(self, x_BTD, out_BTNH, shard=shard)
+    def with_sums(self, *operands, shard):
+        output = after_attention(self, *operands, shard=shard)
         sums = dict(squares=(output.x_BTD**2).sum())
         if self.attention.wq.shape[-1] == WIDE.head_dim:
             sums |= dict(total=output.x_BTD.sum())
