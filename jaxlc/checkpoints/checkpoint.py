@@ -206,8 +206,8 @@ class Checkpoints:
         if problem:
             return None, problem
         shape = {f"model.{name}": value for name, value in model.items() if name not in ("preset", "init_from")}
-        stored = {"model.kinds": {}, **{f"model.{name}": value for name, value in meta["config"]["model"].items()}}
-        _check_same_settings(directory, flattened(meta["config"]) | stored, shape | trained)
+        kinds = {"model.kinds": meta["config"]["model"].get("kinds", {})}  # configs of earlier versions have no kinds
+        _check_same_settings(directory, flattened(meta["config"]) | kinds, shape | trained)
         if BASE in meta:
             abstract_state = without_frozen
         described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))
