@@ -323,6 +323,7 @@ def test_restore_latest_with_only_damage_raises_and_keeps_files(run_with, tmp_pa
         (dict(model_dim=32), "config.model.model_dim=16, and this config has 32"),
         (dict(rope_theta=5e5), "rope_theta=10000.0, and this config has 500000.0"),
         (dict(new_setting=1), "new_setting=None, and this config has 1"),
+        (dict(kinds=dict(full=dict(ffn_dim=8))), "kinds={}, and this config has {'full': {'ffn_dim': 8}}"),
     ],
 )
 def test_restore_latest_with_other_model_raises(run_with, changed, message):
@@ -333,8 +334,8 @@ def test_restore_latest_with_other_model_raises(run_with, changed, message):
     assert "--workdir" in str(error.value)
 
 
-def test_restore_latest_with_other_preset_name_works(run_with):
-    assert run_with(10).restore(preset="renamed") is not None
+def test_restore_latest_with_other_preset_name_or_without_stored_kinds_works(run_with):
+    assert run_with(10).restore(preset="renamed", kinds={}) is not None
 
 
 @pytest.mark.parametrize(
