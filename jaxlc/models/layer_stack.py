@@ -144,7 +144,7 @@ def run_stack(
         x_BTD, sums = offloaded_layers.run_layers(runs, places, x_BTD, params, shared, shard.fetched)
     else:
         run = runs[0] if places is None else _period_of(runs, places)
-        x_BTD, sums = jax.lax.scan(lambda x_BTD, params: run(x_BTD, params, shared)[0], x_BTD, params)
+        x_BTD, sums = jax.lax.scan(lambda x_BTD, params: tuple(run(x_BTD, params, shared)[0]), x_BTD, params)
     return LayerOutput(x_BTD, _in_layer_order(sums if isinstance(sums, list) else [sums]))
 
 
