@@ -132,14 +132,14 @@ KINDS = [
         dict(remat="attention", tile_tokens=12, layers_per_remat_group=3, parameters="host"),
     ),
 ]
-# Layers of different shapes: whole groups of layers, last layers, and tiles, which sliding layers do not support.
+# Layers of different shapes: whole groups of layers, last layers, and tiles.
 MIXED_CASES = [
     ("ring", dict(context=2, tensor=2), dict(num_layers=7), dict(remat="full", offload=("residual",))),
     ("hybrid", dict(context=4, fsdp=2), dict(num_layers=6), dict(remat="attention", layers_per_remat_group=3)),
     (
         "ring",
         dict(context=2, tensor=4),
-        dict(num_layers=4, layer_kinds=("full", "wide"), window=0),
+        dict(num_layers=4, layer_kinds=("sliding", "wide"), attention_sinks=True, attention_gate=True),
         dict(remat="full", tile_tokens=24),
     ),
 ]
