@@ -10,6 +10,8 @@ from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 
 # Kinds of layers that model.layer_kinds may name.
 LAYER_KINDS = ("full", "sliding", "nope")
+# Settings that configs and checkpoints of earlier versions do not have; they have their defaults there.
+LATER_SETTINGS = ("attention_out_bias", "attention_sinks", "attention_gate", "sliding_rope_scaling")
 
 
 @dataclass(frozen=True, kw_only=True)
