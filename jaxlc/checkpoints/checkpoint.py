@@ -28,7 +28,9 @@ from jaxlc.checkpoints.checkpoint_files import (
     unreadable,
 )
 from jaxlc.checkpoints.checksums import nonfinite_param, shapes_of, summaries_of
-from jaxlc.config.values import flattened
+from jaxlc.config import ModelConfig
+from jaxlc.config.models.model_schema import LATER_SETTINGS
+from jaxlc.config.values import defaults_of, flattened
 from jaxlc.core.errors import UserError
 from jaxlc.step.state import is_on_host
 
@@ -206,8 +208,10 @@ class Checkpoints:
         if problem:
             return None, problem
         shape = {f"model.{name}": value for name, value in model.items() if name not in ("preset", "init_from")}
-        kinds = {"model.kinds": meta["config"]["model"].get("kinds", {})}  # configs of earlier versions have no kinds
-        _check_same_settings(directory, flattened(meta["config"]) | kinds, shape | trained)
+        defaults = defaults_of(ModelConfig)
+        earlier = {f"model.{name}": defaults[name] for name in LATER_SETTINGS}
+        kinds = {"model.kinds": meta["config"]["model"].get("kinds", {})}  # not flattened
+        _check_same_settings(directory, earlier | flattened(meta["config"]) | kinds, shape | trained)
         if BASE in meta:
             abstract_state = without_frozen
         described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import PRESETS, defaults, from_dict, load, to_dict
 from jaxlc.config.frozen import SECTIONS
+from jaxlc.config.models.model_schema import LATER_SETTINGS
 from jaxlc.config.setting_paths import set_at
 from jaxlc.core.errors import UserError
 
@@ -76,6 +77,14 @@ def test_load_to_dict_round_trip(preset):
     assert load(loaded) == loaded
     assert json.loads(json.dumps(to_dict(loaded))) == to_dict(loaded)
     assert load(ConfigDict(to_dict(loaded))) == loaded
+
+
+def test_stored_config_of_an_earlier_version_loads_without_its_model():
+    stored = to_dict(load(changed("model", num_layers=3)))
+    stored["model"] |= dict(init_from="/a/model/that/is/gone")
+    for name in LATER_SETTINGS:
+        del stored["model"][name]
+    assert from_dict(stored).model.num_layers == 3
 
 
 def test_load_partial_config_fills_defaults():

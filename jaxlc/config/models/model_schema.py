@@ -12,6 +12,8 @@ from jaxlc.core.axes import LAYER_STACKS
 
 # Kinds of layers that model.layer_kinds may name, besides those of model.kinds.
 LAYER_KINDS = ("full", "sliding", "nope")
+# Settings that configs and checkpoints of earlier versions do not have; they have their defaults there.
+LATER_SETTINGS = ("attention_out_bias", "attention_sinks", "attention_gate", "sliding_rope_scaling", "kinds")
 
 
 @dataclass(frozen=True, kw_only=True)
