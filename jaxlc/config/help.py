@@ -66,13 +66,14 @@ def _setting_help(setting: Setting) -> list[str]:
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """The comments above and behind each field of a dataclass, joined to one line; "" if it has none."""
-    return {name: text for part in reversed(cls.__mro__[:-1]) for name, text in _own_comments(part).items()}
+    """The comments above and behind each field of a dataclass or NamedTuple, joined to one line; "" if it has none."""
+    parts = [part for part in reversed(cls.__mro__) if "__annotations__" in vars(part)]
+    return {name: text for part in parts for name, text in _own_comments(part).items()}
 
 
 def _own_comments(cls: type) -> dict[str, str]:
     """`field_comments` without those of base classes."""
-    comments: dict[str, list[str]] = {name: [] for name in vars(cls).get("__annotations__", ())}
+    comments: dict[str, list[str]] = {name: [] for name in vars(cls)["__annotations__"]}
     above: list[str] = []
     name = ""
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):

@@ -83,6 +83,8 @@ def test_check_beta_of_1_raises(name):
         ),
         ("data", dict(sources=()), ["config.data.sources is empty"]),
         ("data", dict(sources=("a", "")), ["an empty name"]),
+        ("data", dict(eval_fraction=0.0), ["invalid value 0.0", "expected greater than 0"]),
+        ("data", dict(eval_fraction=1.0), ["invalid value 1.0", "less than 1"]),
         ("data", dict(seq_len=4097), ["4097", "2 x mesh.context x mesh.tensor = 2", "use 4096 or 4098"]),
         ("data", dict(seq_len=1), ["use 2"]),
         ("train", dict(gradient_accumulation_steps=2), ["config.train.global_batch_size=1", "= 2; use 2"]),

@@ -44,14 +44,6 @@ def test_corpus_sizes_cover_all_documents(tmp_path: Path):
     assert corpus.warnings == ()
 
 
-@pytest.mark.parametrize("eval_fraction", [0.0, 1.0])
-def test_corpus_invalid_eval_fraction_is_refused(tmp_path: Path, eval_fraction: float, monkeypatch):
-    config = make_config(tmp_path, eval_fraction=eval_fraction)
-    monkeypatch.setattr("jaxlc.data.corpus.open_store", None)  # it is refused before anything is tokenized
-    with pytest.raises(UserError, match=f"invalid value {eval_fraction} for data.eval_fraction: expected more than 0"):
-        open_corpus(config)
-
-
 def test_corpus_single_file_can_be_trained_on(tmp_path: Path):
     (tmp_path / "big.txt").write_bytes(b"one large document " * 500 + b"\xff")
     corpus = open_corpus(make_config(tmp_path, sources=(str(tmp_path / "big.txt"),) * 2))
