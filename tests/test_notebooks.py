@@ -36,6 +36,8 @@ HOSTNAME = re.compile(rf"\b{re.escape(socket.gethostname())}\b")  # a short one 
 INCOMPLETE_CACHE_ENTRY = re.compile(
     r".*Error reading persistent compilation cache entry .*incomplete or truncated stream\n( +warnings\.warn\(\n)?"
 )
+# Lines of core/progress_lines.py, which a slow machine prints.
+PROGRESS_LINE = re.compile(r"^reading the prompt: .*(left|so far)\n", re.MULTILINE)
 
 HEAVY = {"extend_context", "long_context_chat", "own_model", "use_of_context"}  # more than 20 CPU seconds
 
@@ -128,7 +130,7 @@ def check_run(path: Path, directory: Path, shorter: dict[str, str], environment:
     for cell in code_cells(notebook):
         for output in cell.outputs:
             if output.get("name") == "stderr":
-                output.text = INCOMPLETE_CACHE_ENTRY.sub("", output.text)
+                output.text = PROGRESS_LINE.sub("", INCOMPLETE_CACHE_ENTRY.sub("", output.text))
         cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
     for cell, stored_cell in zip(code_cells(notebook), code_cells(stored), strict=True):
         errors = [output.text for output in cell.outputs if output.get("name") == "stderr"]

@@ -286,7 +286,7 @@ def test_memory_settings_equal_one_device(axes, attention, memory):
     """Gradients against one device with the state on the device; `test_host_state.py` tests the update."""
     mask = {key: value for key, value in attention.items() if key == "document_mask"}
     model = dict(attention_sinks=True, attention_gate=True)
-    params, gradients, loss = _on_one_device(attention=tuple(mask.items()), model=tuple(model.items()))
+    params, gradients, loss = _on_one_device(attention=str(mask), model=str(model))
     step = small_step(small_config(mesh=axes, model=model, attention=attention, memory=memory))
     got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=FLOAT32_PARITY)
