@@ -65,7 +65,8 @@ def attend(
       causal: whether a query attends to its own and earlier positions only.
       window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
       segment_ids: [B, T] int32. Tokens attend within their own segment only; 0 is padding. The tokens of a segment must
-        be contiguous in natural order, which is checked for concrete arrays, not under `jit`. None: one segment.
+        be contiguous in natural order. This is checked for concrete arrays; traced arrays, as under `jit`, are not
+        checked, and the results for other segments are undefined. None: one segment.
       ulysses_ranks: for "hybrid": number of neighboring ranks that exchange heads, a divisor of the context size.
       scale: multiplies q . k. None: 1/sqrt(H).
       sinks: [N], a logit per query head in the denominator of the softmax, as in gpt-oss. None: no sinks.
@@ -74,10 +75,11 @@ def attend(
       token_order: of all arguments and results. "natural", or "zigzag" (`zigzag_order`), which saves an exchange.
       return_lse: also return the log-sum-exp of each query's scores, which is differentiable, too.
     Returns:
-      out_BTNH in q's dtype, with return_lse also lse_BNT float32. Fully masked queries: out 0, lse -inf or the sink.
+      out_BTNH in q's dtype. With return_lse: (out_BTNH, lse_BNT float32). Fully masked queries: 0, and sink or -inf.
     Raises:
       UserError: a shape does not split over the mesh, or a name is unknown.
-      Unsupported: the strategy or kernel does not support the problem, or a segment is not contiguous.
+      Unsupported: the strategy or kernel does not support the problem; the message has the value and the limit. Or a
+        segment is not contiguous.
     """
     call = _checked_call(mesh, strategy, kernel, causal, window, ulysses_ranks, scale, token_order)
     check_shapes(q_BTNH, k_BSKH, v_BSKH, segment_ids, sinks)
@@ -85,9 +87,7 @@ def attend(
         results = _attend_local(q_BTNH, k_BSKH, v_BSKH, segment_ids, sinks, call, context_axis)
     else:
         axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
-        check_split(q_BTNH, k_BSKH, mesh, axes)
-        if segment_ids is not None:
-            check_contiguous(segment_ids, mesh.shape[context_axis] if token_order == "zigzag" else 1)
+        _check_split(q_BTNH, k_BSKH, segment_ids, call, axes)
         results = _attend_global(q_BTNH, k_BSKH, v_BSKH, segment_ids, sinks, call, axes)
     return results if return_lse else results[0]
 
@@ -116,6 +116,13 @@ def _checked_call(mesh, strategy, kernel, causal, window, ulysses_ranks, scale, 
         raise UserError(f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}")
     config = AttentionConfig(strategy=known_strategy(strategy), kernel=kernel, ulysses_degree=ulysses_ranks or 1)
     return _Call(mesh, config, causal, window, scale, token_order)
+
+
+def _check_split(q_BTNH, k_BSKH, segments_BT, call: _Call, axes: AttentionAxes) -> None:
+    heads = f"{q_BTNH.shape[2]} query and {k_BSKH.shape[2]} key/value heads"
+    check_split(q_BTNH.shape[:3], k_BSKH.shape[2], call.mesh, axes, heads=heads)
+    if segments_BT is not None:
+        check_contiguous(segments_BT, call.mesh.shape[axes.context] if call.token_order == "zigzag" else 1)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))

@@ -72,13 +72,12 @@ def test_window_on_one_rank_sends_nothing():
 @pytest.fixture
 def without_the_fold(monkeypatch: pytest.MonkeyPatch):
     """The second chunk of the last rank does not attend to the first one, which precedes it."""
-    predecessors = halo._predecessors
+    predecessors = halo.predecessors
 
     def broken(pair, ranks):
-        lo, hi = pair
-        return predecessors((lo, hi), ranks)[0], jnp.zeros_like(hi)
+        return predecessors(pair, ranks)[0], jnp.zeros_like(pair[1])
 
-    monkeypatch.setattr(halo, "_predecessors", broken)
+    monkeypatch.setattr(halo, "predecessors", broken)
     jax.clear_caches()
     yield
     jax.clear_caches()

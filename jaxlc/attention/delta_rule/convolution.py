@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.delta_rule.entering_states import predecessors
+from jaxlc.attention.strategies.fragments import predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 

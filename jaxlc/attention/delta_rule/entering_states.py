@@ -1,7 +1,6 @@
 """The states that enter the fragments of a sequence that is split over ranks; for code inside `shard_map`.
 
-A fragment is a part of a rank's tokens that is contiguous in the sequence: in zigzag order each rank has two, in
-natural order one. All that ranks exchange is the affine map of each fragment, whose size does not depend on the number
+All that ranks exchange is the affine map of each fragment, whose size does not depend on the number
 of tokens: in each of the two directions at most log2(ranks) + 1 collective permutes, and one sum.
 """
 
@@ -10,19 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.delta_rule.chunk_rule import Affine, identity
+from jaxlc.attention.strategies.fragments import is_last, shifted
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
-
-
-def predecessors(fragments: list[jax.Array], ranks: Ranks) -> list[jax.Array]:
-    """What the fragment before each of this rank's fragments has in its place; zeros before the sequence.
-
-    Args:
-      fragments: one array (natural order) or two (zigzag order: chunks r and 2n - 1 - r of rank r).
-    """
-    lo, *hi = fragments
-    before_lo = _shifted(lo, ranks, 1)
-    return [before_lo] + [jnp.where(_is_last(ranks), lo, _shifted(x, ranks, -1)) for x in hi]
 
 
 @jax.named_scope(scopes.DELTA_STATES)
@@ -31,7 +20,7 @@ def entering_states(maps: list[Affine], ranks: Ranks) -> list[jax.Array]:
     lo, *hi = maps
     entering = [_before(lo, ranks, 1).U]
     for fragment in hi:  # from the last rank to the first
-        turn = jnp.where(_is_last(ranks), lo(entering[0]), 0)
+        turn = jnp.where(is_last(ranks), lo(entering[0]), 0)
         if ranks.size > 1:
             turn = lax.psum(turn, ranks.axis)
         entering.append(_before(fragment, ranks, -1)(turn))
@@ -50,25 +39,12 @@ def _before(own: Affine, ranks: Ranks, direction: int) -> Affine:
     distance_from_start = index if direction == 1 else ranks.size - 1 - index
     total, step = own, 1
     while step < ranks.size:
-        received = jax.tree.map(lambda x, hop=direction * step: _shifted(x, ranks, hop), total)
+        received = jax.tree.map(lambda x, hop=direction * step: shifted(x, ranks, hop), total)
         total = _where(distance_from_start >= step, total.after(received), total)
         step *= 2
-    received = jax.tree.map(lambda x: _shifted(x, ranks, direction), total)
+    received = jax.tree.map(lambda x: shifted(x, ranks, direction), total)
     return _where(distance_from_start >= 1, received, empty)
 
 
 def _where(condition: jax.Array, a: Affine, b: Affine) -> Affine:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
-
-
-def _is_last(ranks: Ranks) -> jax.Array | bool:
-    return ranks.size == 1 or lax.axis_index(ranks.axis) == ranks.size - 1
-
-
-def _shifted(x: jax.Array, ranks: Ranks, step: int) -> jax.Array:
-    """The array of rank - step; zeros where there is no such rank."""
-    if ranks.size == 1:
-        return jnp.zeros_like(x)
-    return lax.ppermute(
-        x, ranks.axis, [(rank, rank + step) for rank in range(ranks.size) if 0 <= rank + step < ranks.size]
-    )

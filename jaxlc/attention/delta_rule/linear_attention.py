@@ -68,7 +68,8 @@ def gated_delta_rule(
     if is_manual(context_axis, q_BTGK):
         return delta_rule(*arrays, ranks=_local_ranks(context_axis), **settings)
     axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
-    check_split(v_BTHV, q_BTGK, mesh, axes)
+    heads = f"{v_BTHV.shape[2]} value and {q_BTGK.shape[2]} key heads"
+    check_split(v_BTHV.shape[:3], q_BTGK.shape[2], mesh, axes, heads=heads)
     _check_segments(segment_ids, mesh, axes, token_order)
     arrays = (*(repeat_heads(x, axes.num_head_ranks(mesh)) for x in arrays[:2]), *arrays[2:])
     return _split(arrays, delta_rule, tuple(settings.items()), mesh, axes, 5)
@@ -107,7 +108,8 @@ def short_convolution(
     if is_manual(context_axis, x_BTW):
         return _convolution(*arrays, ranks=_local_ranks(context_axis), **settings)
     axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
-    check_split(x_BTW[..., None], x_BTW[..., None], mesh, axes)
+    num_channels = x_BTW.shape[2]
+    check_split(x_BTW.shape, num_channels, mesh, axes, heads=f"{num_channels} channels")
     _check_segments(segment_ids, mesh, axes, token_order)
     return _split(arrays, _convolution, tuple(settings.items()), mesh, axes, 1)
 

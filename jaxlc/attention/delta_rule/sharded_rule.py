@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Affine, Tokens, affine_map, outputs
-from jaxlc.attention.delta_rule.entering_states import entering_states, predecessors
+from jaxlc.attention.delta_rule.entering_states import entering_states
+from jaxlc.attention.strategies.fragments import predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
@@ -70,15 +71,14 @@ def delta_rule(
 def _groups(tokens: Tokens, segment_before_B: jax.Array, num_groups: int, group_tokens: int) -> Tokens:
     """Arrays [num_groups, B, group_tokens, ...]. Tokens are appended that do not change the state: 0 in all arrays."""
 
-    def cut(x):
-        missing = num_groups * group_tokens - x.shape[1]
-        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode="constant")
+    missing = num_groups * group_tokens - tokens.segments_BL.shape[1]
+
+    def cut(x, mode="constant"):
+        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
         return x.reshape(x.shape[0], num_groups, group_tokens, *x.shape[2:]).swapaxes(0, 1)
 
-    missing = num_groups * group_tokens - tokens.segments_BL.shape[1]
-    segments_BL = jnp.pad(tokens.segments_BL, [(0, 0), (0, missing)], mode="edge")
-    *arrays, _, _ = tokens
-    segments = cut(segments_BL)
+    *arrays, segments_BL, _ = tokens
+    segments = cut(segments_BL, mode="edge")
     return Tokens(*map(cut, arrays), segments, jnp.concatenate([segment_before_B[None], segments[:-1, :, -1]]))
 
 

@@ -2,11 +2,10 @@
 
 Packed sequences: window_exchange.py.
 
-In zigzag order rank r of n holds the chunks r and 2n - 1 - r. The chunk before the first of these is on rank r - 1, the
-chunk before the second is on rank r + 1; on the last rank, it is that rank's own first chunk. So one shift along this
-folded line sends every chunk its predecessor. A window of w tokens needs the last w - 1 tokens before each chunk: as
-many shifts as there are chunks in them, the last of which sends only the end of a chunk. One kernel call then attends
-with each chunk's queries to those tokens (its halo, the term of stencil codes) and to the chunk's own keys.
+A window of w tokens needs the last w - 1 tokens before each of a rank's two chunks (zigzag order): as many shifts along
+the chunks (fragments.py) as there are chunks in them, the last of which sends only the end of a chunk. One kernel call
+then attends with each chunk's queries to those tokens (its halo, the term of stencil codes) and to the chunk's own
+keys.
 """
 
 import functools
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
+from jaxlc.attention.strategies.fragments import predecessors
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
@@ -72,20 +72,10 @@ def _prepend_halo(x_bs: jax.Array, halo_tokens: int, ranks: Ranks) -> jax.Array:
     parts, missing_tokens = [_stack_batch(pair)], halo_tokens
     while missing_tokens > 0:
         num_sent = min(missing_tokens, pair[0].shape[1])
-        pair = _predecessors([x[:, x.shape[1] - num_sent :] for x in pair], ranks)
+        pair = predecessors([x[:, x.shape[1] - num_sent :] for x in pair], ranks)
         parts.insert(0, _stack_batch(pair))
         missing_tokens -= num_sent
     return jnp.concatenate(parts, axis=1)
-
-
-def _predecessors(pair, ranks: Ranks):
-    """The chunks before the two chunks of `pair` on the folded line; zeros before its first chunk."""
-    lo, hi = pair
-    if ranks.size == 1:  # without collectives: XLA keeps a permute that sends nothing
-        return jnp.zeros_like(lo), lo
-    from_left = lax.ppermute(lo, ranks.axis, [(rank, rank + 1) for rank in range(ranks.size - 1)])
-    from_right = lax.ppermute(hi, ranks.axis, [(rank + 1, rank) for rank in range(ranks.size - 1)])
-    return from_left, jnp.where(lax.axis_index(ranks.axis) == ranks.size - 1, lo, from_right)
 
 
 def _stack_batch(pair) -> jax.Array:

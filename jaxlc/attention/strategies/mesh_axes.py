@@ -146,15 +146,20 @@ def check_contiguous(segments_BT: jax.Array, context: int) -> None:
             )
 
 
-def check_split(q_BTNH: jax.Array, k_BSKH: jax.Array, mesh: Mesh, axes: AttentionAxes) -> None:
-    """Raises UserError unless global arrays of these shapes split over the mesh."""
-    (batch, num_tokens, num_heads, _), num_kv_heads = q_BTNH.shape, k_BSKH.shape[2]
+def check_split(
+    shape_BTN: tuple[int, int, int], num_shared: int, mesh: Mesh, axes: AttentionAxes, *, heads: str
+) -> None:
+    """Raises UserError unless global arrays of this shape split over the mesh.
+
+    Args:
+      num_shared: key/value heads, each of which belongs to one or more of the N heads; they may be repeated on ranks.
+      heads: the heads and their numbers, for the error.
+    """
+    batch, num_tokens, num_heads = shape_BTN
     context, head_ranks = mesh.shape[axes.context], axes.num_head_ranks(mesh)
     batch_ranks = math.prod(mesh.shape[axis] for axis in axes.batch)
-    if num_heads % head_ranks or (num_kv_heads % head_ranks and head_ranks % num_kv_heads):
-        raise UserError(
-            f"{num_heads} query and {num_kv_heads} key/value heads do not split over {axes.head}={head_ranks}"
-        )
+    if num_heads % head_ranks or (num_shared % head_ranks and head_ranks % num_shared):
+        raise UserError(f"{heads} do not split over {axes.head}={head_ranks}")
     if batch % batch_ranks:
         raise UserError(
             f"a batch of {batch} does not split over {' x '.join(axes.batch)} = {batch_ranks};"
