@@ -75,6 +75,16 @@ class KeyRanges(NamedTuple):
         return KeyRanges(*(jnp.where(is_empty_BT, 0, x) for x in (start_BT, end_BT)))
 
 
+class TreeRanges(NamedTuple):
+    """The mask of documents that share a prefix: a query attends to the keys of two disjoint ranges.
+
+    Kernels take one range per query. `kernels/shared_prefix.py` calls them once for each.
+    """
+
+    own: KeyRanges  # keys of the query's own document
+    prefix: KeyRanges  # keys of the prefix that its document continues
+
+
 class QueryResults(NamedTuple):
     """The inputs of the backward that have one row per query: the results over all keys, and their gradients."""
 

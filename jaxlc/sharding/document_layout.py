@@ -88,7 +88,13 @@ def document_layout(
 
 
 def document_order(
-    segment_ids_T: np.ndarray, context: int, inner: int = 1, *, mirrored: bool = False, window: int | None = None
+    segment_ids_T: np.ndarray,
+    context: int,
+    inner: int = 1,
+    *,
+    mirrored: bool = False,
+    window: int | None = None,
+    ascending: bool = False,
 ) -> np.ndarray | None:
     """The order of a packed sequence's tokens: index i of the layout holds token `order_T[i]` of the natural order.
 
@@ -101,6 +107,8 @@ def document_order(
         (attention/strategies/ulysses.py).
       mirrored: for layers in tiles, see `Assignment.mirrored_pieces`.
       window: tokens of a sliding window, whose exchange has limited room (window_room.py).
+      ascending: the tokens of a rank are in natural order. So if neighboring documents continue the same prefix, their
+        tokens are contiguous on each rank, as the packed call over the keys of the prefix requires.
     Returns:
       int64 [tokens]; None if no layout fits `mirrored` or `window`.
     Raises:
@@ -124,6 +132,8 @@ def document_order(
     if best is None:
         return None
     order_T = documents_first[best.order(pieces_of(best), per_rank)]
+    if ascending:
+        order_T = np.sort(order_T.reshape(context, -1), axis=1).reshape(-1)
     if inner > 1:
         order_T = order_T.reshape(context, -1)[:, zigzag_order(len(order_T) // context, inner)].reshape(-1)
     return order_T

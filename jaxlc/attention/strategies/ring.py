@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, prepared
+from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults, prepared
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
 from jaxlc.attention.strategies import halo, window_exchange
@@ -43,7 +43,7 @@ class PreparedSteps(NamedTuple):
     """What a kernel's `prepare` returns for the calls of each ring step; arrays [ring steps, b, ...]."""
 
     own_step: Any
-    other_steps: Any  # None: there are none
+    other_steps: Any
 
 
 def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
@@ -57,11 +57,11 @@ def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks
     ranges = ring_key_ranges(tokens, spec, ranks)
     if ranges is None or not hasattr(kernel, "prepare"):
         return ranges
-    num_keys = ranges.start_BT.shape[-1]
+    num_keys = jax.tree.leaves(ranges)[0].shape[-1]
     own_step = jax.tree.map(lambda x: x[None], prepared(kernel, _ranges_of_step(ranges, 0), num_keys, spec))
     if ranks.size == 1:
-        return PreparedSteps(own_step, None)
-    other_steps = KeyRanges(*(x[1:] for x in ranges))
+        return PreparedSteps(own_step, own_step)  # the loop over other steps is traced, but has no iteration
+    other_steps = jax.tree.map(lambda x: x[1:], ranges)
     return PreparedSteps(
         own_step, jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, _of_whole_blocks(spec)))(other_steps)
     )
