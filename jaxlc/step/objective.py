@@ -10,6 +10,7 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxlc import attention
@@ -28,6 +29,7 @@ from jaxlc.step import mixed_precision, sequence_order
 from jaxlc.step.accumulation import accumulate
 from jaxlc.step.batch import Batch, sequence_positions
 from jaxlc.step.loss import LossSpec, TokenLoss, loss_sums, token_losses
+from jaxlc.step.policy_loss import PolicySums, policy_sums
 from jaxlc.step.remat import make_remat, saves_attention
 from jaxlc.step.state import is_on_host, lacks_host_memory, padded_vocab_size
 
@@ -66,19 +68,32 @@ class Objective:
         """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens]; see `accumulate`.
 
         Returns:
-          The sum of weight x cross entropy in nats (or of `token_loss`), float32; its gradients with respect to the
-          trainable part of `params`, with z-loss; the next histories.
+          The sum of weight x cross entropy in nats (or of `token_loss`), float32, or `PolicySums` with posttrain.loss;
+          its gradients with respect to the trainable part of `params`, with z-loss; the next histories.
         """
         trainable, frozen = freezing.split(params, self.frozen)
         trainable_dims, _ = freezing.split(self.dims, self.frozen)
 
         def objective(trainable, histories, part: Batch):
             *hidden_and_head, _ = self._hidden_and_head(decoder.Params(trainable, frozen, histories), part)
-            targets, weights = self._in_tiles(part.targets), self._in_tiles(part.loss_weights)
-            sums = loss_sums(*hidden_and_head, targets, weights, self._loss_spec)
-            return sums.objective, sums.cross_entropy
+            targets, weights, policy = self._in_tiles(part.targets), part.loss_weights, None
+            if self.config.posttrain.loss:
+                weights, policy = self._policy_weights(hidden_and_head, targets, part)
+            sums = loss_sums(*hidden_and_head, targets, self._in_tiles(weights), self._loss_spec)
+            return sums.objective, sums.cross_entropy if policy is None else policy
 
         return accumulate(objective, trainable, batch, trainable_dims, histories)
+
+    def _policy_weights(self, hidden_and_head, targets: jax.Array, part: Batch) -> tuple[jax.Array, PolicySums]:
+        """The weights of cross entropy whose gradient is that of posttrain.loss, and the sums of the loss."""
+        losses = token_losses(*map(lax.stop_gradient, hidden_and_head), targets, self._loss_spec)
+
+        def loss(log_probs_BT):
+            sums = policy_sums(log_probs_BT, part, self.config.posttrain)
+            return sums.loss, sums
+
+        gradient_BT, sums = jax.grad(loss, has_aux=True)(-self._in_sequences(losses))
+        return -gradient_BT, sums
 
     def token_losses(self, params, batch: Batch, tables: TablesOfKinds | None = None) -> jax.Array:
         """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable.
@@ -110,7 +125,12 @@ class Objective:
         if self.config.attention.document_mask:
             positions = batch.positions
             ranges = {
-                kind: split.prepare(positions, batch.segment_ids, self._abstract_queries(kind, positions.shape))
+                kind: split.prepare(
+                    positions,
+                    batch.segment_ids,
+                    self._abstract_queries(kind, positions.shape),
+                    *(() if batch.prefix_ids is None else (batch.prefix_ids,)),
+                )  # fmt: skip
                 for kind, split in attentions.items()
             }
         else:  # a sequence is one document: its mask is implicit
@@ -182,7 +202,13 @@ class Objective:
                 settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads, window=window
             )
         few_documents = sequence_order.choose(self.config, self.mesh.shape[CONTEXT]).few_documents
-        return attention.make(settings, self.mesh, window=window, few_documents=few_documents)
+        return attention.make(
+            settings,
+            self.mesh,
+            window=window,
+            few_documents=few_documents,
+            shared_prefixes=settings.shared_prefixes,
+        )
 
     def _run_layer(self, attend: ShardedAttention | TiledAttention, tables: RopeTables | None) -> RunLayer:
         """A decoder layer with its attention and RoPE bound."""

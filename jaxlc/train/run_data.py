@@ -13,11 +13,13 @@ from jaxlc.core.errors import UserError
 from jaxlc.data import Corpus, open_corpus
 from jaxlc.data.reports.shares import share_lines
 from jaxlc.data.sequences.balance import BalancedSequences
+from jaxlc.data.sequences.batch_arrays import array_dtypes
 from jaxlc.data.sequences.loader import Sequences, batches
 from jaxlc.data.sequences.ngrams import ngram_losses
 from jaxlc.data.sequences.user_batches import EndOfBatches, ListedSequences, StreamedSequences
 from jaxlc.data.sequences.waiting import WaitingTime
 from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
+from jaxlc.data.traces.open_traces import open_traces
 from jaxlc.step.batch import BATCH_SPEC
 from jaxlc.step.step import TrainStep
 from jaxlc.train.evaluation.held_out import FiniteSequences
@@ -100,6 +102,13 @@ def open_data(
         raise UserError("eval_batches without batches: pass both, or neither to train on the corpus of config.data")
     if user_batches is not None:
         return _from_batches(stage.config, user_batches, eval_batches)
+    if stage.config.data.traces:
+        return _from_traces(stage.config, progress)
+    if stage.config.posttrain.loss:
+        raise UserError(
+            f"config.posttrain.loss={stage.config.posttrain.loss!r} without traces: set config.data.traces, or pass"
+            " batches to jaxlc.train.run"
+        )
     return _from_corpus(stage.config, progress, stage.num_steps)
 
 
@@ -122,6 +131,20 @@ def _from_corpus(config: Config, progress: Progress, num_steps: int) -> RunData:
     )
 
 
+def _from_traces(config: Config, progress: Progress) -> RunData:
+    tokenizer = load_matching_tokenizer(config)
+    traces = open_traces(config, tokenizer)
+    for warning in traces.warnings:
+        progress.log(f"warning: {warning}")
+    return RunData(
+        tokenizer=tokenizer,
+        train=traces.train,
+        heldout=traces.heldout,
+        fingerprint=traces.fingerprint,
+        lines=[f"data       {traces.description}"],
+    )
+
+
 def load_matching_tokenizer(config: Config) -> Tokenizer:
     """Loads the tokenizer of `config`.
 
@@ -141,17 +164,16 @@ def load_matching_tokenizer(config: Config) -> Tokenizer:
 
 
 def _from_batches(config: Config, user_batches: Batches, eval_batches: Batches | None) -> RunData:
-    seq_len, vocab_size = config.data.seq_len, config.model.vocab_size
-    heldout = None if eval_batches is None else ListedSequences(eval_batches, seq_len=seq_len, vocab_size=vocab_size)
+    sizes = dict(seq_len=config.data.seq_len, vocab_size=config.model.vocab_size, dtypes=array_dtypes(config))
+    heldout = None if eval_batches is None else ListedSequences(eval_batches, **sizes)
     evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
     return RunData(
         tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token),
         train=StreamedSequences(
             user_batches,
             batch_size=config.train.global_batch_size,
-            seq_len=seq_len,
-            vocab_size=vocab_size,
             prefetch_steps=config.data.prefetch_steps,
+            **sizes,
         ),
         heldout=heldout,
         fingerprint=CALLER_BATCHES,

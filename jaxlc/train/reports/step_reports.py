@@ -61,6 +61,8 @@ class StepReports:
             row |= self._document_rates(seconds)
         if not math.isnan(metrics.learning_rate):  # a custom optimizer may not store it
             row |= dict(learning_rate=float(metrics.learning_rate))
+        if metrics.policy is not None:
+            row |= {name: float(x) for name, x in metrics.policy._asdict().items() if name != "loss"}
         if metrics.loss_scale is not None:
             row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))
         self._run.metrics.write(**row)

@@ -1,0 +1,36 @@
+"""Settings of post-training. Imports no jax."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxlc.config.ranges import Above0, From0Below1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosttrainConfig:
+    """Preference and policy losses on traces: prompts with several answers; docs/post_training.md."""
+
+    # Empty: cross entropy of the answers. dpo: direct preference optimization, on pairs of answers. grpo: the clipped
+    # policy gradient; the mean over answers of the mean over their tokens. dapo: the mean over all tokens of the step.
+    # dr_grpo: the sum over tokens, divided by max_answer_tokens and the number of answers.
+    loss: Literal["", "dpo", "grpo", "dapo", "dr_grpo"] = ""
+    clip_low: From0Below1[float] = 0.2  # policy losses: ratios of probabilities are clipped at 1 - clip_low
+    clip_high: float = 0.28  # policy losses: and at 1 + clip_high (clip-higher, DAPO)
+    # policy losses: the ratio of each token, or the geometric mean over the answer (GSPO).
+    ratio: Literal["token", "sequence"] = "token"
+    kl: float = 0.0  # policy losses: weight of the KL divergence to the reference (k3 estimator); 0: none
+    # policy losses: the old log-probabilities. policy: from the training forward, so that all ratios are 1. record:
+    # from the field old_log_probs of the records.
+    old_log_probs: Literal["policy", "record"] = "policy"
+    # policy losses: advantages of rewards are divided by their standard deviation in the group; False: only centered.
+    scale_advantages: bool = True
+    mask_truncated: bool = False  # policy losses: answers with truncated=true have no loss
+    max_answer_tokens: int = 0  # dr_grpo: the constant length
+    beta: Above0[float] = 0.1  # dpo: inverse temperature of the implicit reward
+    label_smoothing: From0Below1[float] = 0.0  # dpo: probability that a pair is labeled the wrong way round
+    temperature: Above0[float] = 1.0  # logits are divided by it before log-probabilities are computed, as in sampling
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss needs the log-probabilities of a reference model."""
+        return self.loss == "dpo" or bool(self.loss and self.kl)
