@@ -19,6 +19,9 @@ class PosttrainConfig:
     # policy losses: the ratio of each token, or the geometric mean over the answer (GSPO).
     ratio: Literal["token", "sequence"] = "token"
     kl: float = 0.0  # policy losses: weight of the KL divergence to the reference (k3 estimator); 0: none
+    # the reference model of dpo and kl. record: its log-probabilities are in the field reference_log_probs of the
+    # records. base: the model without the adapters of LoRA, which takes one more forward pass, but no other weights.
+    reference: Literal["record", "base"] = "record"
     # policy losses: the old log-probabilities. policy: from the training forward, so that all ratios are 1. record:
     # from the field old_log_probs of the records.
     old_log_probs: Literal["policy", "record"] = "policy"

@@ -60,7 +60,6 @@ class LossSpec:
             z_loss=config.train.z_loss,
             norm_epsilon=norm_epsilon,
             token_loss=token_loss,
-            temperature=config.posttrain.temperature,
         )
 
 

@@ -17,11 +17,12 @@ from jaxlc import attention
 from jaxlc.attention.strategies.sharded_attention import ShardedAttention
 from jaxlc.attention.tiles.query_tiles import TiledAttention
 from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
-from jaxlc.config import Config, MemoryConfig
+from jaxlc.config import Config, LoraConfig, MemoryConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.models import decoder, freezing, layer_tiles, layers
 from jaxlc.models.frozen_names import frozen_names
 from jaxlc.models.layer_stack import LayerContext, RunLayer
+from jaxlc.models.lora import is_adapter
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
 from jaxlc.sharding.rules import Sharder, is_vector
@@ -78,15 +79,26 @@ class Objective:
             *hidden_and_head, _ = self._hidden_and_head(decoder.Params(trainable, frozen, histories), part)
             targets, weights, policy = self._in_tiles(part.targets), part.loss_weights, None
             if self.config.posttrain.loss:
+                part = self._with_reference(freezing.join(trainable, frozen), part)
                 weights, policy = self._policy_weights(hidden_and_head, targets, part)
-            sums = loss_sums(*hidden_and_head, targets, self._in_tiles(weights), self._loss_spec)
+            sums = loss_sums(*hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec)
             return sums.objective, sums.cross_entropy if policy is None else policy
 
         return accumulate(objective, trainable, batch, trainable_dims, histories)
 
+    def _with_reference(self, params, part: Batch) -> Batch:
+        """The microbatch with the log-probabilities of the base model, without adapters, if posttrain uses them."""
+        posttrain = self.config.posttrain
+        if not posttrain.uses_reference or posttrain.reference != "base":
+            return part
+        adapters = {name for name in freezing.names_of(self.dims) if is_adapter(name)}
+        base_params, _ = freezing.split(lax.stop_gradient(params), adapters)
+        base = dataclasses.replace(self, config=dataclasses.replace(self.config, lora=LoraConfig()))
+        return part._replace(reference_log_probs=-base.token_losses(base_params, part, spec=self._training_loss_spec))
+
     def _policy_weights(self, hidden_and_head, targets: jax.Array, part: Batch) -> tuple[jax.Array, PolicySums]:
         """The weights of cross entropy whose gradient is that of posttrain.loss, and the sums of the loss."""
-        losses = token_losses(*map(lax.stop_gradient, hidden_and_head), targets, self._loss_spec)
+        losses = token_losses(*map(lax.stop_gradient, hidden_and_head), targets, self._training_loss_spec)
 
         def loss(log_probs_BT):
             sums = policy_sums(log_probs_BT, part, self.config.posttrain)
@@ -95,14 +107,17 @@ class Objective:
         gradient_BT, sums = jax.grad(loss, has_aux=True)(-self._in_sequences(losses))
         return -gradient_BT, sums
 
-    def token_losses(self, params, batch: Batch, tables: TablesOfKinds | None = None) -> jax.Array:
+    def token_losses(
+        self, params, batch: Batch, tables: TablesOfKinds | None = None, spec: LossSpec | None = None
+    ) -> jax.Array:
         """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable.
 
         Args:
           tables: RoPE tables instead of those for data.seq_len.
+          spec: instead of that for evaluation.
         """
         *hidden_and_head, _ = self._hidden_and_head(decoder.Params(params), batch, tables)
-        losses = token_losses(*hidden_and_head, self._in_tiles(batch.targets), self._loss_spec)
+        losses = token_losses(*hidden_and_head, self._in_tiles(batch.targets), spec or self._loss_spec)
         return self._in_sequences(losses)
 
     def features(self, params, batch: Batch, tables: TablesOfKinds | None = None) -> tuple[jax.Array, jax.Array]:
@@ -117,6 +132,10 @@ class Objective:
     @cached_property
     def _loss_spec(self) -> LossSpec:
         return LossSpec.from_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
+
+    @property
+    def _training_loss_spec(self) -> LossSpec:
+        return dataclasses.replace(self._loss_spec, temperature=self.config.posttrain.temperature)
 
     def _hidden_and_head(self, params: decoder.Params, batch: Batch, tables: TablesOfKinds | None = None):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head, and

@@ -14,6 +14,7 @@ from jaxlc.config.checks.mesh_checks import (
     working_mesh,
 )
 from jaxlc.config.checks.mixture_checks import mixture_problems
+from jaxlc.config.checks.posttrain_checks import posttrain_problems
 from jaxlc.config.checks.precision_checks import precision_problems
 from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.data_schema import DataConfig
@@ -55,6 +56,7 @@ def check(config: Config) -> None:
     raise_first(precision_problems(config))
     raise_first(lora_problems(config))
     raise_first(training_problems(config))
+    raise_first(posttrain_problems(config))
 
 
 def _model_problems(config: Config) -> Iterator[str]:

@@ -25,6 +25,6 @@ def array_dtypes(config: Config) -> dict[str, type]:
         names += ["advantages", "answer_weights"]
     if posttrain.loss not in ("", "dpo") and posttrain.old_log_probs == "record":
         names.append("old_log_probs")
-    if posttrain.uses_reference:
+    if posttrain.uses_reference and posttrain.reference == "record":
         names.append("reference_log_probs")
     return ALWAYS | {name: OPTIONAL[name] for name in names}

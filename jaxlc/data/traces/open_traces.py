@@ -1,13 +1,14 @@
 """Opens the traces of a config: reads them, computes advantages, builds trees, and packs them."""
 
-import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, read_records
+from jaxlc.data.sequences.batch_arrays import array_dtypes
+from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_records
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.packed_traces import PackedTraces, fingerprint, with_advantages
@@ -15,7 +16,6 @@ from jaxlc.data.traces.trace_records import FIELDS, OTHER_FIELDS, Trace, TraceRe
 from jaxlc.data.traces.trace_trees import Tree, groups_of, trees_of
 
 _SETTING = "data.traces"
-_NEEDS_REFERENCE = "reference_log_probs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,7 @@ def _read(config: Config, tokenizer: Tokenizer, warnings: list[str]) -> Iterator
     reader = TraceReader(tokenizer, config.data.chat_template)
     num_bad, first_bad = 0, None
     for file in files:
-        if not file.path.name.endswith(RECORD_SUFFIXES):
-            raise UserError(f"config.data.traces: {file.path} has no records; expected {', '.join(RECORD_SUFFIXES)}")
-        columns = functools.partial(read_records, others=(*FIELDS, *OTHER_FIELDS), setting=_SETTING, field_setting="")
-        for record in columns(file.path, _first_field(file.path)):
+        for record in records_of(file.path):
             try:
                 yield from reader.read(record)
             except BadRecord as error:
@@ -88,14 +85,17 @@ def _read(config: Config, tokenizer: Tokenizer, warnings: list[str]) -> Iterator
         warnings.append(f"data.traces: skipped records: {num_bad:,} (the first: {first_bad})")
 
 
-def _first_field(path) -> str:
-    """A column that the file has; JSON lines need none."""
-    if path.suffix != ".parquet":
-        return FIELDS[0]
-    import pyarrow.parquet
+def records_of(path: Path) -> Iterator[Record]:
+    """The records of a file of traces.
 
-    names = pyarrow.parquet.read_schema(path).names
-    return next((name for name in (*FIELDS, *OTHER_FIELDS) if name in names), FIELDS[0])
+    Raises:
+      UserError: the file cannot be read.
+    """
+    if not path.name.endswith(RECORD_SUFFIXES):
+        raise UserError(f"{path} has no records of traces; expected a file {', '.join(RECORD_SUFFIXES)}")
+    if not path.is_file():
+        raise UserError(f"{path} does not exist")
+    yield from read_records(path, "", others=(*FIELDS, *OTHER_FIELDS), setting=_SETTING, field_setting=_SETTING)
 
 
 def _fitting(traces: Iterator[Trace], config: Config, warnings: list[str]) -> Iterator[Trace]:
@@ -119,14 +119,15 @@ def _fitting(traces: Iterator[Trace], config: Config, warnings: list[str]) -> It
 
 
 def _check_log_probs(traces: Sequence[Trace], config: Config) -> None:
-    posttrain = config.posttrain
-    needed = {_NEEDS_REFERENCE: "config.posttrain.kl, or dpo"} if posttrain.uses_reference else {}
-    if posttrain.loss != "dpo" and posttrain.old_log_probs == "record":
-        needed["old_log_probs"] = "config.posttrain.old_log_probs='record'"
-    for name, setting in needed.items():
+    advice = dict(
+        reference_log_probs="set --config.posttrain.reference=base with LoRA, or add them with `jaxlc logprobs`",
+        old_log_probs="set --config.posttrain.old_log_probs=policy, or add them with `jaxlc logprobs`",
+    )
+    for name in set(array_dtypes(config)) & set(advice):
         for trace in traces:
             if name not in trace.log_probs:
-                raise UserError(f"{trace.where}: no {name}, which {setting} needs; add them with `jaxlc logprobs`")
+                needs = f"config.posttrain.loss={config.posttrain.loss!r} needs"
+                raise UserError(f"{trace.where}: no {name}, which {needs}; {advice[name]}")
 
 
 def _trees(group: Sequence[Trace], config: Config) -> Iterator[Tree]:

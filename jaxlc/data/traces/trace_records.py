@@ -5,7 +5,7 @@
     {"prompt": "...", "completion": "..."}                   text; the completion is in the loss
     {"prompt": ..., "chosen": ..., "rejected": ...}          a pair: texts, lists of messages, or lists of token ids
 
-The other fields are optional, but for pairs, which have none of them:
+The other fields are optional. Pairs have only reference_log_probs, as {"chosen": [...], "rejected": [...]}:
 
     group                 a string or number: traces of one prompt. Without it, neighbors of a file with equal prompts.
     reward, advantage     a number; advantages are computed from the rewards of a group
@@ -33,6 +33,7 @@ OTHER_FIELDS = (
     "loss_mask", "tools", "completion", "chosen", "rejected", "group", "reward", "advantage", "old_log_probs",
     "reference_log_probs", "truncated",
 )  # fmt: skip
+LOG_PROBS = ("old_log_probs", "reference_log_probs")
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 
 
@@ -86,7 +87,12 @@ class TraceReader:
         if "chosen" in values or "rejected" in values:
             for name, advantage in (("chosen", CHOSEN), ("rejected", REJECTED)):
                 tokens, in_loss = self._of_pair(values, name, where)
-                yield self._checked(tokens, in_loss, where, group=f"pair {where}", advantage=advantage)
+                log_probs = values.get("reference_log_probs")
+                fields = {} if log_probs is None else {"reference_log_probs": _of_answer(log_probs, name, where)}
+                yield self._checked(
+                    tokens, in_loss, where, group=f"pair {where}", advantage=advantage,
+                    log_probs=_all_log_probs(fields, in_loss, where),
+                )  # fmt: skip
         else:
             tokens, in_loss = self._of_answer(values, where)
             yield self._checked(tokens, in_loss, where, **_other_fields(values, in_loss, where))
@@ -164,18 +170,24 @@ def _other_fields(values: Mapping[str, Any], in_loss: np.ndarray, where: str) ->
         if value is not None and not is_number:
             raise BadRecord(f"{where}: {name} is {value!r}, expected a finite number")
         numbers[name] = None if value is None else float(value)
-    log_probs = {
-        name: _log_probs(values[name], name, in_loss, where)
-        for name in ("old_log_probs", "reference_log_probs")
-        if name in values
-    }
     group = values.get("group")
     return dict(
         **numbers,
         group=None if group is None else str(group),
         is_truncated=bool(values.get("truncated", False)),
-        log_probs=log_probs,
+        log_probs=_all_log_probs(values, in_loss, where),
     )
+
+
+def _of_answer(log_probs: Any, name: str, where: str) -> Any:
+    if not isinstance(log_probs, dict) or name not in log_probs:
+        raise BadRecord(f'{where}: expected reference_log_probs of a pair as {{"chosen": [...], "rejected": [...]}}')
+    return log_probs[name]
+
+
+def _all_log_probs(values: Mapping[str, Any], in_loss: np.ndarray, where: str) -> dict[str, np.ndarray]:
+    names = [name for name in LOG_PROBS if name in values]
+    return {name: _log_probs(values[name], name, in_loss, where) for name in names}
 
 
 def _log_probs(value: Sequence[float], name: str, in_loss: np.ndarray, where: str) -> np.ndarray:
