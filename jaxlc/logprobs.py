@@ -53,12 +53,14 @@ def _score(command: ParsedCommand[Flags]) -> int:
         jaxlc.start(simulated_devices=flags.simulated_devices)
     runtime.import_jax()
     import jax
+    from jax.experimental.multihost_utils import broadcast_one_to_all
 
     from jaxlc.data.traces.open_traces import records_of
     from jaxlc.data.traces.trace_records import TraceReader
 
     out = local_path(flags.out)
-    num_done = _num_records(out)
+    # Processes must agree, also on file systems that show them different states of the file.
+    num_done = int(broadcast_one_to_all(np.int32(_num_records(out) if jax.process_index() == 0 else 0)))
     run = jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh))
     reader = TraceReader(run.tokenizer, flags.chat_template or run.config.data.chat_template)
     num_records = 0
@@ -75,8 +77,9 @@ def _score(command: ParsedCommand[Flags]) -> int:
                 values["entropies"] = _by_answer(names, [entropies for _, entropies in scores])
             file.write(json.dumps(values, ensure_ascii=False, default=np.ndarray.tolist) + "\n")
             file.flush()
-            print(f"\r{num_records:,} records", end="", flush=True)
-    print(f"\rwrote {out}: {num_records:,} records, {min(num_done, num_records):,} of them in earlier runs")
+            if num_records % 100 == 0:
+                print(f"{num_records:,} records", flush=True)
+    print(f"wrote {out}: {num_records:,} records, {min(num_done, num_records):,} of them in earlier runs")
     return 0
 
 

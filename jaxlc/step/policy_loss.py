@@ -21,22 +21,25 @@ from jaxlc.step.batch import Batch
 
 
 class PolicySums(NamedTuple):
-    """Sums over the tokens (dpo: the pairs) of a microbatch, float32. `means` divides them."""
+    """Sums over the tokens (dpo: the pairs) of a microbatch, float32; None if the loss has none. See `means`."""
 
     loss: jax.Array
-    ratio: jax.Array  # of new to old probabilities; 0 for dpo
-    clipped: jax.Array  # tokens whose gradient is clipped; 0 for dpo
-    kl: jax.Array  # k3 estimate of the divergence from the reference; 0 for dpo
-    margin: jax.Array  # dpo: of the implicit rewards of the two answers
-    accuracy: jax.Array  # dpo: pairs whose margin is positive
+    ratio: jax.Array | None = None  # of new to old probabilities
+    clipped: jax.Array | None = None  # tokens whose gradient is clipped
+    kl: jax.Array | None = None  # k3 estimate of the divergence from the reference
+    margin: jax.Array | None = None  # dpo: of the implicit rewards of the two answers
+    accuracy: jax.Array | None = None  # dpo: pairs whose margin is positive
 
 
 def means(sums: PolicySums, batch: Batch, settings: PosttrainConfig) -> PolicySums:
     """The means over a step of the sums over all its microbatches."""
     total = denominator(batch, settings)
     others = total if settings.loss == "dpo" else batch.loss_weights.sum()
-    totals = PolicySums(total, *[others] * (len(sums) - 1))
-    return jax.tree.map(lambda x, total: jnp.where(total > 0, x / total, 0), sums, totals)
+
+    def mean(x, total):
+        return jnp.where(total > 0, x / total, 0)
+
+    return jax.tree.map(lambda x: mean(x, others), sums)._replace(loss=mean(sums.loss, total))
 
 
 def denominator(batch: Batch, settings: PosttrainConfig) -> jax.Array:
@@ -69,12 +72,8 @@ def _preference_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainC
     is_pair_BP = _sums_by(batch.prefix_ids, batch.answer_weights) > 0
     smoothing = settings.label_smoothing
     losses_BP = -(1 - smoothing) * jax.nn.log_sigmoid(margins_BP) - smoothing * jax.nn.log_sigmoid(-margins_BP)
-    zero = jnp.zeros((), jnp.float32)
     return PolicySums(
         loss=jnp.where(is_pair_BP, losses_BP, 0).sum(),
-        ratio=zero,
-        clipped=zero,
-        kl=zero,
         margin=jnp.where(is_pair_BP, margins_BP, 0).sum(),
         accuracy=(is_pair_BP & (margins_BP > 0)).sum(dtype=jnp.float32),
     )
@@ -91,16 +90,15 @@ def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConf
     ratios_BT = jnp.exp(log_ratios_BT)
     clipped_BT = jnp.clip(ratios_BT, 1 - settings.clip_low, 1 + settings.clip_high)
     gains_BT = jnp.minimum(ratios_BT * batch.advantages, clipped_BT * batch.advantages)
-    losses_BT, kl_BT = -gains_BT, jnp.zeros_like(gains_BT)
+    losses_BT, kl_BT = -gains_BT, None
     if settings.kl:
         difference_BT = jnp.where(mask_BT > 0, batch.reference_log_probs - log_probs_BT, 0)
         kl_BT = jnp.exp(difference_BT) - difference_BT - 1
         losses_BT += settings.kl * kl_BT
     weights_BT = mask_BT * batch.answer_weights if settings.loss == "grpo" else mask_BT
     is_clipped_BT = gains_BT < ratios_BT * batch.advantages
-    of_tokens = ((mask_BT * x).sum() for x in (ratios_BT, is_clipped_BT, kl_BT))
-    zero = jnp.zeros((), jnp.float32)
-    return PolicySums((weights_BT * losses_BT).sum(), *of_tokens, margin=zero, accuracy=zero)
+    of_tokens = (None if x is None else (mask_BT * x).sum() for x in (ratios_BT, is_clipped_BT, kl_BT))
+    return PolicySums((weights_BT * losses_BT).sum(), *of_tokens)
 
 
 def _sums_by(ids_BT: jax.Array, x_BT: jax.Array) -> jax.Array:
