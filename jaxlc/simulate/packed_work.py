@@ -29,10 +29,14 @@ class AttentionWork(NamedTuple):
     # Calls of a packed kernel in addition to the first one of a block, which takes a limited number of documents.
     own_further_calls: float = 0.0
     ring_step_further_calls: float = 0.0  # mean over the other ring steps
+    # Pairs of a query in a branch and a key in the prefix that it continues, as the first two.
+    prefix_own_pairs: float = 0.0
+    prefix_ring_step_pairs: float = 0.0
 
     def total(self, num_ring_steps: int) -> float:
         """Pairs of full layers in all ring steps."""
-        return self.own_pairs + (num_ring_steps - 1) * self.ring_step_pairs
+        own, ring_step = self.own_pairs + self.prefix_own_pairs, self.ring_step_pairs + self.prefix_ring_step_pairs
+        return own + (num_ring_steps - 1) * ring_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +68,15 @@ def one_document(config: Config) -> AttentionWork:
     return AttentionWork(half, half if steps > 1 else 0.0, window_pairs)
 
 
-def sequence_work(config: Config, order_of: OrderOf, lengths: Sequence[int]) -> SequenceWork:
+def sequence_work(
+    config: Config, order_of: OrderOf, lengths: Sequence[int], prefixes: Sequence[int] = ()
+) -> SequenceWork:
     """The work of a packed sequence.
 
     Args:
       order_of: the order of its tokens in a run, such as `TrainStep.sequence_order.of`.
       lengths: int [documents], in the order of the sequence; the rest of config.data.seq_len is padding.
+      prefixes: int [documents]: the number, from 1, of the document that each continues; 0: none. Empty: all 0.
     """
     num_tokens = config.data.seq_len
     segment_ids_T = np.zeros(num_tokens, np.int32)
@@ -77,23 +84,31 @@ def sequence_work(config: Config, order_of: OrderOf, lengths: Sequence[int]) -> 
     order_T = order_of({"segment_ids": segment_ids_T})
     shards, tile_T = num_shards(config), _tile_of_tokens(config)
     pieces = _pieces(segment_ids_T, order_T, shards, tile_T)
+    prefix_of = np.array([0, *(prefixes or [0] * len(lengths))])
     pairs = _pairs_by_rank(pieces, shards, tile_T.max() + 1)
     work = np.stack([by_ring_step(pairs_of_tile) for pairs_of_tile in pairs])  # [tiles, ring steps, ranks]
+    prefix_work = by_ring_step(_prefix_pairs_by_rank(pieces, prefix_of, shards))[None]
     if config.attention.strategy == "all_gather":
-        work = work.sum(axis=1, keepdims=True)
-    slowest = work.max(axis=2).sum(axis=0).astype(float)
+        work, prefix_work = (x.sum(axis=1, keepdims=True) for x in (work, prefix_work))
+    slowest_ranks = (work + prefix_work).argmax(axis=2)[..., None]
+    slowest, slowest_prefix = (
+        np.take_along_axis(np.broadcast_to(x, work.shape), slowest_ranks, axis=2).sum((0, 2)).astype(float)
+        for x in (work, prefix_work)
+    )
     calls = by_ring_step(_further_calls(pieces, shards, num_tokens // shards)).max(axis=1).astype(float)
     window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
     return SequenceWork(
         lengths=tuple(int(length) for length in lengths),
-        pairs=document_pairs(config.model, lengths),
-        ring_cost=ring_cost(work.reshape(-1, shards)),
+        pairs=document_pairs(config.model, lengths, np.array([0, *lengths])[prefix_of[1:]]),
+        ring_cost=ring_cost((work + prefix_work).reshape(-1, shards)),
         work=AttentionWork(
             slowest[0],
             slowest[1:].mean() if len(slowest) > 1 else 0.0,
             float(window_pairs.max()),
             calls[0],
             calls[1:].mean() if len(calls) > 1 else 0.0,
+            slowest_prefix[0],
+            slowest_prefix[1:].mean() if len(slowest_prefix) > 1 else 0.0,
         ),
     )
 
@@ -167,6 +182,14 @@ def _pairs_by_rank(pieces: _Pieces, num_ranks: int, num_tiles: int) -> np.ndarra
     np.add.at(pairs, (pieces.tile, rank), num_tokens[:, None] * (by_rank - by_rank[first]))
     np.add.at(pairs, (pieces.tile, rank, rank), num_tokens * (num_tokens + 1) // 2)
     return pairs
+
+
+def _prefix_pairs_by_rank(pieces: _Pieces, prefix_of: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int64 [query ranks, key ranks]: pairs of a query in a branch and a key in its prefix."""
+    tokens = np.zeros((num_ranks, len(prefix_of)), np.int64)
+    np.add.at(tokens, (pieces.rank, pieces.document), pieces.num_tokens)
+    keys = np.where(prefix_of > 0, tokens[:, prefix_of], 0)
+    return tokens @ keys.T
 
 
 def _further_calls(pieces: _Pieces, num_ranks: int, local_tokens: int) -> np.ndarray:

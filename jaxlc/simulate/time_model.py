@@ -10,7 +10,7 @@ from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import Cost
-from jaxlc.hlo.op_names import is_data_dependent, is_in_ring_step
+from jaxlc.hlo.op_names import is_data_dependent, is_in_ring_step, is_over_prefix
 from jaxlc.hlo.parser import Instruction, Program
 from jaxlc.hlo.trip_counts import trip_count
 from jaxlc.simulate.efficiency import num_steps
@@ -40,7 +40,7 @@ class TimeModel:
         """Rounds of a loop in one run; those over further documents are a mean. Raises ValueError as `trip_count`."""
         if not is_data_dependent(loop.op_name):
             return trip_count(program, loop)
-        if self.work is None:
+        if self.work is None or is_over_prefix(loop.op_name):  # one call takes two trees
             return 0
         is_ring_step = is_in_ring_step(loop.op_name)
         return self.work.ring_step_further_calls if is_ring_step else self.work.own_further_calls
@@ -145,6 +145,8 @@ def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionW
         steps = num_ring_steps(config)
         return (1.0 if config.attention.document_mask else 0.5) * work.total(steps) / whole.total(steps)
     pairs = work.ring_step_pairs if call.is_ring_step else work.own_pairs
+    if call.is_over_prefix:
+        pairs = work.prefix_ring_step_pairs if call.is_ring_step else work.prefix_own_pairs
     shape = shape_of(call, config.model)
     return min(1.0, pairs * _num_heads_of_call(config, shape) / _all_pairs(call, shape))
 

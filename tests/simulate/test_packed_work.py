@@ -34,11 +34,15 @@ def config_with(tokens: int = TOKENS, context: int = CONTEXT, **sections):
     return load(config)
 
 
-def dense_work(lengths, order_T, num_ranks, window=TOKENS, queries=slice(None)) -> np.ndarray:
-    """[query ranks, key ranks]: visible pairs of some queries of the layout, counted on the mask in natural order."""
+def dense_work(lengths, order_T, num_ranks, window=TOKENS, queries=slice(None), prefixes=None) -> np.ndarray:
+    """[query ranks, key ranks]: visible pairs of some queries of the layout, counted on the mask in natural order.
+
+    With `prefixes`, pairs of a branch and its prefix are counted instead of those within a document.
+    """
     document_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
     positions_T = np.arange(TOKENS)
-    mask_TS = (document_T[:, None] == document_T) & (document_T > 0) & (positions_T[:, None] >= positions_T)
+    attended_T = document_T if prefixes is None else np.array([0, *prefixes])[document_T]
+    mask_TS = (attended_T[:, None] == document_T) & (document_T > 0) & (positions_T[:, None] >= positions_T)
     mask_TS &= positions_T[:, None] - positions_T < window
     is_query_T = np.zeros(TOKENS, bool)
     is_query_T[queries] = True
@@ -49,6 +53,21 @@ def dense_work(lengths, order_T, num_ranks, window=TOKENS, queries=slice(None)) 
 def by_step(work) -> np.ndarray:
     ranks = len(work)
     return np.array([[work[rank, (rank - step) % ranks] for rank in range(ranks)] for step in range(ranks)])
+
+
+def test_work_of_shared_prefixes_equals_dense_count():
+    """The slowest rank of a ring step is the one with the most pairs of both kernel calls."""
+    lengths, prefixes = (1500, 300, 500, 90, 1205, 400), (0, 1, 1, 0, 0, 5)
+    result = sequence_work(config_with(attention=dict(shared_prefixes=True)), ZIGZAG, lengths, prefixes)
+    order_T = zigzag_order(TOKENS, CONTEXT)
+    own, prefix = (by_step(dense_work(lengths, order_T, CONTEXT, prefixes=x)) for x in (None, prefixes))
+    slowest = (own + prefix).argmax(axis=1)
+    own, prefix = (x[np.arange(CONTEXT), slowest] for x in (own, prefix))
+    assert result.work[:2] == (own[0], own[1:].mean())
+    assert (result.work.prefix_own_pairs, result.work.prefix_ring_step_pairs) == (prefix[0], prefix[1:].mean())
+    num_layers = load(defaults()).model.num_layers
+    pairs = [causal_pairs(1500), *(causal_pairs(1500 + n) - causal_pairs(1500) for n in (300, 500)), causal_pairs(90)]
+    assert result.pairs == num_layers * (sum(pairs) + causal_pairs(1605))
 
 
 def test_work_of_zigzag_order_equals_dense_count():

@@ -8,10 +8,12 @@ nothing is masked. The results merge exactly (merge.py). The backward of both ca
 import dataclasses
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, QueryResults, TreeRanges, prepared
 from jaxlc.attention.merge import merge
+from jaxlc.core import scopes
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,15 @@ class SharedPrefixKernel:
     def forward(self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec):
         """(out_BTNH, lse_BNT), both float32."""
         own = self.kernel.forward(q_BTNH, k_BSKH, v_BSKH, ranges.own, spec)
-        prefix = self.kernel.forward(q_BTNH, k_BSKH, v_BSKH, ranges.prefix, _of_prefix(spec))
+        with jax.named_scope(scopes.SHARED_PREFIX):
+            prefix = self.kernel.forward(q_BTNH, k_BSKH, v_BSKH, ranges.prefix, _of_prefix(spec))
         return merge(*(x.astype(jnp.float32) for x in (*own, *prefix)))
 
     def backward(self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec, results: QueryResults):
         """(dq_BTNH, dk_BSKH, dv_BSKH), float32."""
         own = self.kernel.backward(q_BTNH, k_BSKH, v_BSKH, ranges.own, spec, results)
-        prefix = self.kernel.backward(q_BTNH, k_BSKH, v_BSKH, ranges.prefix, _of_prefix(spec), results)
+        with jax.named_scope(scopes.SHARED_PREFIX):
+            prefix = self.kernel.backward(q_BTNH, k_BSKH, v_BSKH, ranges.prefix, _of_prefix(spec), results)
         return tuple(a.astype(jnp.float32) + b.astype(jnp.float32) for a, b in zip(own, prefix, strict=True))
 
 
