@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.ranges import Above0, From0Below1
+from jaxlc.config.ranges import Above0, Above0UpTo1, From0Below1, From1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,3 +37,24 @@ class PosttrainConfig:
     def uses_reference(self) -> bool:
         """Whether the loss needs the log-probabilities of a reference model."""
         return self.loss == "dpo" or bool(self.loss and self.kl)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutsConfig:
+    """Traces that are made while training: a file for each step; docs/post_training.md."""
+
+    # model: the policy answers prompts before each step, on the mesh of the run. files: another program writes files in
+    # the format of data.traces, for which training waits. Empty: no rollouts.
+    source: Literal["", "model", "files"] = ""
+    directory: str = ""  # of the files STEP.jsonl, the first of which is 1.jsonl. Empty: WORKDIR/rollouts
+    wait_seconds: float = 0.0  # files: the run ends if a file does not appear in this time; 0: no limit
+    # model: files with the field prompt (text, a list of messages, or token ids), and others for the reward.
+    prompts: tuple[str, ...] = ()
+    prompts_per_step: From1[int] = 8  # model: each step uses other prompts, in an order that depends on data.seed
+    answers_per_prompt: From1[int] = 8  # model: sampled at posttrain.temperature
+    max_tokens: From1[int] = 256  # model: longer answers are truncated
+    top_p: Above0UpTo1[float] = 1.0  # model: sample from the smallest set of tokens with at least this probability
+    # model: FILE.py:FUNCTION or MODULE:FUNCTION, called as FUNCTION(prompt, answer, record) with two texts and the
+    # record of the prompt; it returns a number.
+    reward: str = ""
+    reward_seconds: float = 60.0  # model: the run ends if a call of the reward takes longer; 0: no limit

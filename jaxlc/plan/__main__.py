@@ -41,9 +41,7 @@ class Flags(StageFlags):
     timeline: str = ""  # output file for a plot of one layer's estimated timeline, such as timeline.png
     constants: str = ""  # JSON file of measured efficiencies and latencies; default: those of jaxlc/core/hardware.py
     evaluation: bool = False  # also compile the evaluation of held-out sequences and print its peak memory
-    document_lengths: str = (
-        ""  # estimate packed sequences too: corpus, mix, or lengths: 65536,1024x64,tree:8192+4x512
-    )
+    document_lengths: str = ""  # estimate packed sequences too: corpus, mix, or lengths: 65536,1024x64,tree:8192+4x512
     advise: bool = False  # if the step does not fit, compile it with changed settings until some fit
 
 

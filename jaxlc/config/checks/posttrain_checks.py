@@ -4,13 +4,14 @@ from collections.abc import Iterator
 
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.frozen import Config
-from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.config.posttrain_schema import PosttrainConfig, RolloutsConfig
 
 
 def posttrain_problems(config: Config) -> Iterator[str]:
     """Reasons why `config` cannot train on traces as set."""
     yield from _prefix_problems(config)
     yield from _loss_problems(config)
+    yield from _rollout_problems(config)
     data = config.data
     if data.traces and (data.mixture or data.eval_sources or data.sources not in ((), DataConfig().sources)):
         yield (
@@ -38,6 +39,35 @@ def _prefix_problems(config: Config) -> Iterator[str]:
             f"unsupported: {setting} with sliding layers and config.attention.strategy={attention.strategy!r}; use"
             " --config.attention.strategy=ulysses, or --config.attention.shared_prefixes=False, which repeats the"
             " prefixes"
+        )
+
+
+def _rollout_problems(config: Config) -> Iterator[str]:
+    rollouts, posttrain = config.rollouts, config.posttrain
+    if not rollouts.source:
+        for name, default in vars(RolloutsConfig()).items():
+            if getattr(rollouts, name) != default:
+                yield (
+                    f"config.rollouts.{name}={getattr(rollouts, name)!r} has no effect without config.rollouts.source;"
+                    " set --config.rollouts.source=model or files"
+                )
+        return
+    setting = f"config.rollouts.source={rollouts.source!r}"
+    if config.data.traces:
+        yield f"{setting} replaces config.data.traces; clear these with --config.data.traces="
+    if posttrain.loss in ("", "dpo"):
+        yield f"{setting} needs a policy loss; use --config.posttrain.loss=grpo, dapo or dr_grpo"
+    if rollouts.source == "files":
+        return
+    for name in ("prompts", "reward"):
+        if not getattr(rollouts, name):
+            yield f"{setting} needs config.rollouts.{name}; set it"
+    if posttrain.uses_reference and posttrain.reference == "record":
+        yield f"{setting} has no reference_log_probs; use --config.posttrain.reference=base with LoRA, or set kl to 0"
+    if posttrain.old_log_probs == "record" and posttrain.temperature != 1:
+        yield (
+            f"config.posttrain.old_log_probs='record' with posttrain.temperature={posttrain.temperature:g}: the sampler"
+            " knows log-probabilities at temperature 1; use --config.posttrain.old_log_probs=policy"
         )
 
 

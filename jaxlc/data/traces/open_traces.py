@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.batch_arrays import array_dtypes
@@ -26,17 +28,23 @@ class TraceData:
     heldout: PackedTraces | None  # None: no group is held out
     fingerprint: str
     description: str
+    rewards: dict[str, float]  # means over the traces, for metrics
     warnings: tuple[str, ...]
 
 
-def open_traces(config: Config, tokenizer: Tokenizer) -> TraceData:
+def open_traces(
+    config: Config, tokenizer: Tokenizer, sources: Sequence[str] = (), *, holds_out: bool = True
+) -> TraceData:
     """The traces of config.data.traces.
 
+    Args:
+      sources: instead of these.
+      holds_out: hold out data.eval_fraction of the groups.
     Raises:
       UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
     """
     warnings: list[str] = []
-    traces = list(_fitting(_read(config, tokenizer, warnings), config, warnings))
+    traces = list(_fitting(_read(sources or config.data.traces, config, tokenizer, warnings), config, warnings))
     if not traces:
         raise UserError("config.data.traces has no trace that can be used")
     groups = list(groups_of(traces))
@@ -46,7 +54,7 @@ def open_traces(config: Config, tokenizer: Tokenizer) -> TraceData:
         num_equal = sum(all(trace.advantage == 0 for trace in group) for group in groups)
         if num_equal:
             warnings.append(f"data.traces: groups whose rewards are all equal: {num_equal:,} of {len(groups):,}")
-    is_heldout = [_hash_of(group) < config.data.eval_fraction for group in groups]
+    is_heldout = [holds_out and _hash_of(group) < config.data.eval_fraction for group in groups]
     parts = [[group for group, held in zip(groups, is_heldout) if held == which] for which in (False, True)]
     if not parts[0]:
         parts = [groups, []]
@@ -61,13 +69,14 @@ def open_traces(config: Config, tokenizer: Tokenizer) -> TraceData:
         train=train,
         heldout=PackedTraces(heldout_trees, config, None) if heldout_trees else None,
         fingerprint=fingerprint(traces, config),
+        rewards=_rewards(traces),
         description=_description(train_trees, train, len(parts[0]), len(parts[1])),
         warnings=tuple(warnings),
     )
 
 
-def _read(config: Config, tokenizer: Tokenizer, warnings: list[str]) -> Iterator[Trace]:
-    files, _ = list_files(config.data.traces, _SETTING)
+def _read(sources: Sequence[str], config: Config, tokenizer: Tokenizer, warnings: list[str]) -> Iterator[Trace]:
+    files, _ = list_files(sources, _SETTING)
     reader = TraceReader(tokenizer, config.data.chat_template)
     num_bad, first_bad = 0, None
     for file in files:
@@ -85,9 +94,11 @@ def _read(config: Config, tokenizer: Tokenizer, warnings: list[str]) -> Iterator
         warnings.append(f"data.traces: skipped records: {num_bad:,} (the first: {first_bad})")
 
 
-def records_of(path: Path) -> Iterator[Record]:
+def records_of(path: Path, fields: Sequence[str] = (*FIELDS, *OTHER_FIELDS)) -> Iterator[Record]:
     """The records of a file of traces.
 
+    Args:
+      fields: of Parquet and Arrow files, the columns to read.
     Raises:
       UserError: the file cannot be read.
     """
@@ -95,7 +106,7 @@ def records_of(path: Path) -> Iterator[Record]:
         raise UserError(f"{path} has no records of traces; expected a file {', '.join(RECORD_SUFFIXES)}")
     if not path.is_file():
         raise UserError(f"{path} does not exist")
-    yield from read_records(path, "", others=(*FIELDS, *OTHER_FIELDS), setting=_SETTING, field_setting=_SETTING)
+    yield from read_records(path, "", others=fields, setting=_SETTING, field_setting=_SETTING)
 
 
 def _fitting(traces: Iterator[Trace], config: Config, warnings: list[str]) -> Iterator[Trace]:
@@ -151,6 +162,16 @@ def _hash_of(group: Sequence[Trace]) -> float:
     trace = group[0]
     digest = hashlib.sha256(trace.tokens[: trace.num_prompt_tokens].tobytes()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _rewards(traces: Sequence[Trace]) -> dict[str, float]:
+    rewards = [trace.reward for trace in traces if trace.reward is not None]
+    means = dict(
+        answer_tokens=np.mean([trace.in_loss.sum() for trace in traces]),
+        truncated=np.mean([trace.is_truncated for trace in traces]),
+    )
+    means |= dict(reward=np.mean(rewards), reward_deviation=np.std(rewards)) if rewards else {}
+    return {name: float(x) for name, x in means.items()}
 
 
 def _description(trees: Sequence[Tree], train: PackedTraces, num_groups: int, num_heldout: int) -> str:

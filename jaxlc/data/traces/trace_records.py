@@ -97,6 +97,24 @@ class TraceReader:
             tokens, in_loss = self._of_answer(values, where)
             yield self._checked(tokens, in_loss, where, **_other_fields(values, in_loss, where))
 
+    def prompt(self, record: Record) -> tuple[np.ndarray, str]:
+        """The token ids and the text of the field prompt: a text, a list of messages, or token ids.
+
+        Raises:
+          BadRecord: the record has no such field, or it has another form.
+        """
+        if isinstance(record.values, BadRecord):
+            raise record.values
+        value = record.values.get("prompt")
+        if value is None:
+            raise BadRecord(f"{record.where}: no field prompt (the fields are {', '.join(record.values)})")
+        if is_chat(value):
+            text = self.template.prompt(value)
+            ((ids, _),) = self._tokenizer.encode_with_offsets([text])
+            return ids, text
+        ids = self._ids(value, "prompt", record.where)
+        return ids, value if isinstance(value, str) else self._tokenizer.decode(ids)
+
     def _of_answer(self, values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         if "tokens" in values:
             tokens = _token_ids(values["tokens"], "tokens", where)
@@ -135,14 +153,15 @@ class TraceReader:
 
     def _of_chat(self, value: Any, values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         chat = read_chat(value, values, "messages", "messages", where)
-        ((tokens, spans),) = encode_chats([self._template.render(*chat, where)], self._tokenizer)
+        ((tokens, spans),) = encode_chats([self.template.render(*chat, where)], self._tokenizer)
         in_loss = np.zeros(len(tokens), bool)
         for begin, end in spans:
             in_loss[begin:end] = True
         return tokens, in_loss
 
     @functools.cached_property
-    def _template(self) -> ChatTemplate:
+    def template(self) -> ChatTemplate:
+        """The template of chats. Raises UserError if there is none."""
         return load_chat_template(self._chat_template, self._tokenizer.file)
 
     def _checked(self, tokens: np.ndarray, in_loss: np.ndarray, where: str, **fields: Any) -> Trace:
