@@ -53,3 +53,65 @@ def test_resumed_run_on_traces_equals_an_undisturbed_one(scored, tmp_path):
     assert whole == [row for row in parts if row["step"] != 2 or "loss" in row]  # without the evaluation at the stop
     assert all({"ratio", "clipped"} <= set(row) for row in whole if "loss" in row)
     assert len({row["loss"] for row in whole if "loss" in row}) == 4
+
+
+REWARD = """
+def reward(prompt, answer, record):
+    return len(set(answer)) + record["bonus"]
+"""
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Settings of a run whose policy makes rollouts, and its undisturbed workdir."""
+    directory = tmp_path_factory.mktemp("rollouts")
+    (directory / "reward.py").write_text(REWARD)
+    prompts = [dict(prompt=prompt, bonus=0.5) for prompt in PROMPTS]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    settings = dict(
+        data__sources="", attention__shared_prefixes=True, posttrain__loss="dapo", rollouts__source="model",
+        rollouts__prompts=directory / "prompts.jsonl", rollouts__reward=f"{directory / 'reward.py'}:reward",
+        rollouts__max_tokens=5, rollouts__prompts_per_step=2, rollouts__answers_per_prompt=3, train__eval_every_steps=0,
+        train__checkpoint_every_steps=1, optimizer__schedule_steps=4, train__steps=4,
+    )  # fmt: skip
+    config = write_config(directory)
+    train(config, directory / "whole", **settings)
+    return dict(config=config, settings=settings, workdir=directory / "whole")
+
+
+def files_of(workdir: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (workdir / "rollouts").iterdir()}
+
+
+def test_rollouts_of_the_policy_are_traces_with_rewards(rollouts):
+    files = files_of(rollouts["workdir"])
+    assert sorted(files) == ["1.jsonl", "2.jsonl", "3.jsonl", "4.jsonl"]
+    records = [json.loads(line) for line in files["2.jsonl"].splitlines()]
+    assert len(records) == 6 and len({record["group"] for record in records}) == 2
+    assert all(record["reward"] == len(set(record["text"]["answer"])) + 0.5 for record in records)
+    last = rows(rollouts["workdir"])[-1]
+    assert last["rollouts/reward"] > 0 and 0 < last["rollouts/answer_tokens"] <= 5
+
+
+@pytest.mark.parametrize("kept", ["rollouts of step 3", "no rollouts of step 3"])
+def test_resumed_run_with_rollouts_equals_an_undisturbed_one(rollouts, tmp_path, kept):
+    """A kill after step 2, before or after the rollouts of step 3 were written."""
+    settings = rollouts["settings"] | dict(train__steps=2)
+    train(rollouts["config"], tmp_path, **settings)
+    if kept == "rollouts of step 3":
+        (tmp_path / "rollouts/3.jsonl").write_text(files_of(rollouts["workdir"])["3.jsonl"])
+    train(rollouts["config"], tmp_path, **rollouts["settings"])
+    assert files_of(tmp_path) == files_of(rollouts["workdir"])
+    assert rows(tmp_path) == rows(rollouts["workdir"])
+
+
+def test_rollouts_of_another_program_train_the_same(rollouts, tmp_path):
+    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
+    directory = rollouts["workdir"] / "rollouts"
+    train(rollouts["config"], tmp_path, rollouts__source="files", rollouts__directory=directory, **settings)
+    assert rows(tmp_path) == rows(rollouts["workdir"])
+    message = train(
+        rollouts["config"], tmp_path, status=2, rollouts__source="files", rollouts__directory=directory,
+        rollouts__wait_seconds=0.3, **settings | dict(train__steps=5),
+    )  # fmt: skip
+    assert "no rollouts of step 5 after" in message

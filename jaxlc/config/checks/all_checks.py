@@ -98,7 +98,7 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def _data_problems(config: Config) -> Iterator[str]:
-    if not (config.data.sources or config.data.mixture or config.data.traces):
+    if not (config.data.sources or config.data.mixture or config.data.traces or config.rollouts.source):
         yield "config.data.sources is empty: give files, directories, glob patterns, or 'python-stdlib'"
     for name, sources in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
         if "" in sources:

@@ -13,10 +13,12 @@ def posttrain_problems(config: Config) -> Iterator[str]:
     yield from _loss_problems(config)
     yield from _rollout_problems(config)
     data = config.data
-    if data.traces and (data.mixture or data.eval_sources or data.sources not in ((), DataConfig().sources)):
+    used = "config.rollouts.source" if config.rollouts.source else "config.data.traces"
+    has_traces = bool(data.traces or config.rollouts.source)
+    if has_traces and (data.mixture or data.eval_sources or data.sources not in ((), DataConfig().sources)):
         yield (
-            "config.data.traces is set together with config.data.sources, data.mixture or data.eval_sources; clear"
-            " these, or clear the traces with --config.data.traces="
+            f"{used} is set together with config.data.sources, data.mixture or data.eval_sources; clear these, or clear"
+            f" it with --{used}="
         )
 
 
