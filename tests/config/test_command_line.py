@@ -169,7 +169,7 @@ def test_parse_missing_argument_says_what_it_is():
             "'rng' for config.attention.strategy: expected one of 'ring'",
         ),
         ([QUICKSTART, "--config.attention.strategy=ulyses"], "'hybrid' (did you mean ulysses?)"),
-        ([QUICKSTART, "--config.data.weights=1"], "expected one of config.data.cache_dir, config.data.chat_template"),
+        ([QUICKSTART, "--config.data.qqqq=1"], "expected one of config.data.cache_dir, config.data.chat_template"),
         ([QUICKSTART, "--noconfig.train.steps"], "only a setting that is true or false has this form"),
         ([QUICKSTART, "--config.train.steps"], "Missing value for flag --config.train.steps; write it as --name=value"),
         ([QUICKSTART, "--worddir=x"], "unknown flag --worddir: did you mean --workdir?"),

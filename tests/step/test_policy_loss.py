@@ -89,10 +89,10 @@ def separate_rows(loss: str, kinds: str = ""):
     [
         ("", "", dict(context=4, tensor=2), {}),
         ("grpo", "", dict(context=8), {}),
-        ("dapo", "lora", dict(context=4), dict(strategy="all_gather")),
+        pytest.param("dapo", "lora", dict(context=4), dict(strategy="all_gather"), marks=pytest.mark.full),
         ("dapo", "sliding", dict(context=2, tensor=2), dict(strategy="ulysses")),
         pytest.param("grpo", "", dict(context=4), dict(document_sharding=False), marks=pytest.mark.full),
-        ("dpo", "", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
+        pytest.param("dpo", "", dict(context=4), dict(strategy="hybrid", ulysses_degree=2), marks=pytest.mark.full),
     ],
     ids=str,
 )

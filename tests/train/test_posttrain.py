@@ -93,7 +93,7 @@ def test_rollouts_of_the_policy_are_traces_with_rewards(rollouts):
     assert last["rollouts/reward"] > 0 and 0 < last["rollouts/answer_tokens"] <= 5
 
 
-@pytest.mark.parametrize("kept", ["rollouts of step 3", "no rollouts of step 3"])
+@pytest.mark.parametrize("kept", ["rollouts of step 3", pytest.param("none", marks=pytest.mark.full)])
 def test_resumed_run_with_rollouts_equals_an_undisturbed_one(rollouts, tmp_path, kept):
     """A kill after step 2, before or after the rollouts of step 3 were written."""
     settings = rollouts["settings"] | dict(train__steps=2)
