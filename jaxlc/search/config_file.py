@@ -68,12 +68,15 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
 
 
 def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> dict[str, Any]:
-    """Settings that differ from the base by their paths: of a stage, or of the run where stages have no own value."""
+    """Settings that differ from the base, or that it lacks, by their paths.
+
+    They are settings of a stage, or of the run where stages have no own value.
+    """
     changes: dict[str, Any] = {}
     for stage, config in zip(base, recommended, strict=True):
         given = flattened(to_dict(stage.config))
         for path, value in flattened(to_dict(config)).items():
-            if value != given[path] and not (stage.name and path in FROM_LENGTHS):
+            if (path not in given or value != given[path]) and not (stage.name and path in FROM_LENGTHS):
                 is_shared = not stage.name or refusal(stage.name, path)
                 changes[path if is_shared else f"stages.{stage.name}.{path}"] = value
     return changes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from jaxlc import plan
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
@@ -282,6 +283,29 @@ def test_candidates_divide_batch_and_keep_settings():
     assert {(), ("mlp_gate", "mlp_up"), ("query", "key", "value")} <= saved
 
 
+def test_space_follows_the_layer_kinds():
+    """Ulysses degrees split the heads of every kind, and sliding layers run in tiles and in remat groups."""
+    model = dict(layer_kinds="sliding,wide", window=512, num_layers=5, num_heads=8, num_kv_heads=8)
+    model |= dict(kinds=dict(wide=dict(attention="full")))
+    config = load(ConfigDict(dict(model=model, data=dict(seq_len=2**18))))
+    wide = with_settings(config, {"model.kinds.wide.num_heads": 12, "model.kinds.wide.num_kv_heads": 6})
+    mesh = dict(vars(config.mesh), context=8)
+    assert space.ulysses_degrees(config, mesh) == [4, 2] and space.ulysses_degrees(wide, mesh) == [2]
+    settings = list(space.memory_settings(wide))
+    assert {x["memory.tile_tokens"] for x in settings} == {0, 8192, 16_384, 32_768}
+    assert {x["memory.layers_per_remat_group"] for x in settings} == {1, 2}
+
+
+def test_estimate_counts_the_gate_of_the_query_projection():
+    rates = Rates(topology("h100:1x1"), Roofline())
+    config = load(model("llama3.2-1b"))
+    seconds = [
+        Layout(changed, rates, {"full": "cudnn"}).layer_seconds(0)[0]
+        for changed in (config, with_settings(config, {"model.attention_gate": True}))
+    ]
+    assert seconds[1]["query"] > seconds[0]["query"] and seconds[1]["key"] == seconds[0]["key"]
+
+
 @pytest.mark.gpu_compiler
 def test_estimate_state_and_saved_activations_are_a_lower_bound():
     """What the compiled steps need beyond them is less than twice the working set and NCCL's buffers."""
@@ -454,6 +478,14 @@ def test_config_file_loads_as_recommended(source, model, tmp_path):
     assert [stage.config for stage in written] == configs
     assert [(stage.name, stage.num_steps) for stage in written] == [(stage.name, stage.num_steps) for stage in base]
     assert MARK in path.read_text() and len(path.read_text().splitlines()) < 40
+
+
+def test_config_file_has_the_layer_kinds_of_flags(tmp_path):
+    kinds = {"model.layer_kinds": ("full", "wide"), "model.kinds.wide.head_dim": 64}
+    config = with_settings(load(defaults()), kinds)
+    path = tmp_path / "recommended.py"
+    path.write_text(config_source("quickstart", "", "Recommended.", stages_of("quickstart"), [config]))
+    assert load(read_config(str(path))) == config
 
 
 def test_config_file_of_hugging_face_directory_loads(tmp_path):
