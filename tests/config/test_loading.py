@@ -189,6 +189,10 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
         (dict(layer_kinds="full,nope", num_layers=1), "use --config.model.num_layers=2 or more"),
         (dict(layer_kinds="full,wid", kinds=dict(wide={})), "expected one or more of full, sliding, nope, wide"),
         (
+            dict(layer_kinds="full,wide"),
+            "or a new kind with its settings, such as --config.model.kinds.wide.attention=",
+        ),
+        (
             dict(kinds=dict(wide={})),
             "no effect, since config.model.layer_kinds does not name it; use --config.model.layer_kinds=full,wide",
         ),
@@ -211,6 +215,8 @@ def test_load_kinds_round_trips_and_stored_config_of_earlier_version_loads():
     assert from_dict(json.loads(json.dumps(to_dict(load(config))))) == load(config)
     unknown = changed("model", **kinds, kinds=dict(wide=dict(head_dims=16)))
     assert "did you mean config.model.kinds.wide.head_dim?" in rejected(unknown)
+    advised = changed("model", layer_kinds="full,wide", kinds=dict(wide=dict(attention="full")))
+    assert load(advised).model.of_kind("wide") == load(advised).model
     before = to_dict(load(changed("model", window=4, layer_kinds="sliding,full")))
     before["model"] |= dict(init_from="/a/model/that/is/gone")
     del before["model"]["kinds"]

@@ -34,12 +34,12 @@ def tile_problems(config: Config) -> Iterator[str]:
             f" is not a multiple of 2 x mesh.tensor = {pieces}; use {_nearest_divisor(per_device, tile_tokens, pieces)}"
         )
     ranks = num_head_ranks(config)
-    for model in shapes(config.model).values():
+    for path, model in shapes(config.model).items():
         kv_heads = max(1, model.num_kv_heads // mesh.tensor)
         if kv_heads % ranks:
             yield (
-                f"{setting} needs the {kv_heads} key/value heads of a tensor rank to split over {ranks} Ulysses ranks;"
-                " use strategy ring, or hybrid with a config.attention.ulysses_degree that divides them"
+                f"{setting} needs the {kv_heads} key/value heads of config.{path} per tensor rank to split over {ranks}"
+                " Ulysses ranks; use strategy ring, or hybrid with a config.attention.ulysses_degree that divides them"
             )
 
 
