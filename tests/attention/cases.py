@@ -124,7 +124,7 @@ def assert_rows_match(actual, expected, tolerance: float) -> None:
 
 
 def tiled_results(tiled: TiledAttention, order_T: np.ndarray, ranges, operands, sinks_N=None):
-    """[out, dq, dk, dv, dsinks_1N or None], natural order, called tile by tile as in a layer; `operands` as of `inputs`.
+    """[out, dq, dk, dv, dsinks_1N or None] in natural order, tile by tile as in a layer; `operands` as of `inputs`.
 
     Args:
       order_T: the layout of the sequence.
