@@ -71,9 +71,7 @@ def test_errors_of_export_and_init_from_name_ways_that_work(config_path, tmp_pat
     assert load(config).model.of_kind("wide").ffn_dim == 96
     config.model.kinds.wide.ffn_dim = 64
     advice = "--config.model.kinds.wide.ffn_dim=96"
-    with pytest.raises(
-        UserError, match=f"=64 contradicts .*, which has 96: remove that setting, or use {advice}"
-    ):
+    with pytest.raises(UserError, match=f"=64 contradicts .*, which has 96: remove that setting, or use {advice}"):
         load(config)
     config.model.kinds.wide.ffn_dim = 96
     loaded = load(config)
