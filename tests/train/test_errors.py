@@ -7,7 +7,7 @@ import pytest
 from jaxlc.config.command_line import run_main
 from jaxlc.step import step
 from jaxlc.train.__main__ import main
-from tests.config.test_loading import advised
+from tests.advice import advised
 from tests.train import runs
 
 
