@@ -18,9 +18,7 @@ class PromptEncoder:
     """Converts text to token ids."""
 
     tokenizer: Tokenizer
-    is_pretrained: bool = (
-        False  # plain text starts with `tokenizer.start_ids`, which documents of training lack
-    )
+    is_pretrained: bool = False  # plain text starts with `tokenizer.start_ids`, which documents of training lack
     template: ChatTemplate | None = None  # None: plain text
 
     @property

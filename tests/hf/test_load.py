@@ -185,12 +185,8 @@ def test_config_takes_shape_and_tokenizer_of_the_model(tmp_path):
 def test_config_rope_may_be_overridden_and_shape_may_not(tmp_path):
     directory = str(write_model(tmp_path / "model", "llama"))
     assert load(ConfigDict({"model": dict(init_from=directory, rope_theta=5e6)})).model.rope_theta == 5e6
-    for name, value, words in [
-        ("num_layers", 4, "4 contradicts .*, which has 3: remove that setting, or use --config.model.num_layers=3"),
-        ("layer_kinds", "full,nope,full", "remove that setting, or use --config.model.layer_kinds=full$"),
-        ("kinds", dict(full=dict(ffn_dim=8)), "which has {}: remove that setting$"),
-    ]:
-        assert re.search(words, rejected(ConfigDict({"model": {"init_from": directory, name: value}})))
+    message = rejected(ConfigDict({"model": dict(init_from=directory, num_layers=4)}))
+    assert re.search("num_layers=4 contradicts .*, which has 3: remove that setting, or use .*=3$", message)
 
 
 def test_config_that_was_loaded_does_not_need_the_model(tmp_path):

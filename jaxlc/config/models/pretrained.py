@@ -11,7 +11,7 @@ from jaxlc.config.models import hub
 from jaxlc.config.models.config_json import CHANGEABLE_SETTINGS, language_model_of, settings_of
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.rope_settings import with_scaling
-from jaxlc.config.values import as_argument, typed
+from jaxlc.config.values import typed
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 
@@ -161,10 +161,9 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
     settings = {"kinds": dict[str, Any](), **pretrained.model_settings()}
     for name, value in explicit.items():
         if name in settings and name not in CHANGEABLE_SETTINGS and settings[name] != value:
-            use = "" if name == "kinds" else f", or use --config.model.{name}={as_argument(settings[name])}"
             raise UserError(
-                f"config.model.{name}={value} contradicts {pretrained.init_from}, which has {settings[name]}:"
-                f" remove that setting{use}"
+                f"config.model.{name}={value} contradicts {pretrained.init_from}, which has {settings[name]}: remove"
+                f" that setting, or use --config.model.{name}={settings[name]}"
             )
     return with_scaling(settings, explicit)
 
