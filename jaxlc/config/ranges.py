@@ -1,4 +1,4 @@
-"""The range of a number in the settings, declared with its type: `steps: From1[int]`. Imports no jax."""
+"""The range of a number in settings and flags, declared with its type: `steps: From1[int]`. Imports no jax."""
 
 import functools
 import typing
@@ -28,19 +28,22 @@ ZeroOrFrom2 = Annotated[Number, Range("0 or at least 2", lambda x: x == 0 or x >
 
 @functools.cache
 def ranges_of(section: type) -> dict[str, Range]:
-    """The range of each number of a section by its name."""
-    hints = typing.get_type_hints(section, include_extras=True)
-    declared = {name: hint.__metadata__[0] for name, hint in hints.items() if typing.get_origin(hint) is Annotated}
-    return {name: _FROM_0 for name, hint in hints.items() if hint in (int, float)} | declared
+    """The range of each number of a section, or of the flags of a verb, by its name."""
+    ranges: dict[str, Range] = {}
+    for name, hint in typing.get_type_hints(section, include_extras=True).items():
+        annotated = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Annotated]
+        if annotated or hint in (int, float, int | None, float | None):
+            ranges[name] = annotated[0].__metadata__[0] if annotated else _FROM_0
+    return ranges
 
 
-def range_problems(section: str, values: Any) -> Iterator[str]:
-    """Yields the numbers of a section that are out of range, as messages.
+def range_problems(prefix: str, values: Any) -> Iterator[str]:
+    """Yields the numbers of a section, or of the flags of a verb, that are out of range, as messages.
 
     Args:
-      values: the section, such as a `TrainConfig` for "train".
+      prefix: of the names in the messages: "train." for a `TrainConfig`, "--" for flags.
     """
     for name, allowed in ranges_of(type(values)).items():
         value = getattr(values, name)
-        if not allowed.holds(value):
-            yield invalid_value(f"{section}.{name}", value, allowed.text)
+        if value is not None and not allowed.holds(value):
+            yield invalid_value(prefix + name, value, allowed.text)

@@ -425,7 +425,7 @@ def test_base_config_errors(flags, message):
         (["--goal=best"], "expected one of 'fastest'"),
         (["--html=page.html"], "unknown flag --html: use jaxlc plan --config=recommended.py --html=FILE"),
         (["--workers=0"], "--workers=0"),
-        (["--search_minutes=soon"], "invalid --search_minutes=soon: expected a positive number"),
+        (["--search_minutes=soon"], "invalid --search_minutes=soon: expected a finite number"),
         (["--out=recommended.txt"], "recommended.py"),
         (["--out=/"], "expected the name of a config file"),
     ],

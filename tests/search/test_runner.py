@@ -372,7 +372,7 @@ def test_command_run_measures_simulated_devices(tmp_path):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--run", "--topology=h100:1x8"], "--topology=h100:1x8 is unsupported with --run"),
-    (["--topology=h100:1x8", "--workers=0"], "invalid --workers=0: expected a whole number, at least 1"),
+    (["--topology=h100:1x8", "--workers=0"], "invalid --workers=0: expected at least 1"),
     ([], "no topology: pass target GPUs"),
     (["--run=false"], "no topology: pass target GPUs"),
     (["--run", "--constants=c.json"], "--constants=c.json is unsupported with --run"),

@@ -23,7 +23,7 @@ def eval_problems(evals: EvalsConfig) -> Iterator[str]:
     for task in evals.tasks:
         if task not in EVAL_TASKS:
             yield f"unknown task {task!r}: {did_you_mean(task, EVAL_TASKS)}"
-    yield from range_problems("evals", evals)
+    yield from range_problems("evals.", evals)
     for name in ("lengths", "context_limits"):
         if any(tokens < 1 for tokens in getattr(evals, name)):
             yield f"invalid {name} {getattr(evals, name)}: expected numbers of tokens, at least 1"
