@@ -120,9 +120,7 @@ def test_tokenizer_unusable_file_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="broken.json' is not a valid tokenizer.json"):
         load_tokenizer(str(tmp_path / "broken.json"))
     endless = write_tokenizer(tmp_path / "endless.json", "<pad>")
-    with pytest.raises(
-        UserError, match=r"no end-of-document token: its special tokens are .*end_token to one"
-    ):
+    with pytest.raises(UserError, match=r"no end-of-document token: its special tokens are .*end_token to one"):
         load_tokenizer(endless)
     load_tokenizer(endless, "<pad>")
     load_tokenizer(write_tokenizer(tmp_path / "ended.json", "<pad>", "</s>"))
