@@ -7,7 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxlc.config import defaults, load_stages
-from jaxlc.config.setting_paths import set_at
+from jaxlc.config.setting_paths import hint_at, set_at
 from jaxlc.core.errors import UserError
 
 _VALUE = r"[\w.,:/-]*[\w/-]"
@@ -42,6 +42,8 @@ def followed(attempt: Callable[[dict[str, Any]], object]) -> str:
     """
     message = _error(attempt, {})
     assert message and "\n" not in message
+    for path in re.findall(r"config\.([\w.]*\w)", message.partition("did you mean ")[2]):
+        hint_at(path)
     for settings in advised(message):
         assert _is_resolved(attempt, settings, {message}), f"{settings} does not help: {message}"
     return message
@@ -66,9 +68,11 @@ def _error(attempt: Callable[[dict[str, Any]], object], settings: dict[str, Any]
 def advised(message: str) -> Iterator[dict[str, Any]]:
     """Yields the settings of each piece of advice in an error, None for one to remove.
 
-    Advice is --config.A.B=VALUE or, for the setting with which the error begins, "use 4096 or 4098", "set it to VALUE"
-    or "remove it".
+    Advice is --config.A.B=VALUE or, for the setting with which the error begins, "use 4096 or 4098", "set it to VALUE",
+    "remove it" or "did you mean VALUE?".
     """
+    if nearest := re.match(r"invalid value .* for config\.([\w.]+): .*did you mean ([\w.-]+)\?\)?$", message):
+        yield {nearest[1]: nearest[2]}
     for words in re.findall(rf"(?:--(?:no)?config\.[\w.]*\w(?:=(?:{_VALUE})?)? ?)+", message):
         found = re.findall(rf"--(no)?config\.([\w.]*\w)(=(?:{_VALUE})?)?", words)
         settings = {path: "false" if no else value[1:] for no, path, value in found if no or value}
