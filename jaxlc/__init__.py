@@ -83,7 +83,7 @@ def start(
         process_id=process_id,
         coordinator_address=coordinator_address,
     )
-    raise_first(range_problems("runtime.", config))
+    raise_first(range_problems("runtime", config))
     runtime.start(config)
 
 

@@ -19,12 +19,12 @@ from ml_collections import ConfigDict
 from jaxlc.config.files import read_config, shipped_configs
 from jaxlc.config.frozen import Config
 from jaxlc.config.help import HELP_SECTIONS, field_comments, settings_help
-from jaxlc.config.ranges import range_problems
+from jaxlc.config.ranges import out_of_range
 from jaxlc.config.setting_paths import hint_at, is_part
 from jaxlc.config.settings import Settings
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
-from jaxlc.config.values import as_argument, typed
+from jaxlc.config.values import as_argument, invalid_value, typed
 from jaxlc.core import interrupts
 from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.paths import local_path
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Ba
     """
     values, overrides = _values(argv[1:], flags)
     parsed = flags(**values)
-    raise_first(range_problems("--", parsed))
+    raise_first(invalid_value(f"--{name}", *problem) for name, *problem in out_of_range(parsed))
     if not isinstance(parsed, ConfigFlags):
         return ParsedCommand(flags=parsed)
     config = read_config(parsed.config) if parsed.config else None

@@ -37,13 +37,18 @@ def ranges_of(section: type) -> dict[str, Range]:
     return ranges
 
 
-def range_problems(prefix: str, values: Any) -> Iterator[str]:
-    """Yields the numbers of a section, or of the flags of a verb, that are out of range, as messages.
-
-    Args:
-      prefix: of the names in the messages: "train." for a `TrainConfig`, "--" for flags.
-    """
+def out_of_range(values: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yields (name, value, allowed range) of each number of a section, or of flags, that is out of range."""
     for name, allowed in ranges_of(type(values)).items():
         value = getattr(values, name)
         if value is not None and not allowed.holds(value):
-            yield invalid_value(prefix + name, value, allowed.text)
+            yield name, value, allowed.text
+
+
+def range_problems(section: str, values: Any) -> Iterator[str]:
+    """Yields the numbers of a section that are out of range, as messages.
+
+    Args:
+      values: the section, such as a `TrainConfig` for "train".
+    """
+    yield from (invalid_value(f"{section}.{name}", *problem) for name, *problem in out_of_range(values))

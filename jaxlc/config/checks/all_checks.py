@@ -32,7 +32,7 @@ def check(config: Config) -> None:
       UserError: the first value that is out of range or contradicts another one.
     """
     for section in SECTIONS:
-        raise_first(range_problems(f"{section}.", getattr(config, section)))
+        raise_first(range_problems(section, getattr(config, section)))
     for problems in (
         layer_problems,
         _model_problems,

@@ -23,7 +23,7 @@ def eval_problems(evals: EvalsConfig) -> Iterator[str]:
     for task in evals.tasks:
         if task not in EVAL_TASKS:
             yield f"unknown task {task!r}: {did_you_mean(task, EVAL_TASKS)}"
-    yield from range_problems("evals.", evals)
+    yield from range_problems("evals", evals)
     if any(not 0 <= depth <= 1 for depth in evals.depths):
         yield f"invalid depths {evals.depths}: expected numbers from 0 to 1"
     if LOSS in evals.tasks and not evals.documents:

@@ -47,7 +47,7 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
             f"config.{path} has no effect, since config.model.layer_kinds does not name it; use"
             f" --config.model.layer_kinds={','.join((*model.layer_kinds, kind.name))}, or remove it"
         )
-    yield from range_problems(f"{path}.", kind)
+    yield from range_problems(path, kind)
     if kind.attention and kind.name in LAYER_KINDS and kind.attention != kind.name:
         yield f"config.{path}.attention={kind.attention!r} contradicts the name {kind.name!r}; use a different name"
 

@@ -13,7 +13,7 @@ def mixture_problems(data: DataConfig) -> Iterator[str]:
     if names and all(source.share == 0 for source in data.mixture):
         yield "all shares of config.data.mixture are 0: give a source a share greater than 0"
     for source in data.mixture:
-        yield from range_problems(f"data.mixture.{source.name}.", source)
+        yield from range_problems(f"data.mixture.{source.name}", source)
         for problem in _source_problems(source, data.seq_len, names):
             yield f"config.data.mixture.{source.name}.{problem}"
 

@@ -27,7 +27,7 @@ def contradictions(stages: Sequence[StageConfig], changes: Mapping[str, Mapping[
     first, last = stages[0], stages[-1]
     for stage in stages:
         parse_min_scores(stage.min_scores, f"stages.{stage.name}.min_scores")
-        yield from range_problems(f"stages.{stage.name}.", stage)
+        yield from range_problems(f"stages.{stage.name}", stage)
     for name, default in (("schedule", "new"), ("optimizer_state", "carry")):
         if getattr(first, name) != default:
             yield invalid_value(f"stages.{first.name}.{name}", getattr(first, name), f"{default!r} in stage one")

@@ -45,8 +45,7 @@ def tile_problems(config: Config) -> Iterator[str]:
         if kv_heads % ranks:
             yield (
                 f"{setting} needs the {kv_heads} key/value heads of a tensor rank to split over {ranks} Ulysses ranks;"
-                " use --config.attention.strategy=ring, or hybrid with a config.attention.ulysses_degree that divides"
-                " them"
+                " use strategy ring, or hybrid with a config.attention.ulysses_degree that divides them"
             )
 
 

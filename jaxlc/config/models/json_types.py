@@ -7,8 +7,9 @@ from typing import Any
 from jaxlc.config.ranges import From1
 from jaxlc.core.errors import UserError
 
+Count = From1[int]
 _WORDS: dict[Any, str] = {
-    From1[int]: "an integer, at least 1",
+    Count: "an integer, at least 1",
     int: "an integer",
     float: "a number",
     bool: "true or false",
@@ -19,8 +20,8 @@ _WORDS: dict[Any, str] = {
     list[float]: "a list of numbers",
 }
 _TYPES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim"), From1[int]),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "query_pre_attn_scalar"), From1[int]),
+    **dict.fromkeys(("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim"), Count),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "query_pre_attn_scalar"), Count),
     **dict.fromkeys(("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"), int),
     "no_rope_layer_interval": int,
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps"), float),
@@ -61,6 +62,6 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and all(_has_type(item, typing.get_args(hint)[0]) for item in value)
     if isinstance(value, bool):  # a subclass of int
         return hint is bool
-    if hint == From1[int]:
+    if hint is Count:
         return isinstance(value, int) and value >= 1
     return isinstance(value, (int, float) if hint is float else hint)
