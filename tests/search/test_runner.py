@@ -98,8 +98,11 @@ def test_points_axis_not_listed_keeps_its_size(tmp_path):
         UserError, match="no mesh of 9 devices: --axes=context cannot complete data=1 x fsdp=1 x tensor=2"
     ):
         grid(config, 9, axes="context")
+    assert grid(config, 9, axes="context,data,tensor")  # the advice of the error, and of the next one
     with pytest.raises(UserError, match="no points: hybrid needs a context axis that splits"):
         grid(small(tmp_path), 2, axes="context", strategies="hybrid")
+    assert grid(small(tmp_path), 2, axes="context", strategies="hybrid,ring")
+    assert grid(small(tmp_path), 4, axes="context", strategies="hybrid")
 
 
 def test_points_duplicates_counted_and_rejected_with_reason(tmp_path, capsys):
