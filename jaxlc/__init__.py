@@ -274,6 +274,7 @@ def export(
 
 
 def _function(name: str) -> Callable[..., Any]:
+    """A function in `_FUNCTIONS`; imports JAX."""
     from jaxlc import runtime
 
     runtime.import_jax()
