@@ -29,12 +29,10 @@ ZeroOrFrom2 = Annotated[Number, Range("0 or at least 2", lambda x: x == 0 or x >
 @functools.cache
 def ranges_of(section: type) -> dict[str, Range]:
     """The range of each number of a section, or of the flags of a verb, by its name."""
-    ranges: dict[str, Range] = {}
-    for name, hint in typing.get_type_hints(section, include_extras=True).items():
-        annotated = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Annotated]
-        if annotated or hint in (int, float, int | None, float | None):
-            ranges[name] = annotated[0].__metadata__[0] if annotated else _FROM_0
-    return ranges
+    hints = typing.get_type_hints(section, include_extras=True)
+    parts = {name: (hint, *typing.get_args(hint)) for name, hint in hints.items()}
+    declared = {name: x.__metadata__[0] for name, xs in parts.items() for x in xs if typing.get_origin(x) is Annotated}
+    return {name: _FROM_0 for name, hint in hints.items() if hint in (int, float, int | None, float | None)} | declared
 
 
 def out_of_range(values: Any) -> Iterator[tuple[str, Any, str]]:

@@ -30,13 +30,7 @@ class Flags(TargetFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    return run_main(
-        _plan_generation,
-        argv,
-        description=__doc__,
-        flags=Flags,
-        base=lambda config, flags: base_config(config, {"model": flags["model"], "seq_len": None}),
-    )
+    return run_main(_plan_generation, argv, description=__doc__, flags=Flags, base=base_config)
 
 
 def _plan_generation(command: ParsedCommand[Flags]) -> int:
