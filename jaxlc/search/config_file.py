@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlc.config import PRESETS, Config, Stage, to_dict
+from jaxlc.config.config_text import file_text
 from jaxlc.config.stage_schema import FROM_LENGTHS, refusal
 from jaxlc.config.values import as_python, flattened
 from jaxlc.core.errors import UserError
@@ -12,22 +13,6 @@ from jaxlc.core.paths import local_path
 from jaxlc.plan.output_files import check_output_file
 
 MARK = "Written by `jaxlc recommend`"
-_FILE = '''"""{title}
-
-{mark}. Change it as any other config file.
-"""
-
-from ml_collections import ConfigDict
-
-from jaxlc.config import check_variant, {function}
-
-
-def get_config(variant: str = "") -> ConfigDict:
-    check_variant(variant, ())
-    config = {function}({argument})
-{model}    config.update_from_flattened_dict({settings})
-    return config
-'''
 
 
 def check_path(path: Path) -> None:
@@ -56,15 +41,10 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
     is_preset, path = model in PRESETS, local_path(model)
     if model and not is_preset and path.is_dir():  # absolute, so that the file can be read from other directories
         model = str(path.resolve())
-    setting = f"    config.model.{'preset' if is_preset else 'init_from'} = {as_python(model)}\n" if model else ""
-    return _FILE.format(
-        title=title,
-        mark=MARK,
-        function="read_config" if source else "defaults",
-        argument=as_python(source) if source else "",
-        model=setting,
-        settings=as_python(_changes(base, recommended)).replace("\n", "\n    "),
-    )
+    lines = [f"config.model.{'preset' if is_preset else 'init_from'} = {as_python(model)}"] if model else []
+    title = f"{title}\n\n{MARK}. Change it as any other config file.\n"
+    given = f"read_config({as_python(source)})" if source else "defaults()"
+    return file_text(title, given, _changes(base, recommended), lines)
 
 
 def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> dict[str, Any]:

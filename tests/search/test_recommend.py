@@ -1,6 +1,7 @@
 """`jaxlc recommend`: the order of candidates, the search, the page, the config file, the command."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +30,7 @@ from jaxlc.search.recommendation import LORA, Recommendation, candidates, length
 from jaxlc.search.recommendation_page import page
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
+from tests.advice import followed
 
 GIB = 2**30
 NO_FLAGS = dict(model=None, seq_len=None)
@@ -92,6 +94,19 @@ def test_search_of_64k_compiles_ulysses_with_saved_mlp_first():
     assert space.name_of(compiled[0].config).startswith("context=8 ulysses, 64 microbatches")
     assert compiled[0].settings["memory.save"] == ("mlp_gate", "mlp_up")
     assert space.overrides(compiled[0].settings) in [row["overrides"] for row in STORED]
+
+
+@pytest.mark.gpu_compiler
+def test_batch_that_no_mesh_divides_names_one_that_works():
+    def search(settings):
+        config = with_settings(small(), {"runtime.transport": "nccl", **settings})
+        with contextlib.suppress(KeyboardInterrupt):
+            recommend(config, topology("h100:1x7"), stop, roofline=Roofline(), limit_seconds=1e9)
+
+    def stop(candidates):
+        raise KeyboardInterrupt
+
+    assert "no mesh of 7 GPUs divides the sequence of 512 tokens" in followed(search)
 
 
 @pytest.mark.full
@@ -434,7 +449,7 @@ def test_base_config_errors(flags, message):
         (["--goal=best"], "expected one of 'fastest'"),
         (["--html=page.html"], "unknown flag --html: use jaxlc plan --config=recommended.py --html=FILE"),
         (["--workers=0"], "--workers=0"),
-        (["--search_minutes=soon"], "invalid --search_minutes=soon: expected a positive number"),
+        (["--search_minutes=soon"], "invalid --search_minutes=soon: expected a finite number"),
         (["--out=recommended.txt"], "recommended.py"),
         (["--out=/"], "expected the name of a config file"),
     ],

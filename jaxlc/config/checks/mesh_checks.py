@@ -110,11 +110,6 @@ def _strategy_problems(config: Config) -> Iterator[str]:
             f"config.mesh.context={mesh.context} is not divisible by config.attention.ulysses_degree="
             f"{attention.ulysses_degree}, as strategy 'hybrid' requires"
         )
-    if attention.strategy != "hybrid" and attention.ulysses_degree > 1:
-        yield (
-            f"config.attention.ulysses_degree={attention.ulysses_degree} is for strategy 'hybrid', and"
-            f" config.attention.strategy is {attention.strategy!r}; use --config.attention.ulysses_degree=1"
-        )
     ranks = num_head_ranks(config)
     for path, model in shapes(config.model).items():
         heads, kv_heads = model.num_heads // mesh.tensor, max(1, model.num_kv_heads // mesh.tensor)

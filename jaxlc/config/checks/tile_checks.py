@@ -18,9 +18,15 @@ def tile_problems(config: Config) -> Iterator[str]:
         return
     setting = f"config.memory.tile_tokens={tile_tokens}"
     if attention.strategy == "all_gather":
-        yield f"{setting} is incompatible with config.attention.strategy='all_gather'; use ring, ulysses or hybrid"
+        yield (
+            f"{setting} is incompatible with config.attention.strategy='all_gather';"
+            " use --config.attention.strategy=ring, ulysses or hybrid"
+        )
     if memory.remat not in ("full", "attention"):
-        yield f"{setting} is incompatible with config.memory.remat={memory.remat!r}; use full or attention"
+        yield (
+            f"{setting} is incompatible with config.memory.remat={memory.remat!r};"
+            " use --config.memory.remat=full or attention"
+        )
     named = (*memory.save, *memory.offload)
     for name in named:
         if name not in _WHOLE_TENSORS:
