@@ -17,7 +17,7 @@ import numpy as np
 import jaxlc
 from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
-from jaxlc.config.values import Positive
+from jaxlc.config.ranges import Above0
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 from jaxlc.core.write_errors import full_disk_explained
@@ -34,7 +34,7 @@ class Flags(VerbFlags):
     traces: str  # file of traces: .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow
     out: str  # .jsonl file to write: the records of traces with one more field
     field: Literal["old_log_probs", "reference_log_probs"] = "reference_log_probs"  # the field to add
-    temperature: Positive = Positive(1.0)  # logits are divided by it, as in sampling
+    temperature: Above0[float] = 1.0  # logits are divided by it, as in sampling
     entropy: bool = False  # also write the entropies of the next token, in the field entropies
     step: int | None = None  # checkpoint to use; default: the latest
     chat_template: str = ""  # chatml, llama3 or a Jinja file; default: that of the run, or of the tokenizer

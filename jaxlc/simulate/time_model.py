@@ -147,15 +147,22 @@ def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionW
     pairs = work.ring_step_pairs if call.is_ring_step else work.own_pairs
     if call.is_over_prefix:
         pairs = work.prefix_ring_step_pairs if call.is_ring_step else work.prefix_own_pairs
-    shape = shape_of(call, config.model)
-    return min(1.0, pairs * _num_heads_of_call(config, shape) / _all_pairs(call, shape))
+    head_share = _head_share(config)
+    shape = shape_of(call, config.model, head_share)
+    return min(1.0, pairs * shape.num_heads * head_share / _all_pairs(call, shape))
 
 
-def shape_of(call: AttentionKernelCall, model: ModelConfig) -> ModelConfig:
-    """The settings of the layers of a call: of the first kind with its window and, if there is one, its head dim."""
+def shape_of(call: AttentionKernelCall, model: ModelConfig, head_share: float) -> ModelConfig:
+    """The settings of the layers of a call: of the first kind with its window and, if there are such, its head dim and
+    query heads. Kinds that differ only in their key/value heads are not distinguished.
+
+    Args:
+      head_share: query heads of a call, times its sequences, relative to those of its layers.
+    """
     kinds = [kind for kind in model.layer_kinds if (model.window_of(kind) is not None) == call.has_window]
     shapes = [model.of_kind(kind) for kind in kinds] or [model]
-    return next((shape for shape in shapes if shape.head_dim == call.head_dim), shapes[0])
+    num_heads = call.sizes.num_heads if call.sizes else 0
+    return min(shapes, key=lambda x: (x.head_dim != call.head_dim, x.num_heads * head_share != num_heads))
 
 
 def _local_tokens(config: Config) -> float:
@@ -172,16 +179,16 @@ def _num_window_keys(call: AttentionKernelCall, config: Config) -> float:
         train, mesh = config.train, config.mesh
         sequences = train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
         num_queries = config.memory.tile_tokens * num_head_ranks(config) / (2 * sequences)
-    shape = shape_of(call, config.model)
-    return _all_pairs(call, shape) / (_num_heads_of_call(config, shape) * num_queries)
+    head_share = _head_share(config)
+    shape = shape_of(call, config.model, head_share)
+    return _all_pairs(call, shape) / (shape.num_heads * head_share * num_queries)
 
 
-def _num_heads_of_call(config: Config, model: ModelConfig) -> float:
-    """Query heads of a device in a kernel call of layers with the sizes of `model`, times the sequences of a
-    microbatch."""
+def _head_share(config: Config) -> float:
+    """The share of the query heads that a device has in a kernel call, times the sequences of a microbatch."""
     train, mesh = config.train, config.mesh
     sequences = train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
-    return sequences * model.num_heads / (mesh.tensor * num_head_ranks(config))
+    return sequences / (mesh.tensor * num_head_ranks(config))
 
 
 def _all_pairs(call: AttentionKernelCall, model: ModelConfig) -> float:

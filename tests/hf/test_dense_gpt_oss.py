@@ -65,10 +65,15 @@ def references(directories, tmp_path_factory):
         ("sliding", dict(context=4, tensor=2), dict(strategy="hybrid", ulysses_degree=2), dict()),
         ("sliding", dict(context=2, tensor=2), dict(strategy="all_gather"), dict(remat="none")),
         ("sliding", dict(context=2, fsdp=2), dict(strategy="ulysses"), dict()),
-        ("full", dict(context=4), dict(), dict(tile_tokens=12)),
+        ("sliding", dict(context=4), dict(), dict(tile_tokens=12)),
         ("full", dict(context=2, tensor=2), dict(strategy="ring"), dict(tile_tokens=24, remat="full")),
         ("full", dict(context=2), dict(strategy="ulysses"), dict(tile_tokens=24)),
-        ("full", dict(context=4), dict(strategy="hybrid", ulysses_degree=2), dict(tile_tokens=24, parameters="host")),
+        (
+            "sliding",
+            dict(context=4),
+            dict(strategy="hybrid", ulysses_degree=2),
+            dict(tile_tokens=24, parameters="host"),
+        ),
     ],
     ids=str,
 )

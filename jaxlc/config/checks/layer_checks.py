@@ -14,8 +14,11 @@ def layer_problems(config: Config) -> Iterator[str]:
     names = list(dict.fromkeys((*LAYER_KINDS, *(kind.name for kind in model.kinds))))
     unknown = [kind for kind in model.layer_kinds if kind not in names]
     if unknown or not model.layer_kinds:
+        name = unknown[0] if unknown else ""
         expected = f"one or more of {', '.join(names)}, separated by commas"
-        yield invalid_value("model.layer_kinds", unknown[0] if unknown else "", expected, names)
+        if name:
+            expected += f", or a new kind with its settings, such as --config.model.kinds.{name}.attention=full"
+        yield invalid_value("model.layer_kinds", name, expected, names)
     for kind in model.kinds:
         yield from _kind_problems(model, kind)
     has_sliding = "sliding" in model.attentions
