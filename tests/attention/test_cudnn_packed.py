@@ -267,9 +267,10 @@ def test_check_without_memory_skips_large_problem():
     (*_, large), note = packed_check._problems(gpu, *sizes)
     assert note == "" and (large.num_tokens - large.lengths[-1]) * 32 * 128 > 2**27
     for problem in (problems[0], large):
-        calls = packed_operands.buckets(1, problem.num_tokens, problem.num_tokens)
-        table = packed_operands.document_table(*problem.ranges(), problem.num_tokens, calls, causal=True)
-        assert table.q_start_D[0] > table.q_start_D[1] + table.q_length_D[1]  # also a gap between them
+        sizes = packed_operands.buckets(1, problem.num_tokens, problem.num_tokens)
+        calls = packed_operands.Calls(sizes[:1], sizes)
+        (rows,) = packed_operands.document_table(*problem.ranges(), problem.num_tokens, calls, causal=True).once
+        assert rows.q_start[0, 0] > rows.q_start[0, 1] + rows.q_length[0, 1]  # also a gap between them
 
 
 def _refuse():
@@ -485,7 +486,7 @@ def test_packed_ring_on_h100s_has_expected_cudnn_calls():
     assert _calls(program) == {
         (backward, *call)
         for backward in (False, True)
-        for call in (("PADDING_CAUSAL", 2), ("PADDING", 3), ("PADDING", 2))
+        for call in (("PADDING_CAUSAL", 3), ("PADDING", 3), ("PADDING", 2))
     }
     loops = [x.op_name for computation in program for x in computation if x.opcode == "while"]
     assert [is_in_ring_step(name) for name in loops if is_data_dependent(name)] == 2 * [False]
