@@ -267,9 +267,9 @@ def test_check_without_memory_skips_large_problem():
     (*_, large), note = packed_check._problems(gpu, *sizes)
     assert note == "" and (large.num_tokens - large.lengths[-1]) * 32 * 128 > 2**27
     for problem in (problems[0], large):
-        sizes = packed_operands.buckets(1, problem.num_tokens, problem.num_tokens)
-        calls = packed_operands.Calls(sizes[:1], sizes)
-        (rows,) = packed_operands.document_table(*problem.ranges(), problem.num_tokens, calls, causal=True).once
+        sizes = 1, problem.num_tokens, problem.num_tokens
+        calls = packed_operands.calls_for(*sizes, causal=True, few_documents=problem.spec.few_documents)
+        rows, *_ = packed_operands.document_table(*problem.ranges(), problem.num_tokens, calls, causal=True).once
         assert rows.q_start[0, 0] > rows.q_start[0, 1] + rows.q_length[0, 1]  # also a gap between them
 
 
