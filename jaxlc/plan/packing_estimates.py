@@ -140,7 +140,10 @@ def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstim
     In the mean, each microbatch takes as long as the replica with the most work, since replicas wait for each other.
     """
     config, order = program.model.config, program.step.sequence_order
-    sequences = [sequence_work(config, order.of, lengths, documents.prefixes) for lengths in documents.sequences]
+    sequences = [
+        sequence_work(config, order.of, lengths, documents.prefixes, few_documents=order.few_documents)
+        for lengths in documents.sequences
+    ]
     by_work = sorted(sequences, key=lambda sequence: sequence.work.total(num_ring_steps(config)))
     chosen = {"best": by_work[0], "typical": by_work[len(by_work) // 2], "worst": by_work[-1]}
     if len(by_work) == 1:

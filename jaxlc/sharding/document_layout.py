@@ -34,9 +34,9 @@ from jaxlc.sharding.window_room import has_room
 
 _BLOCK_TOKENS = 128
 MAX_RING_COST = 1.03  # accepted without trying to cut more documents, or into finer pieces
-# Any two ranks have tokens of at most this many documents in common. So the number of kernel calls of a ring step is
-# static: attention/kernels/packed_operands.py, `few_buckets`.
-MAX_SHARED_DOCUMENTS = 11
+# Any two ranks have tokens of at most this many documents in common, and of those with more than a quarter of a rank's
+# tokens. So two kernel calls take the documents of a ring step: attention/kernels/packed_operands.py, `calls_for`.
+MAX_SHARED_DOCUMENTS, MAX_LONG_SHARED_DOCUMENTS = 11, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,10 @@ def _assignments(
     for in_sequence in (False, True)[: 1 + may_cut]:
         for unit, num_sharded in _candidates(lengths, rank_tokens, context, block_tokens, in_sequence):
             assignment = Assignment.create(lengths, rank_tokens, context, num_sharded, unit, in_sequence)
-            if assignment is not None and assignment.num_shared() <= MAX_SHARED_DOCUMENTS:
+            if assignment is None:
+                continue
+            num_shared, num_long = assignment.num_shared()
+            if num_shared <= MAX_SHARED_DOCUMENTS and num_long <= MAX_LONG_SHARED_DOCUMENTS:
                 num_found += 1
                 yield assignment
         if num_found:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.attention.kernels.packed_operands import buckets
+from jaxlc.attention.kernels.packed_operands import calls_for
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs, document_pairs
@@ -26,7 +26,7 @@ class AttentionWork(NamedTuple):
     own_pairs: float  # in ring step 0, or in the only kernel call of a strategy without ring steps
     ring_step_pairs: float  # mean over the other ring steps, 0 without them
     window_pairs: float
-    # Calls of a packed kernel in addition to the first one of a block, which takes a limited number of documents.
+    # Calls of a packed kernel in a loop, for more documents than those outside of it take.
     own_further_calls: float = 0.0
     ring_step_further_calls: float = 0.0  # mean over the other ring steps
     # Pairs of a query in a branch and a key in the prefix that it continues, as the first two.
@@ -69,7 +69,12 @@ def one_document(config: Config) -> AttentionWork:
 
 
 def sequence_work(
-    config: Config, order_of: OrderOf, lengths: Sequence[int], prefixes: Sequence[int] = ()
+    config: Config,
+    order_of: OrderOf,
+    lengths: Sequence[int],
+    prefixes: Sequence[int] = (),
+    *,
+    few_documents: bool = False,
 ) -> SequenceWork:
     """The work of a packed sequence.
 
@@ -77,6 +82,7 @@ def sequence_work(
       order_of: the order of its tokens in a run, such as `TrainStep.sequence_order.of`.
       lengths: int [documents], in the order of the sequence; the rest of config.data.seq_len is padding.
       prefixes: int [documents]: the number, from 1, of the document that each continues; 0: none. Empty: all 0.
+      few_documents: of `TrainStep.sequence_order`.
     """
     num_tokens = config.data.seq_len
     segment_ids_T = np.zeros(num_tokens, np.int32)
@@ -95,7 +101,7 @@ def sequence_work(
         np.take_along_axis(np.broadcast_to(x, work.shape), slowest_ranks, axis=2).sum((0, 2)).astype(float)
         for x in (work, prefix_work)
     )
-    calls = by_ring_step(_further_calls(pieces, shards, num_tokens // shards)).max(axis=1).astype(float)
+    calls = by_ring_step(_further_calls(pieces, shards, num_tokens // shards, few_documents)).max(axis=1).astype(float)
     window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
     return SequenceWork(
         lengths=tuple(int(length) for length in lengths),
@@ -192,25 +198,25 @@ def _prefix_pairs_by_rank(pieces: _Pieces, prefix_of: np.ndarray, num_ranks: int
     return tokens @ keys.T
 
 
-def _further_calls(pieces: _Pieces, num_ranks: int, local_tokens: int) -> np.ndarray:
-    """int64 [query ranks, key ranks]: calls after the first one for the documents that both ranks have.
+def _further_calls(pieces: _Pieces, num_ranks: int, local_tokens: int, few_documents: bool) -> np.ndarray:
+    """int64 [query ranks, key ranks]: calls in a loop for the documents that both ranks have.
 
     The longest documents are first, and a call takes consecutive ones from the size of its first document on.
     """
-    sizes = buckets(1, local_tokens, local_tokens)
-    limits = np.array([size.num_queries for size in sizes[1:]])
     tokens = np.zeros((num_ranks, pieces.document.max(initial=0) + 1), np.int64)
     np.add.at(tokens, (pieces.rank, pieces.document), pieces.num_tokens)
-    calls = np.zeros((num_ranks, num_ranks), np.int64)
-    for ranks in np.ndindex(calls.shape):
+    num_calls = np.zeros((num_ranks, num_ranks), np.int64)
+    for ranks in np.ndindex(num_calls.shape):
+        calls = calls_for(1, local_tokens, local_tokens, causal=ranks[0] == ranks[1], few_documents=few_documents)
+        limits = np.array([size.num_queries for size in calls.repeated[1:]])
         queries_and_keys = tokens[list(ranks)]
         longest = queries_and_keys.max(axis=0)[queries_and_keys.all(axis=0)]
         size_of = np.sort((longest[:, None] <= limits).sum(axis=1))
-        first = sizes[0].num_documents
-        while first < len(size_of):
-            first += sizes[size_of[first]].num_documents
-            calls[ranks] += 1
-    return calls
+        first = calls.num_documents
+        while calls.repeated and first < len(size_of):
+            first += calls.repeated[size_of[first]].num_documents
+            num_calls[ranks] += 1
+    return num_calls
 
 
 def _window_pairs(pieces: _Pieces, num_ranks: int, window: int) -> np.ndarray:

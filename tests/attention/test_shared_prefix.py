@@ -10,7 +10,7 @@ import pytest
 from jaxlc.attention import make
 from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels import cudnn
-from jaxlc.attention.kernels.packed_operands import buckets, document_table
+from jaxlc.attention.kernels.packed_operands import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.sinks import join
 from jaxlc.config import AttentionConfig
@@ -167,9 +167,9 @@ def test_table_of_interleaved_branches_has_overlapping_keys():
         keys = TokenInfo(jnp.zeros((1, 8), int), jnp.repeat(jnp.array([11, 12]), 4)[None])
         spec = AttentionSpec(causal=False)
         ranges = key_ranges(queries, keys, spec).prefix
-        table = document_table(*ranges, 8, buckets(1, 8, 8), causal=False)
+        table = document_table(*ranges, 8, calls_for(1, 8, 8, causal=False, few_documents=False), causal=False)
         used = np.zeros(8, int)
-        for start, length in zip(table.kv_start_D, table.kv_length_D):
+        for start, length in zip(table.repeated.kv_start, table.repeated.kv_length):
             used[int(start) : int(start + length)] += 1
         return bool((used > 1).any())
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxlc.attention.contract import AttentionSpec
-from jaxlc.attention.kernels.packed_operands import buckets, document_table
+from jaxlc.attention.kernels.packed_operands import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.tiles.tile_order import tiles_of
 from jaxlc.config import defaults, load
@@ -108,32 +108,36 @@ def test_work_by_strategy_equals_dense_count(strategy, num_ranks, degree):
     assert result.work[:2] == (steps[0].max(), rest.mean() if len(rest) else 0)
 
 
-def table_calls(lengths, order_T, num_ranks) -> np.ndarray:
-    """[query ranks, key ranks]: calls after the first one, from the kernel's own table."""
-    sizes = buckets(1, TOKENS // num_ranks, TOKENS // num_ranks)
+def table_calls(lengths, order_T, num_ranks, few_documents) -> np.ndarray:
+    """[query ranks, key ranks]: calls in the loop, from the kernel's own table."""
+    local_tokens = TOKENS // num_ranks
     segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
     ranks = [TokenInfo(*(x.reshape(num_ranks, 1, -1)[rank] for x in (order_T, segments_T[order_T])))
              for rank in range(num_ranks)]  # fmt: skip
     calls = np.zeros((num_ranks, num_ranks), int)
     for query_rank, key_rank in np.ndindex(calls.shape):
         ranges = key_ranges(ranks[query_rank], ranks[key_rank], AttentionSpec())
-        table = document_table(*ranges, TOKENS // num_ranks, sizes, causal=query_rank == key_rank)
-        first = sizes[0].num_documents
-        while first < table.num_documents:
-            first += sizes[int(table.bucket_of(first))].num_documents
+        is_own = query_rank == key_rank
+        sizes = calls_for(1, local_tokens, local_tokens, causal=is_own, few_documents=few_documents)
+        table, first = document_table(*ranges, local_tokens, sizes, causal=is_own), sizes.num_documents
+        while sizes.repeated and first < table.num_documents:
+            first += sizes.repeated[int(table.bucket_of(first)) - len(sizes.sizes)].num_documents
             calls[query_rank, key_rank] += 1
     return calls
 
 
-@pytest.mark.parametrize("order_of, context", [(ZIGZAG, CONTEXT), (by_document, CONTEXT), (zigzag(TOKENS, 1).of, 1)])
-def test_further_calls_equal_those_of_the_document_table(order_of, context):
+@pytest.mark.parametrize(
+    "order_of, context, few_documents",
+    [(ZIGZAG, CONTEXT, False), (by_document, CONTEXT, True), (zigzag(TOKENS, 1).of, 1, False)],
+)
+def test_further_calls_equal_those_of_the_document_table(order_of, context, few_documents):
     lengths = (*[3] * 30, *[20] * 30, *[300] * 3, 200, 1500)
     segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
     order_T = order_of(dict(segment_ids=segments_T))
-    own, *others = by_step(table_calls(lengths, order_T, context)).max(axis=1)
-    work = sequence_work(config_with(context=context), order_of, lengths).work
+    own, *others = by_step(table_calls(lengths, order_T, context, few_documents)).max(axis=1)
+    work = sequence_work(config_with(context=context), order_of, lengths, few_documents=few_documents).work
     assert (work.own_further_calls, work.ring_step_further_calls) == (own, np.mean(others) if others else 0)
-    assert own > 1
+    assert own >= 1 and (not few_documents or not any(others))
 
 
 def test_work_of_window_equals_dense_count():

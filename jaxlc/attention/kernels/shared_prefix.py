@@ -6,12 +6,22 @@ nothing is masked. The results merge exactly (merge.py). The backward of both ca
 """
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, QueryResults, TreeRanges, prepared
+from jaxlc.attention.contract import (
+    AttentionProblem,
+    AttentionSpec,
+    CallResults,
+    Kernel,
+    QueryResults,
+    TreeRanges,
+    calls_of,
+    prepared,
+)
 from jaxlc.attention.merge import merge
 from jaxlc.core import scopes
 
@@ -30,19 +40,35 @@ class SharedPrefixKernel:
         specs = spec, _of_prefix(spec)
         return TreeRanges(*(prepared(self.kernel, part, num_keys, spec) for part, spec in zip(ranges, specs)))
 
-    def forward(self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec):
+    def forward(self, *operands):
         """(out_BTNH, lse_BNT), both float32."""
-        own = self.kernel.forward(q_BTNH, k_BSKH, v_BSKH, ranges.own, spec)
-        with jax.named_scope(scopes.SHARED_PREFIX):
-            prefix = self.kernel.forward(q_BTNH, k_BSKH, v_BSKH, ranges.prefix, _of_prefix(spec))
-        return merge(*(x.astype(jnp.float32) for x in (*own, *prefix)))
+        return self.forward_calls(*operands).values()
 
-    def backward(self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec, results: QueryResults):
+    def backward(self, *operands):
         """(dq_BTNH, dk_BSKH, dv_BSKH), float32."""
-        own = self.kernel.backward(q_BTNH, k_BSKH, v_BSKH, ranges.own, spec, results)
+        return self.backward_calls(*operands).values()
+
+    def forward_calls(self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec) -> CallResults:
+        calls = self._calls("forward", (q_BTNH, k_BSKH, v_BSKH), ranges, spec)
+        return calls._replace(joined=lambda results: merge(*itertools.chain(*calls.joined(results))))
+
+    def backward_calls(
+        self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec, results: QueryResults
+    ) -> CallResults:
+        calls = self._calls("backward", (q_BTNH, k_BSKH, v_BSKH), ranges, spec, results)
+        return calls._replace(joined=lambda results: tuple(map(jnp.add, *calls.joined(results))))
+
+    def _calls(self, direction: str, qkv: tuple, ranges: TreeRanges, spec: AttentionSpec, *others) -> CallResults:
+        """Both calls; joined, they are the results of each in float32."""
+        own = calls_of(self.kernel, direction, *qkv, ranges.own, spec, *others)
         with jax.named_scope(scopes.SHARED_PREFIX):
-            prefix = self.kernel.backward(q_BTNH, k_BSKH, v_BSKH, ranges.prefix, _of_prefix(spec), results)
-        return tuple(a.astype(jnp.float32) + b.astype(jnp.float32) for a, b in zip(own, prefix, strict=True))
+            prefix = calls_of(self.kernel, direction, *qkv, ranges.prefix, _of_prefix(spec), *others)
+
+        def joined(results):
+            pairs = zip((own, prefix), results, strict=True)
+            return tuple(tuple(x.astype(jnp.float32) for x in calls.joined(part)) for calls, part in pairs)
+
+        return CallResults((own.results, prefix.results), joined)
 
 
 def _of_prefix(spec: AttentionSpec) -> AttentionSpec:
