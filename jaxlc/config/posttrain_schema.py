@@ -58,3 +58,7 @@ class RolloutsConfig:
     # record of the prompt; it returns a number.
     reward: str = ""
     reward_seconds: float = 60.0  # model: the run ends if a call of the reward takes longer; 0: no limit
+    # files: steps between exports of the weights, or of the adapters with LoRA, to WORKDIR/exported/STEP, for the
+    # program that makes the rollouts; a multiple of train.checkpoint_every_steps. 0: none.
+    export_every_steps: int = 0
+    export_command: str = ""  # called with the directory after each export; its failure ends the run

@@ -17,6 +17,7 @@ from jaxlc.train.prepared_stages import Outputs, PreparedStage, num_tokens_until
 from jaxlc.train.reports.final_report import write_report
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, read_rows
 from jaxlc.train.result.run_result import Result
+from jaxlc.train.rollouts import export_for_rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class StageRun(Outputs):
             Action(config.train.eval_every_steps, self.evaluate, at_start=True),
             Action(config.evals.every_steps, self.score, at_start=True),
             Action(config.train.checkpoint_every_steps, self.save, at_signal=True),
+            *([Action(config.rollouts.export_every_steps, self.export)] if config.rollouts.export_every_steps else []),
             *([Action(1, self.make_rollouts, at_start=True, at_resume=True)] if with_rollouts else []),
         )
 
@@ -43,6 +45,14 @@ class StageRun(Outputs):
         """Writes means over the rollouts of the last step to metrics.jsonl."""
         means = self.stage.data.train.of_step(position.step).rewards
         self.metrics.write(step=position.step, **{f"rollouts/{name}": value for name, value in means.items()})
+        return position
+
+    def export(self, position: Position) -> Position:
+        """Exports the checkpoint of the step for the program that makes the rollouts, and calls its command."""
+        self.checkpoints.wait()
+        if jax.process_index() == 0:
+            with self.progress.spinner("exporting"):
+                export_for_rollouts(self.workdir, position.step, self.stage.config)
         return position
 
     def make_rollouts(self, position: Position) -> Position:

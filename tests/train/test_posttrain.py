@@ -39,6 +39,7 @@ def test_log_probs_equal_those_of_the_model(scored):
     assert all(0 < entropy <= np.log(257) for entropy in record["entropies"])
 
 
+@pytest.mark.full
 def test_resumed_run_on_traces_equals_an_undisturbed_one(scored, tmp_path):
     settings = dict(
         data__traces=scored, data__sources="", attention__shared_prefixes=True, train__eval_sequences=1,
@@ -72,7 +73,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> dict:
         data__sources="", attention__shared_prefixes=True, posttrain__loss="dapo", rollouts__source="model",
         rollouts__prompts=directory / "prompts.jsonl", rollouts__reward=f"{directory / 'reward.py'}:reward",
         rollouts__max_tokens=5, rollouts__prompts_per_step=2, rollouts__answers_per_prompt=3, train__eval_every_steps=0,
-        train__checkpoint_every_steps=1, optimizer__schedule_steps=4, train__steps=4,
+        train__checkpoint_every_steps=1, optimizer__schedule_steps=4, train__steps=4, model__num_layers=1,
     )  # fmt: skip
     config = write_config(directory)
     train(config, directory / "whole", **settings)
@@ -115,3 +116,16 @@ def test_rollouts_of_another_program_train_the_same(rollouts, tmp_path):
         rollouts__wait_seconds=0.3, **settings | dict(train__steps=5),
     )  # fmt: skip
     assert "no rollouts of step 5 after" in message
+
+
+def test_export_for_the_program_that_makes_rollouts(rollouts, tmp_path):
+    """The command gets the directory of each export; a failure is one sentence."""
+    directory = rollouts["workdir"] / "rollouts"
+    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
+    settings |= dict(rollouts__source="files", rollouts__directory=directory, rollouts__export_every_steps=2)
+    settings |= dict(train__steps=2, rollouts__export_command="cp -r -t " + str(tmp_path))
+    train(rollouts["config"], tmp_path / "run", **settings)
+    assert (tmp_path / "2" / "model.safetensors").is_file()
+    settings["rollouts__export_command"] = "ls /no-such-directory"
+    message = train(rollouts["config"], tmp_path / "failing", status=2, **settings)
+    assert "the export of rollouts failed: ls /no-such-directory" in message and "No such file" in message

@@ -59,6 +59,15 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         yield f"{setting} replaces config.data.traces; clear these with --config.data.traces="
     if posttrain.loss in ("", "dpo"):
         yield f"{setting} needs a policy loss; use --config.posttrain.loss=grpo, dapo or dr_grpo"
+    every, checkpoints = rollouts.export_every_steps, config.train.checkpoint_every_steps
+    if every and (rollouts.source != "files" or not checkpoints or every % checkpoints):
+        yield (
+            f"config.rollouts.export_every_steps={every} exports checkpoints for another program: it needs"
+            " config.rollouts.source='files' and a multiple of config.train.checkpoint_every_steps; use"
+            f" --config.train.checkpoint_every_steps={every}"
+        )
+    if rollouts.export_command and not every:
+        yield "config.rollouts.export_command has no effect without config.rollouts.export_every_steps; set both"
     if rollouts.source == "files":
         return
     for name in ("prompts", "reward"):

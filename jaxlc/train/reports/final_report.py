@@ -13,6 +13,7 @@ from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row
 from jaxlc.train.reports.progress import LOG_FILE, flops_text
 
 LOSS_PLOT, LOSS_BY_POSITION_PLOT, OPTIMIZER_PLOT = "loss.png", "loss_by_position.png", "optimizer.png"
+REWARD_PLOT = "reward.png"
 
 
 def write_report(
@@ -86,6 +87,8 @@ def write_plots(
     from jaxlc.train.reports import loss_plots  # imported here: matplotlib is slow
 
     figures = {LOSS_PLOT: loss_plots.loss_figure(rows, baselines), OPTIMIZER_PLOT: loss_plots.optimizer_figure(rows)}
+    if any("rollouts/reward" in row for row in rows):
+        figures[REWARD_PLOT] = loss_plots.reward_figure(rows)
     if evaluation is not None:
         figures[LOSS_BY_POSITION_PLOT] = loss_plots.loss_by_position_figure(evaluation)
     for name, figure in figures.items():

@@ -58,6 +58,30 @@ def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
     return figure
 
 
+def reward_figure(rows: Sequence[Row]) -> Figure:
+    """Mean reward of the rollouts with its standard deviation, and mean tokens of their answers, over steps.
+
+    Args:
+      rows: of metrics.jsonl.
+    """
+    figure = new_figure(7.5, 4.8, dpi=150)
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    history = History(rows)
+    steps, rewards = history.column("rollouts/reward")
+    deviations = history.column("rollouts/reward_deviation")[1]
+    panels[0].fill_between(steps, rewards - deviations, rewards + deviations, color=FAINT, label="standard deviation")
+    panels[0].plot(steps, rewards, color=BLUE, linewidth=1.2, label="mean")
+    panels[1].plot(*history.column("rollouts/answer_tokens"), color=TEAL, linewidth=1.2)
+    panels[0].set_ylabel("reward")
+    panels[0].set_title("Rewards of rollouts", loc="left")
+    panels[0].legend(frameon=False)
+    panels[1].set(xlabel="step", ylabel="tokens of an answer")
+    panels[1].set_ylim(bottom=0)
+    for axes in panels:
+        style_axes(axes, grid="y")
+    return figure
+
+
 def optimizer_figure(rows: Sequence[Row]) -> Figure:
     """Gradient norm before clipping, and learning rate, over steps.
 
