@@ -1,10 +1,16 @@
 """Checks of config.posttrain, shared prefixes and traces against other settings. Imports no jax."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.frozen import Config
 from jaxlc.config.posttrain_schema import PosttrainConfig, RolloutsConfig
+
+_OF_DPO = ("beta", "label_smoothing")
+_OF_POLICY_LOSSES = (
+    "clip_low", "clip_high", "ratio", "kl", "old_log_probs", "scale_advantages", "mask_truncated", "max_answer_tokens",
+)  # fmt: skip
+_OF_MODEL = ("prompts", "prompts_per_step", "answers_per_prompt", "max_tokens", "top_p", "reward", "reward_seconds")
 
 
 def posttrain_problems(config: Config) -> Iterator[str]:
@@ -20,6 +26,15 @@ def posttrain_problems(config: Config) -> Iterator[str]:
             f"{used} is set together with config.data.sources, data.mixture or data.eval_sources; clear these, or clear"
             f" it with --{used}="
         )
+
+
+def _without_effect(
+    section: str, values: PosttrainConfig | RolloutsConfig, names: Iterable[str], reason: str
+) -> Iterator[str]:
+    """The settings among `names` that are not the default."""
+    for name in names:
+        if getattr(values, name) != getattr(type(values)(), name):
+            yield f"config.{section}.{name}={getattr(values, name)!r} has no effect {reason}"
 
 
 def _prefix_problems(config: Config) -> Iterator[str]:
@@ -47,14 +62,12 @@ def _prefix_problems(config: Config) -> Iterator[str]:
 def _rollout_problems(config: Config) -> Iterator[str]:
     rollouts, posttrain = config.rollouts, config.posttrain
     if not rollouts.source:
-        for name, default in vars(RolloutsConfig()).items():
-            if getattr(rollouts, name) != default:
-                yield (
-                    f"config.rollouts.{name}={getattr(rollouts, name)!r} has no effect without config.rollouts.source;"
-                    " set --config.rollouts.source=model or files"
-                )
+        reason = "without config.rollouts.source; set --config.rollouts.source=model or files"
+        yield from _without_effect("rollouts", rollouts, vars(rollouts), reason)
         return
     setting = f"config.rollouts.source={rollouts.source!r}"
+    unused = _OF_MODEL if rollouts.source == "files" else ("wait_seconds",)
+    yield from _without_effect("rollouts", rollouts, unused, f"with {setting}; remove it")
     if config.data.traces:
         yield f"{setting} replaces config.data.traces; clear these with --config.data.traces="
     if posttrain.loss in ("", "dpo"):
@@ -70,6 +83,8 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         yield "config.rollouts.export_command has no effect without config.rollouts.export_every_steps; set both"
     if rollouts.source == "files":
         return
+    if rollouts.answers_per_prompt == 1:
+        yield f"{setting} compares the answers of a prompt; use --config.rollouts.answers_per_prompt=2 or more"
     for name in ("prompts", "reward"):
         if not getattr(rollouts, name):
             yield f"{setting} needs config.rollouts.{name}; set it"
@@ -85,14 +100,14 @@ def _rollout_problems(config: Config) -> Iterator[str]:
 def _loss_problems(config: Config) -> Iterator[str]:
     posttrain = config.posttrain
     if not posttrain.loss:
-        for name, default in vars(PosttrainConfig()).items():
-            if getattr(posttrain, name) != default:
-                yield (
-                    f"config.posttrain.{name}={getattr(posttrain, name)!r} has no effect without config.posttrain.loss;"
-                    " set --config.posttrain.loss=grpo, dapo, dr_grpo or dpo"
-                )
+        reason = "without config.posttrain.loss; set --config.posttrain.loss=grpo, dapo, dr_grpo or dpo"
+        yield from _without_effect("posttrain", posttrain, vars(posttrain), reason)
         return
     setting = f"config.posttrain.loss={posttrain.loss!r}"
+    unused = _OF_POLICY_LOSSES if posttrain.loss == "dpo" else _OF_DPO
+    if posttrain.loss in ("grpo", "dapo"):
+        unused = (*unused, "max_answer_tokens")
+    yield from _without_effect("posttrain", posttrain, unused, f"with {setting}; remove it")
     if posttrain.loss == "dpo" and not config.attention.shared_prefixes:
         yield f"{setting} needs the answers of a pair in one sequence; use --config.attention.shared_prefixes=True"
     if posttrain.loss == "dr_grpo" and not posttrain.max_answer_tokens:
