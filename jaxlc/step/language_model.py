@@ -142,17 +142,19 @@ class LanguageModel:
         padded = self._padded(tokens)
         functions = self._functions(padded.batch.tokens.shape[1])
         features_BTX, head_DV = functions.features(self.params, padded.batch, *padded.tables)
-        num_padding = features_BTX.shape[0] - len(positions)
-        positions_Bn = np.pad(padded.natural_order[positions], ((0, num_padding), (0, 0)))
-        candidates_Bn = np.pad(candidates, ((0, num_padding), (0, 0))).astype(np.int32)
-        chunk = max(1, loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT] // len(positions_Bn))
+        num_sequences, num_scored = np.shape(positions)
+        chunk = max(1, loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT] // features_BTX.shape[0])
+        chunk = min(chunk, 2 ** (num_scored - 1).bit_length())  # few lengths are compiled
+        widths = ((0, features_BTX.shape[0] - num_sequences), (0, -num_scored % chunk))
+        positions_Bn = np.pad(padded.natural_order[positions], widths)
+        candidates_Bn = np.pad(candidates, widths).astype(np.int32)
         chunks = [
             self._scores(
                 features_BTX, head_DV, positions_Bn[:, i : i + chunk], candidates_Bn[:, i : i + chunk], temperature
             )
             for i in range(0, positions_Bn.shape[1], chunk)
         ]
-        return TokenScores(*(np.concatenate(parts, axis=1)[: len(positions)] for parts in zip(*chunks)))
+        return TokenScores(*(np.concatenate(parts, axis=1)[:num_sequences, :num_scored] for parts in zip(*chunks)))
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""

@@ -80,10 +80,10 @@ def _preference_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainC
 
 
 def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig) -> PolicySums:
-    mask_BT = (batch.loss_weights > 0).astype(jnp.float32)
+    has_loss_BT = batch.loss_weights > 0
     uses_records = settings.old_log_probs == "record"
     old_BT = batch.old_log_probs if uses_records else jax.lax.stop_gradient(log_probs_BT)
-    log_ratios_BT = jnp.where(mask_BT > 0, log_probs_BT - old_BT, 0)
+    log_ratios_BT = jnp.where(has_loss_BT, log_probs_BT - old_BT, 0)
     if settings.ratio == "sequence":
         means_BP = _sums_by(batch.segment_ids, batch.answer_weights * log_ratios_BT)
         log_ratios_BT = jnp.take_along_axis(means_BP, batch.segment_ids, axis=1)
@@ -92,12 +92,12 @@ def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConf
     gains_BT = jnp.minimum(ratios_BT * batch.advantages, clipped_BT * batch.advantages)
     losses_BT, kl_BT = -gains_BT, None
     if settings.kl:
-        difference_BT = jnp.where(mask_BT > 0, batch.reference_log_probs - log_probs_BT, 0)
+        difference_BT = jnp.where(has_loss_BT, batch.reference_log_probs - log_probs_BT, 0)
         kl_BT = jnp.exp(difference_BT) - difference_BT - 1
         losses_BT += settings.kl * kl_BT
-    weights_BT = mask_BT * batch.answer_weights if settings.loss == "grpo" else mask_BT
+    weights_BT = batch.loss_weights * (batch.answer_weights if settings.loss == "grpo" else 1)
     is_clipped_BT = gains_BT < ratios_BT * batch.advantages
-    of_tokens = (None if x is None else (mask_BT * x).sum() for x in (ratios_BT, is_clipped_BT, kl_BT))
+    of_tokens = (None if x is None else (batch.loss_weights * x).sum() for x in (ratios_BT, is_clipped_BT, kl_BT))
     return PolicySums((weights_BT * losses_BT).sum(), *of_tokens)
 
 

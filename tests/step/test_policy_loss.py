@@ -114,6 +114,33 @@ def test_base_as_reference_equals_recorded_log_probs():
     assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(loss="dpo", beta=0.5, label_smoothing=0.1),
+        dict(
+            loss="grpo", ratio="sequence", kl=0.1, old_log_probs="record", clip_low=0.9, clip_high=9.0, temperature=0.7
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_the_loss(settings):
+    """A central difference of the loss along its gradient."""
+    config = config_with(settings["loss"])
+    config = dataclasses.replace(config, posttrain=PosttrainConfig(**settings))
+    step = small_step(config)
+    params, batch = step.init().params, make_batch(step, [sequence(config, traces(settings["loss"]))])
+    function = jax.jit(gradients_and_loss(step))
+    gradients, _ = function(params, batch)
+    squares = sum(float((x**2).sum()) for x in jax.tree.leaves(gradients))
+    size = 0.005 / squares**0.5
+
+    def loss_at(distance: float) -> float:
+        return float(function(jax.tree.map(lambda x, g: x + distance * g, params, gradients), batch)[1].loss)
+
+    np.testing.assert_allclose((loss_at(size) - loss_at(-size)) / (2 * size), squares, rtol=0.02)
+
+
 def test_zero_advantages_have_zero_gradients():
     config = config_with("grpo")
     config = dataclasses.replace(config, posttrain=PosttrainConfig(loss="grpo"))
