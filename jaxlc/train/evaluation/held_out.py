@@ -111,11 +111,12 @@ class Evaluator:
         """Adds the gain of full context to the evaluation of `params`, with two more passes over the sequences.
 
         The gain stays None if sequences have at most 512 tokens or no document is longer. Limited context is evaluated
-        as shorter documents, so it also stays None without attention.document_mask and for a custom model, which
-        may ignore the segment ids of the batch.
+        as shorter documents, so it also stays None without attention.document_mask, with attention.shared_prefixes,
+        and for a custom model, which may ignore the segment ids of the batch.
         """
-        config = self._step.config
-        if config.data.seq_len <= PIECE_TOKENS or not config.attention.document_mask or self._step.model is not None:
+        config, attention = self._step.config, self._step.config.attention
+        has_pieces = attention.document_mask and not attention.shared_prefixes and self._step.model is None
+        if config.data.seq_len <= PIECE_TOKENS or not has_pieces:
             return evaluation
         limited = []
         for index, offset in enumerate(OFFSETS):

@@ -22,6 +22,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed, local_path
 from jaxlc.data import open_corpus
 from jaxlc.data.tokens.tokenizers import load_tokenizer
+from jaxlc.data.traces.open_traces import open_traces
 from jaxlc.sharding.mesh import all_sizes, make_mesh
 from jaxlc.step.custom_model import Model
 from jaxlc.step.loss import TokenLoss
@@ -172,14 +173,21 @@ def _start(config: Config) -> list[jax.Device]:
 
 
 def _evaluate(train_step: TrainStep, params, fingerprint: str = "") -> Evaluation:
-    """Reads the corpus of the config and evaluates on its held-out sequences.
+    """Reads the corpus or the traces of the config and evaluates on its held-out sequences.
 
     Raises:
-      UserError: the run had its own batches, which are not stored.
+      UserError: the run had its own batches, which are not stored, or rollouts, or there are no held-out sequences.
     """
     if fingerprint == CALLER_BATCHES:
         raise UserError("the run had its own batches, which are not stored: use model.token_losses on held-out tokens")
     config = train_step.config
-    heldout = open_corpus(config.data).heldout
+    if config.rollouts.source:
+        raise UserError("the run made rollouts and held out none: use model.token_losses on held-out tokens")
+    if config.data.traces:
+        heldout = open_traces(config, load_matching_tokenizer(config)).heldout
+    else:
+        heldout = open_corpus(config.data).heldout
+    if heldout is None:
+        raise UserError(f"no group is held out: config.data.eval_fraction={config.data.eval_fraction:g}")
     evaluator = Evaluator(train_step, heldout, config.train.eval_sequences)
     return evaluator.with_context_gain(params, evaluator(params))
