@@ -62,7 +62,8 @@ def _score(command: ParsedCommand[Flags]) -> int:
     # Processes must agree, also on file systems that show them different states of the file.
     num_done = int(broadcast_one_to_all(np.int32(_num_records(out) if jax.process_index() == 0 else 0)))
     run = jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh))
-    reader = TraceReader(run.tokenizer, flags.chat_template or run.config.data.chat_template)
+    chat_template = flags.chat_template or run.config.data.chat_template
+    reader = TraceReader(run.tokenizer, chat_template, run.config.model.vocab_size)
     num_records = 0
     with full_disk_explained(out, lambda: f"{_KEPT} after you free space"), _opened(out, jax.process_index()) as file:
         for num_records, record in enumerate(records_of(local_path(flags.traces)), start=1):
@@ -75,7 +76,7 @@ def _score(command: ParsedCommand[Flags]) -> int:
             values[flags.field] = _by_answer(names, [log_probs for log_probs, _ in scores])
             if flags.entropy:
                 values["entropies"] = _by_answer(names, [entropies for _, entropies in scores])
-            file.write(json.dumps(values, ensure_ascii=False, default=np.ndarray.tolist) + "\n")
+            file.write(json.dumps(values, ensure_ascii=False, default=_json_value) + "\n")
             file.flush()
             if num_records % 100 == 0:
                 print(f"{num_records:,} records", flush=True)
@@ -88,6 +89,11 @@ def _scores_of(model: Any, trace: Any, temperature: float) -> tuple[list[float],
     targets = np.flatnonzero(trace.in_loss)[None]
     scores = model.scores(trace.tokens[None], targets - 1, trace.tokens[targets], temperature)
     return [float(x) for x in scores.log_probs[0]], [float(x) for x in scores.entropies[0]]
+
+
+def _json_value(value: Any) -> Any:
+    """Values of Parquet columns that JSON does not have: arrays, and as text dates and others."""
+    return value.tolist() if isinstance(value, np.ndarray) else str(value)
 
 
 def _by_answer(names: Sequence[str], values: Sequence[list[float]]) -> Any:

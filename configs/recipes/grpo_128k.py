@@ -5,7 +5,8 @@ r"""GRPO with LoRA on prompts of up to 131,072 tokens, 8 answers each, on 8 H100
 
 A prompt and its 8 answers of up to 8,192 tokens are one tree, whose prompt is computed once (docs/post_training.md).
 The loss has the clip limits and the mean over tokens of DAPO (arXiv:2503.14476); the number of answers, the learning
-rate and the rank are our choice. Another program makes the rollouts, such as an inference server with the exported
+rate and the rank are our choice. The limits have an effect with --config.posttrain.old_log_probs=record, for rollouts
+that are older than the policy. Another program makes the rollouts, such as an inference server with the exported
 adapters. It writes the files runs/grpo_128k/rollouts/STEP.jsonl:
 
     jaxlc train --config=grpo_128k --config.model.init_from=meta-llama/Llama-3.1-8B-Instruct --workdir=runs/grpo_128k

@@ -2,16 +2,17 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from jaxlc.core.errors import UserError
 from jaxlc.core.write_errors import write_errors_explained
 from jaxlc.data.sequences.packing import epoch_order
+from jaxlc.data.texts.chats import is_chat
 from jaxlc.data.texts.records import Record
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.fitting_template import end_of_turn_id
@@ -35,16 +36,17 @@ class EmbeddedRollouts:
         self._step, self._tokenizer, self._generator = step, tokenizer, None
         config, settings = step.config, step.config.rollouts
         self._reward = load_reward(settings.reward)
-        self._reader = TraceReader(tokenizer, config.data.chat_template)
+        self._reader = TraceReader(tokenizer, config.data.chat_template, config.model.vocab_size)
         files, _ = list_files(settings.prompts, "rollouts.prompts")
-        self._records = [record for file in files for record in records_of(file.path, ("prompt",))]
+        self._records = [record for file in files for record in records_of(file.path)]
         self._prompts = [self._prompt(record) for record in self._records]
         if not self._prompts:
             raise UserError("config.rollouts.prompts has no prompt")
 
-    def __call__(self, params: dict, step: int, path: Path, log: Callable[[str], None]) -> None:
+    def __call__(self, params: dict, step: int, path: Path) -> None:
         """Writes the rollouts of `step` to `path`, unless it exists, as after a resume."""
-        if path.is_file():
+        # Processes must agree, also on file systems that show them different states of the file.
+        if broadcast_one_to_all(np.int32(path.is_file())):
             return
         numbers = self._prompts_of_step(step)
         generations = self._generate(params, numbers, step)
@@ -100,7 +102,7 @@ class EmbeddedRollouts:
     @property
     def _stop_ids(self) -> list[int]:
         ids = {self._tokenizer.end_of_document_id}
-        if any(not isinstance(record.values["prompt"], str) for record in self._records):
+        if any(is_chat(record.values["prompt"]) for record in self._records):
             ids |= {end_of_turn_id(self._reader.template, self._tokenizer)} - {None}
         return sorted(ids)
 

@@ -41,13 +41,15 @@ class Action(NamedTuple):
     run: Callable[[Position], Position]
     at_start: bool = False  # also before step 1
     at_signal: bool = False  # also when a signal stops the run
-    at_resume: bool = False  # also before the first step after a resume
+    at_resume: bool = False  # also before the first step after a resume, and so not when a signal stops the run
 
     def is_due(self, step: int, stop: Stop | None) -> bool:
         """Whether it runs after `step`, after which the run stops if `stop` is not None."""
         if step == 0:
             return self.at_start and self.every > 0
-        return stop is Stop.DONE or (stop is not None and self.at_signal) or is_period(step, self.every)
+        if stop in (Stop.SIGINT, Stop.SIGTERM) and (self.at_signal or self.at_resume):
+            return self.at_signal
+        return stop is Stop.DONE or is_period(step, self.every)
 
 
 def run_due(actions: Iterable[Action], position: Position, stop: Stop | None = None) -> Position:

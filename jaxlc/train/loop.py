@@ -150,7 +150,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     position = run_due(actions if start.step == 0 else [x for x in actions if x.at_resume], position)
     reports = StepReports(run, start.step)
     with (
-        PreemptionGuard() as guard,
+        PreemptionGuard(stage.data.stop_waiting) as guard,
         contextlib.closing(stage.data.batches(stage.step, start.next_sequence, stage.end_step - start.step)) as stream,
         StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):
@@ -175,6 +175,8 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
                 return position, stop
             if waits:
                 reports.pending.restart_clock(step)
+        if (stop := guard.stop_after(position.step)) is not None:  # while the run waited for rollouts
+            return run_due([action for action in actions if action.at_signal], position, stop), stop
     raise UserError(
         f"batches ended before step {start.step + 1}: pass an iterable that starts with the batch of step 1"
     )

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 
 import jax
 from jax.experimental import multihost_utils
@@ -21,7 +22,9 @@ class PreemptionGuard:
     process `stop_after` is then always None.
     """
 
-    def __init__(self):
+    def __init__(self, on_signal: Callable[[], None] = lambda: None):
+        """on_signal: called in the main thread when this process catches a signal."""
+        self._on_signal = on_signal
         self._signal: signal.Signals | None = None
         self._is_main_thread = threading.current_thread() is threading.main_thread()
         self._previous_handlers: dict[signal.Signals, object] = {}
@@ -45,6 +48,7 @@ class PreemptionGuard:
             if jax.process_count() > 1:
                 signal.raise_signal(signal.SIGTERM)
         self._signal = signal.Signals(number)
+        self._on_signal()
 
     def stop_after(self, step: int) -> Stop | None:
         """The signal that stops the run after `step`, if there was one. Every process must call it for every step."""

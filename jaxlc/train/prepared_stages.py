@@ -185,7 +185,9 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         return Position(state=_first_state(stage, state), step=step, next_sequence=0)
     for line in resume_lines(stage.config, workdir, stage.data.fingerprint, step, meta, stage.name):
         progress.log(line)
-    return Position(state=state, step=step, next_sequence=meta["next_row"])
+    # Rollouts are in files by step, also if the global batch size has changed.
+    next_sequence = step * stage.config.train.global_batch_size if stage.config.rollouts.source else meta["next_row"]
+    return Position(state=state, step=step, next_sequence=next_sequence)
 
 
 def check_weights(step: TrainStep, workdir: Path) -> None:

@@ -8,7 +8,6 @@ import importlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +24,7 @@ EXPORTED = "exported"
 class RolloutMaker(Protocol):
     """Makes the rollouts of a step with the parameters before it."""
 
-    def __call__(self, params: dict, step: int, path: Path, log: Callable[[str], None]) -> None:
+    def __call__(self, params: dict, step: int, path: Path) -> None:
         """Writes the rollouts of `step` to `path`, unless it exists. Every process of a run makes the same call."""
 
 

@@ -73,13 +73,17 @@ class RunData:
             prefetch_steps=step.config.data.prefetch_steps,
         )
         with contextlib.closing(stream), contextlib.ExitStack() as stack:
-            if isinstance(self.train, RolloutSequences):
-                stack.callback(self.train.close)  # before the stream is closed, whose threads may wait for a file
-            if self.fingerprint != CALLER_BATCHES:  # endless
-                timed = self.waiting.timed(stream)
+            stack.callback(self.stop_waiting)  # before the stream is closed, whose threads may wait for a file
+            if self.fingerprint != CALLER_BATCHES:  # endless, unless `stop_waiting` was called
+                timed = self.waiting.timed(_until_end(stream))
                 yield from ((arrays, count == num_steps) for count, arrays in enumerate(timed, start=1))
             else:
                 yield from self.waiting.timed(_marking_last(itertools.islice(_until_end(stream), num_steps)))
+
+    def stop_waiting(self) -> None:
+        """Ends `batches` if it waits for rollouts."""
+        if isinstance(self.train, RolloutSequences):
+            self.train.close()
 
 
 def _until_end(stream: Iterator) -> Iterator:
@@ -110,6 +114,11 @@ def open_data(
     """
     if user_batches is None and eval_batches is not None:
         raise UserError("eval_batches without batches: pass both, or neither to train on the corpus of config.data")
+    if user_batches is not None and stage.config.rollouts.source:
+        raise UserError(
+            f"batches with config.rollouts.source={stage.config.rollouts.source!r}: pass one of them; rollouts replace"
+            " batches"
+        )
     if user_batches is not None:
         return _from_batches(stage.config, user_batches, eval_batches)
     if stage.config.rollouts.source:

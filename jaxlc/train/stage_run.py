@@ -31,13 +31,13 @@ class StageRun(Outputs):
     def actions(self) -> tuple[Action, ...]:
         """In their order: a checkpoint stores the evaluation and the scores of its step."""
         config = self.stage.config
-        with_rollouts = config.rollouts.source != ""
+        with_rollouts, exports = config.rollouts.source != "", config.rollouts.export_every_steps
         return (
             *([Action(1, self.report_rollouts)] if with_rollouts else []),
             Action(config.train.eval_every_steps, self.evaluate, at_start=True),
             Action(config.evals.every_steps, self.score, at_start=True),
             Action(config.train.checkpoint_every_steps, self.save, at_signal=True),
-            *([Action(config.rollouts.export_every_steps, self.export)] if config.rollouts.export_every_steps else []),
+            *([Action(exports, self.export, at_resume=True)] if exports else []),
             *([Action(1, self.make_rollouts, at_start=True, at_resume=True)] if with_rollouts else []),
         )
 
@@ -56,11 +56,12 @@ class StageRun(Outputs):
         return position
 
     def make_rollouts(self, position: Position) -> Position:
-        """Makes the rollouts of the next step, if the policy makes them."""
-        maker, step = self.stage.rollout_maker, position.step + 1
+        """Makes the rollouts of the next step, if the policy makes them; otherwise training waits for their file."""
+        maker, sequences, step = self.stage.rollout_maker, self.stage.data.train, position.step + 1
         if maker is not None and step <= self.stage.end_step:
             with self.progress.spinner("making rollouts"):
-                maker(position.state.params, step, self.stage.data.train.path(step), self.progress.log)
+                maker(position.state.params, step, sequences.path(step))
+        sequences.need(step)
         return position
 
     def evaluate(self, position: Position) -> Position:

@@ -1,6 +1,8 @@
 """Traces: records, trees, advantages, packing, and what is refused."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +13,17 @@ import pytest
 from jaxlc.config import Config, defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.batch_arrays import array_dtypes
-from jaxlc.data.sequences.user_batches import complete_batch
+from jaxlc.data.sequences.user_batches import EndOfBatches, complete_batch
 from jaxlc.data.texts.records import BadRecord, Record
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.data.traces.open_traces import TraceData, open_traces
+from jaxlc.data.traces.rollout_files import RolloutSequences
 from jaxlc.data.traces.trace_records import TraceReader
 
 PROMPT = [1, 2, 3, 4, 5]
+USER = [dict(role="user", content="Why?")]
+ROLLOUTS = dict(data=dict(traces=""), posttrain=dict(loss="grpo"))
+CHATS = dict(data=dict(chat_template="chatml"))
 
 
 def answer(tokens: list[int], prompt: list[int] = PROMPT, **fields) -> dict:
@@ -95,6 +101,56 @@ def test_truncated_answers_are_masked_and_counted(tmp_path):
     assert row["loss_weights"].sum() == 1 and row["answer_weights"].sum() == 2
 
 
+def test_equal_rewards_have_no_advantage(tmp_path):
+    """Also if the mean of equal numbers is rounded."""
+    traces, _ = opened(tmp_path, [answer([i], reward=0.1) for i in range(3)], posttrain=dict(loss="grpo"))
+    assert (traces.train[0]["advantages"] == 0).all() and traces.rewards["no_advantage"] == 1
+
+
+def test_first_token_has_no_log_prob(tmp_path):
+    record = dict(tokens=[1, 2, 3], loss_mask=[1, 1, 1], old_log_probs=[-1.0, -2.0])
+    traces, _ = opened(tmp_path, [record | dict(reward=1.0)], posttrain=dict(loss="grpo", old_log_probs="record"))
+    assert traces.train[0]["old_log_probs"][:3].tolist() == [-1, -2, 0]
+
+
+def test_pairs_that_do_not_fit_are_dropped(tmp_path):
+    """Together, or one of its answers."""
+    lengths = [(9, 9), (3, 60), (20, 20)]
+    pairs = [dict(prompt="a b c", chosen="y" * a, rejected="n" * b) for a, b in lengths]
+    pairs = [
+        pair | dict(reference_log_probs={name: [-1.0] * len(pair[name]) for name in ("chosen", "rejected")})
+        for pair in pairs
+    ]
+    traces, _ = opened(tmp_path, pairs, data=dict(overlong_traces="drop"), posttrain=dict(loss="dpo"))
+    assert traces.train.num_traces == 2 and traces.warnings[-1].endswith("dropped: 2")
+
+
+def test_rollouts_of_steps_are_waited_for(tmp_path):
+    """Only the step that is needed has a limit of time; a step may be read after later ones."""
+    config = defaults()
+    config.data.update(sources=(), seq_len=32, prefetch_steps=1)
+    config.train.global_batch_size = 2
+    config.posttrain.loss = "grpo"
+    config.rollouts.update(source="files", wait_seconds=0.2)
+    lines: list[str] = []
+    config = load(config)
+    sequences = RolloutSequences(tmp_path, config, ByteTokenizer(), lines.append)
+    for step in range(1, 7):
+        sequences.path(step).write_text("".join(json.dumps(answer([6] * step, reward=i)) + "\n" for i in range(2)))
+        assert sequences[2 * step - 2]["loss_weights"].sum() == 2 * step
+    assert sequences[0]["loss_weights"].sum() == 2 and not sequences[1]["segment_ids"].any() and not lines
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(lambda: sequences[12])
+        with pytest.raises(FutureTimeout):
+            waiting.result(timeout=0.6)
+        sequences.need(7)
+        with pytest.raises(UserError, match="no rollouts of step 7 after 0 s"):
+            waiting.result()
+        sequences.close()
+        with pytest.raises(EndOfBatches):
+            thread.submit(lambda: sequences[14]).result()
+
+
 def test_groups_are_held_out_whole(tmp_path):
     prompts = [[number, 50, 51] for number in range(40)]
     records = [answer([60 + i], prompt, group=str(prompt)) for prompt in prompts for i in range(2)]
@@ -110,8 +166,16 @@ def test_groups_are_held_out_whole(tmp_path):
         ([answer([6] * 40)], {}, "longer than config.data.seq_len=32; increase it, or set config.data.overlong_traces"),
         ([dict(text="a")], {}, r"no trace \(the fields are text\)"),
         ([dict(tokens=[1, 2], loss_mask=[1])], {}, "expected a loss_mask of 2 numbers 0 or 1"),
-        ([dict(tokens=[1, 999], loss_mask=[0, 1])], {}, "token 999, expected 0 to 256"),
+        ([dict(tokens=[1, 999], loss_mask=[0, 1])], {}, "token 999, expected 0 to 511"),
+        ([dict(tokens=[-7, 2], loss_mask=[0, 1])], {}, "token -7, expected 0 to 511"),
+        ([dict(tokens=[[1], [2, 3]], loss_mask=[0, 1])], {}, "tokens is a list, expected"),
         ([dict(tokens=[1, 2], loss_mask=[0, 0])], {}, "no token is in the loss"),
+        ([dict(prompt="a", chosen=USER, rejected=USER)], CHATS, "prompt is a str and chosen a list of messages"),
+        (
+            [answer([6], advantage=1.0, reference_log_probs=[-1])] * 2,
+            dict(posttrain=dict(loss="dpo")),
+            "needs chosen and rejected answers",
+        ),
         ([answer([6], reward="x")], {}, "reward is 'x', expected a finite number"),
         ([answer([6], old_log_probs=[-1, -2])], {}, "expected 1 numbers in old_log_probs"),
         ([answer([6], reward=1.0)], dict(posttrain=dict(loss="grpo", old_log_probs="record")), "jaxlc logprobs"),
@@ -128,6 +192,13 @@ def test_invalid_traces_raise(tmp_path, records, sections, message):
     "sections, message",
     [
         (dict(posttrain=dict(clip_low=0.1)), "posttrain.clip_low=0.1 has no effect without config.posttrain.loss"),
+        (dict(posttrain=dict(loss="dpo", kl=0.1)), "posttrain.kl=0.1 has no effect with config.posttrain.loss='dpo'"),
+        (dict(posttrain=dict(loss="grpo", beta=0.2)), "posttrain.beta=0.2 has no effect with"),
+        (dict(posttrain=dict(loss="grpo"), rollouts=dict(source="files", top_p=0.9)), "rollouts.top_p=0.9 has no"),
+        (
+            dict(ROLLOUTS, rollouts=dict(source="model", answers_per_prompt=1)),
+            "use --config.rollouts.answers_per_prompt=2 or more",
+        ),
         (dict(posttrain=dict(loss="dr_grpo")), "set config.posttrain.max_answer_tokens"),
         (dict(posttrain=dict(loss="dpo"), attention=dict(shared_prefixes=False)), "shared_prefixes=True"),
         (dict(posttrain=dict(loss="dpo", reference="base")), "config.lora.rank is 0"),
@@ -159,4 +230,4 @@ def test_invalid_prefixes_raise(prefix_ids, message):
 
 def test_reader_of_a_bad_record_names_it():
     with pytest.raises(BadRecord, match="file:3"):
-        list(TraceReader(ByteTokenizer(), "").read(Record("file:3", 3, dict(prompt="a"))))
+        list(TraceReader(ByteTokenizer(), "", 257).read(Record("file:3", 3, dict(prompt="a"))))

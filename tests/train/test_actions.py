@@ -21,7 +21,9 @@ def position(step: int) -> Position:
         (6, None, "evaluate save"),
         (1, Stop.SIGTERM, "save"),
         (2, Stop.SIGINT, "evaluate save"),
-        (1, Stop.DONE, "evaluate score save"),
+        (4, None, "evaluate roll"),
+        (4, Stop.SIGTERM, "evaluate save"),
+        (1, Stop.DONE, "evaluate score save roll"),
     ],
     ids=str,
 )
@@ -35,6 +37,7 @@ def test_actions_run_at_their_periods_and_when_the_run_stops(step, stop, names):
         action("evaluate", 2, at_start=True),
         action("score", 0, at_start=True),
         action("save", 3, at_signal=True),
+        action("roll", 4, at_resume=True),
     )
     run_due(actions, position(step), stop)
     assert " ".join(ran) == names

@@ -1,6 +1,10 @@
 """Post-training by command: log-probabilities of traces, a run on them, and its resume."""
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +12,9 @@ import pytest
 
 import jaxlc
 from jaxlc import logprobs
-from tests.train.runs import rows, train, write_config, write_untrained_run
+from jaxlc.config import defaults
+from jaxlc.core.errors import UserError
+from tests.train.runs import rows, save_step_0, train, write_config, write_untrained_run
 
 PROMPTS = [f"{number} and {number + 1} are? " for number in range(6)]
 
@@ -116,6 +122,51 @@ def test_rollouts_of_another_program_train_the_same(rollouts, tmp_path):
         rollouts__wait_seconds=0.3, **settings | dict(train__steps=5),
     )  # fmt: skip
     assert "no rollouts of step 5 after" in message
+
+
+def test_signal_while_training_waits_for_rollouts_saves_a_checkpoint(rollouts, tmp_path):
+    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
+    settings |= dict(rollouts__source="files", train__checkpoint_every_steps=0)
+    files, directory = files_of(rollouts["workdir"]), tmp_path / "rollouts"
+    directory.mkdir()
+    for name in ("1.jsonl", "2.jsonl"):
+        (directory / name).write_text(files[name])
+
+    def stop_after_step_2() -> None:
+        metrics = tmp_path / "metrics.jsonl"
+        while not (metrics.is_file() and '"step": 2' in metrics.read_text()):
+            time.sleep(0.1)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_after_step_2, daemon=True).start()
+    message = train(rollouts["config"], tmp_path, status=128 + signal.SIGTERM, **settings)
+    assert "stopped after step 2" in message and (tmp_path / "checkpoints/2").is_dir()
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    train(rollouts["config"], tmp_path, **settings)
+    assert rows(tmp_path) == rows(rollouts["workdir"])
+
+
+def test_loaded_run_with_rollouts_has_no_evaluation(rollouts):
+    run = jaxlc.load(rollouts["workdir"])
+    with pytest.raises(UserError, match="the run made rollouts"):
+        run.evaluate()
+
+
+def test_loaded_run_with_traces_evaluates_them(tmp_path):
+    """Without context gain, whose pieces cut documents apart from their prefixes."""
+    record = dict(prompt="a" * 90, chosen="b" * 9, rejected="c" * 9)
+    traces = tmp_path / "traces.jsonl"
+    traces.write_text("".join(json.dumps(record | dict(prompt=f"{i} {record['prompt']}")) + "\n" for i in range(20)))
+    config = defaults()
+    config.model.update(vocab_size=257, num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=32)
+    config.data.update(sources=(), traces=str(traces), seq_len=1024, eval_fraction=0.3)
+    config.attention.shared_prefixes = True
+    save_step_0(config, tmp_path / "run")
+    evaluation = jaxlc.load(tmp_path / "run").evaluate()
+    assert evaluation.sums.weight.sum() % 18 == 0 and abs(evaluation.loss - np.log(257)) < 0.5
+    assert evaluation.context_gain is None
 
 
 def test_export_for_the_program_that_makes_rollouts(rollouts, tmp_path):

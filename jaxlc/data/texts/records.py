@@ -43,7 +43,7 @@ def read_records(
     path: Path,
     field: str,
     *,
-    others: Sequence[str] = (),
+    others: Sequence[str] | None = (),
     setting: str,
     field_setting: str,
     lines: tuple[int, int, int] | None = None,
@@ -52,7 +52,7 @@ def read_records(
 
     Args:
       field: dotted name of the field that holds the document; "": there is none.
-      others: names of fields that a record need not have.
+      others: names of fields that a record need not have; None: all columns.
       setting: that lists the file; named in errors.
       field_setting: that has the value `field`; named in errors.
       lines: as `SourceFile.lines`.
@@ -138,7 +138,7 @@ def kind_of(value: Any) -> str:
 
 
 def _column_records(
-    path: Path, field: str, others: Sequence[str], setting: str, field_setting: str
+    path: Path, field: str, others: Sequence[str] | None, setting: str, field_setting: str
 ) -> Iterator[Record]:
     """The rows of a Parquet or Arrow file."""
     kind = "Parquet" if path.name.endswith(".parquet") else "Arrow"
@@ -179,7 +179,7 @@ def _without_nulls(value: Any, in_list: bool = False) -> Any:
     return [_without_nulls(x, in_list=True) for x in value] if isinstance(value, list) else value
 
 
-def _batches(path: Path, field: str, others: Sequence[str], field_setting: str) -> Iterator[Any]:
+def _batches(path: Path, field: str, others: Sequence[str] | None, field_setting: str) -> Iterator[Any]:
     """Batches of rows with the needed columns."""
     import pyarrow
     import pyarrow.parquet
@@ -208,7 +208,11 @@ def _arrow_reader(mapped: Any) -> Any:
     return pyarrow.ipc.open_file(mapped).read_all().to_reader()
 
 
-def _needed_columns(path: Path, field: str, others: Sequence[str], field_setting: str, columns: list[str]) -> list[str]:
+def _needed_columns(
+    path: Path, field: str, others: Sequence[str] | None, field_setting: str, columns: list[str]
+) -> list[str]:
+    if others is None:
+        return columns
     if not field:
         return [name for name in others if name in columns]
     column = field if field in columns else field.partition(".")[0]

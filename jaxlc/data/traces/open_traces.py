@@ -14,7 +14,7 @@ from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_re
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.packed_traces import PackedTraces, fingerprint, with_advantages
-from jaxlc.data.traces.trace_records import FIELDS, OTHER_FIELDS, Trace, TraceReader
+from jaxlc.data.traces.trace_records import CHOSEN, FIELDS, OTHER_FIELDS, REJECTED, Trace, TraceReader
 from jaxlc.data.traces.trace_trees import Tree, groups_of, trees_of
 
 _SETTING = "data.traces"
@@ -28,7 +28,7 @@ class TraceData:
     heldout: PackedTraces | None  # None: no group is held out
     fingerprint: str
     description: str
-    rewards: dict[str, float]  # means over the traces, for metrics
+    rewards: dict[str, float]  # means over the traces, or over the groups, for metrics
     warnings: tuple[str, ...]
 
 
@@ -45,15 +45,14 @@ def open_traces(
     """
     warnings: list[str] = []
     traces = list(_fitting(_read(sources or config.data.traces, config, tokenizer, warnings), config, warnings))
-    if not traces:
-        raise UserError("config.data.traces has no trace that can be used")
     groups = list(groups_of(traces))
+    _check_log_probs(traces, config)
+    if config.posttrain.loss == "dpo":
+        groups = list(_pairs(groups, config, warnings))
+    if not groups:
+        raise UserError("config.data.traces has no trace that can be used")
     if config.posttrain.loss:
-        _check_log_probs(traces, config)
         groups = [with_advantages(group, config.posttrain) for group in groups]
-        num_equal = sum(all(trace.advantage == 0 for trace in group) for group in groups)
-        if num_equal:
-            warnings.append(f"data.traces: groups whose rewards are all equal: {num_equal:,} of {len(groups):,}")
     is_heldout = [holds_out and _hash_of(group) < config.data.eval_fraction for group in groups]
     parts = [[group for group, held in zip(groups, is_heldout) if held == which] for which in (False, True)]
     if not parts[0]:
@@ -63,13 +62,12 @@ def open_traces(
     if num_repeated:
         warnings.append(f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}")
     train_trees, heldout_trees = ([tree for trees in part for tree in trees] for part in trees_of_groups)
-    _check_pairs(train_trees + heldout_trees, config)
     train = PackedTraces(train_trees, config, config.data.seed)
     return TraceData(
         train=train,
         heldout=PackedTraces(heldout_trees, config, None) if heldout_trees else None,
         fingerprint=fingerprint(traces, config),
-        rewards=_rewards(traces),
+        rewards=_rewards(groups),
         description=_description(train_trees, train, len(parts[0]), len(parts[1])),
         warnings=tuple(warnings),
     )
@@ -77,10 +75,10 @@ def open_traces(
 
 def _read(sources: Sequence[str], config: Config, tokenizer: Tokenizer, warnings: list[str]) -> Iterator[Trace]:
     files, _ = list_files(sources, _SETTING)
-    reader = TraceReader(tokenizer, config.data.chat_template)
+    reader = TraceReader(tokenizer, config.data.chat_template, config.model.vocab_size)
     num_bad, first_bad = 0, None
     for file in files:
-        for record in records_of(file.path):
+        for record in records_of(file.path, (*FIELDS, *OTHER_FIELDS)):
             try:
                 yield from reader.read(record)
             except BadRecord as error:
@@ -94,11 +92,11 @@ def _read(sources: Sequence[str], config: Config, tokenizer: Tokenizer, warnings
         warnings.append(f"data.traces: skipped records: {num_bad:,} (the first: {first_bad})")
 
 
-def records_of(path: Path, fields: Sequence[str] = (*FIELDS, *OTHER_FIELDS)) -> Iterator[Record]:
+def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Record]:
     """The records of a file of traces.
 
     Args:
-      fields: of Parquet and Arrow files, the columns to read.
+      fields: of Parquet and Arrow files, the columns to read; None: all.
     Raises:
       UserError: the file cannot be read.
     """
@@ -145,16 +143,24 @@ def _trees(group: Sequence[Trace], config: Config) -> Iterator[Tree]:
     yield from trees_of(group, config.data.seq_len, shares=config.attention.shared_prefixes)
 
 
-def _check_pairs(trees: Sequence[Tree], config: Config) -> None:
-    """A pair for dpo is one tree of two branches."""
-    if config.posttrain.loss != "dpo":
-        return
-    for tree in trees:
-        if len(tree.traces) != 2 or not tree.num_prefix_tokens:
+def _pairs(groups: Sequence[list[Trace]], config: Config, warnings: list[str]) -> Iterator[list[Trace]]:
+    """The groups that are pairs for dpo, which is one tree of two branches; data.overlong_traces=drop drops others."""
+    num_dropped = 0
+    for group in groups:
+        trees = list(_trees(group, config))
+        is_pair = [trace.advantage for trace in group] == [CHOSEN, REJECTED]
+        if is_pair and len(trees) == 1 and trees[0].num_prefix_tokens:
+            yield group
+        elif config.data.overlong_traces == "drop":
+            num_dropped += 1
+        else:
             raise UserError(
-                f"{tree.traces[0].where}: config.posttrain.loss='dpo' needs pairs with a common prompt of at least 2"
-                f" tokens that fit into config.data.seq_len={config.data.seq_len:,} together"
+                f"{group[0].where}: config.posttrain.loss='dpo' needs chosen and rejected answers with a common prompt"
+                f" of at least 2 tokens that fit into config.data.seq_len={config.data.seq_len:,} together; to drop"
+                " others, set config.data.overlong_traces to drop"
             )
+    if num_dropped:
+        warnings.append(f"data.traces: no pairs that fit into data.seq_len, which are dropped: {num_dropped:,}")
 
 
 def _hash_of(group: Sequence[Trace]) -> float:
@@ -164,14 +170,21 @@ def _hash_of(group: Sequence[Trace]) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _rewards(traces: Sequence[Trace]) -> dict[str, float]:
+def _rewards(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
+    traces = [trace for group in groups for trace in group]
     rewards = [trace.reward for trace in traces if trace.reward is not None]
     means = dict(
         answer_tokens=np.mean([trace.in_loss.sum() for trace in traces]),
         truncated=np.mean([trace.is_truncated for trace in traces]),
+        no_advantage=_share_without_advantage(groups),
     )
     means |= dict(reward=np.mean(rewards), reward_deviation=np.std(rewards)) if rewards else {}
     return {name: float(x) for name, x in means.items()}
+
+
+def _share_without_advantage(groups: Sequence[Sequence[Trace]]) -> float:
+    """The share of the groups without a gradient: of one trace, or of equal rewards."""
+    return float(np.mean([not any(trace.advantage for trace in group) for group in groups]))
 
 
 def _description(trees: Sequence[Tree], train: PackedTraces, num_groups: int, num_heldout: int) -> str:

@@ -99,7 +99,7 @@ def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[
     if any(trace.reward is None for trace in group):
         raise UserError(f"{group[0].where}: some traces of its group have a reward, and others an advantage; use one")
     rewards = np.array([trace.reward for trace in group])
-    centered = rewards - rewards.mean()
+    centered = rewards - rewards.mean() if np.ptp(rewards) else np.zeros(len(rewards))  # 0 in spite of rounding
     if posttrain.scale_advantages and len(group) > 1:
         centered = centered / (rewards.std(ddof=1) + _EPSILON)
     return [dataclasses.replace(trace, advantage=x) for trace, x in zip(group, centered.tolist())]
@@ -108,8 +108,9 @@ def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[
 def fingerprint(traces: Sequence[Trace], config: Config) -> str:
     """Equal for two datasets if all their sequences are equal."""
     digest = hashlib.sha256()
-    settings = config.data.seq_len, config.data.seed, config.data.eval_fraction, config.attention.shared_prefixes
-    digest.update(repr((settings, config.posttrain)).encode())
+    data, posttrain = config.data, config.posttrain
+    settings = data.seq_len, data.seed, data.eval_fraction, posttrain.scale_advantages, posttrain.mask_truncated
+    digest.update(repr((settings, list(array_dtypes(config)))).encode())
     for trace in traces:
         fields = trace.group, trace.reward, trace.advantage, trace.is_truncated, sorted(trace.log_probs)
         digest.update(repr(fields).encode())

@@ -10,12 +10,13 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
+from jaxlc.data.sequences.batch_arrays import array_dtypes
+from jaxlc.data.sequences.user_batches import EndOfBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.open_traces import TraceData, open_traces
 
 _POLL_SECONDS = 0.1
 _LINE_SECONDS = 60
-_MAX_KEPT = 4  # steps: the one that is trained, and those that are prefetched
 
 
 class RolloutSequences:
@@ -30,17 +31,21 @@ class RolloutSequences:
         self._config, self._tokenizer, self._log = config, tokenizer, log
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._kept: dict[int, TraceData] = {}  # by step
+        self._max_kept = config.data.prefetch_steps + 3  # the steps that are trained, placed and prefetched
+        self._needed, self._since, self._next_line = 0, 0.0, 0.0  # see `need`
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order; waits for its file.
 
         Raises:
+          EndOfBatches: `close` was called, and the file does not exist.
           UserError: the file does not appear in rollouts.wait_seconds, or its traces cannot be used.
         """
         number, index = divmod(i, self._config.train.global_batch_size)
         packed = self.of_step(number + 1).train
-        arrays = packed[index if index < packed.num_sequences else 0]
-        return arrays if index < packed.num_sequences else {name: np.zeros_like(x) for name, x in arrays.items()}
+        if index < packed.num_sequences:
+            return packed[index]
+        return {name: np.zeros(self._config.data.seq_len, dtype) for name, dtype in array_dtypes(self._config).items()}
 
     def of_step(self, step: int) -> TraceData:
         """The traces of a step; waits for its file."""
@@ -48,12 +53,19 @@ class RolloutSequences:
         with self._lock:
             if step not in self._kept:
                 self._kept[step] = self._opened(step)
-            if len(self._kept) > _MAX_KEPT:
+            traces = self._kept[step]
+            if len(self._kept) > self._max_kept:
                 del self._kept[min(self._kept)]
-            return self._kept[step]
+            return traces
 
     def path(self, step: int) -> Path:
         return self.directory / f"{step}.jsonl"
+
+    def need(self, step: int) -> None:
+        """Training waits for the file of `step` from now on; files of later steps are only prefetched."""
+        with self._lock:
+            self._needed, self._since = step, time.monotonic()
+            self._next_line = self._since + _LINE_SECONDS
 
     def close(self) -> None:
         """Ends the waiting of all threads."""
@@ -67,22 +79,29 @@ class RolloutSequences:
                 f"the rollouts in {displayed(path)} fill {traces.train.num_sequences} sequences, more than"
                 f" config.train.global_batch_size={batch_size}; increase it, or config.data.seq_len"
             )
+        for warning in traces.warnings:
+            self._log(f"warning: step {step}: {warning}")
         return traces
 
     def _wait(self, step: int) -> None:
         path = self.path(step)
-        start = next_line = time.monotonic()
-        limit = self._config.rollouts.wait_seconds
         while not path.is_file():
-            waited = time.monotonic() - start
             if self._closed.is_set():
-                raise UserError("the run has ended")
-            if limit and waited > limit:
-                raise UserError(
-                    f"no rollouts of step {step} after {waited:.0f} s: {displayed(path)} does not exist, and"
-                    f" config.rollouts.wait_seconds={limit:g}"
-                )
-            if time.monotonic() - next_line > _LINE_SECONDS:
-                next_line = time.monotonic()
-                self._log(f"waiting for the rollouts of step {step} for {waited:.0f} s: {displayed(path)}")
+                raise EndOfBatches
+            with self._lock:
+                if step == self._needed:
+                    self._check_waiting(path)
             time.sleep(_POLL_SECONDS)
+
+    def _check_waiting(self, path: Path) -> None:
+        """Prints a line per minute; raises UserError after rollouts.wait_seconds."""
+        now, limit = time.monotonic(), self._config.rollouts.wait_seconds
+        waited = now - self._since
+        if limit and waited > limit:
+            raise UserError(
+                f"no rollouts of step {self._needed} after {waited:.0f} s: {displayed(path)} does not exist, and"
+                f" config.rollouts.wait_seconds={limit:g}"
+            )
+        if now > self._next_line:
+            self._next_line = now + _LINE_SECONDS
+            self._log(f"waiting for the rollouts of step {self._needed} for {waited:.0f} s: {displayed(path)}")

@@ -70,32 +70,36 @@ class Trace:
 class TraceReader:
     """Reads traces from records."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str):
-        """chat_template: the setting data.chat_template."""
-        self._tokenizer, self._chat_template = tokenizer, chat_template
+    def __init__(self, tokenizer: Tokenizer, chat_template: str, vocab_size: int):
+        """
+        Args:
+          chat_template: the setting data.chat_template.
+          vocab_size: of the model, which may have more ids than the tokenizer, and sample them.
+        """
+        self._tokenizer, self._chat_template, self._vocab_size = tokenizer, chat_template, vocab_size
 
     def read(self, record: Record) -> Iterator[Trace]:
         """Yields the trace of a record, or the two of a pair.
 
-          Raises:
-            BadRecord: the record has another form, or nothing in it is in the loss.
-        UserError: the record is a chat, and there is no chat template.
+        Raises:
+          BadRecord: the record has another form, or nothing in it is in the loss.
+          UserError: the record is a chat, and there is no chat template.
         """
         if isinstance(record.values, BadRecord):
             raise record.values
         values, where = {name: x for name, x in record.values.items() if x is not None}, record.where
         if "chosen" in values or "rejected" in values:
             for name, advantage in (("chosen", CHOSEN), ("rejected", REJECTED)):
-                tokens, in_loss = self._of_pair(values, name, where)
+                tokens, in_loss = self._checked(*self._of_pair(values, name, where), where)
                 log_probs = values.get("reference_log_probs")
                 fields = {} if log_probs is None else {"reference_log_probs": _of_answer(log_probs, name, where)}
-                yield self._checked(
-                    tokens, in_loss, where, group=f"pair {where}", advantage=advantage,
+                yield Trace(
+                    where=where, tokens=tokens, in_loss=in_loss, group=f"pair {where}", advantage=advantage,
                     log_probs=_all_log_probs(fields, in_loss, where),
                 )  # fmt: skip
         else:
-            tokens, in_loss = self._of_answer(values, where)
-            yield self._checked(tokens, in_loss, where, **_other_fields(values, in_loss, where))
+            tokens, in_loss = self._checked(*self._of_answer(values, where), where)
+            yield Trace(where=where, tokens=tokens, in_loss=in_loss, **_other_fields(values, in_loss, where))
 
     def prompt(self, record: Record) -> tuple[np.ndarray, str]:
         """The token ids and the text of the field prompt: a text, a list of messages, or token ids.
@@ -118,7 +122,7 @@ class TraceReader:
     def _of_answer(self, values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         if "tokens" in values:
             tokens = _token_ids(values["tokens"], "tokens", where)
-            in_loss = np.asarray(values.get("loss_mask", ()))
+            in_loss = _array(values.get("loss_mask", ()))
             if in_loss.shape != tokens.shape or not np.isin(in_loss, (0, 1)).all():
                 raise BadRecord(f"{where}: expected a loss_mask of {len(tokens)} numbers 0 or 1, as many as tokens")
             return tokens, in_loss.astype(bool)
@@ -134,8 +138,9 @@ class TraceReader:
     def _of_pair(self, values: Mapping[str, Any], name: str, where: str) -> tuple[np.ndarray, np.ndarray]:
         prompt, answer = values.get("prompt"), values.get(name)
         if is_chat(answer):
-            messages = [*prompt, *answer] if is_chat(prompt) else answer
-            tokens, in_loss = self._of_chat(messages, values, where)
+            if prompt is not None and not is_chat(prompt):
+                raise BadRecord(f"{where}: prompt is {kind_of(prompt)} and {name} a list of messages; use two lists")
+            tokens, in_loss = self._of_chat([*(prompt or ()), *answer], values, where)
             answers = np.flatnonzero(np.diff(in_loss.astype(int), prepend=0) == 1)
             in_loss[: answers[-1]] = False  # only the last answer
             return tokens, in_loss
@@ -164,18 +169,27 @@ class TraceReader:
         """The template of chats. Raises UserError if there is none."""
         return load_chat_template(self._chat_template, self._tokenizer.file)
 
-    def _checked(self, tokens: np.ndarray, in_loss: np.ndarray, where: str, **fields: Any) -> Trace:
-        size = self._tokenizer.vocab_size
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:
-            raise BadRecord(f"{where}: token {tokens.max()}, expected 0 to {size - 1}, the ids of data.tokenizer")
+    def _checked(self, tokens: np.ndarray, in_loss: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
+        wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+        if wrong.size:
+            expected = f"expected 0 to {self._vocab_size - 1} (config.model.vocab_size)"
+            raise BadRecord(f"{where}: token {wrong[0]}, {expected}")
         in_loss[:1] = False  # the first token has no earlier one
         if not in_loss.any():
             raise BadRecord(f"{where}: no token is in the loss")
-        return Trace(where=where, tokens=tokens.astype(np.int32), in_loss=in_loss, **fields)
+        return tokens.astype(np.int32), in_loss
+
+
+def _array(value: Any) -> np.ndarray:
+    """The value as an array; of no numeric dtype if lists in it have different lengths."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(value, object)
 
 
 def _token_ids(value: Any, name: str, where: str) -> np.ndarray:
-    ids = np.asarray(value)
+    ids = _array(value)
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
         raise BadRecord(f"{where}: {name} is {kind_of(value)}, expected text or a list of token ids")
     return ids
@@ -210,7 +224,7 @@ def _all_log_probs(values: Mapping[str, Any], in_loss: np.ndarray, where: str) -
 
 
 def _log_probs(value: Sequence[float], name: str, in_loss: np.ndarray, where: str) -> np.ndarray:
-    numbers = np.asarray(value)
+    numbers = _array(value)
     num_expected = int(in_loss.sum())
     if numbers.shape != (num_expected,) or not np.issubdtype(numbers.dtype, np.number):
         raise BadRecord(f"{where}: expected {num_expected} numbers in {name}, one for each token in the loss")
