@@ -12,7 +12,7 @@ from jaxlc.step import mixed_precision
 
 
 def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelection]:
-    """The kernel of each kind of layers of `config` on `mesh`, and why it was selected.
+    """The kernel of each kind of layers with attention of `config` on `mesh`, and why it was selected.
 
     Raises:
       UserError: the kernel that the config names does not support a kind.
@@ -23,6 +23,8 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
     kernels = {}
     for kind in dict.fromkeys(model.layer_kinds):
         own, window = model.of_kind(kind), model.window_of(kind)
+        if own.mixer != "attention":
+            continue
         kernels[kind] = choose(
             head_dim=own.head_dim,
             window=window,
