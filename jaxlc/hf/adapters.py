@@ -71,6 +71,11 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
+    if any(layout.num_rows for layout in layouts.values()):
+        raise Unsupported(
+            "unsupported: adapters for peft of gated_delta_net layers, whose queries, keys and values are one module in"
+            " transformers; export without --adapters, which merges them"
+        )
     trained = _trained_layouts(config, layouts)
     if model.tie_embeddings and "embedding" in trained:
         raise Unsupported(
