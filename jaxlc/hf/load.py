@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.core.counts import count_text
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.safetensors_files import DTYPES, TensorFiles
 from jaxlc.hf.tensor_slices import Layout
@@ -71,6 +72,14 @@ def open_files(
     layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model)
     _check(files, layouts)
     return files, layouts
+
+
+def left_out(directory: Path, family: Family) -> str:
+    """The tensors in `directory` that `load_params` does not read, for the start report: "" or "; left out: ..."."""
+    names = TensorFiles(directory).tensors
+    counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in family.other_prefixes}
+    texts = [f"{count_text(count, 'tensor')} {prefix}*" for prefix, count in counts.items() if count]
+    return f"; left out: {', '.join(texts)}" if texts else ""
 
 
 def layouts_of(
