@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.delta_rule.convolution import convolution
@@ -68,7 +69,8 @@ def _mixed(q, k, v, g_btH, beta_btH, filter_q, filter_k, filter_v, segments_bt, 
 
     q, k, v = (activated(filtered(x, taps)) for x, taps in ((q, filter_q), (k, filter_k), (v, filter_v)))
     q, k = unit_length(q), unit_length(k)
-    return delta_rule(q, k, v, g_btH, beta_btH, segments_bt, scale=q.shape[-1] ** -0.5, **how)
+    out = delta_rule(q, k, v, g_btH, beta_btH, segments_bt, scale=q.shape[-1] ** -0.5, **how)
+    return checkpoint_name(out, "attention_out")
 
 
 def activated(x: jax.Array) -> jax.Array:
