@@ -98,8 +98,11 @@ def affine_map(tokens: Tokens, scale: float, chunk_tokens: int = CHUNK_TOKENS) -
     return Affine(columns[..., :key_dim], columns[..., key_dim:])
 
 
-def outputs(tokens: Tokens, S_BHKV: jax.Array, scale: float, chunk_tokens: int = CHUNK_TOKENS) -> jax.Array:
-    """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the first one."""
+def outputs(
+    tokens: Tokens, S_BHKV: jax.Array, scale: float, chunk_tokens: int = CHUNK_TOKENS
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the first one; and the
+    state that leaves the last one."""
     chunks, dtype = _chunks(tokens, scale, chunk_tokens), tokens.q_BLGK.dtype
 
     def step(S, chunk: _Chunks):
@@ -108,9 +111,23 @@ def outputs(tokens: Tokens, S_BHKV: jax.Array, scale: float, chunk_tokens: int =
         S = S * chunk.decay[..., None, None] + product("bhck,bhcv->bhkv", chunk.k, new, dtype)
         return S, out.astype(dtype)
 
-    _, out_NBHCV = lax.scan(step, S_BHKV, chunks)
+    S_BHKV, out_NBHCV = lax.scan(step, S_BHKV, chunks)
     num_chunks, num_sequences, num_heads, _, value_dim = out_NBHCV.shape
-    return out_NBHCV.transpose(1, 0, 3, 2, 4).reshape(num_sequences, num_chunks * chunk_tokens, num_heads, value_dim)
+    shape = num_sequences, num_chunks * chunk_tokens, num_heads, value_dim
+    return out_NBHCV.transpose(1, 0, 3, 2, 4).reshape(shape), S_BHKV
+
+
+def one_output(tokens: Tokens, S_BHKV: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    """As `outputs`, of one token that is not padding, L = 1."""
+    q_BHK, k_BHK = (
+        jnp.repeat(x[:, 0], tokens.v_BLHV.shape[2] // x.shape[2], axis=1).astype(S_BHKV.dtype)
+        for x in (tokens.q_BLGK, tokens.k_BLGK)
+    )
+    S_BHKV = jnp.exp(tokens.g_BLH[:, 0, :, None, None]) * S_BHKV
+    error_BHV = tokens.v_BLHV[:, 0] - product("bhk,bhkv->bhv", k_BHK, S_BHKV)
+    S_BHKV += k_BHK[..., None] * (tokens.beta_BLH[:, 0, :, None] * error_BHV)[..., None, :]
+    out_BHV = scale * product("bhk,bhkv->bhv", q_BHK, S_BHKV)
+    return out_BHV[:, None].astype(tokens.q_BLGK.dtype), S_BHKV
 
 
 def _chunks(tokens: Tokens, scale: float, chunk_tokens: int) -> _Chunks:

@@ -78,3 +78,8 @@ def _before(own: Affine, ranks: Ranks, direction: int) -> Affine:
 
 def _where(condition: jax.Array, a: Affine, b: Affine) -> Affine:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+
+def continued_states(own: Affine, initial_BHKV: jax.Array, ranks: Ranks) -> jax.Array:
+    """The state that enters this rank's only fragment, of a sequence that starts with `initial_BHKV`."""
+    return _before(own, ranks, 1)(initial_BHKV)

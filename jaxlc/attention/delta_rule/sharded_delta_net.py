@@ -62,20 +62,17 @@ class ShardedDeltaNet(NamedTuple):
 
 def _mixed(q, k, v, g_btH, beta_btH, filter_q, filter_k, filter_v, segments_bt, *, ranks: Ranks, num_fragments: int):
     how = dict(ranks=ranks, num_fragments=num_fragments)
-
-    def filtered(x_bthW, filter_PhW):
-        flat = x_bthW.reshape(*x_bthW.shape[:2], -1)
-        return convolution(flat, filter_PhW.reshape(len(filter_PhW), -1), segments_bt, **how).reshape(x_bthW.shape)
-
-    q, k, v = (activated(filtered(x, taps)) for x, taps in ((q, filter_q), (k, filter_k), (v, filter_v)))
+    q, k, v = (filtered(x, taps, segments_bt, **how) for x, taps in ((q, filter_q), (k, filter_k), (v, filter_v)))
     q, k = unit_length(q), unit_length(k)
     out = delta_rule(q, k, v, g_btH, beta_btH, segments_bt, scale=q.shape[-1] ** -0.5, **how)
     return checkpoint_name(out, "attention_out")
 
 
-def activated(x: jax.Array) -> jax.Array:
-    """silu(x), computed in float32, in the dtype of x."""
-    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
+def filtered(x_bthW: jax.Array, filter_PhW: jax.Array, segments_bt: jax.Array | None, **how) -> jax.Array:
+    """silu of the convolution of each channel of each head; `how`: further arguments of `convolution`."""
+    flat = x_bthW.reshape(*x_bthW.shape[:2], -1)
+    out = convolution(flat, filter_PhW.reshape(len(filter_PhW), -1), segments_bt, **how)
+    return jax.nn.silu(out.astype(jnp.float32)).astype(x_bthW.dtype).reshape(x_bthW.shape)
 
 
 def unit_length(x: jax.Array) -> jax.Array:
