@@ -52,13 +52,16 @@ class Affine(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """What the recurrence over chunks needs: arrays [N, B, H, ...] of N chunks, whose masks and gates are applied."""
+    """What the recurrence over chunks needs: arrays [N, B, H, ...] of N chunks, whose masks and gates are applied.
 
-    q: jax.Array  # [..., C, K], decayed since the start of the chunk; 0 in documents that start in it
+    Factors of products have the dtype of the tokens: a step reads them, and converts nothing.
+    """
+
+    q: jax.Array | None  # [..., C, K], decayed since the start of the chunk; 0 in documents that start in it
     k: jax.Array  # [..., C, K], decayed until the end of the chunk; 0 in documents that end before
-    u: jax.Array  # [..., C, V]
+    u: jax.Array  # [..., C, V], float32 or wider, as decay
     w: jax.Array  # [..., C, K]
-    scores: jax.Array  # [..., C, C]
+    scores: jax.Array | None  # [..., C, C]
     decay: jax.Array  # [...], of the state over the chunk; 0 if a document starts in it
 
 
@@ -85,7 +88,7 @@ def identity(num_sequences: int, num_heads: int, key_dim: int, value_dim: int, d
 def affine_map(tokens: Tokens, scale: float, chunk_tokens: int = CHUNK_TOKENS) -> Affine:
     """The map of the states over all tokens, M [B, H, K, K] and U [B, H, K, V], float32 or wider."""
     chunks, dtype = _chunks(tokens, scale, chunk_tokens), tokens.q_BLGK.dtype
-    key_dim = chunks.k.shape[-1]
+    chunks, key_dim = chunks._replace(q=None, scores=None), chunks.k.shape[-1]
 
     def step(columns, chunk: _Chunks):  # (M | U) is the recurrence of the state, started from (I | 0)
         new = jnp.pad(chunk.u, [(0, 0)] * 3 + [(key_dim, 0)]) - product("bhck,bhkm->bhcm", chunk.w, columns, dtype)
@@ -155,11 +158,11 @@ def _chunks(tokens: Tokens, scale: float, chunk_tokens: int) -> _Chunks:
     since_start = jnp.where(segments == before, jnp.exp(G), 0)
     until_end = jnp.where(segments == segments[..., -1:], jnp.exp(G[..., -1:] - G), 0)
     return _Chunks(
-        q=q * since_start[..., None],
-        k=k * until_end[..., None],
+        q=(q * since_start[..., None]).astype(dtype),
+        k=(k * until_end[..., None]).astype(dtype),
         u=product("...ij,...jv->...iv", inverse, v * beta[..., None]),
-        w=product("...ij,...jk->...ik", inverse, k * (beta * since_start)[..., None]),
-        scores=product("...ik,...jk->...ij", q, k, dtype) * decay,
+        w=product("...ij,...jk->...ik", inverse, k * (beta * since_start)[..., None]).astype(dtype),
+        scores=(product("...ik,...jk->...ij", q, k, dtype) * decay).astype(dtype),
         decay=since_start[..., -1],
     )
 

@@ -62,8 +62,13 @@ class ShardedDeltaNet(NamedTuple):
 
 def _mixed(q, k, v, g_btH, beta_btH, filter_q, filter_k, filter_v, segments_bt, *, ranks: Ranks, num_fragments: int):
     how = dict(ranks=ranks, num_fragments=num_fragments)
-    q, k, v = (filtered(x, taps, segments_bt, **how) for x, taps in ((q, filter_q), (k, filter_k), (v, filter_v)))
-    q, k = unit_length(q), unit_length(k)
+
+    @jax.checkpoint  # the float32 arrays of the convolution and of silu would take more memory than its operands
+    def filtered_operands(q, k, v, filter_q, filter_k, filter_v):
+        q, k, v = (filtered(x, taps, segments_bt, **how) for x, taps in zip((q, k, v), (filter_q, filter_k, filter_v)))
+        return unit_length(q), unit_length(k), v
+
+    q, k, v = filtered_operands(q, k, v, filter_q, filter_k, filter_v)
     out = delta_rule(q, k, v, g_btH, beta_btH, segments_bt, scale=q.shape[-1] ** -0.5, **how)
     return checkpoint_name(out, "attention_out")
 
