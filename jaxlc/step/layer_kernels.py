@@ -35,8 +35,10 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
 
 
 def by_kind(texts: Mapping[str, str]) -> Iterator[str]:
-    """Yields the texts of the kinds of layers with their names; if they are equal, the text alone."""
-    if len(set(texts.values())) == 1:
+    """Yields the texts of the kinds of layers with their names; if they are equal, the text alone; "none" without texts."""
+    if not texts:
+        yield "none"
+    elif len(set(texts.values())) == 1:
         yield next(iter(texts.values()))
     else:
         yield from (f"{kind}: {text}" for kind, text in texts.items())
