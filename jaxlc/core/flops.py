@@ -25,12 +25,10 @@ of packed sequences, and the utilization that is computed from them, are overest
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 from jaxlc.core.mixers import layer_matrices, num_vector_entries, state_flops
 from jaxlc.core.mixers.layer_shape import LayerShape
-
-_Number = TypeVar("_Number", int, float)
 
 
 class DecoderShape(Protocol):
@@ -122,7 +120,7 @@ def num_params(model: DecoderShape) -> int:
     return num_matmul_params(model) + embedding + vectors
 
 
-def _sum_over_layers(model: DecoderShape, count: Callable[[LayerShape], _Number]) -> _Number:
+def _sum_over_layers(model: DecoderShape, count: Callable[[LayerShape], int]) -> int:
     """The sum of `count` of all layers."""
     return sum(model.num_layers_of(kind) * count(model.of_kind(kind)) for kind in set(model.layer_kinds))
 

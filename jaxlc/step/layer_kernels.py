@@ -35,7 +35,8 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
 
 
 def by_kind(texts: Mapping[str, str]) -> Iterator[str]:
-    """Yields the texts of the kinds of layers with their names; if they are equal, the text alone; "none" without texts."""
+    """Yields the texts of the kinds of layers with their names; if they are equal, the text alone; if there are none,
+    "none"."""
     if not texts:
         yield "none"
     elif len(set(texts.values())) == 1:

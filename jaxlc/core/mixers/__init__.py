@@ -38,6 +38,6 @@ def num_vector_entries(layer: LayerShape) -> int:
     return num_norms * layer.model_dim + MIXERS[layer.mixer].num_vector_entries(layer)
 
 
-def state_flops(layer: LayerShape) -> float:
+def state_flops(layer: LayerShape) -> int:
     """Model FLOPs per token of the forward pass of a recurrence; 0: the layer has none."""
     return MIXERS[layer.mixer].state_flops(layer)

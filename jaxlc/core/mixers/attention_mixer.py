@@ -32,7 +32,7 @@ def num_vector_entries(layer: LayerShape) -> int:
     return entries + layer.attention_sinks * layer.num_heads
 
 
-def state_flops(layer: LayerShape) -> float:
+def state_flops(layer: LayerShape) -> int:
     """None: `jaxlc.core.flops` counts the pairs of queries and keys."""
     del layer
-    return 0.0
+    return 0

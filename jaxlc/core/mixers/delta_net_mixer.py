@@ -32,8 +32,8 @@ def num_vector_entries(layer: LayerShape) -> int:
     return layer.delta_conv_taps * (2 * keys + values) + 2 * layer.delta_value_heads + layer.delta_value_dim
 
 
-def state_flops(layer: LayerShape) -> float:
+def state_flops(layer: LayerShape) -> int:
     """Three products of each value head with its state [K, V], which the delta rule reads and corrects, and the query
     reads. The chunked form computes more.
     """
-    return 6.0 * layer.delta_value_heads * layer.delta_key_dim * layer.delta_value_dim
+    return 6 * layer.delta_value_heads * layer.delta_key_dim * layer.delta_value_dim
