@@ -25,7 +25,7 @@ from benchmarks.broken_ring import broken_ring
 from jaxlc import runtime
 from jaxlc.config import ModelConfig
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
-from jaxlc.config.values import Count
+from jaxlc.config.ranges import From1
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import AMBER, BLUE, RED, new_figure, style_axes
 from jaxlc.data.texts.phone_book import retrieval_prompt
@@ -53,7 +53,7 @@ VARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 @dataclass(frozen=True, kw_only=True)
 class Flags(ConfigFlags):
     variants: tuple[str, ...] = tuple(VARIANTS)  # variants to train
-    num_examples: Count = Count(40)  # questions of each distance
+    num_examples: From1[int] = 40  # questions of each distance
     out: str = "runs/retrieval_variants"  # output directory
 
 

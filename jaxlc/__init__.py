@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from jaxlc.attention import attend
     from jaxlc.evals.score_rows import ScoreRow
     from jaxlc.generation.generator import Generation
-    from jaxlc.step.loss import TokenLoss
-    from jaxlc.train import Model, Result
+    from jaxlc.train import Result
+    from jaxlc.train.result.loaded_run import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 # Available after `import jaxlc` alone.
+_FUNCTIONS = {"attend": "jaxlc.attention", "load": "jaxlc.train.result.loaded_run"}
 _PACKAGES = ("attention", "config", "data", "plan", "profile", "runtime", "sweep", "train")
 
 
@@ -108,41 +109,10 @@ def make_mesh(
     return mesh.make_mesh(MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor), devices)
 
 
-def load(
-    workdir: "str | Path",
-    *,
-    step: int | None = None,
-    mesh: Mapping[str, int] | None = None,
-    model: "Model | None" = None,
-    loss: "TokenLoss | None" = None,
-) -> "Result":
-    """Loads a run from its workdir, on the mesh of the run or another one: the same object that `train.run` returns.
-
-    Only the parameters are read from the checkpoint, not the optimizer state. A Hugging Face directory is loaded too,
-    as a run of no steps with the default settings, on one device unless `mesh` is given.
-
-    Args:
-      workdir: the directory that the run was given, a Hugging Face directory with tokenizer.json, or the hub id
-        ORGANIZATION/NAME of a model, which is downloaded.
-      step: the checkpoint to load. None: the latest one.
-      mesh: sizes of the mesh axes data, fsdp, context and tensor, e.g. `dict(context=2)`; axes that are not named have
-        size 1. None: the mesh of the run.
-      model, loss: the custom model and loss of the run, if it had them.
-    Raises:
-      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or there are too few devices.
-    """
-    from jaxlc import runtime
-
-    runtime.import_jax()
-    from jaxlc.train.result import loaded_run
-
-    return loaded_run.load(workdir, step=step, mesh=mesh, model=model, loss=loss)
-
-
 def _loaded(source: "str | Path | Result", step: int | None, mesh: Mapping[str, int] | None) -> "Result":
     """`source`, or the `Result` of a path. Raises UserError for step or mesh with a `Result`, which has both."""
     if isinstance(source, (str, os.PathLike)):
-        return load(source, step=step, mesh=mesh)
+        return _function("load")(source, step=step, mesh=mesh)
     if step is not None or mesh is not None:
         from jaxlc.core.errors import UserError
 
@@ -299,15 +269,21 @@ def export(
         dtype=dtype,
         max_shard_gb=max_shard_gb,
         adapters=adapters,
-        load_params=lambda step: load(workdir, step=step, mesh={}).params,
+        load_params=lambda step: _function("load")(workdir, step=step, mesh={}).params,
     )
 
 
-def __getattr__(name: str) -> Any:
-    if name == "attend":
-        from jaxlc.attention import attend
+def _function(name: str) -> Callable[..., Any]:
+    """A function in `_FUNCTIONS`; imports JAX."""
+    from jaxlc import runtime
 
-        return attend
+    runtime.import_jax()
+    return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return _function(name)
     if name in _PACKAGES:
         return importlib.import_module(f"jaxlc.{name}")
     raise AttributeError(f"module 'jaxlc' has no attribute {name!r}")

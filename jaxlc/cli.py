@@ -26,6 +26,7 @@ VERBS = {
     "eval": Verb(
         "jaxlc.evals", "score runs and Hugging Face directories at chosen context lengths: needle, passkey, RULER, loss"
     ),
+    "logprobs": Verb("jaxlc.logprobs", "add the log-probabilities of a model to traces, for post-training"),
     "export": Verb("jaxlc.exporting", "write the weights of a run as a Hugging Face directory"),
 }
 

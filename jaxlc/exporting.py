@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 import jaxlc
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
-from jaxlc.config.values import Positive
+from jaxlc.config.ranges import Above0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Flags(VerbFlags):
     out: str  # directory to write, which must not exist or be empty
     step: int | None = None  # checkpoint to export; default: the latest
     dtype: Literal["bf16", "fp32"] = "bf16"  # data type of the weights, bf16 or fp32
-    max_shard_gb: Positive = Positive(5.0)  # size limit of a file in GB
+    max_shard_gb: Above0[float] = 5.0  # size limit of a file in GB
     adapters: bool = False  # write the adapters of LoRA alone, for peft, in float32, instead of merging them
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jaxlc.config import load_stages, read_config, with_settings
 from jaxlc.config.base_config import base_config, set_model
-from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
+from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.settings import defaults
 from jaxlc.config.stage_schema import Stage
-from jaxlc.config.values import Count, Positive
 from jaxlc.core.progress_lines import print_to_stderr as log
-from jaxlc.plan.terminal import start_on_cpu, target_topology
+from jaxlc.plan.terminal import NodeFlags, start_on_cpu, target_topology
 from jaxlc.runtime.worker_processes import Row, default_num_workers
 from jaxlc.search import runner, space
 from jaxlc.search.config_file import check_path, config_source
@@ -37,23 +37,17 @@ _ANY_MACHINE = {"runtime.simulated_devices": 0, "runtime.num_processes": 1, "run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(StageFlags):
+class Flags(NodeFlags):
     moved: ClassVar[Mapping[str, str]] = {
         name: f"jaxlc plan --config=recommended.py --{name}=FILE" for name in ("html", "json", "timeline")
     }
 
-    topology: str = ""  # target GPUs, such as h100:8x8; default: config.runtime.topology
     # what is best: the fastest, the cheapest or the fewest GPUs, or the longest sequence that fits
     goal: Literal["fastest", "cheapest", "fewest_gpus", "longest"] = "fastest"
     model: str | None = None  # instead of --config: a preset, a Hugging Face directory or hub id
     seq_len: str | None = None  # sequence length in tokens, such as 131072, 32K or 1M
-    search_minutes: Positive = Positive(8.0)  # time limit of the search
-    workers: Count | None = None  # number of concurrent compilations; default: as many as cores and memory allow
-    # price of a GPU for one hour, in any currency; prints the cost of tokens
-    price_per_gpu_hour: Positive | None = None
-    host_memory_gib: Positive | None = None  # host memory of one node in GiB; default: a typical value for these GPUs
-    devices_per_process: Count = Count(1)  # GPUs per process
-    constants: str = ""  # JSON file of measured efficiencies and latencies, as for jaxlc plan
+    search_minutes: Above0[float] = 8.0  # time limit of the search
+    workers: From1[int] | None = None  # number of concurrent compilations; default: as many as cores and memory allow
     out: str = "recommended.py"  # config file to write
 
 

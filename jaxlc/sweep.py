@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlc.config import Config
-from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
+from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.models.model_schema import model_name
+from jaxlc.config.ranges import From1
 from jaxlc.config.setting_paths import hint_at
-from jaxlc.config.values import Count, Tokens, typed
+from jaxlc.config.values import Tokens, typed
 from jaxlc.core.axes import CONTEXT, FSDP, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 from jaxlc.core.progress_lines import print_to_stderr as log
-from jaxlc.plan.terminal import start_on_cpu, target_topology
+from jaxlc.plan.terminal import TargetFlags, start_on_cpu, target_topology
 from jaxlc.runtime.worker_processes import Row, default_num_workers, run_in_processes
 from jaxlc.search import results, runner, space, worker
 from jaxlc.search.ranking import ranked
@@ -34,15 +35,13 @@ __all__ = ["load"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(StageFlags):
-    topology: str = ""  # target GPUs, such as gb200:1x64; default: config.runtime.topology
+class Flags(TargetFlags):
     axes: tuple[str, ...] = (CONTEXT, TENSOR, FSDP)  # mesh axes to vary; the others keep the size of the config
     strategies: tuple[str, ...] = ()  # attention strategies to compare, such as ring,hybrid; default: the config's
     remat: tuple[str, ...] = ()  # rematerialization policies to compare, such as attention,full; default: the config's
     seq_len: tuple[Tokens, ...] = ()  # sequence lengths to compare, such as 64K,262144; default: the config's
     transports: tuple[str, ...] = ()  # transports to compare, such as nccl,nvshmem; default: the config's
-    workers: Count | None = None  # number of concurrent compilations; default: as many as cores and memory allow
-    constants: str = ""  # JSON file of measured efficiencies and latencies, as for jaxlc plan
+    workers: From1[int] | None = None  # number of concurrent compilations; default: as many as cores and memory allow
     out: str = ""  # directory for points, ranking and plots; default: runs/sweep_NAME
     run: bool = False  # measure on the devices of this machine, or on config.runtime.simulated_devices
 

@@ -27,7 +27,7 @@ LAYERS = dict(
     checkpoints=6,
     train=7,
     exporting=8, generation=8,
-    plan=9, evals=9,
+    plan=9, evals=9, logprobs=9, posttrain=9,
     profile=10, search=10,
     sweep=11, recommend=11,
     cli=12,
@@ -117,7 +117,7 @@ def test_imports_only_go_down():
 
 def test_modules_imported_by_name_are_listed():
     """Such imports are not seen by the test of layers: lazy attributes of packages, an optional package, evals
-    in training, and the plan of `jaxlc generate --plan`."""
+    and rollouts in training, a function of the user's, and the plan of `jaxlc generate --plan`."""
     users = {name_of(path) for path in MODULES if "import_module(" in path.read_text()}
     assert users == {
         "jaxlc",
@@ -125,6 +125,8 @@ def test_modules_imported_by_name_are_listed():
         "jaxlc.generation.__main__",
         "jaxlc.train",
         "jaxlc.train.evaluation.scorer",
+        "jaxlc.train.rollouts",
+        "jaxlc.posttrain.reward",
         "jaxlc.attention.kernels.tokamax_kernels",
     }
 

@@ -206,7 +206,8 @@ def _profile(sizes: Sizes, num_tokens: int, attention: dict, directory: Path) ->
     gpus = "h100:1x1" if sizes.is_dry_run else ""
     measured = jaxlc.profile.compare(directory / PROFILE_DIRECTORY, topology=gpus).to_json()
     if documents:
-        work = sequence_work(config, step.sequence_order.of, documents).work
+        order = step.sequence_order
+        work = sequence_work(config, order.of, documents, few_documents=order.few_documents).work
         model = TimeModel(topology(f"{device_or_h100().name}:1x1"), config, work=work)
         measured["estimated_seconds_of_documents"] = predict(analyze(compiled.as_text()), model).step_seconds
     return measured

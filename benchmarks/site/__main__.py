@@ -1,7 +1,7 @@
 """Writes the pages of the documentation site; `make docs` runs it and then the site generator.
 
 python -m benchmarks.site build/pages
-python -m benchmarks.site --figures             # docs/images/zigzag_ring.svg and layer_tiles.svg
+python -m benchmarks.site --figures             # docs/images/zigzag_ring.svg, layer_kinds.svg and layer_tiles.svg
 python -m benchmarks.site --links               # after a change of the version or of [project.urls]: see links.py
 """
 

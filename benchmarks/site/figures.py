@@ -1,9 +1,9 @@
-"""The two figures of docs/architecture.md: ring attention in zigzag order, and a layer in tiles."""
+"""The figures of docs/architecture.md: ring attention in zigzag order, what layer kinds send, and a layer in tiles."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlc.core.plot_style import AMBER, BLUE, FAINT, GRAY, RED, SILVER, TEAL, new_figure
+from jaxlc.core.plot_style import AMBER, BLUE, FAINT, GRAY, RED, SILVER, TEAL, VIOLET, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,12 +16,15 @@ _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "jaxlc", "font.family": "sans-
 
 
 def write(directory: Path) -> None:
-    """Writes zigzag_ring.svg and layer_tiles.svg."""
+    """Writes zigzag_ring.svg, layer_kinds.svg and layer_tiles.svg."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
-        for name, figure in {"zigzag_ring": zigzag_ring(), "layer_tiles": layer_tiles()}.items():
-            figure.savefig(directory / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.1)
+        for draw in (zigzag_ring, layer_kinds, layer_tiles):
+            figure = draw()
+            figure.savefig(
+                directory / f"{draw.__name__}.svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.1
+            )
 
 
 def zigzag_ring() -> "Figure":
@@ -98,6 +101,76 @@ def _draw_steps(axes: "Axes") -> None:
         x += width + 0.75
 
 
+def layer_kinds() -> "Figure":
+    """What a rank sends in one layer of each kind, and how many bytes at two sequence lengths."""
+    figure = new_figure(7.2, 5.6, layout="none")
+    axes = figure.add_axes((0.02, 0.02, 0.96, 0.96))
+    _prepare(axes, 25.4, 19.4, "What each rank sends in one layer, forward")
+    for x, text in ((19.6, "128K tokens"), (23.6, "1M tokens")):
+        axes.text(x, 18.6, text, ha="center", fontsize=8, color=GRAY)
+    rows = (
+        (_draw_ring, "448 MiB", "3.5 GiB", "full, nope: ring", "K and V of all its tokens, around the ring"),
+        (_draw_heads, "280 MiB", "2.2 GiB", "full, nope: ulysses", "q, k, v and out of the heads of rank i, to rank i"),
+        (_draw_halo, "8 MiB", "8 MiB", "sliding", "K and V of the last window - 1 tokens of both chunks"),
+        (_draw_states, "32 MiB", "32 MiB", "Gated DeltaNet", "for both chunks: states (S), and 3 tokens (lines)"),
+    )
+    for index, (draw, *sizes, name, what) in enumerate(rows):
+        y = 14.3 - 4.65 * index
+        axes.text(0, y + 3.1, name, fontweight="bold")
+        axes.text(0, y + 2.3, what, fontsize=8, color=GRAY)
+        for rank in range(_RANKS):
+            _box(axes, 4.4 * rank, y, 3.4, 1.7, "", FAINT)
+            axes.text(4.4 * rank + 0.15, y + 1.32, f"rank {rank}", va="center", fontsize=7, color=GRAY)
+        draw(axes, y)
+        for x, size in zip((19.6, 23.6), sizes, strict=True):
+            axes.text(x, y + 0.7, size, ha="center", va="center", fontweight="bold")
+    return figure
+
+
+def _draw_ring(axes: "Axes", y: float) -> None:
+    for x in (4.4 * rank for rank in range(_RANKS)):
+        _box(axes, x + 0.15, y + 0.15, 3.1, 0.8, "K, V", BLUE, "white", fontsize=8)
+    _draw_hops(axes, y)
+    last, below = 4.4 * (_RANKS - 1) + 1.7, y - 0.35
+    axes.plot((last, last, 1.7, 1.7), (y, below, below, y - 0.2), color=GRAY, linewidth=1.2)
+    _arrow(axes, (1.7, below), (1.7, y))
+
+
+def _draw_heads(axes: "Axes", y: float) -> None:
+    for rank in range(_RANKS):
+        for head, color in enumerate(_COLORS):
+            x = 4.4 * rank + 0.15 + 0.79 * head
+            _box(axes, x, y + 0.15, 0.73, 0.8, str(head), color, "black" if color == AMBER else "white", fontsize=8)
+    for x in (4.4 * rank + 1.7 for rank in range(_RANKS)):
+        _arrow(axes, (x, y - 0.35), (x, y))
+    axes.plot((1.7, 4.4 * (_RANKS - 1) + 1.7), (y - 0.35, y - 0.35), color=GRAY, linewidth=1.2)
+
+
+def _draw_halo(axes: "Axes", y: float) -> None:
+    for x in (4.4 * rank for rank in range(_RANKS)):
+        _box(axes, x + 0.15, y + 0.15, 3.1, 0.8, "", "white")
+        for chunk_end in (x + 1.45, x + 3.0):
+            _box(axes, chunk_end, y + 0.15, 0.25, 0.8, "", BLUE)
+        axes.plot((x + 1.7, x + 1.7), (y + 0.15, y + 0.95), color=SILVER, linewidth=1.2)
+    _draw_hops(axes, y, "<|-|>")
+
+
+def _draw_states(axes: "Axes", y: float) -> None:
+    for x in (4.4 * rank for rank in range(_RANKS)):
+        _box(axes, x + 0.15, y + 0.15, 3.1, 0.8, "", "white")
+        for chunk in (x + 0.4, x + 1.95):
+            _box(axes, chunk, y + 0.2, 0.7, 0.7, "S", VIOLET, "white", fontsize=8)
+            for token in range(3):
+                _box(axes, chunk + 0.85 + 0.13 * token, y + 0.15, 0.07, 0.8, "", "black")
+    _draw_hops(axes, y, "<|-|>")
+
+
+def _draw_hops(axes: "Axes", y: float, style: str = "-|>") -> None:
+    """Arrows between neighboring ranks."""
+    for x in (4.4 * rank for rank in range(1, _RANKS)):
+        _arrow(axes, (x - 1.0, y + 0.55), (x, y + 0.55), style)
+
+
 def layer_tiles() -> "Figure":
     """The two scans of a layer with memory.tile_tokens, and what exists at full length."""
     figure = new_figure(9.6, 3.7, layout="none")
@@ -165,5 +238,5 @@ def _box(
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=text_color, fontsize=fontsize)
 
 
-def _arrow(axes: "Axes", start: tuple[float, float], end: tuple[float, float]) -> None:
-    axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=GRAY, shrinkA=0, shrinkB=0))
+def _arrow(axes: "Axes", start: tuple[float, float], end: tuple[float, float], style: str = "-|>") -> None:
+    axes.annotate("", end, start, arrowprops=dict(arrowstyle=style, color=GRAY, shrinkA=0, shrinkB=0))

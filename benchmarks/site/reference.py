@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlc.config.help import HELP_SECTIONS, Setting, field_comments, section_text, settings_of
-from jaxlc.config.values import describe_type
 from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.hlo.thunks import Launches
 from jaxlc.plan.generation_result import GenerationPlan, ProgramPlan
@@ -65,9 +64,8 @@ def settings() -> str:
 
 
 def _setting_row(setting: Setting) -> str:
-    choices = f"; {describe_type(setting.hint)}" if typing.get_origin(setting.hint) is typing.Literal else ""
     default = setting.default if setting.default in ("", _PRESET) else f"`{setting.default}`"
-    return f"| {_breakable(setting.key)} | {default} | {_cell(setting.comment.rstrip('.') + choices)} |"
+    return f"| {_breakable(setting.key)} | {default} | {_cell(setting.meaning)} |"
 
 
 def _breakable(key: str) -> str:

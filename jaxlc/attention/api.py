@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies.mesh_axes import (
     AttentionAxes,
     check_contiguous,
@@ -153,5 +154,5 @@ def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, sinks_n, call: _Call, con
         ranks=(Ranks(context_axis, lax.axis_size(context_axis)),),
         token_order=call.token_order,
     )
-    ranges = None if segments_bt is None else prepare_shard(None, segments_bt, kernel=None, **settings)
+    ranges = None if segments_bt is None else prepare_shard(TokenInfo(None, segments_bt), kernel=None, **settings)
     return attend_shard(q_btnH, k_bskH, v_bskH, ranges, sinks_n, kernel=kernel, **settings)

@@ -7,6 +7,7 @@
 blocks of these that strategies compute, all have this form. Kernels get neither positions nor segment ids.
 A kernel may have a function `prepare`, which computes from the ranges of a call what the kernel needs of them, once per
 training step instead of in every layer; forward and backward then take its result as `ranges`.
+The functions `forward_calls` and `backward_calls` of a kernel return `CallResults` instead.
 It may also have `forward_in_layer(q_BTNH, k_BLSKH, v_BLSKH, layer, ranges, spec)`: forward over the keys of one layer
 of a KV cache, without a copy of the layer. The ranges are [B, P]: T/P consecutive queries, a power of 2 from 16, share
 one.
@@ -22,8 +23,9 @@ A query without visible keys (a fully masked row) has out 0, lse -inf and gradie
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +77,16 @@ class KeyRanges(NamedTuple):
         return KeyRanges(*(jnp.where(is_empty_BT, 0, x) for x in (start_BT, end_BT)))
 
 
+class TreeRanges(NamedTuple):
+    """The mask of documents that share a prefix: a query attends to the keys of two disjoint ranges.
+
+    Kernels take one range per query. `kernels/shared_prefix.py` calls them once for each.
+    """
+
+    own: KeyRanges  # keys of the query's own document
+    prefix: KeyRanges  # keys of the prefix that its document continues
+
+
 class QueryResults(NamedTuple):
     """The inputs of the backward that have one row per query: the results over all keys, and their gradients."""
 
@@ -82,6 +94,17 @@ class QueryResults(NamedTuple):
     lse_BNT: jax.Array
     dout_BTNH: jax.Array
     dlse_BNT: jax.Array
+
+
+class CallResults(NamedTuple):
+    """The results of a kernel's calls, and what is left to do: elementwise, so that a caller's sums fuse with it."""
+
+    results: Any  # a tree of arrays
+    joined: Callable[[Any], tuple[jax.Array, ...]]  # of `results` -> those of the kernel's forward or backward
+
+    def values(self) -> tuple[jax.Array, ...]:
+        """The results of the kernel's forward or backward."""
+        return self.joined(self.results)
 
 
 def implicit_ranges(spec: AttentionSpec, num_queries: int, num_keys: int) -> tuple[jax.Array | None, jax.Array | None]:
@@ -132,6 +155,12 @@ class Kernel(Protocol):
         results: QueryResults,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns (dq_BTNH, dk_BSKH, dv_BSKH), in q's dtype or float32."""
+
+
+def calls_of(kernel: "Kernel", direction: Literal["forward", "backward"], *operands) -> CallResults:
+    """The calls of the kernel's function `direction` with these operands."""
+    calls = getattr(kernel, f"{direction}_calls", None)
+    return calls(*operands) if calls else CallResults(getattr(kernel, direction)(*operands), tuple)
 
 
 def prepared(kernel: Kernel | None, ranges: KeyRanges | None, num_keys: int, spec: AttentionSpec) -> Any:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, KeyRanges
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, TreeRanges
 from jaxlc.sharding.mesh import Ranks
 
 
@@ -26,16 +26,19 @@ class TokenInfo(NamedTuple):
 
     positions_BT: jax.Array | None  # None: only if no mask is causal
     segments_BT: jax.Array | None  # None: one document, without padding
+    # The segment id of the prefix that a token's document continues, 0 if it continues none: its tokens attend to the
+    # whole prefix, too. Positions then count on from the prefix. None: no document continues another one.
+    prefixes_BT: jax.Array | None = None
 
     def map(self, function) -> "TokenInfo":
         return TokenInfo(*(None if x is None else function(x) for x in self))
 
 
-def key_ranges(queries: TokenInfo, keys: TokenInfo, spec: AttentionSpec) -> KeyRanges | None:
+def key_ranges(queries: TokenInfo, keys: TokenInfo, spec: AttentionSpec) -> KeyRanges | TreeRanges | None:
     """The ranges of queries over keys. None: nothing is masked, since there are no segment ids and no causal mask.
 
     A query attends to a key if their segment ids are equal and not 0 and, if the spec is causal, if
-    0 <= query position - key position < window.
+    0 <= query position - key position < window. It also attends to the keys of its document's prefix, in the window.
 
     O((T + S) log S) time and O(T + S) memory. The caller ensures that documents are contiguous, see the docstring of
     the module; it is not checked.
@@ -45,7 +48,17 @@ def key_ranges(queries: TokenInfo, keys: TokenInfo, spec: AttentionSpec) -> KeyR
         if not spec.causal:
             return None
         q_segments_BT, k_segments_BS = jnp.ones_like(queries.positions_BT), jnp.ones_like(keys.positions_BT)
-    first_BT, end_BT = jax.vmap(_document_ranges)(q_segments_BT, k_segments_BS)
+    own = _ranges_in_documents(q_segments_BT, queries, keys._replace(segments_BT=k_segments_BS), spec)
+    if queries.prefixes_BT is None:
+        return own
+    return TreeRanges(own, _ranges_in_documents(queries.prefixes_BT, queries, keys, spec))
+
+
+def _ranges_in_documents(
+    documents_BT: jax.Array, queries: TokenInfo, keys: TokenInfo, spec: AttentionSpec
+) -> KeyRanges:
+    """The ranges of queries over the keys whose segment ids are `documents_BT`."""
+    first_BT, end_BT = jax.vmap(_document_ranges)(documents_BT, keys.segments_BT)
     if spec.causal:
         bisect, document_end_BT = jax.vmap(_first_key_from), end_BT
         end_BT = bisect(keys.positions_BT, queries.positions_BT + 1, first_BT, document_end_BT)
@@ -72,14 +85,14 @@ def first_own_key(queries: TokenInfo, keys: TokenInfo) -> jax.Array:
     return jax.vmap(_document_ranges)(queries.segments_BT, keys.segments_BT)[0]
 
 
-def ring_key_ranges(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
+def ring_key_ranges(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | TreeRanges | None:
     """The ranges of this rank's tokens over the block of each ring step, int32 [ring steps, b, t].
 
     In step i, the block has the tokens of rank - i. Call inside `shard_map`.
     """
     if ranks.size == 1:
         ranges = key_ranges(tokens, tokens, spec)
-        return None if ranges is None else KeyRanges(*(x[None] for x in ranges))
+        return jax.tree.map(lambda x: x[None], ranges)
     blocks = _ring_blocks(tokens, ranks)
     return jax.vmap(lambda block: key_ranges(tokens, block, spec))(blocks)
 

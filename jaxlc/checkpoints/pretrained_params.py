@@ -10,7 +10,9 @@ from jaxlc.checkpoints.checkpoint import restore_params
 from jaxlc.checkpoints.checkpoint_files import stored_dtypes
 from jaxlc.config.frozen import to_dict
 from jaxlc.config.models.config_json import family_of
+from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.pretrained import Pretrained, locate, with_overrides
+from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.load import left_out, load_params, open_files
 from jaxlc.models import freezing
@@ -78,8 +80,9 @@ def _source_of(step: TrainStep) -> tuple[Pretrained, frozenset[str], Any, Any]:
     if step.model is not None:
         raise Unsupported("unsupported: config.model.init_from with a custom model, which has its own init()")
     pretrained = locate(config.model.init_from, with_weights=True)
-    settings = vars(config.model) | {"kinds": to_dict(config)["model"]["kinds"]}
-    with_overrides(pretrained, settings)  # a config that was loaded before may differ
+    kinds = dict.fromkeys(pretrained.model_settings().get("kinds", {}), defaults_of(KindConfig))
+    kinds |= to_dict(config)["model"]["kinds"]
+    with_overrides(pretrained, vars(config.model) | {"kinds": kinds})  # a config that was loaded before may differ
     adapter_names = frozenset(filter(is_adapter, freezing.names_of(step.dims))) if config.lora.rank else frozenset()
     abstract, _ = freezing.split(step.abstract_state.params, adapter_names)
     dims, _ = freezing.split(step.dims, adapter_names)

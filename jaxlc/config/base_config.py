@@ -21,7 +21,7 @@ def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> C
 
     Args:
       config: None: no --config is given.
-      flags: --model and --seq_len, None if not given.
+      flags: --model and, of a verb that has it, --seq_len; None if not given.
     Returns:
       None if there is neither a config nor a model.
     Raises:

@@ -19,13 +19,14 @@ from ml_collections import ConfigDict
 from jaxlc.config.files import read_config, shipped_configs
 from jaxlc.config.frozen import Config
 from jaxlc.config.help import HELP_SECTIONS, field_comments, settings_help
+from jaxlc.config.ranges import out_of_range
 from jaxlc.config.setting_paths import hint_at, is_part
 from jaxlc.config.settings import Settings
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
-from jaxlc.config.values import as_argument, typed
+from jaxlc.config.values import as_argument, invalid_value, typed
 from jaxlc.core import interrupts
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.paths import local_path
 from jaxlc.core.suggestions import did_you_mean
 
@@ -125,6 +126,7 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Ba
     """
     values, overrides = _values(argv[1:], flags)
     parsed = flags(**values)
+    raise_first(invalid_value(f"--{name}", *problem) for name, *problem in out_of_range(parsed))
     if not isinstance(parsed, ConfigFlags):
         return ParsedCommand(flags=parsed)
     config = read_config(parsed.config) if parsed.config else None
@@ -150,7 +152,7 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Ba
 
 
 def _hints(flags: type[VerbFlags]) -> dict[str, Any]:
-    """The type of each flag, int for int | None."""
+    """The type of each flag, int for int | None, without its range."""
     hints = {field.name: typing.get_type_hints(flags)[field.name] for field in dataclasses.fields(flags)}
     kinds = {name: typing.get_args(hint) for name, hint in hints.items()}
     return {name: kinds[name][0] if type(None) in kinds[name] else hint for name, hint in hints.items()}

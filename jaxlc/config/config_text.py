@@ -1,6 +1,7 @@
 """Writes resolved settings as a config file: one setting per line, with its complete path. Imports no jax."""
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlc.config.checks.stage_checks import SCHEDULE
@@ -8,22 +9,31 @@ from jaxlc.config.frozen import to_dict
 from jaxlc.config.stage_schema import FROM_LENGTHS, Stage, StageConfig, refusal
 from jaxlc.config.values import as_python, defaults_of, flattened
 
-_HEAD = '''"""All settings of a run as `jaxlc train` resolved them; --config=FILE reads them."""
+_FILE = '''"""{title}"""
 
 from ml_collections import ConfigDict
 
-from jaxlc.config import check_variant, defaults
+from jaxlc.config import check_variant, {function}
 
-'''
-_FUNCTION = """
 
 def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, ())
-    config = defaults()
-    config.stages = STAGES
-    config.update_from_flattened_dict(SETTINGS)
+{body}
     return config
-"""
+'''
+
+
+def file_text(title: str, base: str, settings: Mapping[str, Any], lines: Sequence[str] = ()) -> str:
+    """The text of a config file.
+
+    Args:
+      title: its docstring.
+      base: the call that returns the config to change, such as "defaults()".
+      settings: the new values by their paths.
+      lines: statements before these are set.
+    """
+    body = [f"config = {base}", *lines, f"config.update_from_flattened_dict({as_python(settings)})"]
+    return _FILE.format(title=title, function=base.partition("(")[0], body=textwrap.indent("\n".join(body), "    "))
 
 
 def config_text(stages: Sequence[Stage]) -> str:
@@ -35,9 +45,13 @@ def config_text(stages: Sequence[Stage]) -> str:
     settings = {path: x for path, x in _settings(first).items() if not (first.name and path in FROM_LENGTHS)}
     for index, stage in enumerate(stages[1:], start=1):
         settings |= {f"stages.{stage.name}.{path}": value for path, value in _changes(first, stage, index)}
-    heads = "".join(f"    dict({_arguments(stage)}),\n" for stage in stages if stage.name)
-    stages_text = f"[\n{heads}]" if heads else "[]"
-    return f"{_HEAD}STAGES = {stages_text}\nSETTINGS = {as_python(settings)}\n{_FUNCTION}"
+    heads = [f"    dict({_arguments(stage)})," for stage in stages if stage.name]
+    return file_text(
+        "All settings of a run as `jaxlc train` resolved them; --config=FILE reads them.",
+        "defaults()",
+        settings,
+        ["config.stages = [", *heads, "]"] if heads else [],
+    )
 
 
 def _arguments(stage: Stage) -> str:

@@ -65,6 +65,10 @@ class DataConfig:
     # named sources with shares of the tokens, instead of data.sources; docs/data.md. Set the fields of a source with
     # config.data.mixture.NAME.FIELD; a new NAME adds a source.
     mixture: tuple[SourceConfig, ...] = ()
+    # files, directories or glob patterns of traces, instead of data.sources: prompts with their answers, for supervised
+    # fine-tuning of several answers and for config.posttrain; docs/post_training.md.
+    traces: tuple[str, ...] = ()
+    overlong_traces: Literal["error", "drop", "truncate"] = "error"  # what happens to traces longer than a sequence
     # "bytes" (257 ids), the path of a Hugging Face tokenizer.json or of a directory that contains one, or a hub id
     # ORGANIZATION/NAME. If it is not set: the tokenizer of model.init_from, or bytes without it.
     tokenizer: str = "bytes"

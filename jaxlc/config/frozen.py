@@ -9,6 +9,7 @@ from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.differences import NAMED_PARTS
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.presets import PRESETS
+from jaxlc.config.posttrain_schema import PosttrainConfig, RolloutsConfig
 from jaxlc.config.schema import (
     AttentionConfig,
     EvalsConfig,
@@ -44,6 +45,8 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     evals: EvalsConfig = field(default_factory=EvalsConfig)
+    posttrain: PosttrainConfig = field(default_factory=PosttrainConfig)
+    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
 
     @property
     def tokens_per_step(self) -> int:

@@ -6,7 +6,7 @@ import textwrap
 import tokenize
 import typing
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS
 from jaxlc.config.setting_paths import fields_of, hint_at, is_part, item_of, joined
@@ -22,8 +22,7 @@ class Setting(NamedTuple):
 
     key: str  # "mesh.context"; with NAME for a source or a stage: "stages.NAME.steps"
     default: str  # as on the command line
-    comment: str
-    hint: Any  # its type
+    meaning: str  # with the choices, where they are few
 
 
 def settings_help(sections: Iterable[str] = HELP_SECTIONS) -> str:
@@ -49,18 +48,18 @@ def settings_of(section: str) -> Iterator[Setting]:
     if section == "model":
         defaults = dict.fromkeys(comments, "from the preset") | {"preset": DEFAULT_PRESET, "init_from": ""}
     for name, hint in fields_of(part).items():
-        key = joined(path, name)
+        key, meaning = joined(path, name), comments.get(name, "").rstrip(".")
         if item_of(hint):
-            yield Setting(key, "", comments[name], str)
+            yield Setting(key, "", meaning)
             yield from settings_of(f"{key}.NAME")
         elif not is_part(hint):
-            yield Setting(key, as_argument(defaults[name]), comments[name], hint)
+            choices = f"; {describe_type(hint)}" if typing.get_origin(hint) is Literal else ""
+            yield Setting(key, as_argument(defaults[name]), meaning + choices)
 
 
 def _setting_help(setting: Setting) -> list[str]:
     """The lines of one setting, "SECTION.NAME=DEFAULT"."""
-    choices = f"; {describe_type(setting.hint)}" if typing.get_origin(setting.hint) is Literal else ""
-    text = textwrap.wrap(setting.comment.rstrip(".") + choices, _WIDTH - _KEY_WIDTH)
+    text = textwrap.wrap(setting.meaning, _WIDTH - _KEY_WIDTH)
     flag = f"--config.{setting.key}={setting.default}"
     return [f"  {flag:<{_KEY_WIDTH - 3}} {text[0]}", *(" " * _KEY_WIDTH + line for line in text[1:])]
 

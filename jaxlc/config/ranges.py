@@ -1,4 +1,4 @@
-"""The range of a number in the settings, declared with its type: `steps: From1[int]`. Imports no jax."""
+"""The range of a number in settings and flags, declared with its type: `steps: From1[int]`. Imports no jax."""
 
 import functools
 import typing
@@ -28,10 +28,19 @@ ZeroOrFrom2 = Annotated[Number, Range("0 or at least 2", lambda x: x == 0 or x >
 
 @functools.cache
 def ranges_of(section: type) -> dict[str, Range]:
-    """The range of each number of a section by its name."""
+    """The range of each number of a section, or of the flags of a verb, by its name."""
     hints = typing.get_type_hints(section, include_extras=True)
-    declared = {name: hint.__metadata__[0] for name, hint in hints.items() if typing.get_origin(hint) is Annotated}
-    return {name: _FROM_0 for name, hint in hints.items() if hint in (int, float)} | declared
+    parts = {name: (hint, *typing.get_args(hint)) for name, hint in hints.items()}
+    declared = {name: x.__metadata__[0] for name, xs in parts.items() for x in xs if typing.get_origin(x) is Annotated}
+    return {name: _FROM_0 for name, hint in hints.items() if hint in (int, float, int | None, float | None)} | declared
+
+
+def out_of_range(values: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yields (name, value, allowed range) of each number of a section, or of flags, that is out of range."""
+    for name, allowed in ranges_of(type(values)).items():
+        value = getattr(values, name)
+        if value is not None and not allowed.holds(value):
+            yield name, value, allowed.text
 
 
 def range_problems(section: str, values: Any) -> Iterator[str]:
@@ -40,7 +49,4 @@ def range_problems(section: str, values: Any) -> Iterator[str]:
     Args:
       values: the section, such as a `TrainConfig` for "train".
     """
-    for name, allowed in ranges_of(type(values)).items():
-        value = getattr(values, name)
-        if not allowed.holds(value):
-            yield invalid_value(f"{section}.{name}", value, allowed.text)
+    yield from (invalid_value(f"{section}.{name}", *problem) for name, *problem in out_of_range(values))

@@ -42,6 +42,9 @@ class AttentionConfig:
     # with document_mask. True: each long document is split over the context ranks by itself, and short documents are
     # assigned whole, so that all ranks have equal work. False: the packed sequence is split in zigzag order.
     document_sharding: bool = True
+    # documents may continue a prefix that they share: it is computed once, and its keys are sent once. For data.traces,
+    # and for batches of the caller with prefix_ids.
+    shared_prefixes: bool = False
     # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
     # support the case is an error. mosaic needs the extra jaxlc[mosaic], and auto never selects it.
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference", "mosaic"] = "auto"

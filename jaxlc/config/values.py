@@ -14,9 +14,6 @@ from typing import Any, Literal, NamedTuple, NewType
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import suggestion
 
-# Types of flags, and of settings with such values.
-Count = NewType("Count", int)  # at least 1
-Positive = NewType("Positive", float)
 Tokens = NewType("Tokens", int)  # "1M" or "32K", multiples of 2^20 and 2^10, or "131072"
 
 _LENGTH_UNITS = {"K": 2**10, "M": 2**20}
@@ -132,10 +129,6 @@ def _as_string(value: Any) -> str | None:
     return path if isinstance(path, str) else None
 
 
-def _if_positive(number: float | None) -> float | None:
-    return number if number is not None and number > 0 else None
-
-
 def _as_tokens(value: Any) -> int | None:
     match = re.fullmatch(r"([1-9][\d_]*)([KM])", str(value).strip(), re.IGNORECASE)
     number = int(match[1]) * _LENGTH_UNITS[match[2].upper()] if match else _as_integer(value)
@@ -169,7 +162,5 @@ _KINDS: dict[Any, _Kind] = {
     float: _Kind(_as_float, "a finite number", "numbers"),
     bool: _Kind(_as_boolean, "true or false"),
     str: _Kind(_as_string, "a string", "strings"),
-    Count: _Kind(lambda value: _if_positive(_as_integer(value)), "a whole number, at least 1"),
-    Positive: _Kind(lambda value: _if_positive(_as_float(value)), "a positive number"),
     Tokens: _Kind(_as_tokens, "tokens, such as 131072, 32K or 1M (1M = 1,048,576)", "tokens, such as 4096,32K,1M"),
 }

@@ -77,12 +77,17 @@ def matmul_flops(model: DecoderShape, num_tokens: int) -> float:
     return 6.0 * num_matmul_params(model) * num_tokens
 
 
-def document_pairs(model: DecoderShape, lengths: Sequence[int]) -> float:
-    """Pairs of a packed sequence with documents of these lengths in tokens, summed over the layers."""
+def document_pairs(model: DecoderShape, lengths: Sequence[int], prefix_lengths: Sequence[int] = ()) -> float:
+    """Pairs of a packed sequence with documents of these lengths in tokens, summed over the layers.
+
+    Args:
+      prefix_lengths: tokens of the shared prefix that each document continues. Empty: none.
+    """
+    earlier = prefix_lengths if len(prefix_lengths) else [0] * len(lengths)
     return sum(
-        layers * causal_pairs(int(length), model.window_of(kind))
-        for kind, layers in num_layers_by_kind(model).items()
-        for length in lengths
+        layers * (causal_pairs(int(before + length), window) - causal_pairs(int(before), window))
+        for window, layers in ((model.window_of(kind), layers) for kind, layers in num_layers_by_kind(model).items())
+        for before, length in zip(earlier, lengths, strict=True)
     )
 
 

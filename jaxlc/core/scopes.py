@@ -20,6 +20,7 @@ ALL_TO_ALL = "all_to_all_heads"  # Ulysses: exchange of heads for tokens, and ba
 SLIDING_WINDOW = "sliding_window"  # attention with a window, exchanges included
 KV_CACHE = "kv_cache"  # generation: the update of the KV cache, and attention to the tokens in it
 WINDOW_HALO = "window_halo"  # sliding windows: exchange of the tokens before each chunk
+SHARED_PREFIX = "shared_prefix"  # attention of branches to the prefix that they continue
 MORE_DOCUMENTS = "more_documents"  # loop over calls of packed attention; runs if one call cannot take all documents
 REORDER = "zigzag_reorder"  # exchanges chunks: natural to zigzag order, and back
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
-from jaxlc.config.values import Count
+from jaxlc.config.ranges import From1
 from jaxlc.core import extras
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
@@ -32,7 +32,7 @@ class Flags(ConfigFlags):
     positional: ClassVar[tuple[str, ...]] = ("action",)
 
     action: str  # report or show
-    num: Count | None = None  # show: number of documents of each source; default: 3
+    num: From1[int] | None = None  # show: number of documents of each source; default: 3
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,27 +13,24 @@ from typing import ClassVar
 import jaxlc
 from jaxlc import runtime
 from jaxlc.config.checks.eval_checks import NEEDLE, eval_settings
-from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
+from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.schema import EvalSettings
 from jaxlc.config.values import Tokens
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 from jaxlc.core.write_errors import full_disk_explained, make_writable
-from jaxlc.generation.__main__ import mesh_sizes
+from jaxlc.generation.__main__ import ModelFlags, mesh_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(VerbFlags, EvalSettings):
+class Flags(ModelFlags, EvalSettings):
     positional: ClassVar[tuple[str, ...]] = ("sources",)
 
     sources: tuple[str, ...]  # workdir of a run, Hugging Face directory or hub id; or several
     tasks: tuple[str, ...] = (NEEDLE,)  # needle, passkey, loss, ruler, or tasks of RULER, separated by commas
     lengths: tuple[Tokens, ...] = ()  # context lengths in tokens, such as 4096,65536,1M; new tokens of the answer count
-    chat_template: str = ""  # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
     out: str = ""  # directory of the results; default: SOURCE/evals, and runs/NAME/evals for a hub id
     step: tuple[int, ...] = ()  # checkpoints to use, separated by commas; default: the latest
-    mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
-    simulated_devices: int = 0  # number of CPU devices to simulate
 
 
 def main(argv: Sequence[str]) -> int:

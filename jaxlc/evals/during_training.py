@@ -10,13 +10,14 @@ import jax
 
 from jaxlc.checkpoints.checksums import checksums_of
 from jaxlc.config.checks.eval_checks import lengths_in_training
+from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.evals.evaluate_run import EvaluatedModel
 from jaxlc.evals.pictures import draw_maps, draw_overlays
 from jaxlc.evals.score_rows import ScoreRow, step_directories
 from jaxlc.generation.generate_text import stop_ids
 from jaxlc.generation.generator import Generator
-from jaxlc.generation.prompts import prompt_encoder
+from jaxlc.generation.prompts import PromptEncoder
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.step import TrainStep
 from jaxlc.train.evaluation.scorer import NamedScore
@@ -32,8 +33,8 @@ class TrainingScorer:
     def __init__(self, step: TrainStep, tokenizer: Tokenizer):
         self._step, self._tokenizer = step, tokenizer
         self._settings = dataclasses.replace(step.config.evals, lengths=lengths_in_training(step.config))
-        chat_template = step.config.data.chat_template if self._settings.chat else None
-        self._encode = prompt_encoder(tokenizer, is_pretrained=False, chat_template=chat_template)
+        template = fitting_template(step.config.data.chat_template, tokenizer) if self._settings.chat else None
+        self._encode = PromptEncoder(tokenizer=tokenizer, template=template)
         self._model: LanguageModel | None = None
         self._generator: Generator | None = None
 

@@ -22,10 +22,9 @@ from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.chat import ChatTemplate
-from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
 from jaxlc.generation.generate_text import generator_of, stop_ids
-from jaxlc.generation.prompts import encoder_of
+from jaxlc.generation.prompts import encoder_of, template_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.train.result.run_result import Result
 
@@ -226,8 +225,7 @@ class HarnessModel(TemplateLM):
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        setting = self._template_setting or self._result.config.data.chat_template
-        return fitting_template(setting, self._tokenizer, flag="--model_args chat_template")
+        return template_of(self._result, self._template_setting, flag="--model_args chat_template")
 
     @functools.cached_property
     def _special_texts(self) -> dict[str, str]:

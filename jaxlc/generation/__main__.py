@@ -20,7 +20,16 @@ _PLAN_FLAGS = ("config", "topology", "prompt_tokens", "new_tokens", "batch_size"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(VerbFlags):
+class ModelFlags(VerbFlags):
+    """The flags of every verb that generates text."""
+
+    chat_template: str = ""  # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
+    mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
+    simulated_devices: int = 0  # number of CPU devices to simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(ModelFlags):
     positional: ClassVar[tuple[str, ...]] = ("source",)
     moved: ClassVar[Mapping[str, str]] = {name: f"--plan --{name}" for name in _PLAN_FLAGS}
 
@@ -32,12 +41,9 @@ class Flags(VerbFlags):
     top_p: float = 1.0  # sample from the likeliest tokens of this probability
     stop: list[str] | None = None  # string that ends the text; may be repeated
     chat: bool = False  # the prompt is a message of a user in the chat template of the model
-    chat_template: str = ""  # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
     seed: int = 0  # random seed of sampling
     step: int | None = None  # checkpoint to use; default: the latest
-    mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
     chunk_tokens: int = 0  # prompt tokens computed at once; 0: 2048 per rank
-    simulated_devices: int = 0  # number of CPU devices to simulate
 
 
 def main(argv: Sequence[str]) -> int:

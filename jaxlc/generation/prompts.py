@@ -18,8 +18,13 @@ class PromptEncoder:
     """Converts text to token ids."""
 
     tokenizer: Tokenizer
-    start_ids: np.ndarray  # int32, before plain text
+    is_pretrained: bool = False  # plain text starts with `tokenizer.start_ids`, which documents of training lack
     template: ChatTemplate | None = None  # None: plain text
+
+    @property
+    def start_ids(self) -> np.ndarray:
+        """int32, before plain text."""
+        return self.tokenizer.start_ids if self.is_pretrained else np.empty(0, np.int32)
 
     def __call__(self, text: str, answer_prefix: str = "") -> np.ndarray:
         """The ids of a prompt, int32 [tokens].
@@ -52,42 +57,30 @@ class PromptEncoder:
         return extra if self.template is None else extra + _MARGIN_TOKENS
 
 
-def prompt_encoder(
-    tokenizer: Tokenizer,
-    *,
-    is_pretrained: bool,
-    chat_template: str | None,
-    flag: str = "--config.data.chat_template",
-) -> PromptEncoder:
-    """The encoder of a model.
+def template_of(result: Result, setting: str = "", *, flag: str = "--chat_template") -> ChatTemplate:
+    """The chat template of the prompts of generate, eval and lm-evaluation-harness.
 
     Args:
-      is_pretrained: whether texts start with `tokenizer.start_ids`. Documents of training have no such tokens.
-      chat_template: data.chat_template, empty for that of the tokenizer; None: plain text.
+      setting: as data.chat_template; empty: that of the run, or of the tokenizer.
       flag: that sets a template, for errors.
     Raises:
       UserError: there is no chat template, or it does not fit the tokenizer.
     """
-    return PromptEncoder(
-        tokenizer=tokenizer,
-        start_ids=tokenizer.start_ids if is_pretrained else np.empty(0, np.int32),
-        template=None if chat_template is None else fitting_template(chat_template, tokenizer, flag=flag),
-    )
+    return fitting_template(setting or result.config.data.chat_template, result.tokenizer, flag=flag)
 
 
 def encoder_of(result: Result, *, chat: bool, chat_template: str = "") -> PromptEncoder:
     """The encoder of a run, or of a Hugging Face directory, whose texts start as in `transformers`.
 
     Args:
-      chat_template: as data.chat_template; empty: that of the run, or of the tokenizer.
+      chat_template: `setting` of `template_of`.
     Raises:
-      UserError: as `prompt_encoder`, or a template without `chat`.
+      UserError: as `template_of`, or a template without `chat`.
     """
     if chat_template and not chat:
         raise UserError(f"chat_template={chat_template!r} has no effect without chat: set both")
-    return prompt_encoder(
-        result.tokenizer,
+    return PromptEncoder(
+        tokenizer=result.tokenizer,
         is_pretrained=result.is_pretrained,
-        chat_template=(chat_template or result.config.data.chat_template) if chat else None,
-        flag="--chat_template",
+        template=template_of(result, chat_template) if chat else None,
     )

@@ -18,7 +18,15 @@ from typing import NamedTuple
 from jaxlc.core import scopes
 from jaxlc.hlo.async_ops import COLLECTIVES
 from jaxlc.hlo.kernel_costs import matrix_product
-from jaxlc.hlo.op_names import Pass, has_window, is_data_dependent, is_in_attention, is_in_ring_step, pass_of
+from jaxlc.hlo.op_names import (
+    Pass,
+    has_window,
+    is_data_dependent,
+    is_in_attention,
+    is_in_ring_step,
+    is_over_prefix,
+    pass_of,
+)
 from jaxlc.hlo.parser import Computation, Instruction, Program
 from jaxlc.hlo.trip_counts import trip_count
 
@@ -56,6 +64,7 @@ class AttentionKernelCall(NamedTuple):
     is_ring_step: bool = False  # its keys are the KV block of another rank
     has_further_documents: bool = False  # it takes the documents that the first packed call of a mask leaves
     head_dim: int = 128  # queries and keys; 128 for a blockwise loop, whose operands do not show it
+    is_over_prefix: bool = False  # its queries are of branches, its keys of the prefix that they continue
 
     @property
     def is_backward(self) -> bool:
@@ -136,7 +145,7 @@ def _custom_call(computation: Computation, call: Instruction, kernel: str, name:
     if pass_name == "backward" and name in _FORWARD_KERNELS:  # a layer in tiles recomputes its forward itself
         pass_name = "recomputation"
     in_window, in_ring_step = has_window(call.op_name), is_in_ring_step(call.op_name)
-    properties = in_window, in_ring_step, is_data_dependent(call.op_name), head_dim
+    properties = in_window, in_ring_step, is_data_dependent(call.op_name), head_dim, is_over_prefix(call.op_name)
     return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, *properties)
 
 

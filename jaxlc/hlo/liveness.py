@@ -34,7 +34,8 @@ def max_alive(program: Program, is_counted: IsCounted, computation: Computation 
 def _uses(computation: Computation, arrays: dict[str, set[int]]) -> Iterator[tuple[int, int]]:
     """(index, array) wherever an array is made or read; the result of the computation is read at its end."""
     for index, instruction in enumerate(computation):
-        for name in (instruction.name, *instruction.operands):
+        operands = () if instruction.opcode == "get-tuple-element" else instruction.operands  # it reads one of them
+        for name in (instruction.name, *operands):
             yield from ((index, array) for array in arrays.get(name, ()))
     yield from ((index + 1, array) for array in arrays[instruction.name])
 

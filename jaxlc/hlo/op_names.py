@@ -18,7 +18,7 @@ Where XLA merges instructions it merges their names too: "prefix/(path:path:path
 import re
 from typing import Literal
 
-from jaxlc.core.scopes import CORE_ATTENTION, MORE_DOCUMENTS, RING_STEP, SCOPES, SLIDING_WINDOW
+from jaxlc.core.scopes import CORE_ATTENTION, MORE_DOCUMENTS, RING_STEP, SCOPES, SHARED_PREFIX, SLIDING_WINDOW
 
 Pass = Literal["forward", "recomputation", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputation", "backward")
@@ -64,6 +64,11 @@ def has_window(op_name: str) -> bool:
 def is_in_ring_step(op_name: str) -> bool:
     """Whether an instruction belongs to attention over the KV block of another rank."""
     return any(RING_STEP in components(path) for path in _paths(op_name))
+
+
+def is_over_prefix(op_name: str) -> bool:
+    """Whether an instruction belongs to attention of branches to a shared prefix."""
+    return any(SHARED_PREFIX in components(path) for path in _paths(op_name))
 
 
 def innermost_scope(op_name: str) -> str:

@@ -43,7 +43,8 @@ def plan(
       evaluation: also compile the evaluation of held-out sequences, for its peak memory.
       document_lengths: also estimate the step for packed sequences, since attention depends on their documents:
         "corpus" (the first sequences of config.data), "mix" (random: 60% of the tokens in documents of an eighth of
-        the sequence or more), or the lengths of one sequence's documents in tokens, "65536,1024x64".
+        the sequence or more), or the lengths of one sequence's documents in tokens, "65536,1024x64", in which
+        "tree:8192+4x512" is a prefix that 4 documents continue.
       starting: called with a description of each program before it is compiled.
     Returns:
       A `Plan`: print it, show it in a notebook, or `save` it as an HTML page.

@@ -11,19 +11,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxlc import plan
-from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
-from jaxlc.config.values import Count, Positive
+from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError
 from jaxlc.plan.output_files import check_output_file, write_json
-from jaxlc.plan.terminal import progress, start_on_cpu, target_topology, with_transport
+from jaxlc.plan.terminal import NodeFlags, progress, start_on_cpu, target_topology, with_transport
 
 _GENERATION_FLAGS = ("prompt_tokens", "new_tokens", "batch_size", "cache_dtype", "chunk_tokens")
 _SEARCH_FLAGS = ("goal", "model", "seq_len", "search_minutes", "workers", "out")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(StageFlags):
+class Flags(NodeFlags):
     moved: ClassVar[Mapping[str, str]] = {
         "generate": "jaxlc generate --plan",
         "recommend": "jaxlc recommend",
@@ -31,17 +30,12 @@ class Flags(StageFlags):
         **{name: f"jaxlc recommend --{name}" for name in _SEARCH_FLAGS},
     }
 
-    topology: str = ""  # target GPUs, NVLink domains x GPUs per domain: h100:8x8; default: config.runtime.topology
     transport: str = ""  # short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer
-    price_per_gpu_hour: Positive | None = None  # price of one GPU for one hour, in any currency; prints the run's cost
-    devices_per_process: Count = Count(1)  # GPUs per process
-    host_memory_gib: Positive | None = None  # host memory of one node in GiB; default: a typical value for these GPUs
     json: str = ""  # output file for the plan as JSON, for jaxlc.plan.Plan.from_json
     html: str = ""  # output file for the plan as a page with figures, such as plan.html
     timeline: str = ""  # output file for a plot of one layer's estimated timeline, such as timeline.png
-    constants: str = ""  # JSON file of measured efficiencies and latencies; default: those of jaxlc/core/hardware.py
     evaluation: bool = False  # also compile the evaluation of held-out sequences and print its peak memory
-    document_lengths: str = ""  # estimate packed sequences too: corpus, mix, or lengths in tokens: 65536,1024x64
+    document_lengths: str = ""  # estimate packed sequences too: corpus, mix, or lengths: 65536,1024x64,tree:8192+4x512
     advise: bool = False  # if the step does not fit, compile it with changed settings until some fit
 
 

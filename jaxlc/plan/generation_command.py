@@ -8,36 +8,29 @@ from dataclasses import dataclass
 
 from jaxlc import plan
 from jaxlc.config.base_config import base_config
-from jaxlc.config.command_line import ParsedCommand, StageFlags, run_main
-from jaxlc.config.values import Count, Tokens
+from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.ranges import From1
+from jaxlc.config.values import Tokens
 from jaxlc.plan.output_files import check_output_file, write_json
-from jaxlc.plan.terminal import progress, start_on_cpu, target_topology, with_transport
+from jaxlc.plan.terminal import TargetFlags, progress, start_on_cpu, target_topology, with_transport
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(StageFlags):
+class Flags(TargetFlags):
     plan: bool = True  # compile generation ahead of time instead of generating text
     model: str | None = None  # instead of --config: a preset, a Hugging Face directory or hub id
-    topology: str = ""  # target GPUs, NVLink domains x GPUs per domain: h100:8x8; default: config.runtime.topology
     transport: str = ""  # short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer
     prompt_tokens: Tokens | None = None  # tokens of each prompt, such as 131072 or 1M; default: config.data.seq_len
-    new_tokens: Count = Count(256)  # new tokens of each prompt
-    batch_size: Count = Count(1)  # prompts that are generated together
+    new_tokens: From1[int] = 256  # new tokens of each prompt
+    batch_size: From1[int] = 1  # prompts that are generated together
     cache_dtype: str = ""  # dtype of the KV cache, bf16, fp16 or fp32; default: the compute dtype
     chunk_tokens: int = 0  # prompt tokens computed at once; 0: 2048 per context rank
-    constants: str = ""  # JSON file of measured efficiencies and latencies; default: those of jaxlc/core/hardware.py
     json: str = ""  # output file for the plan as JSON
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    return run_main(
-        _plan_generation,
-        argv,
-        description=__doc__,
-        flags=Flags,
-        base=lambda config, flags: base_config(config, {"model": flags["model"], "seq_len": None}),
-    )
+    return run_main(_plan_generation, argv, description=__doc__, flags=Flags, base=base_config)
 
 
 def _plan_generation(command: ParsedCommand[Flags]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jaxlc.config import Config
+from jaxlc.config import Config, ModelConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
@@ -51,7 +51,7 @@ class CachedTimeModel(TimeModel):
         """
         if not _reads_cache(call):
             return call.full_flops * (0.5 if call.is_masked else 1.0)
-        model, shape = shape_of(call, self.config.model), self.step.mesh.shape
+        model, shape = self._shape_of(call), self.step.mesh.shape
         num_heads = model.num_heads // shape[TENSOR]
         pairs = self.num_past * self.num_new
         if call.has_window:
@@ -63,7 +63,7 @@ class CachedTimeModel(TimeModel):
         compute_seconds = super().attention_seconds(call)
         if not _reads_cache(call):
             return compute_seconds
-        model, mesh = shape_of(call, self.config.model), self.step.mesh
+        model, mesh = self._shape_of(call), self.step.mesh
         num_heads = num_cached_heads(model, mesh) // mesh.shape[TENSOR]
         num_tokens = self.num_past + self.num_new
         num_keys = num_tokens / mesh.shape[CONTEXT]
@@ -72,6 +72,9 @@ class CachedTimeModel(TimeModel):
         values = 2.0 * self._local_batch_size * num_keys * num_heads * model.head_dim
         read_seconds = self.roofline.memory_seconds(self.gpus.device, values * self.step.cache_dtype.itemsize)
         return max(compute_seconds, read_seconds)
+
+    def _shape_of(self, call: AttentionKernelCall) -> ModelConfig:
+        return shape_of(call, self.config.model, self._local_batch_size / self.step.mesh.shape[TENSOR])
 
     @property
     def _local_batch_size(self) -> int:

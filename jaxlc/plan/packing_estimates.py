@@ -60,6 +60,7 @@ class Documents(NamedTuple):
 
     source: str
     sequences: list[np.ndarray]
+    prefixes: tuple[int, ...] = ()  # of the only sequence: see `packed_work.sequence_work`
 
 
 def read_documents(config: Config, source: str) -> Documents:
@@ -67,7 +68,8 @@ def read_documents(config: Config, source: str) -> Documents:
 
     Args:
       source: "corpus": the first sequences of a run; "mix": random ones with 60% of the tokens in documents of an
-        eighth of the sequence or more; or the lengths of the documents of one sequence, "65536,1024x64".
+        eighth of the sequence or more; or the lengths of the documents of one sequence, "65536,1024x64", in which
+        "tree:131072+8x8192" is a prefix that 8 documents continue.
     Raises:
       UserError: none of these, the documents do not fit a sequence, or the corpus cannot be read.
     """
@@ -83,13 +85,15 @@ def read_documents(config: Config, source: str) -> Documents:
     if source == CORPUS:
         train = open_corpus(config.data).train
         return Documents(source, [train.document_lengths(i) for i in range(min(train.num_sequences, num_sequences))])
-    lengths = _parse(source)
+    lengths, prefixes = _parse(source)
+    if any(prefixes) and not config.attention.shared_prefixes:
+        raise UserError(f"the tree in {source} needs --config.attention.shared_prefixes=True")
     if sum(lengths) > seq_len:
         raise UserError(
             f"the document lengths {source} have {sum(lengths):,} tokens in total: expected at most"
             f" config.data.seq_len={seq_len}"
         )
-    return Documents(source, [np.array(lengths)])
+    return Documents(source, [np.array(lengths)], tuple(prefixes))
 
 
 def mix_of_lengths(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
@@ -107,14 +111,27 @@ def mix_of_lengths(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
     return rng.permutation(lengths)
 
 
-def _parse(source: str) -> list[int]:
-    """ "65536,1024x64" as one length and 64 equal ones."""
-    parts = [re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", part.strip()) for part in source.split(",")]
-    if not all(parts):
-        raise UserError(
-            f"invalid document lengths {source!r}: expected {CORPUS}, {MIX}, or lengths in tokens such as 65536,1024x64"
-        )
-    return [int(part[1]) for part in parts for _ in range(int(part[2] or 1))]
+def _parse(source: str) -> tuple[list[int], list[int]]:
+    """ "65536,1024x64" as one length and 64 equal ones; and the numbers of the documents that they continue."""
+    lengths: list[int] = []
+    prefixes: list[int] = []
+    for part in source.split(","):
+        plain = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", part.strip())
+        tree = re.fullmatch(r"tree:([1-9]\d*)\+([1-9]\d*)x([1-9]\d*)", part.strip())
+        if plain:
+            count = int(plain[2] or 1)
+            lengths += [int(plain[1])] * count
+            prefixes += [0] * count
+        elif tree:
+            prefix, count, branch = map(int, tree.groups())
+            lengths += [prefix, *[branch] * count]
+            prefixes += [0, *[len(prefixes) + 1] * count]
+        else:
+            raise UserError(
+                f"invalid document lengths {source!r}: expected {CORPUS}, {MIX}, or lengths in tokens such as"
+                " 65536,1024x64 or tree:131072+8x8192"
+            )
+    return lengths, prefixes
 
 
 def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstimates:
@@ -123,7 +140,10 @@ def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstim
     In the mean, each microbatch takes as long as the replica with the most work, since replicas wait for each other.
     """
     config, order = program.model.config, program.step.sequence_order
-    sequences = [sequence_work(config, order.of, lengths) for lengths in documents.sequences]
+    sequences = [
+        sequence_work(config, order.of, lengths, documents.prefixes, few_documents=order.few_documents)
+        for lengths in documents.sequences
+    ]
     by_work = sorted(sequences, key=lambda sequence: sequence.work.total(num_ring_steps(config)))
     chosen = {"best": by_work[0], "typical": by_work[len(by_work) // 2], "worst": by_work[-1]}
     if len(by_work) == 1:

@@ -3,10 +3,32 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from jaxlc import runtime
 from jaxlc.config import Config, RuntimeConfig, with_settings
+from jaxlc.config.command_line import StageFlags
+from jaxlc.config.ranges import Above0, From1
 from jaxlc.core.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFlags(StageFlags):
+    """The flags of every verb that compiles for absent GPUs."""
+
+    topology: str = ""  # target GPUs, NVLink domains x GPUs per domain: h100:8x8; default: config.runtime.topology
+    constants: str = ""  # JSON file of measured efficiencies and latencies; default: those of jaxlc/core/hardware.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFlags(TargetFlags):
+    """The flags of every verb that plans a run on nodes, too."""
+
+    devices_per_process: From1[int] = 1  # GPUs per process
+    # host memory of one node in GiB; default: a typical value for these GPUs.
+    host_memory_gib: Above0[float] | None = None
+    # price of one GPU for one hour, in any currency; prints the cost of the run, or of tokens.
+    price_per_gpu_hour: Above0[float] | None = None
 
 
 def start_on_cpu() -> None:

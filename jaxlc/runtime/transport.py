@@ -117,7 +117,7 @@ def unsupported(name: str, environment: TransportEnvironment) -> str | None:
     elif name == "peer" and environment.num_processes > 1:
         return (
             "peer copies need all GPUs in one process, and the number of processes is"
-            f" {environment.num_processes}; use 'symmetric' or 'nccl'"
+            f" {environment.num_processes}; use --config.runtime.transport=symmetric or nccl"
         )
     return None
 

@@ -99,8 +99,9 @@ class Layout:
         self.num_shards = mesh.fsdp * mesh.context * mesh.tensor
         self.num_frozen = num_frozen_params(model, config.lora, train)
         self.num_trained = num_params(model) - self.num_frozen + num_adapter_params(model, config.lora)
-        # Means over the layers.
+        # Means over the layers; projected: the query projection, with the gate.
         self.query_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.head_dim / mesh.tensor)
+        self.projected_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.query_dim / mesh.tensor)
         self.key_dim = _mean_over_layers(model, lambda x: max(x.num_kv_heads / mesh.tensor, 1) * x.head_dim)
         self.ffn_dim = _mean_over_layers(model, lambda shape: shape.ffn_dim / mesh.tensor)
         self.head_params = model.model_dim * model.vocab_size / mesh.tensor
@@ -206,7 +207,7 @@ class Layout:
     def _layer_seconds(self, tile_tokens: int) -> tuple[dict[str, float], float]:
         """Matrix products of a layer with its weights: forward by the name of the result, and backward."""
         model, rows = self.config.model, min(tile_tokens or self.tokens, self.tokens)
-        widths = (*(self.query_dim, self.key_dim, self.key_dim, self.query_dim), *[self.ffn_dim] * 3)
+        widths = (*(self.projected_dim, self.key_dim, self.key_dim, self.query_dim), *[self.ffn_dim] * 3)
         forward = {
             name: self.tokens / rows * self.rates.product_seconds(rows, width, model.model_dim)
             for name, width in zip(_PRODUCTS, widths, strict=True)
@@ -236,7 +237,7 @@ class Layout:
         config, model, mesh = self.config, self.config.model, self.config.mesh
         ranks, steps = num_head_ranks(config), num_ring_steps(config)
         sizes = (mesh.data, mesh.fsdp, mesh.context // ranks, ranks, mesh.tensor)
-        layer_params = model.model_dim * (2 * self.query_dim + 2 * self.key_dim + 3 * self.ffn_dim)
+        layer_params = model.model_dim * (self.projected_dim + self.query_dim + 2 * self.key_dim + 3 * self.ffn_dim)
         keys = 2 * 2 * self.tokens * self.key_dim
 
         def seconds(kind: str, axes: tuple[int, ...], num_bytes: float) -> float:

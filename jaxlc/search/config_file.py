@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlc.config import PRESETS, Config, Stage, to_dict
+from jaxlc.config.config_text import file_text
 from jaxlc.config.stage_schema import FROM_LENGTHS, refusal
 from jaxlc.config.values import as_python, flattened
 from jaxlc.core.errors import UserError
@@ -12,22 +13,6 @@ from jaxlc.core.paths import local_path
 from jaxlc.plan.output_files import check_output_file
 
 MARK = "Written by `jaxlc recommend`"
-_FILE = '''"""{title}
-
-{mark}. Change it as any other config file.
-"""
-
-from ml_collections import ConfigDict
-
-from jaxlc.config import check_variant, {function}
-
-
-def get_config(variant: str = "") -> ConfigDict:
-    check_variant(variant, ())
-    config = {function}({argument})
-{model}    config.update_from_flattened_dict({settings})
-    return config
-'''
 
 
 def check_path(path: Path) -> None:
@@ -56,24 +41,22 @@ def config_source(source: str, model: str, title: str, base: Sequence[Stage], re
     is_preset, path = model in PRESETS, local_path(model)
     if model and not is_preset and path.is_dir():  # absolute, so that the file can be read from other directories
         model = str(path.resolve())
-    setting = f"    config.model.{'preset' if is_preset else 'init_from'} = {as_python(model)}\n" if model else ""
-    return _FILE.format(
-        title=title,
-        mark=MARK,
-        function="read_config" if source else "defaults",
-        argument=as_python(source) if source else "",
-        model=setting,
-        settings=as_python(_changes(base, recommended)).replace("\n", "\n    "),
-    )
+    lines = [f"config.model.{'preset' if is_preset else 'init_from'} = {as_python(model)}"] if model else []
+    title = f"{title}\n\n{MARK}. Change it as any other config file.\n"
+    given = f"read_config({as_python(source)})" if source else "defaults()"
+    return file_text(title, given, _changes(base, recommended), lines)
 
 
 def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> dict[str, Any]:
-    """Settings that differ from the base by their paths: of a stage, or of the run where stages have no own value."""
+    """Settings that differ from the base, or that it lacks, by their paths.
+
+    They are settings of a stage, or of the run where stages have no own value.
+    """
     changes: dict[str, Any] = {}
     for stage, config in zip(base, recommended, strict=True):
         given = flattened(to_dict(stage.config))
         for path, value in flattened(to_dict(config)).items():
-            if value != given[path] and not (stage.name and path in FROM_LENGTHS):
+            if (path not in given or value != given[path]) and not (stage.name and path in FROM_LENGTHS):
                 is_shared = not stage.name or refusal(stage.name, path)
                 changes[path if is_shared else f"stages.{stage.name}.{path}"] = value
     return changes

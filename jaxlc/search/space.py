@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxlc.config import Config, with_settings
+from jaxlc.config.checks.layer_checks import shapes
 from jaxlc.config.checks.mesh_checks import meshes_of
 from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.schema import MemoryConfig
@@ -124,12 +125,18 @@ def ulysses_degrees(config: Config, mesh: Mapping[str, int]) -> list[int]:
     First the largest degrees that divide the KV heads, then the smallest ones that repeat KV heads. Degree `context`
     would be ulysses, degree 1 would be ring.
     """
-    kv_heads = max(1, config.model.num_kv_heads // mesh[TENSOR])
-    heads = config.model.num_heads // mesh[TENSOR]
-    degrees = [degree for degree in range(2, mesh[CONTEXT]) if mesh[CONTEXT] % degree == 0 and heads % degree == 0]
-    without_repeats = [degree for degree in degrees if kv_heads % degree == 0]
-    repeats = [degree for degree in degrees if degree % kv_heads == 0 and degree not in without_repeats]
-    return without_repeats[::-1] + repeats
+    heads = [
+        (shape.num_heads // mesh[TENSOR], max(1, shape.num_kv_heads // mesh[TENSOR]))
+        for shape in shapes(config.model).values()
+    ]
+    degrees = [
+        degree
+        for degree in range(2, mesh[CONTEXT])
+        if mesh[CONTEXT] % degree == 0
+        and all(queries % degree == 0 and (keys % degree == 0 or degree % keys == 0) for queries, keys in heads)
+    ]
+    without_repeats = [degree for degree in degrees if all(keys % degree == 0 for _, keys in heads)]
+    return without_repeats[::-1] + [degree for degree in degrees if degree not in without_repeats]
 
 
 def strategies(
@@ -157,7 +164,8 @@ def batch_settings(config: Config, mesh: Mapping[str, int], sequences: int) -> S
 def memory_settings(config: Config) -> Iterator[Settings]:
     """Settings of config.memory for the mesh of `config`, in a few cases invalid ones."""
     tokens, period = config.data.seq_len // config.mesh.context, len(config.model.layer_kinds)
-    tiles = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size and not config.model.window]
+    tiles = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size]
+    num_layers = config.model.num_layers - config.model.num_last_layers
     for activations, tile, (optimizer, parameters) in itertools.product(ACTIVATIONS, (0, *tiles), _STATE):
         group = activations.layers_per_remat_group
         if group > 1:
@@ -169,7 +177,7 @@ def memory_settings(config: Config) -> Iterator[Settings]:
             "memory.parameters": parameters,
         }
         is_invalid = activations.remat == "none" and parameters == "host"
-        if is_invalid or config.model.num_layers % group or any(tile_problems(unchecked(config, settings))):
+        if is_invalid or num_layers % group or any(tile_problems(unchecked(config, settings))):
             continue
         yield settings
 

@@ -120,14 +120,21 @@ class Assignment:
         np.fill_diagonal(work, diagonal)
         return work
 
-    def num_shared(self) -> int:
-        """The largest number of documents that two ranks share."""
+    def num_shared(self) -> tuple[int, int]:
+        """The largest numbers of documents that two ranks share, and of those with over a quarter of a rank's tokens.
+
+        Either rank may have that many of them.
+        """
         context = len(self.whole)
-        has_tokens = np.zeros((len(self.lengths), context), int)
-        has_tokens[: len(self.sizes)] = self.sizes[:, :context] + self.sizes[:, : context - 1 : -1] > 0
-        for document, rank, _, _ in self.cuts:
-            has_tokens[document, rank] = 1
-        return int(np.max(has_tokens.T @ has_tokens * (1 - np.eye(context, dtype=int)), initial=0))
+        tokens = np.zeros((len(self.lengths), context), np.int64)
+        tokens[: len(self.sizes)] = self.sizes[:, :context] + self.sizes[:, : context - 1 : -1]
+        for document, rank, _, num_tokens in self.cuts:
+            tokens[document, rank] += num_tokens
+        has_tokens, is_long = (tokens > 0).astype(int), (4 * tokens > self.rank_tokens).astype(int)
+        shared = has_tokens.T @ has_tokens
+        long = is_long.T @ has_tokens + has_tokens.T @ is_long - is_long.T @ is_long
+        others = 1 - np.eye(context, dtype=int)
+        return int((others * shared).max()), int((others * long).max())
 
     def pieces(self) -> tuple[np.ndarray, int]:
         """The pieces of all ranks, and the largest number of tokens of a rank that other ranks need.

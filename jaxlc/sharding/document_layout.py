@@ -34,9 +34,9 @@ from jaxlc.sharding.window_room import has_room
 
 _BLOCK_TOKENS = 128
 MAX_RING_COST = 1.03  # accepted without trying to cut more documents, or into finer pieces
-# Any two ranks have tokens of at most this many documents in common. So the number of kernel calls of a ring step is
-# static: attention/kernels/packed_operands.py, `few_buckets`.
-MAX_SHARED_DOCUMENTS = 11
+# Any two ranks have tokens of at most this many documents in common, and of those with more than a quarter of a rank's
+# tokens. So two kernel calls take the documents of a ring step: attention/kernels/packed_operands.py, `calls_for`.
+MAX_SHARED_DOCUMENTS, MAX_LONG_SHARED_DOCUMENTS = 11, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,13 @@ def document_layout(
 
 
 def document_order(
-    segment_ids_T: np.ndarray, context: int, inner: int = 1, *, mirrored: bool = False, window: int | None = None
+    segment_ids_T: np.ndarray,
+    context: int,
+    inner: int = 1,
+    *,
+    mirrored: bool = False,
+    window: int | None = None,
+    ascending: bool = False,
 ) -> np.ndarray | None:
     """The order of a packed sequence's tokens: index i of the layout holds token `order_T[i]` of the natural order.
 
@@ -101,6 +107,8 @@ def document_order(
         (attention/strategies/ulysses.py).
       mirrored: for layers in tiles, see `Assignment.mirrored_pieces`.
       window: tokens of a sliding window, whose exchange has limited room (window_room.py).
+      ascending: the tokens of a rank are in natural order. So if neighboring documents continue the same prefix, their
+        tokens are contiguous on each rank, as the packed call over the keys of the prefix requires.
     Returns:
       int64 [tokens]; None if no layout fits `mirrored` or `window`.
     Raises:
@@ -124,6 +132,8 @@ def document_order(
     if best is None:
         return None
     order_T = documents_first[best.order(pieces_of(best), per_rank)]
+    if ascending:
+        order_T = np.sort(order_T.reshape(context, -1), axis=1).reshape(-1)
     if inner > 1:
         order_T = order_T.reshape(context, -1)[:, zigzag_order(len(order_T) // context, inner)].reshape(-1)
     return order_T
@@ -188,7 +198,10 @@ def _assignments(
     for in_sequence in (False, True)[: 1 + may_cut]:
         for unit, num_sharded in _candidates(lengths, rank_tokens, context, block_tokens, in_sequence):
             assignment = Assignment.create(lengths, rank_tokens, context, num_sharded, unit, in_sequence)
-            if assignment is not None and assignment.num_shared() <= MAX_SHARED_DOCUMENTS:
+            if assignment is None:
+                continue
+            num_shared, num_long = assignment.num_shared()
+            if num_shared <= MAX_SHARED_DOCUMENTS and num_long <= MAX_LONG_SHARED_DOCUMENTS:
                 num_found += 1
                 yield assignment
         if num_found:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.attention.kernels.packed_operands import buckets
+from jaxlc.attention.kernels.packed_operands import calls_for
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs, document_pairs
@@ -26,13 +26,17 @@ class AttentionWork(NamedTuple):
     own_pairs: float  # in ring step 0, or in the only kernel call of a strategy without ring steps
     ring_step_pairs: float  # mean over the other ring steps, 0 without them
     window_pairs: float
-    # Calls of a packed kernel in addition to the first one of a block, which takes a limited number of documents.
+    # Calls of a packed kernel in a loop, for more documents than those outside of it take.
     own_further_calls: float = 0.0
     ring_step_further_calls: float = 0.0  # mean over the other ring steps
+    # Pairs of a query in a branch and a key in the prefix that it continues, as the first two.
+    prefix_own_pairs: float = 0.0
+    prefix_ring_step_pairs: float = 0.0
 
     def total(self, num_ring_steps: int) -> float:
         """Pairs of full layers in all ring steps."""
-        return self.own_pairs + (num_ring_steps - 1) * self.ring_step_pairs
+        own, ring_step = self.own_pairs + self.prefix_own_pairs, self.ring_step_pairs + self.prefix_ring_step_pairs
+        return own + (num_ring_steps - 1) * ring_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +68,21 @@ def one_document(config: Config) -> AttentionWork:
     return AttentionWork(half, half if steps > 1 else 0.0, window_pairs)
 
 
-def sequence_work(config: Config, order_of: OrderOf, lengths: Sequence[int]) -> SequenceWork:
+def sequence_work(
+    config: Config,
+    order_of: OrderOf,
+    lengths: Sequence[int],
+    prefixes: Sequence[int] = (),
+    *,
+    few_documents: bool = False,
+) -> SequenceWork:
     """The work of a packed sequence.
 
     Args:
       order_of: the order of its tokens in a run, such as `TrainStep.sequence_order.of`.
       lengths: int [documents], in the order of the sequence; the rest of config.data.seq_len is padding.
+      prefixes: int [documents]: the number, from 1, of the document that each continues; 0: none. Empty: all 0.
+      few_documents: of `TrainStep.sequence_order`.
     """
     num_tokens = config.data.seq_len
     segment_ids_T = np.zeros(num_tokens, np.int32)
@@ -77,23 +90,31 @@ def sequence_work(config: Config, order_of: OrderOf, lengths: Sequence[int]) -> 
     order_T = order_of({"segment_ids": segment_ids_T})
     shards, tile_T = num_shards(config), _tile_of_tokens(config)
     pieces = _pieces(segment_ids_T, order_T, shards, tile_T)
+    prefix_of = np.array([0, *(prefixes or [0] * len(lengths))])
     pairs = _pairs_by_rank(pieces, shards, tile_T.max() + 1)
     work = np.stack([by_ring_step(pairs_of_tile) for pairs_of_tile in pairs])  # [tiles, ring steps, ranks]
+    prefix_work = by_ring_step(_prefix_pairs_by_rank(pieces, prefix_of, shards))[None]
     if config.attention.strategy == "all_gather":
-        work = work.sum(axis=1, keepdims=True)
-    slowest = work.max(axis=2).sum(axis=0).astype(float)
-    calls = by_ring_step(_further_calls(pieces, shards, num_tokens // shards)).max(axis=1).astype(float)
+        work, prefix_work = (x.sum(axis=1, keepdims=True) for x in (work, prefix_work))
+    slowest_ranks = (work + prefix_work).argmax(axis=2)[..., None]
+    slowest, slowest_prefix = (
+        np.take_along_axis(np.broadcast_to(x, work.shape), slowest_ranks, axis=2).sum((0, 2)).astype(float)
+        for x in (work, prefix_work)
+    )
+    calls = by_ring_step(_further_calls(pieces, shards, num_tokens // shards, few_documents)).max(axis=1).astype(float)
     window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
     return SequenceWork(
         lengths=tuple(int(length) for length in lengths),
-        pairs=document_pairs(config.model, lengths),
-        ring_cost=ring_cost(work.reshape(-1, shards)),
+        pairs=document_pairs(config.model, lengths, np.array([0, *lengths])[prefix_of[1:]]),
+        ring_cost=ring_cost((work + prefix_work).reshape(-1, shards)),
         work=AttentionWork(
             slowest[0],
             slowest[1:].mean() if len(slowest) > 1 else 0.0,
             float(window_pairs.max()),
             calls[0],
             calls[1:].mean() if len(calls) > 1 else 0.0,
+            slowest_prefix[0],
+            slowest_prefix[1:].mean() if len(slowest_prefix) > 1 else 0.0,
         ),
     )
 
@@ -169,25 +190,33 @@ def _pairs_by_rank(pieces: _Pieces, num_ranks: int, num_tiles: int) -> np.ndarra
     return pairs
 
 
-def _further_calls(pieces: _Pieces, num_ranks: int, local_tokens: int) -> np.ndarray:
-    """int64 [query ranks, key ranks]: calls after the first one for the documents that both ranks have.
+def _prefix_pairs_by_rank(pieces: _Pieces, prefix_of: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int64 [query ranks, key ranks]: pairs of a query in a branch and a key in its prefix."""
+    tokens = np.zeros((num_ranks, len(prefix_of)), np.int64)
+    np.add.at(tokens, (pieces.rank, pieces.document), pieces.num_tokens)
+    keys = np.where(prefix_of > 0, tokens[:, prefix_of], 0)
+    return tokens @ keys.T
+
+
+def _further_calls(pieces: _Pieces, num_ranks: int, local_tokens: int, few_documents: bool) -> np.ndarray:
+    """int64 [query ranks, key ranks]: calls in a loop for the documents that both ranks have.
 
     The longest documents are first, and a call takes consecutive ones from the size of its first document on.
     """
-    sizes = buckets(1, local_tokens, local_tokens)
-    limits = np.array([size.num_queries for size in sizes[1:]])
     tokens = np.zeros((num_ranks, pieces.document.max(initial=0) + 1), np.int64)
     np.add.at(tokens, (pieces.rank, pieces.document), pieces.num_tokens)
-    calls = np.zeros((num_ranks, num_ranks), np.int64)
-    for ranks in np.ndindex(calls.shape):
+    num_calls = np.zeros((num_ranks, num_ranks), np.int64)
+    for ranks in np.ndindex(num_calls.shape):
+        calls = calls_for(1, local_tokens, local_tokens, causal=ranks[0] == ranks[1], few_documents=few_documents)
+        limits = np.array([size.num_queries for size in calls.repeated[1:]])
         queries_and_keys = tokens[list(ranks)]
         longest = queries_and_keys.max(axis=0)[queries_and_keys.all(axis=0)]
         size_of = np.sort((longest[:, None] <= limits).sum(axis=1))
-        first = sizes[0].num_documents
-        while first < len(size_of):
-            first += sizes[size_of[first]].num_documents
-            calls[ranks] += 1
-    return calls
+        first = calls.num_documents
+        while calls.repeated and first < len(size_of):
+            first += calls.repeated[size_of[first]].num_documents
+            num_calls[ranks] += 1
+    return num_calls
 
 
 def _window_pairs(pieces: _Pieces, num_ranks: int, window: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.attention_kernels import AttentionKernelCall
 from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import Cost
-from jaxlc.hlo.op_names import is_data_dependent, is_in_ring_step
+from jaxlc.hlo.op_names import is_data_dependent, is_in_ring_step, is_over_prefix
 from jaxlc.hlo.parser import Instruction, Program
 from jaxlc.hlo.trip_counts import trip_count
 from jaxlc.simulate.efficiency import num_steps
@@ -40,7 +40,7 @@ class TimeModel:
         """Rounds of a loop in one run; those over further documents are a mean. Raises ValueError as `trip_count`."""
         if not is_data_dependent(loop.op_name):
             return trip_count(program, loop)
-        if self.work is None:
+        if self.work is None or is_over_prefix(loop.op_name):  # one call takes two trees
             return 0
         is_ring_step = is_in_ring_step(loop.op_name)
         return self.work.ring_step_further_calls if is_ring_step else self.work.own_further_calls
@@ -145,15 +145,24 @@ def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionW
         steps = num_ring_steps(config)
         return (1.0 if config.attention.document_mask else 0.5) * work.total(steps) / whole.total(steps)
     pairs = work.ring_step_pairs if call.is_ring_step else work.own_pairs
-    shape = shape_of(call, config.model)
-    return min(1.0, pairs * _num_heads_of_call(config, shape) / _all_pairs(call, shape))
+    if call.is_over_prefix:
+        pairs = work.prefix_ring_step_pairs if call.is_ring_step else work.prefix_own_pairs
+    head_share = _head_share(config)
+    shape = shape_of(call, config.model, head_share)
+    return min(1.0, pairs * shape.num_heads * head_share / _all_pairs(call, shape))
 
 
-def shape_of(call: AttentionKernelCall, model: ModelConfig) -> ModelConfig:
-    """The settings of the layers of a call: of the first kind with its window and, if there is one, its head dim."""
+def shape_of(call: AttentionKernelCall, model: ModelConfig, head_share: float) -> ModelConfig:
+    """The settings of the layers of a call: of the first kind with its window and, if there are such, its head dim and
+    query heads. Kinds that differ only in their key/value heads are not distinguished.
+
+    Args:
+      head_share: query heads of a call, times its sequences, relative to those of its layers.
+    """
     kinds = [kind for kind in model.layer_kinds if (model.window_of(kind) is not None) == call.has_window]
     shapes = [model.of_kind(kind) for kind in kinds] or [model]
-    return next((shape for shape in shapes if shape.head_dim == call.head_dim), shapes[0])
+    num_heads = call.sizes.num_heads if call.sizes else 0
+    return min(shapes, key=lambda x: (x.head_dim != call.head_dim, x.num_heads * head_share != num_heads))
 
 
 def _local_tokens(config: Config) -> float:
@@ -170,16 +179,16 @@ def _num_window_keys(call: AttentionKernelCall, config: Config) -> float:
         train, mesh = config.train, config.mesh
         sequences = train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
         num_queries = config.memory.tile_tokens * num_head_ranks(config) / (2 * sequences)
-    shape = shape_of(call, config.model)
-    return _all_pairs(call, shape) / (_num_heads_of_call(config, shape) * num_queries)
+    head_share = _head_share(config)
+    shape = shape_of(call, config.model, head_share)
+    return _all_pairs(call, shape) / (shape.num_heads * head_share * num_queries)
 
 
-def _num_heads_of_call(config: Config, model: ModelConfig) -> float:
-    """Query heads of a device in a kernel call of layers with the sizes of `model`, times the sequences of a
-    microbatch."""
+def _head_share(config: Config) -> float:
+    """The share of the query heads that a device has in a kernel call, times the sequences of a microbatch."""
     train, mesh = config.train, config.mesh
     sequences = train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
-    return sequences * model.num_heads / (mesh.tensor * num_head_ranks(config))
+    return sequences / (mesh.tensor * num_head_ranks(config))
 
 
 def _all_pairs(call: AttentionKernelCall, model: ModelConfig) -> float:

@@ -17,13 +17,14 @@ def place_state(step: TrainStep, lowered: Lowered) -> None:
     """Writes into the lowered `step` which arrays of the state are in host memory."""
     kinds = _kinds(step.memory_spaces)
     if any(kinds):
-        others = [None] * len(step.abstract_batch)
+        others = [None] * len(jax.tree.leaves(step.abstract_batch))
         place_in_memory(lowered, kinds + others, kinds + [None] * (lowered.out_tree.num_leaves - len(kinds)))
 
 
 def place_params(step: TrainStep, lowered: Lowered) -> None:
     """As `place_state`, for the lowered evaluation of `step`."""
-    place_in_memory(lowered, _kinds(step.memory_spaces.params) + [None] * len(step.abstract_evaluation_batch), [None])
+    others = [None] * len(jax.tree.leaves(step.abstract_evaluation_batch))
+    place_in_memory(lowered, _kinds(step.memory_spaces.params) + others, [None])
 
 
 def _kinds(spaces) -> list[str | None]:

@@ -16,7 +16,7 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
 
     Args:
       objective: `(params, histories, microbatch) -> (objective, cross_entropy)`, both float32 sums over the microbatch;
-        the first is differentiated.
+        the first is differentiated. The second may be a tree of sums.
       params: pytree of arrays, in device or host memory.
       dims: the parameter tree with a tuple of dimension names per leaf.
       histories: amax histories of FP8 delayed scaling, or None.
@@ -34,11 +34,11 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
     if not is_on_host(params):
         zeros = jax.tree.map(jnp.zeros_like, (params, histories))
         totals, cross_entropy = lax.scan(add_microbatch, zeros, batch)
-        return cross_entropy.sum(), *totals
+        return jax.tree.map(lambda x: x.sum(0), cross_entropy), *totals
     # No zeros, which would be allocated on the device: the sum starts with the gradients of the first microbatch.
     first, others = jax.tree.map(lambda x: x[0], batch), jax.tree.map(lambda x: x[1:], batch)
     totals, first_cross_entropy = differentiate(params, histories, first)
     if len(batch.tokens) == 1:
         return first_cross_entropy, *totals
     totals, cross_entropy = lax.scan(add_microbatch, totals, others)
-    return first_cross_entropy + cross_entropy.sum(), *totals
+    return jax.tree.map(lambda first, others: first + others.sum(0), first_cross_entropy, cross_entropy), *totals

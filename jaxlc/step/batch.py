@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import Config, ModelConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT
 from jaxlc.core.flops import num_layers_by_kind
+from jaxlc.data.sequences.batch_arrays import array_dtypes
 from jaxlc.sharding.layout import token_at
 
 
@@ -20,13 +21,19 @@ class Batch(NamedTuple):
     tokens: jax.Array  # int32
     targets: jax.Array  # int32: the next token of the same document
     loss_weights: jax.Array  # float32: 0 at a document's last token and on padding
-    positions: jax.Array  # int32: number of earlier tokens of the same document in the sequence
+    positions: jax.Array  # int32: number of earlier tokens of the same document in the sequence, and of its prefix
     segment_ids: jax.Array  # int32: 0 is padding
+    # The next are None unless the config needs them: `data.sequences.batch_arrays.array_dtypes`. Each has the values of
+    # the token's document or target.
+    prefix_ids: jax.Array | None = None  # int32: the segment id of the prefix that the document continues; 0: none
+    advantages: jax.Array | None = None  # float32; of pairs: 1 for the chosen answer, -1 for the rejected one
+    answer_weights: jax.Array | None = None  # float32: 1 / number of targets of the answer; 0 outside of answers
+    old_log_probs: jax.Array | None = None  # float32
+    reference_log_probs: jax.Array | None = None  # float32
 
 
 _SEQUENCE_SPEC = PartitionSpec(BATCH_AXES, CONTEXT)
 BATCH_SPEC = PartitionSpec(None, *_SEQUENCE_SPEC)
-_DTYPES = Batch(jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32)
 
 
 def sequence_positions(shape: tuple[int, int], mesh: Mesh) -> jax.Array:
@@ -56,12 +63,15 @@ def abstract_batch(config: Config, mesh: Mesh) -> Batch:
         train.global_batch_size // train.gradient_accumulation_steps,
         num_tokens,
     )
-    sharding = NamedSharding(mesh, BATCH_SPEC)
-    return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in _DTYPES))
+    return _abstract(config, shape, NamedSharding(mesh, BATCH_SPEC))
 
 
 def abstract_sequences(config: Config, mesh: Mesh) -> Batch:
     """As `abstract_batch`, of one microbatch with one sequence per rank of the data and fsdp axes; arrays [B, S]."""
     shape = math.prod(mesh.shape[axis] for axis in BATCH_AXES), config.data.seq_len
-    sharding = NamedSharding(mesh, _SEQUENCE_SPEC)
-    return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in _DTYPES))
+    return _abstract(config, shape, NamedSharding(mesh, _SEQUENCE_SPEC))
+
+
+def _abstract(config: Config, shape: tuple[int, ...], sharding: NamedSharding) -> Batch:
+    dtypes = array_dtypes(config)
+    return Batch(**{name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()})

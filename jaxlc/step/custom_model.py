@@ -178,6 +178,11 @@ def check_supported(config: Config, *, has_model: bool, has_loss: bool, has_opti
             "config.precision.compute='fp8' is unsupported with a custom model: it selects matrix products of the"
             " decoder of config.model; use 'bf16' or 'fp32'"
         )
+    if (has_model or has_loss) and config.posttrain.loss:
+        raise Unsupported(
+            f"config.posttrain.loss={config.posttrain.loss!r} is unsupported with a custom model or loss: it is a loss"
+            " of the decoder of config.model; set it to ''"
+        )
     if has_loss and config.train.z_loss:
         raise UserError(
             f"config.train.z_loss={config.train.z_loss:g} has no effect with a custom loss: set it to 0, and add the"

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config
+from jaxlc.config.posttrain_schema import PosttrainConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.sequences.user_batches import complete_batch
@@ -36,6 +37,14 @@ class _Padded(NamedTuple):
     natural_order: np.ndarray  # int64 [tokens]: index of each token in the batch
     shape: tuple[int, int]  # sequences and tokens without padding
     is_single: bool  # the caller passed text or one sequence: results have no batch dimension
+
+
+class TokenScores(NamedTuple):
+    """Of candidates for the next token; arrays [B, n]."""
+
+    log_probs: np.ndarray  # float32, in nats
+    is_best: np.ndarray  # bool: whether the candidate is the most probable token
+    entropies: np.ndarray  # float32, in nats: of the distribution of the next token
 
 
 class LanguageModel:
@@ -123,6 +132,13 @@ class LanguageModel:
           The log-probabilities of the candidates in nats, float32 [B, n], and whether each is the most probable token,
           bool [B, n].
         """
+        scores = self.scores(tokens, positions, candidates)
+        return scores.log_probs, scores.is_best
+
+    def scores(
+        self, tokens: Tokens, positions: np.ndarray, candidates: np.ndarray, temperature: float = 1.0
+    ) -> "TokenScores":
+        """As `log_probs`, of logits divided by `temperature`, with the entropy of each distribution."""
         padded = self._padded(tokens)
         functions = self._functions(padded.batch.tokens.shape[1])
         features_BTX, head_DV = functions.features(self.params, padded.batch, *padded.tables)
@@ -131,11 +147,12 @@ class LanguageModel:
         candidates_Bn = np.pad(candidates, ((0, num_padding), (0, 0))).astype(np.int32)
         chunk = max(1, loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT] // len(positions_Bn))
         chunks = [
-            self._log_probs(features_BTX, head_DV, positions_Bn[:, i : i + chunk], candidates_Bn[:, i : i + chunk])
+            self._scores(
+                features_BTX, head_DV, positions_Bn[:, i : i + chunk], candidates_Bn[:, i : i + chunk], temperature
+            )
             for i in range(0, positions_Bn.shape[1], chunk)
         ]
-        log_probs_Bn, is_best_Bn = (np.concatenate(parts, axis=1) for parts in zip(*chunks))
-        return log_probs_Bn[: len(positions)], is_best_Bn[: len(positions)]
+        return TokenScores(*(np.concatenate(parts, axis=1)[: len(positions)] for parts in zip(*chunks)))
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
@@ -157,13 +174,15 @@ class LanguageModel:
         return jax.jit(logits, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     @functools.cached_property
-    def _log_probs(self):
-        def log_probs(features_BTX, head_DV, index_Bn, candidates_Bn):
+    def _scores(self):
+        def scores(features_BTX, head_DV, index_Bn, candidates_Bn, temperature):
             logits_BnV = self._projected(jnp.take_along_axis(features_BTX, index_Bn[..., None], axis=1), head_DV)
-            chosen_Bn = jnp.take_along_axis(logits_BnV, candidates_Bn[..., None], axis=-1)[..., 0]
-            return chosen_Bn - jax.nn.logsumexp(logits_BnV, axis=-1), logits_BnV.argmax(-1) == candidates_Bn
+            log_probs_BnV = jax.nn.log_softmax(logits_BnV / temperature, axis=-1)
+            chosen_Bn = jnp.take_along_axis(log_probs_BnV, candidates_Bn[..., None], axis=-1)[..., 0]
+            entropy_Bn = -(jnp.exp(log_probs_BnV) * log_probs_BnV).sum(-1)
+            return TokenScores(chosen_Bn, logits_BnV.argmax(-1) == candidates_Bn, entropy_Bn)
 
-        return jax.jit(log_probs, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        return jax.jit(scores, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def _projected(self, features_BnX: jax.Array, head_DV: jax.Array | None) -> jax.Array:
         """The logits, float32 [B, n, V]."""
@@ -237,7 +256,8 @@ def _for_sequences_of(config: Config, num_tokens: int, mesh: Mesh) -> Config:
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, seq_len=num_tokens),
-        attention=dataclasses.replace(config.attention, document_mask=True),
+        attention=dataclasses.replace(config.attention, document_mask=True, shared_prefixes=False),
+        posttrain=PosttrainConfig(),
         memory=dataclasses.replace(config.memory, tile_tokens=tile_tokens),
     )
 

@@ -46,6 +46,7 @@ class LossSpec:
     z_loss: float  # weight of log(Z)^2 (PaLM, section 5)
     norm_epsilon: float
     token_loss: TokenLoss | None = None  # None: cross entropy
+    temperature: float = 1.0  # logits are divided by it
 
     @classmethod
     def from_config(
@@ -204,13 +205,13 @@ def _chunk_loss(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differ
     normed_cD, targets_c, weights_c = (
         lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in (normed_cD, targets_c, weights_c)
     )
-    logits_cv = _logits(normed_cD, head_Dv, spec.vocab_size)
+    logits_cv = _logits(normed_cD, head_Dv, spec)
     losses_of = _cross_entropy if spec.token_loss is None else _custom_loss
     sums, losses_c, dlogits = losses_of(logits_cv, targets_c, weights_c, spec)
     own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
     if differentiated is None:
         return sums, own_losses_c
-    dlogits_cv = dlogits().astype(normed_cD.dtype)
+    dlogits_cv = (dlogits() / spec.temperature if spec.temperature != 1 else dlogits()).astype(normed_cD.dtype)
     dnormed_cD = jnp.einsum("cv,Dv->cD", dlogits_cv, head_Dv, preferred_element_type=jnp.float32)
     dnormed_cD = lax.psum_scatter(dnormed_cD, TENSOR, scatter_dimension=0, tiled=True).astype(normed_cD.dtype)
     dhead_Dv = None
@@ -257,10 +258,12 @@ def _custom_loss(logits_cv, targets_c, weights_c, spec: LossSpec):
 
 
 @jax.named_scope(scopes.LOGITS)
-def _logits(x_cD: jax.Array, head_Dv: jax.Array, vocab_size: int) -> jax.Array:
+def _logits(x_cD: jax.Array, head_Dv: jax.Array, spec: LossSpec) -> jax.Array:
     """float32 logits of this rank's columns; -inf in the columns of vocabulary padding."""
     logits_cv = jnp.einsum("cD,Dv->cv", x_cD, head_Dv, preferred_element_type=jnp.float32)
-    return jnp.where(_columns(head_Dv.shape[1]) < vocab_size, logits_cv, -jnp.inf)
+    if spec.temperature != 1:
+        logits_cv /= spec.temperature
+    return jnp.where(_columns(head_Dv.shape[1]) < spec.vocab_size, logits_cv, -jnp.inf)
 
 
 def _columns(width: int) -> jax.Array:

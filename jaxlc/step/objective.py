@@ -10,6 +10,7 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxlc import attention
@@ -17,11 +18,12 @@ from jaxlc.attention.delta_rule.sharded_delta_net import ShardedDeltaNet
 from jaxlc.attention.strategies.sharded_attention import ShardedAttention
 from jaxlc.attention.tiles.query_tiles import TiledAttention
 from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
-from jaxlc.config import Config, MemoryConfig
+from jaxlc.config import Config, LoraConfig, MemoryConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.models import decoder, freezing, layer_tiles, layers
 from jaxlc.models.frozen_names import frozen_names
 from jaxlc.models.layer_stack import LayerContext, RunLayer
+from jaxlc.models.lora import is_adapter
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
 from jaxlc.sharding.rules import Sharder, is_vector
@@ -29,6 +31,7 @@ from jaxlc.step import mixed_precision, sequence_order
 from jaxlc.step.accumulation import accumulate
 from jaxlc.step.batch import Batch, sequence_positions
 from jaxlc.step.loss import LossSpec, TokenLoss, loss_sums, token_losses
+from jaxlc.step.policy_loss import PolicySums, policy_sums
 from jaxlc.step.remat import make_remat, saves_attention
 from jaxlc.step.state import is_on_host, lacks_host_memory, padded_vocab_size
 
@@ -67,28 +70,55 @@ class Objective:
         """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens]; see `accumulate`.
 
         Returns:
-          The sum of weight x cross entropy in nats (or of `token_loss`), float32; its gradients with respect to the
-          trainable part of `params`, with z-loss; the next histories.
+          The sum of weight x cross entropy in nats (or of `token_loss`), float32, or `PolicySums` with posttrain.loss;
+          its gradients with respect to the trainable part of `params`, with z-loss; the next histories.
         """
         trainable, frozen = freezing.split(params, self.frozen)
         trainable_dims, _ = freezing.split(self.dims, self.frozen)
 
         def objective(trainable, histories, part: Batch):
             *hidden_and_head, _ = self._hidden_and_head(decoder.Params(trainable, frozen, histories), part)
-            targets, weights = self._in_tiles(part.targets), self._in_tiles(part.loss_weights)
-            sums = loss_sums(*hidden_and_head, targets, weights, self._loss_spec)
-            return sums.objective, sums.cross_entropy
+            targets, weights, policy = self._in_tiles(part.targets), part.loss_weights, None
+            if self.config.posttrain.loss:
+                part = self._with_reference(freezing.join(trainable, frozen), part)
+                weights, policy = self._policy_weights(hidden_and_head, targets, part)
+            sums = loss_sums(*hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec)
+            return sums.objective, sums.cross_entropy if policy is None else policy
 
         return accumulate(objective, trainable, batch, trainable_dims, histories)
 
-    def token_losses(self, params, batch: Batch, tables: TablesOfKinds | None = None) -> jax.Array:
+    def _with_reference(self, params, part: Batch) -> Batch:
+        """The microbatch with the log-probabilities of the base model, without adapters, if posttrain uses them."""
+        posttrain = self.config.posttrain
+        if not posttrain.uses_reference or posttrain.reference != "base":
+            return part
+        adapters = {name for name in freezing.names_of(self.dims) if is_adapter(name)}
+        base_params, _ = freezing.split(lax.stop_gradient(params), adapters)
+        base = dataclasses.replace(self, config=dataclasses.replace(self.config, lora=LoraConfig()))
+        return part._replace(reference_log_probs=-base.token_losses(base_params, part, spec=self._training_loss_spec))
+
+    def _policy_weights(self, hidden_and_head, targets: jax.Array, part: Batch) -> tuple[jax.Array, PolicySums]:
+        """The weights of cross entropy whose gradient is that of posttrain.loss, and the sums of the loss."""
+        losses = token_losses(*map(lax.stop_gradient, hidden_and_head), targets, self._training_loss_spec)
+
+        def loss(log_probs_BT):
+            sums = policy_sums(log_probs_BT, part, self.config.posttrain)
+            return sums.loss, sums
+
+        gradient_BT, sums = jax.grad(loss, has_aux=True)(-self._in_sequences(losses))
+        return -gradient_BT, sums
+
+    def token_losses(
+        self, params, batch: Batch, tables: TablesOfKinds | None = None, spec: LossSpec | None = None
+    ) -> jax.Array:
         """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable.
 
         Args:
           tables: RoPE tables instead of those for data.seq_len.
+          spec: instead of that for evaluation.
         """
         *hidden_and_head, _ = self._hidden_and_head(decoder.Params(params), batch, tables)
-        losses = token_losses(*hidden_and_head, self._in_tiles(batch.targets), self._loss_spec)
+        losses = token_losses(*hidden_and_head, self._in_tiles(batch.targets), spec or self._loss_spec)
         return self._in_sequences(losses)
 
     def features(self, params, batch: Batch, tables: TablesOfKinds | None = None) -> tuple[jax.Array, jax.Array]:
@@ -104,6 +134,10 @@ class Objective:
     def _loss_spec(self) -> LossSpec:
         return LossSpec.from_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
 
+    @property
+    def _training_loss_spec(self) -> LossSpec:
+        return dataclasses.replace(self._loss_spec, temperature=self.config.posttrain.temperature)
+
     def _hidden_and_head(self, params: decoder.Params, batch: Batch, tables: TablesOfKinds | None = None):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head, and
         the sums of the layers, which no term of the loss uses yet."""
@@ -111,7 +145,12 @@ class Objective:
         if self.config.attention.document_mask:
             positions = batch.positions
             ranges = {
-                kind: split.prepare(positions, batch.segment_ids, self._abstract_queries(kind, positions.shape))
+                kind: split.prepare(
+                    positions,
+                    batch.segment_ids,
+                    self._abstract_queries(kind, positions.shape),
+                    *(() if batch.prefix_ids is None else (batch.prefix_ids,)),
+                )  # fmt: skip
                 for kind, split in attentions.items()
             }
         else:  # a sequence is one document: its mask is implicit
@@ -185,7 +224,13 @@ class Objective:
                 settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads, window=window
             )
         few_documents = sequence_order.choose(self.config, self.mesh.shape[CONTEXT]).few_documents
-        return attention.make(settings, self.mesh, window=window, few_documents=few_documents)
+        return attention.make(
+            settings,
+            self.mesh,
+            window=window,
+            few_documents=few_documents,
+            shared_prefixes=settings.shared_prefixes,
+        )
 
     def _run_layer(
         self, attend: ShardedAttention | TiledAttention | ShardedDeltaNet, tables: RopeTables | None

@@ -46,7 +46,10 @@ def choose(config: Config, context: int) -> SequenceOrder:
     inner, window, is_tiled = _group_size(config), _window(config), bool(config.memory.tile_tokens)
 
     def order_of(sequence):
-        order_T = document_order(sequence["segment_ids"], context // inner, inner, mirrored=is_tiled, window=window)
+        order_T = document_order(
+            sequence["segment_ids"], context // inner, inner, mirrored=is_tiled, window=window,
+            ascending=config.attention.shared_prefixes,
+        )  # fmt: skip
         return zigzag_order(config.data.seq_len, context) if order_T is None else order_T
 
     return SequenceOrder(

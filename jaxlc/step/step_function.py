@@ -13,6 +13,7 @@ from jaxlc.step.batch import Batch, attention_pairs
 from jaxlc.step.custom_model import CustomObjective
 from jaxlc.step.objective import Objective
 from jaxlc.step.optimizer import StepOptimizer
+from jaxlc.step.policy_loss import PolicySums, denominator, means
 from jaxlc.step.state import TrainState, to_memory_kind
 
 
@@ -27,6 +28,7 @@ class StepMetrics(NamedTuple):
     loss_scale: jax.Array | None  # with fp16 only: of this step
     skipped_steps: jax.Array | None  # with fp16 only, int32: updates skipped since step 0
     attention_pairs: jax.Array | None  # with a document mask only: see `batch.attention_pairs`
+    policy: PolicySums | None  # with posttrain.loss only: the means of the step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +51,16 @@ class StepFunction:
         state = jax.tree.map(to_memory_kind, state, self.memory_spaces)
         # The division by the sum of weights of all ranks and microbatches: a single one may have no target tokens.
         target_tokens = batch.loss_weights.sum()
-        to_mean = jnp.where(target_tokens > 0, 1.0 / target_tokens, 0.0)
+        posttrain = self.config.posttrain
+        total = denominator(batch, posttrain) if posttrain.loss else target_tokens
+        to_mean = jnp.where(total > 0, 1.0 / total, 0.0)
         loss_scale = state.scaling.loss_scale
         if loss_scale is not None:  # multiplies the mean loss, before anything is rounded to float16
             batch = batch._replace(loss_weights=batch.loss_weights * (loss_scale.scale * to_mean))
             to_mean = 1.0 / loss_scale.scale
-        cross_entropy, gradients, histories = self.objective.loss_and_grads(
-            state.params, batch, state.scaling.histories
-        )
-        loss = cross_entropy * to_mean
+        sums, gradients, histories = self.objective.loss_and_grads(state.params, batch, state.scaling.histories)
+        policy = means(sums, batch, posttrain) if posttrain.loss else None
+        loss = sums * to_mean if policy is None else policy.loss
         grad_norm = update.gradient_norm(gradients, self._trainable_dims, to_mean)
         # A step that is not finite does not change the parameters, so the loop can skip it, or stop with a valid state.
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -80,6 +83,7 @@ class StepFunction:
             loss_scale=loss_scale and loss_scale.scale,
             skipped_steps=loss_scale and loss_scale.skipped_steps + ~is_finite,
             attention_pairs=pairs,
+            policy=policy,
         )
         scaling = mixed_precision.after_step(state.scaling, histories, is_finite, self.config.precision)
         rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])

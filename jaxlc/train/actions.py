@@ -41,6 +41,7 @@ class Action(NamedTuple):
     run: Callable[[Position], Position]
     at_start: bool = False  # also before step 1
     at_signal: bool = False  # also when a signal stops the run
+    at_resume: bool = False  # also before the first step after a resume
 
     def is_due(self, step: int, stop: Stop | None) -> bool:
         """Whether it runs after `step`, after which the run stops if `stop` is not None."""

@@ -86,7 +86,7 @@ def run(
         lines = [step_lines(stage.config, step) for stage, step in zip(stages, steps)]
 
         # Data. Errors in it come before anything is printed.
-        data = [open_data(stage, progress, batches, eval_batches) for stage in stages]
+        data = [open_data(stage, progress, batches, eval_batches, path) for stage in stages]
         prepared = [
             PreparedStage(**vars(stage), step=step, data=data) for stage, step, data in zip(stages, steps, data)
         ]
@@ -147,8 +147,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     run.progress.start_stage(stage.name, stage.end_step, flops_per_step)
     run.callbacks("on_start", RunInfo(stage.config, stage.step.mesh, run.workdir, start.step))
     actions, position = run.actions, start
-    if start.step == 0:
-        position = run_due(actions, position)
+    position = run_due(actions if start.step == 0 else [x for x in actions if x.at_resume], position)
     reports = StepReports(run, start.step)
     with (
         PreemptionGuard() as guard,

@@ -31,6 +31,7 @@ from jaxlc.train.evaluation.held_out import Evaluator
 from jaxlc.train.evaluation.scorer import Scorer, make_scorer
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import resume_lines
+from jaxlc.train.rollouts import RolloutMaker, make_rollout_maker
 from jaxlc.train.run_data import RunData
 
 
@@ -52,6 +53,11 @@ class PreparedStage(Stage):
     def scorer(self) -> Scorer | None:
         """None: there are no config.evals.tasks."""
         return make_scorer(self.step, self.data.tokenizer)
+
+    @cached_property
+    def rollout_maker(self) -> RolloutMaker | None:
+        """None: the policy makes no rollouts."""
+        return make_rollout_maker(self.step, self.data.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

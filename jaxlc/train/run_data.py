@@ -4,25 +4,31 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 from jax.sharding import NamedSharding
 
 from jaxlc.config import Config, Stage
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import displayed, local_path
 from jaxlc.data import Corpus, open_corpus
 from jaxlc.data.reports.shares import share_lines
 from jaxlc.data.sequences.balance import BalancedSequences
+from jaxlc.data.sequences.batch_arrays import array_dtypes
 from jaxlc.data.sequences.loader import Sequences, batches
 from jaxlc.data.sequences.ngrams import ngram_losses
 from jaxlc.data.sequences.user_batches import EndOfBatches, ListedSequences, StreamedSequences
 from jaxlc.data.sequences.waiting import WaitingTime
 from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
+from jaxlc.data.traces.open_traces import open_traces
+from jaxlc.data.traces.rollout_files import RolloutSequences
 from jaxlc.step.batch import BATCH_SPEC
 from jaxlc.step.step import TrainStep
 from jaxlc.train.evaluation.held_out import FiniteSequences
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import corpus_lines
+from jaxlc.train.rollouts import DIRECTORY
 
 CALLER_BATCHES = "batches of the caller"  # in the meta of a checkpoint instead of the fingerprint of a corpus
 
@@ -66,8 +72,10 @@ class RunData:
             sharding=NamedSharding(step.mesh, BATCH_SPEC),
             prefetch_steps=step.config.data.prefetch_steps,
         )
-        with contextlib.closing(stream):
-            if self.corpus is not None:  # endless
+        with contextlib.closing(stream), contextlib.ExitStack() as stack:
+            if isinstance(self.train, RolloutSequences):
+                stack.callback(self.train.close)  # before the stream is closed, whose threads may wait for a file
+            if self.fingerprint != CALLER_BATCHES:  # endless
                 timed = self.waiting.timed(stream)
                 yield from ((arrays, count == num_steps) for count, arrays in enumerate(timed, start=1))
             else:
@@ -89,7 +97,11 @@ def _marking_last(stream: Iterator) -> Iterator:
 
 
 def open_data(
-    stage: Stage, progress: Progress, user_batches: Batches | None = None, eval_batches: Batches | None = None
+    stage: Stage,
+    progress: Progress,
+    user_batches: Batches | None = None,
+    eval_batches: Batches | None = None,
+    workdir: Path = Path(),
 ) -> RunData:
     """Opens the corpus of a stage, or wraps user-provided batches; see `jaxlc.train.run`.
 
@@ -100,6 +112,15 @@ def open_data(
         raise UserError("eval_batches without batches: pass both, or neither to train on the corpus of config.data")
     if user_batches is not None:
         return _from_batches(stage.config, user_batches, eval_batches)
+    if stage.config.rollouts.source:
+        return _from_rollouts(stage, progress, workdir)
+    if stage.config.data.traces:
+        return _from_traces(stage.config, progress)
+    if stage.config.posttrain.loss:
+        raise UserError(
+            f"config.posttrain.loss={stage.config.posttrain.loss!r} without traces: set config.data.traces, or pass"
+            " batches to jaxlc.train.run"
+        )
     return _from_corpus(stage.config, progress, stage.num_steps)
 
 
@@ -122,6 +143,35 @@ def _from_corpus(config: Config, progress: Progress, num_steps: int) -> RunData:
     )
 
 
+def _from_rollouts(stage: Stage, progress: Progress, workdir: Path) -> RunData:
+    config = stage.config
+    if stage.first_step or stage.num_steps != config.train.steps:
+        raise UserError("unsupported: config.rollouts with config.stages; run the stages one after the other")
+    tokenizer = load_matching_tokenizer(config)
+    directory = local_path(config.rollouts.directory) if config.rollouts.directory else workdir / DIRECTORY
+    return RunData(
+        tokenizer=tokenizer,
+        train=RolloutSequences(directory, config, tokenizer, progress.log),
+        heldout=None,
+        fingerprint="rollouts",  # the files are in the order of the steps
+        lines=[f"data       rollouts in {displayed(directory)}; no evaluation"],
+    )
+
+
+def _from_traces(config: Config, progress: Progress) -> RunData:
+    tokenizer = load_matching_tokenizer(config)
+    traces = open_traces(config, tokenizer)
+    for warning in traces.warnings:
+        progress.log(f"warning: {warning}")
+    return RunData(
+        tokenizer=tokenizer,
+        train=traces.train,
+        heldout=traces.heldout,
+        fingerprint=traces.fingerprint,
+        lines=[f"data       {traces.description}"],
+    )
+
+
 def load_matching_tokenizer(config: Config) -> Tokenizer:
     """Loads the tokenizer of `config`.
 
@@ -141,17 +191,16 @@ def load_matching_tokenizer(config: Config) -> Tokenizer:
 
 
 def _from_batches(config: Config, user_batches: Batches, eval_batches: Batches | None) -> RunData:
-    seq_len, vocab_size = config.data.seq_len, config.model.vocab_size
-    heldout = None if eval_batches is None else ListedSequences(eval_batches, seq_len=seq_len, vocab_size=vocab_size)
+    sizes = dict(seq_len=config.data.seq_len, vocab_size=config.model.vocab_size, dtypes=array_dtypes(config))
+    heldout = None if eval_batches is None else ListedSequences(eval_batches, **sizes)
     evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
     return RunData(
         tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token),
         train=StreamedSequences(
             user_batches,
             batch_size=config.train.global_batch_size,
-            seq_len=seq_len,
-            vocab_size=vocab_size,
             prefetch_steps=config.data.prefetch_steps,
+            **sizes,
         ),
         heldout=heldout,
         fingerprint=CALLER_BATCHES,

@@ -30,11 +30,28 @@ class StageRun(Outputs):
     def actions(self) -> tuple[Action, ...]:
         """In their order: a checkpoint stores the evaluation and the scores of its step."""
         config = self.stage.config
+        with_rollouts = config.rollouts.source != ""
         return (
+            *([Action(1, self.report_rollouts)] if with_rollouts else []),
             Action(config.train.eval_every_steps, self.evaluate, at_start=True),
             Action(config.evals.every_steps, self.score, at_start=True),
             Action(config.train.checkpoint_every_steps, self.save, at_signal=True),
+            *([Action(1, self.make_rollouts, at_start=True, at_resume=True)] if with_rollouts else []),
         )
+
+    def report_rollouts(self, position: Position) -> Position:
+        """Writes means over the rollouts of the last step to metrics.jsonl."""
+        means = self.stage.data.train.of_step(position.step).rewards
+        self.metrics.write(step=position.step, **{f"rollouts/{name}": value for name, value in means.items()})
+        return position
+
+    def make_rollouts(self, position: Position) -> Position:
+        """Makes the rollouts of the next step, if the policy makes them."""
+        maker, step = self.stage.rollout_maker, position.step + 1
+        if maker is not None and step <= self.stage.end_step:
+            with self.progress.spinner("making rollouts"):
+                maker(position.state.params, step, self.stage.data.train.path(step), self.progress.log)
+        return position
 
     def evaluate(self, position: Position) -> Position:
         """Computes the held-out loss and writes it to metrics.jsonl, if there are held-out sequences."""

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxlc.attention import attend
+from jaxlc.attention import attend, sinks
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
@@ -80,16 +80,23 @@ def split_mesh(**axes: int) -> Mesh:
 
 
 @functools.cache
-def oracle(packed=True, causal=True, dtype=jnp.float32, window=None, **heads):
-    """(out, gradients) of the reference in float32, for inputs rounded to `dtype`; heads as in `inputs`."""
+def oracle(packed=True, causal=True, dtype=jnp.float32, window=None, sinks_N=None, **heads):
+    """(out, gradients) of the reference in float32, for inputs rounded to `dtype`; heads as in `inputs`.
+
+    Args:
+      sinks_N: numbers, whose gradient, the last one, is [1, N]; None: no sinks.
+    """
     q, k, v, dout = (x.astype(jnp.float32) for x in inputs(dtype=dtype, **heads))
     spec = AttentionSpec(causal=causal, window=window)
 
-    def objective(q, k, v):
-        out, _ = reference.forward(q, k, v, ranges(packed, spec), spec)
+    def objective(operands):
+        *qkv, sinks_1N = operands
+        results = reference.forward(*qkv, ranges(packed, spec), spec)
+        out, _ = sinks.join(*results, None if sinks_1N is None else sinks_1N[0])
         return (out * dout).sum(), out
 
-    gradients, out = jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(q, k, v)
+    operands = q, k, v, None if sinks_N is None else jnp.array([sinks_N])
+    gradients, out = jax.jit(jax.grad(objective, has_aux=True))(operands)
     return out, gradients
 
 
@@ -116,14 +123,16 @@ def assert_rows_match(actual, expected, tolerance: float) -> None:
                 assert max_relative_error(x[row], y[row]) <= tolerance, (row, y.shape)
 
 
-def tiled_results(tiled: TiledAttention, order_T: np.ndarray, ranges, operands):
-    """[out, dq, dk, dv] in natural order, called tile by tile as in a layer; `operands` as of `inputs`.
+def tiled_results(tiled: TiledAttention, order_T: np.ndarray, ranges, operands, sinks_N=None):
+    """[out, dq, dk, dv, dsinks_1N or None] in natural order, tile by tile as in a layer; `operands` as of `inputs`.
 
     Args:
       order_T: the layout of the sequence.
       ranges: of `tiled.prepare`, in layout order.
+      sinks_N: numbers; None: no sinks.
     """
     context, tiles = tiled.outer.size * tiled.inner.size, tiled.tiles
+    sinks_N = None if sinks_N is None else jnp.array(sinks_N)
 
     @jax.jit
     def all_tiles(*operands):
@@ -135,14 +144,15 @@ def tiled_results(tiled: TiledAttention, order_T: np.ndarray, ranges, operands):
 
         def loop_body(dkv, operands):
             q_BtNH, dout_BtNH, tile = operands
-            out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges)
-            dq_BtNH, dkv, _ = tiled.backward(q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges)
-            return dkv, (out_BtNH, dq_BtNH)
+            results = tiled.forward(q_BtNH, kv, tile, ranges, sinks_N)
+            dq_BtNH, dkv, dsinks_N = tiled.backward(q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N)
+            return dkv, (results[0], dq_BtNH, dsinks_N)
 
         dkv = jnp.zeros(kv.shape, jnp.float32)
-        dkv, (out_MBtNH, dq_MBtNH) = lax.scan(loop_body, dkv, (q_MBtNH, dout_MBtNH, indices))
+        dkv, (out_MBtNH, dq_MBtNH, dsinks_MN) = lax.scan(loop_body, dkv, (q_MBtNH, dout_MBtNH, indices))
         dkv = tiled.add_exchanged(dkv, ranges)
         results = out_MBtNH, dq_MBtNH, *lax.map(lambda index: tiled.take(dkv, index), indices)
-        return [layout_of(x, context)[:, natural_order(order_T)] for x in results]
+        dsinks_1N = None if sinks_N is None else dsinks_MN.sum(0, keepdims=True)
+        return [*(layout_of(x, context)[:, natural_order(order_T)] for x in results), dsinks_1N]
 
     return all_tiles(*operands)

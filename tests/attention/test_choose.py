@@ -137,6 +137,7 @@ def test_named_kernel_if_unsupported_raises(problem, limit):
     with pytest.raises(NotImplementedError) as error:
         choose_kernel("cudnn", problem)
     assert str(error.value) == f"unsupported by attention kernel cudnn: {limit}; use kernel auto"
+    assert choose_kernel("auto", problem).name != "cudnn"
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])

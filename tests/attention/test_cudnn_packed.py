@@ -267,20 +267,21 @@ def test_check_without_memory_skips_large_problem():
     (*_, large), note = packed_check._problems(gpu, *sizes)
     assert note == "" and (large.num_tokens - large.lengths[-1]) * 32 * 128 > 2**27
     for problem in (problems[0], large):
-        calls = packed_operands.buckets(1, problem.num_tokens, problem.num_tokens)
-        table = packed_operands.document_table(*problem.ranges(), problem.num_tokens, calls, causal=True)
-        assert table.q_start_D[0] > table.q_start_D[1] + table.q_length_D[1]  # also a gap between them
+        sizes = 1, problem.num_tokens, problem.num_tokens
+        calls = packed_operands.calls_for(*sizes, causal=True, few_documents=problem.spec.few_documents)
+        rows, *_ = packed_operands.document_table(*problem.ranges(), problem.num_tokens, calls, causal=True).once
+        assert rows.q_start[0, 0] > rows.q_start[0, 1] + rows.q_length[0, 1]  # also a gap between them
 
 
 def _refuse():
     raise ValueError("no plan")
 
 
-def _kernel_results(segments_BT, q, k, v, dout, dlse):
+def _kernel_results(segments_BT, q, k, v, dout, dlse, few_documents=False):
     """Forward and backward of one causal kernel call."""
-    ranges = own_ranges(segments_BT)
-    out, lse = cudnn.forward(q, k, v, ranges, AttentionSpec())
-    return out, lse, *cudnn.backward(q, k, v, ranges, AttentionSpec(), QueryResults(out, lse, dout, dlse))
+    ranges, spec = own_ranges(segments_BT), AttentionSpec(few_documents=few_documents)
+    out, lse = cudnn.forward(q, k, v, ranges, spec)
+    return out, lse, *cudnn.backward(q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse))
 
 
 @pytest.mark.parametrize("few_documents", [True, pytest.param(False, marks=pytest.mark.full)])
@@ -288,9 +289,11 @@ def _kernel_results(segments_BT, q, k, v, dout, dlse):
 def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context, few_documents):
     """Per-document sharding: pieces of a document on all ranks, whole and cut documents, other orders on ranks.
 
-    With few documents, a ring step has two calls and no loop.
+    With few documents, a ring step has two calls and no loop. Four ranks share all of eleven documents, ring steps of
+    whole documents are empty, and the ring is unrolled.
     """
     packings = [(96,), (40, 3, 29, 24), (1,) * 96, (61,), (5, 1, 50, 2, 2, 20, 9), (32, 32, 32), (12,) * 8]
+    packings += [(15, 5, 8, 6, 12, 11, 9, 5, 3, 4, 13), (1, 17, 9, 1, 1, 23, 2, 30, 4, 6)]
     segments_BT = np.zeros((len(packings), TOKENS), np.int32)
     order_BT = np.zeros((len(packings), TOKENS), np.int32)
     for row, lengths in enumerate(packings):
@@ -332,15 +335,37 @@ def test_two_calls_of_a_ring_step_match_reference(stand_in):
     _assert_matches(*([np.asarray(x) for x in results(kernel)] for kernel in (cudnn, reference)))
 
 
+def test_own_block_with_more_documents_than_two_calls_take_matches_oracle(stand_in):
+    """Calls of three and of twelve documents, then a loop: with it, 33 documents, two of a quarter of the tokens."""
+    lengths = (25, -3, 1, 24) + 15 * (2, 1) + (-5,)
+    segments_BT = np.concatenate([np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)])[None]
+    q, k, v, dout = inputs(batch=1, num_tokens=segments_BT.size)
+    dlse = jnp.ones((1, q.shape[2], segments_BT.size))
+    results = functools.partial(_kernel_results, segments_BT, few_documents=True)
+    actual = jax.jit(results)(q, k, v, dout, dlse)
+    _assert_matches([np.asarray(x) for x in actual], float64_oracle(q, k, v, segments_BT, dout, dlse))
+
+
 def test_more_than_few_documents_give_nan(stand_in):
-    """Calls of three and of eight documents take eleven."""
+    """Calls of three and of eight documents take eleven, of which three have more than six of 24 queries or keys."""
     spec = AttentionSpec(causal=False, few_documents=True)
-    q, k, v, dout = inputs(batch=1, num_tokens=24)
-    for num_documents, is_nan in ((11, False), (12, True)):
-        segments_BT = jnp.minimum(jnp.arange(1, 25), num_documents + 1)[None] % (num_documents + 1)
-        tokens = TokenInfo(None, segments_BT)
-        out, lse = jax.jit(lambda tokens: cudnn.forward(q, k, v, key_ranges(tokens, tokens, spec), spec))(tokens)
-        assert [bool(jnp.isnan(x).any()) for x in (out, lse)] == [is_nan, is_nan]
+    q, k, v, _ = inputs(batch=1, num_tokens=24)
+
+    @jax.jit
+    def has_nan(*segments):
+        tokens = (TokenInfo(None, x[None]) for x in segments)
+        return jnp.isnan(cudnn.forward(q, k, v, key_ranges(*tokens, spec), spec)[1]).any()
+
+    def segments(*lengths) -> np.ndarray:
+        return np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, 24 - sum(lengths)))
+
+    for lengths, key_lengths, is_nan in (
+        (11 * [1], 11 * [1], False),
+        (12 * [1], 12 * [1], True),
+        ((7, 7, 5, 5), (5, 6, 7, 6), False),
+        ((7, 7, 5, 5), (5, 5, 7, 7), True),
+    ):
+        assert bool(has_nan(segments(*lengths), segments(*key_lengths))) == is_nan
 
 
 def _reordered(x, order_BT, axis: int = 1):
@@ -485,7 +510,7 @@ def test_packed_ring_on_h100s_has_expected_cudnn_calls():
     assert _calls(program) == {
         (backward, *call)
         for backward in (False, True)
-        for call in (("PADDING_CAUSAL", 2), ("PADDING", 3), ("PADDING", 2))
+        for call in (("PADDING_CAUSAL", 3), ("PADDING", 3), ("PADDING", 2))
     }
     loops = [x.op_name for computation in program for x in computation if x.opcode == "while"]
     assert [is_in_ring_step(name) for name in loops if is_data_dependent(name)] == 2 * [False]

@@ -46,6 +46,7 @@ class Case(NamedTuple):
     ulysses_degree: int = 1
     kv_tokens_per_step: int | None = 1000  # more than half a block has
     window: int | None = None
+    sinks_N: tuple[float, ...] | None = None
 
     def tiled(self) -> TiledAttention:
         config = AttentionConfig(strategy=self.strategy, kernel=self.kernel, ulysses_degree=self.ulysses_degree)
@@ -64,15 +65,16 @@ class Case(NamedTuple):
 
 
 def run(case: Case, dtype=jnp.float32):
-    """(out, (dq, dk, dv)) of `cases.inputs`, in natural order."""
+    """(out, (dq, dk, dv, dsinks_1N)) of `cases.inputs`, in natural order."""
     tiled, order = case.tiled(), zigzag_order(TOKENS, case.axes.get(CONTEXT, 1))
     masks = (positions(), segments()) if case.packed else (np.asarray(sequence_positions()), None)
     ranges = jax.jit(tiled.prepare)(*(None if x is None else jnp.asarray(x[:, order]) for x in masks))
 
-    out, *gradients = tiled_results(tiled, order, ranges, inputs(dtype=dtype, **case.heads))
+    out, *gradients = tiled_results(tiled, order, ranges, inputs(dtype=dtype, **case.heads), case.sinks_N)
     return out, tuple(gradients)
 
 
+SINKS = (-2.0, 0.5, 3.0, 6.0)
 CASES = [
     Case("ring", dict(context=1), 4, kernel="blockwise"),
     Case("ring", dict(context=1), 8, kv_tokens_per_step=12),  # two sub-chunks per step
@@ -81,7 +83,7 @@ CASES = [
     Case("ring", dict(context=3), 4, kv_tokens_per_step=8),
     Case("ring", dict(context=4), 3, 24, 6, kernel="blockwise"),
     Case("ring", dict(context=8), 1, packed=False),
-    Case("ring", dict(context=2, tensor=2), 2, kernel="blockwise"),
+    Case("ring", dict(context=2, tensor=2), 2, kernel="blockwise", sinks_N=SINKS),
     Case("ring", dict(context=2, tensor=4), 4),  # tensor > K
     Case("ring", dict(data=2, context=2, tensor=2), 2, packed=False),
     Case("ring", dict(fsdp=2, context=3), 2, kv_tokens_per_step=8),
@@ -96,11 +98,11 @@ CASES = [
     Case("hybrid", dict(context=6), 4, 4, 2, ulysses_degree=2, kernel="blockwise", kv_tokens_per_step=4),
     Case("hybrid", dict(context=8), 3, 8, 4, ulysses_degree=4, kv_tokens_per_step=4),
     Case("hybrid", dict(context=4, tensor=2), 2, 8, 4, ulysses_degree=2, packed=False),
-    Case("ring", dict(context=1), 4, window=7, kernel="blockwise"),
-    Case("ring", dict(context=4), 3, window=7),
+    Case("ring", dict(context=1), 4, window=7, kernel="blockwise", sinks_N=SINKS),
+    Case("ring", dict(context=4), 3, window=7, sinks_N=SINKS),
     Case("ring", dict(context=2), 2, window=70, packed=False),  # more than a chunk
     Case("ulysses", dict(context=2), 2, window=10, packed=False),
-    Case("hybrid", dict(context=6), 2, window=20, ulysses_degree=2, kernel="blockwise"),
+    Case("hybrid", dict(context=6), 2, window=20, ulysses_degree=2, kernel="blockwise", sinks_N=SINKS),
 ]
 
 
@@ -124,7 +126,8 @@ _FULL = (
     ids=lambda case: " ".join(map(str, case)),
 )
 def test_tiled_attention_matches_reference(case: Case):
-    assert_rows_match(run(case), oracle(packed=case.packed, window=case.window, **case.heads), FLOAT32_PARITY)
+    expected = oracle(packed=case.packed, window=case.window, sinks_N=case.sinks_N, **case.heads)
+    assert_rows_match(run(case), expected, FLOAT32_PARITY)
 
 
 def test_tiled_attention_in_bfloat16_matches_reference():

@@ -2,13 +2,14 @@ import dataclasses
 import math
 
 import pytest
+from ml_collections import ConfigDict
 
-from jaxlc.config import MeshConfig, check_evaluation, check_num_devices, load
+from jaxlc.config import MeshConfig, check_evaluation, check_num_devices, defaults, load
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.ranges import ranges_of
 from jaxlc.core.errors import UserError
-from tests.config.test_loading import changed, rejected
+from tests.advice import changed, rejected
 
 LLAMA3 = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)
 YARN = dict(rope_scaling="yarn", rope_scaling_factor=4.0, rope_scaling_original_tokens=8192)
@@ -19,6 +20,7 @@ LONGROPE = dict(
     rope_scaling_short_factors=(1.0,) * 16,
     rope_scaling_long_factors=(2.0,) * 16,
 )
+TILES = dict(tile_tokens=512)
 NUMBERS = [(section, name) for section, part in SECTIONS.items() for name in ranges_of(part)]
 
 
@@ -94,9 +96,9 @@ def test_check_beta_of_1_raises(name):
             ["config.train.global_batch_size=5", "use 4 or 6"],
         ),
         ("runtime", dict(num_processes=1, process_id=1), ["process_id=1 is too large for num_processes=1"]),
-        ("runtime", dict(simulated_devices=5, num_processes=2), ["simulated_devices=5", "a multiple of 2"]),
+        ("runtime", dict(simulated_devices=5, num_processes=2), ["simulated_devices=5", "use 4 or 6"]),
         ("runtime", dict(num_processes=2, coordinator_address="here"), ["'here'", "host:port"]),
-        ("runtime", dict(num_processes=2, transport="peer"), ["'peer'", "num_processes=2", "'symmetric'"]),
+        ("runtime", dict(num_processes=2, transport="peer"), ["'peer'", "num_processes=2", "=symmetric"]),
         ("runtime", dict(unified_memory_fraction=2.0), ["unified_memory_fraction=2.0", "unified_memory=True"]),
         ("runtime", dict(unified_memory_fraction=0.9), ["invalid value 0.9", "expected 0 or greater than 1"]),
     ],
@@ -105,6 +107,41 @@ def test_check_contradiction_names_both_values(section, values, words):
     message = rejected(changed(section, **values))
     for word in words:
         assert word in message
+
+
+FP8 = dict(compute="fp8")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (dict(memory=TILES, attention=dict(strategy="all_gather")), "incompatible with config.attention.strategy="),
+        (dict(memory=TILES | dict(remat="none")), "incompatible with config.memory.remat='none'"),
+        (dict(memory=TILES | dict(save=("mlp_up",))), "computes 'mlp_up' for one tile at a time"),
+        (dict(memory=dict(tile_tokens=1000)), "does not divide the 4096 tokens of a device"),
+        (dict(memory=TILES, attention=dict(strategy="ulysses"), mesh=dict(context=4)), "over 4 Ulysses ranks"),
+        (dict(memory=dict(save=("query",), offload=("query",))), "both name 'query'"),
+        (dict(memory=dict(remat="none", save=("query",))), "remat='none' saves all activations"),
+        (dict(memory=dict(remat="none", parameters="host", optimizer="host")), "would keep the copied weights"),
+        (dict(memory=dict(remat="matmuls", offload=("residual",))), "remat='matmuls' with memory.offload"),
+        (dict(precision=dict(fp8_scaling="delayed")), "is for compute='fp8'"),
+        (dict(precision=FP8 | dict(fp8_amax_history_len=8)), "is for delayed scaling"),
+        (dict(precision=FP8 | dict(reduce="fp32")), "return gradients in bf16"),
+        (dict(precision=FP8 | dict(fp8_matmuls=())), "with no fp8_matmuls is bf16"),
+        (dict(precision=FP8 | dict(bf16_layers=(0, 0))), "names a layer twice"),
+        (dict(precision=FP8 | dict(bf16_layers=(0, 1, 2, 3))), "are all layers"),
+        (dict(precision=FP8 | dict(fp8_scaling="delayed"), memory=TILES), "computes it tile by tile"),
+        (dict(lora=dict(alpha=3.0)), "has no effect without --config.lora.rank=RANK"),
+        (dict(train=dict(checkpoint_frozen=False)), "since no parameter is frozen"),
+        (dict(precision=dict(frozen="fp32")), "since no parameter is frozen"),
+        (dict(attention=dict(ulysses_degree=2)), "is for strategy 'hybrid'"),
+    ],
+)
+def test_check_contradiction_between_sections_raises(sections, words):
+    config = defaults().to_dict()
+    for section, values in sections.items():
+        config[section].update(values)
+    assert words in rejected(ConfigDict(config))
 
 
 def test_check_wsd_schedule_of_exact_length_passes():

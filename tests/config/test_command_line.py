@@ -11,8 +11,9 @@ from jaxlc.config import MeshConfig
 from jaxlc.config.command_line import StageFlags, VerbFlags, parse, run_main
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.help import field_comments, settings_help
+from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.setting_paths import fields_of
-from jaxlc.config.values import Count, Positive, Tokens
+from jaxlc.config.values import Tokens
 from jaxlc.core.errors import UserError
 from jaxlc.exporting import Flags as ExportFlags
 
@@ -70,8 +71,8 @@ class Flags(StageFlags):
 
     paths: tuple[str, ...] = ()  # files to read
     topology: str = ""  # GPUs
-    price: Positive | None = None  # price of a GPU
-    num_prompts: Count = Count(1)  # prompts at once
+    price: Above0[float] | None = None  # price of a GPU
+    num_prompts: From1[int] = 1  # prompts at once
     lengths: tuple[Tokens, ...] = ()  # lengths in tokens
     stop: list[str] | None = None  # text that ends the text
     dtype: Literal["bf16", "fp32"] = "bf16"  # data type
@@ -97,8 +98,8 @@ def test_parse_flags_of_every_type(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("--price=0", "invalid --price=0: expected a positive number"),
-        ("--num_prompts=0", "invalid --num_prompts=0: expected a whole number, at least 1"),
+        ("--price=0", "invalid --price=0.0: expected greater than 0"),
+        ("--num_prompts=0", "invalid --num_prompts=0: expected at least 1"),
         ("--num-prompts=2", "unknown flag --num-prompts: use --num_prompts"),
         ("--goal=fastest", "unknown flag --goal: use jaxlc recommend --goal"),
         ("--lengths=5x", "invalid --lengths=5x: expected a list of tokens, such as 4096,32K,1M"),
@@ -169,7 +170,7 @@ def test_parse_missing_argument_says_what_it_is():
             "'rng' for config.attention.strategy: expected one of 'ring'",
         ),
         ([QUICKSTART, "--config.attention.strategy=ulyses"], "'hybrid' (did you mean ulysses?)"),
-        ([QUICKSTART, "--config.data.weights=1"], "expected one of config.data.cache_dir, config.data.chat_template"),
+        ([QUICKSTART, "--config.data.verbosity=1"], "expected one of config.data.cache_dir, config.data.chat_template"),
         ([QUICKSTART, "--noconfig.train.steps"], "only a setting that is true or false has this form"),
         ([QUICKSTART, "--config.train.steps"], "Missing value for flag --config.train.steps; write it as --name=value"),
         ([QUICKSTART, "--worddir=x"], "unknown flag --worddir: did you mean --workdir?"),

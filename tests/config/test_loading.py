@@ -1,7 +1,5 @@
 import dataclasses
 import json
-import re
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,41 +8,8 @@ from ml_collections import ConfigDict
 from jaxlc.config import PRESETS, defaults, from_dict, load, to_dict
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.models.model_schema import LATER_SETTINGS
-from jaxlc.config.setting_paths import set_at
 from jaxlc.core.errors import UserError
-
-
-def rejected(config: ConfigDict) -> str:
-    """The error of `load(config)`, which is one line and whose advice removes that error."""
-    with pytest.raises(UserError) as caught:
-        load(config)
-    message = str(caught.value)
-    assert message and "\n" not in message
-    for settings in advised(message):
-        followed = config.to_dict()
-        for path, value in settings.items():
-            set_at(followed, path, value)
-        try:
-            from_dict(followed)
-        except UserError as error:
-            assert str(error) != message, f"{settings} has no effect"
-    return message
-
-
-def advised(message: str) -> Iterator[dict[str, str]]:
-    """Yields the settings of each piece of advice in an error: --config.A.B=VALUE, or "use 4096 or 4098"."""
-    for flags in re.findall(r"(?:--config\.[\w.]+=[\w.,-]*[\w-] ?)+", message):
-        yield dict(re.findall(r"--config\.([\w.]+)=([\w.,-]*[\w-])", flags))
-    if numbers := re.match(r"config\.([\w.]+)=\S+ .*; use (\d+)(?: or (\d+))?$", message):
-        path, *values = numbers.groups()
-        yield from ({path: value} for value in values if value)
-
-
-def changed(section: str, **values) -> ConfigDict:
-    """The defaults with some values replaced, possibly by values of another type."""
-    config = defaults().to_dict()
-    config[section].update(values)
-    return ConfigDict(config)
+from tests.advice import changed, rejected
 
 
 def test_load_defaults_gives_tiny_preset_and_schema_defaults():
@@ -189,6 +154,10 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
         (dict(layer_kinds="full,nope", num_layers=1), "use --config.model.num_layers=2 or more"),
         (dict(layer_kinds="full,wid", kinds=dict(wide={})), "expected one or more of full, sliding, nope, wide"),
         (
+            dict(layer_kinds="full,wide"),
+            "or a new kind with its settings, such as --config.model.kinds.wide.attention=",
+        ),
+        (
             dict(kinds=dict(wide={})),
             "no effect, since config.model.layer_kinds does not name it; use --config.model.layer_kinds=full,wide",
         ),
@@ -211,6 +180,8 @@ def test_load_kinds_round_trips_and_stored_config_of_earlier_version_loads():
     assert from_dict(json.loads(json.dumps(to_dict(load(config))))) == load(config)
     unknown = changed("model", **kinds, kinds=dict(wide=dict(head_dims=16)))
     assert "did you mean config.model.kinds.wide.head_dim?" in rejected(unknown)
+    advised = changed("model", layer_kinds="full,wide", kinds=dict(wide=dict(attention="full")))
+    assert load(advised).model.of_kind("wide") == load(advised).model
     before = to_dict(load(changed("model", window=4, layer_kinds="sliding,full")))
     before["model"] |= dict(init_from="/a/model/that/is/gone")
     del before["model"]["kinds"]

@@ -100,3 +100,4 @@ def test_corpus_shorter_than_a_sequence_is_refused(tmp_path: Path):
     """Its files are large enough, but a part of it is held out."""
     with pytest.raises(UserError, match="data.sources: 1,[0-9]{3} tokens to train on, less than one sequence"):
         open_corpus(make_config(tmp_path, seq_len=1800))
+    open_corpus(make_config(tmp_path, seq_len=900))  # as the error advises

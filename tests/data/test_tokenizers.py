@@ -119,5 +119,8 @@ def test_tokenizer_unusable_file_is_refused(tmp_path: Path):
     (tmp_path / "broken.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="broken.json' is not a valid tokenizer.json"):
         load_tokenizer(str(tmp_path / "broken.json"))
-    with pytest.raises(UserError, match=r"no end-of-document token: its special tokens are \['<pad>'\]"):
-        load_tokenizer(write_tokenizer(tmp_path / "endless.json", "<pad>"))
+    endless = write_tokenizer(tmp_path / "endless.json", "<pad>")
+    with pytest.raises(UserError, match=r"no end-of-document token: its special tokens are .*end_token to one"):
+        load_tokenizer(endless)
+    load_tokenizer(endless, "<pad>")
+    load_tokenizer(write_tokenizer(tmp_path / "ended.json", "<pad>", "</s>"))

@@ -171,10 +171,11 @@ def test_needle_is_at_its_depth_of_an_exact_length(depth, count_functions, mater
 
 
 def test_length_too_small_for_a_task_raises(count_functions, materials):
-    with pytest.raises(
-        UserError, match=r"invalid length 300 for the task niah_single_1, .* its answer 128: use \d{3,} or more"
-    ):
+    message = r"invalid length 300 for the task niah_single_1, .* its answer 128: use \d{3,} or more"
+    with pytest.raises(UserError, match=message) as error:
         ruler.example("niah_single_1", 0, 300, count_functions["bytes"], materials)
+    length = int(str(error.value).split()[-3])
+    assert ruler.example("niah_single_1", 0, length, count_functions["bytes"], materials).references
 
 
 def test_question_task_without_its_data_set_raises(materials, count_functions):

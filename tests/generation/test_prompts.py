@@ -13,7 +13,7 @@ from jaxlc.data.tokens.chat import ChatTemplate
 from jaxlc.data.tokens.chat_environment import without_generation_tags
 from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.tokenizers import load_tokenizer
-from jaxlc.generation.prompts import prompt_encoder
+from jaxlc.generation.prompts import PromptEncoder
 from tests.data.chat_styles import CHATML, HEADERS, SPECIAL_TOKENS, STYLES, VARIABLES, cases, write_tokenizer
 
 TEXTS = ("", "Which number?", "A text.\n" * 40)
@@ -50,7 +50,7 @@ def test_start_ids_follow_the_tokenizer_files(tmp_path, has_processor, values, h
     assert tokenizer.start_ids.tolist() == [start] * has_start
     text = tokenizer.encode(b"ab cd").tolist()
     encode_for_pretrained, encode_for_run = (
-        prompt_encoder(tokenizer, is_pretrained=value, chat_template=None) for value in (True, False)
+        PromptEncoder(tokenizer=tokenizer, is_pretrained=value) for value in (True, False)
     )
     assert (
         encode_for_pretrained("ab", " cd").tolist() == [start] * has_start + text
@@ -61,13 +61,14 @@ def test_start_ids_follow_the_tokenizer_files(tmp_path, has_processor, values, h
 def test_chat_prompt_ends_with_prefix_and_fits_its_overhead(tmp_path):
     for name, template in (("a", CHATML), ("b", HEADERS)):
         tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / name, template)), end_token="</s>")
-        encode = prompt_encoder(tokenizer, is_pretrained=True, chat_template="")
+        encode = PromptEncoder(tokenizer=tokenizer, is_pretrained=True, template=fitting_template("", tokenizer))
         for text in TEXTS:
             ids = encode(text, " The answer is")
             plain = tokenizer.encode(f"{text} The answer is".encode())
             assert 0 < len(ids) - len(plain) <= encode.overhead_tokens
             assert tokenizer.decode(ids).endswith("assistant\n The answer is" if name == "a" else "The answer is")
-    encode = prompt_encoder(load_tokenizer("bytes"), is_pretrained=False, chat_template="chatml")
+    tokenizer = load_tokenizer("bytes")
+    encode = PromptEncoder(tokenizer=tokenizer, template=fitting_template("chatml", tokenizer))
     expected = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n It"
     np.testing.assert_array_equal(encode("Hello", " It"), list(expected.encode()))
 
@@ -81,7 +82,7 @@ STYLES_AND_ENDS = dict(chatml="<|im_end|>", headers="<|eot_id|>", brackets="</s>
 def test_answers_stop_at_the_end_of_turn_of_the_template(tmp_path, style, end_of_turn):
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path)), end_token="</s>")
     for source in (STYLES[style], without_generation_tags(STYLES[style])):
-        encode = prompt_encoder(tokenizer, is_pretrained=False, chat_template=source)
+        encode = PromptEncoder(tokenizer=tokenizer, template=fitting_template(source, tokenizer))
         assert (encode.stop_ids, encode.stop_texts) == ([SPECIAL_TOKENS.index(end_of_turn)], [])
 
 

@@ -232,9 +232,15 @@ def test_max_position_embeddings_is_the_longest_context(seq_len, base, scaling, 
 
 def test_export_that_fails_leaves_no_files(tmp_path):
     write_untrained_run(tmp_path / "run")
-    with pytest.raises(UserError, match="the run has no adapters"):
+    with pytest.raises(UserError, match="the run has no adapters .*: export it without --adapters"):
         jaxlc.export(tmp_path / "run", tmp_path / "out", adapters=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    jaxlc.export(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(UserError, match="out exists already: remove it, or export to a different directory"):
+        jaxlc.export(tmp_path / "run", tmp_path / "out")
+    jaxlc.export(tmp_path / "run", tmp_path / "other")
+    shutil.rmtree(tmp_path / "out")
+    jaxlc.export(tmp_path / "run", tmp_path / "out")
 
 
 def test_export_of_step_that_does_not_exist_raises(tmp_path, capsys):
@@ -260,8 +266,6 @@ def test_export_of_a_run_from_random_weights_has_a_config_json(tmp_path):
     assert (content["model_type"], content["max_position_embeddings"]) == ("qwen3", 64)
     shape = settings_of(content, "config.json")
     assert {name: getattr(config.model, name) for name in shape} == shape
-    with pytest.raises(UserError, match="exists already"):
-        jaxlc.export(tmp_path / "run", tmp_path / "out")
 
 
 def test_export_of_layers_of_no_family_raises(tmp_path):

@@ -6,8 +6,9 @@ Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py.
 import json
 import subprocess
 
+from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.tokenizers import load_tokenizer
-from jaxlc.generation.prompts import prompt_encoder
+from jaxlc.generation.prompts import PromptEncoder
 from tests.data.chat_styles import STYLES, write_tokenizer
 from tests.generation.test_prompts import add_bos_processor
 from tests.hf.comparison import PYTHON, needs_transformers
@@ -51,10 +52,10 @@ def test_prompts_equal_those_of_transformers(tmp_path):
     lengths = set()
     for directory, (text_ids, chat_ids) in zip(directories, json.loads(done.stdout.splitlines()[-1]), strict=True):
         tokenizer = load_tokenizer(str(directory), end_token="</s>")
-        encode = prompt_encoder(tokenizer, is_pretrained=True, chat_template=None)
+        encode = PromptEncoder(tokenizer=tokenizer, is_pretrained=True)
         assert encode(TEXT).tolist() == text_ids, directory
         lengths.add(len(text_ids))
         if chat_ids is not None:
-            chat = prompt_encoder(tokenizer, is_pretrained=True, chat_template="")
+            chat = PromptEncoder(tokenizer=tokenizer, is_pretrained=True, template=fitting_template("", tokenizer))
             assert chat(TEXT, PREFIX).tolist() == chat_ids, directory
     assert len(lengths) == 2  # with and without a start token

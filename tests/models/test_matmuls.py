@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.models import decoder
 from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.layers import DecoderLayer
@@ -101,13 +102,14 @@ def test_matmuls_with_unknown_name_raises():
 
 
 MODEL = small.small_model(num_layers=3, layer_kinds=("full", "full"))  # the last layer has a stack of its own
+KINDS = small.small_model(num_layers=3, layer_kinds=("full", "wide"), kinds=(KindConfig(name="wide", ffn_dim=40),))
 RECIPE = dict(matmuls=("query", "mlp_down"), history_steps=2)
 
 
-def hidden(params, histories=None, fp8=None):
+def hidden(params, histories=None, fp8=None, model=MODEL):
     """x_BTD after three layers, float32 except FP8 products."""
     params = decoder.Params(params, histories=histories)
-    return decoder.apply(params, MODEL, *small.small_inputs(MODEL), small.context_of(MODEL), fp8=fp8)[0]
+    return decoder.apply(params, model, *small.small_inputs(model), small.context_of(model), fp8=fp8)[0]
 
 
 def hidden_layer_by_layer(params, recipes):
@@ -144,15 +146,14 @@ def test_bf16_layers_have_no_fp8_products():
         assert max_relative_error(jax.jit(functools.partial(hidden, fp8=fp8))(params), got[0]) > 1e-3
 
 
-def test_bf16_layers_have_empty_histories():
-    params = small.small_params(MODEL)
-    mixed = Fp8(scaling="delayed", bf16_layers=(0,), **RECIPE)
-    histories = decoder.first_histories(MODEL, mixed)
-    _, (_, seen) = result_and_gradients(functools.partial(hidden, fp8=mixed), params, histories)
-    for stack in ("layers", "last_layers"):
-        assert len(jax.tree.leaves(seen[stack])) == 2  # the attention and the MLP block
-    for block in jax.tree.leaves(seen["layers"]):
-        np.testing.assert_array_equal(block[0], np.zeros_like(block[0]))
-        assert block[1:, :, :, 0].any(axis=(1, 2)).all()
-    for block in jax.tree.leaves(seen["last_layers"]):
-        assert block[:, :, :, 0].any(axis=(1, 2)).all()
+@pytest.mark.parametrize("model", [MODEL, KINDS], ids=["equal shapes", "kinds"])
+def test_bf16_layers_have_empty_histories(model):
+    params = small.small_params(model)
+    mixed = Fp8(scaling="delayed", bf16_layers=(1,), **RECIPE)
+    histories = decoder.first_histories(model, mixed)
+    _, (_, seen) = result_and_gradients(functools.partial(hidden, fp8=mixed, model=model), params, histories)
+    for stack, layers in model.layer_stacks.items():
+        blocks = jax.tree.leaves(functools.reduce(operator.getitem, stack, seen))
+        assert len(blocks) == 2  # the attention and the MLP block
+        for block in blocks:
+            assert block[:, :, :, 0].any(axis=(1, 2)).tolist() == [layer != 1 for layer in layers]

@@ -84,8 +84,8 @@ def test_pairs_of_a_chunk_equal_those_of_its_mask(num_past, window):
     (["--advise"], "unknown flag --advise: expected one of"),
     (["--prompt_tokens=x"], "expected tokens, such as 131072, 32K or 1M (1M = 1,048,576)"),
     (["--prompt-tokens=5"], "unknown flag --prompt-tokens: use --prompt_tokens"),
-    (["--batch_size=x"], "invalid --batch_size=x: expected a whole number, at least 1"),
-    (["--new_tokens=0"], "invalid --new_tokens=0: expected a whole number, at least 1"),
+    (["--batch_size=x"], "invalid --batch_size=x: expected an integer"),
+    (["--new_tokens=0"], "invalid --new_tokens=0: expected at least 1"),
     (["--cache_dtype=int8"], "invalid value 'int8' for cache_dtype: expected bf16, fp16, fp32"),
     (["--config=extend_512k"], "choose one with --stage=NAME"),
 ])  # fmt: skip

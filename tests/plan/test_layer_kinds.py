@@ -4,7 +4,9 @@ from collections import Counter
 
 import pytest
 
+from jaxlc import plan
 from jaxlc.config import load
+from jaxlc.core.flops import num_params
 from jaxlc.hlo import analyze
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step.step import TrainStep, build_step
@@ -66,6 +68,24 @@ def test_sliding_layers_send_only_their_window():
     assert {line.partition(":")[0] for line in lines} == {"ring", "ring, sliding layers"}
     (ring,) = (line for line in lines if line.startswith("ring:"))
     assert " x 2 layers)" in ring
+
+
+@pytest.mark.heavy
+def test_plan_of_layers_of_different_sizes_has_no_further_kernel_calls_with_sinks():
+    wide = dict(num_kv_heads=4, head_dim=64, ffn_dim=512)
+    results, configs = [], []
+    for has_sinks in (False, True):
+        config = small_config(layer_kinds="sliding,wide", window=WINDOW, kinds=dict(wide=wide))
+        config.model.attention_sinks = has_sinks
+        configs.append(load(config))
+        results.append(plan.plan(config, f"h100:1x{RANKS}"))
+    without, with_sinks = (
+        {name: times for name, times in result.kernels.items() if " attention " in name} for result in results
+    )
+    assert with_sinks == without and {name.partition(" ")[0] for name in without} == {"pallas", "cudnn"}
+    assert results[1].kernel_choice.startswith("sliding: pallas (") and "; wide: cudnn (" in results[1].kernel_choice
+    for config, result in zip(configs, results, strict=True):
+        assert result.memory.parameters_bytes == pytest.approx(4 * num_params(config.model) / RANKS, rel=0.01)
 
 
 def temp_bytes(layer_kinds: str, num_layers: int) -> int:

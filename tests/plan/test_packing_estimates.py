@@ -100,6 +100,16 @@ def test_read_documents_with_invalid_lengths_raises(source, words):
     assert [x.tolist() for x in read_documents(load(packed_config()), "2048, 16x3").sequences] == [[2048, 16, 16, 16]]
 
 
+def test_tree_is_a_prefix_and_its_branches():
+    config = packed_config()
+    with pytest.raises(UserError, match="needs --config.attention.shared_prefixes=True"):
+        read_documents(load(config), "tree:1024+2x512")
+    config.attention.shared_prefixes = True
+    documents = read_documents(load(config), "100,tree:1024+2x512,tree:64+1x8")
+    assert documents.sequences[0].tolist() == [100, 1024, 512, 512, 64, 8]
+    assert documents.prefixes == (0, 0, 2, 2, 0, 5)
+
+
 def test_read_documents_without_document_mask_raises():
     with pytest.raises(UserError, match="document lengths have no effect with config.attention.document_mask=False"):
         read_documents(load(small_config()), "mix")

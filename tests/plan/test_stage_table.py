@@ -69,7 +69,7 @@ def test_plan_of_one_stage_with_price_prints_its_verdict_once(arguments, capsys)
 
 def test_plan_of_stages_with_invalid_flags_exits_with_status_2(arguments, capsys):
     for flags, words in [
-        (["--price_per_gpu_hour=0"], "invalid --price_per_gpu_hour=0: expected a positive number"),
+        (["--price_per_gpu_hour=0"], "invalid --price_per_gpu_hour=0.0: expected greater than 0"),
         (["--html=plan.html"], "unsupported: --html for 2 stages; choose one with --stage=NAME"),
     ]:
         assert _run([*arguments, *flags]) == 2

@@ -82,6 +82,15 @@ def test_resolve_contradiction_raises(launch, settings, words):
         resolve(RuntimeConfig(**settings), launch)
 
 
+def test_resolve_with_what_the_errors_advise():
+    assert resolve(RuntimeConfig(num_processes=2, process_id=1), None).process_id == 1
+    assert resolve(RuntimeConfig(num_processes=0), LAUNCH).num_processes == 4
+    launch = find(dict(JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="1", JAX_COORDINATOR_ADDRESS="host:9753"))
+    assert resolve(RuntimeConfig(), launch).coordinator_address == "host:9753"
+    without = LAUNCH._replace(coordinator_address="")
+    assert resolve(RuntimeConfig(coordinator_address="host:9753"), without).coordinator_address == "host:9753"
+
+
 @pytest.mark.parametrize(
     "num_local, local_id, environment, expected",
     [

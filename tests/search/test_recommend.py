@@ -1,6 +1,7 @@
 """`jaxlc recommend`: the order of candidates, the search, the page, the config file, the command."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from jaxlc import plan
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
@@ -28,6 +30,7 @@ from jaxlc.search.recommendation import LORA, Recommendation, candidates, length
 from jaxlc.search.recommendation_page import page
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
+from tests.advice import followed
 
 GIB = 2**30
 NO_FLAGS = dict(model=None, seq_len=None)
@@ -91,6 +94,19 @@ def test_search_of_64k_compiles_ulysses_with_saved_mlp_first():
     assert space.name_of(compiled[0].config).startswith("context=8 ulysses, 64 microbatches")
     assert compiled[0].settings["memory.save"] == ("mlp_gate", "mlp_up")
     assert space.overrides(compiled[0].settings) in [row["overrides"] for row in STORED]
+
+
+@pytest.mark.gpu_compiler
+def test_batch_that_no_mesh_divides_names_one_that_works():
+    def search(settings):
+        config = with_settings(small(), {"runtime.transport": "nccl", **settings})
+        with contextlib.suppress(KeyboardInterrupt):
+            recommend(config, topology("h100:1x7"), stop, roofline=Roofline(), limit_seconds=1e9)
+
+    def stop(candidates):
+        raise KeyboardInterrupt
+
+    assert "no mesh of 7 GPUs divides the sequence of 512 tokens" in followed(search)
 
 
 @pytest.mark.full
@@ -282,6 +298,29 @@ def test_candidates_divide_batch_and_keep_settings():
     assert {(), ("mlp_gate", "mlp_up"), ("query", "key", "value")} <= saved
 
 
+def test_space_follows_the_layer_kinds():
+    """Ulysses degrees split the heads of every kind, and sliding layers run in tiles and in remat groups."""
+    model = dict(layer_kinds="sliding,wide", window=512, num_layers=5, num_heads=8, num_kv_heads=8)
+    model |= dict(kinds=dict(wide=dict(attention="full")))
+    config = load(ConfigDict(dict(model=model, data=dict(seq_len=2**18))))
+    wide = with_settings(config, {"model.kinds.wide.num_heads": 12, "model.kinds.wide.num_kv_heads": 6})
+    mesh = dict(vars(config.mesh), context=8)
+    assert space.ulysses_degrees(config, mesh) == [4, 2] and space.ulysses_degrees(wide, mesh) == [2]
+    settings = list(space.memory_settings(wide))
+    assert {x["memory.tile_tokens"] for x in settings} == {0, 8192, 16_384, 32_768}
+    assert {x["memory.layers_per_remat_group"] for x in settings} == {1, 2}
+
+
+def test_estimate_counts_the_gate_of_the_query_projection():
+    rates = Rates(topology("h100:1x1"), Roofline())
+    config = load(model("llama3.2-1b"))
+    seconds = [
+        Layout(changed, rates, {"full": "cudnn"}).layer_seconds(0)[0]
+        for changed in (config, with_settings(config, {"model.attention_gate": True}))
+    ]
+    assert seconds[1]["query"] > seconds[0]["query"] and seconds[1]["key"] == seconds[0]["key"]
+
+
 @pytest.mark.gpu_compiler
 def test_estimate_state_and_saved_activations_are_a_lower_bound():
     """What the compiled steps need beyond them is less than twice the working set and NCCL's buffers."""
@@ -410,7 +449,7 @@ def test_base_config_errors(flags, message):
         (["--goal=best"], "expected one of 'fastest'"),
         (["--html=page.html"], "unknown flag --html: use jaxlc plan --config=recommended.py --html=FILE"),
         (["--workers=0"], "--workers=0"),
-        (["--search_minutes=soon"], "invalid --search_minutes=soon: expected a positive number"),
+        (["--search_minutes=soon"], "invalid --search_minutes=soon: expected a finite number"),
         (["--out=recommended.txt"], "recommended.py"),
         (["--out=/"], "expected the name of a config file"),
     ],
@@ -454,6 +493,14 @@ def test_config_file_loads_as_recommended(source, model, tmp_path):
     assert [stage.config for stage in written] == configs
     assert [(stage.name, stage.num_steps) for stage in written] == [(stage.name, stage.num_steps) for stage in base]
     assert MARK in path.read_text() and len(path.read_text().splitlines()) < 40
+
+
+def test_config_file_has_the_layer_kinds_of_flags(tmp_path):
+    kinds = {"model.layer_kinds": ("full", "wide"), "model.kinds.wide.head_dim": 64}
+    config = with_settings(load(defaults()), kinds)
+    path = tmp_path / "recommended.py"
+    path.write_text(config_source("quickstart", "", "Recommended.", stages_of("quickstart"), [config]))
+    assert load(read_config(str(path))) == config
 
 
 def test_config_file_of_hugging_face_directory_loads(tmp_path):

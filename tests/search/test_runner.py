@@ -98,8 +98,11 @@ def test_points_axis_not_listed_keeps_its_size(tmp_path):
         UserError, match="no mesh of 9 devices: --axes=context cannot complete data=1 x fsdp=1 x tensor=2"
     ):
         grid(config, 9, axes="context")
+    assert grid(config, 9, axes="context,data,tensor")  # the advice of the error, and of the next one
     with pytest.raises(UserError, match="no points: hybrid needs a context axis that splits"):
         grid(small(tmp_path), 2, axes="context", strategies="hybrid")
+    assert grid(small(tmp_path), 2, axes="context", strategies="hybrid,ring")
+    assert grid(small(tmp_path), 4, axes="context", strategies="hybrid")
 
 
 def test_points_duplicates_counted_and_rejected_with_reason(tmp_path, capsys):
@@ -372,7 +375,7 @@ def test_command_run_measures_simulated_devices(tmp_path):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--run", "--topology=h100:1x8"], "--topology=h100:1x8 is unsupported with --run"),
-    (["--topology=h100:1x8", "--workers=0"], "invalid --workers=0: expected a whole number, at least 1"),
+    (["--topology=h100:1x8", "--workers=0"], "invalid --workers=0: expected at least 1"),
     ([], "no topology: pass target GPUs"),
     (["--run=false"], "no topology: pass target GPUs"),
     (["--run", "--constants=c.json"], "--constants=c.json is unsupported with --run"),

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.document_balance import packed, stdlib_lengths, zigzag_ring_work
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.document_layout import (
+    MAX_LONG_SHARED_DOCUMENTS,
     MAX_RING_COST,
     MAX_SHARED_DOCUMENTS,
     by_ring_step,
@@ -101,15 +102,18 @@ def test_every_sequence_of_standard_library_is_balanced():
 def test_two_ranks_share_few_documents(context):
     """Also of many documents, and of documents that are longer than a rank's tokens."""
     rng, num_tokens = np.random.default_rng(context), context * 64
-    packings = [np.full(context * 64 // length, length) for length in (1, 9, 65, 70, num_tokens // 3)]
+    packings = [np.full(context * 64 // length, length) for length in (1, 9, 65, 70, num_tokens // 3, num_tokens // 4)]
+    packings += [num_tokens // 4 + np.array(extra) for extra in ((1, 0, 0, -1), (3, 1, -2, -2), (2, 2, 2, -9))]
     for lengths in packings + [random_lengths(rng, num_tokens) for _ in range(30)]:
         layout = document_layout(lengths, num_tokens, context, block_tokens=4)
         tokens = np.zeros((len(lengths), context), int)
         np.add.at(tokens, (layout.pieces[:, 0], layout.pieces[:, 3]), layout.pieces[:, 2])
         np.testing.assert_array_equal(tokens.sum(axis=1), lengths)
         np.testing.assert_array_equal(layout.ring_work, dense_ring_work(lengths, num_tokens, context, layout.order))
-        for rank, other in itertools.combinations(range(context), 2):
-            assert ((tokens[:, rank] > 0) & (tokens[:, other] > 0)).sum() <= MAX_SHARED_DOCUMENTS
+        for pair in itertools.combinations(range(context), 2):
+            is_shared = (tokens[:, pair] > 0).all(axis=1)
+            assert is_shared.sum() <= MAX_SHARED_DOCUMENTS
+            assert (4 * tokens[is_shared][:, pair].max(axis=1, initial=0) > 64).sum() <= MAX_LONG_SHARED_DOCUMENTS
 
 
 def test_zigzag_ring_work_equals_dense_mask():

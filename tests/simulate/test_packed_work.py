@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxlc.attention.contract import AttentionSpec
-from jaxlc.attention.kernels.packed_operands import buckets, document_table
+from jaxlc.attention.kernels.packed_operands import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.tiles.tile_order import tiles_of
 from jaxlc.config import defaults, load
@@ -34,11 +34,15 @@ def config_with(tokens: int = TOKENS, context: int = CONTEXT, **sections):
     return load(config)
 
 
-def dense_work(lengths, order_T, num_ranks, window=TOKENS, queries=slice(None)) -> np.ndarray:
-    """[query ranks, key ranks]: visible pairs of some queries of the layout, counted on the mask in natural order."""
+def dense_work(lengths, order_T, num_ranks, window=TOKENS, queries=slice(None), prefixes=None) -> np.ndarray:
+    """[query ranks, key ranks]: visible pairs of some queries of the layout, counted on the mask in natural order.
+
+    With `prefixes`, pairs of a branch and its prefix are counted instead of those within a document.
+    """
     document_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
     positions_T = np.arange(TOKENS)
-    mask_TS = (document_T[:, None] == document_T) & (document_T > 0) & (positions_T[:, None] >= positions_T)
+    attended_T = document_T if prefixes is None else np.array([0, *prefixes])[document_T]
+    mask_TS = (attended_T[:, None] == document_T) & (document_T > 0) & (positions_T[:, None] >= positions_T)
     mask_TS &= positions_T[:, None] - positions_T < window
     is_query_T = np.zeros(TOKENS, bool)
     is_query_T[queries] = True
@@ -49,6 +53,21 @@ def dense_work(lengths, order_T, num_ranks, window=TOKENS, queries=slice(None)) 
 def by_step(work) -> np.ndarray:
     ranks = len(work)
     return np.array([[work[rank, (rank - step) % ranks] for rank in range(ranks)] for step in range(ranks)])
+
+
+def test_work_of_shared_prefixes_equals_dense_count():
+    """The slowest rank of a ring step is the one with the most pairs of both kernel calls."""
+    lengths, prefixes = (1500, 300, 500, 90, 1205, 400), (0, 1, 1, 0, 0, 5)
+    result = sequence_work(config_with(attention=dict(shared_prefixes=True)), ZIGZAG, lengths, prefixes)
+    order_T = zigzag_order(TOKENS, CONTEXT)
+    own, prefix = (by_step(dense_work(lengths, order_T, CONTEXT, prefixes=x)) for x in (None, prefixes))
+    slowest = (own + prefix).argmax(axis=1)
+    own, prefix = (x[np.arange(CONTEXT), slowest] for x in (own, prefix))
+    assert result.work[:2] == (own[0], own[1:].mean())
+    assert (result.work.prefix_own_pairs, result.work.prefix_ring_step_pairs) == (prefix[0], prefix[1:].mean())
+    num_layers = load(defaults()).model.num_layers
+    pairs = [causal_pairs(1500), *(causal_pairs(1500 + n) - causal_pairs(1500) for n in (300, 500)), causal_pairs(90)]
+    assert result.pairs == num_layers * (sum(pairs) + causal_pairs(1605))
 
 
 def test_work_of_zigzag_order_equals_dense_count():
@@ -89,32 +108,36 @@ def test_work_by_strategy_equals_dense_count(strategy, num_ranks, degree):
     assert result.work[:2] == (steps[0].max(), rest.mean() if len(rest) else 0)
 
 
-def table_calls(lengths, order_T, num_ranks) -> np.ndarray:
-    """[query ranks, key ranks]: calls after the first one, from the kernel's own table."""
-    sizes = buckets(1, TOKENS // num_ranks, TOKENS // num_ranks)
+def table_calls(lengths, order_T, num_ranks, few_documents) -> np.ndarray:
+    """[query ranks, key ranks]: calls in the loop, from the kernel's own table."""
+    local_tokens = TOKENS // num_ranks
     segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
     ranks = [TokenInfo(*(x.reshape(num_ranks, 1, -1)[rank] for x in (order_T, segments_T[order_T])))
              for rank in range(num_ranks)]  # fmt: skip
     calls = np.zeros((num_ranks, num_ranks), int)
     for query_rank, key_rank in np.ndindex(calls.shape):
         ranges = key_ranges(ranks[query_rank], ranks[key_rank], AttentionSpec())
-        table = document_table(*ranges, TOKENS // num_ranks, sizes, causal=query_rank == key_rank)
-        first = sizes[0].num_documents
-        while first < table.num_documents:
-            first += sizes[int(table.bucket_of(first))].num_documents
+        is_own = query_rank == key_rank
+        sizes = calls_for(1, local_tokens, local_tokens, causal=is_own, few_documents=few_documents)
+        table, first = document_table(*ranges, local_tokens, sizes, causal=is_own), sizes.num_documents
+        while sizes.repeated and first < table.num_documents:
+            first += sizes.repeated[int(table.bucket_of(first)) - len(sizes.sizes)].num_documents
             calls[query_rank, key_rank] += 1
     return calls
 
 
-@pytest.mark.parametrize("order_of, context", [(ZIGZAG, CONTEXT), (by_document, CONTEXT), (zigzag(TOKENS, 1).of, 1)])
-def test_further_calls_equal_those_of_the_document_table(order_of, context):
+@pytest.mark.parametrize(
+    "order_of, context, few_documents",
+    [(ZIGZAG, CONTEXT, False), (by_document, CONTEXT, True), (zigzag(TOKENS, 1).of, 1, False)],
+)
+def test_further_calls_equal_those_of_the_document_table(order_of, context, few_documents):
     lengths = (*[3] * 30, *[20] * 30, *[300] * 3, 200, 1500)
     segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths)))
     order_T = order_of(dict(segment_ids=segments_T))
-    own, *others = by_step(table_calls(lengths, order_T, context)).max(axis=1)
-    work = sequence_work(config_with(context=context), order_of, lengths).work
+    own, *others = by_step(table_calls(lengths, order_T, context, few_documents)).max(axis=1)
+    work = sequence_work(config_with(context=context), order_of, lengths, few_documents=few_documents).work
     assert (work.own_further_calls, work.ring_step_further_calls) == (own, np.mean(others) if others else 0)
-    assert own > 1
+    assert own >= 1 and (not few_documents or not any(others))
 
 
 def test_work_of_window_equals_dense_count():

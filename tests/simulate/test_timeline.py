@@ -315,6 +315,16 @@ def test_visible_fraction_by_strategy(strategy, sizes, is_ring_step, share):
     assert visible_fraction(call._replace(is_masked=False), load(config)) == 1.0
 
 
+def test_visible_fraction_of_each_kind_counts_its_heads():
+    config = defaults()
+    config.model.update(layer_kinds="full,narrow", kinds=dict(narrow=dict(num_heads=2)))
+    config.mesh.context = 4
+    config.data.seq_len = 4096
+    for num_heads in (4, 2):
+        call = AttentionKernelCall(None, "pallas", "forward", 1.0, True, Sizes(num_heads, 1024, 1024), head_dim=32)
+        assert visible_fraction(call, load(config)) == 0.5
+
+
 @pytest.mark.parametrize("strategy, num_keys", [
     ("ring", 512 + 99),  # a chunk and its halo
     ("all_gather", 512 + 99),

@@ -101,7 +101,8 @@ def make_batch(step: TrainStep, rows: list[dict[str, np.ndarray]]) -> Batch:
         array = np.stack([row[name][order] for row, order in zip(rows, orders)]).reshape(like.shape)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
 
-    return Batch(*(stacked(name, like) for name, like in step.abstract_batch._asdict().items()))
+    arrays = {name: stacked(name, like) for name, like in step.abstract_batch._asdict().items() if like is not None}
+    return Batch(**arrays)
 
 
 def gradients_and_loss(step: TrainStep):

@@ -7,8 +7,20 @@ import pytest
 from jaxlc.config.command_line import run_main
 from jaxlc.step import step
 from jaxlc.train.__main__ import main
-from tests.config.test_loading import advised
+from tests.advice import advised
 from tests.train import runs
+
+
+class CompiledError(Exception):
+    pass
+
+
+@pytest.fixture
+def compiles_nothing(monkeypatch):
+    def raise_compiled(self):
+        raise CompiledError
+
+    monkeypatch.setattr(step.TrainStep, "compile", raise_compiled)
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +61,15 @@ def config(tmp_path_factory):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_train_with_invalid_setting_prints_one_line(config, tmp_path, monkeypatch, capsys, overrides, words):
+@pytest.mark.usefixtures("compiles_nothing")
+def test_train_with_invalid_setting_prints_one_line(config, tmp_path, capsys, overrides, words):
     """And its advice removes the error: the run reaches compilation."""
-
-    class CompiledError(Exception):
-        pass
-
-    def raise_compiled(self):
-        raise CompiledError
-
-    monkeypatch.setattr(step.TrainStep, "compile", raise_compiled)
     empty = tmp_path / "empty"
     empty.mkdir()
     argv = [f"--config={config}", f"--workdir={tmp_path / 'run'}"]
     argv += [f"--config.{override}".format(empty=empty) for override in overrides]
     for settings in advised(_assert_refused(argv, words, capsys)):
-        if "runtime.simulated_devices" in settings:  # JAX has started
+        if {"runtime.simulated_devices", "precision.compute"} & settings.keys():  # JAX has started, without a GPU
             continue
         followed = [*argv, *(f"--config.{path}={value}" for path, value in settings.items())]
         with pytest.raises(CompiledError):
@@ -72,11 +77,15 @@ def test_train_with_invalid_setting_prints_one_line(config, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("obstacle", ["run", "run/checkpoints", "run/metrics.jsonl/directory"])
+@pytest.mark.usefixtures("compiles_nothing")
 def test_train_with_unwritable_workdir_prints_one_line(config, tmp_path, capsys, obstacle):
+    """A different workdir removes the error."""
     path = tmp_path / obstacle
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
     _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'run'}"], "use a different --workdir", capsys)
+    with pytest.raises(CompiledError):
+        run_main(main, ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'other'}"], description="")
 
 
 @pytest.mark.parametrize(

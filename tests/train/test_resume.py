@@ -198,6 +198,7 @@ def test_run_already_trained_says_how_to_continue(config, halfway, tmp_path):
 
 def test_run_with_checkpoint_of_other_model_raises(config, halfway):
     output = runs.train(config, halfway, status=2, model__ffn_dim=128)
+    assert output.rstrip().endswith("; use a different --workdir")
     assert re.search(r"^error: checkpoint .* has config.model.ffn_dim=64, and this config has 128", output, re.M), (
         output
     )
@@ -218,5 +219,6 @@ def test_run_with_nonfinite_loss_stops_or_skips(config, tmp_path, nonfinite, sta
         optimizer__warmup_steps=0,
     )
     assert re.search(r"step [1-6] has loss \S+ and gradient norm (nan|inf)", output), output
-    if nonfinite == "stop":
+    if nonfinite == "stop":  # the next case follows this advice
+        assert "continue past such steps with --config.train.nonfinite=skip" in output
         assert re.search(r"the last good checkpoint is step \d", output), output

@@ -25,9 +25,9 @@ from jaxlc._jax_internals import (
     cudnn_attention_forward,
     cudnn_version,
 )
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, CallResults, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn_packed
-from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS, DocumentTable, buckets_of_calls, document_table
+from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS, DocumentTable, calls_for, document_table
 from jaxlc.core.errors import Unsupported, UserError
 
 _DTYPES = ("bfloat16", "float16")
@@ -135,6 +135,11 @@ def forward(
     Raises:
       Unsupported: a causal call without ranges and with T != S, or with ranges a window, or 2^31 elements of q or k.
     """
+    return forward_calls(q_BTNH, k_BSKH, v_BSKH, ranges, spec).values()
+
+
+def forward_calls(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec) -> CallResults:
+    """As `forward`; see `contract`."""
     call, operands = _call(cudnn_attention_forward, cudnn_packed.forward, q_BTNH, k_BSKH, ranges, spec)
     return call(q_BTNH, k_BSKH, v_BSKH, *operands)
 
@@ -145,9 +150,9 @@ def prepare(ranges: KeyRanges, num_keys: int, spec: AttentionSpec) -> DocumentTa
     Its arrays have a first dimension of 1, so that they can be sharded as the ranges are. `vmap` does not support calls
     with a table.
     """
-    sizes, _ = buckets_of_calls(*ranges.start_BT.shape, num_keys, causal=spec.causal, few_documents=spec.few_documents)
-    table = document_table(*ranges, num_keys, sizes, causal=spec.causal)
-    return DocumentTable(*(x[None] for x in table))
+    calls = calls_for(*ranges.start_BT.shape, num_keys, causal=spec.causal, few_documents=spec.few_documents)
+    table = document_table(*ranges, num_keys, calls, causal=spec.causal)
+    return jax.tree.map(lambda x: x[None], table)
 
 
 def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
@@ -157,27 +162,37 @@ def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSp
     of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1, 0, ..., 0). It is rounded to the dtype
     of q, as dout is. Where the caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
     """
+    return backward_calls(q_BTNH, k_BSKH, v_BSKH, ranges, spec, results).values()
+
+
+def backward_calls(
+    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
+) -> CallResults:
+    """As `backward`; see `contract`."""
     out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
     call, operands = _call(cudnn_attention_backward, cudnn_packed.backward, q_BTNH, k_BSKH, ranges, spec)
 
-    def gradients(v_BSKH, out_BTNH, dout_BTNH):
+    def calls(v_BSKH, out_BTNH, dout_BTNH) -> CallResults:
         out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
         return call(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, *operands)
-
-    dq_BTNH, dk_BSKH, dv_BSKH = gradients(v_BSKH, out_BTNH, dout_BTNH)
 
     def add_dlse_term(dq_BTNH, dk_BSKH):
         is_first_H = jnp.arange(v_BSKH.shape[-1]) == 0
         ones_BSKH = jnp.broadcast_to(is_first_H, v_BSKH.shape).astype(v_BSKH.dtype)
         dlse_BTNH = jnp.where(is_first_H, dlse_BNT.swapaxes(1, 2)[..., None], 0.0)
-        dq_term_BTNH, dk_term_BSKH, _ = gradients(ones_BSKH, jnp.zeros_like(out_BTNH), dlse_BTNH)
+        dq_term_BTNH, dk_term_BSKH, _ = calls(ones_BSKH, jnp.zeros_like(out_BTNH), dlse_BTNH).values()
         return dq_BTNH + dq_term_BTNH, dk_BSKH + dk_term_BSKH
 
     # XLA simplifies a dot product with zeros to zero. It would evaluate `any(dlse != 0)` at compile time instead, which
     # takes 1.8 s per call at 8192 tokens and 32 heads, and grows in proportion.
     has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0
-    dq_BTNH, dk_BSKH = lax.cond(has_dlse, add_dlse_term, lambda *dqk: dqk, dq_BTNH, dk_BSKH)
-    return dq_BTNH, dk_BSKH, dv_BSKH
+    gradients = calls(v_BSKH, out_BTNH, dout_BTNH)
+
+    def joined(results):
+        *dqk, dv_BSKH = gradients.joined(results)
+        return *lax.cond(has_dlse, add_dlse_term, lambda *dqk: dqk, *dqk), dv_BSKH
+
+    return CallResults(gradients.results, joined)
 
 
 def workspace_bytes(
@@ -208,13 +223,19 @@ def workspace_bytes(
 
 
 def _call(implicit: Callable, packed: Callable, q_BTNH, k_BSKH, ranges, spec: AttentionSpec) -> tuple[Callable, tuple]:
-    """`implicit` for a call without ranges or `packed` for one with them, with its settings, and its last operands."""
-    if ranges is None:
-        return _fold_vmap_into_batch(functools.partial(implicit, **_settings(q_BTNH, k_BSKH, spec))), ()
-    call = functools.partial(packed, **_packed_settings(q_BTNH, spec))
-    if isinstance(ranges, KeyRanges):
-        return _fold_vmap_into_batch(call), tuple(ranges)
-    return call, tuple(x[0] for x in ranges)
+    """`implicit` for a call without ranges or `packed` for one with them, with its settings, and its last operands.
+
+    It returns CallResults. `vmap` supports calls without a table.
+    """
+    if ranges is not None:
+        settings = _packed_settings(q_BTNH, spec)
+        if not isinstance(ranges, KeyRanges):
+            return functools.partial(packed, **settings), (jax.tree.map(lambda x: x[0], ranges),)
+        call, operands = (lambda *operands: packed(*operands, **settings).values()), tuple(ranges)
+    else:
+        call, operands = functools.partial(implicit, **_settings(q_BTNH, k_BSKH, spec)), ()
+    foldable = _fold_vmap_into_batch(call)
+    return (lambda *operands: CallResults(foldable(*operands), tuple)), operands
 
 
 def _fold_vmap_into_batch(call: Callable) -> Callable:

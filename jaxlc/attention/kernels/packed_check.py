@@ -90,7 +90,8 @@ class _Problem(NamedTuple):
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(causal=self.causal, few_documents=True)
+        """With the loop over further documents in the small own block, and without it in the other problems."""
+        return AttentionSpec(causal=self.causal, few_documents=self.samples_rows or not self.causal)
 
     @property
     def num_tokens(self) -> int:

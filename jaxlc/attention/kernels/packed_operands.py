@@ -14,10 +14,12 @@ for documents of up to T / r tokens takes r x DOCUMENTS_PER_ROW of them: these s
 are powers of 4 of r. Documents are sorted by bucket, and a call takes as many as it can, so a few calls compute a
 typical sequence, and a loop of calls any number of documents.
 
-In a ring step whose tokens are in the order of per-document sharding, two calls take all documents (`few_buckets`):
-that order limits the documents that two ranks share.
+With the order of per-document sharding, which limits the documents that two ranks share, two calls take all documents
+of a ring step, and those of a typical own block (`calls_for`).
 """
 
+import itertools
+import math
 from typing import NamedTuple
 
 import jax
@@ -54,38 +56,73 @@ def buckets(batch: int, num_queries: int, num_keys: int) -> tuple[Bucket, ...]:
     return tuple(sizes)
 
 
-def few_buckets(batch: int, num_queries: int, num_keys: int) -> tuple[Bucket, ...] | None:
-    """The sizes of the two calls that take the documents that two ranks share at most (sharding/document_layout.py).
+class Calls(NamedTuple):
+    """The sizes of the calls for a block of queries and one of keys, longest documents first."""
 
-    At most three documents of a sequence have more than a quarter of the tokens: the first call takes them. None: the
-    sizes do not split into quarters.
+    once: tuple[Bucket, ...]  # one call of each size
+    repeated: tuple[Bucket, ...]  # a loop calls these while documents remain; (): none can remain
+
+    @property
+    def sizes(self) -> tuple[Bucket, ...]:
+        """All sizes, without repetitions of the number of tokens."""
+        smallest = self.once[-1].num_queries
+        return (*self.once, *(size for size in self.repeated if size.num_queries < smallest))
+
+    @property
+    def begins(self) -> list[tuple[Bucket, int]]:
+        """The calls outside of the loop, and the number of documents before each."""
+        return list(zip(self.once, itertools.accumulate((size.num_documents for size in self.once), initial=0)))
+
+    @property
+    def num_documents(self) -> int:
+        """The number of documents of the calls outside of the loop."""
+        return sum(size.num_documents for size in self.once)
+
+
+def calls_for(batch: int, num_queries: int, num_keys: int, *, causal: bool, few_documents: bool) -> Calls:
+    """The calls for a spec and arrays [batch, num_queries, ...] and [batch, num_keys, ...].
+
+    With few documents, two calls take all documents of a ring step, and those of a typical own block. At most three
+    documents of a sequence have more than a quarter of the tokens, and 15 more than a sixteenth.
     """
-    if num_queries % 4 or num_keys % 4:
-        return None
-    return Bucket(batch, num_queries, num_keys, 3), Bucket(4 * batch, num_queries // 4, num_keys // 4)
+    sizes = buckets(batch, num_queries, num_keys)
+    if not few_documents or num_queries % 4 or num_keys % 4:
+        return Calls(sizes[:1], sizes)
+    quarter = Bucket(4 * batch, num_queries // 4, num_keys // 4, 3 if causal else 2)
+    return Calls((Bucket(batch, num_queries, num_keys, 3), quarter), (sizes[2:] or (quarter,)) if causal else ())
 
 
-def buckets_of_calls(
-    batch: int, num_queries: int, num_keys: int, *, causal: bool, few_documents: bool
-) -> tuple[tuple[Bucket, ...], bool]:
-    """The sizes of the calls for a spec, and whether they are in a loop; otherwise there is one call of each size."""
-    few = few_buckets(batch, num_queries, num_keys) if few_documents and not causal else None
-    return (few, False) if few else (buckets(batch, num_queries, num_keys), True)
+class DocumentRows(NamedTuple):
+    """The rows of R x M documents of a call; int32. Rows are those of the arrays [batch x tokens, ...].
+
+    Unused documents have length 0 and start at the end.
+    """
+
+    q_length: jax.Array  # [R, M]
+    kv_length: jax.Array
+    q_start: jax.Array  # [R, M + 1]; the first R x M + 1 in row-major order count, and the last one is the end
+    kv_start: jax.Array
+
+    def of_call(self, bucket: Bucket, first, ends) -> "DocumentRows":
+        """The documents of a call, from `first` on.
+
+        Args:
+          ends: the number of rows of q, and of k.
+        """
+        rows = [lax.dynamic_slice_in_dim(x, first, bucket.num_documents) for x in self]
+        rows[2:] = (jnp.pad(x, (0, bucket.num_rows), constant_values=end) for x, end in zip(rows[2:], ends))
+        return DocumentRows(*(x.reshape(bucket.num_rows, -1) for x in rows))
 
 
 class DocumentTable(NamedTuple):
-    """The documents of a call's operands, sorted by bucket; int32. Rows are those of the arrays [batch x tokens, ...].
+    """The documents of a block of queries and one of keys, sorted by bucket; int32."""
 
-    The arrays with suffix _D have as many entries as there may be documents, and as many again as a call can take.
-    Unused entries have length 0.
-    """
-
-    q_start_D: jax.Array  # first row of q
-    q_length_D: jax.Array
-    kv_start_D: jax.Array  # first row of k and v
-    kv_length_D: jax.Array
+    once: tuple[DocumentRows, ...]  # by call outside of the loop
+    # [documents], [documents], ...: all documents, and as many unused ones as a call of the loop can take.
+    repeated: DocumentRows | None
     bucket_ends: jax.Array  # [buckets]: number of documents in this bucket and those before it
     q_document: jax.Array  # [batch x num_queries]: the document that a row belongs to; -1 for fully masked rows
+    q_row: jax.Array  # [batch x num_queries]: the index of the row in its document
     kv_document: jax.Array  # [batch x num_keys]
 
     @property
@@ -98,16 +135,16 @@ class DocumentTable(NamedTuple):
 
 
 def document_table(
-    start_BT: jax.Array, end_BT: jax.Array, num_keys: int, sizes: tuple[Bucket, ...], *, causal: bool
+    start_BT: jax.Array, end_BT: jax.Array, num_keys: int, calls: Calls, *, causal: bool
 ) -> DocumentTable:
     """The documents of the key ranges [start, end) of each query; start == end for fully masked rows.
 
     Args:
-      sizes: of `buckets`.
+      calls: of `calls_for`.
       causal: a query at index t has the range [first, t + 1), where first is the index of its document's first query.
         Otherwise all queries of a document have the same range. It is not checked.
     """
-    batch, num_queries = start_BT.shape
+    (batch, num_queries), sizes = start_BT.shape, calls.sizes
     has_keys_BT = start_BT < end_BT
     is_first_BT = has_keys_BT & (
         start_BT == jnp.arange(num_queries) if causal else _differs_from_previous(start_BT, end_BT)
@@ -128,20 +165,20 @@ def document_table(
     bucket_D = (length_D2[:, None] <= limits).all(-1).sum(1)
     bucket_D = jnp.where(jnp.arange(len(bucket_D)) < num_documents, bucket_D, len(sizes))
     sorted_D, bucket_ends = _counting_sort(bucket_D, len(sizes) + 1)
-    max_group = max(size.num_documents for size in sizes)
-    start_D2, length_D2 = (
-        jnp.zeros((len(x) + max_group, 2), jnp.int32).at[sorted_D].set(x) for x in (start_D2, length_D2)
-    )
-    q_start_D, kv_start_D = start_D2.T
-    q_length_D, kv_length_D = length_D2.T
+    capacity = max(calls.num_documents, *(size.num_documents for size in calls.repeated), 0)
+    ends = jnp.array((batch * num_queries, batch * num_keys), jnp.int32)
+    length_D2 = jnp.zeros((len(sorted_D) + capacity, 2), jnp.int32).at[sorted_D].set(length_D2)
+    start_D2 = jnp.broadcast_to(ends, length_D2.shape).at[sorted_D].set(start_D2)
+    start_D2 = jnp.where(length_D2 > 0, start_D2, ends)
+    all_documents = DocumentRows(*length_D2.T, *start_D2.T)
+    q_document = _document_of_rows(all_documents.q_start, all_documents.q_length, batch * num_queries)
     return DocumentTable(
-        q_start_D,
-        q_length_D,
-        kv_start_D,
-        kv_length_D,
+        tuple(all_documents.of_call(*at, ends) for at in calls.begins),
+        all_documents if calls.repeated else None,
         bucket_ends[:-1],
-        _document_of_rows(q_start_D, q_length_D, batch * num_queries),
-        _document_of_rows(kv_start_D, kv_length_D, batch * num_keys),
+        q_document,
+        jnp.where(q_document >= 0, jnp.arange(len(q_document)) - all_documents.q_start[q_document], 0),
+        _document_of_rows(all_documents.kv_start, all_documents.kv_length, batch * num_keys),
     )
 
 
@@ -154,28 +191,18 @@ class PackedOperands(NamedTuple):
     kv_offsets: jax.Array
 
 
-def packed_operands(
-    table: DocumentTable, first: jax.Array | int, bucket: Bucket, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
-) -> PackedOperands:
-    """The operands of the call for documents first .. first + bucket.num_documents - 1 of the table.
-
-    Unused documents have length 0, and their offset is the end of the array.
+def packed_operands(rows: DocumentRows, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> PackedOperands:
+    """The operands of the call for these documents.
 
     Args:
       q_shape, k_shape: [B, T, N, H] and [B, S, K, H]; v has the shape of k, and out, dout and dq that of q.
     """
-
-    def operands(start_D, length_D, shape):
-        start, length = (lax.dynamic_slice_in_dim(x, first, bucket.num_documents) for x in (start_D, length_D))
-        batch, num_tokens, num_heads, head_dim = shape
-        end = batch * num_tokens * num_heads * head_dim
-        offsets = jnp.where(length > 0, start * (num_heads * head_dim), end)
-        offsets = jnp.pad(offsets, (0, bucket.num_rows), constant_values=end)
-        return length.reshape(bucket.num_rows, -1), offsets.reshape(bucket.num_rows, -1)
-
-    q_lengths, q_offsets = operands(table.q_start_D, table.q_length_D, q_shape)
-    kv_lengths, kv_offsets = operands(table.kv_start_D, table.kv_length_D, k_shape)
-    return PackedOperands(q_lengths, kv_lengths, q_offsets, kv_offsets)
+    return PackedOperands(
+        rows.q_length,
+        rows.kv_length,
+        rows.q_start * math.prod(q_shape[2:]),
+        rows.kv_start * math.prod(k_shape[2:]),
+    )
 
 
 def _differs_from_previous(start_BT: jax.Array, end_BT: jax.Array) -> jax.Array:

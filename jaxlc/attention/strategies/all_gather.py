@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, TreeRanges
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.strategies import halo, window_exchange
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
@@ -26,7 +26,7 @@ from jaxlc.sharding.mesh import Ranks
 class GatheredRanges(NamedTuple):
     """The ranges of this rank's queries over the keys of all ranks in natural order, and that order."""
 
-    over_keys: KeyRanges | None  # None: nothing is masked
+    over_keys: KeyRanges | TreeRanges | None  # None: nothing is masked
     order_bS: jax.Array  # int32: index among the gathered keys
     inverse_bS: jax.Array
 
@@ -38,7 +38,8 @@ def prepare(
     if spec.window is not None:
         return window_exchange.prepare(tokens, spec, ranks)
     keys = tokens.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis, axis=1, tiled=True))
-    order_bS = jax.vmap(lambda keys: jnp.lexsort([x for x in keys if x is not None]))(keys)
+    positions_and_segments = [x for x in keys[:2] if x is not None]
+    order_bS = jax.vmap(jnp.lexsort)(positions_and_segments)
     keys = keys.map(lambda x_bS: jnp.take_along_axis(x_bS, order_bS, axis=1))
     return GatheredRanges(key_ranges(tokens, keys, spec), order_bS, jnp.argsort(order_bS, axis=1))
 

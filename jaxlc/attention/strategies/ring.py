@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, prepared
+from jaxlc.attention.contract import AttentionSpec, CallResults, Kernel, QueryResults, calls_of, prepared
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
 from jaxlc.attention.strategies import halo, window_exchange
@@ -43,7 +43,7 @@ class PreparedSteps(NamedTuple):
     """What a kernel's `prepare` returns for the calls of each ring step; arrays [ring steps, b, ...]."""
 
     own_step: Any
-    other_steps: Any  # None: there are none
+    other_steps: Any
 
 
 def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
@@ -57,11 +57,11 @@ def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks
     ranges = ring_key_ranges(tokens, spec, ranks)
     if ranges is None or not hasattr(kernel, "prepare"):
         return ranges
-    num_keys = ranges.start_BT.shape[-1]
+    num_keys = jax.tree.leaves(ranges)[0].shape[-1]
     own_step = jax.tree.map(lambda x: x[None], prepared(kernel, _ranges_of_step(ranges, 0), num_keys, spec))
     if ranks.size == 1:
-        return PreparedSteps(own_step, None)
-    other_steps = KeyRanges(*(x[1:] for x in ranges))
+        return PreparedSteps(own_step, own_step)  # the loop over other steps is traced, but has no iteration
+    other_steps = jax.tree.map(lambda x: x[1:], ranges)
     return PreparedSteps(
         own_step, jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, _of_whole_blocks(spec)))(other_steps)
     )
@@ -94,14 +94,14 @@ def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks)
     q, k, v, ranges, _ = qkv
     ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))  # overlaps with attention over the rank's own block
-    block, (out, lse) = _receive(block, kernel.forward(q, k, v, ring.own_ranges, spec))
+    block, (out, lse) = _receive(block, calls_of(kernel, "forward", q, k, v, ring.own_ranges, spec))
     out_lse = out.astype(jnp.float32), lse
 
     def loop_body(step, carry):
         block, out_lse = carry
         return ring.forward_step(step, q, *_unpack(block, k, v), out_lse, in_flight=ring.send(block))
 
-    block, out_lse = lax.fori_loop(1, ranks.size - 1, loop_body, (block, out_lse))
+    block, out_lse = lax.fori_loop(1, ranks.size - 1, loop_body, (block, out_lse), unroll=2)
     if ranks.size > 1:  # the last block is not sent on
         _, out_lse = ring.forward_step(ranks.size - 1, q, *_unpack(block, k, v), out_lse)
     return out_lse
@@ -111,7 +111,7 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: Atte
     q, k, v, ranges, _ = qkv
     ring = RingState.create(kernel, spec, ranks, ranges)
     block = ring.send(_pack(k, v))
-    block, (dq, dk, dv) = _receive(block, kernel.backward(q, k, v, ring.own_ranges, spec, results))
+    block, (dq, dk, dv) = _receive(block, calls_of(kernel, "backward", q, k, v, ring.own_ranges, spec, results))
     dq, dblock = dq.astype(jnp.float32), _pack(dk, dv).astype(jnp.float32)
 
     def loop_body(step, carry):
@@ -120,7 +120,7 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: Atte
         (block, dblock), dq, dk, dv = ring.backward_step(step, q, *_unpack(block, k, v), results, dq, in_flight)
         return block, dblock + _pack(dk, dv), dq
 
-    block, dblock, dq = lax.fori_loop(1, ranks.size - 1, loop_body, (block, dblock, dq))
+    block, dblock, dq = lax.fori_loop(1, ranks.size - 1, loop_body, (block, dblock, dq), unroll=2)
     if ranks.size > 1:
         in_flight = ring.send(dblock)
         dblock, dq, dk, dv = ring.backward_step(ranks.size - 1, q, *_unpack(block, k, v), results, dq, in_flight)
@@ -175,11 +175,11 @@ class RingState(NamedTuple):
         """
         ranges, spec = self._block_masks(step)
         if self.computes_whole_blocks:
-            in_flight, results = _receive(in_flight, self.kernel.forward(q, k, v, ranges, spec))
+            in_flight, results = _receive(in_flight, calls_of(self.kernel, "forward", q, k, v, ranges, spec))
             return in_flight, merge(*out_lse, *results)
         halves = self._select_halves(step)
-        results = self.kernel.forward(*halves.operands(q, k, v), ranges, spec)
-        in_flight, results = _receive(in_flight, results)
+        calls = calls_of(self.kernel, "forward", *halves.operands(q, k, v), ranges, spec)
+        in_flight, results = _receive(in_flight, calls)
         out, lse = out_lse
         for half, *partial in zip(halves.of_queries, *(jnp.split(x, 2) for x in results)):
             out_half, lse_half = merge(_half(out, half), _half(lse, half, axis=2), *partial)
@@ -195,12 +195,13 @@ class RingState(NamedTuple):
         """
         ranges, spec = self._block_masks(step)
         if self.computes_whole_blocks:
-            gradients = self.kernel.backward(q, k, v, ranges, spec, results)
-            in_flight, (dq_block, dk, dv) = _receive(in_flight, gradients)
+            calls = calls_of(self.kernel, "backward", q, k, v, ranges, spec, results)
+            in_flight, (dq_block, dk, dv) = _receive(in_flight, calls)
             return in_flight, dq + dq_block, dk, dv
         halves = self._select_halves(step)
         operands, results = halves.operands(q, k, v), halves.results(results)
-        in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, self.kernel.backward(*operands, ranges, spec, results))
+        calls = calls_of(self.kernel, "backward", *operands, ranges, spec, results)
+        in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, calls)
         dq = _add_to_halves(dq, halves.of_queries, dq_pair)
         zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
         dk, dv = (_add_to_halves(zero, halves.of_keys, pair) for zero, pair in zip(zeros, dkv_pairs))
@@ -230,13 +231,14 @@ def _of_whole_blocks(spec: AttentionSpec) -> AttentionSpec:
     return AttentionSpec(**{**vars(spec), "causal": False})
 
 
-def _receive(in_flight, results):
-    """Both arguments, available once the transfer and the kernel are done.
+def _receive(in_flight, calls: CallResults):
+    """in_flight and the values of the calls, available once the transfer and the calls are done.
 
-    Results are in the dtype that the kernel writes; those after the barrier are cast by the kernels that sum them. So
-    the compiler cannot overlap the transfer with operations after the kernel instead of with the kernel.
+    Results are in the dtype that the kernel writes; those after the barrier are joined and cast by the kernels that sum
+    them. So the compiler cannot overlap the transfer with operations after the calls instead of with the calls.
     """
-    return lax.optimization_barrier((in_flight, results))
+    in_flight, results = lax.optimization_barrier((in_flight, calls.results))
+    return in_flight, calls.joined(results)
 
 
 class _ZigzagPair(NamedTuple):

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KernelSelection, choose_kernel
+from jaxlc.attention.kernels.shared_prefix import SharedPrefixKernel
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies import all_gather, hybrid, ring, ulysses
 from jaxlc.attention.strategies.mesh_axes import DEFAULT_AXES, AttentionAxes, AttentionSpecs
@@ -108,6 +109,7 @@ def make(
     axes: AttentionAxes = DEFAULT_AXES,
     token_order: TokenOrder = "zigzag",
     few_documents: bool = False,
+    shared_prefixes: bool = False,
 ) -> "ShardedAttention":
     """Attention over a sequence split on the mesh, as functions of global arrays.
 
@@ -116,6 +118,7 @@ def make(
       axes: the axes of the mesh that split the batch, the sequence and the heads.
       token_order: the order of the tokens of all arguments and results; see `attend`.
       few_documents: tokens are in the order of per-document sharding, in which ranks share few documents.
+      shared_prefixes: documents may continue a prefix, which `prepare` gets.
     Raises:
       UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context axis.
     """
@@ -124,8 +127,9 @@ def make(
     split_mesh, ranks = split_context(mesh, inner, axes.context)
     spec = dataclasses.replace(attention_spec(config, causal, window, scale), few_documents=few_documents)
     return ShardedAttention(
-        config=config, mesh=mesh, split_mesh=split_mesh, ranks=ranks, spec=spec, axes=axes, token_order=token_order
-    )
+        config=config, mesh=mesh, split_mesh=split_mesh, ranks=ranks, spec=spec, axes=axes, token_order=token_order,
+        shared_prefixes=shared_prefixes,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +146,14 @@ class ShardedAttention:
     spec: AttentionSpec
     axes: AttentionAxes
     token_order: TokenOrder
+    shared_prefixes: bool = False
 
     def prepare(
         self,
         positions_BT: jax.Array | None,
         segments_BT: jax.Array | None,
         q_like: jax.ShapeDtypeStruct | None = None,
+        prefixes_BT: jax.Array | None = None,
     ):
         """The mask of packed documents as key ranges, for all layers of a training step.
 
@@ -156,6 +162,7 @@ class ShardedAttention:
             from the token order.
           segments_BT: int32. Tokens attend within their own segment only, which is contiguous; 0 is padding. None: each
             sequence is one document.
+          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`. Requires positions.
           q_like: the q_BTNH of all calls. With it, what a kernel computes from the ranges is computed once, here; such
             calls have no `vmap`. None: each call computes it.
         Returns:
@@ -171,8 +178,8 @@ class ShardedAttention:
             ranks=self.ranks,
             token_order=self.token_order,
         )
-        in_specs = tuple(None if x is None else self._specs.tokens for x in (positions_BT, segments_BT))
-        return self._split(local, in_specs, self._ranges_specs)(positions_BT, segments_BT)
+        tokens = TokenInfo(positions_BT, segments_BT, prefixes_BT)
+        return self._split(local, (tokens.map(lambda _: self._specs.tokens),), self._ranges_specs)(tokens)
 
     def __call__(
         self,
@@ -208,11 +215,12 @@ class ShardedAttention:
         return split(q_BTNH, k_BSKH, v_BSKH, ranges, sinks_N)
 
     def _kernel(self, q_BTNH: jax.Array | jax.ShapeDtypeStruct, value_dim: int, packed: bool) -> Kernel:
-        return choose(
+        kernel = choose(
             self.config, self.mesh, head_dim=q_BTNH.shape[-1], value_dim=value_dim, dtype=q_BTNH.dtype,
             packed=packed, window=self.spec.window,
             num_elements=math.prod(NamedSharding(self.split_mesh, self._specs.heads).shard_shape(q_BTNH.shape)),
         ).kernel  # fmt: skip
+        return SharedPrefixKernel(kernel) if packed and self.shared_prefixes else kernel
 
     @property
     def _specs(self) -> AttentionSpecs:
@@ -243,8 +251,7 @@ def _current_mesh(mesh: Mesh) -> AbstractContextManager:
 
 @jax.named_scope(scopes.CORE_ATTENTION)
 def prepare_shard(
-    positions_bt: jax.Array | None,
-    segments_bt: jax.Array | None,
+    tokens: TokenInfo,
     *,
     config: AttentionConfig,
     kernel: Kernel | None,
@@ -254,11 +261,10 @@ def prepare_shard(
 ):
     """The `ranges` of `attend_shard`; runs inside `shard_map`. See `ShardedAttention.prepare`."""
     all_ranks = _as_one_axis(ranks)
-    tokens = TokenInfo(positions_bt, segments_bt)
     if token_order == "natural":
         tokens = tokens.map(lambda x_bt: to_zigzag(x_bt, all_ranks))
-    if positions_bt is None:
-        tokens = tokens._replace(positions_BT=all_ranks.positions(*segments_bt.shape))
+    if tokens.positions_BT is None:
+        tokens = tokens._replace(positions_BT=all_ranks.positions(*tokens.segments_BT.shape))
     return STRATEGIES[config.strategy].prepare(tokens, kernel, spec, *ranks)
 
 

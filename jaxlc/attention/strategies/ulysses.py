@@ -29,7 +29,7 @@ def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks
     """
     tokens = gather_tokens(tokens, ranks)
     ranges = key_ranges(tokens, tokens, spec)
-    return ranges if ranges is None else prepared(kernel, ranges, ranges.start_BT.shape[1], spec)
+    return ranges if ranges is None else prepared(kernel, ranges, tokens.segments_BT.shape[1], spec)
 
 
 def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:

@@ -17,6 +17,7 @@ from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.key_ranges import TokenInfo, first_own_key, key_ranges, seen_by
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
+from jaxlc.core.errors import Unsupported
 from jaxlc.sharding.mesh import Ranks
 from jaxlc.sharding.window_room import room_by_distance, room_per_chunk
 
@@ -38,7 +39,12 @@ def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks, chunks: int = 
     """
     assert tokens.positions_BT is not None
     segments_bt = jnp.ones_like(tokens.positions_BT) if tokens.segments_BT is None else tokens.segments_BT
-    own = TokenInfo(tokens.positions_BT, segments_bt)
+    own = tokens._replace(segments_BT=segments_bt)
+    if ranks.size > 1 and own.prefixes_BT is not None:
+        raise Unsupported(
+            "unsupported: shared prefixes in sliding layers whose tokens are exchanged; use attention.strategy=ulysses,"
+            " or one context rank"
+        )
     if ranks.size == 1:
         return key_ranges(own, own, spec)
     (batch, num_tokens), rank = segments_bt.shape, lax.axis_index(ranks.axis)

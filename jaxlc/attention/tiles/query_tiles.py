@@ -223,7 +223,7 @@ class TiledAttention:
           kv: of `exchange`, after `put` of all tiles.
           tile: index of the tile, int32.
           ranges: of `prepare`. None, without a window: each sequence is one document.
-            sinks_N: float32; see sinks.py. None: no sinks.
+          sinks_N: float32; see sinks.py. None: no sinks.
         Returns:
           out_BtNH in q's dtype, lse_BNt float32.
         """

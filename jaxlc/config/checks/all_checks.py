@@ -10,10 +10,12 @@ from jaxlc.config.checks.mesh_checks import (
     check_num_devices,
     length_problems,
     mesh_overrides,
+    nearest_multiples,
     split_problems,
     working_mesh,
 )
 from jaxlc.config.checks.mixture_checks import mixture_problems
+from jaxlc.config.checks.posttrain_checks import posttrain_problems
 from jaxlc.config.checks.precision_checks import precision_problems
 from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.data_schema import DataConfig
@@ -36,6 +38,7 @@ def check(config: Config) -> None:
         layer_problems,
         delta_net_problems,
         _model_problems,
+        _attention_problems,
         _optimizer_problems,
         _data_problems,
         _memory_problems,
@@ -56,6 +59,7 @@ def check(config: Config) -> None:
     raise_first(precision_problems(config))
     raise_first(lora_problems(config))
     raise_first(training_problems(config))
+    raise_first(posttrain_problems(config))
 
 
 def _model_problems(config: Config) -> Iterator[str]:
@@ -70,13 +74,25 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield from rope_problems(model)
 
 
+def _attention_problems(config: Config) -> Iterator[str]:
+    attention = config.attention
+    if attention.strategy != "hybrid" and attention.ulysses_degree > 1:
+        yield (
+            f"config.attention.ulysses_degree={attention.ulysses_degree} is for strategy 'hybrid', and"
+            f" config.attention.strategy is {attention.strategy!r}; use --config.attention.ulysses_degree=1"
+        )
+
+
 def _optimizer_problems(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     setting = "optimizer.schedule_steps" if optimizer.schedule_steps else "train.steps"
     steps = optimizer.schedule_steps or config.train.steps
     if optimizer.schedule == "wsd":
         if optimizer.decay_steps == 0:
-            yield "config.optimizer.schedule='wsd' needs config.optimizer.decay_steps; a tenth of train.steps is usual"
+            yield (
+                "config.optimizer.schedule='wsd' needs config.optimizer.decay_steps, usually a tenth of the steps;"
+                f" use --config.optimizer.decay_steps={max(1, steps // 10)}"
+            )
         if optimizer.warmup_steps + optimizer.decay_steps > steps:
             yield (
                 f"config.optimizer.warmup_steps={optimizer.warmup_steps} and decay_steps={optimizer.decay_steps} do not"
@@ -97,7 +113,7 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def _data_problems(config: Config) -> Iterator[str]:
-    if not config.data.sources and not config.data.mixture:
+    if not (config.data.sources or config.data.mixture or config.data.traces or config.rollouts.source):
         yield "config.data.sources is empty: give files, directories, glob patterns, or 'python-stdlib'"
     for name, sources in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
         if "" in sources:
@@ -146,7 +162,8 @@ def _runtime_problems(config: Config) -> Iterator[str]:
     if runtime.num_processes and runtime.simulated_devices % runtime.num_processes:
         yield (
             f"config.runtime.simulated_devices={runtime.simulated_devices} does not divide among"
-            f" num_processes={runtime.num_processes}; use a multiple of {runtime.num_processes}"
+            f" num_processes={runtime.num_processes};"
+            f" use {nearest_multiples(runtime.simulated_devices, runtime.num_processes)}"
         )
     address = runtime.coordinator_address
     host, _, port = address.rpartition(":")
@@ -155,7 +172,7 @@ def _runtime_problems(config: Config) -> Iterator[str]:
     if runtime.transport == "peer" and runtime.num_processes > 1:
         yield (
             "unsupported: config.runtime.transport='peer', which copies within one process, with"
-            f" num_processes={runtime.num_processes}; use 'symmetric', 'nvshmem' or 'nccl'"
+            f" num_processes={runtime.num_processes}; use --config.runtime.transport=symmetric, nvshmem or nccl"
         )
     if runtime.unified_memory_fraction and not runtime.unified_memory:
         yield (

@@ -24,9 +24,6 @@ def eval_problems(evals: EvalsConfig) -> Iterator[str]:
         if task not in EVAL_TASKS:
             yield f"unknown task {task!r}: {did_you_mean(task, EVAL_TASKS)}"
     yield from range_problems("evals", evals)
-    for name in ("lengths", "context_limits"):
-        if any(tokens < 1 for tokens in getattr(evals, name)):
-            yield f"invalid {name} {getattr(evals, name)}: expected numbers of tokens, at least 1"
     if any(not 0 <= depth <= 1 for depth in evals.depths):
         yield f"invalid depths {evals.depths}: expected numbers from 0 to 1"
     if LOSS in evals.tasks and not evals.documents:

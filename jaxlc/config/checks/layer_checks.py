@@ -14,8 +14,11 @@ def layer_problems(config: Config) -> Iterator[str]:
     names = list(dict.fromkeys((*LAYER_KINDS, *(kind.name for kind in model.kinds))))
     unknown = [kind for kind in model.layer_kinds if kind not in names]
     if unknown or not model.layer_kinds:
+        name = unknown[0] if unknown else ""
         expected = f"one or more of {', '.join(names)}, separated by commas"
-        yield invalid_value("model.layer_kinds", unknown[0] if unknown else "", expected, names)
+        if name:
+            expected += f", or a new kind with its settings, such as --config.model.kinds.{name}.attention=full"
+        yield invalid_value("model.layer_kinds", name, expected, names)
     for kind in model.kinds:
         yield from _kind_problems(model, kind)
     has_sliding = "sliding" in model.attentions
@@ -46,7 +49,7 @@ def shapes(model: ModelConfig) -> dict[str, ModelConfig]:
 
 
 def delta_net_problems(config: Config) -> Iterator[str]:
-    """Problems of the sizes of gated_delta_net layers; none if the model has no such layers."""
+    """Problems of gated_delta_net layers; none if the model has no such layers."""
     model, mesh = config.model, config.mesh
     if "gated_delta_net" not in model.attentions:
         return
@@ -60,6 +63,11 @@ def delta_net_problems(config: Config) -> Iterator[str]:
         yield (
             f"config.model.delta_value_heads={model.delta_value_heads} is not a multiple of delta_key_heads="
             f"{model.delta_key_heads}; every key head serves the same number of value heads"
+        )
+    if config.attention.shared_prefixes:
+        yield (
+            "unsupported: config.attention.shared_prefixes=True with gated_delta_net layers;"
+            " use --config.attention.shared_prefixes=False, which repeats the prefixes"
         )
     fragment_tokens = config.data.seq_len // (2 * mesh.context)
     if fragment_tokens < model.delta_conv_taps - 1:

@@ -112,20 +112,15 @@ def _strategy_problems(config: Config) -> Iterator[str]:
             f"config.mesh.context={mesh.context} is not divisible by config.attention.ulysses_degree="
             f"{attention.ulysses_degree}, as strategy 'hybrid' requires"
         )
-    if attention.strategy != "hybrid" and attention.ulysses_degree > 1:
-        yield (
-            f"config.attention.ulysses_degree={attention.ulysses_degree} is for strategy 'hybrid', and"
-            f" config.attention.strategy is {attention.strategy!r}; use --config.attention.ulysses_degree=1"
-        )
     ranks = num_head_ranks(config)
-    for model in shapes(config.model).values():
+    for path, model in shapes(config.model).items():
         heads, kv_heads = model.num_heads // mesh.tensor, max(1, model.num_kv_heads // mesh.tensor)
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             setting = "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_degree"
             yield (
                 f"config.attention.strategy={attention.strategy!r} splits heads over {setting}={ranks}, and each tensor"
-                f" rank has {heads} query and {kv_heads} key/value heads, which must split or repeat evenly;"
-                " 'ring' has no such limit"
+                f" rank has {heads} query and {kv_heads} key/value heads of config.{path}, which must split or repeat"
+                " evenly; 'ring' has no such limit"
             )
 
 

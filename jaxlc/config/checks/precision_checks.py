@@ -38,7 +38,10 @@ def precision_problems(config: Config) -> Iterator[str]:
             " use --config.precision.reduce=compute"
         )
     if precision.compute == "fp8" and not precision.fp8_matmuls:
-        yield "config.precision.compute='fp8' with no fp8_matmuls is bf16; name at least one, or use compute=bf16"
+        yield (
+            "config.precision.compute='fp8' with no fp8_matmuls is bf16; name at least one, or use"
+            " --config.precision.compute=bf16"
+        )
     if not precision.loss_scale_min <= precision.loss_scale <= precision.loss_scale_max:
         yield (
             f"config.precision.loss_scale={precision.loss_scale} is not between loss_scale_min="
@@ -60,4 +63,7 @@ def _layer_problems(bf16_layers: tuple[int, ...], num_layers: int) -> Iterator[s
     elif len(named) != len({*named}):
         yield f"{setting} names a layer twice, of {num_layers}: they are {named}, counted from 0; remove one"
     elif len(named) == num_layers:
-        yield f"{setting} are all layers, so compute='fp8' equals bf16; remove one, or use compute=bf16"
+        yield (
+            f"{setting} are all layers, so compute='fp8' equals bf16; remove one, or use"
+            " --config.precision.compute=bf16 --config.precision.bf16_layers="
+        )

@@ -20,9 +20,15 @@ def tile_problems(config: Config) -> Iterator[str]:
     if "gated_delta_net" in config.model.attentions:
         yield f"unsupported: {setting} with gated_delta_net layers; use --config.memory.tile_tokens=0"
     if attention.strategy == "all_gather":
-        yield f"{setting} is incompatible with config.attention.strategy='all_gather'; use ring, ulysses or hybrid"
+        yield (
+            f"{setting} is incompatible with config.attention.strategy='all_gather';"
+            " use --config.attention.strategy=ring, ulysses or hybrid"
+        )
     if memory.remat not in ("full", "attention"):
-        yield f"{setting} is incompatible with config.memory.remat={memory.remat!r}; use full or attention"
+        yield (
+            f"{setting} is incompatible with config.memory.remat={memory.remat!r};"
+            " use --config.memory.remat=full or attention"
+        )
     named = (*memory.save, *memory.offload)
     for name in named:
         if name not in _WHOLE_TENSORS:
@@ -36,12 +42,12 @@ def tile_problems(config: Config) -> Iterator[str]:
             f" is not a multiple of 2 x mesh.tensor = {pieces}; use {_nearest_divisor(per_device, tile_tokens, pieces)}"
         )
     ranks = num_head_ranks(config)
-    for model in shapes(config.model).values():
+    for path, model in shapes(config.model).items():
         kv_heads = max(1, model.num_kv_heads // mesh.tensor)
         if kv_heads % ranks:
             yield (
-                f"{setting} needs the {kv_heads} key/value heads of a tensor rank to split over {ranks} Ulysses ranks;"
-                " use strategy ring, or hybrid with a config.attention.ulysses_degree that divides them"
+                f"{setting} needs the {kv_heads} key/value heads of config.{path} per tensor rank to split over {ranks}"
+                " Ulysses ranks; use strategy ring, or hybrid with a config.attention.ulysses_degree that divides them"
             )
 
 

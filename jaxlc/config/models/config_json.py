@@ -116,8 +116,8 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
         return FAMILIES[config["model_type"]]
     if model.kinds:
         raise Unsupported(
-            "unsupported: no model_type of transformers has layers of different sizes (config.model.kinds); the weights"
-            " are in the checkpoints of the run, which jaxlc.load and model.init_from read"
+            "unsupported: no supported model_type has layers of different sizes (config.model.kinds); use"
+            " jaxlc.load(WORKDIR).params for the weights, or the run as config.model.init_from"
         )
     family = next((family for family in FAMILIES.values() if family.fits(model)), None)
     if family is None:

@@ -4,9 +4,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlc.config.values import Count
+from jaxlc.config.ranges import From1
 from jaxlc.core.errors import UserError
 
+Count = From1[int]
 _WORDS: dict[Any, str] = {
     Count: "an integer, at least 1",
     int: "an integer",

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxlc.config.differences import setting_text
 from jaxlc.config.models import hub
 from jaxlc.config.models.config_json import CHANGEABLE_SETTINGS, language_model_of, settings_of
-from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.model_schema import KindConfig, ModelConfig
 from jaxlc.config.models.rope_settings import with_scaling
-from jaxlc.config.values import typed
+from jaxlc.config.values import defaults_of, flattened, typed
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 
@@ -159,13 +160,16 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
       UserError: another setting of `explicit` differs; the message names the difference.
     """
     settings = {"kinds": dict[str, Any](), **pretrained.model_settings()}
-    for name, value in explicit.items():
-        if name in settings and name not in CHANGEABLE_SETTINGS and settings[name] != value:
+    stored, defaults = flattened(settings), defaults_of(KindConfig)
+    for path, value in flattened(explicit).items():
+        name, field = path.partition(".")[0], path.rpartition(".")[2]
+        known = stored.get(path, defaults.get(field) if name == "kinds" else value)
+        if name not in CHANGEABLE_SETTINGS and known != value:
             raise UserError(
-                f"config.model.{name}={value} contradicts {pretrained.init_from}, which has {settings[name]}: remove"
-                f" that setting, or use --config.model.{name}={settings[name]}"
+                f"config.model.{path}={setting_text(value)} contradicts {pretrained.init_from}, which has"
+                f" {setting_text(known)}: remove that setting, or use --config.model.{path}={setting_text(known)}"
             )
-    return with_scaling(settings, explicit)
+    return with_scaling(settings, {name: value for name, value in explicit.items() if name != "kinds"})
 
 
 def read_json(path: Path) -> dict[str, Any]:

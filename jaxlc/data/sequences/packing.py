@@ -124,7 +124,7 @@ class PackedSequences:
         """The chunks of sequence i."""
         assert i >= 0, i
         epoch, index = divmod(i, self.num_sequences)
-        sequence = _sequence_order(self.num_sequences, self.seed, epoch)[index]
+        sequence = epoch_order(self.num_sequences, self.seed, epoch)[index]
         return slice(self._first_chunks[sequence], self._first_chunks[sequence + 1])
 
     def documents(self) -> Iterator[np.ndarray]:
@@ -137,7 +137,7 @@ class PackedSequences:
         num_epochs, num_more = divmod(num_sequences, self.num_sequences)
         chunk_ends = np.concatenate([[0], np.cumsum(self._chunk_ends - self._chunk_begins)])
         lengths = np.diff(chunk_ends[self._first_chunks])
-        order = _sequence_order(self.num_sequences, self.seed, num_epochs)
+        order = epoch_order(self.num_sequences, self.seed, num_epochs)
         return num_epochs * self.num_tokens + int(lengths[order[:num_more]].sum())
 
 
@@ -193,7 +193,7 @@ def _chunks(begins: np.ndarray, ends: np.ndarray, chunk_tokens: int) -> tuple[np
 
 
 @functools.lru_cache(maxsize=64)  # one per source of a mixture, and two at an epoch's boundary
-def _sequence_order(num_sequences: int, seed: int | None, epoch: int) -> np.ndarray:
+def epoch_order(num_sequences: int, seed: int | None, epoch: int) -> np.ndarray:
     # RandomState, not default_rng: its stream is frozen, so every NumPy version gives the same order (NEP 19).
     generator = np.random.RandomState([0] if seed is None else [seed % 2**32, epoch])
     return generator.permutation(num_sequences)

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from jaxlc.core.errors import UserError
+from jaxlc.data.sequences.batch_arrays import ALWAYS
 from jaxlc.data.sequences.loader import MAX_THREADS
+from jaxlc.data.sequences.trace_batches import complete_traces
 
 _REQUIRED = "tokens"
-_DTYPES = dict(tokens=np.int32, targets=np.int32, loss_weights=np.float32, positions=np.int32, segment_ids=np.int32)
 
 
 class EndOfBatches(Exception):
@@ -25,8 +26,17 @@ class StreamedSequences:
     """
 
     def __init__(
-        self, batches: Iterable[Mapping], *, batch_size: int, seq_len: int, vocab_size: int, prefetch_steps: int
+        self,
+        batches: Iterable[Mapping],
+        *,
+        batch_size: int,
+        seq_len: int,
+        vocab_size: int,
+        prefetch_steps: int,
+        dtypes: Mapping[str, type] = ALWAYS,
     ):
+        """dtypes: of the arrays of a batch, see `array_dtypes`."""
+        self._dtypes = dtypes
         self._batches: Iterator[Mapping] = iter(batches)
         self._batch_size, self._seq_len, self._vocab_size = batch_size, seq_len, vocab_size
         self._kept: deque[tuple[int, dict[str, np.ndarray]]] = deque(maxlen=prefetch_steps + MAX_THREADS + 2)
@@ -54,7 +64,7 @@ class StreamedSequences:
 
     def _checked(self, batch: Mapping) -> dict[str, np.ndarray]:
         where = f"batch {self._num_read - 1}"
-        return complete_batch(batch, (self._batch_size, self._seq_len), self._vocab_size, where)
+        return complete_batch(batch, (self._batch_size, self._seq_len), self._vocab_size, where, self._dtypes)
 
 
 class ListedSequences:
@@ -64,9 +74,11 @@ class ListedSequences:
       UserError: there are no batches, or one is invalid.
     """
 
-    def __init__(self, batches: Iterable[Mapping], *, seq_len: int, vocab_size: int):
+    def __init__(
+        self, batches: Iterable[Mapping], *, seq_len: int, vocab_size: int, dtypes: Mapping[str, type] = ALWAYS
+    ):
         parts = [
-            complete_batch(batch, (None, seq_len), vocab_size, f"evaluation batch {number}")
+            complete_batch(batch, (None, seq_len), vocab_size, f"evaluation batch {number}", dtypes)
             for number, batch in enumerate(batches)
         ]
         if not parts:
@@ -78,39 +90,47 @@ class ListedSequences:
         return {name: array[i] for name, array in self._arrays.items()}
 
 
-def complete_batch(batch: Mapping, shape: tuple[int | None, int], vocab_size: int, where: str) -> dict[str, np.ndarray]:
-    """The five arrays of a batch [B, S] in natural order; missing arrays are derived from the others.
+def complete_batch(
+    batch: Mapping,
+    shape: tuple[int | None, int],
+    vocab_size: int,
+    where: str,
+    dtypes: Mapping[str, type] = ALWAYS,
+) -> dict[str, np.ndarray]:
+    """The arrays of a batch [B, S] in natural order; missing arrays are derived from the others.
 
     Args:
       batch: "tokens" is required; "segment_ids" (default: each sequence is one document; the tokens of a document are
         contiguous, 0 is padding), "positions" (default: counted within each document, where they increase), "targets"
         (default: the next token of the same document; any number where the loss weight is 0), and "loss_weights"
-        (default: 1, but 0 on padding and at each document's last token).
+        (default: 1, but 0 on padding and at each document's last token). Those of post-training are in
+        trace_batches.py.
       shape: the expected B (None: any) and S.
       where: names the batch in errors.
+      dtypes: of the arrays of the batch, see `array_dtypes`.
     Returns:
-      "tokens", "targets", "positions" and "segment_ids", int32 [B, S], and "loss_weights", float32 [B, S].
+      The arrays named in `dtypes`, [B, S].
     Raises:
       UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, a token or weighted target that
         is not in the vocabulary, a negative or infinite loss weight, a document that is not contiguous, or positions
         that do not increase.
     """
     expected = f"[{'any number of sequences' if shape[0] is None else shape[0]}, {shape[1]}]"
-    if not isinstance(batch, Mapping) or _REQUIRED not in batch or set(batch) - set(_DTYPES):
+    if not isinstance(batch, Mapping) or _REQUIRED not in batch or set(batch) - set(dtypes):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise UserError(
             f"invalid {where}: {keys}; expected a dictionary with 'tokens', and optionally"
-            f" {', '.join(list(_DTYPES)[1:])}"
+            f" {', '.join(list(dtypes)[1:])}"
         )
     arrays = {name: np.asarray(batch[name]) for name in batch}
     tokens = arrays[_REQUIRED]
     for name, array in arrays.items():
-        kind = np.integer if _DTYPES[name] is np.int32 else np.number
+        kind = np.integer if dtypes[name] is np.int32 else np.number
         if array.ndim != 2 or not array.size or array.shape[1] != shape[1] or shape[0] not in (None, array.shape[0]):
             raise UserError(f"invalid {where}: {name} has shape {list(array.shape)}, expected {expected}")
         if array.shape != tokens.shape or not np.issubdtype(array.dtype, kind):
             raise UserError(
-                f"invalid {where}: {name} is {array.dtype}{list(array.shape)}, expected {np.dtype(_DTYPES[name])}"
+                f"invalid {where}: {name} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtypes[name])}"
                 f" of the shape of tokens, {list(tokens.shape)}"
             )
     _check_ids("token", tokens, vocab_size, where)
@@ -126,7 +146,8 @@ def complete_batch(batch: Mapping, shape: tuple[int | None, int], vocab_size: in
     # Targets without a weight may be any number, such as the -100 of other libraries.
     arrays["targets"] = np.where(weights > 0, arrays["targets"], 0)
     _check_ids("target", arrays["targets"], vocab_size, where, "; set loss_weights to 0 where there is no target")
-    return {name: arrays[name].astype(dtype) for name, dtype in _DTYPES.items()}
+    complete_traces(arrays, dtypes, where)
+    return {name: arrays[name].astype(dtype) for name, dtype in dtypes.items()}
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int, where: str, advice: str = "") -> None:

@@ -51,7 +51,7 @@ def read_records(
     """Yields the records of a file in order; of columns, only those that `field` needs are read, and `others`.
 
     Args:
-      field: dotted name of the field that holds the document.
+      field: dotted name of the field that holds the document; "": there is none.
       others: names of fields that a record need not have.
       setting: that lists the file; named in errors.
       field_setting: that has the value `field`; named in errors.
@@ -209,6 +209,8 @@ def _arrow_reader(mapped: Any) -> Any:
 
 
 def _needed_columns(path: Path, field: str, others: Sequence[str], field_setting: str, columns: list[str]) -> list[str]:
+    if not field:
+        return [name for name in others if name in columns]
     column = field if field in columns else field.partition(".")[0]
     if column not in columns:
         raise UserError(

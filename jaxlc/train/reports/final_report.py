@@ -64,7 +64,7 @@ def write_report(
             f"trained         {step} steps, {num_tokens:,} tokens{speed}",
             *flops,
             *([] if waiting_share is None else [f"waiting         {waiting_share:.2%} of the time, for data"]),
-            f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} nats per token",
+            f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} {history.loss_unit}".rstrip(),
             *heldout,
             *write_plots(workdir, rows, baselines, evaluation),
             f"metrics         {displayed(workdir / METRICS_FILE)}{tensorboard}",

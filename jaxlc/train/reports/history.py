@@ -33,6 +33,11 @@ class History(dict[str, np.ndarray]):
         is_finite = np.isfinite(self[name])
         return self["step"][is_finite], self[name][is_finite]
 
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the training loss; losses of post-training have none."""
+        return "" if "ratio" in self or "margin" in self else "nats per token"
+
     def median(self, name: str) -> float | None:
         """The median of the finite values of `name`, the upper one of an even number; None if there are none."""
         values = self.column(name)[1].tolist()

@@ -51,7 +51,7 @@ def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
             fontsize=9,
             color=GRAY,
         )
-    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.set(xlabel="step", ylabel=", ".join(filter(None, ["loss", history.loss_unit])))
     axes.set_title("Loss in training", loc="left")
     axes.legend(frameon=False)
     style_axes(axes, grid="y")
@@ -73,8 +73,10 @@ def optimizer_figure(rows: Sequence[Row]) -> Figure:
         axes.plot(*history.column(name), color=color, linewidth=1.2)
         axes.set_ylabel(label)
         style_axes(axes, grid="y")
-    panels[0].set_yscale("log")
-    panels[0].yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=_NUMBER, minor_locator=NullLocator())
+    if (history.column("grad_norm")[1] > 0).any():
+        panels[0].set_yscale("log")
+        panels[0].yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
+        panels[0].yaxis.set_major_formatter(_NUMBER)
     panels[0].set_title("Gradient norm and learning rate", loc="left")
     panels[1].set_ylim(bottom=0)
     panels[1].ticklabel_format(axis="y", scilimits=(-3, 3))

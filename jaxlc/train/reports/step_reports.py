@@ -61,6 +61,9 @@ class StepReports:
             row |= self._document_rates(seconds)
         if not math.isnan(metrics.learning_rate):  # a custom optimizer may not store it
             row |= dict(learning_rate=float(metrics.learning_rate))
+        if metrics.policy is not None:
+            means = metrics.policy._asdict()
+            row |= {name: float(x) for name, x in means.items() if x is not None and name != "loss"}
         if metrics.loss_scale is not None:
             row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))
         self._run.metrics.write(**row)

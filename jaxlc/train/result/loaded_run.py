@@ -40,7 +40,21 @@ def load(
     model: Model | None = None,
     loss: TokenLoss | None = None,
 ) -> Result:
-    """Loads the parameters of a run, without its optimizer state; see `jaxlc.load`."""
+    """Loads a run from its workdir, on the mesh of the run or another one: the same object that `train.run` returns.
+
+    Only the parameters are read from the checkpoint, not the optimizer state. A Hugging Face directory is loaded too,
+    as a run of no steps with the default settings, on one device unless `mesh` is given.
+
+    Args:
+      workdir: the directory that the run was given, a Hugging Face directory with tokenizer.json, or the hub id
+        ORGANIZATION/NAME of a model, which is downloaded.
+      step: the checkpoint to load. None: the latest one.
+      mesh: sizes of the mesh axes data, fsdp, context and tensor, e.g. `dict(context=2)`; axes that are not named have
+        size 1. None: the mesh of the run.
+      model, loss: the custom model and loss of the run, if it had them.
+    Raises:
+      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or there are too few devices.
+    """
     workdir = find_directory(str(workdir), "the source", with_weights=True).absolute()
     if (workdir / CONFIG_FILE).is_file():
         for name, value in dict(step=step, model=model).items():

@@ -107,7 +107,7 @@ class Result:
         losses, speed = self.history.column("loss")[1], self.history.median("tokens_per_second")
         rows = [("steps", f"{self.step:,} of {self.config.train.steps:,}")]
         if len(losses):
-            rows.append(("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f} nats per token"))
+            rows.append(("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f} {self.history.loss_unit}"))
         if self.evaluation is not None:
             rows.append(("held-out loss", f"{self.evaluation.loss:.3f} nats per token"))
         rows += [(f"  {name} baseline", f"{loss:.3f}") for name, loss in self.baselines.items()]

@@ -1,0 +1,1 @@
+"""Traces for post-training: prompts with several answers, packed as trees."""

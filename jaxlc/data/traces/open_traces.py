@@ -1,0 +1,184 @@
+"""Opens the traces of a config: reads them, computes advantages, builds trees, and packs them."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxlc.config import Config
+from jaxlc.core.errors import UserError
+from jaxlc.data.sequences.batch_arrays import array_dtypes
+from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_records
+from jaxlc.data.texts.sources import list_files
+from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.data.traces.packed_traces import PackedTraces, fingerprint, with_advantages
+from jaxlc.data.traces.trace_records import FIELDS, OTHER_FIELDS, Trace, TraceReader
+from jaxlc.data.traces.trace_trees import Tree, groups_of, trees_of
+
+_SETTING = "data.traces"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceData:
+    """Training and held-out sequences of traces. A group is in one of them as a whole."""
+
+    train: PackedTraces
+    heldout: PackedTraces | None  # None: no group is held out
+    fingerprint: str
+    description: str
+    rewards: dict[str, float]  # means over the traces, for metrics
+    warnings: tuple[str, ...]
+
+
+def open_traces(
+    config: Config, tokenizer: Tokenizer, sources: Sequence[str] = (), *, holds_out: bool = True
+) -> TraceData:
+    """The traces of config.data.traces.
+
+    Args:
+      sources: instead of these.
+      holds_out: hold out data.eval_fraction of the groups.
+    Raises:
+      UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
+    """
+    warnings: list[str] = []
+    traces = list(_fitting(_read(sources or config.data.traces, config, tokenizer, warnings), config, warnings))
+    if not traces:
+        raise UserError("config.data.traces has no trace that can be used")
+    groups = list(groups_of(traces))
+    if config.posttrain.loss:
+        _check_log_probs(traces, config)
+        groups = [with_advantages(group, config.posttrain) for group in groups]
+        num_equal = sum(all(trace.advantage == 0 for trace in group) for group in groups)
+        if num_equal:
+            warnings.append(f"data.traces: groups whose rewards are all equal: {num_equal:,} of {len(groups):,}")
+    is_heldout = [holds_out and _hash_of(group) < config.data.eval_fraction for group in groups]
+    parts = [[group for group, held in zip(groups, is_heldout) if held == which] for which in (False, True)]
+    if not parts[0]:
+        parts = [groups, []]
+    trees_of_groups = [[list(_trees(group, config)) for group in part] for part in parts]
+    num_repeated = sum(len(trees) - 1 for part in trees_of_groups for trees in part if trees[0].num_prefix_tokens)
+    if num_repeated:
+        warnings.append(f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}")
+    train_trees, heldout_trees = ([tree for trees in part for tree in trees] for part in trees_of_groups)
+    _check_pairs(train_trees + heldout_trees, config)
+    train = PackedTraces(train_trees, config, config.data.seed)
+    return TraceData(
+        train=train,
+        heldout=PackedTraces(heldout_trees, config, None) if heldout_trees else None,
+        fingerprint=fingerprint(traces, config),
+        rewards=_rewards(traces),
+        description=_description(train_trees, train, len(parts[0]), len(parts[1])),
+        warnings=tuple(warnings),
+    )
+
+
+def _read(sources: Sequence[str], config: Config, tokenizer: Tokenizer, warnings: list[str]) -> Iterator[Trace]:
+    files, _ = list_files(sources, _SETTING)
+    reader = TraceReader(tokenizer, config.data.chat_template)
+    num_bad, first_bad = 0, None
+    for file in files:
+        for record in records_of(file.path):
+            try:
+                yield from reader.read(record)
+            except BadRecord as error:
+                num_bad, first_bad = num_bad + 1, first_bad or error
+                if num_bad > config.data.max_bad_records:
+                    raise UserError(
+                        f"{error}; to skip such records, set config.data.max_bad_records, which is"
+                        f" {config.data.max_bad_records}"
+                    ) from None
+    if num_bad:
+        warnings.append(f"data.traces: skipped records: {num_bad:,} (the first: {first_bad})")
+
+
+def records_of(path: Path, fields: Sequence[str] = (*FIELDS, *OTHER_FIELDS)) -> Iterator[Record]:
+    """The records of a file of traces.
+
+    Args:
+      fields: of Parquet and Arrow files, the columns to read.
+    Raises:
+      UserError: the file cannot be read.
+    """
+    if not path.name.endswith(RECORD_SUFFIXES):
+        raise UserError(f"{path} has no records of traces; expected a file {', '.join(RECORD_SUFFIXES)}")
+    if not path.is_file():
+        raise UserError(f"{path} does not exist")
+    yield from read_records(path, "", others=fields, setting=_SETTING, field_setting=_SETTING)
+
+
+def _fitting(traces: Iterator[Trace], config: Config, warnings: list[str]) -> Iterator[Trace]:
+    """The traces that fit into a sequence; data.overlong_traces says what happens to others."""
+    seq_len, rule, num_overlong = config.data.seq_len, config.data.overlong_traces, 0
+    for trace in traces:
+        if len(trace.tokens) - 1 <= seq_len:
+            yield trace
+            continue
+        num_overlong += 1
+        if rule == "error":
+            raise UserError(
+                f"{trace.where}: a trace of {len(trace.tokens):,} tokens is longer than"
+                f" config.data.seq_len={seq_len:,}; increase it, or set config.data.overlong_traces to drop or truncate"
+            )
+        if rule == "truncate" and trace.num_prompt_tokens <= seq_len:
+            yield trace.cut(seq_len + 1)
+    if num_overlong:
+        done = dict(drop="dropped", truncate="truncated, or dropped where only the prompt fits")[rule]
+        warnings.append(f"data.traces: longer than data.seq_len={seq_len}: {num_overlong:,}; they are {done}")
+
+
+def _check_log_probs(traces: Sequence[Trace], config: Config) -> None:
+    advice = dict(
+        reference_log_probs="set --config.posttrain.reference=base with LoRA, or add them with `jaxlc logprobs`",
+        old_log_probs="set --config.posttrain.old_log_probs=policy, or add them with `jaxlc logprobs`",
+    )
+    for name in set(array_dtypes(config)) & set(advice):
+        for trace in traces:
+            if name not in trace.log_probs:
+                needs = f"config.posttrain.loss={config.posttrain.loss!r} needs"
+                raise UserError(f"{trace.where}: no {name}, which {needs}; {advice[name]}")
+
+
+def _trees(group: Sequence[Trace], config: Config) -> Iterator[Tree]:
+    yield from trees_of(group, config.data.seq_len, shares=config.attention.shared_prefixes)
+
+
+def _check_pairs(trees: Sequence[Tree], config: Config) -> None:
+    """A pair for dpo is one tree of two branches."""
+    if config.posttrain.loss != "dpo":
+        return
+    for tree in trees:
+        if len(tree.traces) != 2 or not tree.num_prefix_tokens:
+            raise UserError(
+                f"{tree.traces[0].where}: config.posttrain.loss='dpo' needs pairs with a common prompt of at least 2"
+                f" tokens that fit into config.data.seq_len={config.data.seq_len:,} together"
+            )
+
+
+def _hash_of(group: Sequence[Trace]) -> float:
+    """From 0 to 1; of the prompt, so that it does not depend on the answers."""
+    trace = group[0]
+    digest = hashlib.sha256(trace.tokens[: trace.num_prompt_tokens].tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _rewards(traces: Sequence[Trace]) -> dict[str, float]:
+    rewards = [trace.reward for trace in traces if trace.reward is not None]
+    means = dict(
+        answer_tokens=np.mean([trace.in_loss.sum() for trace in traces]),
+        truncated=np.mean([trace.is_truncated for trace in traces]),
+    )
+    means |= dict(reward=np.mean(rewards), reward_deviation=np.std(rewards)) if rewards else {}
+    return {name: float(x) for name, x in means.items()}
+
+
+def _description(trees: Sequence[Tree], train: PackedTraces, num_groups: int, num_heldout: int) -> str:
+    separate = sum(len(trace.tokens) - 1 for tree in trees for trace in tree.traces)
+    is_shared = separate > train.num_tokens
+    shared = f", {separate / train.num_tokens:.1f} times fewer than in separate rows" if is_shared else ""
+    return (
+        f"{train.num_traces:,} traces of {num_groups:,} groups in {train.num_sequences:,} sequences;"
+        f" {train.num_tokens:,} tokens{shared}; held out: {num_heldout:,} groups"
+    )

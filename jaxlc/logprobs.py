@@ -1,0 +1,121 @@
+"""usage: jaxlc logprobs SOURCE TRACES OUT [--field=reference_log_probs] [--temperature=1] [--entropy]
+
+Adds the log-probabilities of the tokens in the loss to traces: under the model of a run or of a Hugging Face directory.
+The output has one JSON line per record, in order, and a run that is interrupted resumes after the last one. Logits
+exist for a chunk of tokens at a time.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+import jaxlc
+from jaxlc import runtime
+from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
+from jaxlc.config.ranges import Above0
+from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
+from jaxlc.core.write_errors import full_disk_explained
+from jaxlc.generation.__main__ import mesh_sizes
+
+_KEPT = "finished records are kept, and the same command resumes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(VerbFlags):
+    positional: ClassVar[tuple[str, ...]] = ("source", "traces", "out")
+
+    source: str  # workdir of a run, Hugging Face directory or hub id
+    traces: str  # file of traces: .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow
+    out: str  # .jsonl file to write: the records of traces with one more field
+    field: Literal["old_log_probs", "reference_log_probs"] = "reference_log_probs"  # the field to add
+    temperature: Above0[float] = 1.0  # logits are divided by it, as in sampling
+    entropy: bool = False  # also write the entropies of the next token, in the field entropies
+    step: int | None = None  # checkpoint to use; default: the latest
+    chat_template: str = ""  # chatml, llama3 or a Jinja file; default: that of the run, or of the tokenizer
+    mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
+    simulated_devices: int = 0  # number of CPU devices to simulate
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
+    return run_main(_score, argv, description=__doc__, flags=Flags, interrupted=f"interrupted; {_KEPT}")
+
+
+def _score(command: ParsedCommand[Flags]) -> int:
+    flags = command.flags
+    if flags.simulated_devices:
+        jaxlc.start(simulated_devices=flags.simulated_devices)
+    runtime.import_jax()
+    import jax
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    from jaxlc.data.traces.open_traces import records_of
+    from jaxlc.data.traces.trace_records import TraceReader
+
+    out = local_path(flags.out)
+    # Processes must agree, also on file systems that show them different states of the file.
+    num_done = int(broadcast_one_to_all(np.int32(_num_records(out) if jax.process_index() == 0 else 0)))
+    run = jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh))
+    reader = TraceReader(run.tokenizer, flags.chat_template or run.config.data.chat_template)
+    num_records = 0
+    with full_disk_explained(out, lambda: f"{_KEPT} after you free space"), _opened(out, jax.process_index()) as file:
+        for num_records, record in enumerate(records_of(local_path(flags.traces)), start=1):
+            if num_records <= num_done:
+                continue
+            traces = list(reader.read(record))
+            scores = [_scores_of(run.model, trace, flags.temperature) for trace in traces]
+            names = ["chosen", "rejected"] if len(traces) == 2 else [""]
+            values = dict(record.values)
+            values[flags.field] = _by_answer(names, [log_probs for log_probs, _ in scores])
+            if flags.entropy:
+                values["entropies"] = _by_answer(names, [entropies for _, entropies in scores])
+            file.write(json.dumps(values, ensure_ascii=False, default=np.ndarray.tolist) + "\n")
+            file.flush()
+            if num_records % 100 == 0:
+                print(f"{num_records:,} records", flush=True)
+    print(f"wrote {out}: {num_records:,} records, {min(num_done, num_records):,} of them in earlier runs")
+    return 0
+
+
+def _scores_of(model: Any, trace: Any, temperature: float) -> tuple[list[float], list[float]]:
+    """The log-probabilities and entropies of the tokens in the loss."""
+    targets = np.flatnonzero(trace.in_loss)[None]
+    scores = model.scores(trace.tokens[None], targets - 1, trace.tokens[targets], temperature)
+    return [float(x) for x in scores.log_probs[0]], [float(x) for x in scores.entropies[0]]
+
+
+def _by_answer(names: Sequence[str], values: Sequence[list[float]]) -> Any:
+    return dict(zip(names, values)) if len(names) > 1 else values[0]
+
+
+def _num_records(out: Path) -> int:
+    """Records that an earlier run wrote; removes a line that it did not finish.
+
+    Raises:
+      UserError: the file is not one that this command writes.
+    """
+    if out.suffix != ".jsonl":
+        raise UserError(f"the output is {out}; expected a name that ends with .jsonl")
+    if not out.is_file():
+        return 0
+    with out.open("rb+") as file:
+        content = file.read()
+        end = content.rfind(b"\n") + 1
+        file.truncate(end)
+    return content.count(b"\n")
+
+
+def _opened(out: Path, process: int):
+    """The file, for process 0; other processes compute the same records and write none."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return out.open("a", encoding="utf-8") if process == 0 else open("/dev/null", "w", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,1 @@
+"""Rollouts during training: answers of the policy, and their rewards."""

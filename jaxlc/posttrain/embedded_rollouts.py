@@ -1,0 +1,117 @@
+"""Rollouts by the policy itself, on the mesh of the run: answers to prompts, with their rewards."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlc.core.errors import UserError
+from jaxlc.core.write_errors import write_errors_explained
+from jaxlc.data.sequences.packing import epoch_order
+from jaxlc.data.texts.records import Record
+from jaxlc.data.texts.sources import list_files
+from jaxlc.data.tokens.fitting_template import end_of_turn_id
+from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.data.traces.open_traces import records_of
+from jaxlc.data.traces.trace_records import TraceReader
+from jaxlc.generation.generator import Generation, Generator
+from jaxlc.generation.sampling import Sampling
+from jaxlc.posttrain.reward import load_reward, rewarded
+from jaxlc.step.step import TrainStep
+
+
+class EmbeddedRollouts:
+    """Makes the rollouts of a step; see `jaxlc.train.rollouts.RolloutMaker`.
+
+    Rollouts are a function of the parameters, data.seed and the step. The parameters are copied once in the compute
+    dtype, sharded as they are, and the copy is freed afterwards; compiled programs remain.
+    """
+
+    def __init__(self, step: TrainStep, tokenizer: Tokenizer):
+        self._step, self._tokenizer, self._generator = step, tokenizer, None
+        config, settings = step.config, step.config.rollouts
+        self._reward = load_reward(settings.reward)
+        self._reader = TraceReader(tokenizer, config.data.chat_template)
+        files, _ = list_files(settings.prompts, "rollouts.prompts")
+        self._records = [record for file in files for record in records_of(file.path, ("prompt",))]
+        self._prompts = [self._prompt(record) for record in self._records]
+        if not self._prompts:
+            raise UserError("config.rollouts.prompts has no prompt")
+
+    def __call__(self, params: dict, step: int, path: Path, log: Callable[[str], None]) -> None:
+        """Writes the rollouts of `step` to `path`, unless it exists, as after a resume."""
+        if path.is_file():
+            return
+        numbers = self._prompts_of_step(step)
+        generations = self._generate(params, numbers, step)
+        if jax.process_index() != 0:
+            return
+        settings = self._step.config.rollouts
+        lines = []
+        for number, generation in zip(np.repeat(numbers, settings.answers_per_prompt), generations, strict=True):
+            ids, text = self._prompts[number]
+            record = self._records[number].values
+            reward = rewarded(self._reward, text, generation.text, record, settings.reward_seconds)
+            lines.append(json.dumps(_trace(ids, text, generation, reward, f"{step}-{number}")))
+        with write_errors_explained(path.parent, "free space, or use a different directory"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text("\n".join([*lines, ""]))
+            os.replace(partial, path)  # readers see a whole file or none
+
+    def _prompt(self, record: Record) -> tuple[np.ndarray, str]:
+        ids, text = self._reader.prompt(record)
+        num_tokens, seq_len = len(ids) + self._step.config.rollouts.max_tokens, self._step.config.data.seq_len
+        if num_tokens - 1 > seq_len:
+            raise UserError(
+                f"{record.where}: a prompt of {len(ids):,} tokens and config.rollouts.max_tokens do not fit into"
+                f" config.data.seq_len={seq_len:,}; increase it to {num_tokens - 1:,}, or remove the prompt"
+            )
+        return ids, text
+
+    def _prompts_of_step(self, step: int) -> list[int]:
+        num_prompts, per_step = len(self._prompts), self._step.config.rollouts.prompts_per_step
+        positions = [divmod(i, num_prompts) for i in range((step - 1) * per_step, step * per_step)]
+        seed = self._step.config.data.seed
+        return [int(epoch_order(num_prompts, seed, epoch)[index]) for epoch, index in positions]
+
+    def _generate(self, params: dict, numbers: list[int], step: int) -> list[Generation]:
+        settings, config = self._step.config.rollouts, self._step.config
+        if self._generator is None:
+            self._generator = Generator(self._step, params, self._tokenizer)
+        else:
+            self._generator.set_params(params)
+        seed = np.random.SeedSequence([config.data.seed % 2**32, step]).generate_state(1)[0]
+        sampling = Sampling(temperature=config.posttrain.temperature, top_p=settings.top_p, seed=int(seed))
+        try:
+            return self._generator(
+                [self._prompts[number][0] for number in numbers for _ in range(settings.answers_per_prompt)],
+                max_tokens=settings.max_tokens,
+                sampling=sampling,
+                stop_ids=self._stop_ids,
+            )
+        finally:  # the next training step donates the parameters
+            self._generator.set_params(None)
+
+    @property
+    def _stop_ids(self) -> list[int]:
+        ids = {self._tokenizer.end_of_document_id}
+        if any(not isinstance(record.values["prompt"], str) for record in self._records):
+            ids |= {end_of_turn_id(self._reader.template, self._tokenizer)} - {None}
+        return sorted(ids)
+
+
+def _trace(ids: np.ndarray, prompt: str, generation: Generation, reward: float, group: str) -> dict[str, Any]:
+    return dict(
+        tokens=[*ids.tolist(), *generation.tokens.tolist()],
+        loss_mask=[0] * len(ids) + [1] * len(generation.tokens),
+        group=group,
+        reward=reward,
+        truncated=generation.finish_reason == "length",
+        old_log_probs=[float(x) for x in generation.log_probs],
+        text=dict(prompt=prompt, answer=generation.text),
+    )

@@ -1,0 +1,162 @@
+"""Traces: records, trees, advantages, packing, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxlc.config import Config, defaults, load
+from jaxlc.core.errors import UserError
+from jaxlc.data.sequences.batch_arrays import array_dtypes
+from jaxlc.data.sequences.user_batches import complete_batch
+from jaxlc.data.texts.records import BadRecord, Record
+from jaxlc.data.tokens.tokenizers import ByteTokenizer
+from jaxlc.data.traces.open_traces import TraceData, open_traces
+from jaxlc.data.traces.trace_records import TraceReader
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def answer(tokens: list[int], prompt: list[int] = PROMPT, **fields) -> dict:
+    return dict(tokens=prompt + tokens, loss_mask=[0] * len(prompt) + [1] * len(tokens), **fields)
+
+
+def opened(directory: Path, records: list[dict], suffix=".jsonl", seq_len=32, **sections) -> tuple[TraceData, Config]:
+    path = directory / f"traces{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    config = defaults()
+    config.data.update(traces=str(path), seq_len=seq_len, eval_fraction=1e-9)
+    config.attention.shared_prefixes = True
+    for section, values in sections.items():
+        config[section].update(values)
+    config = load(config)
+    return open_traces(config, ByteTokenizer()), config
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_group_is_one_tree(tmp_path, suffix):
+    """A branch starts with a copy of the last prompt token, so an answer of n tokens is a branch of n tokens."""
+    records = [answer([6, 7, 8], reward=1.0), answer([9], reward=0.0), answer([6, 7], reward=0.5)]
+    traces, config = opened(tmp_path, records, suffix, posttrain=dict(loss="grpo"))
+    row = traces.train[0]
+    np.testing.assert_array_equal(row["tokens"][:11], [1, 2, 3, 4, 5, 6, 7, 5, 5, 6, 0])
+    np.testing.assert_array_equal(row["targets"][:11], [0, 0, 0, 0, 6, 7, 8, 9, 6, 7, 0])
+    np.testing.assert_array_equal(row["loss_weights"][:11], [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0])
+    np.testing.assert_array_equal(row["segment_ids"][:11], [1, 1, 1, 1, 2, 2, 2, 3, 4, 4, 0])
+    np.testing.assert_array_equal(row["prefix_ids"][:11], [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0])
+    np.testing.assert_array_equal(row["positions"][:11], [0, 1, 2, 3, 4, 5, 6, 4, 4, 5, 0])
+    np.testing.assert_allclose(row["answer_weights"][4:10], [1 / 3] * 3 + [1] + [1 / 2] * 2)
+    deviation = np.std([1, 0, 0.5], ddof=1) + 1e-4
+    np.testing.assert_allclose(row["advantages"][[4, 7, 8]], np.array([0.5, -0.5, 0]) / deviation, rtol=1e-6)
+    completed = complete_batch({name: x[None] for name, x in row.items()}, (1, 32), 257, "test", array_dtypes(config))
+    for name, x in completed.items():
+        np.testing.assert_array_equal(x[0], row[name])
+
+
+def test_groups_that_do_not_fit_repeat_their_prefix(tmp_path):
+    records = [answer([6] * 10, group="a"), answer([7] * 10, group="a"), answer([8] * 10, group="a")]
+    traces, _ = opened(tmp_path, records, seq_len=24)
+    rows = [traces.train[i] for i in range(2)]
+    assert sorted(int(row["loss_weights"].sum()) for row in rows) == [10, 20]
+    assert any("repeated" in warning and warning.endswith("1") for warning in traces.warnings)
+
+
+def test_answers_without_sharing_are_separate_rows(tmp_path):
+    traces, _ = opened(tmp_path, [answer([6, 7]), answer([8])], attention=dict(shared_prefixes=False))
+    row = traces.train[0]
+    assert row["segment_ids"].max() == 2 and "prefix_ids" not in row and row["loss_weights"].sum() == 3
+
+
+def test_pairs_and_chats_are_trees(tmp_path):
+    chat = [{"role": "user", "content": "Why?"}]
+    pair = dict(
+        prompt=chat,
+        chosen=[{"role": "assistant", "content": "So."}],
+        rejected=[{"role": "assistant", "content": "No!"}],
+        reference_log_probs=dict(chosen=[-1.0] * 13, rejected=[-2.0] * 13),
+    )
+    traces, _ = opened(tmp_path, [pair], seq_len=128, data=dict(chat_template="chatml"), posttrain=dict(loss="dpo"))
+    row = traces.train[0]
+    targets = bytes(row["targets"][row["advantages"] * row["loss_weights"] > 0].tolist())
+    assert targets == b"So.<|im_end|>" and row["prefix_ids"].max() == 1
+    assert set(row["reference_log_probs"][row["loss_weights"] > 0].tolist()) == {-1.0, -2.0}
+
+
+def test_truncated_answers_are_masked_and_counted(tmp_path):
+    records = [answer([6, 7], reward=1.0, truncated=True), answer([8], reward=0.0)]
+    traces, _ = opened(tmp_path, records, posttrain=dict(loss="grpo", mask_truncated=True))
+    row = traces.train[0]
+    assert row["loss_weights"].sum() == 1 and row["answer_weights"].sum() == 2
+
+
+def test_groups_are_held_out_whole(tmp_path):
+    prompts = [[number, 50, 51] for number in range(40)]
+    records = [answer([60 + i], prompt, group=str(prompt)) for prompt in prompts for i in range(2)]
+    traces, _ = opened(tmp_path, records, seq_len=1024, data=dict(eval_fraction=0.3))
+    train, heldout = ({*row["tokens"][row["positions"] == 0]} for row in (traces.train[0], traces.heldout[0]))
+    assert len(heldout) > 1 and train & heldout <= {0}  # padding, and the prompt that starts with 0
+
+
+@pytest.mark.parametrize(
+    "records, sections, message",
+    [
+        ([answer([6])], dict(posttrain=dict(loss="grpo")), "neither reward nor advantage"),
+        ([answer([6] * 40)], {}, "longer than config.data.seq_len=32; increase it, or set config.data.overlong_traces"),
+        ([dict(text="a")], {}, r"no trace \(the fields are text\)"),
+        ([dict(tokens=[1, 2], loss_mask=[1])], {}, "expected a loss_mask of 2 numbers 0 or 1"),
+        ([dict(tokens=[1, 999], loss_mask=[0, 1])], {}, "token 999, expected 0 to 256"),
+        ([dict(tokens=[1, 2], loss_mask=[0, 0])], {}, "no token is in the loss"),
+        ([answer([6], reward="x")], {}, "reward is 'x', expected a finite number"),
+        ([answer([6], old_log_probs=[-1, -2])], {}, "expected 1 numbers in old_log_probs"),
+        ([answer([6], reward=1.0)], dict(posttrain=dict(loss="grpo", old_log_probs="record")), "jaxlc logprobs"),
+        ([dict(prompt="a", chosen="b", rejected="c")], dict(posttrain=dict(loss="dpo")), "no reference_log_probs"),
+    ],
+    ids=str,
+)
+def test_invalid_traces_raise(tmp_path, records, sections, message):
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, records, **sections)
+
+
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        (dict(posttrain=dict(clip_low=0.1)), "posttrain.clip_low=0.1 has no effect without config.posttrain.loss"),
+        (dict(posttrain=dict(loss="dr_grpo")), "set config.posttrain.max_answer_tokens"),
+        (dict(posttrain=dict(loss="dpo"), attention=dict(shared_prefixes=False)), "shared_prefixes=True"),
+        (dict(posttrain=dict(loss="dpo", reference="base")), "config.lora.rank is 0"),
+        (
+            dict(memory=dict(tile_tokens=8)),
+            "unsupported: config.attention.shared_prefixes=True with config.memory.tile",
+        ),
+    ],
+    ids=str,
+)
+def test_invalid_settings_raise(tmp_path, sections, message):
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, [answer([6])], **sections)
+
+
+@pytest.mark.parametrize(
+    "prefix_ids, message",
+    [
+        ([0, 0, 9, 9, 0, 0], "no document 9"),
+        ([0, 0, 1, 1, 2, 2], "nested prefixes"),
+        ([0, 0, 1, 0, 0, 0], "several prefix_ids in one document"),
+    ],
+)
+def test_invalid_prefixes_raise(prefix_ids, message):
+    batch = dict(tokens=np.ones((1, 6), int), segment_ids=np.array([[1, 1, 2, 2, 3, 3]]), prefix_ids=[prefix_ids])
+    with pytest.raises(UserError, match=message):
+        complete_batch(batch, (1, 6), 20, "batch 3", dict.fromkeys([*batch, "targets"], np.int32) | {})
+
+
+def test_reader_of_a_bad_record_names_it():
+    with pytest.raises(BadRecord, match="file:3"):
+        list(TraceReader(ByteTokenizer(), "").read(Record("file:3", 3, dict(prompt="a"))))

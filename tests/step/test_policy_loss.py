@@ -1,0 +1,124 @@
+"""Losses of post-training through the whole step: shared prefixes against separate rows, and formulas of the papers.
+
+tests/hf/test_trl_losses.py compares the losses with those of TRL.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.data.traces.packed_traces import PackedTraces
+from jaxlc.data.traces.trace_records import CHOSEN, REJECTED, Trace
+from jaxlc.data.traces.trace_trees import trees_of
+from tests.step.synthetic import gradients_and_loss, make_batch, put_params, small_config, small_step, without_padding
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
+
+GROUPS = {  # number of prompt tokens -> numbers of answer tokens
+    "policy": {30: (9, 1, 14), 5: (7, 3), 11: (6,)},
+    "dpo": {30: (9, 1), 5: (7, 3)},
+}
+
+
+def traces(loss: str) -> list[list[Trace]]:
+    """Groups of traces with random tokens, advantages and log-probabilities."""
+    rng, groups = np.random.default_rng(0), []
+    for num_prompt, answers in GROUPS["dpo" if loss == "dpo" else "policy"].items():
+        prompt = rng.integers(1, 61, num_prompt)
+        group = []
+        for number, num_answer in enumerate(answers):
+            tokens = np.concatenate([prompt, rng.integers(1, 61, num_answer)]).astype(np.int32)
+            in_loss = np.arange(len(tokens)) >= num_prompt
+            names = ("old_log_probs", "reference_log_probs")
+            group.append(
+                Trace(
+                    where="test",
+                    tokens=tokens,
+                    in_loss=in_loss,
+                    advantage=(CHOSEN, REJECTED)[number] if loss == "dpo" else float(rng.normal()),
+                    log_probs={name: (in_loss * -rng.uniform(3, 5, len(tokens))).astype(np.float32) for name in names},
+                )
+            )
+        groups.append(group)
+    return groups
+
+
+KINDS = {
+    "": {},
+    "sliding": dict(model=dict(layer_kinds=("sliding", "full"), window=6, attention_sinks=True)),
+    "lora": dict(lora=dict(rank=2)),
+}
+
+
+def config_with(loss: str, *, shares=True, **sections):
+    """One sequence of 192 tokens, in which all trees fit, also as separate rows."""
+    policy = dict(old_log_probs="record", kl=0.1, clip_low=0.1, clip_high=0.4) if loss not in ("", "dpo") else {}
+    sections["attention"] = sections.get("attention", {}) | dict(shared_prefixes=shares)
+    sizes = dict(data=dict(seq_len=192), train=dict(global_batch_size=1, eval_sequences=1))
+    return small_config(posttrain=dict(loss=loss) | policy, **sizes, **sections)
+
+
+def sequence(config, groups) -> dict[str, np.ndarray]:
+    shares = config.attention.shared_prefixes
+    trees = [tree for group in groups for tree in trees_of(group, config.data.seq_len, shares=shares)]
+    assert shares == any(tree.num_prefix_tokens for tree in trees)
+    packed = PackedTraces(trees, config, seed=None)
+    assert packed.num_sequences == 1
+    return packed[0]
+
+
+def results(config, loss: str, params=None):
+    """(parameters, gradients of the sum of the loss, the loss)."""
+    step = small_step(config)
+    params = step.init().params if params is None else put_params(step, params)
+    gradients, sums = jax.jit(gradients_and_loss(step))(params, make_batch(step, [sequence(config, traces(loss))]))
+    return params, gradients, sums.loss if loss else sums
+
+
+@functools.cache
+def separate_rows(loss: str, kinds: str = ""):
+    """Results on one device. For dpo, the answers of a pair continue a prefix that only they have."""
+    return results(config_with(loss, shares=loss == "dpo", **KINDS[kinds]), loss)
+
+
+@pytest.mark.parametrize(
+    "loss, kinds, mesh, attention",
+    [
+        ("", "", dict(context=4, tensor=2), {}),
+        ("grpo", "", dict(context=8), {}),
+        pytest.param("dapo", "lora", dict(context=4), dict(strategy="all_gather"), marks=pytest.mark.full),
+        ("dapo", "sliding", dict(context=2, tensor=2), dict(strategy="ulysses")),
+        pytest.param("grpo", "", dict(context=4), dict(document_sharding=False), marks=pytest.mark.full),
+        pytest.param("dpo", "", dict(context=4), dict(strategy="hybrid", ulysses_degree=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_shared_prefixes_equal_separate_rows(loss, kinds, mesh, attention):
+    params, gradients, expected = separate_rows(loss, kinds)
+    config = config_with(loss, **KINDS[kinds], mesh=mesh, attention=attention)
+    _, got, got_loss = results(config, loss, params)
+    np.testing.assert_allclose(got_loss, expected, rtol=FLOAT32_PARITY)
+    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
+def test_base_as_reference_equals_recorded_log_probs():
+    """At the start, the adapters of LoRA are 0: the base is the policy, so dpo has the loss log 2 per pair."""
+    config = config_with("dpo", **KINDS["lora"])
+    config = dataclasses.replace(config, posttrain=dataclasses.replace(config.posttrain, reference="base"))
+    _, gradients, loss = results(config, "dpo")
+    np.testing.assert_allclose(loss, len(GROUPS["dpo"]) * np.log(2), rtol=1e-6)
+    assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients))
+
+
+def test_zero_advantages_have_zero_gradients():
+    config = config_with("grpo")
+    config = dataclasses.replace(config, posttrain=PosttrainConfig(loss="grpo"))
+    step = small_step(config)
+    row = sequence(config, traces("grpo"))
+    batch = make_batch(step, [row | dict(advantages=0 * row["advantages"])])
+    gradients, _ = jax.jit(gradients_and_loss(step))(step.init().params, batch)
+    assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(gradients))

@@ -1,0 +1,177 @@
+"""Advice in messages: what they name exists, and the command that they advise gets further than the one before."""
+
+import ast
+import dataclasses
+import importlib
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jaxlc
+from jaxlc.cli import VERBS
+from jaxlc.config.command_line import ConfigFlags
+from jaxlc.config.frozen import SECTIONS
+from jaxlc.config.setting_paths import converted, hint_at
+from jaxlc.core.errors import UserError
+from jaxlc.plan import generation_command
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+MODULES = {
+    verb: importlib.import_module(f"{package}.__main__" if (ROOT / package.replace(".", "/")).is_dir() else package)
+    for verb, (package, _) in VERBS.items()
+}
+PARSERS = {verb: getattr(module, "Flags", ConfigFlags) for verb, module in MODULES.items()}
+FLAGS = {
+    verb: {field.name for field in dataclasses.fields(flags)} - {*flags.positional} for verb, flags in PARSERS.items()
+}
+FLAGS["generate"] |= {field.name for field in dataclasses.fields(generation_command.Flags)}  # generate --plan
+OTHER_FLAGS = {"help", "name", "upgrade", "logdir", "model_args", "gen_kwargs", "apply_chat_template"}
+OTHER_NAMES = {"section.key", "update_from_flattened_dict", "json", "py", "model.token_losses"}
+
+
+def texts(source: str) -> Iterator[str]:
+    """The sentences of a module except docstrings, with {} for each value that an f-string inserts."""
+    tree = ast.parse(source)
+    strings = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    others = {part for string in strings for part in string.values}
+    others |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in others]
+    for parts in (*(node.values for node in strings), *([node] for node in constants)):
+        text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+        if " " in text.strip():
+            yield text
+
+
+def unknown_names(text: str) -> Iterator[str]:
+    """Yields settings, flags, verbs, extras, pages and Python names in a message that do not exist."""
+    settings = re.findall(r"(?:(?<=--no)|(?<![\w.]))config\.([a-z_]\w*(?:\.\w+)*)(?:=([\w.,]+\b))?", text)
+    settings += re.findall(rf"(?<![\w.\-/])((?:{'|'.join(SECTIONS)})\.[a-z]\w*)()", text)
+    yield from (path for path, value in settings if not (path in OTHER_NAMES or is_setting(path, value)))
+    for before, flag in re.findall(r"(.*?)(?<![\w-])--(?!config|noconfig|xla_)([a-z][\w-]*)(?=[ =:;,.)`]|$)", text):
+        verb = re.search(r".*jaxlc ([a-z]+)", before)
+        if flag not in (FLAGS.get(verb[1], ()) if verb else OTHER_FLAGS.union(*FLAGS.values())):
+            yield f"--{flag}"
+    yield from (verb for verb in re.findall(r"(?:`jaxlc |jaxlc (?=[a-z]+ --))([a-z]+)", text) if verb not in VERBS)
+    yield from (extra for extra in re.findall(r"jaxlc\[([a-z]+)\]", text) if extra not in EXTRAS)
+    yield from (page for page in re.findall(r"docs/[\w/]+\.md", text) if not (ROOT / page).is_file())
+    for name in re.findall(r"\bjaxlc((?:\.[a-z]\w*)+)", text):
+        value = jaxlc
+        for part in name[1:].split("."):
+            value = getattr(value, part, None)
+        if value is None:
+            yield f"jaxlc{name}"
+
+
+def is_setting(path: str, value: str) -> bool:
+    """Whether the setting exists and takes the value, unless that is a placeholder such as TOKENS or ""."""
+    try:
+        hint_at(path)
+        if value and not value.isupper():
+            converted(path, value)
+    except UserError:
+        return False
+    return True
+
+
+def test_messages_name_only_what_exists():
+    messages = [text for path in (ROOT / "jaxlc").rglob("*.py") for text in texts(path.read_text())]
+    assert len(messages) > 1000
+    messages += [new for flags in PARSERS.values() for new in flags.moved.values()]
+    assert [(name, text) for text in messages for name in unknown_names(text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "set config.model.nothing",
+        "use --config.memory.remat=ful, or less",
+        "lower optimizer.rate",
+        "use --noconfig.model.bias",
+        "pass --seq_lens",
+        "`jaxlc plan --goal`",
+        "run `jaxlc bench`",
+        'pip install "jaxlc[none]"',
+        "see docs/none.md",
+        "call jaxlc.nothing first",
+    ],
+)
+def test_unknown_names_are_found(text):
+    assert len(list(unknown_names(text))) == 1
+
+
+class WorkStarted(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "advice"),
+    [
+        ("plan --topology=h100:1x8", "use --config=NAME or", "--config=quickstart"),
+        ("plan --config=quickstart", "such as --topology=h100:8x8", "--topology=h100:8x8"),
+        (
+            "plan --config=64k:h100 --price-per-gpu-hour=9",
+            "use --price_per_gpu",
+            "--price-per-gpu-hour= --price_per_gpu_hour=9",
+        ),
+        ("plan --config=64k:h100 --timeline=x.txt", "ends with .png", "--timeline=x.png"),
+        ("plan --config=64k:h100 --json=.", "choose the name of a file", "--json=plan.json"),
+        ("plan --config=64k:h100 --json=no/x.json", "choose another file", "--json=plan.json"),
+        ("plan --config=extend_512k --topology=h100:8x8 --html=a.html", "--stage=NAME", "--stage=64k"),
+        ("plan --config=64k:h100 --goal=longest", "use jaxlc recommend --goal", "recommend"),
+        ("plan --config=64k:h100 --new_tokens=9", "use jaxlc generate --plan --new_tokens", "generate --plan"),
+        ("recommend --topology=h100:1x8 --seq_len=1M", "use --model=NAME or", "--model=tiny"),
+        ("recommend --topology=h100:1x8 --seq_len=1M", "or --config=NAME with --seq_len", "--config=64k"),
+        ("recommend --topology=h100:1x8 --model=llama3.1-8c", "did you mean llama3.1-8b?", "--model=llama3.1-8b"),
+        ("recommend --config=64k:h100 --out=mine.py", "choose another name", "--out=recommended.py"),
+        ("recommend --config=64k:h100 --out=mine", "such as recommended.py", "--out=recommended.py"),
+        (
+            "recommend --config=extend_512k --topology=h100:8x8 --seq_len=64K",
+            "use --config.stages.NAME.data.seq_len=TOKENS",
+            "--seq_len= --config.stages.64k.data.seq_len=65536",
+        ),
+        ("sweep --config=quickstart --run --workers=2", "remove one", "--workers="),
+        ("generate run", "--prompt=TEXT or --prompt_file=FILE", "--prompt=TEXT"),
+        ("generate run", "--prompt=TEXT or --prompt_file=FILE", "--prompt_file=mine.py"),
+        ("generate run --prompt=a --mesh=4", "such as context=4,tensor=2", "--mesh=context=4,tensor=2"),
+        ("generate --config=64k:h100", "use --plan --config", "--plan"),
+        ("eval run", "such as --lengths=4096,65536", "--lengths=4096,65536"),
+        ("eval run --lengths=4K --out=mine.py", "use a different directory, with --out", "--out=scores"),
+        ("eval run --lengths=4K --tasks=loss", "needs documents: files", "--documents=mine.py"),
+        ("export run", "no OUT is given: directory to write", "exported"),
+        ("data report --config=quickstart --num=3", "remove it, or use show", "--num="),
+        ("profile trace --json=.", "choose the name of a file", "--json=comparison.json"),
+    ],
+)
+def test_command_that_an_error_advises_starts_its_work(tmp_path, monkeypatch, capsys, command, words, advice):
+    def start(*args, **kwargs):
+        raise WorkStarted
+
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("text of a user")
+    for module in (MODULES["plan"], MODULES["recommend"], generation_command):
+        monkeypatch.setattr(module, "start_on_cpu", start)
+    for name in ("load", "generate", "export"):
+        monkeypatch.setattr(jaxlc, name, start)
+    for module, name in (("sweep", "run_in_processes"), ("profile", "compare")):
+        monkeypatch.setattr(MODULES[module], name, start)
+    monkeypatch.setattr("jaxlc.data.corpus.open_corpus", start)
+
+    def run(verb: str, *arguments: str) -> int:
+        module = MODULES[verb]
+        return getattr(module, "run", module.main)([verb, *arguments])
+
+    verb, *arguments = command.split()
+    assert run(verb, *arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    for word in advice.split():  # --NAME=VALUE replaces a flag, --NAME= removes it
+        name, _, value = word.partition("=")
+        verb = word if word in VERBS else verb
+        arguments = [argument for argument in arguments if argument.partition("=")[0] != name]
+        arguments += [word] if word not in VERBS and (value or not word.endswith("=")) else []
+    with pytest.raises(WorkStarted):
+        run(verb, *arguments)
