@@ -48,21 +48,27 @@ def shapes(model: ModelConfig) -> dict[str, ModelConfig]:
     return by_path
 
 
+# Those of Qwen3.5-9B.
+_QWEN3_5_SIZES = dict(zip(DELTA_SETTINGS, (16, 32, 128, 128, 4), strict=True))
+
+
 def delta_net_problems(config: Config) -> Iterator[str]:
     """Problems of gated_delta_net layers; none if the model has no such layers."""
     model, mesh = config.model, config.mesh
     if "gated_delta_net" not in model.attentions:
         return
-    missing = [f"config.model.{name}" for name in DELTA_SETTINGS if getattr(model, name) < 1]
+    missing = [f"--config.model.{name}={size}" for name, size in _QWEN3_5_SIZES.items() if getattr(model, name) < 1]
     if missing:
         yield (
-            f"config.model.layer_kinds has gated_delta_net layers, which need {' and '.join(missing)} of 1 or more; set"
-            " them, or use a model.preset or model.init_from that has such layers"
+            "config.model.layer_kinds has gated_delta_net layers, whose sizes are not set; use a model.preset or"
+            f" model.init_from that has such layers, or the sizes of Qwen 3.5: {' '.join(missing)}"
         )
-    if model.delta_value_heads % model.delta_key_heads:
+    key_heads, value_heads = model.delta_key_heads, model.delta_value_heads
+    if value_heads % key_heads:
         yield (
-            f"config.model.delta_value_heads={model.delta_value_heads} is not a multiple of delta_key_heads="
-            f"{model.delta_key_heads}; every key head serves the same number of value heads"
+            f"config.model.delta_value_heads={value_heads} is not a multiple of delta_key_heads={key_heads}: every key"
+            " head serves the same number of value heads; use"
+            f" --config.model.delta_value_heads={-(-value_heads // key_heads) * key_heads}"
         )
     if config.attention.shared_prefixes:
         yield (
