@@ -146,6 +146,7 @@ DELTA_NET |= dict(delta_value_dim=8, delta_conv_taps=4)
         ),
         (dict(model=DELTA_NET, mesh=dict(tensor=4)), "delta_key_heads=2 is not divisible by config.mesh.tensor=4"),
         (dict(model=DELTA_NET, memory=TILES), "unsupported: config.memory.tile_tokens=512 with gated_delta_net"),
+        (dict(model=DELTA_NET, memory=dict(parameters="host")), "memory.parameters='host' with gated_delta_net"),
         (dict(model=DELTA_NET, attention=dict(shared_prefixes=True)), "shared_prefixes=True with gated_delta_net"),
     ],
 )

@@ -81,7 +81,7 @@ def references(directories, tmp_path_factory):
         ),
         ("delta_net", dict(context=2, tensor=2), dict(), dict(offload=("residual",))),
         ("delta_net", dict(context=4), dict(strategy="all_gather"), dict(remat="full", layers_per_remat_group=3)),
-        ("delta_net", dict(context=8), dict(), dict(parameters="host")),
+        ("delta_net", dict(context=8), dict(), dict()),
     ],
     ids=str,
 )

@@ -181,7 +181,7 @@ HYBRIDS = [  # the first compiles fast
     ("ring", dict(context=4, tensor=2), _RECURRENT, dict(remat="attention")),
     ("ring", dict(context=8), dict(num_layers=3), dict(remat="full", offload=("residual", "delta_states"))),
     ("ulysses", dict(context=2, fsdp=2), dict(num_layers=3), dict(remat="full", layers_per_remat_group=2)),
-    ("all_gather", dict(context=2, tensor=2), dict(num_layers=2), dict(remat="matmuls", parameters="host")),
+    ("all_gather", dict(context=2, tensor=2), dict(num_layers=2), dict(remat="matmuls")),
     ("hybrid", dict(context=4, data=2), dict(num_layers=2), dict(remat="none")),
 ]
 

@@ -75,6 +75,11 @@ def delta_net_problems(config: Config) -> Iterator[str]:
             "unsupported: config.attention.shared_prefixes=True with gated_delta_net layers;"
             " use --config.attention.shared_prefixes=False, which repeats the prefixes"
         )
+    if config.memory.parameters == "host":
+        yield (
+            "unsupported: config.memory.parameters='host' with gated_delta_net layers, since kernels would read their"
+            " weights in host memory; use --config.memory.parameters=device"
+        )
     fragment_tokens = config.data.seq_len // (2 * mesh.context)
     if fragment_tokens < model.delta_conv_taps - 1:
         yield (
