@@ -136,6 +136,7 @@ TENSOR_NAMES = (
     "query",
     "key",
     "value",
+    "delta_states",  # gated_delta_net layers: the state that enters each part of a sequence
     "attention_out",
     "attention_lse",
     "attention_projected",
@@ -153,7 +154,7 @@ class MemoryConfig:
     # layer input is saved.
     remat: Literal["none", "full", "attention", "matmuls"] = "attention"
     layers_per_remat_group: From1[int] = 1  # number of layers recomputed together; only the input of the group is saved
-    # more tensors to save on the device, of residual, query, key, value, attention_out, attention_lse,
+    # more tensors to save on the device, of residual, query, key, value, delta_states, attention_out, attention_lse,
     # attention_projected, mlp_gate, mlp_up.
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()  # tensors to save in pinned host memory instead of the device, same names as save
