@@ -11,6 +11,7 @@ from jaxlc.checkpoints.base_model import base_meta, checkpoint_part
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError
+from jaxlc.runtime import watchdog
 from jaxlc.train.actions import Action, Position, Stop
 from jaxlc.train.evaluation.held_out import Evaluation
 from jaxlc.train.prepared_stages import Outputs, PreparedStage, num_tokens_until
@@ -40,7 +41,7 @@ class StageRun(Outputs):
         """Computes the held-out loss and writes it to metrics.jsonl, if there are held-out sequences."""
         if self.stage.evaluator is None:
             return position
-        with self.progress.progress_bar("evaluating") as update:
+        with watchdog.phase("evaluation"), self.progress.progress_bar("evaluating") as update:
             evaluation = self.stage.evaluator(position.state.params, update)
         self.metrics.write(step=position.step, eval_loss=evaluation.loss)
         self.callbacks("on_evaluation", position.step, evaluation)
@@ -50,7 +51,7 @@ class StageRun(Outputs):
         """Computes the scores of config.evals and writes them to metrics.jsonl, if there are tasks."""
         if self.stage.scorer is None:
             return position
-        with self.progress.spinner("evaluating tasks"):
+        with watchdog.phase("scores"), self.progress.spinner("evaluating tasks"):
             scores = self.stage.scorer(position.state.params, position.step, self.workdir, self.progress.log)
         for score in scores:
             name = f"scores/{score.name}"
@@ -71,7 +72,8 @@ class StageRun(Outputs):
             scores={name: score for name, score in position.scores.items() if math.isfinite(score)},
             **base_meta(stage.step, position.state.params),
         )
-        self.checkpoints.save(position.step, checkpoint_part(stage.step, position.state), meta)
+        with watchdog.phase("checkpoint"):
+            self.checkpoints.save(position.step, checkpoint_part(stage.step, position.state), meta)
         self.callbacks("on_checkpoint", position.step, self.workdir / CHECKPOINTS_DIRECTORY / str(position.step))
         return position
 
