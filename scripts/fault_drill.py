@@ -109,11 +109,14 @@ _patch()
 def get_config(variant):
     config = defaults()
     config.model.update(vocab_size=257, num_layers=1, model_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64)
-    config.mesh.context = config.runtime.simulated_devices = 4
+    num_processes = int(os.environ["JAX_NUM_PROCESSES"])
+    config.mesh.fsdp = config.runtime.simulated_devices = num_processes
+    config.train.global_batch_size = config.train.eval_sequences = num_processes
     config.data.sources = (str(OUT / "corpus"),)
     config.data.cache_dir = str(OUT / "cache")
-    config.data.seq_len = 128
-    config.train.update(steps={steps}, eval_every_steps=12, eval_sequences=2, checkpoint_every_steps=4)
+    config.data.seq_len = 64
+    config.data.eval_fraction = 0.3
+    config.train.update(steps={steps}, eval_every_steps=12, checkpoint_every_steps=4)
     config.runtime.update(watchdog_factor=2.0, watchdog_floor_seconds={deadline})
     return config
 """

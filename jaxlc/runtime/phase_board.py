@@ -19,7 +19,7 @@ DEVICES = "devices"  # the phase of a process that waits for its devices
 _PREFIX = "jaxlc/phases/"
 _PUBLISH_SECONDS = 10.0
 _READ_SECONDS = 5.0
-_STALE_SECONDS = 2.5 * _PUBLISH_SECONDS  # a process that has published nothing for this time does not answer
+_STALE_SECONDS = 1.5 * _PUBLISH_SECONDS  # a process that has published nothing for this time does not answer
 
 
 class Row(NamedTuple):
