@@ -221,7 +221,7 @@ def _place(frame: FrameType | None) -> str:
     """The innermost call outside libraries, such as "user_data.py:12 read"."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE) or not file.startswith((*_LIBRARIES, "<")):
+        if file.startswith(_PACKAGE) or not file.startswith((*_LIBRARIES, "<frozen")):
             return f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "unknown code"
