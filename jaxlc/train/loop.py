@@ -24,6 +24,7 @@ from jaxlc.step.loss import TokenLoss
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.step.verify_compiled import check_kernels, verify_compiled_step
 from jaxlc.train.actions import Position, Stop, run_due
+from jaxlc.train.barrier import wait_for_processes
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
 from jaxlc.train.preemption import PreemptionGuard
 from jaxlc.train.prepared_stages import (
@@ -92,7 +93,6 @@ def run(
             PreparedStage(**vars(stage), step=step, data=data) for stage, step, data in zip(stages, steps, data)
         ]
         progress.log("\n".join(start_lines(prepared, lines)))
-
         checkpoints = Checkpoints(
             path / CHECKPOINTS_DIRECTORY,
             keep=first.train.keep_checkpoints,
@@ -199,4 +199,5 @@ def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:
         compiled = step.compile()
     for line in verify_compiled_step(step, compiled):
         progress.log(line)
+    wait_for_processes("step compiled")
     return compiled
