@@ -87,7 +87,7 @@ def _patch():
     def slow_compile(self):
         compiled = compile(self)
         if IS_VICTIM and FAULT == "compile":
-            time.sleep(45)
+            time.sleep(45.0)
         return compiled
 
     StepProfiler.__call__, TrainStep.compile = step, slow_compile

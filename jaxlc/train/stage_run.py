@@ -12,7 +12,7 @@ from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import watchdog
-from jaxlc.train.actions import Action, Position, Stop
+from jaxlc.train.actions import Action, Position, Stop, TrainingStopped
 from jaxlc.train.evaluation.held_out import Evaluation
 from jaxlc.train.prepared_stages import Outputs, PreparedStage, num_tokens_until
 from jaxlc.train.reports.final_report import write_report
@@ -60,8 +60,17 @@ class StageRun(Outputs):
         return replace(position, scores={score.name: score.score for score in scores})
 
     def save(self, position: Position) -> Position:
-        """Saves a checkpoint, which is written in the background."""
+        """Saves a checkpoint, which is written in the background.
+
+        Raises:
+          TrainingStopped: the directory of checkpoints has disappeared; a save would wait for the other processes.
+        """
         stage, evaluation = self.stage, position.evaluation
+        if not (directory := self.workdir / CHECKPOINTS_DIRECTORY).is_dir():
+            raise TrainingStopped(
+                f"the directory {directory} has disappeared, so step {position.step} is not saved; put it back, then run"
+                " the same command again to resume"
+            )
         meta = dict(
             step=position.step,
             next_row=position.next_sequence,  # the stored name is part of the checkpoint format
@@ -74,7 +83,7 @@ class StageRun(Outputs):
         )
         with watchdog.phase("checkpoint"):
             self.checkpoints.save(position.step, checkpoint_part(stage.step, position.state), meta)
-        self.callbacks("on_checkpoint", position.step, self.workdir / CHECKPOINTS_DIRECTORY / str(position.step))
+        self.callbacks("on_checkpoint", position.step, directory / str(position.step))
         return position
 
     def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:

@@ -156,15 +156,15 @@ def row(process_id: int, phase: str, step: int, age: float = 0.0) -> Row:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([row(0, DEVICES, 8), row(1, DEVICES, 8, age=40.0)], [1]),
-        ([row(0, DEVICES, 8), row(1, "data", 7), row(2, DEVICES, 8)], [1]),
-        ([row(0, "step", 8), row(1, DEVICES, 8), row(2, DEVICES, 8)], [0]),
-        ([row(0, DEVICES, 8), row(1, DEVICES, 8)], []),
+        ([(DEVICES, 8), (DEVICES, 8, 40.0)], [1]),
+        ([(DEVICES, 8), ("data", 7), (DEVICES, 8)], [1]),
+        ([("step", 8), (DEVICES, 8), (DEVICES, 8)], [0]),
+        ([(DEVICES, 8), (DEVICES, 8)], []),
     ],
     ids=["silent", "earlier_step", "not_at_its_devices", "unknown"],
 )
 def test_suspects_are_those_for_whom_the_others_wait(rows, expected):
-    assert [one.process_id for one in suspects(rows)] == expected
+    assert [one.process_id for one in suspects([row(i, *cells) for i, cells in enumerate(rows)])] == expected
 
 
 class Store(dict):
