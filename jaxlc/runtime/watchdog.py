@@ -254,11 +254,11 @@ def phase(name: str, *, repeats: bool = True) -> contextlib.AbstractContextManag
     return contextlib.nullcontext() if _watchdog is None else _watchdog.phase(name, repeats=repeats)
 
 
-def phases(name: str, items: Iterable[T]) -> Iterator[T]:
-    """Yields the items; getting each one is a phase."""
+def phases(name: str, items: Iterable[T], *, repeats: bool = True) -> Iterator[T]:
+    """Yields the items; getting each one is a phase, as `phase`."""
     iterator, end = iter(items), object()
     while True:
-        with phase(name):
+        with phase(name, repeats=repeats):
             item = next(iterator, end)
         if item is end:
             return

@@ -151,13 +151,15 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     actions, position = run.actions, start
     position = run_due(actions if start.step == 0 else [x for x in actions if x.at_resume], position)
     reports = StepReports(run, start.step)
+    has_deadline = stage.config.rollouts.source != "files"  # another program may take any time to write them
     with (
         PreemptionGuard() as guard,
         watchdog.steps(start.step),
         contextlib.closing(stage.data.batches(stage.step, start.next_sequence, stage.end_step - start.step)) as stream,
         StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):
-        for step, (arrays, is_last) in enumerate(watchdog.phases("data", stream), start.step + 1):
+        batches = watchdog.phases("data" if has_deadline else "rollouts", stream, repeats=has_deadline)
+        for step, (arrays, is_last) in enumerate(batches, start.step + 1):
             watchdog.dispatched(step)
             state, metrics = profiled_step(step, position.state, Batch(**arrays))
             position = Position(state=state, step=step, next_sequence=position.next_sequence + batch_size)

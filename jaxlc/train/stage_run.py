@@ -52,7 +52,7 @@ class StageRun(Outputs):
         """Exports the checkpoint of the step for the program that makes the rollouts, and calls its command."""
         self.checkpoints.wait()
         if jax.process_index() == 0:
-            with self.progress.spinner("exporting"):
+            with watchdog.phase("export", repeats=False), self.progress.spinner("exporting"):
                 export_for_rollouts(self.workdir, position.step, self.stage.config)
         return position
 
@@ -60,7 +60,7 @@ class StageRun(Outputs):
         """Makes the rollouts of the next step, if the policy makes them."""
         maker, step = self.stage.rollout_maker, position.step + 1
         if maker is not None and step <= self.stage.end_step:
-            with self.progress.spinner("making rollouts"):
+            with watchdog.phase("generation"), self.progress.spinner("making rollouts"):
                 maker(position.state.params, step, self.stage.data.train.path(step), self.progress.log)
         return position
 
@@ -95,8 +95,8 @@ class StageRun(Outputs):
         stage, evaluation = self.stage, position.evaluation
         if not (directory := self.workdir / CHECKPOINTS_DIRECTORY).is_dir():
             raise TrainingStopped(
-                f"the directory {directory} has disappeared, so step {position.step} is not saved; put it back, then run"
-                " the same command again to resume"
+                f"the directory {directory} has disappeared, so step {position.step} is not saved; put it back, then"
+                " run the same command again to resume"
             )
         meta = dict(
             step=position.step,
