@@ -68,8 +68,8 @@ class StageRun(Outputs):
         stage, evaluation = self.stage, position.evaluation
         if not (directory := self.workdir / CHECKPOINTS_DIRECTORY).is_dir():
             raise TrainingStopped(
-                f"the directory {directory} has disappeared, so step {position.step} is not saved; put it back, then run"
-                " the same command again to resume"
+                f"the directory {directory} has disappeared, so step {position.step} is not saved; put it back, then"
+                " run the same command again to resume"
             )
         meta = dict(
             step=position.step,
