@@ -36,6 +36,16 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def coordination_client() -> Any:
+    """The client of JAX's coordination service: its key-value store and barriers. None in a run of one process.
+
+    Private: `jax._src.distributed.global_state`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
 def kept_argument_indices(lowered: jax.stages.Lowered) -> list[int]:
     """The sorted indices of the flat arguments that the lowered program has; JAX drops the unused ones.
 

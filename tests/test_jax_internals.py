@@ -18,6 +18,7 @@ from jax._src.lib import cuda_versions
 from jaxlc import _jax_internals
 from jaxlc.attention.contract import AttentionProblem
 from jaxlc.attention.kernels.choose import choose_kernel
+from tests.helpers import free_port
 
 pytestmark = pytest.mark.jax_version
 
@@ -29,6 +30,22 @@ def test_backends_are_initialized_before_and_after_first_use():
         "import jax; from jaxlc._jax_internals import backends_are_initialized as initialized;"
         " assert not initialized(); jax.devices(); assert initialized()"
     )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_coordination_client_has_a_key_value_store():
+    code = f"""
+import jax
+from jaxlc._jax_internals import coordination_client
+assert coordination_client() is None
+jax.distributed.initialize("127.0.0.1:{free_port()}", num_processes=1, process_id=0)
+client = coordination_client()
+for value in ("1", "2"):
+    client.key_value_set("a/b", value, allow_overwrite=True)
+assert client.key_value_dir_get("a/") == [("a/b", "2")]
+client.key_value_delete("a/b")
+assert client.key_value_dir_get("a/") == []
+"""
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -107,8 +107,15 @@ PLAN = {
     "predicted": [
         *("bound_by", "communication_seconds", "exposed_communication_seconds", "exposed_host_copies"),
         *("exposed_host_copy_seconds", "host_copies", "host_copy_seconds", "mfu_causal", "overhead_seconds"),
-        *("recomputed_share", "seconds_by_kind", "seconds_by_resource", "step_seconds", "step_seconds_interval"),
-        *("tokens_per_second_per_device", "transfer_seconds_by_resource"),
+        *(
+            "recomputed_share",
+            "recurrence_seconds",
+            "seconds_by_kind",
+            "seconds_by_resource",
+            "step_seconds",
+            "step_seconds_interval",
+        ),
+        *("step_seconds_interval", "tokens_per_second_per_device", "transfer_seconds_by_resource"),
     ],
     "ring": ["by_backend", "exposed", "exposed_forward", "hidden", "hops"],
     "": [

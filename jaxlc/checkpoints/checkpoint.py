@@ -32,6 +32,7 @@ from jaxlc.config import ModelConfig
 from jaxlc.config.models.model_schema import LATER_SETTINGS
 from jaxlc.config.values import defaults_of, flattened
 from jaxlc.core.errors import UserError
+from jaxlc.runtime import watchdog
 from jaxlc.step.state import is_on_host
 
 
@@ -146,6 +147,7 @@ class Checkpoints:
         """
         if step in self._manager.all_steps():
             return
+        self.wait()  # for the checkpoint before
         summaries = summaries_of(state)
         if self._finite_params and (problem := nonfinite_param(summaries)):
             self.wait()
@@ -165,10 +167,12 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until the last checkpoint is committed; raises the errors of the background thread."""
-        self._manager.wait_until_finished()
+        with watchdog.phase("checkpoint files", repeats=False):
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()  # waits first
+        self.wait()
+        self._manager.close()
 
     def restore_latest(self, target_of: Callable[[int], RestoreTarget]):
         """Returns (state, meta) of the latest valid checkpoint, or None if there are no checkpoints.

@@ -14,7 +14,7 @@ from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.pretrained import Pretrained, locate, with_overrides
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.hf.load import load_params, open_files
+from jaxlc.hf.load import left_out, load_params, open_files
 from jaxlc.models import freezing
 from jaxlc.models.lora import is_adapter
 from jaxlc.step.state import DEVICE, bytes_per_device, groups_of, to_memory_kind
@@ -53,15 +53,17 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
         params = _restored_as(pretrained.directory.absolute(), abstract, config.model.vocab_size)
         line = f"weights    of the checkpoint {pretrained.directory.absolute()}"
     else:
+        family = family_of(pretrained.config_json(), config.model)
         params, num_bytes = load_params(
             pretrained.directory,
-            family_of(pretrained.config_json(), config.model),
+            family,
             abstract,
             dims,
             model=config.model,
             progress=progress,
         )
         line = f"weights    {pretrained.directory}, {num_bytes:,} bytes read by this process"
+        line += left_out(pretrained.directory, family)
     if adapter_names:
         params = freezing.join(params, step.init_params(adapter_names))
     return params, line

@@ -116,7 +116,7 @@ def _write_weights(
                 arrays = [array] if layout.layers is None else array
                 for layer, (name, weight) in enumerate(zip(layout.names, arrays, strict=True)):
                     merged = weight if adapter is None else adapter.merged(weight, layer)
-                    files.write(name, layout.to_stored(merged))
+                    files.write(name, layout.to_stored(merged), layout.first_row)
 
 
 def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:
@@ -125,8 +125,10 @@ def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:
     stacked = [(layer, x) for x in layouts.values() for layer in x.layers or ()]
     by_layer = sorted(stacked, key=operator.itemgetter(0))
     first = single.pop("embedding")
-    return [
-        (first.tensor.name, first.stored_shape),
-        *((x.tensor.name.format(layer=layer), x.stored_shape) for layer, x in by_layer),
-        *((x.tensor.name, x.stored_shape) for x in single.values()),
-    ]
+    return list(
+        {
+            first.tensor.name: first.stored_shape,
+            **{x.tensor.name.format(layer=layer): x.stored_shape for layer, x in by_layer},
+            **{x.tensor.name: x.stored_shape for x in single.values()},
+        }.items()
+    )

@@ -136,6 +136,7 @@ TENSOR_NAMES = (
     "query",
     "key",
     "value",
+    "delta_states",  # gated_delta_net layers: the state that enters each part of a sequence
     "attention_out",
     "attention_lse",
     "attention_projected",
@@ -153,7 +154,7 @@ class MemoryConfig:
     # layer input is saved.
     remat: Literal["none", "full", "attention", "matmuls"] = "attention"
     layers_per_remat_group: From1[int] = 1  # number of layers recomputed together; only the input of the group is saved
-    # more tensors to save on the device, of residual, query, key, value, attention_out, attention_lse,
+    # more tensors to save on the device, of residual, query, key, value, delta_states, attention_out, attention_lse,
     # attention_projected, mlp_gate, mlp_up.
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()  # tensors to save in pinned host memory instead of the device, same names as save
@@ -179,7 +180,13 @@ class RuntimeConfig:
     # host:port of process 0, reachable from all processes. Empty: from the launcher, and 127.0.0.1:9753 without one.
     coordinator_address: str = ""
     start_timeout_seconds: From1[int] = 300  # how long the processes wait for each other at the start
-    heartbeat_seconds: From1[int] = 100  # a process that is silent for this time counts as failed, and the others exit
+    heartbeat_seconds: From1[int] = 100  # a machine that the network does not reach for this time counts as failed
+    # a process whose phase, such as a step or a checkpoint, takes longer than this multiple of the median of its last
+    # durations ends with status 75; docs/reliability.md. 0: no watchdog.
+    watchdog_factor: ZeroOrAbove1[float] = 10.0
+    watchdog_floor_seconds: From1[int] = 600  # least deadline of the watchdog, and the limit for a process to answer
+    # deadline of a phase of which fewer than five durations are known, such as the first steps; 0: none.
+    watchdog_first_seconds: int = 0
     topology: str = ""  # target GPUs of this config, as NAME:DOMAINSxGPUS, such as h100:8x8; "": none
     # how context-parallel sends and receives move between GPUs; docs/xla_flags.md. A named one that cannot be used is
     # an error.

@@ -5,7 +5,18 @@ from collections import Counter
 
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
+from jaxlc.core.mixers import layer_matrices
 
+# Paths within a layer of the matrices whose products config.schema.MATMUL_NAMES names.
+PROJECTION_PARAMS = dict(
+    query="attention/wq",
+    key="attention/wk",
+    value="attention/wv",
+    attention_projected="attention/wo",
+    mlp_gate="mlp/w_gate",
+    mlp_up="mlp/w_up",
+    mlp_down="mlp/w_down",
+)
 FROZEN_BYTES = {"bf16": 2, "fp32": 4}  # per entry, by precision.frozen
 
 
@@ -30,17 +41,9 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
 
 def _adapter_size(model: ModelConfig, lora: LoraConfig) -> int:
     """Inputs and outputs of the adapters of a layer."""
-    heads, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    sizes = dict(  # inputs + outputs
-        query=model.model_dim + model.num_heads * model.query_dim,
-        key=model.model_dim + key_value,
-        value=model.model_dim + key_value,
-        attention_projected=heads + model.model_dim,
-        mlp_gate=model.model_dim + model.ffn_dim,
-        mlp_up=model.model_dim + model.ffn_dim,
-        mlp_down=model.ffn_dim + model.model_dim,
-    )
-    return sum(sizes[name] for name in {*lora.projections})
+    matrices = layer_matrices(model)
+    projections = [matrices[PROJECTION_PARAMS[name]] for name in {*lora.projections}]
+    return sum(matrix.num_inputs + matrix.num_outputs for matrix in projections)
 
 
 def num_frozen_params(model: ModelConfig, lora: LoraConfig, train: TrainConfig, *, matmuls_only: bool = False) -> int:
@@ -60,22 +63,9 @@ def _matrix_sizes(model: ModelConfig) -> dict[str, int]:
     vocabulary = ("embedding",) if model.tie_embeddings else ("embedding", "head")
     sizes = Counter(dict.fromkeys(vocabulary, model.vocab_size * model.model_dim))
     for (_, *kind), layers in model.layer_stacks.items():  # the last layers have the names of the others
-        for name, size in _layer_sizes(model.of_kind(model.kinds_of_layers[layers[0]])).items():
-            sizes["/".join(("layers", *kind, name))] += len(layers) * size
+        for name, matrix in layer_matrices(model.of_kind(model.kinds_of_layers[layers[0]])).items():
+            sizes["/".join(("layers", *kind, name))] += len(layers) * matrix.size
     return dict(sizes)
-
-
-def _layer_sizes(model: ModelConfig) -> dict[str, int]:
-    """Entries of each matrix of a layer."""
-    heads = model.model_dim * model.num_heads
-    key_value = model.model_dim * model.num_kv_heads * model.head_dim
-    return {
-        "attention/wq": heads * model.query_dim,
-        "attention/wk": key_value,
-        "attention/wv": key_value,
-        "attention/wo": heads * model.head_dim,
-        **{f"mlp/{name}": model.model_dim * model.ffn_dim for name in ("w_gate", "w_up", "w_down")},
-    }
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -13,6 +13,9 @@ forward and 8 N H in the backward. The number of pairs in a sequence of T tokens
     full     T^2            the convention of Megatron-LM and PaLM (2204.02311, appendix B): 12 L N H T per token
     causal   T (T + 1) / 2  the pairs that a causal mask leaves: half
 
+A gated_delta_net layer has no pairs: each head multiplies its state [K, V] three times per token, 6 K V FLOPs in the
+forward and 12 K V in the backward (`core/mixers`).
+
 In sliding layers with a window of W < T tokens they are T W and T W - W (W - 1) / 2. A pair in a layer whose kind has
 other heads counts as many pairs as it has FLOPs (`num_layers_by_kind`).
 
@@ -23,6 +26,9 @@ of packed sequences, and the utilization that is computed from them, are overest
 
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
+
+from jaxlc.core.mixers import layer_matrices, num_vector_entries, state_flops
+from jaxlc.core.mixers.layer_shape import LayerShape
 
 
 class DecoderShape(Protocol):
@@ -35,32 +41,16 @@ class DecoderShape(Protocol):
     @property
     def layer_kinds(self) -> Sequence[str]: ...
     def num_layers_of(self, kind: str) -> int: ...
-    def of_kind(self, kind: str) -> "DecoderShape": ...
+    def of_kind(self, kind: str) -> LayerShape: ...
     def window_of(self, kind: str) -> int | None: ...
     @property
     def model_dim(self) -> int: ...
     @property
     def num_heads(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
     def head_dim(self) -> int: ...
     @property
-    def ffn_dim(self) -> int: ...
-    @property
     def tie_embeddings(self) -> bool: ...
-    @property
-    def qk_norm(self) -> Literal["none", "head", "projection"]: ...
-    @property
-    def norm_placement(self) -> Literal["pre", "post", "pre_and_post"]: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def attention_out_bias(self) -> bool: ...
-    @property
-    def attention_sinks(self) -> bool: ...
-    @property
-    def query_dim(self) -> int: ...
 
 
 def training_flops(
@@ -78,7 +68,8 @@ def step_flops(model: DecoderShape, *, num_tokens: int, num_pairs: float) -> flo
     Args:
       num_pairs: pairs of a query and a key, summed over the layers.
     """
-    return matmul_flops(model, num_tokens) + 12.0 * model.num_heads * model.head_dim * num_pairs
+    flops = matmul_flops(model, num_tokens) + 12.0 * model.num_heads * model.head_dim * num_pairs
+    return flops + 3.0 * num_tokens * _sum_over_layers(model, state_flops)
 
 
 def matmul_flops(model: DecoderShape, num_tokens: int) -> float:
@@ -101,13 +92,15 @@ def document_pairs(model: DecoderShape, lengths: Sequence[int], prefix_lengths: 
 
 
 def num_layers_by_kind(model: DecoderShape) -> dict[str, float]:
-    """Layers of each kind, as the number of layers with the heads of the model whose attention has as many FLOPs."""
-
-    def width(shape: DecoderShape) -> int:
-        return shape.num_heads * shape.head_dim
-
-    kinds = dict.fromkeys(model.layer_kinds)
-    return {kind: model.num_layers_of(kind) * width(model.of_kind(kind)) / width(model) for kind in kinds}
+    """Layers of each kind with attention, as the number of layers with the heads of the model whose attention has as
+    many FLOPs."""
+    shapes = {kind: model.of_kind(kind) for kind in dict.fromkeys(model.layer_kinds)}
+    width = model.num_heads * model.head_dim
+    return {
+        kind: model.num_layers_of(kind) * shape.num_heads * shape.head_dim / width
+        for kind, shape in shapes.items()
+        if shape.mixer == "attention"
+    }
 
 
 def causal_pairs(seq_len: int, window: int | None = None) -> int:
@@ -128,27 +121,14 @@ def num_matmul_params(model: DecoderShape) -> int:
 def num_params(model: DecoderShape) -> int:
     """The number of parameters, without the padding of the vocabulary."""
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim  # tied: counted as the head
-    return num_matmul_params(model) + embedding + _sum_over_layers(model, _layer_vectors) + model.model_dim
+    vectors = _sum_over_layers(model, num_vector_entries) + model.model_dim
+    return num_matmul_params(model) + embedding + vectors
 
 
-def _sum_over_layers(model: DecoderShape, count: Callable[[DecoderShape], int]) -> int:
+def _sum_over_layers(model: DecoderShape, count: Callable[[LayerShape], int]) -> int:
     """The sum of `count` of all layers."""
     return sum(model.num_layers_of(kind) * count(model.of_kind(kind)) for kind in set(model.layer_kinds))
 
 
-def _layer_matmul_params(model: DecoderShape) -> int:
-    num_outputs = model.num_heads * model.query_dim + 2 * model.num_kv_heads * model.head_dim  # of q, k and v
-    attention = model.model_dim * (num_outputs + model.num_heads * model.head_dim)
-    return attention + 3 * model.model_dim * model.ffn_dim  # gate, up and down
-
-
-def _layer_vectors(model: DecoderShape) -> int:
-    """Entries of the norms and biases of a layer."""
-    num_normed_heads = {"none": 0, "head": 2, "projection": model.num_heads + model.num_kv_heads}[model.qk_norm]
-    num_norms = 4 if model.norm_placement == "pre_and_post" else 2
-    vectors = (num_norms + model.attention_out_bias) * model.model_dim + num_normed_heads * model.head_dim
-    if model.qkv_bias:
-        vectors += model.num_heads * model.query_dim + 2 * model.num_kv_heads * model.head_dim
-    if model.attention_sinks:
-        vectors += model.num_heads
-    return vectors
+def _layer_matmul_params(layer: LayerShape) -> int:
+    return sum(matrix.size for matrix in layer_matrices(layer).values())

@@ -28,6 +28,7 @@ REORDER = "zigzag_reorder"  # exchanges chunks: natural to zigzag order, and bac
 DELTA_RULE = "delta_rule"  # the gated delta rule, exchanges included
 DELTA_STATES = "delta_states"  # inside DELTA_RULE: exchange of the maps of states between ranks
 CONVOLUTION = "short_convolution"  # causal convolution over the sequence, exchange included
+RECURRENCE = (DELTA_RULE, DELTA_STATES, CONVOLUTION)
 
 # Calls of tokamax's kernels, whose custom calls have no name.
 MOSAIC_FORWARD = "mosaic_forward"

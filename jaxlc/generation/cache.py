@@ -1,4 +1,5 @@
-"""The KV cache: keys and values of past tokens, sharded over the context and tensor axes.
+"""The cache of generation: keys and values of past tokens, sharded over the context and tensor axes, and the states of
+layers of Gated DeltaNet.
 
 Layers that attend to all earlier tokens store token i on the context rank (i // block) % context, so that at every
 length the ranks have equal work up to one block. A rank stores its tokens in ascending order. So the keys that a query
@@ -28,6 +29,21 @@ class KV(NamedTuple):
 
     k: jax.Array
     v: jax.Array
+
+
+class DeltaStates(NamedTuple):
+    """What some layers of Gated DeltaNet that have the same place in the period remember: on all context ranks."""
+
+    state: jax.Array  # float32 [B, layers, H, K, V]
+    # The inputs of the convolutions of the last P - 1 tokens: [B, layers, P - 1, G, K] and [B, layers, P - 1, H, V].
+    past_q: jax.Array
+    past_k: jax.Array
+    past_v: jax.Array
+
+
+Cache = dict[str, tuple[KV | DeltaStates, ...]]  # for each of LAYER_STACKS, by the place in the period
+STATE_SPEC = PartitionSpec(BATCH_AXES, None, TENSOR)
+PAST_SPEC = PartitionSpec(BATCH_AXES, None, None, TENSOR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,26 +97,37 @@ def kv_spec(window: int | None) -> PartitionSpec:
     return PartitionSpec(BATCH_AXES, None, None if window else CONTEXT, TENSOR, None)
 
 
-def abstract_cache(
-    model: ModelConfig, mesh: Mesh, layout: CacheLayout, *, batch_size: int, dtype
-) -> dict[str, tuple[KV, ...]]:
-    """Shapes, dtypes and shardings of the cache: for each of LAYER_STACKS a `KV` for each place in the period."""
+def abstract_cache(model: ModelConfig, mesh: Mesh, layout: CacheLayout, *, batch_size: int, dtype) -> Cache:
+    """Shapes, dtypes and shardings of the cache."""
     sizes = {LAYER_STACKS[0]: model.num_layers - model.num_last_layers, LAYER_STACKS[1]: model.num_last_layers}
 
-    def kv(kind: str, num_layers: int) -> KV:
+    def delta_states(sizes: ModelConfig, num_layers: int) -> DeltaStates:
+        key, value = (sizes.delta_key_heads, sizes.delta_key_dim), (sizes.delta_value_heads, sizes.delta_value_dim)
+
+        def past(shape: tuple[int, int]) -> jax.ShapeDtypeStruct:
+            shape = (batch_size, num_layers, sizes.delta_conv_taps - 1, *shape)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PAST_SPEC))
+
+        shape = (batch_size, num_layers, value[0], key[1], value[1])
+        state = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, STATE_SPEC))
+        return DeltaStates(state, past(key), past(key), past(value))
+
+    def cache_of(kind: str, num_layers: int) -> KV | DeltaStates:
         window, sizes = model.window_of(kind), model.of_kind(kind)
+        if sizes.mixer == "gated_delta_net":
+            return delta_states(sizes, num_layers)
         shape = (batch_size, num_layers, window or layout.max_tokens, num_cached_heads(sizes, mesh), sizes.head_dim)
         array = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, kv_spec(window)))
         return KV(array, array)
 
     period = len(model.layer_kinds)
     return {
-        stack: tuple(kv(kind, -(-num_layers // period)) for kind in model.layer_kinds[:num_layers])
+        stack: tuple(cache_of(kind, -(-num_layers // period)) for kind in model.layer_kinds[:num_layers])
         for stack, num_layers in sizes.items()
         if num_layers
     }
 
 
-def empty_cache(abstract: dict[str, tuple[KV, ...]]) -> dict[str, tuple[KV, ...]]:
+def empty_cache(abstract: Cache) -> Cache:
     """A cache without tokens: zeros with the shapes and shardings of `abstract_cache`."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)

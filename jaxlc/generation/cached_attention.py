@@ -16,7 +16,7 @@ import dataclasses
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,23 +36,11 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported
 from jaxlc.generation.cache import KV, CacheLayout, decode_tokens, kv_spec
 from jaxlc.generation.decode_attention import attend_one
+from jaxlc.generation.new_tokens import NewTokens
 
 _TOKENS, _BATCH = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None), PartitionSpec(BATCH_AXES)
 _LSE = PartitionSpec(BATCH_AXES, TENSOR, CONTEXT)
 _PER_RANK = PartitionSpec((*BATCH_AXES, CONTEXT))  # arrays that differ between the ranks that share sequences
-
-
-class NewTokens(NamedTuple):
-    """The new tokens of each sequence, which may be fewer than the chunk has: the rest is padding."""
-
-    num_past_B: jax.Array  # int32: tokens in the cache
-    num_new_B: jax.Array  # int32, in 0 .. C; at most 1 in a decoding step, a chunk of `decode_tokens`
-
-    def positions_BC(self, chunk_tokens: int) -> jax.Array:
-        return self.num_past_B[:, None] + jnp.arange(chunk_tokens, dtype=jnp.int32)
-
-    def is_new_BC(self, chunk_tokens: int) -> jax.Array:
-        return jnp.arange(chunk_tokens) < self.num_new_B[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +73,20 @@ class CachedAttention:
         q_BCNH: jax.Array,
         k_BCKH: jax.Array,
         v_BCKH: jax.Array,
+        sinks_N: jax.Array | None = None,
+        *,
         cache: KV,
         layer: jax.Array,
         new: NewTokens,
         ranges: Any,
-        sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, KV]:
         """Appends the keys and values of the new tokens to layer `layer` of `cache`, and attends.
 
         Args:
           q_BCNH, k_BCKH, v_BCKH: of a chunk of C tokens, a multiple of the context axis, which splits C.
+          sinks_N: float32; see attention/sinks.py. None: no sinks.
           layer: index into the second dimension of `cache`, int32.
           ranges: of `prepare`.
-          sinks_N: float32; see attention/sinks.py. None: no sinks.
         Returns:
           out_BCNH in the dtype of q; padding has any value. The cache with the new tokens.
         """

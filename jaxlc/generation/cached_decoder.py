@@ -1,4 +1,4 @@
-"""The decoder on a chunk of new tokens, with the KV cache of the tokens before it.
+"""The decoder on a chunk of new tokens, with the cache of the tokens before it.
 
 A prefill chunk and a decoding step are the same function; in the latter, each sequence has one new token.
 """
@@ -17,8 +17,10 @@ from jax.sharding import Mesh
 
 from jaxlc.config import AttentionConfig, LoraConfig, ModelConfig
 from jaxlc.core.axes import LAYER_STACKS
-from jaxlc.generation.cache import KV, CacheLayout, num_cached_heads
-from jaxlc.generation.cached_attention import CachedAttention, NewTokens
+from jaxlc.generation.cache import KV, Cache, CacheLayout, DeltaStates, num_cached_heads
+from jaxlc.generation.cached_attention import CachedAttention
+from jaxlc.generation.cached_delta_net import CachedDeltaNet
+from jaxlc.generation.new_tokens import NewTokens
 from jaxlc.models import decoder
 from jaxlc.models.layer_stack import Stacks
 from jaxlc.models.layers import DecoderLayer
@@ -42,11 +44,11 @@ class CachedDecoder:
     def __call__(
         self,
         params: dict,
-        cache: dict[str, tuple[KV, ...]],
+        cache: Cache,
         tokens_BC: jax.Array,
         new: NewTokens,
         tables: TablesOfKinds | None = None,
-    ) -> tuple[jax.Array, dict[str, tuple[KV, ...]]]:
+    ) -> tuple[jax.Array, Cache]:
         """Appends the new tokens to the cache.
 
         Args:
@@ -81,11 +83,13 @@ class CachedDecoder:
         logits_BV = jnp.einsum("BD,DV->BV", normed_BD, head_DV, preferred_element_type=jnp.float32)
         return logits_BV[:, : self.model.vocab_size], updated
 
-    def attention_of_kinds(self, batch: int, chunk_tokens: int) -> dict[str, CachedAttention]:
+    def attention_of_kinds(self, batch: int, chunk_tokens: int) -> dict[str, CachedAttention | CachedDeltaNet]:
         """The attention of each kind of layers, for chunks of `chunk_tokens` tokens."""
 
-        def attention_of(kind: str) -> CachedAttention:
+        def attention_of(kind: str) -> CachedAttention | CachedDeltaNet:
             model = self.model.of_kind(kind)
+            if model.mixer == "gated_delta_net":
+                return CachedDeltaNet(mesh=self.mesh, chunk_tokens=chunk_tokens)
             shape = batch, chunk_tokens, model.num_heads, model.head_dim
             return CachedAttention(
                 config=self.attention,
@@ -102,9 +106,9 @@ class CachedDecoder:
         self,
         layers: DecoderLayer | nnx.Dict,
         x_BCD: jax.Array,
-        caches: tuple[KV, ...],
+        caches: tuple[KV | DeltaStates, ...],
         run_kind: dict[str, Callable],
-    ) -> tuple[jax.Array, tuple[KV, ...]]:
+    ) -> tuple[jax.Array, tuple[KV | DeltaStates, ...]]:
         """Runs stacked layers, one period of kinds per iteration. The caches are in the carry of the loop, where XLA
         updates them in place."""
         stacks = Stacks.split(layers)
@@ -128,18 +132,17 @@ class CachedDecoder:
 def _run_layer(
     layer: DecoderLayer,
     x_BCD: jax.Array,
-    cache: KV,
+    cache: KV | DeltaStates,
     index: jax.Array,
     *,
     new: NewTokens,
-    attend: CachedAttention,
+    attend: CachedAttention | CachedDeltaNet,
     ranges: Any,
     tables: RopeTables | None,
     shard: Sharder,
-) -> tuple[jax.Array, KV]:
+) -> tuple[jax.Array, KV | DeltaStates]:
     positions_BC = new.positions_BC(x_BCD.shape[1])
     input_BCD = layer.attention_input(x_BCD, shard=shard)
-    q_BCNH, gate_BCNH = layer.attention.queries(input_BCD, positions_BC, shard=shard, tables=tables)
-    k_BCKH, v_BCKH = layer.attention.keys_values(input_BCD, positions_BC, shard=shard, tables=tables)
-    out_BCNH, cache = attend(q_BCNH, k_BCKH, v_BCKH, cache, index, new, ranges, layer.attention.sinks_N)
+    operands, gate_BCNH = layer.attention.operands(input_BCD, positions_BC, shard=shard, tables=tables)
+    out_BCNH, cache = attend(*operands, cache=cache, layer=index, new=new, ranges=ranges)
     return layer.after_attention(x_BCD, out_BCNH, gate_BCNH, shard=shard).x_BTD, cache

@@ -10,9 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.config import Config
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.generation.cache import KV, CacheLayout, abstract_cache, decode_tokens
-from jaxlc.generation.cached_attention import NewTokens
+from jaxlc.generation.cache import Cache, CacheLayout, abstract_cache, decode_tokens
 from jaxlc.generation.cached_decoder import CachedDecoder
+from jaxlc.generation.new_tokens import NewTokens
 from jaxlc.sharding.rules import is_vector, storage_spec
 
 CHUNK_TOKENS = 2048  # tokens per prefill chunk and context rank
@@ -65,7 +65,7 @@ class CachedStep:
         tokens, cache = numbers(TOKENS_SPEC, batch_size, num_tokens), self.abstract_cache(layout, batch_size)
         return self.jitted(layout).lower(params, cache, tokens, new)
 
-    def abstract_cache(self, layout: CacheLayout, batch_size: int) -> dict[str, tuple[KV, ...]]:
+    def abstract_cache(self, layout: CacheLayout, batch_size: int) -> Cache:
         return abstract_cache(self.config.model, self.mesh, layout, batch_size=batch_size, dtype=self.cache_dtype)
 
     def padded_batch_size(self, num_prompts: int) -> int:
@@ -86,6 +86,8 @@ class CachedStep:
           chunk_tokens: the largest number, unless the smallest chunk is larger; rounded up. 0: `CHUNK_TOKENS` per rank.
         """
         chunk_tokens = min(longest, chunk_tokens or CHUNK_TOKENS * self.mesh.shape[CONTEXT])
+        # A rank receives the inputs of short convolutions from the rank before it only.
+        chunk_tokens = max(chunk_tokens, (self.config.model.delta_conv_taps - 1) * self.mesh.shape[CONTEXT])
         return self.decode_tokens * 2 ** max(1, math.ceil(math.log2(chunk_tokens / self.decode_tokens)))
 
 

@@ -12,8 +12,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.progress_lines import Update, no_progress, progress_lines
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.cache import CacheLayout, empty_cache, layout_for
-from jaxlc.generation.cached_attention import NewTokens
 from jaxlc.generation.cached_step import BATCH_SPEC, TOKENS_SPEC, CachedStep, abstract_params, cast_params
+from jaxlc.generation.new_tokens import NewTokens
 from jaxlc.generation.sampling import Sampling, choose_tokens
 from jaxlc.generation.text_stream import TextStream
 from jaxlc.models import decoder

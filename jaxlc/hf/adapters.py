@@ -16,13 +16,14 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.config.models.families import Family
+from jaxlc.config.trained_params import PROJECTION_PARAMS
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
 from jaxlc.models import decoder, freezing
 from jaxlc.models.frozen_names import frozen_names
-from jaxlc.models.lora import LORA, PROJECTIONS
+from jaxlc.models.lora import LORA
 
 _CONFIG_FILE, _WEIGHTS_FILE, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
@@ -50,7 +51,7 @@ class StackedAdapter:
 
 def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | None:
     """The adapters of the weight with this path; None if it has none."""
-    projection = next((name for name, projection in PROJECTIONS.items() if path.endswith(f"/{projection.param}")), None)
+    projection = next((name for name, param in PROJECTION_PARAMS.items() if path.endswith(f"/{param}")), None)
     adapter = f"{path.rpartition('/')[0]}/{LORA}/{projection}"
     if f"{adapter}/a" not in params.abstract:
         return None
@@ -70,6 +71,11 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
+    if any(layout.num_rows for layout in layouts.values()):
+        raise Unsupported(
+            "unsupported: adapters for peft of gated_delta_net layers, whose queries, keys and values are one module in"
+            " transformers; export without --adapters, which merges them"
+        )
     trained = _trained_layouts(config, layouts)
     if model.tie_embeddings and "embedding" in trained:
         raise Unsupported(
@@ -82,7 +88,7 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
     with TensorWriter(target, shapes, dtype="F32", max_shard_bytes=num_bytes, single_file=_WEIGHTS_FILE) as files:
         for name, array in tensors.items():
             files.write(name, array)
-    params_with_adapters = tuple(f"/{PROJECTIONS[name].param}" for name in config.lora.projections)
+    params_with_adapters = tuple(f"/{PROJECTION_PARAMS[name]}" for name in config.lora.projections)
     targets = {_module(layout) for path, layout in layouts.items() if path.endswith(params_with_adapters)}
     content = dict(
         peft_type="LORA",

@@ -4,8 +4,9 @@ A process reads only the byte ranges of its own shards. Host memory holds those 
 target dtype, and a part of one layer.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.core.counts import count_text
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.safetensors_files import DTYPES, TensorFiles
 from jaxlc.hf.tensor_slices import Layout
@@ -72,21 +74,43 @@ def open_files(
     return files, layouts
 
 
+def left_out(directory: Path, family: Family) -> str:
+    """The tensors in `directory` that `load_params` does not read, for the start report: "" or "; left out: ..."."""
+    names = TensorFiles(directory).tensors
+    counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in family.other_prefixes}
+    texts = [f"{count_text(count, 'tensor')} {prefix}*" for prefix, count in counts.items() if count]
+    return f"; left out: {', '.join(texts)}" if texts else ""
+
+
 def layouts_of(
     family: Family, abstract: Mapping[str, Any], dims: Mapping[str, tuple[str, ...]], model: ModelConfig
 ) -> dict[str, Layout]:
     """The layout of the tensor of each parameter, by the parameter's path, without vocabulary padding."""
-    tensors, layouts = {tensor.param: tensor for tensor in family.tensors}, {}
+    layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of("attention")}
     stacks = {"/".join(path) + "/": layers for path, layers in model.layer_stacks.items()}
     for path, param in abstract.items():
         sizes = tuple(model.vocab_size if dim == _VOCAB else size for dim, size in zip(dims[path], param.shape))
-        stack = next((stack for stack in stacks if path.startswith(stack)), None)
-        if stack is None:
-            layouts[path] = Layout(tensor=tensors[path], shape=sizes)
-        else:
-            tensor = tensors[f"layers/{path.removeprefix(stack)}"]
-            layouts[path] = Layout(tensor=tensor, shape=sizes[1:], layers=stacks[stack])
-    return layouts
+        if not path.startswith(tuple(stacks)):
+            layouts[path] = Layout(tensor=outside[path], shape=sizes)
+    for stack, layers in stacks.items():
+        tensors = family.tensors_of(model.of_kind(model.kinds_of_layers[layers[0]]).mixer)
+        paths = {tensor: stack + tensor.param.removeprefix("layers/") for tensor in tensors}
+        own = {
+            path: Layout(tensor=tensor, shape=tuple(abstract[path].shape[1:]), layers=layers)
+            for tensor, path in paths.items()
+            if path in abstract
+        }
+        layouts |= {path: _part_of_rows(layout, own.values()) for path, layout in own.items()}
+    return {path: layouts[path] for path in abstract}
+
+
+def _part_of_rows(layout: Layout, of_layer: Collection[Layout]) -> Layout:
+    """`layout`, with its place among the parameters of a layer that have the same tensor, in their order."""
+    parts = [other for other in of_layer if other.tensor.name == layout.tensor.name]
+    if len(parts) == 1:
+        return layout
+    rows = [part.part_shape[0] for part in parts]
+    return dataclasses.replace(layout, first_row=sum(rows[: parts.index(layout)]), num_rows=sum(rows))
 
 
 def paths_of(tree: Any) -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,8 @@ class Layout:
     tensor: Tensor
     shape: tuple[int, ...]  # shape of the parameter, for one layer
     layers: Sequence[int] | None = None  # for a stacked parameter: the indices of its layers in the model
+    first_row: int = 0  # of a parameter that is a part of the rows of its tensor
+    num_rows: int = 0  # rows of the tensor; 0: those of the parameter
 
     @property
     def names(self) -> list[str]:
@@ -26,13 +28,20 @@ class Layout:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape in a file: nn.Linear stores [out, in]."""
+        """The shape of the tensor in a file: nn.Linear stores [out, in]."""
+        rows, *others = self.part_shape
+        return self.num_rows or rows, *others
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of the part of the tensor that the parameter is."""
         inputs = self.tensor.num_inputs
         if inputs is None:
             return self.shape
         if inputs == 0:
             return (math.prod(self.shape),)
-        return math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
+        outputs, inputs = math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
+        return (outputs, 1, inputs) if self.tensor.is_convolution else (outputs, inputs)
 
     def stored_slices(self, slices: Sequence[slice]) -> tuple[slice, ...]:
         """The part of the stored tensor that has these slices of the parameter."""
@@ -41,23 +50,24 @@ class Layout:
             return tuple(slices)
         if inputs == 0:
             return (_flat_slice(slices, self.shape),)
-        return (
-            _flat_slice(slices[inputs:], self.shape[inputs:]),
-            _flat_slice(slices[:inputs], self.shape[:inputs]),
-        )
+        rows = _flat_slice(slices[inputs:], self.shape[inputs:])
+        rows = slice(self.first_row + rows.start, self.first_row + rows.stop)
+        columns = _flat_slice(slices[:inputs], self.shape[:inputs])
+        return (rows, slice(0, 1), columns) if self.tensor.is_convolution else (rows, columns)
 
     def from_stored(self, part: np.ndarray, slices: Sequence[slice]) -> np.ndarray:
         """A part that `stored_slices` selects, as a part of the parameter: a view."""
         if self.tensor.num_inputs is None:
             return part
+        part = part[:, 0] if self.tensor.is_convolution else part
         return part.T.reshape([len(range(*piece.indices(size))) for piece, size in zip(slices, self.shape)])
 
     def to_stored(self, param: np.ndarray) -> np.ndarray:
-        """The stored tensor of a whole parameter of one layer."""
+        """The stored tensor, or part of it, of a whole parameter of one layer."""
         if not self.tensor.num_inputs:
-            return param.reshape(self.stored_shape)
-        rows, columns = self.stored_shape
-        return param.reshape(columns, rows).T
+            return param.reshape(self.part_shape)
+        rows, *_, columns = self.part_shape
+        return param.reshape(columns, rows).T.reshape(self.part_shape)
 
 
 def _flat_slice(slices: Sequence[slice], sizes: Sequence[int]) -> slice:

@@ -34,6 +34,7 @@ class TensorWriter:
         """
         self._dtype = DTYPES[dtype]
         self._place: dict[str, tuple[IO[bytes], int, tuple[int, ...]]] = {}
+        self._missing_rows = {name: shape[0] for name, shape in shapes}
         self._files: list[IO[bytes]] = []
         shards = _split([*shapes], self._dtype.itemsize, max_shard_bytes)
         file_of: dict[str, str] = {}
@@ -46,13 +47,16 @@ class TensorWriter:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
             (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
-    def write(self, name: str, array: np.ndarray) -> None:
-        """Writes one tensor, converted to the dtype of the files; each is written once."""
-        file, offset_bytes, shape = self._place.pop(name)
-        assert array.shape == shape, (name, array.shape, shape)
+    def write(self, name: str, array: np.ndarray, first_row: int = 0) -> None:
+        """Writes one tensor, or rows of it from `first_row` on, converted to the dtype of the files; once."""
+        file, offset_bytes, shape = self._place[name]
+        assert array.shape[1:] == shape[1:] and first_row + len(array) <= shape[0], (name, array.shape, shape)
         converted = np.ascontiguousarray(array, self._dtype)
-        file.seek(offset_bytes)
+        file.seek(offset_bytes + first_row * math.prod(shape[1:]) * self._dtype.itemsize)
         file.write(memoryview(converted.reshape(-1).view(np.uint8)))
+        self._missing_rows[name] -= len(array)
+        if not self._missing_rows[name]:
+            del self._missing_rows[name]
 
     def __enter__(self) -> "TensorWriter":
         return self
@@ -60,7 +64,7 @@ class TensorWriter:
     def __exit__(self, error_type: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         for file in self._files:
             file.close()
-        assert error_type is not None or not self._place, f"not written: {sorted(self._place)}"
+        assert error_type is not None or not self._missing_rows, f"not written: {sorted(self._missing_rows)}"
 
     def _create(self, path: Path, shard: Sequence[tuple[str, tuple[int, ...]]], dtype: str) -> None:
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it

@@ -23,11 +23,12 @@ from flax import nnx
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import LAYER_STACKS
+from jaxlc.models.block import matrix
 from jaxlc.models.embedding import lookup
 from jaxlc.models.freezing import join, paths_in_layer
 from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.layer_stack import IsFrozen, LayerContext, run_stack
-from jaxlc.models.layers import DecoderLayer, LayerOutput, matrix
+from jaxlc.models.layers import DecoderLayer, LayerOutput
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.models.norms import RMSNorm
 from jaxlc.sharding.rules import Sharder

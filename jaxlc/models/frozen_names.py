@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxlc.config import Config, to_dict
-from jaxlc.config.trained_params import is_trained
+from jaxlc.config.trained_params import PROJECTION_PARAMS, is_trained
 from jaxlc.config.values import invalid_value
 from jaxlc.core.errors import UserError
-from jaxlc.models.lora import PROJECTIONS, is_adapter
+from jaxlc.models.lora import is_adapter
 
 
 def frozen_names(config: Config, names: Sequence[str]) -> frozenset[str]:
@@ -30,7 +30,7 @@ def frozen_names(config: Config, names: Sequence[str]) -> frozenset[str]:
     if not (trainable or lora.rank):
         raise UserError("config.train.frozen selects all parameters: at least one must be trained")
     for projection in lora.projections if lora.rank else ():
-        name = next((name for name in sorted(trainable) if name.endswith(f"/{PROJECTIONS[projection].param}")), None)
+        name = next((name for name in sorted(trainable) if name.endswith(f"/{PROJECTION_PARAMS[projection]}")), None)
         if name is not None:
             raise UserError(
                 f"config.train.trainable selects {name}, which has an adapter: remove {projection!r} from"

@@ -12,16 +12,17 @@ Names: layers/attention/lora/query/a. Storage follows `sharding.rules`: the dime
 fsdp and context; in a matrix without it, R is.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config.trained_params import PROJECTION_PARAMS
 from jaxlc.core import scopes
+from jaxlc.core.mixers import layer_matrices
+from jaxlc.core.mixers.layer_shape import Matrix
 from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.matmuls import in_use, product
 from jaxlc.sharding.rules import Sharder
@@ -29,42 +30,14 @@ from jaxlc.sharding.rules import Sharder
 LORA = "lora"  # entry of the adapters of a block in the parameter tree
 
 
-@dataclass(frozen=True, kw_only=True)
-class Projection:
-    """A projection of a layer that can have an adapter."""
-
-    param: str  # path of its weight within a layer, such as "attention/wq"
-    inputs: tuple[str, ...]  # names of its dimensions
-    outputs: tuple[str, ...]
-
-
-PROJECTIONS: Mapping[str, Projection] = {
-    "query": Projection(param="attention/wq", inputs=("model",), outputs=("heads", "head_dim")),
-    "key": Projection(param="attention/wk", inputs=("model",), outputs=("kv_heads", "head_dim")),
-    "value": Projection(param="attention/wv", inputs=("model",), outputs=("kv_heads", "head_dim")),
-    "attention_projected": Projection(param="attention/wo", inputs=("heads", "head_dim"), outputs=("model",)),
-    "mlp_gate": Projection(param="mlp/w_gate", inputs=("model",), outputs=("ffn",)),
-    "mlp_up": Projection(param="mlp/w_up", inputs=("model",), outputs=("ffn",)),
-    "mlp_down": Projection(param="mlp/w_down", inputs=("ffn",), outputs=("model",)),
-}
-
-
 class Adapter(nnx.Module):
     """The adapter of one projection. Initially b is 0, and a uniform between +-1/sqrt(inputs), as in peft."""
 
-    def __init__(self, model: ModelConfig, lora: LoraConfig, projection: Projection, keys: InitKeys):
-        sizes = dict(
-            model=model.model_dim,
-            heads=model.num_heads,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.query_dim if projection == PROJECTIONS["query"] else model.head_dim,
-            ffn=model.ffn_dim,
-        )
-        inputs, outputs = ({name: sizes[name] for name in names} for names in (projection.inputs, projection.outputs))
-        rank_a, rank_b = ({_rank_name(names): lora.rank} for names in (projection.inputs, projection.outputs))
-        shape = *inputs.values(), lora.rank
-        bound = math.prod(inputs.values()) ** -0.5
-        a = jax.random.uniform(keys.lora(), shape, minval=-bound, maxval=bound)
+    def __init__(self, lora: LoraConfig, projection: Matrix, keys: InitKeys):
+        inputs, outputs = projection
+        rank_a, rank_b = ({_rank_name(names): lora.rank} for names in projection)
+        bound = projection.num_inputs**-0.5
+        a = jax.random.uniform(keys.lora(), (*inputs.values(), lora.rank), minval=-bound, maxval=bound)
         self.a = nnx.Param(a, dims=(*inputs, *rank_a))
         self.b = nnx.Param(jnp.zeros((lora.rank, *outputs.values())), dims=(*rank_b, *outputs))
         self.scale = lora.scale
@@ -81,7 +54,7 @@ class Adapter(nnx.Module):
         return product(f"{token_dims}R,R{w_dims[len(x_dims) - 2 :]}->{out_dims}", x_BTR, in_use(self.b, shard, x.dtype))
 
 
-def _rank_name(names: Sequence[str]) -> str:
+def _rank_name(names: Collection[str]) -> str:
     """The name of R of a matrix whose other dimensions have these names."""
     return "rank" if "model" in names else "sharded_rank"
 
@@ -90,9 +63,9 @@ class Adapters(nnx.Module):
     """The adapters of a block, by the names of the projections."""
 
     def __init__(self, model: ModelConfig, lora: LoraConfig, names: Sequence[str], keys: InitKeys):
-        self.names = tuple(names)
+        self.names, matrices = tuple(names), layer_matrices(model)
         for name in names:
-            setattr(self, name, Adapter(model, lora, PROJECTIONS[name], keys))
+            setattr(self, name, Adapter(lora, matrices[PROJECTION_PARAMS[name]], keys))
 
     @jax.named_scope(scopes.LORA)
     def add(self, name: str, subscripts: str, out: jax.Array, x: jax.Array, *, shard: Sharder) -> jax.Array:

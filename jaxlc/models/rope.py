@@ -1,8 +1,8 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), accurate at millions of positions.
 
 Layers of kind `full` use `model.rope_theta` with `model.rope_scaling`. Those of kind `sliding` use
-`model.sliding_rope_theta`, without scaling unless `model.sliding_rope_scaling`. Those of kind `nope` have no position
-embedding.
+`model.sliding_rope_theta`, without scaling unless `model.sliding_rope_scaling`. Those of kind `nope` and
+`gated_delta_net` have no position embedding.
 
 In float32 the angle position x frequency has an error of a radian at 2^25 positions. So position = hi x 4096 + lo; the
 cosines and sines of both angles come from small tables computed in float64, and are combined by
@@ -54,7 +54,8 @@ def depends_on_length(model: ModelConfig) -> bool:
 
 
 def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int | None = None) -> RopeTables | None:
-    """Tables for positions 0 <= position < max_tokens of layers of one kind; None without RoPE (`nope`).
+    """Tables for positions 0 <= position < max_tokens of layers of one kind; None without RoPE (`nope`,
+    `gated_delta_net`).
 
     Args:
       kind: as in `model.layer_kinds`.
@@ -62,7 +63,7 @@ def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int
         run, also shorter documents and longer prompts; the length of the text for a model that was loaded from a
         Hugging Face directory. None: max_tokens.
     """
-    if model.attention_of(kind) == "nope":
+    if model.attention_of(kind) in ("nope", "gated_delta_net"):
         return None
     radians, factor = rope_frequencies(model, kind, max_tokens if rope_tokens is None else rope_tokens)
     low = np.arange(min(LOW_TOKENS, max_tokens))

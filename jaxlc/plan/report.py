@@ -172,6 +172,9 @@ def _time(predicted: Prediction) -> Iterator[str]:
         exposed, total = predicted.exposed_host_copy_seconds, predicted.host_copy_seconds
         note = f"exposed: {_median_text(predicted, exposed)}, {predicted.exposed_host_copies:,}"
         yield _text_row("host copies", f"{_median_text(predicted, total)}, {note} of {predicted.host_copies:,} copies")
+    if predicted.recurrence_seconds:
+        share = two_digits(100 * predicted.recurrence_seconds / predicted.step_seconds)
+        yield _text_row("recurrence", f"{share}%, kernels of gated_delta_net layers between their projections")
     yield from _text_rows("by kind", percent_text(predicted.seconds_by_kind, predicted.step_seconds))
     yield from _text_rows("by resource", percent_text(predicted.seconds_by_resource, predicted.step_seconds))
     total = two_digits(100 * predicted.overhead_share)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
 from jaxlc.config import Config, ModelConfig, RuntimeConfig
+from jaxlc.config.schema import TENSOR_NAMES
 from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
 from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
@@ -145,20 +146,25 @@ def _itemsize(config: Config) -> int:
     return 4 if config.precision.compute == "fp32" else 2
 
 
-def _values_per_token(config: Config, model: ModelConfig) -> dict[str, int]:
+def _values_per_token(config: Config, model: ModelConfig) -> dict[str, float]:
     """Values of each named activation of a layer with the sizes of `model`."""
+    both = dict(residual=model.model_dim, attention_projected=model.model_dim)
+    both |= dict(mlp_gate=model.ffn_dim, mlp_up=model.ffn_dim)
+    if model.mixer == "gated_delta_net":
+        keys, values = model.delta_key_heads * model.delta_key_dim, model.delta_value_heads * model.delta_value_dim
+        states = 2 * config.mesh.context * values * model.delta_key_dim * 4 // _itemsize(config)  # float32, 2 per rank
+        delta_states = states / config.data.seq_len
+        own = dict(query=keys + values, key=keys, value=values, attention_out=values, delta_states=delta_states)
+        return dict.fromkeys(TENSOR_NAMES, 0.0) | both | own
     num_key_heads = max(model.num_kv_heads, config.mesh.tensor)  # fewer heads than ranks are repeated
-    return dict(
-        residual=model.model_dim,
+    own = dict(
         query=model.num_heads * model.query_dim,
         key=num_key_heads * model.head_dim,
         value=num_key_heads * model.head_dim,
         attention_out=model.num_heads * model.head_dim,
         attention_lse=model.num_heads * 4 // _itemsize(config),  # float32
-        attention_projected=model.model_dim,
-        mlp_gate=model.ffn_dim,
-        mlp_up=model.ffn_dim,
     )
+    return dict.fromkeys(TENSOR_NAMES, 0.0) | both | own
 
 
 def _prepare_gpu_pool(config: RuntimeConfig, environment: MutableMapping[str, str]) -> str:

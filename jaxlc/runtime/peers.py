@@ -18,6 +18,7 @@ from typing import NoReturn
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.interrupts import end_process
+from jaxlc.core.time_limit import call_within
 from jaxlc.runtime.connection import Connection, Member, Message
 from jaxlc.runtime.rendezvous import Say, gather, join
 
@@ -28,6 +29,7 @@ PEER_LOST_STATUS = 75
 _BROADCAST_SECONDS, _FAILURE_SECONDS = 0.5, 1.5
 _COLLECTIVE_SECONDS = 5.0  # by which a link may report the loss of a process later than a collective fails
 _KEEPALIVE_PROBES = 3
+_HINT_SECONDS = 5.0  # a file system may fail with the other machine
 
 
 class Link:
@@ -57,12 +59,22 @@ class Link:
         self._thread = threading.Thread(target=self._watch, name="jaxlc-peers", daemon=True)
         self._thread.start()
 
-    def close(self, failure: str | None = None) -> None:
-        """Announces the normal end of this process, or its failure, after which the other processes end too."""
+    def close(self, failure: str | None = None, *, lost: str | None = None) -> None:
+        """Announces the normal end of this process, after which the others go on, or why all of them end.
+
+        Args:
+          failure: an error of this process; the others end with status 1.
+          lost: a text about a process that hangs; the others end with PEER_LOST_STATUS.
+        """
         self._is_closed.set()
         self.has_failed = failure is not None
+        message: Message = {"bye": True}
+        if failure is not None:
+            message = {"failed": failure}
+        elif lost is not None:
+            message = {"lost": lost, "status": PEER_LOST_STATUS}
         for connection in self._connections:
-            connection.send(**({"bye": True} if failure is None else {"failed": failure}))
+            connection.send(**message)
 
     def wait_for_loss(self, seconds: float) -> None:
         """Waits for the thread to notice that another process has ended; returns after `seconds` if none has."""
@@ -117,7 +129,7 @@ def connect(config: RuntimeConfig, say: Say) -> None:
 
     me = Member(config.process_id, config.num_processes, socket.gethostname(), jax.__version__)
     connections = gather(config, me, say) if me.process_id == 0 else [join(config, me, say)]
-    _link = Link(me, connections, heartbeat_seconds=config.heartbeat_seconds, on_loss=_end)
+    _link = Link(me, connections, heartbeat_seconds=config.heartbeat_seconds, on_loss=end_run)
     atexit.register(_at_exit)  # before JAX's own handler, which waits for the other processes
 
 
@@ -149,11 +161,16 @@ def exit_process(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _end(text: str, status: int) -> None:
-    try:
-        hint = _restart_hint()
-    except Exception as error:  # such as a file system that fails with the other machine
-        hint = f"start all processes again ({error})"
+def end_run(text: str, status: int = PEER_LOST_STATUS, *, announces: bool = False) -> NoReturn:
+    """Prints why this process ends, and ends it, in a few seconds also if a file system or another process hangs.
+
+    Args:
+      announces: the other processes print `text` and end as well.
+    """
+    if announces and (link := _link) is not None:
+        call_within(_BROADCAST_SECONDS, lambda: link.close(lost=text))
+        time.sleep(_BROADCAST_SECONDS)
+    hint = call_within(_HINT_SECONDS, _restart_hint) or "start all processes again"
     with contextlib.suppress(OSError, ValueError):
         print(f"error: {text}; {hint}", file=sys.stderr, flush=True)
     end_process(status)

@@ -22,6 +22,10 @@ _COLLECTIVE_TIMEOUTS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
+# A year. After a missed heartbeat JAX aborts the process with status 134 and a C++ stack, with recoverable tasks too if
+# process 0 is the silent one, and its callback for this ends with std::bad_cast (measured on JAX 0.10.1 and 0.12.0.1).
+# `peers` detects processes and machines that have ended, and `watchdog` those that hang.
+_NO_HEARTBEAT_SECONDS = 365 * 24 * 3600
 
 
 def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0) -> None:
@@ -50,7 +54,7 @@ def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0) -> None:
                 process_id=config.process_id,
                 cluster_detection_method="deactivate",  # see launcher.py
                 initialization_timeout=config.start_timeout_seconds,
-                heartbeat_timeout_seconds=config.heartbeat_seconds,
+                heartbeat_timeout_seconds=_NO_HEARTBEAT_SECONDS,
             )
     with _without_driver_notes():
         platform = jax.devices()[0].platform

@@ -176,7 +176,8 @@ def memory_settings(config: Config) -> Iterator[Settings]:
             "memory.optimizer": optimizer,
             "memory.parameters": parameters,
         }
-        is_invalid = activations.remat == "none" and parameters == "host"
+        has_delta_net = "gated_delta_net" in config.model.attentions
+        is_invalid = parameters == "host" and (activations.remat == "none" or has_delta_net)
         if is_invalid or num_layers % group or any(tile_problems(unchecked(config, settings))):
             continue
         yield settings

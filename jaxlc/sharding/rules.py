@@ -33,6 +33,8 @@ class ShardingRules:
     norm: Axes = ()  # D or H of a norm's scale: a few kilobytes
     bias: Axes = ()  # H or D of a bias
     sinks: Axes = (TENSOR,)  # N of the attention sinks, one logit per head
+    taps: Axes = ()  # P of the short convolutions of Gated DeltaNet, whose channels are heads
+    decay: Axes = (TENSOR,)  # H of the decay of the states of Gated DeltaNet, two numbers per head
     unsharded: Axes = ()  # any other dimension, of a model that is not ours
 
     residual: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT, TENSOR), ())  # x_BTD between blocks
@@ -45,11 +47,11 @@ RULES = ShardingRules()
 
 
 def is_vector(dims: Axes) -> bool:
-    """Whether a parameter with these dimensions is the scale of a norm, a bias or the attention sinks.
+    """Whether a parameter with these dimensions is the scale of a norm, a bias, the attention sinks or a decay.
 
     They are used in float32, without a cast to the compute dtype, and have no weight decay.
     """
-    return not {"norm", "bias", "sinks"}.isdisjoint(dims)
+    return not {"norm", "bias", "sinks", "decay"}.isdisjoint(dims)
 
 
 def storage_axes(name: str, rules: ShardingRules = RULES) -> Axes:

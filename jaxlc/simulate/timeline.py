@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlc.core.flops import matmul_flops
+from jaxlc.core.scopes import RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.simulate.interval import Interval, time_interval
@@ -61,6 +62,8 @@ class Prediction:
     # "host", "recomputed matrix products" (all FLOPs of products above the model's), and other kernels by their
     # innermost scope, such as "mlp kernels". Largest first.
     overhead_seconds: dict[str, float]
+    # Kernels of gated_delta_net layers between their projections, products included; a part of overhead_seconds.
+    recurrence_seconds: float = 0.0
     step_seconds_interval: tuple[float, float]  # in which the step is expected in 80% of cases, lowest first
 
     @property
@@ -114,6 +117,7 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
         seconds_by_resource=dict(by_resource.most_common()),
         seconds_by_kind=dict(by_kind.most_common()),
         transfer_seconds_by_resource=dict(simulator.transfer_seconds.most_common()),
+        recurrence_seconds=sum(simulator.other_seconds[scope] for scope in RECURRENCE),
         overhead_seconds=dict(_overhead(simulator, model).most_common()),
         step_seconds_interval=(low * simulator.now, high * simulator.now),
     )
@@ -126,11 +130,11 @@ def _overhead(simulator: "Simulator", model: TimeModel) -> Counter[str]:
     )
     for scope, seconds in simulator.other_seconds.items():
         overhead[f"{scope} kernels" if scope else "kernels without a scope"] += seconds
-    product_seconds = sum(seconds for (kind, _), seconds in simulator.seconds.items() if kind == PRODUCTS)
-    if product_seconds:
+    if simulator.product_seconds:
         config = model.config
         own_flops = matmul_flops(config.model, config.tokens_per_step) / model.gpus.num_gpus
-        overhead["recomputed matrix products"] = product_seconds * max(0, 1 - own_flops / simulator.product_flops)
+        recomputed = max(0, 1 - own_flops / simulator.product_flops)
+        overhead["recomputed matrix products"] = simulator.product_seconds * recomputed
     return overhead
 
 
@@ -154,8 +158,8 @@ class Simulator:
         self.timed_ops = timed_ops
         self.now = 0.0
         self.flops = 0.0  # attention and matrix products
-        self.product_flops = 0.0  # matrix products
-        self.other_seconds: Counter[str] = Counter()  # other kernels, by scope
+        self.product_flops = self.product_seconds = 0.0  # matrix products outside of the recurrence
+        self.other_seconds: Counter[str] = Counter()  # other kernels, those of the recurrence included, by scope
         self.seconds: Counter[tuple[str, str]] = Counter()  # by kind and resource; they add up to `now`
         self.transfer_seconds: Counter[str] = Counter()  # by resource, each transfer alone on its link
         self.num_transfers: Counter[str] = Counter()  # by resource
@@ -195,9 +199,10 @@ class Simulator:
         self._record(KERNELS, kernel.kind, self.now, self.now + seconds)
         self.seconds[kernel.kind, kernel.resource] += kernel.seconds
         self.flops += kernel.flops
-        if kernel.kind == PRODUCTS:
+        if kernel.kind == PRODUCTS and kernel.scope not in RECURRENCE:
             self.product_flops += kernel.flops
-        elif kernel.kind == OTHER_KERNELS:
+            self.product_seconds += kernel.seconds
+        elif kernel.kind in (PRODUCTS, OTHER_KERNELS):
             self.other_seconds[kernel.scope] += kernel.seconds
         self._advance(seconds)
 
@@ -225,6 +230,7 @@ class Simulator:
         self._advance(times * single_run.now)
         self.flops += times * single_run.flops
         self.product_flops += times * single_run.product_flops
+        self.product_seconds += times * single_run.product_seconds
         for name in ("seconds", "other_seconds", "transfer_seconds", "num_transfers", "num_exposed"):
             totals = getattr(self, name)
             for key, value in getattr(single_run, name).items():

@@ -12,7 +12,7 @@ from jaxlc.step import mixed_precision
 
 
 def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelection]:
-    """The kernel of each kind of layers of `config` on `mesh`, and why it was selected.
+    """The kernel of each kind of layers with attention of `config` on `mesh`, and why it was selected.
 
     Raises:
       UserError: the kernel that the config names does not support a kind.
@@ -23,6 +23,8 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
     kernels = {}
     for kind in dict.fromkeys(model.layer_kinds):
         own, window = model.of_kind(kind), model.window_of(kind)
+        if own.mixer != "attention":
+            continue
         kernels[kind] = choose(
             head_dim=own.head_dim,
             window=window,
@@ -33,8 +35,11 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
 
 
 def by_kind(texts: Mapping[str, str]) -> Iterator[str]:
-    """Yields the texts of the kinds of layers with their names; if they are equal, the text alone."""
-    if len(set(texts.values())) == 1:
+    """Yields the texts of the kinds of layers with their names; if they are equal, the text alone; if there are none,
+    "none"."""
+    if not texts:
+        yield "none"
+    elif len(set(texts.values())) == 1:
         yield next(iter(texts.values()))
     else:
         yield from (f"{kind}: {text}" for kind, text in texts.items())

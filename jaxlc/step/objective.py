@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxlc import attention
+from jaxlc.attention.delta_rule.sharded_delta_net import ShardedDeltaNet
 from jaxlc.attention.strategies.sharded_attention import ShardedAttention
 from jaxlc.attention.tiles.query_tiles import TiledAttention
 from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
@@ -211,9 +212,11 @@ class Objective:
         model = self.config.model.of_kind(kind)
         return jax.ShapeDtypeStruct((*shape, model.num_heads, model.head_dim), self._compute_dtype)
 
-    def _attention(self, kind: str) -> ShardedAttention | TiledAttention:
+    def _attention(self, kind: str) -> ShardedAttention | TiledAttention | ShardedDeltaNet:
         """The attention of layers of this kind; by tiles if memory.tile_tokens is set."""
         model, settings = self.config.model, self.config.attention
+        if model.of_kind(kind).mixer == "gated_delta_net":
+            return ShardedDeltaNet(self.mesh)
         window = model.window_of(kind)
         if self._num_tiles:
             num_kv_heads = model.of_kind(kind).num_kv_heads
@@ -229,7 +232,9 @@ class Objective:
             shared_prefixes=settings.shared_prefixes,
         )
 
-    def _run_layer(self, attend: ShardedAttention | TiledAttention, tables: RopeTables | None) -> RunLayer:
+    def _run_layer(
+        self, attend: ShardedAttention | TiledAttention | ShardedDeltaNet, tables: RopeTables | None
+    ) -> RunLayer:
         """A decoder layer with its attention and RoPE bound."""
         if isinstance(attend, TiledAttention):
             return functools.partial(
@@ -238,4 +243,10 @@ class Objective:
                 saves_attention=saves_attention(self._memory),
                 tables=tables,
             )
-        return functools.partial(layers.run_layer, attend=lambda *operands: attend(*operands)[0], tables=tables)
+        if isinstance(attend, ShardedDeltaNet):
+            return functools.partial(layers.run_layer, attend=attend, tables=tables)
+
+        def attend_masked(q_BTNH, k_BTKH, v_BTKH, sinks_N, *, ranges):
+            return attend(q_BTNH, k_BTKH, v_BTKH, ranges, sinks_N)[0]
+
+        return functools.partial(layers.run_layer, attend=attend_masked, tables=tables)

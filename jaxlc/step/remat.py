@@ -1,7 +1,7 @@
 """Rematerialization: which activations are saved, offloaded to host memory, or recomputed (`jax.checkpoint`).
 
-Activations are named where they are computed: `attention_out` and `attention_lse` in attention/strategies/, the rest in
-models/layers.py (`config.schema.TENSOR_NAMES`).
+Activations (`config.schema.TENSOR_NAMES`) are named where they are computed: `attention_out` and `attention_lse` in
+attention/strategies/, `delta_states` in attention/delta_rule/, the rest in models/.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from jaxlc.config import MemoryConfig
 _SAVED_BY = {
     "full": (),  # only the layer input
     # Attention is the most expensive part to recompute, and its output is one of the smallest activations.
-    "attention": ("attention_out", "attention_lse"),
+    "attention": ("attention_out", "attention_lse", "delta_states"),
     # Also all matrix products with weights (`_checkpoint`): only cheap operations are recomputed.
-    "matmuls": ("attention_out", "attention_lse"),
+    "matmuls": ("attention_out", "attention_lse", "delta_states"),
 }
 _GROUP_INPUT = "residual"
 

@@ -107,7 +107,7 @@ def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list
     lines = describe(
         attention_collectives,
         strategy=step.config.attention.strategy,
-        num_layers=model.num_layers,
+        num_layers=sum(model.of_kind(kind).mixer == "attention" for kind in model.kinds_of_layers),
         num_sliding=sum(model.window_of(kind) is not None for kind in model.kinds_of_layers),
     )
     return lines + check(step, attention_collectives)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlc.core.errors import UserError
+from jaxlc.runtime import watchdog
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -86,6 +87,7 @@ class Callbacks:
             if method is None:
                 continue
             try:
-                method(*arguments)
+                with watchdog.phase("callback", repeats=False):
+                    method(*arguments)
             except StopTraining:
                 self.stop_requested = True

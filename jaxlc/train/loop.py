@@ -15,6 +15,7 @@ from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
+from jaxlc.runtime import watchdog
 from jaxlc.runtime.memory_pools import explained, pooled_host_bytes
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
@@ -23,6 +24,7 @@ from jaxlc.step.loss import TokenLoss
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.step.verify_compiled import check_kernels, verify_compiled_step
 from jaxlc.train.actions import Position, Stop, run_due
+from jaxlc.train.barrier import wait_for_processes
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
 from jaxlc.train.preemption import PreemptionGuard
 from jaxlc.train.prepared_stages import (
@@ -91,7 +93,6 @@ def run(
             PreparedStage(**vars(stage), step=step, data=data) for stage, step, data in zip(stages, steps, data)
         ]
         progress.log("\n".join(start_lines(prepared, lines)))
-
         checkpoints = Checkpoints(
             path / CHECKPOINTS_DIRECTORY,
             keep=first.train.keep_checkpoints,
@@ -100,7 +101,8 @@ def run(
             finite_params=model is None,
         )
         outputs = Outputs(workdir=path, progress=progress, checkpoints=checkpoints, callbacks=callbacks)
-        result = _run_stages(prepared, outputs)
+        with watchdog.watching(first.runtime, path):
+            result = _run_stages(prepared, outputs)
         if result.exit_status:
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
     callbacks("on_end", result)
@@ -149,12 +151,16 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     actions, position = run.actions, start
     position = run_due(actions if start.step == 0 else [x for x in actions if x.at_resume], position)
     reports = StepReports(run, start.step)
+    has_deadline = stage.config.rollouts.source != "files"  # another program may take any time to write them
     with (
         PreemptionGuard(stage.data.stop_waiting) as guard,
+        watchdog.steps(start.step),
         contextlib.closing(stage.data.batches(stage.step, start.next_sequence, stage.end_step - start.step)) as stream,
         StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):
-        for step, (arrays, is_last) in enumerate(stream, start.step + 1):
+        batches = watchdog.phases("data" if has_deadline else "rollouts", stream, repeats=has_deadline)
+        for step, (arrays, is_last) in enumerate(batches, start.step + 1):
+            watchdog.dispatched(step)
             state, metrics = profiled_step(step, position.state, Batch(**arrays))
             position = Position(state=state, step=step, next_sequence=position.next_sequence + batch_size)
             reports.pending.add(step, metrics)
@@ -192,8 +198,9 @@ def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:
     """The compiled step; its attention kernel, its transport and its use of host memory are checked."""
     if (line := check_kernels(step)) is not None:
         progress.log(line)
-    with progress.compiling("the training step"):
+    with watchdog.phase("compilation", repeats=False), progress.compiling("the training step"):
         compiled = step.compile()
     for line in verify_compiled_step(step, compiled):
         progress.log(line)
+    wait_for_processes("step compiled")
     return compiled

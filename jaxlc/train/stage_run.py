@@ -11,7 +11,8 @@ from jaxlc.checkpoints.base_model import base_meta, checkpoint_part
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError
-from jaxlc.train.actions import Action, Position, Stop
+from jaxlc.runtime import watchdog
+from jaxlc.train.actions import Action, Position, Stop, TrainingStopped
 from jaxlc.train.evaluation.held_out import Evaluation
 from jaxlc.train.prepared_stages import Outputs, PreparedStage, num_tokens_until
 from jaxlc.train.reports.final_report import write_report
@@ -51,7 +52,7 @@ class StageRun(Outputs):
         """Exports the checkpoint of the step for the program that makes the rollouts, and calls its command."""
         self.checkpoints.wait()
         if jax.process_index() == 0:
-            with self.progress.spinner("exporting"):
+            with watchdog.phase("export", repeats=False), self.progress.spinner("exporting"):
                 export_for_rollouts(self.workdir, position.step, self.stage.config)
         return position
 
@@ -59,7 +60,7 @@ class StageRun(Outputs):
         """Makes the rollouts of the next step, if the policy makes them; otherwise training waits for their file."""
         maker, sequences, step = self.stage.rollout_maker, self.stage.data.train, position.step + 1
         if maker is not None and step <= self.stage.end_step:
-            with self.progress.spinner("making rollouts"):
+            with watchdog.phase("generation"), self.progress.spinner("making rollouts"):
                 maker(position.state.params, step, sequences.path(step))
         sequences.need(step)
         return position
@@ -68,7 +69,7 @@ class StageRun(Outputs):
         """Computes the held-out loss and writes it to metrics.jsonl, if there are held-out sequences."""
         if self.stage.evaluator is None:
             return position
-        with self.progress.progress_bar("evaluating") as update:
+        with watchdog.phase("evaluation"), self.progress.progress_bar("evaluating") as update:
             evaluation = self.stage.evaluator(position.state.params, update)
         self.metrics.write(step=position.step, eval_loss=evaluation.loss)
         self.callbacks("on_evaluation", position.step, evaluation)
@@ -78,7 +79,7 @@ class StageRun(Outputs):
         """Computes the scores of config.evals and writes them to metrics.jsonl, if there are tasks."""
         if self.stage.scorer is None:
             return position
-        with self.progress.spinner("evaluating tasks"):
+        with watchdog.phase("scores"), self.progress.spinner("evaluating tasks"):
             scores = self.stage.scorer(position.state.params, position.step, self.workdir, self.progress.log)
         for score in scores:
             name = f"scores/{score.name}"
@@ -87,8 +88,17 @@ class StageRun(Outputs):
         return replace(position, scores={score.name: score.score for score in scores})
 
     def save(self, position: Position) -> Position:
-        """Saves a checkpoint, which is written in the background."""
+        """Saves a checkpoint, which is written in the background.
+
+        Raises:
+          TrainingStopped: the directory of checkpoints has disappeared; a save would wait for the other processes.
+        """
         stage, evaluation = self.stage, position.evaluation
+        if not (directory := self.workdir / CHECKPOINTS_DIRECTORY).is_dir():
+            raise TrainingStopped(
+                f"the directory {directory} has disappeared, so step {position.step} is not saved; put it back, then"
+                " run the same command again to resume"
+            )
         meta = dict(
             step=position.step,
             next_row=position.next_sequence,  # the stored name is part of the checkpoint format
@@ -99,8 +109,9 @@ class StageRun(Outputs):
             scores={name: score for name, score in position.scores.items() if math.isfinite(score)},
             **base_meta(stage.step, position.state.params),
         )
-        self.checkpoints.save(position.step, checkpoint_part(stage.step, position.state), meta)
-        self.callbacks("on_checkpoint", position.step, self.workdir / CHECKPOINTS_DIRECTORY / str(position.step))
+        with watchdog.phase("checkpoint"):
+            self.checkpoints.save(position.step, checkpoint_part(stage.step, position.state), meta)
+        self.callbacks("on_checkpoint", position.step, directory / str(position.step))
         return position
 
     def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:

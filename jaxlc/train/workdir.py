@@ -1,19 +1,18 @@
 """The directory of a run, which one run at a time writes to."""
 
 import contextlib
-import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps, quiet_full_disk
 from jaxlc.core.errors import UserError
 from jaxlc.core.lock import LockHeld, locked
 from jaxlc.core.paths import local_path
 from jaxlc.core.write_errors import full_disk_explained, make_writable, write_errors_explained
+from jaxlc.train.barrier import wait_for_processes
 from jaxlc.train.reports.metrics import METRICS_FILE
 
 LOCK_FILE = "run.lock"
@@ -21,7 +20,6 @@ LOCK_FILE = "run.lock"
 # has lost its power for 90 s.
 LOCK_SECONDS = 100.0
 _BARRIER_SECONDS = 300  # by which a process may reach a barrier later than the others
-_num_barriers = itertools.count()  # each barrier needs its own name
 
 
 @contextlib.contextmanager
@@ -42,12 +40,7 @@ def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Pa
         stack.enter_context(full_disk_explained(path, lambda: _kept(path)))
         if jax.process_index() == 0:
             stack.enter_context(_locked(path, log))
-        # Not jax.experimental.multihost_utils: its barrier is a collective of devices, which has its own timeout.
-        ocp.multihost.sync_global_processes(
-            f"workdir locked {next(_num_barriers)}",
-            processes=set(range(jax.process_count())),
-            timeout=int(LOCK_SECONDS) + _BARRIER_SECONDS,
-        )
+        wait_for_processes("workdir locked", int(LOCK_SECONDS) + _BARRIER_SECONDS)
         yield path
 
 

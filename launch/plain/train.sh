@@ -8,6 +8,9 @@
 # Start one process per GPU, or one per machine: jaxlc divides the GPUs evenly. FIRST_HOST is the name or address of
 # machine 0 that all machines reach. The variable PORT sets the port, 9753 by default. SIGTERM and Ctrl-C are passed on
 # to all processes of the machine.
+#
+# If processes end because one of them hung or was lost, all are started again, at most MAX_RESTARTS (20) times; not
+# after an error (docs/clusters.md).
 
 set -uo pipefail
 
@@ -22,20 +25,36 @@ export JAX_COORDINATOR_ADDRESS="$first_host:${PORT:-9753}"
 export JAX_NUM_PROCESSES=$((num_machines * num_local))
 export JAX_NUM_LOCAL_PROCESSES=$num_local
 
-pids=()
-for ((local_id = 0; local_id < num_local; local_id++)); do
-    JAX_LOCAL_PROCESS_ID=$local_id JAX_PROCESS_ID=$((machine * num_local + local_id)) "$@" &
-    pids+=($!)
-done
-trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
+pids=() is_stopped=false
+trap 'is_stopped=true; kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
 
-status=0
-for pid in "${pids[@]}"; do
-    while true; do # a signal interrupts `wait`
-        wait "$pid"
-        code=$?
-        kill -0 "$pid" 2>/dev/null || break
+# Starts the processes and waits for them: `status` is the largest status, `is_temporary` whether a restart may help.
+run_once() {
+    local local_id pid code
+    pids=() status=0 is_temporary=true
+    for ((local_id = 0; local_id < num_local; local_id++)); do
+        JAX_LOCAL_PROCESS_ID=$local_id JAX_PROCESS_ID=$((machine * num_local + local_id)) "$@" &
+        pids+=($!)
     done
-    ((code > status)) && status=$code
+    for pid in "${pids[@]}"; do
+        while true; do # a signal interrupts `wait`
+            wait "$pid"
+            code=$?
+            kill -0 "$pid" 2>/dev/null || break
+        done
+        case "$code" in
+        0 | 75 | 134 | 137 | 142 | 143) ;;
+        *) is_temporary=false ;;
+        esac
+        ((code > status)) && status=$code
+    done
+}
+
+for ((restart = 1; ; restart++)); do
+    $is_stopped || run_once "$@"
+    if ((status == 0 || restart > ${MAX_RESTARTS:-20})) || $is_stopped || ! $is_temporary; then
+        exit "$status"
+    fi
+    echo "the processes of machine $machine ended with status $status: restart $restart" >&2
+    sleep "${RESTART_SECONDS:-10}"
 done
-exit "$status"

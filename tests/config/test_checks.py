@@ -110,6 +110,8 @@ def test_check_contradiction_names_both_values(section, values, words):
 
 
 FP8 = dict(compute="fp8")
+DELTA_NET = dict(layer_kinds=("gated_delta_net", "full"), delta_key_heads=2, delta_value_heads=4, delta_key_dim=8)
+DELTA_NET |= dict(delta_value_dim=8, delta_conv_taps=4)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,17 @@ FP8 = dict(compute="fp8")
         (dict(train=dict(checkpoint_frozen=False)), "since no parameter is frozen"),
         (dict(precision=dict(frozen="fp32")), "since no parameter is frozen"),
         (dict(attention=dict(ulysses_degree=2)), "is for strategy 'hybrid'"),
+        (dict(model=dict(layer_kinds=("gated_delta_net",))), "--config.model.delta_key_heads=16"),
+        (dict(model=DELTA_NET | dict(delta_value_heads=3)), "is not a multiple of delta_key_heads=2"),
+        (dict(model=DELTA_NET | dict(delta_conv_taps=4000)), "the parts of a sequence have 2048"),
+        (
+            dict(model=DELTA_NET | dict(kinds=dict(gated_delta_net=dict(num_heads=2)))),
+            "has no effect in gated_delta_net",
+        ),
+        (dict(model=DELTA_NET, mesh=dict(tensor=4)), "delta_key_heads=2 is not divisible by config.mesh.tensor=4"),
+        (dict(model=DELTA_NET, memory=TILES), "unsupported: config.memory.tile_tokens=512 with gated_delta_net"),
+        (dict(model=DELTA_NET, memory=dict(parameters="host")), "memory.parameters='host' with gated_delta_net"),
+        (dict(model=DELTA_NET, attention=dict(shared_prefixes=True)), "shared_prefixes=True with gated_delta_net"),
     ],
 )
 def test_check_contradiction_between_sections_raises(sections, words):

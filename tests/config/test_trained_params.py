@@ -6,7 +6,7 @@ import pytest
 from jaxlc.config.trained_params import num_adapter_params, num_frozen_params
 from jaxlc.models import freezing
 from jaxlc.models.lora import is_adapter
-from tests.step.synthetic import MIXED_KINDS, small_config, small_step
+from tests.step.synthetic import HYBRID, MIXED_KINDS, small_config, small_step
 
 CASES = {
     "lora": dict(lora=dict(rank=3, projections=("query", "value", "attention_projected", "mlp_down"))),
@@ -16,6 +16,7 @@ CASES = {
         model=MIXED_KINDS | dict(num_layers=7),
         train=dict(trainable=("layers/wide/mlp/*",)),
     ),
+    "lora, delta net": dict(lora=dict(rank=3), model=HYBRID | dict(num_layers=3)),
     "no lora": dict(train=dict(frozen=("embedding", "*/w_up", "*norm*"))),
     "all trained": {},
 }
@@ -28,7 +29,9 @@ def test_parameter_counts_equal_those_of_tree(case):
     params = step.abstract_state.params
     adapters = frozenset(name for name in freezing.names_of(step.dims) if is_adapter(name))
     assert num_adapter_params(config.model, config.lora) == _count(freezing.split(params, adapters)[1])
-    matrices = frozenset(name for name in step.frozen if "norm" not in name)
+    matrices = frozenset(
+        name for name in step.frozen if "norm" not in name and "decay" not in name and "conv" not in name
+    )
     assert num_frozen_params(config.model, config.lora, config.train) == _count(freezing.split(params, matrices)[1])
 
 

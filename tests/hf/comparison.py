@@ -109,7 +109,10 @@ def by_names_in_files(step, params) -> dict[str, np.ndarray]:
         layout = layouts[path]
         array = np.asarray(param)[tuple(slice(size) for size in abstract[path].shape)]  # without vocabulary padding
         arrays = array if layout.layers is not None else [array]
-        by_name |= {name: layout.to_stored(x) for name, x in zip(layout.names, arrays, strict=True)}
+        for name, x in zip(layout.names, arrays, strict=True):
+            part = layout.to_stored(x)  # several parameters may be rows of one tensor
+            tensor = by_name.setdefault(name, np.zeros(layout.stored_shape, part.dtype))
+            tensor[layout.first_row : layout.first_row + len(part)] = part
     return by_name
 
 

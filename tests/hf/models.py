@@ -4,6 +4,7 @@ Weights are large enough that logits have a standard deviation above 1 and that 
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +41,7 @@ LLAMA3_ROPE = dict(
 )
 YARN_ROPE = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0)
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 # gpt-oss with a dense feed-forward block in place of its experts; tests/hf/reference.py replaces those of transformers.
 # tests/hf/conftest.py adds it to FAMILIES.
 DENSE_GPT_OSS = Family(
@@ -147,6 +148,34 @@ CASES: dict[str, Case] = {
         biases="qkvo",
         qk_norm="head",
         has_gate=True,
+    ),
+    "qwen3_5_hybrid": Case(
+        config=_config(
+            "qwen3_5_text",
+            "Qwen3_5ForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=70000.0,
+                partial_rotary_factor=0.25,
+                mrope_section=[1, 1, 0],
+                mrope_interleaved=True,
+            ),
+            attention_bias=False,
+            layer_types=[LINEAR, LINEAR, FULL],
+            full_attention_interval=3,
+            attn_output_gate=True,
+            mamba_ssm_dtype="float32",
+            mtp_num_hidden_layers=1,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=4,
+        ),
+        qk_norm="head",
+        has_gate=True,
+        group_layers=3,
     ),
     "gpt_oss": Case(
         config=_config(
@@ -259,19 +288,46 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         heads = (1, 1) if CASES[case].qk_norm == "head" else (N, K)
         layer_shapes |= {f"self_attn.{x}_norm.weight": (n * H,) for x, n in zip("qk", heads)}
     for layer in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+        is_linear = config.get("layer_types", [FULL] * (layer + 1))[layer] == LINEAR
+        own_shapes = _with_delta_net(layer_shapes, config) if is_linear else layer_shapes
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
     center = (
         -1 if config["model_type"] in ("gemma3_text", "qwen3_5_text") else 0
     )  # the factor of a norm is 1 + its weight
-    return {name: (_draw(rng, name, shape) + center * ("norm" in name)).astype(dtype) for name, shape in shapes.items()}
+    centered = {name for name in shapes if "norm" in name and "linear_attn" not in name}
+    return {
+        name: (_draw(rng, name, shape) + center * (name in centered)).astype(dtype) for name, shape in shapes.items()
+    }
+
+
+def _with_delta_net(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer with Gated DeltaNet in place of attention."""
+    D, heads = config["hidden_size"], config["linear_num_value_heads"]
+    values = heads * config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    shapes = {
+        "in_proj_qkv.weight": (channels, D),
+        "in_proj_z.weight": (values, D),
+        "in_proj_b.weight": (heads, D),
+        "in_proj_a.weight": (heads, D),
+        "conv1d.weight": (channels, 1, config["linear_conv_kernel_dim"]),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (config["linear_value_head_dim"],),
+        "out_proj.weight": (D, values),
+    }
+    others = {name: shape for name, shape in layer_shapes.items() if not name.startswith("self_attn")}
+    return others | {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if name.endswith((".bias", ".sinks")):
         return rng.standard_normal(shape)
+    if name.endswith(("A_log", "dt_bias")):
+        return rng.uniform(-3, 0, shape)  # states that remember some tens of tokens
     if len(shape) == 1:
         return rng.uniform(0.5, 2, shape)
-    return rng.standard_normal(shape) * 1.5 / shape[1] ** 0.5
+    return rng.standard_normal(shape) * 1.5 / math.prod(shape[1:]) ** 0.5
 
 
 def write_model(directory: Path, case: str, *, num_files: int = 2, dtype=ml_dtypes.bfloat16, **changes) -> Path:

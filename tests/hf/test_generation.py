@@ -16,7 +16,7 @@ from tests.hf.comparison import MESHES, config_of, needs_transformers, relative_
 from tests.hf.models import CASES, write_model, write_tokenizer
 
 pytestmark = needs_transformers
-PROMPT_TOKENS, NEW_TOKENS = 90, 24
+PROMPT_TOKENS, NEW_TOKENS = (90, 7), 24  # a batch of unequal lengths
 MIN_GAP = 1e-4  # between the two largest logits: the next token of a smaller gap depends on rounding
 
 
@@ -28,10 +28,11 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def references(models, tmp_path_factory):
-    prompt = tokens_of(PROMPT_TOKENS)[0].tolist()
+    prompt = tokens_of(PROMPT_TOKENS[0])[0].tolist()
     jobs = {
-        case: dict(job="generate", directory=str(directory), prompt=prompt, num_tokens=NEW_TOKENS)
+        (case, length): dict(job="generate", directory=str(directory), prompt=prompt[:length], num_tokens=NEW_TOKENS)
         for case, directory in models.items()
+        for length in PROMPT_TOKENS
     }
     return run_jobs(tmp_path_factory.mktemp("references"), jobs)
 
@@ -43,13 +44,13 @@ def test_greedy_tokens_equal_transformers(case, mesh, models, references):
     step = step_of(models[case], 128, MESHES[mesh])
     params, _ = load_pretrained(step)
     generator = Generator(step, params, ByteTokenizer())
-    prompt = tokens_of(PROMPT_TOKENS)[0]
-    prompts = [prompt, prompt[:7]]  # a batch of unequal lengths
-    generation, _ = generator(prompts, max_tokens=NEW_TOKENS, chunk_tokens=32)
-    expected, gaps = references[case]["tokens"][PROMPT_TOKENS:], references[case]["gaps"]
-    num_compared = int(np.argmax(gaps < MIN_GAP)) if (gaps < MIN_GAP).any() else NEW_TOKENS
-    assert num_compared >= NEW_TOKENS // 2, gaps
-    np.testing.assert_array_equal(generation.tokens[:num_compared], expected[:num_compared])
+    prompt = tokens_of(PROMPT_TOKENS[0])[0]
+    generations = generator([prompt[:length] for length in PROMPT_TOKENS], max_tokens=NEW_TOKENS, chunk_tokens=32)
+    for generation, length in zip(generations, PROMPT_TOKENS, strict=True):
+        expected, gaps = references[case, length]["tokens"][length:], references[case, length]["gaps"]
+        num_compared = int(np.argmax(gaps < MIN_GAP)) if (gaps < MIN_GAP).any() else NEW_TOKENS
+        assert num_compared >= NEW_TOKENS // 2, gaps
+        np.testing.assert_array_equal(generation.tokens[:num_compared], expected[:num_compared])
 
 
 LENGTHS = (40, 64, 100, 165, 240)

@@ -35,7 +35,7 @@ from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import lacks_host_memory
 from jaxlc.step.step import build_step
-from tests.hf.models import CASES, FULL, SLIDING, tensors_of, write_model, write_tensors
+from tests.hf.models import CASES, FULL, LINEAR, SLIDING, tensors_of, write_model, write_tensors
 
 
 def config_of(directory, **settings):
@@ -78,16 +78,50 @@ def expected_params(name, tensors=None):
         conversions |= {
             f"attention/{x}_norm/scale": (f"self_attn.{x}_norm.weight", lambda x: x.reshape(shape)) for x in "qk"
         }
+    kinds = [LINEAR if kind == LINEAR else FULL for kind in config.get("layer_types", [FULL] * L)]
+    by_kind = {FULL: conversions}
+    if LINEAR in kinds:
+        others = {path: value for path, value in conversions.items() if not path.startswith("attention/")}
+        by_kind[LINEAR] = others | delta_net_conversions(config)
+    stacks = {FULL: "full/", LINEAR: "gated_delta_net/"} if LINEAR in kinds else {FULL: ""}
     last = L % case.group_layers
     params = {"embedding": tensors["model.embed_tokens.weight"], "final_norm/scale": tensors["model.norm.weight"]}
     if not config["tie_word_embeddings"]:
         params["head"] = tensors["lm_head.weight"].T
-    for path, (name, convert) in conversions.items():
-        converted = [convert(tensors[f"model.layers.{i}.{name}"]) for i in range(L)]
-        params[f"layers/{path}"] = np.stack(converted[: L - last])
-        if last:
-            params[f"last_layers/{path}"] = np.stack(converted[L - last :])
+    for kind, stack in stacks.items():
+        for path, (name, convert) in by_kind[kind].items():
+            converted = {i: convert(tensors[f"model.layers.{i}.{name}"]) for i in range(L) if kinds[i] == kind}
+            params[f"layers/{stack}{path}"] = np.stack([x for i, x in converted.items() if i < L - last])
+            if last:
+                params[f"last_layers/{stack}{path}"] = np.stack([x for i, x in converted.items() if i >= L - last])
     return {path: value.astype(np.float32) for path, value in params.items()}
+
+
+def delta_net_conversions(config):
+    """As `conversions` in `expected_params`, of a layer with Gated DeltaNet."""
+    G, K, H, V = (
+        config[f"linear_{name}"] for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+    )
+    rows = dict(q=(slice(0, G * K), (G, K)), k=(slice(G * K, 2 * G * K), (G, K)), v=(slice(2 * G * K, None), (H, V)))
+    conversions = {
+        "attention/wz": ("in_proj_z.weight", lambda x: x.T.reshape(-1, H, V)),
+        "attention/wb": ("in_proj_b.weight", np.transpose),
+        "attention/wa": ("in_proj_a.weight", np.transpose),
+        "attention/wo": ("out_proj.weight", lambda x: x.T.reshape(H, V, -1)),
+        "attention/log_decay": ("A_log", np.asarray),
+        "attention/decay_bias": ("dt_bias", np.asarray),
+        "attention/out_norm/scale": ("norm.weight", np.asarray),
+    }
+    for x, (part, shape) in rows.items():
+        conversions[f"attention/w{x}"] = (
+            "in_proj_qkv.weight",
+            lambda x, part=part, shape=shape: x[part].T.reshape(-1, *shape),
+        )
+        conversions[f"attention/conv_{x}"] = (
+            "conv1d.weight",
+            lambda x, part=part, shape=shape: x[part, 0].T.reshape(-1, *shape),
+        )
+    return {path: (f"linear_attn.{name}", convert) for path, (name, convert) in conversions.items()}
 
 
 def test_cases_contain_every_family():
@@ -111,17 +145,27 @@ def test_load_on_a_mesh_equals_the_files(case, tmp_path):
         np.testing.assert_array_equal(array, value, err_msg=path)
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_load_of_a_model_with_images_reads_its_language_model(prefix, tmp_path):
-    directory = write_model(tmp_path / "model", "gemma3")
-    images = {"vision_tower.embeddings": np.zeros(3, np.float32)}
-    rewrite(directory, lambda x: {name.replace("model.", prefix, 1): value for name, value in x.items()} | images)
-    text = dict(CASES["gemma3"].config)
-    content = dict(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"])
-    content["torch_dtype"] = text.pop("torch_dtype")
+@pytest.mark.parametrize(
+    ("case", "architecture", "prefix", "other"),
+    [
+        ("gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", "vision_tower."),
+        ("gemma3", "Gemma3ForConditionalGeneration", "model.language_model.", "vision_tower."),
+        ("qwen3_5_hybrid", "Qwen3_5ForConditionalGeneration", "model.language_model.", "model.visual."),
+        ("qwen3_5_hybrid", "Qwen3_5ForConditionalGeneration", "model.language_model.", "mtp."),
+    ],
+)
+def test_load_of_a_model_with_images_reads_its_language_model(case, architecture, prefix, other, tmp_path):
+    directory = write_model(tmp_path / "model", case)
+    others = {f"{other}a": np.zeros(3, np.float32)}
+    rewrite(directory, lambda x: {name.replace("model.", prefix, 1): value for name, value in x.items()} | others)
+    text = dict(CASES[case].config)
+    content = dict(model_type=text["model_type"].removesuffix("_text"), architectures=[architecture])
+    dtype = "dtype" if "dtype" in text else "torch_dtype"
+    content[dtype] = text.pop(dtype)
     (directory / "config.json").write_text(json.dumps(content | dict(text_config=text, vision_config={"depth": 2})))
-    _, params, _ = loaded(directory)
-    for path, value in expected_params("gemma3").items():
+    _, params, line = loaded(directory)
+    assert line.endswith(f"left out: 1 tensor {other}*")
+    for path, value in expected_params(case).items():
         np.testing.assert_array_equal(params[path], value, err_msg=path)
 
 
@@ -200,10 +244,11 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
     [
         ("gemma3", dict(attention_bias=True), "attention_bias=True; only false"),
         (
-            "qwen3_5",
-            dict(layer_types=None),
-            "layers of type linear_attention; in models of type qwen3_5_text",
+            "olmo3",
+            dict(layer_types=["linear_attention"] * 3),
+            "layers of type linear_attention; in models of type olmo3",
         ),
+        ("qwen3_5_hybrid", dict(mamba_ssm_dtype="bfloat16"), "mamba_ssm_dtype='bfloat16'; only float32"),
         ("llama", dict(mlp_bias=True), "mlp_bias=True"),
         ("llama", dict(hidden_act="gelu"), "hidden_act='gelu'; only silu"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
@@ -278,6 +323,8 @@ LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
     "gemma3_text": (dict(sliding_window=512), (*["sliding"] * 5, "full"), 512),
     "gemma3_text pattern": (dict(sliding_window=8, sliding_window_pattern=3), ("sliding", "sliding", "full"), 8),
     "olmo3": (dict(), (*["sliding"] * 3, "full"), 4096),
+    "qwen3_5_text": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
+    "qwen3_5_text interval": (dict(full_attention_interval=2), ("gated_delta_net", "full"), 0),
     "smollm3": (dict(), (*["full"] * 3, "nope"), 0),
 }
 

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 import jaxlc
 from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load
+from jaxlc.config.trained_params import PROJECTION_PARAMS
 from jaxlc.core.errors import UserError
-from jaxlc.models.lora import PROJECTIONS
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
@@ -63,7 +63,7 @@ def test_small_checkpoint_resumes_bitwise_and_loads(run, model, tmp_path):
     assert_same(result.params, undisturbed.params)
     checkpoint = workdir / "checkpoints" / str(STEPS)
     stored = json.loads((checkpoint / "checksums" / "metadata").read_text())
-    blocks = {name: of.param.split("/")[0] for name, of in PROJECTIONS.items()}
+    blocks = {name: param.split("/")[0] for name, param in PROJECTION_PARAMS.items()}
     adapters = {f"layers/{block}/lora/{name}/{x}" for name, block in blocks.items() for x in "ab"}
     assert {name for name in stored if name.startswith("params/")} == {f"params/{x}" for x in adapters | {*TRAINED}}
     assert_same(jaxlc.load(workdir, mesh=dict(context=2)).params, _without_padding(result.params))
@@ -113,7 +113,7 @@ def test_export_merges_adapters_into_weights(run, model, tmp_path):
     exported, base = tensors_in(jaxlc.export(workdir, tmp_path / "out", dtype="fp32")), tensors_in(model)
     assert exported.keys() == base.keys()
     for projection, module in MODULES.items():
-        block = result.params["layers"][PROJECTIONS[projection].param.split("/")[0]]["lora"][projection]
+        block = result.params["layers"][PROJECTION_PARAMS[projection].split("/")[0]]["lora"][projection]
         for layer, (a, b) in enumerate(zip(*(np.asarray(block[x]) for x in "ab"))):
             name = f"model.layers.{layer}.{module}.weight"
             expected = base[name] + SCALE * (a.reshape(-1, RANK) @ b.reshape(RANK, -1)).T
@@ -154,7 +154,7 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
     assert relative_error(logits, expected["merged"]["logits"]) <= 1e-5
     ours = {}
     for projection, module in MODULES.items():
-        block = gradients["layers"][PROJECTIONS[projection].param.split("/")[0]]["lora"][projection]
+        block = gradients["layers"][PROJECTION_PARAMS[projection].split("/")[0]]["lora"][projection]
         for layer, (a, b) in enumerate(zip(block["a"], block["b"])):
             prefix = f"model.layers.{layer}.{module}.lora"
             ours |= {f"{prefix}_A.default": a.reshape(-1, RANK).T, f"{prefix}_B.default": b.reshape(RANK, -1).T}

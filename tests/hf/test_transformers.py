@@ -42,7 +42,7 @@ pytestmark = needs_transformers
 SPANS = {"short": (16, 0), "long": (4 * ORIGINAL_TOKENS, 0), "far": (16, 20_000)}
 FAR_CASES = ("llama", "qwen2", "gemma3")
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 20, 1e-3, 0.1
-TRAINED_CASES = ("qwen2", "gemma3", "olmo3")
+TRAINED_CASES = ("qwen2", "qwen3_5_hybrid", "gemma3", "olmo3")
 
 
 def training_tokens() -> list[np.ndarray]:
@@ -107,6 +107,11 @@ def _without_gate(params):
     return jax.tree.map_with_path(lambda path, x: jnp.split(x, 2, axis=-1)[0] if path[-1].key in query else x, params)
 
 
+def _long_memory(params):
+    """States of Gated DeltaNet that hardly decay."""
+    return jax.tree.map_with_path(lambda path, x: x - 9 * (path[-1].key == "log_decay"), params)
+
+
 # What a model has -> case, settings of a model without it, and its parameters.
 PARTS = {
     "llama3 scaling": ("llama", dict(rope_scaling="none"), lambda params: params),
@@ -130,6 +135,7 @@ PARTS = {
     "scaled embeddings": ("gemma3", dict(scale_embeddings=False), lambda params: params),
     "activation": ("gemma3", dict(activation="silu"), lambda params: params),
     "output gate": ("qwen3_5", dict(attention_gate=False), _without_gate),
+    "linear attention": ("qwen3_5_hybrid", dict(), _long_memory),
     "partial RoPE": ("qwen3_5", dict(rope_fraction=1.0), lambda params: params),
     "output bias": ("llama_tied", dict(attention_out_bias=False), lambda params: _without(("bo",), params)),
     "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),

@@ -34,6 +34,30 @@ def test_plain_script_numbers_processes_and_returns_largest_status():
     assert done.returncode == 3
 
 
+@pytest.mark.parametrize(("status", "num_starts"), [(75, 3), (142, 3), (1, 1), (2, 1), (0, 1)])
+def test_plain_script_restarts_only_after_interruptions(tmp_path, status, num_starts):
+    """One of two processes ends with `status`, the other with 0 or 75; at most two restarts."""
+    code = f"echo start >> {tmp_path}/starts; exit $((JAX_PROCESS_ID ? {status} : {min(status, 75) // 75 * 75}))"
+    command = ["bash", LAUNCH / "plain" / "train.sh", "1", "0", "node0", "2", "bash", "-c", code]
+    environment = dict(PATH="/usr/bin:/bin", MAX_RESTARTS="2", RESTART_SECONDS="0")
+    assert subprocess.run(command, capture_output=True, env=environment).returncode == status
+    assert len((tmp_path / "starts").read_text().splitlines()) == 2 * num_starts
+
+
+def test_manifests_restart_only_after_interruptions():
+    """JobSet ends at the first Job that a rule for pods has failed, and restarts after other failures."""
+    _, job = yaml.safe_load_all((LAUNCH / "k8s" / "job.yaml").read_text())
+    job_set = yaml.safe_load((LAUNCH / "k8s" / "jobset.yaml").read_text())
+    for spec in (job["spec"], job_set["spec"]["replicatedJobs"][0]["template"]["spec"]):
+        (rule,) = spec["podFailurePolicy"]["rules"]
+        container = spec["template"]["spec"]["containers"][0]["name"]
+        statuses = dict(containerName=container, operator="NotIn", values=[75, 134, 137, 142, 143])
+        assert rule == dict(action="FailJob", onExitCodes=statuses)
+        assert spec["template"]["spec"]["restartPolicy"] == "Never"  # required by podFailurePolicy
+    (rule,) = job_set["spec"]["failurePolicy"]["rules"]
+    assert rule == dict(action="FailJobSet", onJobFailureReasons=["PodFailurePolicy"])
+
+
 def test_slurm_script_restarts_only_after_interruptions(tmp_path):
     """The statuses of an error and of a success do not restart a job; nor does anything after the last restart."""
     shutil.copy(FAKE_SLURM / "scontrol", tmp_path)
@@ -48,7 +72,7 @@ def test_slurm_script_restarts_only_after_interruptions(tmp_path):
         assert done.returncode == status
         return done.stdout
 
-    assert all("scontrol requeue 7" in run(status) for status in (75, 137, 143))
+    assert all("scontrol requeue 7" in run(status) for status in (75, 134, 137, 142, 143))
     assert not any("scontrol" in run(status) for status in (0, 1, 2))
     assert "scontrol" not in run(75, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
 

@@ -48,7 +48,7 @@ def small_params(model):
     return jax.tree.map_with_path(draw, decoder.abstract_params(model, model.vocab_size))
 
 
-def dense_attend(q_BTNH, k_BTKH, v_BTKH, ranges=None, sinks_N=None, *, window=None):
+def dense_attend(q_BTNH, k_BTKH, v_BTKH, sinks_N=None, *, ranges=None, window=None):
     """Causal attention over the whole sequence or a window, with the full T x T matrix."""
     groups = q_BTNH.shape[2] // k_BTKH.shape[2]
     k_BTNH, v_BTNH = (jnp.repeat(x, groups, axis=2) for x in (k_BTKH, v_BTKH))

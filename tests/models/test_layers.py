@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxlc.config.models.presets import PRESETS
+from jaxlc.models.block import in_use, matrix, residual_depth_scale
 from jaxlc.models.embedding import lookup
 from jaxlc.models.init_keys import InitKeys
-from jaxlc.models.layers import in_use, matrix, residual_depth_scale
 from jaxlc.models.norms import RMSNorm
 from jaxlc.sharding.rules import Sharder
 from tests.models.small import run, small_inputs, small_mesh, small_model, small_params

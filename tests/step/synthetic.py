@@ -19,6 +19,15 @@ MIXED_KINDS = dict(
     window=20,
     kinds=dict(wide=dict(num_kv_heads=4, head_dim=12, ffn_dim=96)),
 )
+# A layer with Gated DeltaNet and a full one in turn.
+HYBRID = dict(
+    layer_kinds=("gated_delta_net", "full"),
+    delta_key_heads=2,
+    delta_value_heads=4,
+    delta_key_dim=8,
+    delta_value_dim=12,
+    delta_conv_taps=4,
+)
 TOKENS = 96  # divisible by every context x tensor of the tests
 ROWS = 4
 

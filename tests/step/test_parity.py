@@ -11,6 +11,7 @@ import pytest
 
 from jaxlc.config import load
 from tests.step.synthetic import (
+    HYBRID,
     MIXED_KINDS,
     gradients_and_loss,
     make_batch,
@@ -173,6 +174,26 @@ def test_sliding_layer_in_tiles_equals_one_device():
 def test_layers_of_different_shapes_equal_one_device(strategy, axes, model, memory):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     _assert_same(axes, split=split, memory=memory, model=MIXED_KINDS | model)
+
+
+_RECURRENT = dict(layer_kinds=("gated_delta_net",), num_layers=1)
+HYBRIDS = [  # the first compiles fast
+    ("ring", dict(context=4, tensor=2), _RECURRENT, dict(remat="attention")),
+    ("ring", dict(context=8), dict(num_layers=3), dict(remat="full", offload=("residual", "delta_states"))),
+    ("ulysses", dict(context=2, fsdp=2), dict(num_layers=3), dict(remat="full", layers_per_remat_group=2)),
+    ("all_gather", dict(context=2, tensor=2), dict(num_layers=2), dict(remat="matmuls")),
+    ("hybrid", dict(context=4, data=2), dict(num_layers=2), dict(remat="none")),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes", "model", "memory"),
+    [pytest.param(*case, marks=pytest.mark.full if index else []) for index, case in enumerate(HYBRIDS)],
+    ids=str,
+)
+def test_gated_delta_net_layers_equal_one_device(strategy, axes, model, memory):
+    split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
+    _assert_same(axes, split=split, memory=memory, model=HYBRID | model)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlc.config.trained_params import PROJECTION_PARAMS
 from jaxlc.core.errors import UserError
-from jaxlc.models.lora import PROJECTIONS
 from tests.step.synthetic import (
     gradients_and_loss,
     make_batch,
@@ -53,18 +53,18 @@ def nested(leaves: dict) -> dict:
 
 
 def adapters_of(leaves: dict[str, np.ndarray]):
-    """(name of the projection's weight, name of its adapter, the projection) for every adapter in every stack."""
+    """(name of the projection's weight, name of its adapter) for every adapter in every stack."""
     for name in leaves:
         if "/lora/" in name and name.endswith("/a"):
             adapter = name.removesuffix("/a")
-            of, block = PROJECTIONS[adapter.rpartition("/")[2]], adapter.partition("/lora/")[0]
-            yield f"{block}/{of.param.partition('/')[2]}", adapter, of
+            param, block = PROJECTION_PARAMS[adapter.rpartition("/")[2]], adapter.partition("/lora/")[0]
+            yield f"{block}/{param.partition('/')[2]}", adapter
 
 
 def merged(leaves: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
     """The parameters of the model without LoRA that computes the same: w + scale a b."""
     result = {name: x for name, x in leaves.items() if "/lora/" not in name}
-    for weight, adapter, _ in adapters_of(leaves):
+    for weight, adapter in adapters_of(leaves):
         of_layers = zip(leaves[f"{adapter}/a"], leaves[f"{adapter}/b"])
         result[weight] = result[weight] + scale * np.stack([np.tensordot(a, b, axes=1) for a, b in of_layers])
     return result
@@ -86,8 +86,9 @@ def reference(has_kinds: bool):
             leaves[name] = rng.normal(size=leaves[name].shape).astype(np.float32) / 4
     gradients, loss = gradients_of(small_step(small_config(model=model)), nested(merged(leaves, SCALE)))
     expected = {name: x for name, x in gradients.items() if has_kinds and ("norm" in name or name == "embedding")}
-    for weight, adapter, of in adapters_of(leaves):
-        num_inputs, a_L, b_L = len(of.inputs), leaves[f"{adapter}/a"], leaves[f"{adapter}/b"]
+    for weight, adapter in adapters_of(leaves):
+        a_L, b_L = leaves[f"{adapter}/a"], leaves[f"{adapter}/b"]
+        num_inputs = a_L.ndim - 2
         inputs, outputs = range(num_inputs), range(num_inputs, gradients[weight].ndim - 1)
         da, db = [], []
         for a, b, dw in zip(a_L, b_L, gradients[weight]):

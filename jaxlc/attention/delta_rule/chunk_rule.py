@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax import lax
 
 CHUNK_TOKENS = 64
-_INVERSE_BLOCK = 16  # rows that `unit_lower_inverse` substitutes one by one
 
 
 class Tokens(NamedTuple):
@@ -53,13 +52,16 @@ class Affine(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """What the recurrence over chunks needs: arrays [N, B, H, ...] of N chunks, whose masks and gates are applied."""
+    """What the recurrence over chunks needs: arrays [N, B, H, ...] of N chunks, whose masks and gates are applied.
 
-    q: jax.Array  # [..., C, K], decayed since the start of the chunk; 0 in documents that start in it
+    Factors of products have the dtype of the tokens: a step reads them, and converts nothing.
+    """
+
+    q: jax.Array | None  # [..., C, K], decayed since the start of the chunk; 0 in documents that start in it
     k: jax.Array  # [..., C, K], decayed until the end of the chunk; 0 in documents that end before
-    u: jax.Array  # [..., C, V]
+    u: jax.Array  # [..., C, V], float32 or wider, as decay
     w: jax.Array  # [..., C, K]
-    scores: jax.Array  # [..., C, C]
+    scores: jax.Array | None  # [..., C, C]
     decay: jax.Array  # [...], of the state over the chunk; 0 if a document starts in it
 
 
@@ -86,7 +88,7 @@ def identity(num_sequences: int, num_heads: int, key_dim: int, value_dim: int, d
 def affine_map(tokens: Tokens, scale: float, chunk_tokens: int = CHUNK_TOKENS) -> Affine:
     """The map of the states over all tokens, M [B, H, K, K] and U [B, H, K, V], float32 or wider."""
     chunks, dtype = _chunks(tokens, scale, chunk_tokens), tokens.q_BLGK.dtype
-    key_dim = chunks.k.shape[-1]
+    chunks, key_dim = chunks._replace(q=None, scores=None), chunks.k.shape[-1]
 
     def step(columns, chunk: _Chunks):  # (M | U) is the recurrence of the state, started from (I | 0)
         new = jnp.pad(chunk.u, [(0, 0)] * 3 + [(key_dim, 0)]) - product("bhck,bhkm->bhcm", chunk.w, columns, dtype)
@@ -99,8 +101,11 @@ def affine_map(tokens: Tokens, scale: float, chunk_tokens: int = CHUNK_TOKENS) -
     return Affine(columns[..., :key_dim], columns[..., key_dim:])
 
 
-def outputs(tokens: Tokens, S_BHKV: jax.Array, scale: float, chunk_tokens: int = CHUNK_TOKENS) -> jax.Array:
-    """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the first one."""
+def outputs(
+    tokens: Tokens, S_BHKV: jax.Array, scale: float, chunk_tokens: int = CHUNK_TOKENS
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the first one; and the
+    state that leaves the last one."""
     chunks, dtype = _chunks(tokens, scale, chunk_tokens), tokens.q_BLGK.dtype
 
     def step(S, chunk: _Chunks):
@@ -109,9 +114,23 @@ def outputs(tokens: Tokens, S_BHKV: jax.Array, scale: float, chunk_tokens: int =
         S = S * chunk.decay[..., None, None] + product("bhck,bhcv->bhkv", chunk.k, new, dtype)
         return S, out.astype(dtype)
 
-    _, out_NBHCV = lax.scan(step, S_BHKV, chunks)
+    S_BHKV, out_NBHCV = lax.scan(step, S_BHKV, chunks)
     num_chunks, num_sequences, num_heads, _, value_dim = out_NBHCV.shape
-    return out_NBHCV.transpose(1, 0, 3, 2, 4).reshape(num_sequences, num_chunks * chunk_tokens, num_heads, value_dim)
+    shape = num_sequences, num_chunks * chunk_tokens, num_heads, value_dim
+    return out_NBHCV.transpose(1, 0, 3, 2, 4).reshape(shape), S_BHKV
+
+
+def one_output(tokens: Tokens, S_BHKV: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    """As `outputs`, of one token that is not padding, L = 1."""
+    q_BHK, k_BHK = (
+        jnp.repeat(x[:, 0], tokens.v_BLHV.shape[2] // x.shape[2], axis=1).astype(S_BHKV.dtype)
+        for x in (tokens.q_BLGK, tokens.k_BLGK)
+    )
+    S_BHKV = jnp.exp(tokens.g_BLH[:, 0, :, None, None]) * S_BHKV
+    error_BHV = tokens.v_BLHV[:, 0] - product("bhk,bhkv->bhv", k_BHK, S_BHKV)
+    S_BHKV += k_BHK[..., None] * (tokens.beta_BLH[:, 0, :, None] * error_BHV)[..., None, :]
+    out_BHV = scale * product("bhk,bhkv->bhv", q_BHK, S_BHKV)
+    return out_BHV[:, None].astype(tokens.q_BLGK.dtype), S_BHKV
 
 
 def _chunks(tokens: Tokens, scale: float, chunk_tokens: int) -> _Chunks:
@@ -139,23 +158,24 @@ def _chunks(tokens: Tokens, scale: float, chunk_tokens: int) -> _Chunks:
     since_start = jnp.where(segments == before, jnp.exp(G), 0)
     until_end = jnp.where(segments == segments[..., -1:], jnp.exp(G[..., -1:] - G), 0)
     return _Chunks(
-        q=q * since_start[..., None],
-        k=k * until_end[..., None],
+        q=(q * since_start[..., None]).astype(dtype),
+        k=(k * until_end[..., None]).astype(dtype),
         u=product("...ij,...jv->...iv", inverse, v * beta[..., None]),
-        w=product("...ij,...jk->...ik", inverse, k * (beta * since_start)[..., None]),
-        scores=product("...ik,...jk->...ij", q, k, dtype) * decay,
+        w=product("...ij,...jk->...ik", inverse, k * (beta * since_start)[..., None]).astype(dtype),
+        scores=(product("...ik,...jk->...ij", q, k, dtype) * decay).astype(dtype),
         decay=since_start[..., -1],
     )
 
 
+@jax.custom_vjp
 def unit_lower_inverse(A: jax.Array) -> jax.Array:
-    """(I + A)^-1 of strictly lower triangular matrices A [..., C, C]; C is 16 times a power of 2, or at most 16.
+    """(I + A)^-1 of strictly lower triangular matrices A [..., C, C]; C is a power of 2.
 
-    By substitution within blocks of 16 rows, and products between blocks. The product (I - A)(I + A^2)(I + A^4) ... is
-    equal in exact arithmetic, but its factors cancel: with 64 equal keys its error is 2e9 in float32.
+    By substitution between blocks that double: of blocks [[P, 0], [X, Q]] the inverse is [[P', 0], [-Q' X P', Q']] with
+    the inverses P' and Q'. The product (I - A)(I + A^2)(I + A^4) ... is equal in exact arithmetic, but its factors
+    cancel: with 64 equal keys its error is 2e9 in float32.
     """
-    size = min(A.shape[-1], _INVERSE_BLOCK)
-    inverse = _inverse_by_rows(_diagonal_blocks(A, size))
+    inverse, size = jnp.ones((*A.shape[:-1], 1, 1), A.dtype), 1
     while size < A.shape[-1]:
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         below = _diagonal_blocks(A, 2 * size)[..., size:, :size]
@@ -166,17 +186,22 @@ def unit_lower_inverse(A: jax.Array) -> jax.Array:
     return inverse[..., 0, :, :]
 
 
+def _inverse_forward(A):
+    inverse = unit_lower_inverse(A)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, gradient):
+    """-inverse^T gradient inverse^T: two products instead of the derivative of the substitution."""
+    gradient = product("...ji,...jk->...ik", inverse, gradient)
+    return (-jnp.tril(product("...ij,...kj->...ik", gradient, inverse), -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
 def _diagonal_blocks(A: jax.Array, size: int) -> jax.Array:
     """[..., C, C] -> [..., C / size, size, size]"""
     num_blocks = A.shape[-1] // size
     blocks = A.reshape(*A.shape[:-2], num_blocks, size, num_blocks, size)
     return jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-
-
-def _inverse_by_rows(A: jax.Array) -> jax.Array:
-    """(I + A)^-1 by substitution, one row after the other."""
-    eye = jnp.eye(A.shape[-1], dtype=A.dtype)
-    rows = [jnp.broadcast_to(eye[0], A.shape[:-1])]
-    for i in range(1, A.shape[-1]):
-        rows.append(eye[i] - product("...j,...jc->...c", A[..., i, :i], jnp.stack(rows, axis=-2)))
-    return jnp.stack(rows, axis=-2)

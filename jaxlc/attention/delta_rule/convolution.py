@@ -3,18 +3,27 @@
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.strategies.fragments import predecessors
+from jaxlc.attention.strategies.fragments import is_first, predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 
 @jax.named_scope(scopes.CONVOLUTION)
 def convolution(
-    x_btW: jax.Array, weights_PW: jax.Array, segments_bt: jax.Array | None, *, ranks: Ranks, num_fragments: int
+    x_btW: jax.Array,
+    weights_PW: jax.Array,
+    segments_bt: jax.Array | None,
+    *,
+    ranks: Ranks,
+    num_fragments: int,
+    past_bPW: jax.Array | None = None,
 ) -> jax.Array:
     """The convolution of each channel, [b, t, W] in the dtype of x. See `jaxlc.attention.short_convolution`.
 
     Each fragment receives the last P - 1 tokens before it, and their segments.
+
+    Args:
+      past_bPW: the P - 1 tokens before the sequence, without segments. None: there are none.
     """
     if segments_bt is None:
         segments_bt = jnp.ones(x_btW.shape[:2], jnp.int32)
@@ -22,12 +31,14 @@ def convolution(
     num_before = len(weights_PW) - 1
     if num_before == 0:
         return x_btW * weights_PW[0].astype(x_btW.dtype)
+    before, segments_before = (
+        predecessors([part[:, -num_before:] for part in parts], ranks) for parts in (x, segments)
+    )
+    if past_bPW is not None:
+        before[0] = jnp.where(is_first(ranks), past_bPW.astype(x_btW.dtype), before[0])
+        segments_before = [jnp.ones_like(part) for part in segments_before]
     x, segments = (
-        [
-            jnp.concatenate(pair, axis=1)
-            for pair in zip(predecessors([part[:, -num_before:] for part in parts], ranks), parts)
-        ]
-        for parts in (x, segments)
+        [jnp.concatenate(pair, axis=1) for pair in zip(*pairs)] for pairs in ((before, x), (segments_before, segments))
     )
     return jnp.concatenate([_taps(*pair, weights_PW) for pair in zip(x, segments)], axis=1)
 

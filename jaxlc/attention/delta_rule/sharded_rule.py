@@ -8,19 +8,21 @@ and of the groups, not that of all chunks. Groups are recomputed in the backward
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Affine, Tokens, affine_map, outputs
-from jaxlc.attention.delta_rule.entering_states import entering_states
-from jaxlc.attention.strategies.fragments import predecessors
+from jaxlc.attention.delta_rule.entering_states import continued_states, entering_states
+from jaxlc.attention.strategies.fragments import is_last, predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 GROUP_TOKENS = 1024
-_GROUPS_AT_ONCE = 4  # of one sequence: about 2 GiB of temporaries with 32 heads of dimension 128
+_GROUPS_AT_ONCE = 8  # of one sequence: about 3 GiB of temporaries with 32 heads of dimension 128
 
 
 @jax.named_scope(scopes.DELTA_RULE)
@@ -41,31 +43,81 @@ def delta_rule(
     Args:
       num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag order.
     """
-    num_sequences, num_tokens = q_btGK.shape[:2]
-    if segments_bt is None:
-        segments_bt = jnp.ones((num_sequences, num_tokens), jnp.int32)
     arrays = (q_btGK, k_btGK, v_btHV, g_btH, beta_btH, segments_bt)
-    fragment_tokens = num_tokens // num_fragments
-    num_groups = math.ceil(fragment_tokens / GROUP_TOKENS)
-    group_tokens = math.ceil(fragment_tokens / (num_groups * CHUNK_TOKENS)) * CHUNK_TOKENS
-    fragments = [Tokens(*parts, None) for parts in zip(*(jnp.split(x, num_fragments, axis=1) for x in arrays))]
-    before = predecessors([fragment.segments_BL[:, -1] for fragment in fragments], ranks)
-    groups = [_groups(*pair, num_groups, group_tokens) for pair in zip(fragments, before)]
-    groups = jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)  # [num_fragments * num_groups, B, ...]
-    in_groups = functools.partial(lax.map, batch_size=max(1, _GROUPS_AT_ONCE // num_sequences))
-
+    groups = _groups_of_rank(arrays, ranks, num_fragments)
     if len(groups.segments_BL) * ranks.size == 1:
-        shape = num_sequences, v_btHV.shape[2], k_btGK.shape[3], v_btHV.shape[3]
-        states = jnp.zeros((1, *shape), jnp.promote_types(jnp.float32, q_btGK.dtype))
+        states = _first_state(q_btGK, v_btHV)[None]
     else:
-        maps = in_groups(jax.checkpoint(functools.partial(affine_map, scale=scale)), groups)
+        maps = _in_groups(jax.checkpoint(functools.partial(affine_map, scale=scale)), groups)
         of_fragments = [jax.tree.map(lambda x, i=i: jnp.split(x, num_fragments)[i], maps) for i in range(num_fragments)]
         entering = entering_states([_total(maps) for maps in of_fragments], ranks)
         states = jnp.concatenate([_states(maps, S) for maps, S in zip(of_fragments, entering)])
-    out = in_groups(jax.checkpoint(lambda pair: outputs(*pair, scale=scale)), (groups, states))
-    out = out.reshape(num_fragments, num_groups, num_sequences, group_tokens, *out.shape[3:])
-    out = jnp.moveaxis(out, 2, 0).reshape(num_sequences, num_fragments, num_groups * group_tokens, *out.shape[4:])
-    return out[:, :, :fragment_tokens].reshape(num_sequences, num_tokens, *out.shape[3:])
+    out = _in_groups(jax.checkpoint(lambda pair: outputs(*pair, scale=scale)[0]), (groups, states))
+    return _in_order(out, q_btGK.shape[1], num_fragments)
+
+
+@jax.named_scope(scopes.DELTA_RULE)
+def continued_delta_rule(
+    q_btGK: jax.Array,
+    k_btGK: jax.Array,
+    v_btHV: jax.Array,
+    g_btH: jax.Array,
+    beta_btH: jax.Array,
+    initial_bHKV: jax.Array,
+    *,
+    ranks: Ranks,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs [b, t, H, V], and the state after the last token, of one segment that starts with `initial_bHKV`.
+
+    The ranks have consecutive tokens. Those with g and beta 0 do not change the state. Not differentiable.
+    """
+    groups = _groups_of_rank((q_btGK, k_btGK, v_btHV, g_btH, beta_btH, None), ranks, 1)
+    groups = groups._replace(segment_before_B=jnp.ones_like(groups.segment_before_B))
+    maps = _in_groups(functools.partial(affine_map, scale=scale), groups)
+    states = _states(maps, continued_states(_total(maps), initial_bHKV, ranks))
+    out, leaving = _in_groups(lambda pair: outputs(*pair, scale=scale), (groups, states))
+    state = leaving[-1]
+    if ranks.size > 1:
+        state = lax.psum(jnp.where(is_last(ranks), state, 0), ranks.axis)
+    return _in_order(out, q_btGK.shape[1], 1), state
+
+
+def _first_state(q_btGK: jax.Array, v_btHV: jax.Array) -> jax.Array:
+    num_sequences, _, num_heads, value_dim = v_btHV.shape
+    shape = num_sequences, num_heads, q_btGK.shape[-1], value_dim
+    return jnp.zeros(shape, jnp.promote_types(jnp.float32, q_btGK.dtype))
+
+
+def _in_groups(function: Callable, groups: Any) -> Any:
+    """`function` of each group, several at once; `groups` is a tree of arrays [groups, B, ...]."""
+    num_sequences = jax.tree.leaves(groups)[0].shape[1]
+    return lax.map(function, groups, batch_size=max(1, _GROUPS_AT_ONCE // num_sequences))
+
+
+def _groups_of_rank(arrays: tuple, ranks: Ranks, num_fragments: int) -> Tokens:
+    """The groups of all fragments of a rank, arrays [fragments x groups, B, tokens, ...], from arrays [b, t, ...]."""
+    *arrays, segments_bt = arrays
+    num_sequences, num_tokens = arrays[0].shape[:2]
+    if segments_bt is None:
+        segments_bt = jnp.ones((num_sequences, num_tokens), jnp.int32)
+    fragment_tokens = num_tokens // num_fragments
+    num_groups = math.ceil(fragment_tokens / GROUP_TOKENS)
+    group_tokens = math.ceil(fragment_tokens / (num_groups * CHUNK_TOKENS)) * CHUNK_TOKENS
+    fragments = [
+        Tokens(*parts, None) for parts in zip(*(jnp.split(x, num_fragments, axis=1) for x in (*arrays, segments_bt)))
+    ]
+    before = predecessors([fragment.segments_BL[:, -1] for fragment in fragments], ranks)
+    groups = [_groups(*pair, num_groups, group_tokens) for pair in zip(fragments, before)]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
+
+
+def _in_order(out: jax.Array, num_tokens: int, num_fragments: int) -> jax.Array:
+    """[fragments x groups, B, group tokens, ...] -> [b, t, ...], without the tokens that were appended."""
+    out = out.reshape(num_fragments, -1, *out.shape[1:])
+    out = jnp.moveaxis(out, 2, 0)
+    out = out.reshape(len(out), num_fragments, -1, *out.shape[4:])
+    return out[:, :, : num_tokens // num_fragments].reshape(len(out), num_tokens, *out.shape[3:])
 
 
 def _groups(tokens: Tokens, segment_before_B: jax.Array, num_groups: int, group_tokens: int) -> Tokens:

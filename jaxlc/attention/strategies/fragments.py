@@ -36,3 +36,8 @@ def shifted(x: jax.Array, ranks: Ranks, step: int) -> jax.Array:
 def is_last(ranks: Ranks) -> jax.Array | bool:
     """Whether this is the last rank, whose fragments of zigzag order are neighbors."""
     return ranks.size == 1 or lax.axis_index(ranks.axis) == ranks.size - 1
+
+
+def is_first(ranks: Ranks) -> jax.Array | bool:
+    """Whether this is the first rank, whose first fragment begins the sequence."""
+    return ranks.size == 1 or lax.axis_index(ranks.axis) == 0

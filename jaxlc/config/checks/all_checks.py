@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from jaxlc.config.checks.eval_checks import training_problems
-from jaxlc.config.checks.layer_checks import layer_problems, shapes
+from jaxlc.config.checks.layer_checks import delta_net_problems, layer_problems, shapes
 from jaxlc.config.checks.lora_checks import lora_problems
 from jaxlc.config.checks.mesh_checks import (
     check_num_devices,
@@ -36,6 +36,7 @@ def check(config: Config) -> None:
         raise_first(range_problems(section, getattr(config, section)))
     for problems in (
         layer_problems,
+        delta_net_problems,
         _model_problems,
         _attention_problems,
         _optimizer_problems,

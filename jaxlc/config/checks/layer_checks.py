@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxlc.config.frozen import Config
-from jaxlc.config.models.model_schema import LAYER_KINDS, KindConfig, ModelConfig
+from jaxlc.config.models.model_schema import DELTA_SETTINGS, LAYER_KINDS, KindConfig, ModelConfig
 from jaxlc.config.ranges import range_problems
 from jaxlc.config.values import invalid_value
 
@@ -38,9 +38,56 @@ def layer_problems(config: Config) -> Iterator[str]:
 
 
 def shapes(model: ModelConfig) -> dict[str, ModelConfig]:
-    """The settings of each kind of layers, by the path of the settings: model, or model.kinds.NAME."""
-    by_kind = {kind: model.of_kind(kind) for kind in model.layer_kinds}
-    return {"model" if own is model else f"model.kinds.{kind}": own for kind, own in by_kind.items()}
+    """The sizes of each kind of layers, by the path of their settings: model, or model.kinds.NAME."""
+    own = {kind.name for kind in model.kinds}
+    # Layers with attention first: those without have other heads.
+    kinds = sorted(dict.fromkeys(model.layer_kinds), key=lambda kind: model.of_kind(kind).mixer != "attention")
+    by_path: dict[str, ModelConfig] = {}
+    for kind in kinds:
+        by_path.setdefault(f"model.kinds.{kind}" if kind in own else "model", model.of_kind(kind))
+    return by_path
+
+
+# Those of Qwen3.5-9B.
+_QWEN3_5_SIZES = dict(zip(DELTA_SETTINGS, (16, 32, 128, 128, 4), strict=True))
+
+
+def delta_net_problems(config: Config) -> Iterator[str]:
+    """Problems of gated_delta_net layers; none if the model has no such layers."""
+    model, mesh = config.model, config.mesh
+    if "gated_delta_net" not in model.attentions:
+        return
+    missing = [f"--config.model.{name}={size}" for name, size in _QWEN3_5_SIZES.items() if getattr(model, name) < 1]
+    if missing:
+        yield (
+            "config.model.layer_kinds has gated_delta_net layers, whose sizes are not set; use a model.preset or"
+            f" model.init_from that has such layers, or the sizes of Qwen 3.5: {' '.join(missing)}"
+        )
+    key_heads, value_heads = model.delta_key_heads, model.delta_value_heads
+    if value_heads % key_heads:
+        yield (
+            f"config.model.delta_value_heads={value_heads} is not a multiple of delta_key_heads={key_heads}: every key"
+            " head serves the same number of value heads; use"
+            f" --config.model.delta_value_heads={-(-value_heads // key_heads) * key_heads}"
+        )
+    if config.attention.shared_prefixes:
+        yield (
+            "unsupported: config.attention.shared_prefixes=True with gated_delta_net layers;"
+            " use --config.attention.shared_prefixes=False, which repeats the prefixes"
+        )
+    if config.memory.parameters == "host":
+        yield (
+            "unsupported: config.memory.parameters='host' with gated_delta_net layers, since kernels would read their"
+            " weights in host memory; use --config.memory.parameters=device"
+        )
+    fragment_tokens = config.data.seq_len // (2 * mesh.context)
+    if fragment_tokens < model.delta_conv_taps - 1:
+        yield (
+            f"the convolutions of gated_delta_net layers read config.model.delta_conv_taps={model.delta_conv_taps}"
+            f" tokens, and the parts of a sequence have {fragment_tokens} (data.seq_len / (2 x mesh.context)); use"
+            f" --config.data.seq_len={2 * mesh.context * mesh.tensor * (model.delta_conv_taps - 1)} or more, or fewer"
+            " context ranks"
+        )
 
 
 def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
@@ -51,6 +98,12 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
             f" --config.model.layer_kinds={','.join((*model.layer_kinds, kind.name))}, or remove it"
         )
     yield from range_problems(path, kind)
+    sizes = [name for name in ("num_heads", "num_kv_heads", "head_dim") if getattr(kind, name)]
+    if sizes and model.attention_of(kind.name) == "gated_delta_net":
+        yield (
+            f"config.{path}.{sizes[0]} has no effect in gated_delta_net layers, whose heads are in"
+            " config.model.delta_key_heads and the settings next to it; remove it"
+        )
     if kind.attention and kind.name in LAYER_KINDS and kind.attention != kind.name:
         yield f"config.{path}.attention={kind.attention!r} contradicts the name {kind.name!r}; use a different name"
 

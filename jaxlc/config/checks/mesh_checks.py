@@ -89,7 +89,9 @@ def split_problems(config: Config) -> Iterator[str]:
 
 def _tensor_problems(config: Config) -> Iterator[str]:
     """Heads and features that the mesh does not divide."""
-    tensor = config.mesh.tensor
+    tensor, key_heads = config.mesh.tensor, config.model.delta_key_heads
+    if "gated_delta_net" in config.model.attentions and key_heads % tensor:
+        yield f"config.model.delta_key_heads={key_heads} is not divisible by config.mesh.tensor={tensor}"
     for path, model in shapes(config.model).items():
         if model.num_heads % tensor:
             yield f"config.{path}.num_heads={model.num_heads} is not divisible by config.mesh.tensor={tensor}"

@@ -17,6 +17,8 @@ def tile_problems(config: Config) -> Iterator[str]:
     if not tile_tokens:
         return
     setting = f"config.memory.tile_tokens={tile_tokens}"
+    if "gated_delta_net" in config.model.attentions:
+        yield f"unsupported: {setting} with gated_delta_net layers; use --config.memory.tile_tokens=0"
     if attention.strategy == "all_gather":
         yield (
             f"{setting} is incompatible with config.attention.strategy='all_gather';"

@@ -10,7 +10,7 @@ from typing import Any
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, Family
 from jaxlc.config.models.json_types import check_types
 from jaxlc.config.models.layer_groups import repeating_group
-from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.model_schema import DELTA_SETTINGS, ModelConfig
 from jaxlc.config.models.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.suggestions import suggestion
@@ -86,6 +86,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "attention_bias" in family.fields:  # biases of all four projections
         settings["attention_out_bias"] = settings["qkv_bias"]
     kinds = _layer_kinds(config, family, where)
+    if "gated_delta_net" not in kinds:
+        settings |= dict.fromkeys(DELTA_SETTINGS, 0)
     window = config.get("sliding_window", defaults.get("sliding_window")) if "sliding" in kinds else 0
     if window is None:
         raise UserError(f"{where} has layers of type sliding_attention and no sliding_window; download it again")
@@ -204,7 +206,8 @@ def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple
     supported = frozenset().union(*family.layer_kinds)
     unsupported = [kind for kind in kinds if kind not in supported]
     if unsupported:
-        layer_type = {"sliding": "sliding_attention", "nope": "NoPE"}.get(unsupported[0], unsupported[0])
+        layer_types = {"sliding": "sliding_attention", "nope": "NoPE", "gated_delta_net": "linear_attention"}
+        layer_type = layer_types.get(unsupported[0], unsupported[0])
         raise Unsupported(
             f"unsupported: {where} has layers of type {layer_type}; in models of type {family.model_type} only"
             f" {' and '.join(sorted(supported))} layers are supported"
@@ -220,7 +223,9 @@ def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple
 def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The fields of config.json that give the sizes of `model`."""
     values = vars(model) | dict(query_scale_dim=model.query_scale_dim or model.head_dim)
-    return {name: values[setting] for name, setting in {**_FIELDS, **family.fields}.items()}
+    fields = {name: values[setting] for name, setting in {**_FIELDS, **family.fields}.items()}
+    has_delta_net = "gated_delta_net" in model.attentions
+    return {name: x for name, x in fields.items() if has_delta_net or family.fields.get(name) not in DELTA_SETTINGS}
 
 
 def _reason(config: Mapping[str, Any]) -> str:

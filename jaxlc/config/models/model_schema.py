@@ -11,18 +11,21 @@ from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import LAYER_STACKS
 
 # Kinds of layers that model.layer_kinds may name, besides those of model.kinds.
-LAYER_KINDS = ("full", "sliding", "nope")
+LAYER_KINDS = ("full", "sliding", "nope", "gated_delta_net")
+# The sizes of gated_delta_net layers.
+DELTA_SETTINGS = ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_conv_taps")
 # Settings that configs and checkpoints of earlier versions do not have; they have their defaults there.
 LATER_SETTINGS = ("attention_out_bias", "attention_sinks", "attention_gate", "sliding_rope_scaling", "kinds")
+LATER_SETTINGS += (*DELTA_SETTINGS,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindConfig:
     """How the layers of one kind differ from the settings of the model, as --config.model.kinds.NAME.KEY."""
 
-    name: str  # an entry of model.layer_kinds: full, sliding, nope, or another name
+    name: str  # an entry of model.layer_kinds: full, sliding, nope, gated_delta_net, or another name
     # attention of the layers, as in model.layer_kinds. Empty: that of the name; full if it names none.
-    attention: Literal["", "full", "sliding", "nope"] = ""
+    attention: Literal["", "full", "sliding", "nope", "gated_delta_net"] = ""
     num_heads: int = 0  # number of query heads; 0: model.num_heads
     num_kv_heads: int = 0  # number of key/value heads; 0: model.num_kv_heads
     head_dim: int = 0  # width of each attention head; 0: model.head_dim
@@ -69,10 +72,16 @@ class ModelConfig:
     query_scale_dim: int = 0
     # kinds of the layers, a group that repeats: layer i has kind layer_kinds[i % length]. full: attention to all
     # earlier tokens. sliding: attention to the last `window` tokens. nope: as full, without position embedding.
+    # gated_delta_net: linear attention with a state, as in Qwen 3.5.
     layer_kinds: tuple[str, ...] = ("full",)
     # kinds of layers whose heads or feed-forward layer have other sizes; docs/architecture.md. Set the fields of a kind
     # with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds may name.
     kinds: tuple[KindConfig, ...] = ()
+    delta_key_heads: int = 0  # gated_delta_net layers: number of key heads, which queries have too
+    delta_value_heads: int = 0  # gated_delta_net layers: number of value heads, a multiple of delta_key_heads
+    delta_key_dim: int = 0  # gated_delta_net layers: width of a key head
+    delta_value_dim: int = 0  # gated_delta_net layers: width of a value head
+    delta_conv_taps: int = 0  # gated_delta_net layers: tokens that the convolution of queries, keys and values reads
     # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
     # model has no sliding layers.
     window: int = 0
@@ -115,6 +124,11 @@ class ModelConfig:
         return 2 * self.head_dim if self.attention_gate else self.head_dim
 
     @property
+    def mixer(self) -> str:
+        """What mixes the tokens of a layer with these sizes, the result of `of_kind`: a key of `core.mixers.MIXERS`."""
+        return "gated_delta_net" if self.delta_value_heads else "attention"
+
+    @property
     def kinds_of_layers(self) -> tuple[str, ...]:
         """The kind of each layer."""
         return tuple(self.layer_kinds[layer % len(self.layer_kinds)] for layer in range(self.num_layers))
@@ -124,13 +138,13 @@ class ModelConfig:
         return self.kinds_of_layers.count(kind)
 
     def attention_of(self, kind: str) -> str:
-        """The attention of layers of this kind: full, sliding or nope."""
+        """The attention of layers of this kind: an entry of LAYER_KINDS."""
         own = next((settings.attention for settings in self.kinds if settings.name == kind), "")
         return own or (kind if kind in LAYER_KINDS else "full")
 
     @property
     def attentions(self) -> frozenset[str]:
-        """The attention of all layers: a set of full, sliding and nope."""
+        """The attention of all layers: some of LAYER_KINDS."""
         return frozenset(map(self.attention_of, self.layer_kinds))
 
     def window_of(self, kind: str) -> int | None:
@@ -138,9 +152,12 @@ class ModelConfig:
         return self.window if self.attention_of(kind) == "sliding" else None
 
     def of_kind(self, kind: str) -> "ModelConfig":
-        """The settings of the layers of this kind: those of the model with the sizes of the kind."""
+        """The settings of the layers of this kind: those of the model with the sizes of the kind. Layers that are not
+        gated_delta_net have 0 for the sizes of these."""
         own = next((vars(settings) for settings in self.kinds if settings.name == kind), dict[str, Any]())
         sizes = {name: size for name, size in own.items() if name not in ("name", "attention") and size}
+        if self.delta_value_heads and self.attention_of(kind) != "gated_delta_net":
+            sizes |= dict.fromkeys(DELTA_SETTINGS, 0)
         return dataclasses.replace(self, **sizes) if sizes else self
 
     @property

@@ -145,6 +145,29 @@ _PRESETS = (
         **FAMILIES["qwen3"].settings,
     ),
     ModelConfig(
+        # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the base of RoPE is
+        # that of THUDM/slime, scripts/models.
+        preset="qwen3.5-9b",
+        vocab_size=248_320,
+        num_layers=32,
+        model_dim=4096,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=256,
+        ffn_dim=12_288,
+        tie_embeddings=False,
+        norm_epsilon=1e-6,
+        layer_kinds=(*["gated_delta_net"] * 3, "full"),
+        delta_key_heads=16,
+        delta_value_heads=32,
+        delta_key_dim=128,
+        delta_value_dim=128,
+        delta_conv_taps=4,
+        rope_theta=10_000_000.0,
+        rope_fraction=0.25,
+        **FAMILIES["qwen3_5_text"].settings,
+    ),
+    ModelConfig(
         preset="mistral-7b",  # v0.3
         vocab_size=32_768,
         num_layers=32,

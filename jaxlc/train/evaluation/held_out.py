@@ -19,6 +19,7 @@ from jaxlc.sharding.layout import natural_order
 from jaxlc.step.batch import BATCH_SPEC, Batch
 from jaxlc.step.step import TrainStep
 from jaxlc.step.verify_compiled import verify_evaluation
+from jaxlc.train.barrier import wait_for_processes
 from jaxlc.train.evaluation.context_gain import OFFSETS, PIECE_TOKENS, ContextGain, Pieces, context_gain, scored
 from jaxlc.train.evaluation.document_sums import DocumentSums, concatenate, position_edges, sum_documents
 
@@ -99,6 +100,7 @@ class Evaluator:
         training step."""
         compiled = self._step.compile_evaluation()
         verify_evaluation(self._step, compiled)
+        wait_for_processes("evaluation compiled")
         return compiled
 
     def __call__(self, params, progress: Update = no_progress) -> Evaluation:

@@ -4,6 +4,7 @@ import time
 
 import jax
 
+from jaxlc.runtime import watchdog
 from jaxlc.step.step_function import StepMetrics
 
 
@@ -37,7 +38,8 @@ class PendingMetrics:
 
     def fetch(self, until: int) -> list[tuple[int, StepMetrics]]:
         """Waits for the steps up to `until` and returns (step, numpy metrics) of each that was not fetched."""
-        fetched = [(step, jax.device_get(metrics)) for step, metrics in self._pending if step <= until]
+        with watchdog.fetching(until):
+            fetched = [(step, jax.device_get(metrics)) for step, metrics in self._pending if step <= until]
         self._pending = self._pending[len(fetched) :]
         self.last_step, self.last = fetched[-1]
         if self.last.attention_pairs is not None:

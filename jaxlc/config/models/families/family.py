@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.core.mixers import MIXERS
 
 Fields = Mapping[str, Any]  # the content of config.json
 
@@ -24,7 +25,8 @@ class Tensor:
     """A tensor of a Hugging Face checkpoint and the parameter that it becomes.
 
     `nn.Linear` stores [out, in]; our parameters are [in, out], with one dimension for heads and one for head_dim. So a
-    linear weight is transposed, and reshaped to the dimensions of the parameter.
+    linear weight is transposed, and reshaped to the dimensions of the parameter. If several parameters of a layer have
+    the same tensor, they are its rows, one after the other.
     """
 
     name: str  # "{layer}" stands for the index of the layer
@@ -32,9 +34,11 @@ class Tensor:
     # Number of leading dimensions of the parameter, without that of the layers, that are the inputs of an nn.Linear. 0:
     # a vector, such as a bias; stored with its dimensions flattened. None: stored with the dimensions of the parameter.
     num_inputs: int | None = None
+    is_convolution: bool = False  # an nn.Conv1d of one input channel per group, which stores [out, 1, taps]
 
 
-_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}  # entry of "layer_types" -> kind
+# Entry of "layer_types" -> kind.
+_TYPES = {"full_attention": "full", "sliding_attention": "sliding", "linear_attention": "gated_delta_net"}
 _TYPE_OF = {kind: name for name, kind in _TYPES.items()}
 
 
@@ -86,10 +90,10 @@ class Family:
     other_prefixes: tuple[str, ...] = ()
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
 
-    @functools.cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that checkpoints may have, in the order of the computation of a layer."""
-        return _tensors({**COMMON_SETTINGS, **self.settings}["norm_placement"])
+    def tensors_of(self, mixer: str) -> tuple[Tensor, ...]:
+        """The tensors that checkpoints may have, with the layers of one of `core.mixers.MIXERS`, in the order of the
+        computation of a layer."""
+        return _tensors({**COMMON_SETTINGS, **self.settings}["norm_placement"], mixer)
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
@@ -101,29 +105,31 @@ class Family:
         return has_settings and has_scale and not model.kinds and frozenset(model.layer_kinds) in self.layer_kinds
 
 
-def _tensors(norm_placement: str) -> tuple[Tensor, ...]:
+@functools.cache
+def _tensors(norm_placement: str, mixer: str) -> tuple[Tensor, ...]:
     """The tensors of all layers, by the names that Llama introduced and all families use. A model has those of its
     parameters."""
     prefix = "model.layers.{layer}."
 
-    def linear(name: str, param: str, num_inputs: int = 1) -> Tensor:
-        return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}", num_inputs=num_inputs)
-
-    def vector(name: str, param: str) -> Tensor:
-        return Tensor(name=f"{prefix}{name}", param=f"layers/{param}", num_inputs=0)
+    def linear(name: str, param: str) -> Tensor:
+        return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}", num_inputs=1)
 
     def norm(name: str, param: str) -> Tensor:
-        return vector(f"{name}.weight", f"{param}/scale")
+        return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}/scale", num_inputs=0)
 
     before_attention, after_attention, before_mlp, after_mlp = _NORM_NAMES[norm_placement]
     return (
         Tensor(name="model.embed_tokens.weight", param="embedding"),
         *(norm(name, "attention_norm") for name in before_attention),
-        *(linear(f"self_attn.{x}_proj", f"attention/w{x}") for x in "qkv"),
-        *(vector(f"self_attn.{x}_proj.bias", f"attention/b{x}") for x in "qkvo"),
-        *(norm(f"self_attn.{x}_norm", f"attention/{x}_norm") for x in "qk"),
-        vector("self_attn.sinks", "attention/sinks"),
-        linear("self_attn.o_proj", "attention/wo", num_inputs=2),
+        *(
+            Tensor(
+                name=f"{prefix}{tensor.tensor}",
+                param=f"layers/attention/{tensor.param}",
+                num_inputs=tensor.num_inputs,
+                is_convolution=tensor.is_convolution,
+            )
+            for tensor in MIXERS[mixer].TENSORS
+        ),
         *(norm(name, "attention_post_norm") for name in after_attention),
         *(norm(name, "mlp_norm") for name in before_mlp),
         linear("mlp.gate_proj", "mlp/w_gate"),

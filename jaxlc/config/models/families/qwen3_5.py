@@ -1,24 +1,52 @@
-"""Qwen 3.5, dense text models whose layers all have gated attention (transformers: models/qwen3_5).
+"""Qwen 3.5, dense text models: groups of gated_delta_net layers and one with gated attention (transformers: qwen3_5).
 
-Published models also have layers of linear attention, which are not supported.
+Of models with images, the language model is loaded.
 """
 
-import functools
+from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
 
-from jaxlc.config.models.families.family import Family, read_layer_types, write_layer_types
+_KINDS = frozenset({"gated_delta_net", "full"})
+
+
+def _read_kinds(config: Fields) -> list[str]:
+    """Without layer_types, every full_attention_interval-th layer is full."""
+    interval = config.get("full_attention_interval") or 4
+    return read_layer_types(config, default=(*("gated_delta_net",) * (interval - 1), "full"))
+
 
 QWEN3_5_TEXT = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    read_kinds=functools.partial(read_layer_types, default=(*("linear_attention",) * 3, "full")),
+    layer_kinds=(_KINDS, frozenset({"full"}), frozenset({"gated_delta_net"})),
+    read_kinds=_read_kinds,
     write_kinds=write_layer_types,
     settings=dict(qk_norm="head", zero_centered_norm=True, attention_gate=True),
-    fields={"attention_bias": "qkv_bias"},
-    defaults=dict(num_key_value_heads=4, head_dim=256, attention_bias=False, partial_rotary_factor=0.25),
+    fields={
+        "attention_bias": "qkv_bias",
+        "linear_num_key_heads": "delta_key_heads",
+        "linear_num_value_heads": "delta_value_heads",
+        "linear_key_head_dim": "delta_key_dim",
+        "linear_value_head_dim": "delta_value_dim",
+        "linear_conv_kernel_dim": "delta_conv_taps",
+    },
+    defaults=dict(
+        num_key_value_heads=4,
+        head_dim=256,
+        attention_bias=False,
+        partial_rotary_factor=0.25,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+    ),
+    required_values=dict(attn_output_gate=(True,), output_gate_type=("swish",), mamba_ssm_dtype=("float32",)),
+    multimodal_type="qwen3_5",
+    multimodal_prefixes={"model.language_model.": "model."},
+    other_prefixes=("model.visual.", "mtp."),
     irrelevant=frozenset(
         {
-            *("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-            *("linear_num_key_heads", "linear_num_value_heads"),  # without effect: no layer has linear attention
+            *("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
             *("mrope_section", "mrope_interleaved"),  # equal for all text: its positions have one dimension
         }
     ),

@@ -1,6 +1,7 @@
-"""Attention of gpt-oss in packed sequences against `transformers`, document by document, for all ways to split it.
+"""Packed sequences against `transformers`, document by document, for all ways to split them.
 
-Sinks, biases, YaRN without truncation in all layers, alternating sliding and full layers; the feed-forward is dense.
+gpt-oss: sinks, biases, YaRN without truncation in all layers, alternating sliding and full layers; the feed-forward is
+dense. Qwen 3.5: two layers of Gated DeltaNet and a full one.
 """
 
 import dataclasses
@@ -25,13 +26,17 @@ from tests.hf.models import FULL, write_model
 
 pytestmark = needs_transformers
 DOCUMENTS = (40, 56)  # of both sequences
-MODELS = {"sliding": {}, "full": dict(layer_types=[FULL] * 3)}
+MODELS = {
+    "sliding": dict(case="gpt_oss"),
+    "full": dict(case="gpt_oss", layer_types=[FULL] * 3),
+    "delta_net": dict(case="qwen3_5_hybrid"),
+}
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {name: write_model(root / name, "gpt_oss", dtype=np.float32, **fields) for name, fields in MODELS.items()}
+    return {name: write_model(root / name, dtype=np.float32, **fields) for name, fields in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +79,9 @@ def references(directories, tmp_path_factory):
             dict(strategy="hybrid", ulysses_degree=2),
             dict(tile_tokens=24, parameters="host"),
         ),
+        ("delta_net", dict(context=2, tensor=2), dict(), dict(offload=("residual",))),
+        ("delta_net", dict(context=4), dict(strategy="all_gather"), dict(remat="full", layers_per_remat_group=3)),
+        ("delta_net", dict(context=8), dict(), dict()),
     ],
     ids=str,
 )
@@ -82,11 +90,12 @@ def test_packed_documents_equal_transformers(model, mesh, attention, memory, dir
     settings = dict(attention=attention, memory=memory)
     replaced = {name: dataclasses.replace(getattr(step.config, name), **values) for name, values in settings.items()}
     step = build_step(load(dataclasses.replace(step.config, **replaced)), step.mesh)
-    assert step.config.model.attention_sinks and step.config.model.sliding_rope_scaling == (model == "sliding")
+    assert step.config.model.attention_sinks == (model != "delta_net")
+    assert step.config.model.sliding_rope_scaling == (model == "sliding")
     expected, (params, _) = references[model], load_pretrained(step)
     logits, gradients = evaluate(step, params, tokens_of(sum(DOCUMENTS)), documents=DOCUMENTS)
     errors = {"logits": relative_error(logits, expected["logits"])}
     for name, gradient in by_names_in_files(step, gradients).items():
         errors[name] = relative_error(gradient, expected[f"gradient/{name}"])
-    assert any("sinks" in name for name in errors)
+    assert any(("linear_attn" if model == "delta_net" else "sinks") in name for name in errors)
     assert_small(errors, f"{model}, {mesh}, {attention}, {memory}")

@@ -1,0 +1,74 @@
+"""The sizes of a layer, and its weight matrices."""
+
+import math
+from typing import Literal, NamedTuple, Protocol
+
+
+class LayerShape(Protocol):
+    """The sizes of a layer; those of `jaxlc.config.ModelConfig`."""
+
+    @property
+    def mixer(self) -> str: ...
+    @property
+    def model_dim(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def query_dim(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def qk_norm(self) -> Literal["none", "head", "projection"]: ...
+    @property
+    def norm_placement(self) -> Literal["pre", "post", "pre_and_post"]: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def attention_out_bias(self) -> bool: ...
+    @property
+    def attention_sinks(self) -> bool: ...
+    @property
+    def delta_key_heads(self) -> int: ...
+    @property
+    def delta_value_heads(self) -> int: ...
+    @property
+    def delta_key_dim(self) -> int: ...
+    @property
+    def delta_value_dim(self) -> int: ...
+    @property
+    def delta_conv_taps(self) -> int: ...
+
+
+class Matrix(NamedTuple):
+    """A weight matrix: the names and sizes of its dimensions, those of the inputs first."""
+
+    inputs: dict[str, int]
+    outputs: dict[str, int]
+
+    @property
+    def num_inputs(self) -> int:
+        return math.prod(self.inputs.values())
+
+    @property
+    def num_outputs(self) -> int:
+        return math.prod(self.outputs.values())
+
+    @property
+    def size(self) -> int:
+        return self.num_inputs * self.num_outputs
+
+
+class MixerTensor(NamedTuple):
+    """A parameter of a mixer, and the end of the name of its Hugging Face tensor.
+
+    Parameters with the same tensor are consecutive rows of it.
+    """
+
+    param: str
+    tensor: str
+    num_inputs: int = 0  # as in `jaxlc.config.models.families.Tensor`
+    is_convolution: bool = False

@@ -1,0 +1,253 @@
+"""Disturbs runs of several processes on this machine, and compares each with a run that is not disturbed.
+
+    python -m scripts.fault_drill --processes=2 --faults=stop,exception --out=runs/fault_drill
+
+Trains a small model on CPU. The victim of each fault is process 0, and then the last process. Prints one row per fault:
+the seconds until all processes that are not stopped have ended, their statuses, whether the run, started again, ends
+with the same metrics and weights, bitwise, and the last line of another process than the victim. The exit status is 1
+if a row is not as expected.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.kill_drill import differences
+
+_HUNG = (75, -signal.SIGALRM)
+# Name -> what happens in the victim after step 7, and the expected statuses of the processes that end.
+FAULTS = {
+    "stop": ("SIGSTOP", _HUNG),
+    "exception": ("an exception", (1,)),
+    "absent": ("does not enter the collectives of a step", _HUNG),
+    "data": ("its data source blocks", _HUNG),
+    # If process 0 ends first, JAX aborts the victim, whose Python code does not run.
+    "gil": ("a thread holds the interpreter lock", (*_HUNG, -signal.SIGABRT)),
+    "directory": ("the directory of checkpoints becomes a file", (1,)),
+    "compile": ("compiles 45 s longer", (0,)),
+}
+DEADLINE_SECONDS = 15
+_STEPS, _FAULT_STEP, _TIMEOUT_SECONDS = 24, 7, 300
+_CONFIG = """
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from jaxlc.config import defaults
+from jaxlc.step.step import TrainStep
+from jaxlc.train.step_profiler import StepProfiler
+
+FAULT, OUT = os.environ.get("DRILL_FAULT", ""), Path(__file__).parent
+IS_VICTIM = os.environ.get("DRILL_VICTIM") == os.environ["JAX_PROCESS_ID"]
+
+
+def _block():
+    (OUT / "disturbed").touch()
+    while True:
+        time.sleep(1)
+
+
+def _disturb():
+    (OUT / "disturbed").touch()
+    if FAULT == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if FAULT == "exception":
+        raise RuntimeError("the fault of the drill")
+    if FAULT == "absent":
+        _block()
+    if FAULT == "gil":
+        ctypes.PyDLL(None).sleep(1000)
+    if FAULT == "directory":
+        checkpoints = Path(os.environ["DRILL_WORKDIR"]) / "checkpoints"
+        checkpoints.rename(checkpoints.with_name("moved"))
+        checkpoints.touch()
+
+
+def _patch():
+    call, compile, batches = StepProfiler.__call__, TrainStep.compile, None
+
+    def step(self, number, state, batch):
+        time.sleep(0.2)
+        if IS_VICTIM and number == {fault_step} + 1:
+            _disturb()
+        return call(self, number, state, batch)
+
+    def slow_compile(self):
+        compiled = compile(self)
+        if IS_VICTIM and FAULT == "compile":
+            time.sleep(45.0)
+        return compiled
+
+    StepProfiler.__call__, TrainStep.compile = step, slow_compile
+    if IS_VICTIM and FAULT == "data":
+        from jaxlc.train import loop
+
+        def blocked(stream):
+            for number, item in enumerate(stream, 1):
+                if number == {fault_step} + 1:
+                    _block()
+                yield item
+
+        phases = loop.watchdog.phases
+        loop.watchdog.phases = lambda name, stream: phases(name, blocked(stream))
+
+
+_patch()
+
+
+def get_config(variant):
+    config = defaults()
+    config.model.update(vocab_size=257, num_layers=1, model_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64)
+    num_processes = int(os.environ["JAX_NUM_PROCESSES"])
+    config.mesh.fsdp = config.runtime.simulated_devices = num_processes
+    config.train.global_batch_size = config.train.eval_sequences = num_processes
+    config.data.sources = (str(OUT / "corpus"),)
+    config.data.cache_dir = str(OUT / "cache")
+    config.data.seq_len = 64
+    config.data.eval_fraction = 0.3
+    config.train.update(steps={steps}, eval_every_steps=12, checkpoint_every_steps=4)
+    config.runtime.update(watchdog_factor=2.0, watchdog_floor_seconds={deadline})
+    return config
+"""
+
+
+class Row(NamedTuple):
+    """The result of one fault."""
+
+    fault: str
+    victim: int
+    seconds: float  # from the fault to the end of the last process
+    statuses: tuple[int, ...]  # of the processes that ended
+    last_line: str  # of another process than the victim
+    is_resumed_identical: bool
+
+    @property
+    def is_expected(self) -> bool:
+        in_time = self.seconds < DEADLINE_SECONDS + 30 or self.fault == "compile"
+        return in_time and set(self.statuses) <= set(FAULTS[self.fault][1]) and self.is_resumed_identical
+
+
+def prepare(out: Path) -> None:
+    """Writes the config and the corpus to `out`."""
+    (out / "corpus").mkdir(parents=True)
+    for i in range(16):
+        (out / "corpus" / f"{i}.txt").write_text(" ".join(f"{word} {(i * word) % 17}" for word in range(20 + 11 * i)))
+    text = _CONFIG
+    for name, value in (("{fault_step}", _FAULT_STEP), ("{steps}", _STEPS), ("{deadline}", DEADLINE_SECONDS)):
+        text = text.replace(name, str(value))
+    (out / "config.py").write_text(text)
+
+
+def run_undisturbed(out: Path, num_processes: int) -> Path:
+    """Trains without a fault; returns the work directory."""
+    workdir = out / "undisturbed"
+    statuses = [process.wait(_TIMEOUT_SECONDS) for process in _start(out, workdir, num_processes)]
+    assert not any(statuses), (out / "undisturbed-0.log").read_text()
+    return workdir
+
+
+def disturb(out: Path, fault: str, victim: int, num_processes: int, undisturbed: Path) -> Row:
+    """Runs with a fault, and then again without it."""
+    workdir, marker = out / f"{fault}-{victim}", out / "disturbed"
+    marker.unlink(missing_ok=True)
+    variables = dict(DRILL_FAULT=fault, DRILL_VICTIM=str(victim))
+    processes = _start(out, workdir, num_processes, **variables)
+    try:
+        if fault != "compile":
+            _wait_for(marker, processes)
+        start = time.monotonic()
+        others = [process for i, process in enumerate(processes) if i != victim or fault != "stop"]
+        statuses = tuple(process.wait(_TIMEOUT_SECONDS) for process in others)
+        seconds = time.monotonic() - start
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    last_line = (out / f"{workdir.name}-{0 if victim else 1}.log").read_text().splitlines()[-1]
+    if fault == "directory":
+        (workdir / "checkpoints").unlink(missing_ok=True)
+        (workdir / "moved").rename(workdir / "checkpoints")
+    statuses_again = [process.wait(_TIMEOUT_SECONDS) for process in _start(out, workdir, num_processes)]
+    is_identical = not any(statuses_again) and not differences(undisturbed, workdir, _STEPS)
+    return Row(fault, victim, seconds, statuses, last_line, is_identical)
+
+
+def _start(out: Path, workdir: Path, num_processes: int, **variables: str) -> list[subprocess.Popen]:
+    command = [sys.executable, "-m", "jaxlc.train", f"--config={out / 'config.py'}", f"--workdir={workdir}"]
+    environment = {
+        **os.environ,
+        "JAX_NUM_PROCESSES": str(num_processes),
+        "DRILL_WORKDIR": str(workdir),
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}",
+        **variables,
+    }
+    processes = []
+    for i in range(num_processes):
+        with (out / f"{workdir.name}-{i}.log").open("w") as log:
+            environment["JAX_PROCESS_ID"] = str(i)
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    return processes
+
+
+def _wait_for(marker: Path, processes: Sequence[subprocess.Popen]) -> None:
+    end = time.monotonic() + _TIMEOUT_SECONDS
+    while not marker.exists():
+        if time.monotonic() > end or all(process.poll() is not None for process in processes):
+            raise RuntimeError("the fault did not happen")
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--faults", default=",".join(FAULTS), help=f"default: {','.join(FAULTS)}")
+    parser.add_argument("--out", type=Path, default=Path("runs/fault_drill"), help="a new directory")
+    flags = parser.parse_args()
+    out, last = flags.out.absolute(), flags.processes - 1
+    import jax
+
+    print(f"{datetime.date.today()}: {flags.processes} processes, Python {platform.python_version()},", end=" ")
+    print(f"JAX {jax.__version__}; deadline {DEADLINE_SECONDS} s", flush=True)
+    prepare(out)
+    undisturbed = run_undisturbed(out, flags.processes)
+    print(
+        "| fault | victim | seconds | statuses | resumed identical | last line |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    are_expected = []
+    for fault in flags.faults.split(","):
+        for victim in (0, last):
+            row = disturb(out, fault, victim, flags.processes, undisturbed)
+            are_expected.append(row.is_expected)
+            statuses = ", ".join(map(str, row.statuses))
+            identical = "yes" if row.is_resumed_identical else "no"
+            note = "" if row.is_expected else " NOT EXPECTED"
+            line = row.last_line.replace(str(out), "OUT").replace(socket.gethostname(), "HOST")
+            print(f"| {fault} | {victim} | {row.seconds:.0f} | {statuses}{note} | {identical} | `{line}` |", flush=True)
+    return 0 if all(are_expected) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""The watchdog: deadlines of phases, and the end of a process that hangs."""
+
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxlc.config import RuntimeConfig
+from jaxlc.runtime import phase_board, watchdog
+from jaxlc.runtime.phase_board import DEVICES, PhaseBoard, Row, suspects
+from jaxlc.runtime.watchdog import Watchdog
+from tests import environment
+from tests.helpers import TIMEOUT_SECONDS, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test advances."""
+
+    class Clock:
+        seconds = 0.0
+
+    monkeypatch.setattr(time, "monotonic", lambda: Clock.seconds)
+    return Clock
+
+
+@pytest.fixture
+def make(tmp_path, clock, monkeypatch):
+    """Makes watchdogs with a factor of 10 and a floor of 60 s, which do not end this process."""
+    made = []
+    monkeypatch.setattr(Watchdog, "_watch", lambda self: None)
+
+    def make_watchdog(**settings) -> Watchdog:
+        config = RuntimeConfig(watchdog_floor_seconds=60, **settings)
+        made.append(Watchdog(config, tmp_path / "hangs"))
+        return made[-1]
+
+    yield make_watchdog
+    for one in made:
+        one.close()
+
+
+def seconds_left(dog: Watchdog, clock) -> float:
+    return dog._current.deadline - clock.seconds
+
+
+def run_steps(dog: Watchdog, clock, first: int, seconds: list[float]) -> None:
+    for step, duration in enumerate(seconds, first):
+        dog.dispatched(step)
+        with dog.fetching(step):
+            clock.seconds += duration
+
+
+def test_steps_have_a_deadline_after_five_durations(make, clock):
+    """The first step takes ten hours; the deadline of later ones is ten times their median."""
+    dog = make()
+    with dog.steps(0):
+        run_steps(dog, clock, 1, [36_000.0])
+        run_steps(dog, clock, 2, [20.0, 20.0, 20.0, 30.0])
+        assert seconds_left(dog, clock) == math.inf
+        run_steps(dog, clock, 6, [20.0])
+        dog.dispatched(7)
+        assert seconds_left(dog, clock) == 200.0
+        dog.dispatched(8)  # two steps are in flight
+        assert seconds_left(dog, clock) == 400.0
+        with dog.phase("data"):
+            assert seconds_left(dog, clock) == math.inf
+            clock.seconds += 1000.0
+        assert seconds_left(dog, clock) == 400.0  # the time in other phases does not count
+    with dog.steps(8):  # a stage of longer sequences
+        dog.dispatched(9)
+        assert seconds_left(dog, clock) == math.inf
+
+
+def test_quick_phases_have_the_floor_or_the_time_of_steps(make, clock):
+    """Data of the next step may take as long as a step, although waiting for it took no time before."""
+    dog = make()
+
+    def wait_for_data() -> float:
+        with dog.phase("data"):
+            return seconds_left(dog, clock)
+
+    with dog.steps(0):
+        for _ in range(5):
+            assert wait_for_data() == math.inf
+        assert wait_for_data() == 60.0
+        run_steps(dog, clock, 1, [100.0] * 6)
+        assert wait_for_data() == 1000.0
+        with dog.phase("checkpoint files", repeats=False):
+            assert seconds_left(dog, clock) == math.inf
+
+
+def test_first_durations_have_the_deadline_of_the_user(make, clock):
+    dog = make(watchdog_first_seconds=7200)
+    with dog.phase("evaluation"):
+        assert seconds_left(dog, clock) == 7200.0
+        with pytest.raises(KeyError), dog.phase("scores"):
+            raise KeyError
+        clock.seconds += 1.0
+        assert (dog._current.phase, seconds_left(dog, clock)) == ("evaluation", 7199.0)
+
+
+def test_run_without_a_hang_leaves_no_files(make, tmp_path):
+    make().close()
+    assert not (tmp_path / "hangs").exists()
+    with watchdog.watching(RuntimeConfig(watchdog_factor=0.0), tmp_path):
+        assert watchdog._watchdog is None
+
+
+_HANG = """
+import ctypes, time
+from pathlib import Path
+from jaxlc.config import RuntimeConfig
+from jaxlc.runtime import watchdog
+watchdog._ALARM_SECONDS, watchdog._TICK_SECONDS = 1.0, 0.05
+def hang():
+    {call}
+with watchdog.watching(RuntimeConfig(watchdog_floor_seconds=1), Path({workdir!r})):
+    for call in [lambda: None] * 5 + [hang]:
+        with watchdog.phase("data"):
+            call()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "status"), [("time.sleep(600)", 75), ("ctypes.PyDLL(None).sleep(600)", -14)], ids=["sleeps", "holds_lock"]
+)
+def test_process_that_hangs_ends_with_stacks(tmp_path, call, status):
+    """With a thread that holds the interpreter lock, no Python code runs."""
+    command = [sys.executable, "-c", _HANG.format(call=call, workdir=str(tmp_path))]
+    variables = environment.of_user(JAX_PLATFORMS="cpu")
+    start = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+    )
+    assert done.returncode == status and time.monotonic() - start < 60, done.stderr
+    report = (tmp_path / "hangs" / "process-0.txt").read_text()
+    assert "in hang\n" in report
+    if status == 75:
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("error: process 0 of 1 on "), last
+        assert "is in phase data of step 0 for 1 s, at <string>:8 hang" in last, last
+        assert f"stacks: {tmp_path / 'hangs'}; start all processes again" in last
+        assert "cpu:0: " in report  # device memory
+
+
+def row(process_id: int, phase: str, step: int, age: float = 0.0) -> Row:
+    return Row(process_id, f"host{process_id}", phase, step, 60.0, "user.py:3 read", time.time() - age)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(DEVICES, 8), (DEVICES, 8, 40.0)], [1]),
+        ([(DEVICES, 8), ("data", 7), (DEVICES, 8)], [1]),
+        ([("step", 8), (DEVICES, 8), (DEVICES, 8)], [0]),
+        ([(DEVICES, 8), (DEVICES, 8)], []),
+    ],
+    ids=["silent", "earlier_step", "not_at_its_devices", "unknown"],
+)
+def test_suspects_are_those_for_whom_the_others_wait(rows, expected):
+    assert [one.process_id for one in suspects([row(i, *cells) for i, cells in enumerate(rows)])] == expected
+
+
+class Store(dict):
+    """The key-value store of the coordinator."""
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return list(self.items())
+
+    def key_value_delete(self, key):
+        self.pop(key)
+
+
+def test_board_names_the_process_that_is_silent(monkeypatch):
+    monkeypatch.setattr(phase_board, "_PUBLISH_SECONDS", 0.01)
+    store = Store()
+    boards = [PhaseBoard(store, i, 2, lambda i=i: row(i, "step", 5)) for i in range(2)]
+    wait_until(lambda: len(store) == 2)
+    assert [board.silent(60.0) for board in boards] == [None, None] and len(boards[0].rows()) == 2
+    monkeypatch.setattr(boards[1], "_client", None)  # it publishes nothing
+    wait_until(lambda: boards[0].silent(0.2))
+    assert "process 1 of 2 on host1 has not answered for" in boards[0].silent(0.2)
+    assert boards[0].silent(60.0) is None
+    assert "process 0 of 2 has not answered" in boards[1].silent(0.2)
+    boards[0].close()
+    assert list(store) == ["jaxlc/phases/1"]
+
+
+def test_board_of_a_coordinator_that_hangs_has_no_rows(monkeypatch):
+    monkeypatch.setattr(phase_board, "_READ_SECONDS", 0.05)
+    store = Store()
+    store.key_value_dir_get = lambda prefix: time.sleep(2)
+    board = PhaseBoard(store, 1, 2, lambda: row(1, "step", 5))
+    assert board.rows() is None
+    board.close()
