@@ -6,8 +6,8 @@ r"""GRPO with LoRA on prompts of up to 131,072 tokens, 8 answers each, on 8 H100
 A prompt and its 8 answers of up to 8,192 tokens are one tree, whose prompt is computed once (docs/post_training.md).
 The loss has the clip limits and the mean over tokens of DAPO (arXiv:2503.14476); the number of answers, the learning
 rate and the rank are our choice. The limits have an effect with --config.posttrain.old_log_probs=record, for rollouts
-that are older than the policy. Another program makes the rollouts, such as an inference server with the exported
-adapters. It writes the files runs/grpo_128k/rollouts/STEP.jsonl:
+that are older than the policy. Another program makes the rollouts, such as an inference server that loads the adapters
+which the run exports after each step (config.rollouts.export_command). It writes runs/grpo_128k/rollouts/STEP.jsonl:
 
     jaxlc train --config=grpo_128k --config.model.init_from=meta-llama/Llama-3.1-8B-Instruct --workdir=runs/grpo_128k
 """
@@ -29,16 +29,16 @@ def get_config(variant: str = "") -> ConfigDict:
     config.lora.rank = 32
     config.data.update(sources=(), seq_len=131_072 + 8 * 8192)
     config.posttrain.update(loss="dapo", clip_low=0.2, clip_high=0.28)
-    config.rollouts.source = "files"
+    config.rollouts.update(source="files", export_every_steps=1)  # the adapters of each step make the next rollouts
     config.optimizer.update(learning_rate=1e-5, schedule="constant", warmup_steps=5, weight_decay=0.0)
     config.train.update(steps=200, global_batch_size=16, gradient_accumulation_steps=16)  # 16 prompts a step
-    config.train.update(checkpoint_every_steps=10, checkpoint_frozen=False)
+    config.train.update(checkpoint_every_steps=1, checkpoint_frozen=False)
 
     if variant == "mini":
         shrink_for_cpu(config)
         config.lora.rank = 8
         config.rollouts.update(source="model", prompts=__file__.replace("grpo_128k.py", "mini_prompts.jsonl"))
-        config.rollouts.update(reward=f"{__file__}:reward", prompts_per_step=4, max_tokens=8)
+        config.rollouts.update(reward=f"{__file__}:reward", prompts_per_step=4, max_tokens=8, export_every_steps=0)
         config.train.update(steps=6, checkpoint_every_steps=3)
     return config
 
