@@ -81,7 +81,14 @@ def random_batch(step: TrainStep, document_lengths: Sequence[int] = ()) -> Batch
     def make():
         tokens = jax.random.randint(jax.random.key(0), shape, 0, vocab_size)
         positions, segment_ids = (jnp.broadcast_to(x_T[order_T], shape) for x_T in (positions_T, segment_ids_T))
-        return Batch(tokens, jnp.roll(tokens, -1, axis=-1), jnp.ones(shape), positions, segment_ids)
+        others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)  # those of post-training
+        return others._replace(
+            tokens=tokens,
+            targets=jnp.roll(tokens, -1, axis=-1),
+            loss_weights=jnp.ones(shape),
+            positions=positions,
+            segment_ids=segment_ids,
+        )
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
 

@@ -152,7 +152,10 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
         (dict(layer_kinds="sliding"), "which need a window: set config.model.window"),
         (dict(window=4), "config.model.window=4 has no effect"),
         (dict(layer_kinds="full,nope", num_layers=1), "use --config.model.num_layers=2 or more"),
-        (dict(layer_kinds="full,wid", kinds=dict(wide={})), "expected one or more of full, sliding, nope, wide"),
+        (
+            dict(layer_kinds="full,wid", kinds=dict(wide={})),
+            "expected one or more of full, sliding, nope, gated_delta_net, wide",
+        ),
         (
             dict(layer_kinds="full,wide"),
             "or a new kind with its settings, such as --config.model.kinds.wide.attention=",

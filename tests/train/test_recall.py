@@ -42,7 +42,8 @@ def _final_loss() -> float:
     losses = []
     for _ in range(STEPS):
         arrays = {name: array[..., order] for name, array in _rows(rng).items()}
-        batch = Batch(*(jax.device_put(arrays[k], like.sharding) for k, like in step.abstract_batch._asdict().items()))
+        shardings = {name: like.sharding for name, like in step.abstract_batch._asdict().items() if like is not None}
+        batch = Batch(**{name: jax.device_put(arrays[name], sharding) for name, sharding in shardings.items()})
         state, metrics = compiled(state, batch)
         losses.append(float(metrics.loss))
     return float(np.mean(losses[-10:]))
