@@ -6,6 +6,7 @@ exist for a chunk of tokens at a time.
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.ranges import Above0
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
-from jaxlc.core.write_errors import full_disk_explained
+from jaxlc.core.write_errors import full_disk_explained, make_writable
 from jaxlc.generation.__main__ import mesh_sizes
 
 _KEPT = "finished records are kept, and the same command resumes"
@@ -58,15 +59,18 @@ def _score(command: ParsedCommand[Flags]) -> int:
     from jaxlc.data.traces.open_traces import records_of
     from jaxlc.data.traces.trace_records import TraceReader
 
-    out = local_path(flags.out)
+    out, source = local_path(flags.out), local_path(flags.traces)
+    if out.resolve() == source.resolve():
+        raise UserError(f"OUT is the file of the traces, {out}: use another OUT")
+    make_writable(out.parent, "use another OUT")
     # Processes must agree, also on file systems that show them different states of the file.
-    num_done = int(broadcast_one_to_all(np.int32(_num_records(out) if jax.process_index() == 0 else 0)))
+    num_done = int(broadcast_one_to_all(np.int32(_num_records(out, flags.field) if jax.process_index() == 0 else 0)))
     run = jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh))
     chat_template = flags.chat_template or run.config.data.chat_template
     reader = TraceReader(run.tokenizer, chat_template, run.config.model.vocab_size)
     num_records = 0
     with full_disk_explained(out, lambda: f"{_KEPT} after you free space"), _opened(out, jax.process_index()) as file:
-        for num_records, record in enumerate(records_of(local_path(flags.traces)), start=1):
+        for num_records, record in enumerate(records_of(source), start=1):
             if num_records <= num_done:
                 continue
             traces = list(reader.read(record))
@@ -100,27 +104,28 @@ def _by_answer(names: Sequence[str], values: Sequence[list[float]]) -> Any:
     return dict(zip(names, values)) if len(names) > 1 else values[0]
 
 
-def _num_records(out: Path) -> int:
+def _num_records(out: Path, field: str) -> int:
     """Records that an earlier run wrote; removes a line that it did not finish.
 
     Raises:
-      UserError: the file is not one that this command writes.
+      UserError: the file is not one that this command writes. It is not changed.
     """
     if out.suffix != ".jsonl":
         raise UserError(f"the output is {out}; expected a name that ends with .jsonl")
-    if not out.is_file():
+    if not out.is_file() or not out.stat().st_size:
         return 0
     with out.open("rb+") as file:
-        content = file.read()
-        end = content.rfind(b"\n") + 1
-        file.truncate(end)
-    return content.count(b"\n")
+        if f'"{field}": '.encode() not in file.readline():
+            raise UserError(f"{out} exists, and its first line has no {field}: use another OUT, or remove the file")
+        file.seek(0)
+        lengths = [len(line) for line in file if line.endswith(b"\n")]
+        file.truncate(sum(lengths))
+    return len(lengths)
 
 
 def _opened(out: Path, process: int):
     """The file, for process 0; other processes compute the same records and write none."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    return out.open("a", encoding="utf-8") if process == 0 else open("/dev/null", "w", encoding="utf-8")
+    return open(out if process == 0 else os.devnull, "a", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,11 +28,12 @@ _COLLECTIVE_TIMEOUTS = (
 _NO_HEARTBEAT_SECONDS = 365 * 24 * 3600
 
 
-def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0) -> None:
+def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool = False) -> None:
     """Starts JAX with the devices and processes of `config`. It may be called again with an equal config.
 
     Args:
       pinned_host_bytes: pinned host memory that a training step needs for each GPU, for runtime.pinned_host_gib=0.
+      is_watched: a watchdog detects processes that hang, so JAX's heartbeat is off.
     Raises:
       UserError: JAX has already started with other settings, XLA_FLAGS contradicts the config, the directory of the
         compilation cache cannot be created, or another process of the run is missing or contradicts this one.
@@ -54,7 +55,7 @@ def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0) -> None:
                 process_id=config.process_id,
                 cluster_detection_method="deactivate",  # see launcher.py
                 initialization_timeout=config.start_timeout_seconds,
-                heartbeat_timeout_seconds=_NO_HEARTBEAT_SECONDS,
+                heartbeat_timeout_seconds=_NO_HEARTBEAT_SECONDS if is_watched else config.heartbeat_seconds,
             )
     with _without_driver_notes():
         platform = jax.devices()[0].platform

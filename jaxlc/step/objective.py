@@ -144,13 +144,11 @@ class Objective:
         attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
         if self.config.attention.document_mask:
             positions = batch.positions
+            prefixes = {} if batch.prefix_ids is None else dict(prefixes_BT=batch.prefix_ids)  # tiles do not have them
             ranges = {
                 kind: split.prepare(
-                    positions,
-                    batch.segment_ids,
-                    self._abstract_queries(kind, positions.shape),
-                    *(() if batch.prefix_ids is None else (batch.prefix_ids,)),
-                )  # fmt: skip
+                    positions, batch.segment_ids, self._abstract_queries(kind, positions.shape), **prefixes
+                )
                 for kind, split in attentions.items()
             }
         else:  # a sequence is one document: its mask is implicit

@@ -69,15 +69,7 @@ def run(
     # Config and devices: every stage is checked before the first one starts.
     stages = load_stages(config)
     first = stages[0].config
-    runtime.start(first.runtime, pinned_host_bytes=max(pooled_host_bytes(stage.config) for stage in stages))
-    for stage in stages:
-        check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)
-        if batches is None:
-            check_evaluation(stage.config)
-    if len(stages) > 1 and batches is not None:
-        raise UserError(
-            "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"
-        )
+    _start(stages, config_path, has_batches=batches is not None)
     callbacks = Callbacks(callbacks)
     with explained(first.runtime), _make_progress() as progress, open_workdir(workdir, progress.log) as path:
         # Training steps, with shapes and shardings. Nothing is allocated or compiled yet.
@@ -107,6 +99,26 @@ def run(
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
     callbacks("on_end", result)
     return result
+
+
+def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> None:
+    """Starts JAX, and checks the stages.
+
+    Raises:
+      UserError: JAX cannot start, or a stage does not fit the devices or the data.
+    """
+    runtime_config = stages[0].config.runtime
+    pinned_host_bytes = max(pooled_host_bytes(stage.config) for stage in stages)
+    is_watched = runtime_config.watchdog_factor > 0
+    runtime.start(runtime_config, pinned_host_bytes=pinned_host_bytes, is_watched=is_watched)
+    for stage in stages:
+        check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)
+        if not has_batches:
+            check_evaluation(stage.config)
+    if len(stages) > 1 and has_batches:
+        raise UserError(
+            "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"
+        )
 
 
 def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:

@@ -74,11 +74,16 @@ class RunData:
         )
         with contextlib.closing(stream), contextlib.ExitStack() as stack:
             stack.callback(self.stop_waiting)  # before the stream is closed, whose threads may wait for a file
-            if self.fingerprint != CALLER_BATCHES:  # endless, unless `stop_waiting` was called
+            if self.is_endless:  # unless `stop_waiting` was called
                 timed = self.waiting.timed(_until_end(stream))
                 yield from ((arrays, count == num_steps) for count, arrays in enumerate(timed, start=1))
             else:
                 yield from self.waiting.timed(_marking_last(itertools.islice(_until_end(stream), num_steps)))
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether there are always more training sequences, unlike in batches of the caller."""
+        return not isinstance(self.train, StreamedSequences)
 
     def stop_waiting(self) -> None:
         """Ends `batches` if it waits for rollouts."""

@@ -37,6 +37,15 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_files_of_others_are_not_changed(scored, tmp_path, capsys):
+    traces, other = scored.parent / "traces.jsonl", tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "a"}\n{"prompt": "no end of line"}')
+    for out, words in ((traces, "OUT is the file of the traces"), (other, "its first line has no reference_log_probs")):
+        content = out.read_text()
+        assert logprobs.main(["jaxlc logprobs", str(scored.parent / "run"), str(traces), str(out)]) == 2
+        assert words in capsys.readouterr().err and out.read_text() == content
+
+
 def test_log_probs_equal_those_of_the_model(scored):
     model = jaxlc.load(scored.parent / "run").model
     record = json.loads(scored.read_text().splitlines()[0])

@@ -162,9 +162,9 @@ class ShardedAttention:
             from the token order.
           segments_BT: int32. Tokens attend within their own segment only, which is contiguous; 0 is padding. None: each
             sequence is one document.
-          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`. Requires positions.
           q_like: the q_BTNH of all calls. With it, what a kernel computes from the ranges is computed once, here; such
             calls have no `vmap`. None: each call computes it.
+          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`. Requires positions.
         Returns:
           The `ranges` of a call, a tree of arrays; None if nothing is masked, or if the mask is implicit.
         """

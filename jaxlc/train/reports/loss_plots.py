@@ -64,21 +64,14 @@ def reward_figure(rows: Sequence[Row]) -> Figure:
     Args:
       rows: of metrics.jsonl.
     """
-    figure = new_figure(7.5, 4.8, dpi=150)
-    panels = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    history = History(rows)
+    figure, panels, history = _over_steps(
+        rows, "Rewards of rollouts", {"rollouts/reward": "reward", "rollouts/answer_tokens": "tokens of an answer"}
+    )
     steps, rewards = history.column("rollouts/reward")
     deviations = history.column("rollouts/reward_deviation")[1]
-    panels[0].fill_between(steps, rewards - deviations, rewards + deviations, color=FAINT, label="standard deviation")
-    panels[0].plot(steps, rewards, color=BLUE, linewidth=1.2, label="mean")
-    panels[1].plot(*history.column("rollouts/answer_tokens"), color=TEAL, linewidth=1.2)
-    panels[0].set_ylabel("reward")
-    panels[0].set_title("Rewards of rollouts", loc="left")
+    label = "mean and standard deviation"
+    panels[0].fill_between(steps, rewards - deviations, rewards + deviations, color=FAINT, label=label)
     panels[0].legend(frameon=False)
-    panels[1].set(xlabel="step", ylabel="tokens of an answer")
-    panels[1].set_ylim(bottom=0)
-    for axes in panels:
-        style_axes(axes, grid="y")
     return figure
 
 
@@ -88,25 +81,34 @@ def optimizer_figure(rows: Sequence[Row]) -> Figure:
     Args:
       rows: of metrics.jsonl.
     """
-    figure = new_figure(7.5, 4.8, dpi=150)
-    panels = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    history = History(rows)
-    for axes, name, label, color in zip(
-        panels, ("grad_norm", "learning_rate"), ("gradient norm", "learning rate"), (BLUE, TEAL), strict=True
-    ):
-        axes.plot(*history.column(name), color=color, linewidth=1.2)
-        axes.set_ylabel(label)
-        style_axes(axes, grid="y")
+    labels = dict(grad_norm="gradient norm", learning_rate="learning rate")
+    figure, panels, history = _over_steps(rows, "Gradient norm and learning rate", labels)
     if (history.column("grad_norm")[1] > 0).any():
         panels[0].set_yscale("log")
         panels[0].yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
         panels[0].yaxis.set_major_formatter(_NUMBER)
-    panels[0].set_title("Gradient norm and learning rate", loc="left")
-    panels[1].set_ylim(bottom=0)
     panels[1].ticklabel_format(axis="y", scilimits=(-3, 3))
-    panels[1].set_xlabel("step")
     _draw_stages(panels[0], history)
     return figure
+
+
+def _over_steps(rows: Sequence[Row], title: str, labels: Mapping[str, str]) -> tuple[Figure, Sequence[Axes], History]:
+    """Two panels with a column of metrics.jsonl each, over steps; the lower one starts at 0.
+
+    Args:
+      labels: of the y axes, by the name of the column.
+    """
+    figure = new_figure(7.5, 4.8, dpi=150)
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    history = History(rows)
+    for axes, (name, label), color in zip(panels, labels.items(), (BLUE, TEAL), strict=True):
+        axes.plot(*history.column(name), color=color, linewidth=1.2)
+        axes.set_ylabel(label)
+        style_axes(axes, grid="y")
+    panels[0].set_title(title, loc="left")
+    panels[1].set_ylim(bottom=0)
+    panels[1].set_xlabel("step")
+    return figure, panels, history
 
 
 def _draw_stages(axes: Axes, history: History) -> None:
