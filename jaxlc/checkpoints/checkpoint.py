@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jaxlc.checkpoints.checkpoint_files import (
     BASE,
     DIGEST,
+    UNREADABLE,
     committed_steps,
     digest_of,
     on_every_process,
@@ -231,7 +232,7 @@ class Checkpoints:
     def _set_aside(self, damaged: dict[int, str], restored_step: int) -> None:
         for step, problem in damaged.items():
             path = self._directory / str(step)
-            aside = path.with_name(f"{step}.unreadable")
+            aside = path.with_name(f"{step}{UNREADABLE}")
             if jax.process_index() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
