@@ -246,6 +246,10 @@ class TrainConfig:
     eval_sequences: From1[int] = 4  # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp
     checkpoint_every_steps: int = 0  # steps between checkpoints; 0: at the end only
     keep_checkpoints: From1[int] = 2  # number of latest checkpoints to keep
+    keep_every_steps: int = 0  # checkpoints of steps that are multiples of this number are kept as well; 0: none
+    # number of checkpoints with the lowest held-out loss, in each stage, that are kept as well. It needs an evaluation
+    # at the step of each checkpoint.
+    keep_best_checkpoints: int = 0
     # store frozen parameters in checkpoints. False: small checkpoints, which need the base model: model.init_from, or
     # without it the initial values of train.seed. Their fingerprint is checked.
     checkpoint_frozen: bool = True

@@ -89,6 +89,8 @@ def run(
             path / CHECKPOINTS_DIRECTORY,
             keep=first.train.keep_checkpoints,
             keep_steps=[stage.end_step for stage in stages[:-1]],
+            keep_every=first.train.keep_every_steps,
+            keep_best=first.train.keep_best_checkpoints,
             warn=progress.log,
             finite_params=model is None,
         )
