@@ -3,7 +3,8 @@
     python scripts/kill_drill.py --config=extend_512k:mini --kills=20 --out=runs/kill_drill
     python scripts/kill_drill.py --all --kills=50
 
---all kills four runs in turn: quickstart, stages, LoRA and GRPO, which divide the kills among them. Kills are SIGKILLs between steps, inside a save, and at the borders of stages. Further arguments, such as
+--all kills four runs in turn: quickstart, stages, LoRA and GRPO, which divide the kills among them. Kills are SIGKILLs
+between steps, inside a save, and at the borders of stages. Further arguments, such as
 --config.train.z_loss=0.0, are passed to `jaxlc train`. Prints a log; the exit status is 1 if the runs differ.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from jaxlc.config import Stage
 from jaxlc.config.command_line import parse
+from jaxlc.train.reports.metrics import is_timing
 
 # Runs of --all: the arguments of `jaxlc train`.
 RUNS = {
@@ -33,7 +35,6 @@ RUNS = {
 }
 _POLL_SECONDS = 0.001
 _TIMEOUT_SECONDS = 600
-_TIMINGS = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "mfu_documents", "seconds")
 
 
 @dataclass(frozen=True)
@@ -170,10 +171,7 @@ def _last_step(workdir: Path) -> int:
 
 def _rows(workdir: Path) -> list[dict]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if name.rpartition("/")[2] not in _TIMINGS}
-        for line in lines
-    ]
+    return [{name: value for name, value in json.loads(line).items() if not is_timing(name)} for line in lines]
 
 
 def checkpoint_arrays(checkpoint: Path) -> dict:
