@@ -38,7 +38,8 @@ _PREFIX = "jaxlc/times/"
 _SECONDS = 5.0  # limit of a call to the coordinator, which may hang
 _MAX_SHARE = 1e-3  # of the time, for the measurements of devices
 _REPEATS = 3
-_LEAST_DEVICE_SECONDS, _LEAST_SHARE = 2e-4, 0.02  # smaller differences are noise; the share is that of the time
+# Smaller differences are noise: in seconds (simulated devices share the cores), and as a share of the time.
+_LEAST_CPU_SECONDS, _LEAST_DEVICE_SECONDS, _LEAST_SHARE = 0.05, 2e-4, 0.02
 
 
 class Times(NamedTuple):
@@ -141,11 +142,16 @@ class Stragglers:
             rows = [_without_wait(row, rows[0]) for row in rows]
         with self._path.open("a") as out:
             out.write(json.dumps([row._asdict() for row in rows]) + "\n")
-        return slow_ones(rows, self._factor)
+        least = _LEAST_CPU_SECONDS if jax.default_backend() == "cpu" else _LEAST_DEVICE_SECONDS
+        return slow_ones(rows, self._factor, least)
 
 
-def slow_ones(rows: list[Times], factor: float) -> list[Slow]:
-    """The slowest process or device of each kind of time, if it is slower than `factor` times the lower median."""
+def slow_ones(rows: list[Times], factor: float, least_device_seconds: float) -> list[Slow]:
+    """The slowest process or device of each kind of time, if it is slower than `factor` times the lower median.
+
+    Args:
+      least_device_seconds: smaller differences between devices do not count.
+    """
     found = []
     for cause in (*_PHASES, *_CHECKPOINT_EVENTS.values(), PRODUCT, COPY):
         times = list(times_of(rows, cause))
@@ -153,7 +159,7 @@ def slow_ones(rows: list[Times], factor: float) -> list[Slow]:
             continue
         median = statistics.median_low(seconds for _, _, seconds in times)
         row, device, seconds = max(times, key=lambda time: time[2])
-        least = _LEAST_DEVICE_SECONDS if device is not None else _LEAST_SHARE * row.seconds
+        least = least_device_seconds if device is not None else _LEAST_SHARE * row.seconds
         if seconds > factor * median and seconds - median > least:
             found.append(Slow(row, cause, device, seconds, median))
     return found

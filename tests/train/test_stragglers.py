@@ -48,7 +48,7 @@ def row(process_id: int, product: float = 0.001, data: float = 0.0, seconds: flo
 
 def test_slow_ones_names_device_and_phase():
     rows = [row(0), row(1, product=0.002), row(2, data=3.0), row(3, data=0.1)]
-    data, product = slow_ones(rows, 1.5)
+    data, product = slow_ones(rows, 1.5, 2e-4)
     assert (data.times.process_id, data.cause, data.device) == (2, "data", None)
     assert (product.times.process_id, product.cause, product.device, product.ratio) == (1, "product", 1, 2.0)
     assert stragglers._line(product) == (
@@ -67,7 +67,7 @@ def test_slow_ones_names_device_and_phase():
     ],
 )
 def test_slow_ones_without_stragglers_is_empty(rows):
-    assert slow_ones(rows, 1.5) == []
+    assert slow_ones(rows, 1.5, 2e-4) == []
 
 
 def test_read_times_keeps_the_last_of_repeated_steps(tmp_path):

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-import jaxlc
 from jaxlc.core.time_limit import call_within
 
 _MARKER = "\n\n# The last start of the run; not settings.\nMANIFEST = "
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_PACKAGES = ("jaxlc", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_PACKAGE = Path(__file__).parents[2]
 _GIT_SECONDS = 5.0
 
 
@@ -33,7 +33,6 @@ def make_manifest(before: dict[str, Any]) -> dict[str, Any]:
         started=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         command=shlex.join(sys.argv),
         python=platform.python_version(),
-        jaxlc=jaxlc.__version__,
         commit=call_within(_GIT_SECONDS, _commit) or "",
         packages=versions,
         devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -60,7 +59,7 @@ def _commit() -> str:
     """The commit of the checkout that contains the package, with "+" if it has changes; "" outside a checkout."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(jaxlc.__file__).parent), *arguments]
+        command = ["git", "-C", str(_PACKAGE), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout.strip()
 
     if not git("ls-files", "__init__.py"):  # an installed package below another checkout
