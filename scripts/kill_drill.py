@@ -1,8 +1,10 @@
 """Kills a training run at random times and compares it with a run that is not disturbed: metrics and weights, bitwise.
 
     python scripts/kill_drill.py --config=extend_512k:mini --kills=20 --out=runs/kill_drill
+    python scripts/kill_drill.py --all --kills=50
 
-Kills are SIGKILLs between steps, inside a save, and at the borders of stages. Further arguments, such as
+--all kills four runs in turn: quickstart, stages, LoRA and GRPO, which divide the kills among them. Kills are SIGKILLs
+between steps, inside a save, and at the borders of stages. Further arguments, such as
 --config.train.z_loss=0.0, are passed to `jaxlc train`. Prints a log; the exit status is 1 if the runs differ.
 """
 
@@ -21,10 +23,18 @@ from pathlib import Path
 
 from jaxlc.config import Stage
 from jaxlc.config.command_line import parse
+from jaxlc.train.reports.metrics import is_timing
 
+# Runs of --all: the arguments of `jaxlc train`.
+RUNS = {
+    "quickstart": "--config=quickstart --config.train.steps=40 --config.train.checkpoint_every_steps=5"
+    " --config.train.eval_every_steps=20",
+    "stages": "--config=extend_512k:mini",
+    "lora": "--config=lora_1m_1gpu:mini --config.train.steps=10 --config.train.checkpoint_every_steps=2",
+    "grpo": "--config=grpo_128k:mini --config.train.steps=8 --config.train.checkpoint_every_steps=2",
+}
 _POLL_SECONDS = 0.001
 _TIMEOUT_SECONDS = 600
-_TIMINGS = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "mfu_documents", "seconds")
 
 
 @dataclass(frozen=True)
@@ -161,10 +171,7 @@ def _last_step(workdir: Path) -> int:
 
 def _rows(workdir: Path) -> list[dict]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if name.rpartition("/")[2] not in _TIMINGS}
-        for line in lines
-    ]
+    return [{name: value for name, value in json.loads(line).items() if not is_timing(name)} for line in lines]
 
 
 def checkpoint_arrays(checkpoint: Path) -> dict:
@@ -185,9 +192,16 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="number of kills (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="random seed of their steps and places (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("runs/kill_drill"), help="directory of both runs")
+    parser.add_argument("--all", action="store_true", help=f"kill the runs {', '.join(RUNS)}")
     flags, arguments = parser.parse_known_args()
     log = functools.partial(print, flush=True)
-    return 0 if drill(arguments, flags.out, num_kills=flags.kills, seed=flags.seed, log=log) else 1
+    runs = RUNS if flags.all else {"": ""}
+    are_equal = []
+    for number, (name, of_run) in enumerate(runs.items()):
+        num_kills = flags.kills // len(runs) + (number < flags.kills % len(runs))
+        whole = [*of_run.split(), *arguments]
+        are_equal.append(drill(whole, flags.out / name, num_kills=num_kills, seed=flags.seed + number, log=log))
+    return 0 if all(are_equal) else 1
 
 
 if __name__ == "__main__":

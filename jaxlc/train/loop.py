@@ -45,6 +45,7 @@ from jaxlc.train.result.run_result import Result
 from jaxlc.train.run_data import Batches, open_data
 from jaxlc.train.stage_run import StageRun
 from jaxlc.train.step_profiler import StepProfiler
+from jaxlc.train.stragglers import Stragglers
 from jaxlc.train.workdir import open_workdir
 
 
@@ -89,11 +90,16 @@ def run(
             path / CHECKPOINTS_DIRECTORY,
             keep=first.train.keep_checkpoints,
             keep_steps=[stage.end_step for stage in stages[:-1]],
+            keep_every=first.train.keep_every_steps,
+            keep_best=first.train.keep_best_checkpoints,
             warn=progress.log,
             finite_params=model is None,
         )
-        outputs = Outputs(workdir=path, progress=progress, checkpoints=checkpoints, callbacks=callbacks)
-        with watchdog.watching(first.runtime, path):
+        stragglers = Stragglers(first.runtime, path, progress.log)
+        outputs = Outputs(
+            workdir=path, progress=progress, checkpoints=checkpoints, callbacks=callbacks, stragglers=stragglers
+        )
+        with watchdog.watching(first.runtime, path), contextlib.closing(stragglers):
             result = _run_stages(prepared, outputs)
         if result.exit_status:
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")

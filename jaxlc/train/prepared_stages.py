@@ -7,7 +7,7 @@ stage boundary resumes exactly like an uninterrupted one, and the arrays get the
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -29,10 +29,12 @@ from jaxlc.train.actions import Position, TrainingStopped
 from jaxlc.train.callbacks import Callbacks
 from jaxlc.train.evaluation.held_out import Evaluator
 from jaxlc.train.evaluation.scorer import Scorer, make_scorer
+from jaxlc.train.reports.metrics import Timings
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import resume_lines
 from jaxlc.train.rollouts import RolloutMaker, make_rollout_maker
 from jaxlc.train.run_data import RunData
+from jaxlc.train.stragglers import Stragglers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ class Outputs:
     progress: Progress
     checkpoints: Checkpoints
     callbacks: Callbacks
+    stragglers: Stragglers
+    timings: Timings = field(default_factory=Timings)
 
 
 def stage_after(stages: Sequence[PreparedStage], step: int) -> PreparedStage:

@@ -33,11 +33,13 @@ class StageRun(Outputs):
         """In their order: a checkpoint stores the evaluation and the scores of its step."""
         config = self.stage.config
         with_rollouts, exports = config.rollouts.source != "", config.rollouts.export_every_steps
+        measures = config.runtime.straggler_every_steps
         return (
             *([Action(1, self.report_rollouts)] if with_rollouts else []),
             Action(config.train.eval_every_steps, self.evaluate, at_start=True),
             Action(config.evals.every_steps, self.score, at_start=True),
             Action(config.train.checkpoint_every_steps, self.save, at_signal=True),
+            *([Action(measures, self.compare_processes)] if measures else []),
             *([Action(exports, self.export, at_resume=True)] if exports else []),
             *([Action(1, self.make_rollouts, at_start=True, at_resume=True)] if with_rollouts else []),
         )
@@ -46,6 +48,11 @@ class StageRun(Outputs):
         """Writes means over the rollouts of the last step to metrics.jsonl."""
         means = self.stage.data.train.of_step(position.step).rewards
         self.metrics.write(step=position.step, **{f"rollouts/{name}": value for name, value in means.items()})
+        return position
+
+    def compare_processes(self, position: Position) -> Position:
+        """Measures the devices, and reports processes that are slow; every process calls it at the same step."""
+        self.timings.add(**self.stragglers.measure(position.step))
         return position
 
     def export(self, position: Position) -> Position:
@@ -109,7 +116,7 @@ class StageRun(Outputs):
             scores={name: score for name, score in position.scores.items() if math.isfinite(score)},
             **base_meta(stage.step, position.state.params),
         )
-        with watchdog.phase("checkpoint"):
+        with watchdog.phase("checkpoint"), self.timings.saving():
             self.checkpoints.save(position.step, checkpoint_part(stage.step, position.state), meta)
         self.callbacks("on_checkpoint", position.step, directory / str(position.step))
         return position

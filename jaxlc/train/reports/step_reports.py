@@ -66,6 +66,7 @@ class StepReports:
             row |= {name: float(x) for name, x in means.items() if x is not None and name != "loss"}
         if metrics.loss_scale is not None:
             row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))
+        row |= self._run.timings.take()
         self._run.metrics.write(**row)
         self._run.progress.update(**row)
         self._run.callbacks("on_log", row)
