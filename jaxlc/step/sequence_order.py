@@ -70,6 +70,8 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
         return "attention.document_sharding=False"
     if "gated_delta_net" in config.model.attentions:
         return "gated_delta_net layers, whose ranks exchange states along the whole sequence"
+    if attention.shared_prefixes and config.memory.tile_tokens:
+        return "memory.tile_tokens with shared prefixes, whose tokens a mirrored piece does not reach"
     if attention.strategy == "ulysses" or (attention.strategy == "hybrid" and attention.ulysses_degree == context):
         return "each rank attends over whole sequences"
     window, rank_tokens = _window(config), config.data.seq_len // (context // _group_size(config))

@@ -31,7 +31,7 @@ from jaxlc.train.evaluation.held_out import Evaluator
 from jaxlc.train.evaluation.scorer import Scorer, make_scorer
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import resume_lines
-from jaxlc.train.rollouts import RolloutMaker, make_rollout_maker
+from jaxlc.train.rollouts import ROLLOUTS, RolloutMaker, make_rollout_maker
 from jaxlc.train.run_data import RunData
 
 
@@ -185,6 +185,8 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         return Position(state=_first_state(stage, state), step=step, next_sequence=0)
     for line in resume_lines(stage.config, workdir, stage.data.fingerprint, step, meta, stage.name):
         progress.log(line)
+    if stage.config.rollouts.source:
+        stage.data.train.check_digests(meta.get(ROLLOUTS, {}))
     # Rollouts are in files by step, also if the global batch size has changed.
     next_sequence = step * stage.config.train.global_batch_size if stage.config.rollouts.source else meta["next_row"]
     return Position(state=state, step=step, next_sequence=next_sequence)

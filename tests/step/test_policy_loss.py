@@ -50,6 +50,7 @@ KINDS = {
     "": {},
     "sliding": dict(model=dict(layer_kinds=("sliding", "full"), window=6, attention_sinks=True)),
     "lora": dict(lora=dict(rank=2)),
+    "tiles": dict(memory=dict(tile_tokens=12)),
 }
 
 
@@ -81,7 +82,8 @@ def results(config, loss: str, params=None):
 @functools.cache
 def separate_rows(loss: str, kinds: str = ""):
     """Results on one device. For dpo, the answers of a pair continue a prefix that only they have."""
-    return results(config_with(loss, shares=loss == "dpo", **KINDS[kinds]), loss)
+    sections = KINDS[kinds] if kinds != "tiles" else {}
+    return results(config_with(loss, shares=loss == "dpo", **sections), loss)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,9 @@ def separate_rows(loss: str, kinds: str = ""):
         ("", "", dict(context=4, tensor=2), {}),
         ("grpo", "", dict(context=8), {}),
         pytest.param("dapo", "lora", dict(context=4), dict(strategy="all_gather"), marks=pytest.mark.full),
+        ("grpo", "tiles", dict(context=2), {}),
+        ("dpo", "tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
+        pytest.param("", "tiles", dict(context=2), dict(strategy="ulysses"), marks=pytest.mark.full),
         ("dapo", "sliding", dict(context=2, tensor=2), dict(strategy="ulysses")),
         pytest.param("grpo", "", dict(context=4), dict(document_sharding=False), marks=pytest.mark.full),
         pytest.param("dpo", "", dict(context=4), dict(strategy="hybrid", ulysses_degree=2), marks=pytest.mark.full),
