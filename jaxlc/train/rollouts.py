@@ -83,6 +83,7 @@ def together(
             if multihost_utils.process_allgather(np.array(is_over)).all():
                 break
             if stop() is not None:
+                sequences.close()  # the threads of `items` wait for the file, too
                 return
             time.sleep(_POLL_SECONDS)
         try:

@@ -17,7 +17,15 @@ from jaxlc.checkpoints.checkpoint_files import read_meta
 from jaxlc.config import defaults
 from jaxlc.core.errors import UserError
 from tests.train.runs import (
-    finish, rows, save_step_0, start_pair, step_of, train, wait_until, write_config, write_untrained_run,
+    finish,
+    rows,
+    save_step_0,
+    start_pair,
+    step_of,
+    train,
+    wait_until,
+    write_config,
+    write_untrained_run,
 )  # fmt: skip
 
 PROMPTS = [f"{number} and {number + 1} are? " for number in range(6)]

@@ -51,12 +51,6 @@ def _prefix_problems(config: Config) -> Iterator[str]:
             " --config.memory.tile_tokens=0 with more context ranks, or --config.attention.shared_prefixes=False, which"
             " repeats the prefixes"
         )
-    if is_sliding and config.mesh.context > 1 and attention.strategy != "ulysses":
-        yield (
-            f"unsupported: {setting} with sliding layers and config.attention.strategy={attention.strategy!r}; use"
-            " --config.attention.strategy=ulysses, or --config.attention.shared_prefixes=False, which repeats the"
-            " prefixes"
-        )
 
 
 def _rollout_problems(config: Config) -> Iterator[str]:
