@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
+from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
 from jaxlc.core.write_errors import write_errors_explained
@@ -22,6 +23,7 @@ from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.open_traces import records_of
 from jaxlc.data.traces.trace_records import TraceReader
 from jaxlc.generation.generator import Generation, Generator
+from jaxlc.generation.rollout_memory import rollout_memory
 from jaxlc.generation.sampling import Sampling
 from jaxlc.posttrain.reward import load_reward, rewarded
 from jaxlc.step.step import TrainStep
@@ -44,6 +46,16 @@ class EmbeddedRollouts:
         self._prompts = [self._prompt(record) for record in self._records]
         if not self._prompts:
             raise UserError("config.rollouts.prompts has no prompt")
+
+    @property
+    def lines(self) -> list[str]:
+        """Memory of the rollouts, for the start report."""
+        longest = max(len(ids) for ids, _ in self._prompts)
+        memory = rollout_memory(self._step, longest + self._step.config.rollouts.max_tokens)
+        return [
+            f"rollouts   {memory.num_sequences:,} sequences of up to {memory.num_tokens:,} tokens; beside the training"
+            f" state, per device: KV cache {gib(memory.cache_bytes)} GiB, weights {gib(memory.weights_bytes)} GiB"
+        ]
 
     def __call__(self, params: dict, step: int, path: Path) -> None:
         """Writes the rollouts of `step` to `path`, unless it exists, as after a resume."""

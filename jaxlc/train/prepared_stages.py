@@ -233,6 +233,8 @@ def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[s
             reset = ", optimizer state reset" if stage.optimizer_state == "reset" else ""
             lines.append(f"STAGE {stage.name}: steps {stage.first_step + 1:,} to {stage.end_step:,}{reset}")
         lines += [*lines_of_step, *stage.data.lines]
+        if stage.rollout_maker is not None:
+            lines += stage.rollout_maker.lines
         if stage.step.model is None:
             warning = context_warning(stage.config.model, stage.config.data.seq_len, stage=stage.name)
             lines += [f"warning: {warning}"] if warning else []

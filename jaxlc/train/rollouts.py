@@ -34,6 +34,8 @@ ROLLOUTS = "rollouts"  # key of the meta of a checkpoint: the digests of files o
 class RolloutMaker(Protocol):
     """Makes the rollouts of a step with the parameters before it."""
 
+    lines: list[str]  # description, printed at the start of the run
+
     def __call__(self, params: dict, step: int, path: Path) -> None:
         """Writes the rollouts of `step` to `path`, unless it exists. Every process of a run makes the same call."""
 

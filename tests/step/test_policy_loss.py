@@ -5,6 +5,8 @@ tests/hf/test_trl_losses.py compares the losses with those of TRL.
 
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -109,6 +111,16 @@ def test_shared_prefixes_equal_separate_rows(loss, kinds, mesh, attention):
     np.testing.assert_allclose(got_loss, expected, rtol=FLOAT32_PARITY)
     errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
+@pytest.mark.heavy
+def test_shared_prefixes_in_float64_equal_separate_rows():
+    """To 1e-13, so the differences of float32 are those of sums in another order."""
+    output = subprocess.run(
+        [sys.executable, "-m", "tests.step.float64_parity"], capture_output=True, text=True, check=True
+    ).stdout
+    errors = [float(word) for line in output.splitlines() for word in line.split()[-2:]]
+    assert len(errors) == 8 and max(errors) <= 1e-13, output
 
 
 def test_base_as_reference_equals_recorded_log_probs():

@@ -103,8 +103,8 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> dict:
         train__checkpoint_every_steps=1, optimizer__schedule_steps=4, train__steps=4, model__num_layers=1,
     )  # fmt: skip
     config = write_config(directory)
-    train(config, directory / "whole", **settings)
-    return dict(config=config, settings=settings, workdir=directory / "whole")
+    output = train(config, directory / "whole", **settings)
+    return dict(config=config, settings=settings, workdir=directory / "whole", output=output)
 
 
 def files_of(workdir: Path) -> dict[str, str]:
@@ -119,6 +119,11 @@ def test_rollouts_of_the_policy_are_traces_with_rewards(rollouts):
     assert all(record["reward"] == len(set(record["text"]["answer"])) + 0.5 for record in records)
     last = rows(rollouts["workdir"])[-1]
     assert last["rollouts/reward"] > 0 and 0 < last["rollouts/answer_tokens"] <= 5 and last["rollouts/policy_age"] == 0
+
+
+def test_start_report_has_the_memory_of_rollouts(rollouts):
+    longest = max(map(len, PROMPTS)) + 5
+    assert f"rollouts   6 sequences of up to {longest} tokens; beside the training state" in rollouts["output"]
 
 
 def test_sampler_and_trainer_agree(rollouts):
