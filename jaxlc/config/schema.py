@@ -80,6 +80,9 @@ class OptimizerConfig:
 
 # Matrix products of a layer that precision.fp8_matmuls may name.
 MATMUL_NAMES = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")
+# Projections that lora.projections may name as well, of gated_delta_net layers: those that compute the gate of the
+# output, the step size and the decay.
+DELTA_PROJECTIONS = ("delta_gate", "delta_step", "delta_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +124,8 @@ class LoraConfig:
     rank: int = 0  # rank of the adapters; 0: no adapters
     alpha: Above0[float] = 32.0  # the output of an adapter is multiplied by alpha / rank
     rslora: bool = False  # multiply it by alpha / sqrt(rank) instead (rsLoRA), which suits high ranks
-    # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down.
+    # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
+    # gated_delta_net layers also delta_gate, delta_step, delta_decay, which are in_proj_z, _b and _a of Qwen 3.5.
     projections: tuple[str, ...] = MATMUL_NAMES
 
     @property

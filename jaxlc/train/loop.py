@@ -180,11 +180,12 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     actions, position = run.actions, start
     position = run_due(actions if start.step == 0 else [x for x in actions if x.at_resume], position)
     reports = StepReports(run, start.step)
+    num_steps = stage.end_step - start.step
     has_deadline = stage.config.rollouts.source != "files"  # another program may take any time to write them
     with (
         PreemptionGuard(stage.data.stop_waiting) as guard,
         watchdog.steps(start.step),
-        contextlib.closing(stage.data.batches(stage.step, start.next_sequence, stage.end_step - start.step)) as stream,
+        contextlib.closing(stage.data.batches(stage.step, start.next_sequence, num_steps, guard.stop)) as stream,
         StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):
         batches = watchdog.phases("data" if has_deadline else "rollouts", stream, repeats=has_deadline)
@@ -193,7 +194,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
             state, metrics = profiled_step(step, position.state, Batch(**arrays))
             position = Position(state=state, step=step, next_sequence=position.next_sequence + batch_size)
             reports.pending.add(step, metrics)
-            stop = guard.stop_after(step)
+            stop = guard.stop()
             if is_last:
                 stop = Stop.DONE
 
@@ -210,7 +211,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
                 return position, stop
             if waits:
                 reports.pending.restart_clock(step)
-        if (stop := guard.stop_after(position.step)) is not None:  # while the run waited for rollouts
+        if (stop := guard.stop()) is not None:  # while the run waited for rollouts
             return run_due([action for action in actions if action.at_signal], position, stop), stop
     raise UserError(
         f"batches ended before step {start.step + 1}: pass an iterable that starts with the batch of step 1"

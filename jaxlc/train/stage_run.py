@@ -18,7 +18,7 @@ from jaxlc.train.prepared_stages import Outputs, PreparedStage, num_tokens_until
 from jaxlc.train.reports.final_report import write_report
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, read_rows
 from jaxlc.train.result.run_result import Result
-from jaxlc.train.rollouts import export_for_rollouts
+from jaxlc.train.rollouts import ROLLOUTS, export_for_rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,9 @@ class StageRun(Outputs):
 
     def report_rollouts(self, position: Position) -> Position:
         """Writes means over the rollouts of the last step to metrics.jsonl."""
-        means = self.stage.data.train.of_step(position.step).rewards
+        means = dict(self.stage.data.train.of_step(position.step).rewards)
+        if (policy_step := means.pop("policy_step", None)) is not None:
+            means["policy_age"] = position.step - 1 - policy_step  # training steps between the answers and their use
         self.metrics.write(step=position.step, **{f"rollouts/{name}": value for name, value in means.items()})
         return position
 
@@ -115,11 +117,20 @@ class StageRun(Outputs):
             eval_loss=evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None,
             scores={name: score for name, score in position.scores.items() if math.isfinite(score)},
             **base_meta(stage.step, position.state.params),
+            **self._rollouts_meta(position.step),
         )
         with watchdog.phase("checkpoint"), self.timings.saving():
             self.checkpoints.save(position.step, checkpoint_part(stage.step, position.state), meta)
         self.callbacks("on_checkpoint", position.step, directory / str(position.step))
         return position
+
+    def _rollouts_meta(self, step: int) -> dict[str, dict[str, str]]:
+        """The digests of the files of rollouts that the steps since the periodic checkpoint before used."""
+        if not self.stage.config.rollouts.source:
+            return {}
+        every = self.stage.config.train.checkpoint_every_steps
+        before = (step - 1) // every * every if every else 0
+        return {ROLLOUTS: self.stage.data.train.digests(range(before + 1, step + 1))}
 
     def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:
         """Writes the plots and prints the summary, unless a signal stopped the run; waits for the checkpoints."""

@@ -41,6 +41,7 @@ LLAMA3_ROPE = dict(
 )
 YARN_ROPE = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0)
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+POST_NORMS = {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 # gpt-oss with a dense feed-forward block in place of its experts; tests/hf/reference.py replaces those of transformers.
 # tests/hf/conftest.py adds it to FAMILIES.
@@ -66,6 +67,9 @@ class Case:
     has_sinks: bool = False
     has_gate: bool = False
     group_layers: int = 1  # layers of the repeating group
+    # Layers of Gated DeltaNet: their norms, as `norms`, and names of modules that are not those of Qwen 3.5.
+    delta_norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)
+    delta_modules: dict[str, str] = field(default_factory=dict)
 
 
 def _config(model_type: str, architecture: str, **fields) -> dict:
@@ -250,12 +254,36 @@ CASES: dict[str, Case] = {
             layer_types=[SLIDING, FULL, SLIDING],
             attention_bias=False,
         ),
-        norms={
-            "post_attention_layernorm": "attention_post_norm",
-            "post_feedforward_layernorm": "mlp_post_norm",
-        },
+        norms=POST_NORMS,
         qk_norm="projection",
         group_layers=2,
+    ),
+    "olmo_hybrid": Case(
+        config=_config(
+            "olmo_hybrid",
+            "OlmoHybridForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(rope_theta=None),
+            head_dim=None,
+            attention_bias=False,
+            layer_types=[LINEAR, FULL, LINEAR],
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=6,  # 3/4 of hidden_size / heads, and twice that
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=4,
+            linear_allow_neg_eigval=True,
+            linear_a_log_max=16.0,
+        ),
+        norms=POST_NORMS,
+        qk_norm="projection",
+        group_layers=2,
+        delta_modules={
+            **{f"in_proj_{x}": f"{x}_proj" for x in ("q", "k", "v", "b", "a")},
+            "in_proj_z": "g_proj",
+            "norm": "o_norm",
+            "out_proj": "o_proj",
+        },
     ),
 }
 
@@ -289,7 +317,7 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         layer_shapes |= {f"self_attn.{x}_norm.weight": (n * H,) for x, n in zip("qk", heads)}
     for layer in range(config["num_hidden_layers"]):
         is_linear = config.get("layer_types", [FULL] * (layer + 1))[layer] == LINEAR
-        own_shapes = _with_delta_net(layer_shapes, config) if is_linear else layer_shapes
+        own_shapes = _with_delta_net(layer_shapes, CASES[case]) if is_linear else layer_shapes
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
     center = (
         -1 if config["model_type"] in ("gemma3_text", "qwen3_5_text") else 0
@@ -300,13 +328,18 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     }
 
 
-def _with_delta_net(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
+def _with_delta_net(layer_shapes: dict[str, tuple[int, ...]], case: Case) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer with Gated DeltaNet in place of attention."""
+    config = case.config
     D, heads = config["hidden_size"], config["linear_num_value_heads"]
     values = heads * config["linear_value_head_dim"]
-    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    channels = 2 * keys + values
+    parts = {"in_proj_q.weight": (keys, D), "in_proj_k.weight": (keys, D), "in_proj_v.weight": (values, D)}
+    if not case.delta_modules:
+        parts = {"in_proj_qkv.weight": (channels, D)}
     shapes = {
-        "in_proj_qkv.weight": (channels, D),
+        **parts,
         "in_proj_z.weight": (values, D),
         "in_proj_b.weight": (heads, D),
         "in_proj_a.weight": (heads, D),
@@ -316,8 +349,15 @@ def _with_delta_net(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> d
         "norm.weight": (config["linear_value_head_dim"],),
         "out_proj.weight": (D, values),
     }
-    others = {name: shape for name, shape in layer_shapes.items() if not name.startswith("self_attn")}
-    return others | {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+    norms = {f"{name}.weight": (D,) for name in case.delta_norms}
+    others = {name: shape for name, shape in layer_shapes.items() if name.startswith("mlp.")}
+    return others | norms | {f"linear_attn.{renamed(name, case)}": shape for name, shape in shapes.items()}
+
+
+def renamed(name: str, case: Case) -> str:
+    """The name of a tensor of Gated DeltaNet, from that of Qwen 3.5."""
+    module, *parameter = name.split(".")
+    return ".".join([case.delta_modules.get(module, module), *parameter])
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:

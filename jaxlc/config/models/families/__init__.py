@@ -8,13 +8,15 @@ from jaxlc.config.models.families.gemma3 import GEMMA3_TEXT
 from jaxlc.config.models.families.llama import LLAMA
 from jaxlc.config.models.families.mistral import MISTRAL
 from jaxlc.config.models.families.olmo3 import OLMO3
+from jaxlc.config.models.families.olmo_hybrid import OLMO_HYBRID
 from jaxlc.config.models.families.qwen2 import QWEN2
 from jaxlc.config.models.families.qwen3 import QWEN3
 from jaxlc.config.models.families.qwen3_5 import QWEN3_5_TEXT
 from jaxlc.config.models.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5_TEXT, SMOLLM3, GEMMA3_TEXT, OLMO3)
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5_TEXT, SMOLLM3, GEMMA3_TEXT, OLMO3, OLMO_HYBRID)
 }
 
 __all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Tensor"]

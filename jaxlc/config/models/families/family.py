@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.model_schema import DELTA_VARIATIONS, ModelConfig
 from jaxlc.core.mixers import MIXERS
 
 Fields = Mapping[str, Any]  # the content of config.json
@@ -17,6 +17,7 @@ COMMON_SETTINGS: dict[str, Any] = {
     for field in dataclasses.fields(ModelConfig)
     if field.name in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
     or field.name in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
+    or field.name in DELTA_VARIATIONS
 }
 
 
@@ -88,28 +89,39 @@ class Family:
     multimodal_type: str = ""
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
+    # Parameters of gated_delta_net layers whose tensors have other names than in `core.mixers` -> ends of these names.
+    delta_tensors: Mapping[str, str] = field(default_factory=dict)
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
 
     def tensors_of(self, mixer: str) -> tuple[Tensor, ...]:
         """The tensors that checkpoints may have, with the layers of one of `core.mixers.MIXERS`, in the order of the
         computation of a layer."""
-        return _tensors({**COMMON_SETTINGS, **self.settings}["norm_placement"], mixer)
+        settings = {**COMMON_SETTINGS, **self.settings}
+        norm_placement, renamed = settings["norm_placement"], dict[str, str]()
+        if mixer == "gated_delta_net":
+            norm_placement, renamed = settings["delta_norm_placement"] or norm_placement, self.delta_tensors
+        return _tensors(norm_placement, mixer, tuple(renamed.items()))
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
         settings = {**COMMON_SETTINGS, **self.settings}
         if "attention_bias" in self.fields and model.qkv_bias == model.attention_out_bias:
             settings |= dict(qkv_bias=model.qkv_bias, attention_out_bias=model.qkv_bias)
+        settings |= {name: vars(model)[name] for name in {*self.fields.values()} & {*DELTA_VARIATIONS}}
         has_settings = all(vars(model)[name] == value for name, value in settings.items())
         has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
         return has_settings and has_scale and not model.kinds and frozenset(model.layer_kinds) in self.layer_kinds
 
 
 @functools.cache
-def _tensors(norm_placement: str, mixer: str) -> tuple[Tensor, ...]:
+def _tensors(norm_placement: str, mixer: str, renamed: tuple[tuple[str, str], ...]) -> tuple[Tensor, ...]:
     """The tensors of all layers, by the names that Llama introduced and all families use. A model has those of its
-    parameters."""
-    prefix = "model.layers.{layer}."
+    parameters.
+
+    Args:
+      renamed: parameters of the mixer, and the ends of the names of their tensors in place of those of the mixer.
+    """
+    prefix, names = "model.layers.{layer}.", dict(renamed)
 
     def linear(name: str, param: str) -> Tensor:
         return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}", num_inputs=1)
@@ -123,7 +135,7 @@ def _tensors(norm_placement: str, mixer: str) -> tuple[Tensor, ...]:
         *(norm(name, "attention_norm") for name in before_attention),
         *(
             Tensor(
-                name=f"{prefix}{tensor.tensor}",
+                name=f"{prefix}{names.get(tensor.param, tensor.tensor)}",
                 param=f"layers/attention/{tensor.param}",
                 num_inputs=tensor.num_inputs,
                 is_convolution=tensor.is_convolution,
