@@ -89,7 +89,7 @@ def evaluate(step, params, tokens: np.ndarray, first_position: int = 0, document
 
     def compute(params, batch):
         features_BTD, head_DV = step.objective.features(params, jax.tree.map(lambda x: x[0], batch))
-        _, gradients, _ = step.objective.loss_and_grads(params, batch)
+        _, gradients, *_ = step.objective.loss_and_grads(params, batch)
         return jnp.einsum("BTD,DV->BTV", features_BTD, head_DV), gradients
 
     logits_BTV, gradients = jax.jit(compute)(params, batch)
