@@ -66,6 +66,7 @@ class Case:
     has_sinks: bool = False
     has_gate: bool = False
     group_layers: int = 1  # layers of the repeating group
+    dense_layers: tuple[int, ...] = ()  # of a model with experts
 
 
 def _config(model_type: str, architecture: str, **fields) -> dict:
@@ -135,6 +136,30 @@ CASES: dict[str, Case] = {
             layer_types=[FULL] * 3,
         ),
         qk_norm="head",
+    ),
+    "qwen3_moe": Case(
+        config=_config(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=40000.0,
+            rope_scaling=None,
+            attention_bias=False,
+            use_sliding_window=False,
+            sliding_window=None,
+            max_window_layers=28,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            output_router_logits=False,
+            router_aux_loss_coef=0.001,
+        ),
+        qk_norm="head",
+        group_layers=3,
+        dense_layers=(1,),
     ),
     "qwen3_5": Case(
         config=_config(
@@ -290,6 +315,8 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     for layer in range(config["num_hidden_layers"]):
         is_linear = config.get("layer_types", [FULL] * (layer + 1))[layer] == LINEAR
         own_shapes = _with_delta_net(layer_shapes, config) if is_linear else layer_shapes
+        if "num_experts" in config and layer not in CASES[case].dense_layers:
+            own_shapes = _with_experts(own_shapes, config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
     center = (
         -1 if config["model_type"] in ("gemma3_text", "qwen3_5_text") else 0
@@ -318,6 +345,16 @@ def _with_delta_net(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> d
     }
     others = {name: shape for name, shape in layer_shapes.items() if not name.startswith("self_attn")}
     return others | {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+
+
+def _with_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer with a tensor for each expert in place of the dense feed-forward block."""
+    D, F, E = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
+    shapes = {"mlp.gate.weight": (E, D)}
+    for expert in range(E):
+        shapes |= {f"mlp.experts.{expert}.{name}_proj.weight": (F, D) for name in ("gate", "up")}
+        shapes[f"mlp.experts.{expert}.down_proj.weight"] = D, F
+    return {name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")} | shapes
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:

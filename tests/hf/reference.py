@@ -60,7 +60,33 @@ def gradients(directory: str, tokens: list, first_position: int = 0, float64: bo
         logits, loss = logits_and_loss(model, np.array(tokens), first_position)
         loss.backward()
     arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **arrays)
+    return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **_by_expert(arrays))
+
+
+def _by_expert(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The gradients of stacked experts by the names of released files, which have a tensor for each expert."""
+    result = {}
+    for name, array in arrays.items():
+        stem, _, last = name.rpartition(".experts.")
+        if not stem or name.startswith("gradient/model.layers") and array.ndim != 3 or "_bias" in last:
+            result[name] = array
+            continue
+        for expert, x in enumerate(array):
+            parts = dict(zip(("gate_proj", "up_proj"), np.split(x, 2))) if last == "gate_up_proj" else {last: x}
+            result |= {f"{stem}.experts.{expert}.{part}.weight": y for part, y in parts.items()}
+    return result
+
+
+def balance_gradients(directory: str, tokens: list, coefficient: float) -> dict[str, np.ndarray]:
+    """As `gradients`, with the balance loss of transformers, times a coefficient, added to the loss."""
+    model = open_model(directory)
+    tokens = torch.tensor(tokens)
+    output = model(input_ids=tokens, output_router_logits=True, use_cache=False)
+    loss = CROSS_ENTROPY(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    (loss + coefficient * output.aux_loss).backward()
+    arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    losses = dict(balance_loss=output.aux_loss.detach().numpy())
+    return dict(logits=output.logits.detach().numpy(), **losses, **_by_expert(arrays))
 
 
 def peft_gradients(directory: str, adapters: str, tokens: list) -> dict[str, np.ndarray]:
@@ -143,7 +169,7 @@ def chat(directory: str, message: str, num_tokens: int) -> dict[str, np.ndarray]
 def main(jobs_path: str) -> None:
     torch.set_num_threads(1)
     jobs = json.loads(pathlib.Path(jobs_path).read_text())
-    functions = {function.__name__: function for function in (gradients, peft_gradients, train, generate, chat)}
+    functions = {function.__name__: function for function in (gradients, balance_gradients, peft_gradients, train, generate, chat)}
     for job in jobs:
         arguments = {name: value for name, value in job.items() if name not in ("job", "out")}
         np.savez(job["out"], version=transformers.__version__, **functions[job["job"]](**arguments))

@@ -38,6 +38,8 @@ from jaxlc.step.step import build_step
 from tests.hf.models import CASES, FULL, LINEAR, SLIDING, tensors_of, write_model, write_tensors
 
 
+DENSE = "dense"  # kind of the layers without experts of a model with experts
+
 def config_of(directory, **settings):
     return with_settings(
         load(ConfigDict({"model": {"init_from": str(directory)}})),
@@ -79,22 +81,44 @@ def expected_params(name, tensors=None):
             f"attention/{x}_norm/scale": (f"self_attn.{x}_norm.weight", lambda x: x.reshape(shape)) for x in "qk"
         }
     kinds = [LINEAR if kind == LINEAR else FULL for kind in config.get("layer_types", [FULL] * L)]
+    kinds = [DENSE if layer in case.dense_layers else kind for layer, kind in enumerate(kinds)]
     by_kind = {FULL: conversions}
+    if DENSE in kinds:
+        others = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
+        by_kind = {FULL: others | expert_conversions(config), DENSE: conversions}
     if LINEAR in kinds:
         others = {path: value for path, value in conversions.items() if not path.startswith("attention/")}
         by_kind[LINEAR] = others | delta_net_conversions(config)
-    stacks = {FULL: "full/", LINEAR: "gated_delta_net/"} if LINEAR in kinds else {FULL: ""}
+    names = {FULL: "full/", LINEAR: "gated_delta_net/", DENSE: "dense/"}
+    stacks = {kind: names[kind] for kind in dict.fromkeys(kinds)} if len({*kinds}) > 1 else {FULL: ""}
     last = L % case.group_layers
     params = {"embedding": tensors["model.embed_tokens.weight"], "final_norm/scale": tensors["model.norm.weight"]}
     if not config["tie_word_embeddings"]:
         params["head"] = tensors["lm_head.weight"].T
     for kind, stack in stacks.items():
         for path, (name, convert) in by_kind[kind].items():
-            converted = {i: convert(tensors[f"model.layers.{i}.{name}"]) for i in range(L) if kinds[i] == kind}
+            converted = {
+                i: convert(*(tensors[f"model.layers.{i}.{x}"] for x in ([name] if isinstance(name, str) else name)))
+                for i in range(L)
+                if kinds[i] == kind
+            }
             params[f"layers/{stack}{path}"] = np.stack([x for i, x in converted.items() if i < L - last])
             if last:
                 params[f"last_layers/{stack}{path}"] = np.stack([x for i, x in converted.items() if i >= L - last])
     return {path: value.astype(np.float32) for path, value in params.items()}
+
+
+def expert_conversions(config):
+    """As `conversions` in `expected_params`, of the feed-forward block of a layer with a tensor for each expert."""
+
+    def stacked(*tensors):
+        return np.stack([x.T for x in tensors])
+
+    conversions = {"mlp/router": ("mlp.gate.weight", np.transpose)}
+    for x in ("gate", "up", "down"):
+        names = [f"mlp.experts.{expert}.{x}_proj.weight" for expert in range(config["num_experts"])]
+        conversions[f"mlp/expert_{x}"] = names, stacked
+    return conversions
 
 
 def delta_net_conversions(config):

@@ -92,7 +92,9 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if window is None:
         raise UserError(f"{where} has layers of type sliding_attention and no sliding_window; download it again")
     rope = rope_settings(config, where, family, kinds)
-    return settings | dict(layer_kinds=kinds, window=window) | rope
+    settings |= dict(layer_kinds=kinds, window=window) | rope
+    own_kinds = {kind: dict(values) for kind, values in family.kinds.items() if kind in kinds}
+    return settings | dict(kinds=own_kinds) if own_kinds else settings
 
 
 def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,12 +116,12 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
     """
     if config is not None:
         return FAMILIES[config["model_type"]]
-    if model.kinds:
+    family = next((family for family in FAMILIES.values() if family.fits(model)), None)
+    if family is None and model.kinds:
         raise Unsupported(
-            "unsupported: no supported model_type has layers of different sizes (config.model.kinds); use"
+            "unsupported: no supported model_type has layers of these different sizes (config.model.kinds); use"
             " jaxlc.load(WORKDIR).params for the weights, or the run as config.model.init_from"
         )
-    family = next((family for family in FAMILIES.values() if family.fits(model)), None)
     if family is None:
         settings = ", ".join(
             f"{name}={getattr(model, name)}" for name in ("layer_kinds", "query_scale_dim", *COMMON_SETTINGS)
@@ -152,6 +154,7 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
         fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
         return first | fields | fixed | family.write_kinds(model) | rope_fields(model, family) | changed
     before = settings_of(base, "config.json")
+    before.pop("kinds", None)  # those of `model`, whose weights were loaded
     for name, value in _fields_of(dataclasses.replace(model, **before), family).items():
         if value != fields[name]:
             raise UserError(

@@ -6,12 +6,23 @@ Families store experts in two ways: a tensor for each expert, or one for all. Bo
 
 from jaxlc.core.mixers.layer_shape import LayerShape, Matrix, MixerTensor
 
-# transformers: the released files of models/qwen3_moe.
+# A tensor for each expert: transformers, models/qwen3_moe.
 TENSORS = (
     MixerTensor("router", "mlp.gate.weight", 1),
     MixerTensor("expert_gate", "mlp.experts.{expert}.gate_proj.weight", 1),
     MixerTensor("expert_up", "mlp.experts.{expert}.up_proj.weight", 1),
     MixerTensor("expert_down", "mlp.experts.{expert}.down_proj.weight", 1),
+)
+# A tensor for all experts, whose columns are those of gate and up in turn: transformers, models/gpt_oss.
+STACKED_TENSORS = (
+    MixerTensor("router", "mlp.router.weight", 1),
+    MixerTensor("router_bias", "mlp.router.bias"),
+    MixerTensor("expert_gate", "mlp.experts.gate_up_proj", None, interleaved=0),
+    MixerTensor("expert_up", "mlp.experts.gate_up_proj", None, interleaved=1),
+    MixerTensor("gate_bias", "mlp.experts.gate_up_proj_bias", None, interleaved=0),
+    MixerTensor("up_bias", "mlp.experts.gate_up_proj_bias", None, interleaved=1),
+    MixerTensor("expert_down", "mlp.experts.down_proj", None),
+    MixerTensor("down_bias", "mlp.experts.down_proj_bias", None),
 )
 
 

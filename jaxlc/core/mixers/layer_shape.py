@@ -88,5 +88,6 @@ class MixerTensor(NamedTuple):
 
     param: str
     tensor: str
-    num_inputs: int = 0  # as in `jaxlc.config.models.families.Tensor`
+    num_inputs: int | None = 0  # this and the next as in `jaxlc.config.models.families.Tensor`
     is_convolution: bool = False
+    interleaved: int | None = None

@@ -11,10 +11,12 @@ from jaxlc.config.models.families.olmo3 import OLMO3
 from jaxlc.config.models.families.qwen2 import QWEN2
 from jaxlc.config.models.families.qwen3 import QWEN3
 from jaxlc.config.models.families.qwen3_5 import QWEN3_5_TEXT
+from jaxlc.config.models.families.qwen3_moe import QWEN3_MOE
 from jaxlc.config.models.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5_TEXT, SMOLLM3, GEMMA3_TEXT, OLMO3)
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5_TEXT, SMOLLM3, GEMMA3_TEXT, OLMO3)
 }
 
 __all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Tensor"]
