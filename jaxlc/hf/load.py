@@ -17,6 +17,7 @@ from jaxlc.config.models.families import Family, Tensor
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core.counts import count_text
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.hf import mxfp4
 from jaxlc.hf.safetensors_files import DTYPES, TensorFiles
 from jaxlc.hf.tensor_slices import Layout
 
@@ -69,6 +70,8 @@ def open_files(
     """
     files = TensorFiles(directory)
     files.tensors = _of_language_model(files.tensors, family)
+    if family.quantization:
+        files.tensors = mxfp4.joined(files.tensors)
     layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model)
     _check(files, layouts)
     return files, layouts

@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxlc.config.models.families.family import Family, write_layer_types
 
 SMALL = dict(
     vocab_size=61,
@@ -42,18 +41,6 @@ LLAMA3_ROPE = dict(
 YARN_ROPE = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0)
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-# gpt-oss with a dense feed-forward block in place of its experts; tests/hf/reference.py replaces those of transformers.
-# tests/hf/conftest.py adds it to FAMILIES.
-DENSE_GPT_OSS = Family(
-    model_type="gpt_oss",
-    architecture="GptOssForCausalLM",
-    layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
-    write_kinds=write_layer_types,
-    settings=dict(attention_sinks=True),
-    fields={"attention_bias": "qkv_bias"},
-    defaults=dict(attention_bias=True, rope_theta=150000.0),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -212,6 +199,11 @@ CASES: dict[str, Case] = {
             max_position_embeddings=256,
             sliding_window=12,
             layer_types=[SLIDING, FULL, SLIDING],
+            intermediate_size=64,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            swiglu_limit=7.0,
+            router_aux_loss_coef=0.9,
         ),
         biases="qkvo",
         has_sinks=True,
@@ -315,6 +307,8 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     for layer in range(config["num_hidden_layers"]):
         is_linear = config.get("layer_types", [FULL] * (layer + 1))[layer] == LINEAR
         own_shapes = _with_delta_net(layer_shapes, config) if is_linear else layer_shapes
+        if "num_local_experts" in config:
+            own_shapes = _with_stacked_experts(own_shapes, config)
         if "num_experts" in config and layer not in CASES[case].dense_layers:
             own_shapes = _with_experts(own_shapes, config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
@@ -357,9 +351,25 @@ def _with_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dic
     return {name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")} | shapes
 
 
+def _with_stacked_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
+    """As `_with_experts`, with tensors for all experts, and biases."""
+    D, F, E = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    shapes = {
+        "mlp.router.weight": (E, D),
+        "mlp.router.bias": (E,),
+        "mlp.experts.gate_up_proj": (E, D, 2 * F),
+        "mlp.experts.gate_up_proj_bias": (E, 2 * F),
+        "mlp.experts.down_proj": (E, F, D),
+        "mlp.experts.down_proj_bias": (E, D),
+    }
+    return {name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")} | shapes
+
+
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    if name.endswith((".bias", ".sinks")):
+    if name.endswith(("bias", ".sinks")):
         return rng.standard_normal(shape)
+    if len(shape) == 3 and ".experts." in name:
+        return rng.standard_normal(shape) * 1.5 / shape[1] ** 0.5
     if name.endswith(("A_log", "dt_bias")):
         return rng.uniform(-3, 0, shape)  # states that remember some tens of tokens
     if len(shape) == 1:

@@ -14,21 +14,11 @@ import sys
 import numpy as np
 import torch
 import transformers
-from transformers.models.gpt_oss import modeling_gpt_oss
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 CROSS_ENTROPY = torch.nn.functional.cross_entropy
 
 
-class DenseMLP(Qwen2MLP):
-    """In place of the experts of gpt-oss."""
-
-    def forward(self, x):
-        return super().forward(x), None
-
-
 def open_model(directory: str):
-    modeling_gpt_oss.GptOssMLP = DenseMLP
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, config=config_of(directory), dtype=torch.float32, attn_implementation="eager"
     )
@@ -68,7 +58,7 @@ def _by_expert(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     result = {}
     for name, array in arrays.items():
         stem, _, last = name.rpartition(".experts.")
-        if not stem or name.startswith("gradient/model.layers") and array.ndim != 3 or "_bias" in last:
+        if not stem or f"{stem}.router.weight" in arrays:  # gpt-oss has tensors for all experts
             result[name] = array
             continue
         for expert, x in enumerate(array):

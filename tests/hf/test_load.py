@@ -81,6 +81,9 @@ def expected_params(name, tensors=None):
             f"attention/{x}_norm/scale": (f"self_attn.{x}_norm.weight", lambda x: x.reshape(shape)) for x in "qk"
         }
     kinds = [LINEAR if kind == LINEAR else FULL for kind in config.get("layer_types", [FULL] * L)]
+    if "num_local_experts" in config:
+        conversions = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
+        conversions |= STACKED_EXPERTS
     kinds = [DENSE if layer in case.dense_layers else kind for layer, kind in enumerate(kinds)]
     by_kind = {FULL: conversions}
     if DENSE in kinds:
@@ -119,6 +122,18 @@ def expert_conversions(config):
         names = [f"mlp.experts.{expert}.{x}_proj.weight" for expert in range(config["num_experts"])]
         conversions[f"mlp/expert_{x}"] = names, stacked
     return conversions
+
+
+STACKED_EXPERTS = {
+    "mlp/router": ("mlp.router.weight", np.transpose),
+    "mlp/router_bias": ("mlp.router.bias", np.asarray),
+    "mlp/expert_gate": ("mlp.experts.gate_up_proj", lambda x: x[..., ::2]),
+    "mlp/expert_up": ("mlp.experts.gate_up_proj", lambda x: x[..., 1::2]),
+    "mlp/gate_bias": ("mlp.experts.gate_up_proj_bias", lambda x: x[..., ::2]),
+    "mlp/up_bias": ("mlp.experts.gate_up_proj_bias", lambda x: x[..., 1::2]),
+    "mlp/expert_down": ("mlp.experts.down_proj", np.asarray),
+    "mlp/down_bias": ("mlp.experts.down_proj_bias", np.asarray),
+}
 
 
 def delta_net_conversions(config):

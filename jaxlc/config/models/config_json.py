@@ -39,7 +39,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     is_encoder_decoder=(False,),
     add_cross_attention=(False,),
 )
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # ModelConfig -> config.json
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_swiglu": "silu"}  # ModelConfig -> config.json
 _IRRELEVANT = {
     *("_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
@@ -49,6 +49,7 @@ _IRRELEVANT = {
     *("task_specific_params", "tokenizer_class", "finetuning_task", "prefix", "use_bfloat16", "pruned_heads"),
     *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
 }
+_QUANTIZATION = "quantization_config"  # field of models with quantized weights
 _REASONS = {  # part of the name of a field -> what such models have
     "quantization": "quantized weights",
     "expert": "a mixture of experts",
@@ -83,6 +84,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if value is None:
             raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
         settings[setting] = value
+    settings.setdefault("ffn_dim", settings.get("expert_ffn_dim"))  # without dense layers
     if "attention_bias" in family.fields:  # biases of all four projections
         settings["attention_out_bias"] = settings["qkv_bias"]
     kinds = _layer_kinds(config, family, where)
@@ -153,6 +155,7 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
         first[family.activation_field] = _ACTIVATIONS[model.activation]
         fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
         return first | fields | fixed | family.write_kinds(model) | rope_fields(model, family) | changed
+    base = {name: value for name, value in base.items() if name != _QUANTIZATION}  # the weights are not, any more
     before = settings_of(base, "config.json")
     before.pop("kinds", None)  # those of `model`, whose weights were loaded
     for name, value in _fields_of(dataclasses.replace(model, **before), family).items():
@@ -185,6 +188,9 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None:
+    quantization = config.get(_QUANTIZATION) or {}
+    if family.quantization and quantization.get("quant_method") == family.quantization:
+        config = {name: value for name, value in config.items() if name != _QUANTIZATION}
     activation = {**COMMON_SETTINGS, **family.settings}["activation"]
     required = {**_REQUIRED_VALUES, family.activation_field: (_ACTIVATIONS[activation],), **family.required_values}
     for name, values in required.items():

@@ -27,6 +27,8 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"), int),
     "no_rope_layer_interval": int,
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"), Count),
+    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), float),
+    "quantization_config": dict,
     **dict.fromkeys(("norm_topk_prob", "output_router_logits"), bool),
     "decoder_sparse_step": Count,
     "mlp_only_layers": list[int],

@@ -95,6 +95,7 @@ class Family:
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
+    quantization: str = ""  # quant_method of the quantized weights that models may have; "": none
     expert_tensors: tuple[MixerTensor, ...] = ()  # of `expert_feed_forward`; empty: the family has no experts
     # More kinds of layers that models may have, and their settings: entries of model.kinds.
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
