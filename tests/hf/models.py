@@ -145,7 +145,7 @@ CASES: dict[str, Case] = {
             router_aux_loss_coef=0.001,
         ),
         qk_norm="head",
-        group_layers=3,
+        group_layers=2,
         dense_layers=(1,),
     ),
     "qwen3_5": Case(

@@ -79,6 +79,19 @@ def balance_gradients(directory: str, tokens: list, coefficient: float) -> dict[
     return dict(logits=output.logits.detach().numpy(), **losses, **_by_expert(arrays))
 
 
+def dequantize(directory: str) -> dict[str, np.ndarray]:
+    """The bits of the bfloat16 weights of experts that are stored in MXFP4, by name."""
+    from safetensors.torch import load_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = {}
+    for path in pathlib.Path(directory).glob("*.safetensors"):
+        tensors |= load_file(path)
+    names = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
+    weights = {x: convert_moe_packed_tensors(tensors[f"{x}_blocks"], tensors[f"{x}_scales"]) for x in names}
+    return {name: x.contiguous().view(torch.uint16).numpy() for name, x in weights.items()}
+
+
 def peft_gradients(directory: str, adapters: str, tokens: list) -> dict[str, np.ndarray]:
     """As `gradients`, in float64, of a model with the adapters in another directory; of the trained parameters only."""
     import peft
@@ -159,7 +172,7 @@ def chat(directory: str, message: str, num_tokens: int) -> dict[str, np.ndarray]
 def main(jobs_path: str) -> None:
     torch.set_num_threads(1)
     jobs = json.loads(pathlib.Path(jobs_path).read_text())
-    functions = {function.__name__: function for function in (gradients, balance_gradients, peft_gradients, train, generate, chat)}
+    functions = {function.__name__: function for function in (gradients, balance_gradients, dequantize, peft_gradients, train, generate, chat)}
     for job in jobs:
         arguments = {name: value for name, value in job.items() if name not in ("job", "out")}
         np.savez(job["out"], version=transformers.__version__, **functions[job["job"]](**arguments))

@@ -106,7 +106,7 @@ def expected_params(name, tensors=None):
                 if kinds[i] == kind
             }
             params[f"layers/{stack}{path}"] = np.stack([x for i, x in converted.items() if i < L - last])
-            if last:
+            if any(i >= L - last for i in converted):
                 params[f"last_layers/{stack}{path}"] = np.stack([x for i, x in converted.items() if i >= L - last])
     return {path: value.astype(np.float32) for path, value in params.items()}
 
