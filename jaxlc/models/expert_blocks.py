@@ -12,7 +12,6 @@ Gradients are gathers, as the forward pass, so they do not depend on the order i
 the blocks of an expert in its weight gradient is a scatter, in float32.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 

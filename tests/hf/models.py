@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-
 SMALL = dict(
     vocab_size=61,
     hidden_size=32,
@@ -41,6 +40,7 @@ LLAMA3_ROPE = dict(
 YARN_ROPE = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0)
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

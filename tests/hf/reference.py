@@ -172,7 +172,10 @@ def chat(directory: str, message: str, num_tokens: int) -> dict[str, np.ndarray]
 def main(jobs_path: str) -> None:
     torch.set_num_threads(1)
     jobs = json.loads(pathlib.Path(jobs_path).read_text())
-    functions = {function.__name__: function for function in (gradients, balance_gradients, dequantize, peft_gradients, train, generate, chat)}
+    functions = {
+        function.__name__: function
+        for function in (gradients, balance_gradients, dequantize, peft_gradients, train, generate, chat)
+    }
     for job in jobs:
         arguments = {name: value for name, value in job.items() if name not in ("job", "out")}
         np.savez(job["out"], version=transformers.__version__, **functions[job["job"]](**arguments))

@@ -116,10 +116,9 @@ def test_balance_loss_and_its_gradients_equal_transformers(case, tmp_path):
 
 
 def test_export_of_mxfp4_model_has_no_quantization(quantized, tmp_path):
+    import jaxlc
     from tests.hf.test_export import config_of as run_config
     from tests.train.runs import save_step_0
-
-    import jaxlc
 
     save_step_0(run_config(quantized), tmp_path / "run")
     out = jaxlc.export(tmp_path / "run", tmp_path / "out")

@@ -37,8 +37,8 @@ from jaxlc.step.state import lacks_host_memory
 from jaxlc.step.step import build_step
 from tests.hf.models import CASES, FULL, LINEAR, SLIDING, tensors_of, write_model, write_tensors
 
-
 DENSE = "dense"  # kind of the layers without experts of a model with experts
+
 
 def config_of(directory, **settings):
     return with_settings(

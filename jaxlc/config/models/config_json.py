@@ -39,7 +39,11 @@ _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     is_encoder_decoder=(False,),
     add_cross_attention=(False,),
 )
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_swiglu": "silu"}  # ModelConfig -> config.json
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "clamped_swiglu": "silu",
+}  # ModelConfig -> config.json
 _IRRELEVANT = {
     *("_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),

@@ -17,9 +17,7 @@ GPT_OSS = Family(
     layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"}), frozenset({"sliding"})),
     read_kinds=_read_kinds,
     write_kinds=write_layer_types,
-    settings=dict(
-        attention_sinks=True, activation="clamped_swiglu", router="topk_softmax", expert_bias=True
-    ),
+    settings=dict(attention_sinks=True, activation="clamped_swiglu", router="topk_softmax", expert_bias=True),
     fields={
         "attention_bias": "qkv_bias",
         "num_local_experts": "num_experts",
