@@ -240,7 +240,7 @@ class TrainConfig:
     trainable: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()  # parameters to freeze although train.trainable selects them; patterns as there
     z_loss: float = 0.0  # coefficient of mean(log(Z)^2), Z the softmax normalizer (PaLM, section 5); 0: none
-    # coefficient of the loss that balances the load of experts; "router_aux_loss_coef" in Hugging Face configs. 0: none.
+    # coefficient of the loss that balances the load of experts; "router_aux_loss_coef" in config.json; 0: none.
     balance_loss: float = 0.0
     # the products of the balance loss. layers: of sums over all layers, as in transformers. layer: of each layer, as in
     # Megatron-LM; the loss is their mean.

@@ -1,4 +1,4 @@
-"""Products of tokens with the experts that they are routed to, on one rank, for any routing and without a dropped token.
+"""Products of tokens with the experts that they are routed to, on one rank, for any routing; no token is dropped.
 
 Each of T tokens has k assignments. The assignments are sorted by expert, and those of each expert are padded to whole
 blocks of m rows; a block is multiplied by the weights of one expert. At most (T k + E (m - 1)) / m blocks are needed,

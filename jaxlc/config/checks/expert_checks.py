@@ -28,8 +28,8 @@ def expert_problems(config: Config) -> Iterator[str]:
         for kind in model.kinds:
             if kind.feed_forward:
                 yield (
-                    f"config.model.kinds.{kind.name}.feed_forward={kind.feed_forward!r} has no effect in a model without"
-                    " experts; set config.model.num_experts, or remove it"
+                    f"config.model.kinds.{kind.name}.feed_forward={kind.feed_forward!r} has no effect in a model"
+                    " without experts; set config.model.num_experts, or remove it"
                 )
         if model.activation == "clamped_swiglu":
             yield (

@@ -31,8 +31,8 @@ class Tensor:
     the same tensor, they are its rows, one after the other.
     """
 
-    # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the parameter of a layer has the
-    # tensors of all experts, and the next fields describe that of one.
+    # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the parameter of a layer has
+    # the tensors of all experts, and the next fields describe that of one.
     name: str
     param: str  # path of the parameter: "layers/attention/wq"; parameters under layers/ are stacked over the layers
     # Number of leading dimensions of the parameter, without that of the layers, that are the inputs of an nn.Linear. 0:
