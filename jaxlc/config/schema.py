@@ -9,7 +9,7 @@ own, `model_schema` and `data_schema`.
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.ranges import Above0, Above0UpTo1, From0Below1, From0UpTo1, From1, FromMinus1, ZeroOrAbove1
+from jaxlc.config.ranges import Above0, Above0UpTo1, Above1, From0Below1, From0UpTo1, From1, FromMinus1, ZeroOrAbove1
 from jaxlc.config.values import Tokens
 
 
@@ -80,6 +80,9 @@ class OptimizerConfig:
 
 # Matrix products of a layer that precision.fp8_matmuls may name.
 MATMUL_NAMES = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")
+# Projections that lora.projections may name as well, of gated_delta_net layers: those that compute the gate of the
+# output, the step size and the decay.
+DELTA_PROJECTIONS = ("delta_gate", "delta_step", "delta_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +124,8 @@ class LoraConfig:
     rank: int = 0  # rank of the adapters; 0: no adapters
     alpha: Above0[float] = 32.0  # the output of an adapter is multiplied by alpha / rank
     rslora: bool = False  # multiply it by alpha / sqrt(rank) instead (rsLoRA), which suits high ranks
-    # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down.
+    # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
+    # gated_delta_net layers also delta_gate, delta_step, delta_decay, which are in_proj_z, _b and _a of Qwen 3.5.
     projections: tuple[str, ...] = MATMUL_NAMES
 
     @property
@@ -187,6 +191,9 @@ class RuntimeConfig:
     watchdog_floor_seconds: From1[int] = 600  # least deadline of the watchdog, and the limit for a process to answer
     # deadline of a phase of which fewer than five durations are known, such as the first steps; 0: none.
     watchdog_first_seconds: int = 0
+    # steps between measurements of slow processes and devices; docs/reliability.md. 0: none.
+    straggler_every_steps: int = 100
+    straggler_factor: Above1[float] = 1.5  # a time that is longer than this multiple of the median is reported
     topology: str = ""  # target GPUs of this config, as NAME:DOMAINSxGPUS, such as h100:8x8; "": none
     # how context-parallel sends and receives move between GPUs; docs/xla_flags.md. A named one that cannot be used is
     # an error.
@@ -252,6 +259,10 @@ class TrainConfig:
     eval_sequences: From1[int] = 4  # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp
     checkpoint_every_steps: int = 0  # steps between checkpoints; 0: at the end only
     keep_checkpoints: From1[int] = 2  # number of latest checkpoints to keep
+    keep_every_steps: int = 0  # checkpoints of steps that are multiples of this number are kept as well; 0: none
+    # number of checkpoints with the lowest held-out loss, in each stage, that are kept as well. It needs an evaluation
+    # at the step of each checkpoint.
+    keep_best_checkpoints: int = 0
     # store frozen parameters in checkpoints. False: small checkpoints, which need the base model: model.init_from, or
     # without it the initial values of train.seed. Their fingerprint is checked.
     checkpoint_frozen: bool = True

@@ -7,7 +7,8 @@ from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
 from jaxlc.core.mixers import layer_matrices
 
-# Paths within a layer of the matrices whose products config.schema.MATMUL_NAMES names.
+# Paths within a layer of the matrices whose products config.schema.MATMUL_NAMES and DELTA_PROJECTIONS name. A layer has
+# those of its mixer.
 PROJECTION_PARAMS = dict(
     query="attention/wq",
     key="attention/wk",
@@ -16,6 +17,9 @@ PROJECTION_PARAMS = dict(
     mlp_gate="mlp/w_gate",
     mlp_up="mlp/w_up",
     mlp_down="mlp/w_down",
+    delta_gate="attention/wz",
+    delta_step="attention/wb",
+    delta_decay="attention/wa",
 )
 FROZEN_BYTES = {"bf16": 2, "fp32": 4}  # per entry, by precision.frozen
 
@@ -42,8 +46,8 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
 def _adapter_size(model: ModelConfig, lora: LoraConfig) -> int:
     """Inputs and outputs of the adapters of a layer."""
     matrices = layer_matrices(model)
-    params = {PROJECTION_PARAMS[name] for name in lora.projections}
-    projections = [matrix for name, matrix in matrices.items() if name in params]  # layers of experts have not all
+    params = {PROJECTION_PARAMS[name] for name in lora.projections} & matrices.keys()
+    projections = [matrices[param] for param in params]
     return sum(matrix.num_inputs + matrix.num_outputs for matrix in projections)
 
 

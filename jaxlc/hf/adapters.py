@@ -71,25 +71,19 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
-    if any(layout.num_rows for layout in layouts.values()):
-        raise Unsupported(
-            "unsupported: adapters for peft of gated_delta_net layers, whose queries, keys and values are one module in"
-            " transformers; export without --adapters, which merges them"
-        )
     trained = _trained_layouts(config, layouts)
     if model.tie_embeddings and "embedding" in trained:
         raise Unsupported(
             "unsupported: adapters for peft with a trained embedding that is also the output head"
             " (model.tie_embeddings); export without --adapters"
         )
-    tensors = dict(_tensors(config, params, layouts, trained))
+    modules = _stored_modules(config, layouts)
+    tensors = dict(_tensors(config, params, modules, trained))
     shapes = [(name, array.shape) for name, array in tensors.items()]
     num_bytes = sum(array.nbytes for array in tensors.values())
     with TensorWriter(target, shapes, dtype="F32", max_shard_bytes=num_bytes, single_file=_WEIGHTS_FILE) as files:
         for name, array in tensors.items():
             files.write(name, array)
-    params_with_adapters = tuple(f"/{PROJECTION_PARAMS[name]}" for name in config.lora.projections)
-    targets = {_module(layout) for path, layout in layouts.items() if path.endswith(params_with_adapters)}
     content = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
@@ -97,7 +91,8 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         use_rslora=config.lora.rslora,
-        target_modules=sorted(targets),
+        target_modules=sorted({_module(parts[0]) for parts in modules.values()}),
+        **_patterns(config, modules),
         modules_to_save=sorted({_module(layout) for layout in trained.values()}) or None,
         bias="none",
         fan_in_fan_out=False,
@@ -111,21 +106,51 @@ def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, La
     """The layouts of the trained parameters that are not adapters."""
     dims = decoder.dims_of(config.model, config.lora)
     trainable, _ = freezing.split(dims, frozen_names(config, freezing.names_of(dims)))
-    return {path: layouts[path] for path, _ in paths_of(trainable) if path in layouts}
+    trained = {path: layouts[path] for path, _ in paths_of(trainable) if path in layouts}
+    part = next((path for path, layout in trained.items() if layout.num_rows), None)
+    if part is not None:
+        raise Unsupported(
+            f"unsupported: adapters for peft with trained {part}, which is a part of the tensor"
+            f" {layouts[part].tensor.name}; export without --adapters"
+        )
+    return trained
+
+
+def _stored_modules(config: Config, layouts: dict[str, Layout]) -> dict[tuple[str, ...], list[Layout]]:
+    """The layouts of the projections with adapters by the paths of the parameters that are one module of the model.
+
+    Queries, keys and values of Gated DeltaNet may be one module, whose adapter is that of all three.
+    """
+    with_adapters = tuple(f"/{PROJECTION_PARAMS[name]}" for name in config.lora.projections)
+    paths_of_tensor: dict[str, list[str]] = {}
+    for path, layout in layouts.items():
+        if path.endswith(with_adapters):
+            paths_of_tensor.setdefault(layout.names[0], []).append(path)
+    return {tuple(paths): [layouts[path] for path in paths] for paths in paths_of_tensor.values()}
+
+
+def _patterns(config: Config, modules: dict[tuple[str, ...], list[Layout]]) -> dict[str, dict[str, float]]:
+    """The rank and alpha of modules with the adapters of several projections, with the same scale as the others."""
+    joined = {_module(parts[0]): len(parts) for parts in modules.values() if len(parts) > 1}
+    alpha = {name: config.lora.alpha * (num**0.5 if config.lora.rslora else num) for name, num in joined.items()}
+    return dict(rank_pattern={name: num * config.lora.rank for name, num in joined.items()}, alpha_pattern=alpha)
 
 
 def _tensors(
-    config: Config, params: Params, layouts: dict[str, Layout], trained: dict[str, Layout]
+    config: Config, params: Params, modules: dict[tuple[str, ...], list[Layout]], trained: dict[str, Layout]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The name and content of each tensor."""
-    for path, layout in layouts.items():
-        adapter = read_adapter(config, params, path)
-        if adapter is None:
-            continue
-        for name, a, b in zip(layout.names, adapter.a, adapter.b, strict=True):
-            module, rank = _PREFIX + name.removesuffix(".weight"), config.lora.rank
-            yield f"{module}.lora_A.weight", a.reshape(-1, rank).T
-            yield f"{module}.lora_B.weight", b.reshape(rank, -1).T
+    rank = config.lora.rank
+    for paths, parts in modules.items():
+        adapters = [read_adapter(config, params, path) for path in paths]
+        for layer, name in enumerate(parts[0].names):
+            pairs = [(x.a[layer].reshape(-1, rank), x.b[layer].reshape(rank, -1)) for x in adapters if x is not None]
+            lora_b = np.zeros((parts[0].num_rows or pairs[0][1].shape[1], rank * len(pairs)), np.float32)
+            for i, (part, (_, b)) in enumerate(zip(parts, pairs, strict=True)):  # each its own rows and ranks
+                lora_b[part.first_row : part.first_row + b.shape[1], i * rank : (i + 1) * rank] = b.T
+            module = _PREFIX + name.removesuffix(".weight")
+            yield f"{module}.lora_A.weight", np.concatenate([a for a, _ in pairs], axis=1).T
+            yield f"{module}.lora_B.weight", lora_b
     for path, array in params.read(trained).items() if trained else ():
         arrays = [array] if trained[path].layers is None else array
         for name, layer_array in zip(trained[path].names, arrays, strict=True):
@@ -137,4 +162,6 @@ def _module(layout: Layout) -> str:
     *parents, module, parameter = layout.tensor.name.split(".")
     if parameter != "weight":
         raise Unsupported(f"unsupported: adapters for peft with trained {parameter}; export without --adapters")
-    return module if layout.layers is not None else ".".join([*parents, module])
+    if layout.layers is None:
+        return ".".join([*parents, module])
+    return f"{parents[-1]}.{module}" if module == "norm" else module  # other modules end with "norm", too

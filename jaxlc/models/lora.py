@@ -7,6 +7,8 @@ The scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, ar
     attention_projected   [N, H, R]           [R, D]
     mlp_gate, mlp_up      [D, R]              [R, F]
     mlp_down              [F, R]              [R, D]
+    delta_gate            [D, R]              [R, H, V]
+    delta_step, _decay    [D, R]              [R, H]
 
 Names: layers/attention/lora/query/a. Storage follows `sharding.rules`: the dimension D of a matrix is sharded over
 fsdp and context; in a matrix without it, R is.

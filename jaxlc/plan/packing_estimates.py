@@ -62,6 +62,14 @@ class Documents(NamedTuple):
     sequences: list[np.ndarray]
     prefixes: tuple[int, ...] = ()  # of the only sequence: see `packed_work.sequence_work`
 
+    @property
+    def longest_trace(self) -> int:
+        """Tokens of the longest document, with the prefix that it continues."""
+        lengths = np.array(self.sequences[0])
+        if not any(self.prefixes):
+            return max(int(x.max()) for x in self.sequences)
+        return int((lengths + [lengths[i - 1] if i else 0 for i in self.prefixes]).max())
+
 
 def read_documents(config: Config, source: str) -> Documents:
     """The documents of some sequences.

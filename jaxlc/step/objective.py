@@ -153,7 +153,7 @@ class Objective:
         attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
         if self.config.attention.document_mask:
             positions = batch.positions
-            prefixes = {} if batch.prefix_ids is None else dict(prefixes_BT=batch.prefix_ids)  # tiles do not have them
+            prefixes = {} if batch.prefix_ids is None else dict(prefixes_BT=batch.prefix_ids)
             ranges = {
                 kind: split.prepare(
                     positions, batch.segment_ids, self._abstract_queries(kind, positions.shape), **prefixes
@@ -230,8 +230,9 @@ class Objective:
         if self._num_tiles:
             num_kv_heads = model.of_kind(kind).num_kv_heads
             return attention.make_tiled(
-                settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads, window=window
-            )
+                settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads, window=window,
+                shared_prefixes=settings.shared_prefixes,
+            )  # fmt: skip
         few_documents = sequence_order.choose(self.config, self.mesh.shape[CONTEXT]).few_documents
         return attention.make(
             settings,

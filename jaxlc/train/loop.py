@@ -45,6 +45,7 @@ from jaxlc.train.result.run_result import Result
 from jaxlc.train.run_data import Batches, open_data
 from jaxlc.train.stage_run import StageRun
 from jaxlc.train.step_profiler import StepProfiler
+from jaxlc.train.stragglers import Stragglers
 from jaxlc.train.workdir import open_workdir
 
 
@@ -89,11 +90,16 @@ def run(
             path / CHECKPOINTS_DIRECTORY,
             keep=first.train.keep_checkpoints,
             keep_steps=[stage.end_step for stage in stages[:-1]],
+            keep_every=first.train.keep_every_steps,
+            keep_best=first.train.keep_best_checkpoints,
             warn=progress.log,
             finite_params=model is None,
         )
-        outputs = Outputs(workdir=path, progress=progress, checkpoints=checkpoints, callbacks=callbacks)
-        with watchdog.watching(first.runtime, path):
+        stragglers = Stragglers(first.runtime, path, progress.log)
+        outputs = Outputs(
+            workdir=path, progress=progress, checkpoints=checkpoints, callbacks=callbacks, stragglers=stragglers
+        )
+        with watchdog.watching(first.runtime, path), contextlib.closing(stragglers):
             result = _run_stages(prepared, outputs)
         if result.exit_status:
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
@@ -163,11 +169,12 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     actions, position = run.actions, start
     position = run_due(actions if start.step == 0 else [x for x in actions if x.at_resume], position)
     reports = StepReports(run, start.step)
+    num_steps = stage.end_step - start.step
     has_deadline = stage.config.rollouts.source != "files"  # another program may take any time to write them
     with (
         PreemptionGuard(stage.data.stop_waiting) as guard,
         watchdog.steps(start.step),
-        contextlib.closing(stage.data.batches(stage.step, start.next_sequence, stage.end_step - start.step)) as stream,
+        contextlib.closing(stage.data.batches(stage.step, start.next_sequence, num_steps, guard.stop)) as stream,
         StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):
         batches = watchdog.phases("data" if has_deadline else "rollouts", stream, repeats=has_deadline)
@@ -176,7 +183,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
             state, metrics = profiled_step(step, position.state, Batch(**arrays))
             position = Position(state=state, step=step, next_sequence=position.next_sequence + batch_size)
             reports.pending.add(step, metrics)
-            stop = guard.stop_after(step)
+            stop = guard.stop()
             if is_last:
                 stop = Stop.DONE
 
@@ -193,7 +200,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
                 return position, stop
             if waits:
                 reports.pending.restart_clock(step)
-        if (stop := guard.stop_after(position.step)) is not None:  # while the run waited for rollouts
+        if (stop := guard.stop()) is not None:  # while the run waited for rollouts
             return run_due([action for action in actions if action.at_signal], position, stop), stop
     raise UserError(
         f"batches ended before step {start.step + 1}: pass an iterable that starts with the batch of step 1"

@@ -39,6 +39,7 @@ LLAMA3_ROPE = dict(
 )
 YARN_ROPE = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0)
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+POST_NORMS = {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -54,6 +55,9 @@ class Case:
     has_gate: bool = False
     group_layers: int = 1  # layers of the repeating group
     dense_layers: tuple[int, ...] = ()  # of a model with experts
+    # Layers of Gated DeltaNet: their norms, as `norms`, and names of modules that are not those of Qwen 3.5.
+    delta_norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)
+    delta_modules: dict[str, str] = field(default_factory=dict)
 
 
 def _config(model_type: str, architecture: str, **fields) -> dict:
@@ -267,12 +271,36 @@ CASES: dict[str, Case] = {
             layer_types=[SLIDING, FULL, SLIDING],
             attention_bias=False,
         ),
-        norms={
-            "post_attention_layernorm": "attention_post_norm",
-            "post_feedforward_layernorm": "mlp_post_norm",
-        },
+        norms=POST_NORMS,
         qk_norm="projection",
         group_layers=2,
+    ),
+    "olmo_hybrid": Case(
+        config=_config(
+            "olmo_hybrid",
+            "OlmoHybridForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(rope_theta=None),
+            head_dim=None,
+            attention_bias=False,
+            layer_types=[LINEAR, FULL, LINEAR],
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=6,  # 3/4 of hidden_size / heads, and twice that
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=4,
+            linear_allow_neg_eigval=True,
+            linear_a_log_max=16.0,
+        ),
+        norms=POST_NORMS,
+        qk_norm="projection",
+        group_layers=2,
+        delta_modules={
+            **{f"in_proj_{x}": f"{x}_proj" for x in ("q", "k", "v", "b", "a")},
+            "in_proj_z": "g_proj",
+            "norm": "o_norm",
+            "out_proj": "o_proj",
+        },
     ),
 }
 
@@ -306,7 +334,7 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         layer_shapes |= {f"self_attn.{x}_norm.weight": (n * H,) for x, n in zip("qk", heads)}
     for layer in range(config["num_hidden_layers"]):
         is_linear = config.get("layer_types", [FULL] * (layer + 1))[layer] == LINEAR
-        own_shapes = _with_delta_net(layer_shapes, config) if is_linear else layer_shapes
+        own_shapes = _with_delta_net(layer_shapes, CASES[case]) if is_linear else layer_shapes
         if "num_local_experts" in config:
             own_shapes = _with_stacked_experts(own_shapes, config)
         if "num_experts" in config and layer not in CASES[case].dense_layers:
@@ -321,13 +349,18 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     }
 
 
-def _with_delta_net(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
+def _with_delta_net(layer_shapes: dict[str, tuple[int, ...]], case: Case) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer with Gated DeltaNet in place of attention."""
+    config = case.config
     D, heads = config["hidden_size"], config["linear_num_value_heads"]
     values = heads * config["linear_value_head_dim"]
-    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    channels = 2 * keys + values
+    parts = {"in_proj_q.weight": (keys, D), "in_proj_k.weight": (keys, D), "in_proj_v.weight": (values, D)}
+    if not case.delta_modules:
+        parts = {"in_proj_qkv.weight": (channels, D)}
     shapes = {
-        "in_proj_qkv.weight": (channels, D),
+        **parts,
         "in_proj_z.weight": (values, D),
         "in_proj_b.weight": (heads, D),
         "in_proj_a.weight": (heads, D),
@@ -337,8 +370,15 @@ def _with_delta_net(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> d
         "norm.weight": (config["linear_value_head_dim"],),
         "out_proj.weight": (D, values),
     }
-    others = {name: shape for name, shape in layer_shapes.items() if not name.startswith("self_attn")}
-    return others | {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+    norms = {f"{name}.weight": (D,) for name in case.delta_norms}
+    others = {name: shape for name, shape in layer_shapes.items() if name.startswith("mlp.")}
+    return others | norms | {f"linear_attn.{renamed(name, case)}": shape for name, shape in shapes.items()}
+
+
+def renamed(name: str, case: Case) -> str:
+    """The name of a tensor of Gated DeltaNet, from that of Qwen 3.5."""
+    module, *parameter = name.split(".")
+    return ".".join([case.delta_modules.get(module, module), *parameter])
 
 
 def _with_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
@@ -366,7 +406,7 @@ def _with_stacked_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    if name.endswith(("bias", ".sinks")):
+    if name.endswith((".bias", "proj_bias", ".sinks")):
         return rng.standard_normal(shape)
     if len(shape) == 3 and ".experts." in name:
         return rng.standard_normal(shape) * 1.5 / shape[1] ** 0.5

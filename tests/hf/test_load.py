@@ -35,7 +35,7 @@ from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import lacks_host_memory
 from jaxlc.step.step import build_step
-from tests.hf.models import CASES, FULL, LINEAR, SLIDING, tensors_of, write_model, write_tensors
+from tests.hf.models import CASES, FULL, LINEAR, SLIDING, renamed, tensors_of, write_model, write_tensors
 
 DENSE = "dense"  # kind of the layers without experts of a model with experts
 
@@ -90,9 +90,11 @@ def expected_params(name, tensors=None):
         others = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
         by_kind = {FULL: others | expert_conversions(config), DENSE: conversions}
     if LINEAR in kinds:
-        others = {path: value for path, value in conversions.items() if not path.startswith("attention/")}
-        by_kind[LINEAR] = others | delta_net_conversions(config)
-    names = {FULL: "full/", LINEAR: "gated_delta_net/", DENSE: "dense/"}
+        others = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
+        others |= {f"{path}/scale": (f"{norm}.weight", lambda x: x) for norm, path in case.delta_norms.items()}
+        by_kind[LINEAR] = others | delta_net_conversions(case)
+    has_rope = config["model_type"] != "olmo_hybrid"
+    names = {FULL: "full/" if has_rope else "nope/", LINEAR: "gated_delta_net/", DENSE: "dense/"}
     stacks = {kind: names[kind] for kind in dict.fromkeys(kinds)} if len({*kinds}) > 1 else {FULL: ""}
     last = L % case.group_layers
     params = {"embedding": tensors["model.embed_tokens.weight"], "final_norm/scale": tensors["model.norm.weight"]}
@@ -136,10 +138,10 @@ STACKED_EXPERTS = {
 }
 
 
-def delta_net_conversions(config):
+def delta_net_conversions(case):
     """As `conversions` in `expected_params`, of a layer with Gated DeltaNet."""
     G, K, H, V = (
-        config[f"linear_{name}"] for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+        case.config[f"linear_{name}"] for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
     )
     rows = dict(q=(slice(0, G * K), (G, K)), k=(slice(G * K, 2 * G * K), (G, K)), v=(slice(2 * G * K, None), (H, V)))
     conversions = {
@@ -151,16 +153,22 @@ def delta_net_conversions(config):
         "attention/decay_bias": ("dt_bias", np.asarray),
         "attention/out_norm/scale": ("norm.weight", np.asarray),
     }
+    if not case.delta_modules:
+        conversions |= {
+            f"attention/w{x}": ("in_proj_qkv.weight", lambda x, rows=rows: x[rows[0]].T.reshape(-1, *rows[1]))
+            for x, rows in rows.items()
+        }
+    else:
+        conversions |= {
+            f"attention/w{x}": (f"in_proj_{x}.weight", lambda x, shape=shape: x.T.reshape(-1, *shape))
+            for x, (_, shape) in rows.items()
+        }
     for x, (part, shape) in rows.items():
-        conversions[f"attention/w{x}"] = (
-            "in_proj_qkv.weight",
-            lambda x, part=part, shape=shape: x[part].T.reshape(-1, *shape),
-        )
         conversions[f"attention/conv_{x}"] = (
             "conv1d.weight",
             lambda x, part=part, shape=shape: x[part, 0].T.reshape(-1, *shape),
         )
-    return {path: (f"linear_attn.{name}", convert) for path, (name, convert) in conversions.items()}
+    return {path: (f"linear_attn.{renamed(name, case)}", convert) for path, (name, convert) in conversions.items()}
 
 
 def test_cases_contain_every_family():
@@ -365,6 +373,13 @@ LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
     "qwen3_5_text": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
     "qwen3_5_text interval": (dict(full_attention_interval=2), ("gated_delta_net", "full"), 0),
     "smollm3": (dict(), (*["full"] * 3, "nope"), 0),
+    "olmo_hybrid": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
+    "olmo_hybrid without RoPE": (
+        dict(rope_parameters=dict(rope_theta=None, rope_type="default")),
+        (*["gated_delta_net"] * 3, "nope"),
+        0,
+    ),
+    "olmo_hybrid of two layers": (dict(num_hidden_layers=2), ("gated_delta_net", "full"), 0),
 }
 
 

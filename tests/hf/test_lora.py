@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 import jaxlc
 from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load
+from jaxlc.config.schema import DELTA_PROJECTIONS, MATMUL_NAMES
 from jaxlc.config.trained_params import PROJECTION_PARAMS
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import make_mesh
@@ -63,7 +64,7 @@ def test_small_checkpoint_resumes_bitwise_and_loads(run, model, tmp_path):
     assert_same(result.params, undisturbed.params)
     checkpoint = workdir / "checkpoints" / str(STEPS)
     stored = json.loads((checkpoint / "checksums" / "metadata").read_text())
-    blocks = {name: param.split("/")[0] for name, param in PROJECTION_PARAMS.items()}
+    blocks = {name: PROJECTION_PARAMS[name].split("/")[0] for name in MATMUL_NAMES}
     adapters = {f"layers/{block}/lora/{name}/{x}" for name, block in blocks.items() for x in "ab"}
     assert {name for name in stored if name.startswith("params/")} == {f"params/{x}" for x in adapters | {*TRAINED}}
     assert_same(jaxlc.load(workdir, mesh=dict(context=2)).params, _without_padding(result.params))
@@ -164,3 +165,33 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
     assert {f"gradient/base_model.model.{name}.weight" for name in ours} == theirs.keys()
     for name, gradient in ours.items():
         assert relative_error(gradient, theirs[f"gradient/base_model.model.{name}.weight"]) <= 1e-5, name
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("case", "projections", "module"),
+    [
+        ("qwen3_5_hybrid", (*MATMUL_NAMES, *DELTA_PROJECTIONS), "in_proj_qkv"),  # the adapters of three projections
+        ("qwen3_5_hybrid", ("query", "value", "delta_gate"), "in_proj_z"),
+        ("olmo_hybrid", (*MATMUL_NAMES, *DELTA_PROJECTIONS), "a_proj"),
+    ],
+)
+def test_adapters_of_gated_delta_net_open_in_peft_with_equal_logits(case, projections, module, tmp_path):
+    base = write_model(tmp_path / "base", case, dtype=np.float32)
+    config = lora_config(base, train__steps=2)
+    config.lora.projections = projections
+    result = jaxlc.train.run(config, tmp_path / "run", batches=batches(2))
+    adapters = jaxlc.export(tmp_path / "run", tmp_path / "adapters", adapters=True)
+    merged = jaxlc.export(tmp_path / "run", tmp_path / "merged", dtype="fp32")
+    tokens = tokens_of(64)
+    jobs = {
+        "peft": dict(job="peft_gradients", directory=str(base), adapters=str(adapters), tokens=tokens.tolist()),
+        "merged": dict(job="gradients", directory=str(merged), tokens=tokens.tolist()),
+        "base": dict(job="gradients", directory=str(base), tokens=tokens.tolist()),
+    }
+    expected = run_jobs(tmp_path, jobs)
+    assert any(f"linear_attn.{module}.lora_B" in name for name in expected["peft"])
+    logits, _ = evaluate(result.train_step, result.params, tokens, 0)
+    assert relative_error(logits, expected["peft"]["logits"]) <= 1e-4
+    assert relative_error(logits, expected["merged"]["logits"]) <= 1e-4
+    assert relative_error(logits, expected["base"]["logits"]) >= 1e-2

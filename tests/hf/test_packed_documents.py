@@ -1,7 +1,8 @@
 """Packed sequences against `transformers`, document by document, for all ways to split them.
 
 gpt-oss: sinks, biases, YaRN without truncation in all layers, alternating sliding and full layers; the feed-forward is
-dense. Qwen 3.5: two layers of Gated DeltaNet and a full one.
+dense. Qwen 3.5: two layers of Gated DeltaNet and a full one. Olmo Hybrid: a layer with attention between
+two of Gated DeltaNet.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ MODELS = {
     "sliding": dict(case="gpt_oss"),
     "full": dict(case="gpt_oss", layer_types=[FULL] * 3),
     "delta_net": dict(case="qwen3_5_hybrid"),
+    "olmo_hybrid": dict(case="olmo_hybrid"),
 }
 
 
@@ -82,6 +84,8 @@ def references(directories, tmp_path_factory):
         ("delta_net", dict(context=2, tensor=2), dict(), dict(offload=("residual",))),
         ("delta_net", dict(context=4), dict(strategy="all_gather"), dict(remat="full", layers_per_remat_group=3)),
         ("delta_net", dict(context=8), dict(), dict()),
+        ("olmo_hybrid", dict(context=2, tensor=2), dict(), dict()),
+        ("olmo_hybrid", dict(context=4), dict(strategy="ulysses"), dict(remat="full")),
     ],
     ids=str,
 )
@@ -90,12 +94,12 @@ def test_packed_documents_equal_transformers(model, mesh, attention, memory, dir
     settings = dict(attention=attention, memory=memory)
     replaced = {name: dataclasses.replace(getattr(step.config, name), **values) for name, values in settings.items()}
     step = build_step(load(dataclasses.replace(step.config, **replaced)), step.mesh)
-    assert step.config.model.attention_sinks == (model != "delta_net")
+    assert step.config.model.attention_sinks == (model not in ("delta_net", "olmo_hybrid"))
     assert step.config.model.sliding_rope_scaling == (model == "sliding")
     expected, (params, _) = references[model], load_pretrained(step)
     logits, gradients = evaluate(step, params, tokens_of(sum(DOCUMENTS)), documents=DOCUMENTS)
     errors = {"logits": relative_error(logits, expected["logits"])}
     for name, gradient in by_names_in_files(step, gradients).items():
         errors[name] = relative_error(gradient, expected[f"gradient/{name}"])
-    assert any(("linear_attn" if model == "delta_net" else "sinks") in name for name in errors)
+    assert any(("sinks" if step.config.model.attention_sinks else "linear_attn") in name for name in errors)
     assert_small(errors, f"{model}, {mesh}, {attention}, {memory}")

@@ -42,7 +42,7 @@ pytestmark = needs_transformers
 SPANS = {"short": (16, 0), "long": (4 * ORIGINAL_TOKENS, 0), "far": (16, 20_000)}
 FAR_CASES = ("llama", "qwen2", "gemma3")
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 20, 1e-3, 0.1
-TRAINED_CASES = ("qwen2", "qwen3_5_hybrid", "gemma3", "olmo3")
+TRAINED_CASES = ("qwen2", "qwen3_5_hybrid", "gemma3", "olmo3", "olmo_hybrid")
 
 
 def training_tokens() -> list[np.ndarray]:
@@ -78,6 +78,8 @@ def test_logits_and_gradients_equal_transformers(case, span, mesh, models, refer
     if (case, span) not in references:
         pytest.skip("positions beyond 8192 are compared for some cases")
     num_tokens, first_position = SPANS[span]
+    if MESHES[mesh] and span == "short" and "linear_conv_kernel_dim" in CASES[case].config:
+        pytest.skip("the fragments of a rank are shorter than the convolution")
     step = step_of(models[case], 32_768 if first_position else num_tokens, MESHES[mesh])
     params, _ = load_pretrained(step)
     expected = references[case, span]
@@ -136,6 +138,7 @@ PARTS = {
     "activation": ("gemma3", dict(activation="silu"), lambda params: params),
     "output gate": ("qwen3_5", dict(attention_gate=False), _without_gate),
     "linear attention": ("qwen3_5_hybrid", dict(), _long_memory),
+    "negative eigenvalues": ("olmo_hybrid", dict(delta_negative_eigenvalues=False), lambda params: params),
     "partial RoPE": ("qwen3_5", dict(rope_fraction=1.0), lambda params: params),
     "output bias": ("llama_tied", dict(attention_out_bias=False), lambda params: _without(("bo",), params)),
     "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),

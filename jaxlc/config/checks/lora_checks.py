@@ -3,19 +3,26 @@
 from collections.abc import Iterator
 
 from jaxlc.config.frozen import Config
-from jaxlc.config.schema import MATMUL_NAMES, LoraConfig
+from jaxlc.config.schema import DELTA_PROJECTIONS, MATMUL_NAMES, LoraConfig
 from jaxlc.config.values import invalid_value
+
+_NAMES = (*MATMUL_NAMES, *DELTA_PROJECTIONS)
 
 
 def lora_problems(config: Config) -> Iterator[str]:
     """Problems of the section lora, and settings of frozen parameters where no parameter is frozen."""
     lora, train = config.lora, config.train
     for name in lora.projections:
-        if name not in MATMUL_NAMES:
-            expected = f"one or more of {', '.join(MATMUL_NAMES)}, separated by commas"
-            yield invalid_value("lora.projections", name, expected, MATMUL_NAMES)
+        if name not in _NAMES:
+            expected = f"one or more of {', '.join(_NAMES)}, separated by commas"
+            yield invalid_value("lora.projections", name, expected, _NAMES)
+        elif name in DELTA_PROJECTIONS and "gated_delta_net" not in config.model.attentions:
+            yield (
+                f"config.lora.projections names {name!r}, which only gated_delta_net layers have, and"
+                " config.model.layer_kinds has none; remove it"
+            )
     if not lora.projections:
-        yield f"config.lora.projections is empty: name one or more of {', '.join(MATMUL_NAMES)}"
+        yield f"config.lora.projections is empty: name one or more of {', '.join(_NAMES)}"
     if not lora.rank:
         for name, default in vars(LoraConfig()).items():
             if getattr(lora, name) != default:

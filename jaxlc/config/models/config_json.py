@@ -254,6 +254,12 @@ def _derived(name: str, settings: Mapping[str, Any]) -> int | None:
         return settings["num_heads"]
     if name == "attention_bias":
         return False
+    if name in ("linear_num_key_heads", "linear_num_value_heads"):
+        return settings["num_heads"]
+    if name == "linear_key_head_dim":
+        return int(0.75 * settings["model_dim"] / settings["delta_key_heads"])
+    if name == "linear_value_head_dim":
+        return 2 * settings["delta_key_dim"]
     if name == "head_dim":
         return settings["model_dim"] // settings["num_heads"]
     return None

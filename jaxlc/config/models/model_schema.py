@@ -14,9 +14,11 @@ from jaxlc.core.axes import LAYER_STACKS
 LAYER_KINDS = ("full", "sliding", "nope", "gated_delta_net")
 # The sizes of gated_delta_net layers.
 DELTA_SETTINGS = ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_conv_taps")
+# How they differ between families.
+DELTA_VARIATIONS = ("delta_norm_placement", "delta_norm_epsilon", "delta_negative_eigenvalues")
 # Settings that configs and checkpoints of earlier versions do not have; they have their defaults there.
 LATER_SETTINGS = ("attention_out_bias", "attention_sinks", "attention_gate", "sliding_rope_scaling", "kinds")
-LATER_SETTINGS += (*DELTA_SETTINGS,)
+LATER_SETTINGS += (*DELTA_SETTINGS, *DELTA_VARIATIONS)
 # The settings of layers with experts.
 EXPERT_SETTINGS = ("num_experts", "experts_per_token", "expert_ffn_dim", "router", "renormalize_router", "expert_bias")
 LATER_SETTINGS += (*EXPERT_SETTINGS,)
@@ -102,6 +104,14 @@ class ModelConfig:
     delta_key_dim: int = 0  # gated_delta_net layers: width of a key head
     delta_value_dim: int = 0  # gated_delta_net layers: width of a value head
     delta_conv_taps: int = 0  # gated_delta_net layers: tokens that the convolution of queries, keys and values reads
+    # gated_delta_net layers: their norm_placement, where it differs from that of the other layers, as in Olmo Hybrid.
+    # Empty: norm_placement.
+    delta_norm_placement: Literal["", "pre", "post", "pre_and_post"] = ""
+    # gated_delta_net layers: added to the mean square in the norm of their output. 0: norm_epsilon.
+    delta_norm_epsilon: float = 0.0
+    # gated_delta_net layers: the step size of the correction of the state is from 0 to 2 instead of 0 to 1, so that
+    # the state may change its sign, as in Olmo Hybrid.
+    delta_negative_eigenvalues: bool = False
     # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
     # model has no sliding layers.
     window: int = 0
@@ -196,6 +206,8 @@ class ModelConfig:
             sizes |= {name: DEFAULTS[name] for name in EXPERT_SETTINGS}
         if self.delta_value_heads and self.attention_of(kind) != "gated_delta_net":
             sizes |= dict.fromkeys(DELTA_SETTINGS, 0)
+        elif self.delta_norm_placement:
+            sizes |= dict(norm_placement=self.delta_norm_placement)
         return dataclasses.replace(self, **sizes) if sizes else self
 
     @property

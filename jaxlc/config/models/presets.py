@@ -216,6 +216,27 @@ _PRESETS = (
         **FAMILIES["qwen3_5_text"].settings,
     ),
     ModelConfig(
+        # allenai/Olmo-Hybrid-7B: the defaults of OlmoHybridConfig in transformers 5.23; without RoPE.
+        preset="olmo-hybrid-7b",
+        vocab_size=100_352,
+        num_layers=32,
+        model_dim=3840,
+        num_heads=30,
+        num_kv_heads=30,
+        head_dim=128,
+        ffn_dim=11_008,
+        tie_embeddings=False,
+        norm_epsilon=1e-6,
+        layer_kinds=(*["gated_delta_net"] * 3, "nope"),
+        delta_key_heads=30,
+        delta_value_heads=30,
+        delta_key_dim=96,
+        delta_value_dim=192,
+        delta_conv_taps=4,
+        rope_theta=10_000.0,
+        **FAMILIES["olmo_hybrid"].settings,
+    ),
+    ModelConfig(
         preset="mistral-7b",  # v0.3
         vocab_size=32_768,
         num_layers=32,

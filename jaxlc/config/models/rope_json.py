@@ -5,7 +5,7 @@ Two forms are read and written: `rope_theta`, `rope_scaling` and Gemma 3's `rope
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxlc.config.models.families import Family
@@ -51,6 +51,8 @@ def rope_settings(config: Mapping[str, Any], where: str, family: Family, layer_k
       UserError: a field is missing, or the two forms differ.
       Unsupported: a RoPE that the layers do not compute, or an unknown field.
     """
+    if _has_no_rope(layer_kinds):  # these have no effect
+        return {**DEFAULTS, "rope_theta": float(_theta(config, family)), "rope_fraction": 1.0, "rope_scaling": "none"}
     theta, scaling, new = (config.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters"))
     if "rope_theta" in config and theta is None and not new:
         raise Unsupported(f"unsupported: {where} has rope_theta=null, a model without RoPE")
@@ -75,6 +77,8 @@ def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
     Raises:
       Unsupported: transformers does not compute this RoPE in models of this family.
     """
+    if _has_no_rope(model.attentions):
+        return dict(rope_parameters=dict(rope_type="default", rope_theta=None))
     _check_family(model, family)
     theta, scaling = model.rope_theta, _scaling_of(model)
     if model.rope_scaling == "ntk":
@@ -110,6 +114,10 @@ def max_position_embeddings(model: ModelConfig, seq_len: int, base: int) -> int:
     is_yarn = model.rope_scaling == "yarn"
     scaled = round(model.rope_scaling_factor * model.rope_scaling_original_tokens) if is_yarn else 0
     return max(seq_len, base, scaled)
+
+
+def _has_no_rope(layer_kinds: Collection[str]) -> bool:
+    return "nope" in layer_kinds and not {"full", "sliding"} & {*layer_kinds}
 
 
 def _old_form(config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:

@@ -5,9 +5,11 @@ all rows up to n exist. A run that resumes from it drops the later rows, so its 
 run. A row is passed to the operating system in one write, so killing the process truncates at most the last line.
 """
 
+import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +22,42 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 
 # "step", "stage" (a string, only if the run has stages) and the values measured at it; None: the value was not finite.
 Row = dict[str, Any]
+_TIMINGS = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "mfu_documents", "seconds")
+_TIMING_GROUPS = ("checkpoint", "slowest")  # before a slash
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric depends on the speed of the machine, so that it differs when a run is repeated."""
+    group, _, last = name.rpartition("/")
+    return last in _TIMINGS or group in _TIMING_GROUPS
+
+
+class Timings:
+    """Times of what a run does between steps, which join the next row of a step.
+
+    A row of their own would be lost if the run is killed after a checkpoint, whose rows are written before it.
+    """
+
+    def __init__(self):
+        self._row: dict[str, float] = {}
+        self._last_save = time.monotonic()
+
+    def add(self, **values: float) -> None:
+        self._row |= values
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measures how long steps wait for a checkpoint, and the share of the time since the checkpoint before."""
+        start = time.monotonic()
+        yield
+        now = time.monotonic()
+        self.add(**{"checkpoint/seconds": now - start, "checkpoint/share": (now - start) / (now - self._last_save)})
+        self._last_save = now
+
+    def take(self) -> dict[str, float]:
+        """Returns what was measured since the last call."""
+        row, self._row = self._row, {}
+        return row
 
 
 def open_metrics(workdir: str | Path, *, resume_step: int | None, is_primary: bool) -> "MetricsLog":

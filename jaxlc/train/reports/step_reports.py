@@ -63,12 +63,13 @@ class StepReports:
         if not math.isnan(metrics.learning_rate):  # a custom optimizer may not store it
             row |= dict(learning_rate=float(metrics.learning_rate))
         if metrics.policy is not None:
-            means = metrics.policy._asdict()
-            row |= {name: float(x) for name, x in means.items() if x is not None and name != "loss"}
+            means = {name: float(x) for name, x in metrics.policy._asdict().items() if x is not None and name != "loss"}
+            row |= {name: x for name, x in means.items() if not math.isnan(x)}  # NaN: it is unknown
         if metrics.loss_scale is not None:
             row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))
         if metrics.experts is not None:
             row |= _balance(metrics.experts)
+        row |= self._run.timings.take()
         self._run.metrics.write(**row)
         self._run.progress.update(**row)
         self._run.callbacks("on_log", row)

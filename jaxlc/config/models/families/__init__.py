@@ -9,6 +9,7 @@ from jaxlc.config.models.families.gpt_oss import GPT_OSS
 from jaxlc.config.models.families.llama import LLAMA
 from jaxlc.config.models.families.mistral import MISTRAL
 from jaxlc.config.models.families.olmo3 import OLMO3
+from jaxlc.config.models.families.olmo_hybrid import OLMO_HYBRID
 from jaxlc.config.models.families.qwen2 import QWEN2
 from jaxlc.config.models.families.qwen3 import QWEN3
 from jaxlc.config.models.families.qwen3_5 import QWEN3_5_TEXT
@@ -17,7 +18,10 @@ from jaxlc.config.models.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5_TEXT, SMOLLM3, GEMMA3_TEXT, OLMO3, GPT_OSS)
+    for family in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5_TEXT, SMOLLM3, GEMMA3_TEXT, OLMO3, OLMO_HYBRID),
+        GPT_OSS,
+    )
 }
 
 __all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Tensor"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxlc.config.models.model_schema import KindConfig, ModelConfig
+from jaxlc.config.models.model_schema import DELTA_VARIATIONS, KindConfig, ModelConfig
 from jaxlc.core.mixers import FEED_FORWARDS, MIXERS
 from jaxlc.core.mixers.layer_shape import MixerTensor
 
@@ -19,6 +19,7 @@ COMMON_SETTINGS: dict[str, Any] = {
     if field.name in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
     or field.name in ("router", "expert_bias")
     or field.name in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
+    or field.name in DELTA_VARIATIONS
 }
 
 
@@ -94,6 +95,8 @@ class Family:
     multimodal_type: str = ""
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
+    # Parameters of gated_delta_net layers whose tensors have other names than in `core.mixers` -> ends of these names.
+    delta_tensors: Mapping[str, str] = field(default_factory=dict)
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
     quantization: str = ""  # quant_method of the quantized weights that models may have; "": none
     expert_tensors: tuple[MixerTensor, ...] = ()  # of `expert_feed_forward`; empty: the family has no experts
@@ -103,14 +106,20 @@ class Family:
     def tensors_of(self, mixer: str, feed_forward: str = "dense") -> tuple[Tensor, ...]:
         """The tensors that checkpoints may have, with the layers of one of `core.mixers.MIXERS` and FEED_FORWARDS, in
         the order of the computation of a layer."""
+        settings = {**COMMON_SETTINGS, **self.settings}
+        norm_placement, renamed = settings["norm_placement"], dict[str, str]()
+        if mixer == "gated_delta_net":
+            norm_placement, renamed = settings["delta_norm_placement"] or norm_placement, self.delta_tensors
+        own = tuple(x._replace(tensor=renamed.get(x.param, x.tensor)) for x in MIXERS[mixer].TENSORS)
         mlp = self.expert_tensors if feed_forward == "experts" else FEED_FORWARDS[feed_forward].TENSORS
-        return _tensors({**COMMON_SETTINGS, **self.settings}["norm_placement"], MIXERS[mixer].TENSORS, mlp)
+        return _tensors(norm_placement, own, mlp)
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
         settings = {**COMMON_SETTINGS, **self.settings}
         if "attention_bias" in self.fields and model.qkv_bias == model.attention_out_bias:
             settings |= dict(qkv_bias=model.qkv_bias, attention_out_bias=model.qkv_bias)
+        settings |= {name: vars(model)[name] for name in {*self.fields.values()} & {*DELTA_VARIATIONS}}
         has_settings = all(vars(model)[name] == value for name, value in settings.items())
         has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
         has_kinds = frozenset(model.layer_kinds) in self.layer_kinds and all(
