@@ -12,6 +12,7 @@ Gradients are gathers, as the forward pass, so they do not depend on the order i
 the blocks of an expert in its weight gradient is a scatter, in float32.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -86,8 +87,8 @@ rows_of.defvjp(lambda x_TD, assignments: (rows_of(x_TD, assignments), assignment
 @jax.custom_vjp
 def combined(y_nmD: jax.Array, weights_Tk: jax.Array, assignments: Assignments) -> jax.Array:
     """out_TD in the dtype of y: the weighted sum over the assignments of each token, computed in float32."""
-    return sum(w_T[:, None] * y_TD.astype(jnp.float32) for w_T, y_TD in _by_choice(y_nmD, weights_Tk, assignments)
-               ).astype(y_nmD.dtype)  # fmt: skip
+    parts = [w_T[:, None] * y_TD.astype(jnp.float32) for w_T, y_TD in _by_choice(y_nmD, weights_Tk, assignments)]
+    return functools.reduce(jnp.add, parts).astype(y_nmD.dtype)
 
 
 def _by_choice(y_nmD, weights_Tk, assignments: Assignments):

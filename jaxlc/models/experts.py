@@ -76,10 +76,9 @@ class Experts(nnx.Module):
         params = self.expert_gate, self.expert_up, self.expert_down
         weights = [in_use(param, shard, x_BTD.dtype) for param in params]
         dims = [param.dims for param in params]
-        if self.gate_bias is not None:
-            biases = self.gate_bias, self.up_bias, self.down_bias
-            weights += [bias[...] for bias in biases]
-            dims += [bias.dims for bias in biases]
+        biases = [bias for bias in (self.gate_bias, self.up_bias, self.down_bias) if bias is not None]
+        weights += [bias[...] for bias in biases]
+        dims += [bias.dims for bias in biases]
         compute = functools.partial(_local_outputs, activation=self.activation)
         with jax.named_scope(scopes.EXPERTS):
             out_BTD = shard.residual(shard.by_rank(compute, tokens, weights, dims))
@@ -110,13 +109,13 @@ class Experts(nnx.Module):
 
 def _local_outputs(tokens, weights, *, activation: str) -> jax.Array:
     """out_btD of the tokens and the weights of one rank."""
-    x_btD, *routing = tokens
+    x_btD, chosen_btk, weights_btk = tokens
     experts = ExpertWeights(*weights)
     if experts.down_bias_ED is not None:  # outputs are summed over tensor
         is_first = jax.lax.axis_index(TENSOR) == 0
         experts = experts._replace(down_bias_ED=jnp.where(is_first, experts.down_bias_ED, 0))
-    x_TD, *routing = (x.reshape(-1, x.shape[-1]) for x in (x_btD, *routing))
-    out_TD = expert_outputs(x_TD, *routing, experts, functools.partial(gated, activation))
+    x_TD, chosen_Tk, weights_Tk = (x.reshape(-1, x.shape[-1]) for x in (x_btD, chosen_btk, weights_btk))
+    out_TD = expert_outputs(x_TD, chosen_Tk, weights_Tk, experts, functools.partial(gated, activation))
     return out_TD.reshape(x_btD.shape)
 
 

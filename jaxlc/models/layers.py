@@ -43,7 +43,7 @@ class MLP(Block):
 
     @jax.named_scope(scopes.MLP)
     def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, chosen_BTk: None = None, *, shard: Sharder
+        self, x_BTD: jax.Array, positions_BT: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder
     ) -> FeedForwardOutput:
         """`x_BTD` is the input of the block, gathered over tensor; the other arguments are those of experts."""
         del positions_BT, chosen_BTk

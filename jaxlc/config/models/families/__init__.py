@@ -19,16 +19,7 @@ from jaxlc.config.models.families.smollm3 import SMOLLM3
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        QWEN3_MOE,
-        QWEN3_5_TEXT,
-        SMOLLM3,
-        GEMMA3_TEXT,
-        OLMO3,
-        OLMO_HYBRID,
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5_TEXT, SMOLLM3, GEMMA3_TEXT, OLMO3, OLMO_HYBRID),
         GPT_OSS,
     )
 }
