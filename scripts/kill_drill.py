@@ -204,7 +204,7 @@ def _fed(workdir: Path, source: Path | None) -> Iterator[None]:
     """
     ends = threading.Event()
 
-    def feed() -> None:
+    def feed(source: Path) -> None:
         while not ends.wait(0.05):
             step = _last_step(workdir) + 1
             path, made = _rollouts_path(workdir, step), source / f"{step}.jsonl"
@@ -214,14 +214,14 @@ def _fed(workdir: Path, source: Path | None) -> Iterator[None]:
                 shutil.copyfile(made, partial)
                 partial.rename(path)
 
-    thread = threading.Thread(target=feed)
-    if source is not None:
+    threads = [] if source is None else [threading.Thread(target=feed, args=[source])]
+    for thread in threads:
         thread.start()
     try:
         yield
     finally:
         ends.set()
-        if source is not None:
+        for thread in threads:
             thread.join()
 
 

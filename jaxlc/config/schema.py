@@ -247,6 +247,12 @@ class TrainConfig:
     trainable: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()  # parameters to freeze although train.trainable selects them; patterns as there
     z_loss: float = 0.0  # coefficient of mean(log(Z)^2), Z the softmax normalizer (PaLM, section 5); 0: none
+    # coefficient of the loss that balances the load of experts; "router_aux_loss_coef" in config.json; 0: none.
+    balance_loss: float = 0.0
+    # the products of the balance loss. layers: of sums over all layers, as in transformers. layer: of each layer, as in
+    # Megatron-LM; the loss is their mean.
+    balance_loss_over: Literal["layers", "layer"] = "layers"
+    router_z_loss: float = 0.0  # coefficient of the mean of log(Z)^2, Z the normalizer of the router; 0: none
     # what happens at a NaN or infinite loss or gradient. stop: the run ends. skip: the update is skipped.
     nonfinite: Literal["stop", "skip"] = "stop"
     eval_every_steps: int = 0  # steps between evaluations; 0: at the end only
