@@ -1,7 +1,6 @@
 """Slow processes and devices are named, with the cause."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -85,8 +84,7 @@ def test_run_of_two_processes_names_the_slow_ones(tmp_path):
     output, _ = [runs.finish(run) for run in runs.start_pair(slow, tmp_path / "run", **settings)]
     assert "step 4: process 1 on " in output and " is slow: data took " in output, output
     assert "process 0 on " in output and " is slow: checkpoint copy took " in output, output
-    waits = re.search("process 1 on .* is slow: checkpoint write", output)
-    assert waits is None, output  # it waits for process 0
+    assert "checkpoint write" not in output  # the processes wait for each other in it
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert {row["slowest/process"] for row in rows if "slowest/process" in row} <= {0, 1}
     assert any(row.get("slowest/ratio", 0) > 1.5 for row in rows)
