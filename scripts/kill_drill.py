@@ -39,8 +39,8 @@ from jaxlc.train.reports.metrics import is_timing
 
 # Runs of --all: the arguments of `jaxlc train`.
 RUNS = {
-    "quickstart": "--config=quickstart --config.train.steps=40 --config.train.checkpoint_every_steps=5"
-    " --config.train.eval_every_steps=20",
+    "quickstart": "--config=quickstart --config.train.steps=24 --config.train.checkpoint_every_steps=2"
+    " --config.train.eval_every_steps=12",
     "stages": "--config=extend_512k:mini",
     "lora": "--config=lora_1m_1gpu:mini --config.train.steps=10 --config.train.checkpoint_every_steps=2",
     "grpo": "--config=grpo_128k:mini --config.train.steps=8 --config.train.checkpoint_every_steps=2",
@@ -71,9 +71,11 @@ def plan_kills(stages: Sequence[Stage], num_kills: int, seed: int) -> list[Kill]
     if stages[0].config.rollouts.source:
         second = third = "rollouts"
     places = [("save", second, third, "step")[i % 4] for i in range(num_kills)]
-    kills = [
-        Kill(rng.choice(borders) if place == "border" else rng.randint(1, last_step - 1), place) for place in places
-    ]
+    kills = []
+    for place in places:
+        # Saves are short, so a kill may miss some: enough of them must follow.
+        end = max(1, last_step // 2) if place == "save" else last_step - 1
+        kills.append(Kill(rng.choice(borders) if place == "border" else rng.randint(1, end), place))
     return sorted(kills, key=lambda kill: (kill.step, kill.place))
 
 
@@ -202,7 +204,7 @@ def _fed(workdir: Path, source: Path | None) -> Iterator[None]:
     """
     ends = threading.Event()
 
-    def feed() -> None:
+    def feed(source: Path) -> None:
         while not ends.wait(0.05):
             step = _last_step(workdir) + 1
             path, made = _rollouts_path(workdir, step), source / f"{step}.jsonl"
@@ -212,14 +214,14 @@ def _fed(workdir: Path, source: Path | None) -> Iterator[None]:
                 shutil.copyfile(made, partial)
                 partial.rename(path)
 
-    thread = threading.Thread(target=feed)
-    if source is not None:
+    threads = [] if source is None else [threading.Thread(target=feed, args=[source])]
+    for thread in threads:
         thread.start()
     try:
         yield
     finally:
         ends.set()
-        if source is not None:
+        for thread in threads:
             thread.join()
 
 

@@ -48,7 +48,7 @@ class BestLosses:
 def policy_of(keep: int, keep_steps: Sequence[int], keep_every: int, best: BestLosses) -> Any:
     """The policy with the arguments of `Checkpoints`."""
     policies = ocp.checkpoint_managers
-    kept = [policies.LatestN(keep), policies.CustomSteps(list(keep_steps)), best]
+    kept: list[Any] = [policies.LatestN(keep), policies.CustomSteps(list(keep_steps)), best]
     if keep_every:
         kept.append(policies.EveryNSteps(keep_every))
     return policies.AnyPreservationPolicy(kept)

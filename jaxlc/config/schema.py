@@ -267,6 +267,7 @@ class TrainConfig:
     # without it the initial values of train.seed. Their fingerprint is checked.
     checkpoint_frozen: bool = True
     log_every_steps: From1[int] = 1  # steps between fetching metrics and writing a row of metrics.jsonl
+    wandb_project: str = ""  # project of Weights & Biases that gets the metrics too; "": none. WANDB_MODE=offline works
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
 def _adapter_size(model: ModelConfig, lora: LoraConfig) -> int:
     """Inputs and outputs of the adapters of a layer."""
     matrices = layer_matrices(model)
-    params = {PROJECTION_PARAMS[name] for name in lora.projections} & matrices.keys()
+    params = {PROJECTION_PARAMS[name] for name in lora.projections} & matrices.keys()  # layers have not all
     projections = [matrices[param] for param in params]
     return sum(matrix.num_inputs + matrix.num_outputs for matrix in projections)
 

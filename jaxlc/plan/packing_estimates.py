@@ -96,6 +96,11 @@ def read_documents(config: Config, source: str) -> Documents:
     lengths, prefixes = _parse(source)
     if any(prefixes) and not config.attention.shared_prefixes:
         raise UserError(f"the tree in {source} needs --config.attention.shared_prefixes=True")
+    if any(prefixes) and config.memory.tile_tokens:
+        raise UserError(
+            f"unsupported: an estimate of the tree in {source} with config.memory.tile_tokens="
+            f"{config.memory.tile_tokens}; use --config.memory.tile_tokens=0, or lengths without a tree"
+        )
     if sum(lengths) > seq_len:
         raise UserError(
             f"the document lengths {source} have {sum(lengths):,} tokens in total: expected at most"

@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -228,7 +228,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 _watchdog: Watchdog | None = None
-_phase_seconds: Counter[str] = Counter()
+_phase_seconds: defaultdict[str, float] = defaultdict(float)
 _nested_seconds: list[float] = []  # of the phases that are entered, the seconds in phases inside of each
 
 

@@ -13,7 +13,7 @@ from jaxlc import runtime
 from jaxlc.checkpoints.checkpoint import Checkpoints
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages
-from jaxlc.core import hardware
+from jaxlc.core import extras, hardware
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.memory_pools import explained, pooled_host_bytes
@@ -36,11 +36,12 @@ from jaxlc.train.prepared_stages import (
     stage_after,
     start_lines,
 )
-from jaxlc.train.reports.config_copy import keep_config
-from jaxlc.train.reports.metrics import METRICS_FILE, open_metrics, read_rows
+from jaxlc.train.reports.config_copy import keep_config, read_manifest, stored_settings
+from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, open_metrics, read_rows
 from jaxlc.train.reports.progress import LOG_FILE, Progress
 from jaxlc.train.reports.start_report import step_lines
 from jaxlc.train.reports.step_reports import StepReports
+from jaxlc.train.reports.wandb_writer import WandbWriter
 from jaxlc.train.result.run_result import Result
 from jaxlc.train.run_data import Batches, open_data
 from jaxlc.train.stage_run import StageRun
@@ -121,6 +122,8 @@ def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> N
         check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)
         if not has_batches:
             check_evaluation(stage.config)
+    if stages[0].config.train.wandb_project:
+        extras.require("wandb", "config.train.wandb_project")
     if len(stages) > 1 and has_batches:
         raise UserError(
             "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"
@@ -145,7 +148,7 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         return first_position(stages, outputs)
 
     position, stop = next_position(), Stop.DONE
-    metrics = open_metrics(outputs.workdir, resume_step=position.step or None, is_primary=jax.process_index() == 0)
+    metrics = _open_metrics(stages[0].config, outputs, position.step or None)
     for stage in stages:
         if position.step >= stage.end_step and stage is not stages[-1]:
             continue
@@ -158,6 +161,14 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         del position  # frees the memory of the state
         position = next_position()
     return run.finish(stages, position, stop)
+
+
+def _open_metrics(config: Config, outputs: Outputs, resume_step: int | None) -> MetricsLog:
+    is_primary, writers, workdir = jax.process_index() == 0, [], outputs.workdir
+    if is_primary and config.train.wandb_project:
+        run_id, settings = read_manifest(workdir)["run_id"], stored_settings(workdir)
+        writers.append(WandbWriter(config.train.wandb_project, run_id, workdir, settings, outputs.progress.log))
+    return open_metrics(workdir, resume_step=resume_step, is_primary=is_primary, writers=writers)
 
 
 def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tuple[Position, Stop]:

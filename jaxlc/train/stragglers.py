@@ -10,8 +10,7 @@ import json
 import socket
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,15 +29,17 @@ PRODUCT, COPY = "product", "copy"
 # The phases of a process that do not contain waiting for other processes.
 _PHASES = ("data", "callback", "export")
 # Events of Orbax, for the part of this process: name -> the time until a step can continue, and the time to write.
+_COPIED, _WRITTEN = "checkpoint copy", "checkpoint write"
 _CHECKPOINT_EVENTS = {
-    "/jax/orbax/write/blocking_d2h_duration_secs": "checkpoint copy",
-    "/jax/orbax/write/background_ts_duration_secs": "checkpoint write",
+    "/jax/orbax/write/blocking_d2h_duration_secs": _COPIED,
+    "/jax/orbax/write/background_ts_duration_secs": _WRITTEN,
 }
 _PREFIX = "jaxlc/times/"
 _SECONDS = 5.0  # limit of a call to the coordinator, which may hang
 _MAX_SHARE = 1e-3  # of the time, for the measurements of devices
 _REPEATS = 3
-_LEAST_DEVICE_SECONDS, _LEAST_SHARE = 2e-4, 0.02  # smaller differences are noise; the share is that of the time
+# Smaller differences are noise: in seconds (simulated devices share the cores), and as a share of the time.
+_LEAST_CPU_SECONDS, _LEAST_DEVICE_SECONDS, _LEAST_SHARE = 0.05, 2e-4, 0.02
 
 
 class Times(NamedTuple):
@@ -78,8 +79,8 @@ class Stragglers:
         self._client, self._path = coordination_client(), workdir / TIMES_FILE
         self._host, self._number = socket.gethostname(), 0
         self._published: Times | None = None
-        self._checkpoint_seconds: Counter[str] = Counter()
-        self._phases_before: Counter[str] = Counter()
+        self._checkpoint_seconds = dict.fromkeys(_CHECKPOINT_EVENTS.values(), 0.0)
+        self._phases_before: dict[str, float] = {}
         self._last = self._last_probe = time.monotonic()
         self._probe_seconds = 0.0
         if self._every:
@@ -104,18 +105,18 @@ class Stragglers:
         if self._every:
             jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, seconds: float, **_) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if (name := _CHECKPOINT_EVENTS.get(event)) is not None:
-            self._checkpoint_seconds[name] += seconds
+            self._checkpoint_seconds[name] += duration_secs
 
     def _own_times(self, step: int) -> Times:
         start = time.monotonic()
-        devices = {}
+        devices: dict[str, list[float]] = {}
         if start - self._last_probe >= self._probe_seconds / _MAX_SHARE:
             devices = _device_times(jax.local_devices())
             self._probe_seconds, self._last_probe = time.monotonic() - start, time.monotonic()
-        totals = Counter(watchdog.phase_seconds()) + self._checkpoint_seconds
-        phases = {name: totals[name] - self._phases_before[name] for name in (*_PHASES, *_CHECKPOINT_EVENTS.values())}
+        totals = dict.fromkeys(_PHASES, 0.0) | watchdog.phase_seconds() | self._checkpoint_seconds
+        phases = {name: totals[name] - self._phases_before.get(name, 0.0) for name in (*_PHASES, _COPIED, _WRITTEN)}
         seconds = start - self._last
         self._phases_before, self._last = totals, time.monotonic()
         return Times(jax.process_index(), self._host, step, seconds, devices, phases)
@@ -138,13 +139,19 @@ class Stragglers:
         if (client := self._client) is not None:
             values = call_within(_SECONDS, lambda: client.key_value_dir_get(f"{_PREFIX}{self._number % 2}/")) or []
             rows = sorted(row for row in (Times(*json.loads(value)) for _, value in values) if row.step == own.step)
+            rows = [_without_wait(row, rows[0]) for row in rows]
         with self._path.open("a") as out:
             out.write(json.dumps([row._asdict() for row in rows]) + "\n")
-        return slow_ones(rows, self._factor)
+        least = _LEAST_CPU_SECONDS if jax.default_backend() == "cpu" else _LEAST_DEVICE_SECONDS
+        return slow_ones(rows, self._factor, least)
 
 
-def slow_ones(rows: list[Times], factor: float) -> list[Slow]:
-    """The slowest process or device of each kind of time, if it is slower than `factor` times the lower median."""
+def slow_ones(rows: list[Times], factor: float, least_device_seconds: float) -> list[Slow]:
+    """The slowest process or device of each kind of time, if it is slower than `factor` times the lower median.
+
+    Args:
+      least_device_seconds: smaller differences between devices do not count.
+    """
     found = []
     for cause in (*_PHASES, *_CHECKPOINT_EVENTS.values(), PRODUCT, COPY):
         times = list(times_of(rows, cause))
@@ -152,10 +159,17 @@ def slow_ones(rows: list[Times], factor: float) -> list[Slow]:
             continue
         median = statistics.median_low(seconds for _, _, seconds in times)
         row, device, seconds = max(times, key=lambda time: time[2])
-        least = _LEAST_DEVICE_SECONDS if device is not None else _LEAST_SHARE * row.seconds
+        least = least_device_seconds if device is not None else _LEAST_SHARE * row.seconds
         if seconds > factor * median and seconds - median > least:
             found.append(Slow(row, cause, device, seconds, median))
     return found
+
+
+def _without_wait(row: Times, first: Times) -> Times:
+    """Without the time that the thread which writes a checkpoint waits for process 0, which makes the directory after
+    its copy."""
+    waited = max(0.0, first.phases[_COPIED] - row.phases[_COPIED])
+    return row._replace(phases=row.phases | {_WRITTEN: max(0.0, row.phases[_WRITTEN] - waited)})
 
 
 def read_times(workdir: Path) -> list[list[Times]]:
@@ -193,7 +207,7 @@ def _products(x: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, 16, lambda _, y: (y @ x) * (1.0 / x.shape[0]), x)
 
 
-def _device_times(devices: Iterable[jax.Device]) -> Mapping[str, list[float]]:
+def _device_times(devices: Iterable[jax.Device]) -> dict[str, list[float]]:
     """The least time of a few products and copies on each device, one device after the other."""
     times: dict[str, list[float]] = {PRODUCT: [], COPY: []}
     for device in devices:

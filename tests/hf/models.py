@@ -54,10 +54,10 @@ class Case:
     has_sinks: bool = False
     has_gate: bool = False
     group_layers: int = 1  # layers of the repeating group
-    dense_layers: tuple[int, ...] = ()  # of a model with experts
     # Layers of Gated DeltaNet: their norms, as `norms`, and names of modules that are not those of Qwen 3.5.
     delta_norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)
     delta_modules: dict[str, str] = field(default_factory=dict)
+    dense_layers: tuple[int, ...] = ()  # of a model with experts
 
 
 def _config(model_type: str, architecture: str, **fields) -> dict:
@@ -406,7 +406,7 @@ def _with_stacked_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    if name.endswith((".bias", "proj_bias", ".sinks")):
+    if name.endswith(("bias", ".sinks")):
         return rng.standard_normal(shape)
     if len(shape) == 3 and ".experts." in name:
         return rng.standard_normal(shape) * 1.5 / shape[1] ** 0.5

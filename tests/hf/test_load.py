@@ -260,7 +260,7 @@ def test_layouts_of_layers_of_different_shapes_name_their_layers():
     }
     assert queries["layers/wide/attention/wq"].names[1] == "model.layers.4.self_attn.q_proj.weight"
     assert queries["layers/wide/attention/wq"].stored_shape == (model.num_heads * 64, model.model_dim)
-    with pytest.raises(Unsupported, match="layers of different sizes"):
+    with pytest.raises(Unsupported, match="layers of these different sizes"):
         config_json_of(model, None, seq_len=64, dtype="float32")
 
 

@@ -16,6 +16,7 @@ from jaxlc import logprobs
 from jaxlc.checkpoints.checkpoint_files import read_meta
 from jaxlc.config import defaults
 from jaxlc.core.errors import UserError
+from scripts import kill_drill
 from tests.train.runs import (
     finish,
     rows,
@@ -168,6 +169,24 @@ def test_failing_reward_ends_the_run_and_keeps_the_answers(rollouts, tmp_path, b
     assert f"config.rollouts.reward {words}" in message and "the answers are in" in message
     lines = (tmp_path / "run/rollouts/1.unrewarded.jsonl").read_text().splitlines()
     assert len(lines) == 6 and all(json.loads(line)["text"]["answer"] is not None for line in lines)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("source", ["model", "files"])
+def test_run_killed_before_rollouts_equals_the_undisturbed_run(rollouts, tmp_path, monkeypatch, source):
+    """benchmarks/2026-11-23-kill-drill-rollouts.txt has ten kills for each source."""
+    settings, undisturbed = rollouts["settings"], rollouts["workdir"]
+    if source == "files":
+        settings = {name: x for name, x in settings.items() if not name.startswith("rollouts__")}
+        settings["rollouts__source"] = "files"
+    flags = [f"--config.{name.replace('__', '.')}={value}" for name, value in settings.items()]
+    monkeypatch.setattr(kill_drill, "plan_kills", lambda *_: [kill_drill.Kill(2, "rollouts")])
+    lines = []
+    equal = kill_drill.drill(
+        [f"--config={rollouts['config']}", *flags], tmp_path, num_kills=1, seed=0, log=lines.append,
+        undisturbed=undisturbed, rollouts=undisturbed / "rollouts" if source == "files" else None,
+    )  # fmt: skip
+    assert equal, lines
 
 
 @pytest.mark.heavy

@@ -107,12 +107,13 @@ class Family:
         """The tensors that checkpoints may have, with the layers of one of `core.mixers.MIXERS` and FEED_FORWARDS, in
         the order of the computation of a layer."""
         settings = {**COMMON_SETTINGS, **self.settings}
-        norm_placement, renamed = settings["norm_placement"], dict[str, str]()
+        norm_placement, tensors = settings["norm_placement"], MIXERS[mixer].TENSORS
         if mixer == "gated_delta_net":
-            norm_placement, renamed = settings["delta_norm_placement"] or norm_placement, self.delta_tensors
-        own = tuple(x._replace(tensor=renamed.get(x.param, x.tensor)) for x in MIXERS[mixer].TENSORS)
+            norm_placement = settings["delta_norm_placement"] or norm_placement
+            names = {tensor.param: self.delta_tensors.get(tensor.param, tensor.tensor) for tensor in tensors}
+            tensors = tuple(tensor._replace(tensor=names[tensor.param]) for tensor in tensors)
         mlp = self.expert_tensors if feed_forward == "experts" else FEED_FORWARDS[feed_forward].TENSORS
-        return _tensors(norm_placement, own, mlp)
+        return _tensors(norm_placement, tensors, mlp)
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
